@@ -1,0 +1,35 @@
+"""Bytes, read and written the same way everywhere.
+
+GB is 10⁹ bytes and GiB is 2³⁰: a card sold as "24 GB" has 24 GiB, which is 25.8 GB.
+"""
+
+import re
+
+BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_FACTORS = {"B": 1, "": 1, **BINARY_UNITS, **DECIMAL_UNITS}
+_QUANTITY = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
+
+
+def format_bytes(count: int) -> str:
+    """`count` in the largest binary unit that it fills, to two decimals; below 1 KiB, in bytes."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(count) >= BINARY_UNITS[unit]:
+            return f"{count / BINARY_UNITS[unit]:.2f} {unit}"
+    return f"{count} B"
+
+
+def parse_bytes(quantity: int | str) -> int:
+    """Bytes in `quantity`: an int, or a number with a unit such as `"6 MiB"` or `"24GB"`.
+
+    Raises ValueError for anything else, and for a quantity that is no whole number of bytes.
+    """
+    if isinstance(quantity, int) and not isinstance(quantity, bool) and quantity >= 0:
+        return quantity
+    match = _QUANTITY.fullmatch(quantity) if isinstance(quantity, str) else None
+    if match is None or match[2] not in _FACTORS:
+        raise ValueError(
+            f"got {quantity!r} as a number of bytes; give a number and a unit, "
+            f"such as '6 MiB' (6·2²⁰ bytes) or '24GB' (24·10⁹ bytes)"
+        )
+    return round(float(match[1].replace("_", "")) * _FACTORS[match[2]])
