@@ -1,0 +1,175 @@
+"""Which module runs, and in which phase of the step.
+
+Forward: torch calls a global hook as each module starts and ends. Backward: no module runs, but
+every node of the graph carries the sequence number it got in forward, and the numbers that passed
+while a module ran are known. So a backward operator belongs to the module whose forward pass made
+its node.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+_current_node = torch._C._current_autograd_node
+_graph_task = torch._C._current_graph_task_id
+_sequence_number = torch._C._autograd._get_sequence_nr
+_LAST_SEQUENCE_NUMBER = 2**64 - 1  # of AccumulateGrad, which runs before everything else
+
+
+class ModuleNames:
+    """A name for each module and parameter: as the root module it was first called from has it."""
+
+    def __init__(self) -> None:
+        self.roots: list[torch.nn.Module] = []
+        self._of_module: dict[int, str] = {}
+        self._of_parameter: dict[int, str] = {}
+
+    def add_root(self, root: torch.nn.Module) -> None:
+        """Name the root after its class and everything below it by its path."""
+        prefix = f"{type(root).__name__}." if self.roots else ""
+        self.roots.append(root)
+        for name, module in root.named_modules():
+            name = prefix + name if name else type(root).__name__
+            self._of_module.setdefault(id(module), name)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    self._of_parameter.setdefault(id(tensor), name)
+
+    def __contains__(self, module: torch.nn.Module) -> bool:
+        return id(module) in self._of_module
+
+    def of(self, module: torch.nn.Module) -> str:
+        return self._of_module.get(id(module), type(module).__name__)
+
+    def owning(self, parameter: torch.Tensor) -> str:
+        """The module that holds the parameter, "" if none is known to."""
+        return self._of_parameter.get(id(parameter), "")
+
+
+class Context:
+    """Follows modules and phases between `start()` and `stop()`.
+
+    `on_root(module)` is called when a module that belongs to no known root starts, `on_step` with
+    the optimizer as its step begins and ends, `on_backward_start` and `on_backward_end` at the
+    first operator inside and after a backward pass.
+    """
+
+    def __init__(
+        self,
+        on_root: Callable[[torch.nn.Module], None],
+        on_step: Callable[[torch.optim.Optimizer], None],
+        on_backward_start: Callable[[], None],
+        on_backward_end: Callable[[], None],
+    ) -> None:
+        self.names = ModuleNames()
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.has_recurrent_module = False
+        self.in_backward = False
+        self.last_phase = "forward"
+        self._after_backward = False
+        self._step_depth = 0
+        self._thread = get_ident()
+        self._running: list[str] = []
+        self._numbers: list[int] = []  # at which sequence number …
+        self._number_modules: list[str] = []  # … which module began to run
+        self._on_root, self._on_step = on_root, on_step
+        self._on_backward_start, self._on_backward_end = on_backward_start, on_backward_end
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_post_hook(self._step_ends),
+        ]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self.in_backward:
+            self._leave_backward()
+
+    def phase(self) -> str:
+        """The phase of the operator that is about to run."""
+        self.last_phase = self._phase()
+        return self.last_phase
+
+    def _phase(self) -> str:
+        if _graph_task() != -1:
+            if not self.in_backward:
+                self.in_backward = self._after_backward = True
+                self._on_backward_start()
+            return "optimizer" if self._step_depth else "backward"
+        if self.in_backward:
+            self._leave_backward()
+        if self._step_depth:
+            return "optimizer"
+        if self._after_backward and (self._running or torch.is_grad_enabled()):
+            self._after_backward = False
+        return "optimizer" if self._after_backward else "forward"
+
+    def module(self) -> str:
+        """The module to which the operator that runs now belongs, "" if to none."""
+        if self._running:
+            return self._running[-1]
+        node = _current_node() if self.in_backward else None
+        return "" if node is None else self._module_of(node)
+
+    def accumulating(self) -> bool:
+        """Whether autograd is handing a gradient over to a leaf's `.grad`."""
+        node = _current_node()
+        return node is not None and node._sequence_nr() == _LAST_SEQUENCE_NUMBER
+
+    @property
+    def in_module(self) -> bool:
+        """Whether a module's forward pass is running."""
+        return bool(self._running)
+
+    def _module_of(self, node: Node) -> str:
+        number = node._sequence_nr()
+        if number == _LAST_SEQUENCE_NUMBER:
+            return self.names.owning(node.variable)
+        position = bisect_right(self._numbers, number)
+        return self._number_modules[position - 1] if position else ""
+
+    def _leave_backward(self) -> None:
+        self.in_backward = False
+        self._on_backward_end()
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        if module not in self.names:
+            self.names.add_root(module)
+            self._on_root(module)
+        self.has_recurrent_module |= isinstance(module, torch.nn.RNNBase)
+        self._running.append(self.names.of(module))
+        self._note_number()
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._running:
+            self._running.pop()
+        self._note_number()
+
+    def _note_number(self) -> None:
+        if get_ident() == self._thread:  # each thread counts for itself
+            self._numbers.append(_sequence_number())
+            self._number_modules.append(self._running[-1] if self._running else "")
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+            self._on_step(optimizer)
+        self._step_depth += 1
+
+    def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._step_depth -= 1
+        self._on_step(optimizer)

@@ -1,0 +1,220 @@
+"""The dry run: tensors that have a shape, a dtype and a size in bytes, and no memory.
+
+torch's fake tensors go through the same operators and the same autograd as real ones, so the
+meter sees the same storages, and a 7B step fits into a laptop. What a training loop does besides
+calling operators is answered here:
+
+    reading a number      `loss.item()`, `f"{loss:.3f}"`, `if x.isnan().any()`: 1.0, 1 or False
+    converting a model    `.to()`, `.half()`, `.cuda()`: parameters keep their identity; every
+                          device is answered by the CPU
+    tensors from outside  converted when they meet the first operator, and left as they were
+    a shape that depends on values (`x[x > 0]`)
+                          one sentence that names the line
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memlab.metering.frames import user_line
+
+aten = torch.ops.aten
+_REAL_DEVICES = ("cpu", "meta")
+
+
+class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
+    """Make every tensor inside `with` fake: exact bytes, no memory, no values.
+
+    Build the model and its inputs inside. A model from outside works too and is left untouched:
+    its gradients and its optimizer's state are put back at the end. Raises RuntimeError when a
+    dry run is active already, ValueError (with the line) for a shape that depends on values.
+    """
+
+    active: "dry_run | None" = None
+
+    def __enter__(self) -> "dry_run":
+        if dry_run.active is not None:
+            raise RuntimeError("a dry run is active already; use one `with dry_run()` at a time")
+        dry_run.active = self
+        self._outside = _Outside()
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._modes = (self._fake_mode, _Operators(self), _Functions())
+        for mode in self._modes:
+            mode.__enter__()
+        self._apply, torch.nn.Module._apply = torch.nn.Module._apply, _apply_by_data
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.nn.Module._apply = self._apply
+        for mode in reversed(self._modes):
+            mode.__exit__(*exception)
+        self._outside.restore()
+        dry_run.active = None
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake twin of a tensor made outside; the same one each time."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        twin = self._outside.twins.get(tensor)
+        if twin is None:
+            twin = self._outside.twins[tensor] = self._fake_mode.from_tensor(tensor)
+            self._outside.note(tensor, self._fake_mode)
+        return twin
+
+    def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """An operator's arguments, with every tensor fake."""
+        if all(map(_is_fake, (*args, *kwargs.values()))):
+            return args, kwargs
+        return tree_map_only(torch.Tensor, self.tensor, (args, kwargs))
+
+
+class _Outside:
+    """What a dry run changes on tensors and optimizers made outside, to put it back."""
+
+    def __init__(self) -> None:
+        self.twins = WeakIdKeyDictionary()  # tensor: its fake, which lives as long
+        self._gradients = WeakIdKeyDictionary()
+        self._states: list[tuple[torch.optim.Optimizer, dict[Any, Any]]] = []
+        self._hook = register_optimizer_step_pre_hook(self._note_state)
+
+    def note(self, tensor: torch.Tensor, fake_mode: FakeTensorMode) -> None:
+        """Give a leaf a fake gradient in place of its real one, so that it dies as in a real run."""
+        if tensor.requires_grad and tensor.is_leaf:
+            self._gradients[tensor] = tensor.grad
+            if tensor.grad is not None:
+                tensor.grad = fake_mode.from_tensor(tensor.grad)
+                self.twins[tensor].grad = None
+
+    def restore(self) -> None:
+        self._hook.remove()
+        for tensor, gradient in self._gradients.items():
+            tensor.grad = gradient
+        for optimizer, state in self._states:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+    def _note_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        known = any(optimizer is other for other, _ in self._states)
+        if not known and not all(map(_is_fake, parameters)):
+            state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+            self._states.append((optimizer, state))
+
+
+class _Operators(TorchDispatchMode):
+    """Answers the operators that fake tensors cannot."""
+
+    def __init__(self, owner: dry_run) -> None:
+        super().__init__()
+        self._owner = owner
+        self._zeros = WeakIdKeyDictionary()  # counts of infinities: a dry run finds none
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        args, kwargs = self._owner.arguments(args, kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in _REAL_DEVICES:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._zeros[args[1]] = True
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            return self._answer(func, args)
+        except DynamicOutputShapeException as error:
+            raise ValueError(
+                f"{user_line()}: the shape of {func}'s result depends on the values of a tensor, "
+                f"and a dry run has none; give it a fixed shape, for example with torch.where or "
+                f"masked_fill in place of x[mask]"
+            ) from error
+
+    def _answer(self, func: Any, args: Any) -> bool | int | float:
+        if func is aten.equal.default:
+            return True
+        if func is not aten._local_scalar_dense.default:
+            raise ValueError(
+                f"{user_line()}: {func} reads the values of a tensor, and a dry run has none"
+            )
+        (tensor,) = args
+        if tensor.dtype == torch.bool:
+            return False
+        if not tensor.dtype.is_floating_point:
+            return 1
+        return 0.0 if tensor in self._zeros else 1.0
+
+
+class _Functions(TorchFunctionMode):
+    """Answers the functions that act before any operator is called."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        answer = _FUNCTIONS.get(func)
+        return (answer or func)(*args, **(kwargs or {}))
+
+
+def _format(tensor: torch.Tensor, spec: str) -> str:
+    return format(tensor.item() if tensor.dim() == 0 else repr(tensor), spec)
+
+
+def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`.cuda()` of a tensor that is answered by the CPU, after one copy like the real one."""
+    return tensor.clone()
+
+
+def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """As on real tensors, a scatter into zeros; on fake ones torch compares with a range."""
+    if num_classes == -1:
+        raise ValueError(
+            f"{user_line()}: one_hot without num_classes has a shape that depends on values, "
+            f"and a dry run has none; pass num_classes"
+        )
+    index.min().item(), index.max().item()  # the bounds that the real one checks
+    result = torch.zeros((*index.shape, num_classes), dtype=torch.long)
+    return result.scatter_(-1, index.unsqueeze(-1), 1)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__format__: _format,
+    torch.Tensor.cuda: _stay,
+    torch.nn.functional.one_hot: _one_hot,
+}
+
+
+def _is_fake(argument: Any) -> bool:
+    """Whether an operator's argument holds no real tensor."""
+    if isinstance(argument, torch.Tensor):
+        return isinstance(argument, FakeTensor)
+    return not isinstance(argument, (list, tuple)) or all(map(_is_fake, argument))
+
+
+@torch.no_grad()
+def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
+    """`Module._apply` as on real tensors: each parameter stays the same object.
+
+    torch would swap fake parameters for new ones, and refuses where something refers to the old.
+    """
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    for parameter in filter(None.__ne__, module._parameters.values()):
+        if not isinstance(parameter, FakeTensor):
+            raise ValueError(
+                f"a {type(module).__name__} built outside the dry run cannot be converted inside "
+                f"it without changing the real one; build it inside, or convert it before"
+            )
+        for tensor in filter(None.__ne__, (parameter, parameter.grad)):
+            tensor.data = fn(tensor.data)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+    return module

@@ -1,0 +1,53 @@
+"""Whose call an operator is: autograd's engine, a function of torch's, or a line of the user's."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+_MACHINERY = (
+    str(Path(__file__).parent),
+    f"{_TORCH_FOLDER}/_ops.py",
+    f"{_TORCH_FOLDER}/_compile.py",
+    f"{_TORCH_FOLDER}/_dynamo/eval_frame.py",
+    f"{_TORCH_FOLDER}/utils/_python_dispatch.py",
+    f"{_TORCH_FOLDER}/utils/_stats.py",
+)
+
+
+def comes_from_the_engine() -> bool:
+    """Whether autograd's C++ called the operator itself, not a user's hook or a recomputation.
+
+    On the CPU the engine runs below `_engine_run_backward`, on a device in a thread of its own.
+    """
+    caller = next(_frames(), None)
+    return caller is None or caller.f_code.co_name == "_engine_run_backward"
+
+
+def called_by(name: str) -> bool:
+    """Whether the function `name` called the operator."""
+    caller = next(_frames(), None)
+    return caller is not None and caller.f_code.co_name == name
+
+
+def user_line() -> str:
+    """`file.py:12 function` of the user's code that the operator came from."""
+    for frame in _frames():
+        path = Path(frame.f_code.co_filename)
+        if not path.is_relative_to(_TORCH_FOLDER):
+            here = Path.cwd()
+            name = path.relative_to(here) if path.is_relative_to(here) else path.name
+            return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+    return "autograd's engine"
+
+
+def _frames() -> Iterator[FrameType]:
+    """The Python frames that led to an operator, innermost first, without the machinery."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_MACHINERY):
+            yield frame
+        frame = frame.f_back

@@ -1,0 +1,160 @@
+"""Storages: who is alive, since when, and where it was born.
+
+A tensor is a view; the bytes belong to its storage, which several tensors share and which dies
+with the last of them. Python keeps one object per storage for as long as C++ keeps the storage,
+so a weak reference to that object tells the moment of death. Addresses are reused: each storage
+gets a number of its own, once per process, and keeps it from one metering to the next.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memlab.trace import CATEGORIES, Event
+
+_RANKS = {category: rank for rank, category in enumerate(CATEGORIES)}
+
+
+class Storage:
+    """What is known of one storage; it holds no tensor, so it keeps nothing alive."""
+
+    __slots__ = (
+        "bytes",
+        "category",
+        "device",
+        "dtype",
+        "line",
+        "module",
+        "number",
+        "operator",
+        "phase",
+        "reference",
+        "run",
+        "shape",
+    )
+
+    def __init__(self, number: int, tensor: torch.Tensor, count: int, run: object) -> None:
+        self.number = number
+        self.bytes = count
+        self.run = run  # the metering that saw it first
+        self.device = tensor.device
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.category: str | None = None
+        self.operator: Any = ""
+        self.module = ""
+        self.phase = "before"
+        self.line: str | None = None
+        self.reference: _Reference | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.reference is not None and self.reference() is not None
+
+    def mark(self, category: str) -> None:
+        """Say what the storage holds; of several, the first in CATEGORIES stays."""
+        if self.category is None or _RANKS[category] < _RANKS[self.category]:
+            self.category = category
+
+    def event(self, count: int, phase: str) -> Event:
+        """An event of `count` bytes on this storage, as plain data."""
+        return Event(
+            bytes=count,
+            storage=self.number,
+            category=self.category or f"{self.phase}_temporaries",
+            operator=str(self.operator),
+            module=self.module,
+            phase=phase,
+            dtype=str(self.dtype).removeprefix("torch."),
+            shape=tuple(map(int, self.shape)),
+            line=self.line,
+        )
+
+
+class _Reference(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a torch storage that knows the record of it."""
+
+    __slots__ = ("key", "record")
+
+
+class Registry:
+    """All storages that any meter of this process has seen and that are still alive.
+
+    Listeners are called with (record, bytes ±) when a storage dies or is resized, in whichever
+    thread that happens.
+    """
+
+    def __init__(self) -> None:
+        self._alive: dict[int, Storage] = {}
+        self._listeners: tuple[Callable[[Storage, int], None], ...] = ()
+        self.count = 0
+
+    def find(self, tensor: torch.Tensor) -> Storage | None:
+        """The record of the tensor's storage, if a meter has seen it."""
+        return self._alive.get(tensor.untyped_storage()._cdata)
+
+    def add(self, tensor: torch.Tensor, run: object) -> Storage:
+        """Number the tensor's storage and follow it until it dies."""
+        untyped = tensor.untyped_storage()
+        self.count += 1
+        record = Storage(self.count, tensor, untyped.nbytes(), run)
+        reference = _Reference(untyped, self._died)
+        reference.key = untyped._cdata
+        self._tie(reference, record)
+        return record
+
+    def continue_as(self, dead: Storage, successor: Storage) -> None:
+        """Let the storage of `successor` be the continuation of `dead`, number and all."""
+        assert successor.reference is not None
+        self._tie(successor.reference, dead)
+
+    def alive(self) -> list[Storage]:
+        """The records of all living storages."""
+        return list(self._alive.values())
+
+    def listen(self, listener: Callable[[Storage, int], None]) -> None:
+        if not self._listeners:
+            torch.UntypedStorage.resize_ = self._watched_resize()
+        self._listeners = (*self._listeners, listener)
+
+    def unlisten(self, listener: Callable[[Storage, int], None]) -> None:
+        self._listeners = tuple(other for other in self._listeners if other != listener)
+        if not self._listeners:
+            del torch.UntypedStorage.resize_  # uncovers the one of the base class
+
+    def check_size(self, untyped: torch.UntypedStorage) -> None:
+        """Tell the listeners if the storage is no longer as large as its record says."""
+        record = self._alive.get(untyped._cdata)
+        if record is not None and (change := untyped.nbytes() - record.bytes):
+            record.bytes += change
+            self._tell(record, change)
+
+    def _tie(self, reference: _Reference, record: Storage) -> None:
+        reference.record = record
+        record.reference = reference
+        self._alive[reference.key] = record
+
+    def _died(self, reference: _Reference) -> None:
+        if self._alive.get(reference.key) is reference.record:
+            del self._alive[reference.key]
+        self._tell(reference.record, -reference.record.bytes)
+
+    def _tell(self, record: Storage, change: int) -> None:
+        for listener in self._listeners:
+            listener(record, change)
+
+    def _watched_resize(self) -> Callable[..., Any]:
+        """`UntypedStorage.resize_` reaches no dispatcher; FSDP frees its shards with it."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(untyped: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            result = resize(untyped, *args, **kwargs)
+            self.check_size(untyped)
+            return result
+
+        return resize_
+
+
+REGISTRY = Registry()
