@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.metering.frames import user_line
+from memlab.metering.modes import LightMode
 
 aten = torch.ops.aten
 _REAL_DEVICES = ("cpu", "meta")
@@ -49,6 +49,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             raise RuntimeError("a dry run is active already; use one `with dry_run()` at a time")
         dry_run.active = self
         self._outside = _Outside()
+        self.arguments_are_fake = False  # of the operator that is about to run: a meter saw to it
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._modes = (self._fake_mode, _Operators(self), _Functions())
         for mode in self._modes:
@@ -113,7 +114,7 @@ class _Outside:
             self._states.append((optimizer, state))
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(LightMode):
     """Answers the operators that fake tensors cannot."""
 
     def __init__(self, owner: dry_run) -> None:
@@ -121,8 +122,10 @@ class _Operators(TorchDispatchMode):
         self._owner = owner
         self._zeros = WeakIdKeyDictionary()  # counts of infinities: a dry run finds none
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        args, kwargs = self._owner.arguments(args, kwargs or {})
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not self._owner.arguments_are_fake:
+            args, kwargs = self._owner.arguments(args, kwargs)
+        self._owner.arguments_are_fake = False
         device = kwargs.get("device")
         if device is not None and torch.device(device).type not in _REAL_DEVICES:
             kwargs = {**kwargs, "device": torch.device("cpu")}

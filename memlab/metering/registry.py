@@ -6,6 +6,7 @@ so a weak reference to that object tells the moment of death. Addresses are reus
 gets a number of its own, once per process, and keeps it from one metering to the next.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -64,13 +65,19 @@ class Storage:
             bytes=count,
             storage=self.number,
             category=self.category or f"{self.phase}_temporaries",
-            operator=str(self.operator),
+            operator=_name(self.operator),
             module=self.module,
             phase=phase,
-            dtype=str(self.dtype).removeprefix("torch."),
-            shape=tuple(map(int, self.shape)),
+            dtype=_name(self.dtype),
+            shape=tuple(self.shape),
             line=self.line,
         )
+
+
+@functools.cache
+def _name(of: Any) -> str:
+    """`aten.mm.default` of an operator, `float32` of a dtype."""
+    return str(of).removeprefix("torch.")
 
 
 class _Reference(weakref.ref):  # type: ignore[type-arg]

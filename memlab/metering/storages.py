@@ -12,16 +12,18 @@ and a weak reference tells when it dies. Two things make the stream exact:
    records are marked as the step goes on, and events are written out at the end.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memlab.metering.context import Context
 from memlab.metering.fake import dry_run
 from memlab.metering.frames import called_by, comes_from_the_engine, user_line
+from memlab.metering.modes import LightMode
 from memlab.metering.registry import REGISTRY, Storage
 
 aten = torch.ops.aten
@@ -55,7 +57,7 @@ class Change(NamedTuple):
     phase: str
 
 
-class StorageMeter(TorchDispatchMode):
+class StorageMeter(LightMode):
     """Meters what runs inside `with`.
 
     Inside a dry run it meters fake tensors. `lines` asks for the user's line of
@@ -109,8 +111,8 @@ class StorageMeter(TorchDispatchMode):
         self.context.stop()
         for root in self.context.names.roots:
             self._scan_gradients(root.parameters())
-        for optimizer in self.context.optimizers:
-            self._scan_optimizer(optimizer)
+        if self._optimizer is not None:
+            self._scan_optimizer(self._optimizer)
         REGISTRY.unlisten(self._storage_changed)
         self._adopt_leftovers()
 
@@ -122,20 +124,18 @@ class StorageMeter(TorchDispatchMode):
 
     # ------------------------------------------------------------------ one operator
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:  # asked of fake tensors all the time
-            return func(*args)
-        if any(map(_has_a_handler_of_its_own, types)):
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if _has_a_handler_of_its_own(types):
             return NotImplemented  # which runs it on plain tensors, and those we see
-        kwargs = kwargs or {}
         self._close_watched_pair()
         phase = self.context.phase()
         if self._dry_run is not None:
             args, kwargs = self._dry_run.arguments(args, kwargs)
-        tensors = list(_tensors((args, *kwargs.values())))
+            self._dry_run.arguments_are_fake = True
+        tensors = _tensors((*args, *kwargs.values()))
         inputs = [self._see(tensor, func, phase) for tensor in tensors]
         result = func(*args, **kwargs)
-        if func._schema.is_mutable:
+        if _writes_to_an_input(func):
             for tensor in tensors:
                 REGISTRY.check_size(tensor.untyped_storage())
         if func is aten.detach.default and phase == "backward" and self.context.accumulating():
@@ -313,17 +313,24 @@ def _is_out_of_place_when_watched(func: Any, inputs: list[Storage]) -> bool:
     )
 
 
+@functools.cache
+def _writes_to_an_input(func: Any) -> bool:
+    return func._schema.is_mutable
+
+
 def _all_are_inputs(records: list[Storage]) -> bool:
     return all(record.category == "inputs" for record in records)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among an operator's arguments or results, in order."""
+    found = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found
 
 
 def _tensors_within(value: Any) -> Iterator[torch.Tensor]:
@@ -348,5 +355,6 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def _has_a_handler_of_its_own(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__") and kind is not torch.Tensor
+@functools.cache
+def _has_a_handler_of_its_own(types: tuple[type, ...]) -> bool:
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)

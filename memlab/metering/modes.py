@@ -1,0 +1,29 @@
+"""A dispatch mode that costs little per operator."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_DEVICE = torch.ops.prim.device.default
+
+
+class LightMode(TorchDispatchMode):
+    """A mode whose handler, `handle(func, types, args, kwargs)`, is called for operators alone.
+
+    Fake tensors ask for their device more often than for everything else together; that question
+    is answered here. torch wraps the handlers of modes to keep its compiler out of them, which
+    costs as much as a small operator; the meter does not run inside compiled code.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE:
+            return getattr(args[0], "fake_device", None) or func(*args)
+        return self.handle(func, types, args, kwargs or {})
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
