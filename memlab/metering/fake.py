@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -49,11 +50,12 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             raise RuntimeError("a dry run is active already; use one `with dry_run()` at a time")
         dry_run.active = self
         self._outside = _Outside()
-        self.arguments_are_fake = False  # of the operator that is about to run: a meter saw to it
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._modes = (self._fake_mode, _Operators(self), _Functions())
+        self._operators = _Operators(self)
+        self._modes = (self._fake_mode, _Functions(), self._operators)
         for mode in self._modes:
             mode.__enter__()
+        self._zeros = WeakIdKeyDictionary()  # counts of infinities: a dry run finds none
         self._apply, torch.nn.Module._apply = torch.nn.Module._apply, _apply_by_data
         return self
 
@@ -63,6 +65,18 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             mode.__exit__(*exception)
         self._outside.restore()
         dry_run.active = None
+
+    def step_aside(self) -> bool:
+        """Let a meter that is about to start call `arguments` and `execute` itself, which saves
+        a mode; False if something else has started in between."""
+        is_last = _get_current_dispatch_mode() is self._operators
+        if is_last:
+            self._operators.__exit__(None, None, None)
+        return is_last
+
+    def step_back(self) -> None:
+        """The opposite of `step_aside`."""
+        self._operators.__enter__()
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake twin of a tensor made outside; the same one each time."""
@@ -79,6 +93,37 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         if all(map(_is_fake, (*args, *kwargs.values()))):
             return args, kwargs
         return tree_map_only(torch.Tensor, self.tensor, (args, kwargs))
+
+    def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on fake tensors, answering what they cannot."""
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type not in _REAL_DEVICES:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            self._zeros[args[1]] = True
+        try:
+            return func(*args, **kwargs)
+        except DataDependentOutputException:
+            return self._answer(func, *args)
+        except DynamicOutputShapeException as error:
+            raise ValueError(
+                f"{user_line()}: the shape of {func}'s result depends on the values of a tensor, "
+                f"and a dry run has none; give it a fixed shape, for example with torch.where or "
+                f"masked_fill in place of x[mask]"
+            ) from error
+
+    def _answer(self, func: Any, tensor: torch.Tensor, *others: Any) -> bool | int | float:
+        if func is aten.equal.default:
+            return True
+        if func is not aten._local_scalar_dense.default:
+            raise ValueError(
+                f"{user_line()}: {func} reads the values of a tensor, and a dry run has none"
+            )
+        if tensor.dtype == torch.bool:
+            return False
+        if not tensor.dtype.is_floating_point:
+            return 1
+        return 0.0 if tensor in self._zeros else 1.0
 
 
 class _Outside:
@@ -115,46 +160,14 @@ class _Outside:
 
 
 class _Operators(LightMode):
-    """Answers the operators that fake tensors cannot."""
+    """Hands the operators to the dry run."""
 
     def __init__(self, owner: dry_run) -> None:
         super().__init__()
         self._owner = owner
-        self._zeros = WeakIdKeyDictionary()  # counts of infinities: a dry run finds none
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not self._owner.arguments_are_fake:
-            args, kwargs = self._owner.arguments(args, kwargs)
-        self._owner.arguments_are_fake = False
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type not in _REAL_DEVICES:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-            self._zeros[args[1]] = True
-        try:
-            return func(*args, **kwargs)
-        except DataDependentOutputException:
-            return self._answer(func, args)
-        except DynamicOutputShapeException as error:
-            raise ValueError(
-                f"{user_line()}: the shape of {func}'s result depends on the values of a tensor, "
-                f"and a dry run has none; give it a fixed shape, for example with torch.where or "
-                f"masked_fill in place of x[mask]"
-            ) from error
-
-    def _answer(self, func: Any, args: Any) -> bool | int | float:
-        if func is aten.equal.default:
-            return True
-        if func is not aten._local_scalar_dense.default:
-            raise ValueError(
-                f"{user_line()}: {func} reads the values of a tensor, and a dry run has none"
-            )
-        (tensor,) = args
-        if tensor.dtype == torch.bool:
-            return False
-        if not tensor.dtype.is_floating_point:
-            return 1
-        return 0.0 if tensor in self._zeros else 1.0
+        return self._owner.execute(func, *self._owner.arguments(args, kwargs))
 
 
 class _Functions(TorchFunctionMode):

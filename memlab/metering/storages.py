@@ -103,10 +103,13 @@ class StorageMeter(LightMode):
             self._scan_optimizer(self._optimizer)
         self.context.start()
         REGISTRY.listen(self._storage_changed)
+        self._took_over = self._dry_run is not None and self._dry_run.step_aside()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        if self._took_over:
+            self._dry_run.step_back()
         self._close_watched_pair()
         self.context.stop()
         for root in self.context.names.roots:
@@ -131,10 +134,9 @@ class StorageMeter(LightMode):
         phase = self.context.phase()
         if self._dry_run is not None:
             args, kwargs = self._dry_run.arguments(args, kwargs)
-            self._dry_run.arguments_are_fake = True
         tensors = _tensors((*args, *kwargs.values()))
         inputs = [self._see(tensor, func, phase) for tensor in tensors]
-        result = func(*args, **kwargs)
+        result = self._execute(func, args, kwargs)
         if _writes_to_an_input(func):
             for tensor in tensors:
                 REGISTRY.check_size(tensor.untyped_storage())
@@ -145,6 +147,11 @@ class StorageMeter(LightMode):
             if record is None or record.number not in self._accounted:
                 self._born(tensor, func, phase, inputs)
         return result
+
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._dry_run is not None:
+            return self._dry_run.execute(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _see(self, tensor: torch.Tensor, func: Any, phase: str) -> Storage:
         """The record of an operator's input; one never seen before was alive before us."""
