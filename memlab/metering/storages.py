@@ -43,10 +43,6 @@ OUT_OF_PLACE_WHEN_WATCHED = frozenset(
         aten.masked_scatter.default,
     }
 )
-RECURRENT_NOTE = (
-    "a recurrent network's fused kernel takes scratch that no dispatcher sees: "
-    "the real peak is higher (19 % for an LSTM)"
-)
 
 
 class Change(NamedTuple):
@@ -88,6 +84,8 @@ class StorageMeter(LightMode):
         self._initial: list[Change] = []
         self._stream: list[Change] = []
         self._accounted: set[int] = set()  # numbers of storages in one of the two
+        self._own: dict[int, Storage] = {}  # born here and alive, by number
+        self.live_bytes = 0  # of these
         self._births: dict[str, list[Storage]] = {"forward": [], "backward": [], "optimizer": []}
         self._parameter_kinds: set[tuple[torch.Size, torch.dtype]] = set()
         self._watched_pair: tuple[Storage, Storage, int] | None = None
@@ -95,6 +93,7 @@ class StorageMeter(LightMode):
     # ------------------------------------------------------------------ begin and end
 
     def __enter__(self) -> "StorageMeter":
+        self._last_before = REGISTRY.count
         self._before = {record.number: (record, record.bytes) for record in REGISTRY.alive()}
         if self._model is not None:
             self.context.names.add_root(self._model)
@@ -124,6 +123,10 @@ class StorageMeter(LightMode):
         for change in (*self._initial, *self._stream):
             if change.bytes and change.record.number in self._accounted:
                 yield change
+
+    def largest_own(self, count: int) -> list[Storage]:
+        """The largest living storages that were born inside."""
+        return sorted(self._own.values(), key=lambda record: -record.bytes)[:count]
 
     # ------------------------------------------------------------------ one operator
 
@@ -180,6 +183,8 @@ class StorageMeter(LightMode):
             record.mark("inputs")
         self._accounted.add(record.number)
         self._births[phase].append(record)
+        self._own[record.number] = record
+        self.live_bytes += record.bytes
         self._stream.append(Change(record, record.bytes, phase))
         if phase == "backward" and _is_out_of_place_when_watched(func, inputs):
             self._watched_pair = (inputs[0], record, len(self._stream) - 1)
@@ -202,6 +207,10 @@ class StorageMeter(LightMode):
 
     def _storage_changed(self, record: Storage, change: int) -> None:
         self._stream.append(Change(record, change, self.context.last_phase))
+        if record.number in self._own:
+            self.live_bytes += change
+            if not record.alive:
+                del self._own[record.number]
 
     # ------------------------------------------------------------------ the observer's effect
 
@@ -215,9 +224,17 @@ class StorageMeter(LightMode):
         if death is not None and new.alive:
             del self._stream[death], self._stream[position]
             self._births["backward"].pop()
+            del self._own[new.number]
+            if self._is_own(old):
+                self._own[old.number] = old
+            else:
+                self.live_bytes -= new.bytes
             REGISTRY.continue_as(old, new)
         elif self._on_birth is not None:
             self._on_birth(new)
+
+    def _is_own(self, record: Storage) -> bool:
+        return record.number > self._last_before and record.phase != "before"
 
     # ------------------------------------------------------------------ what storages hold
 

@@ -1,0 +1,51 @@
+"""A limit on what a piece of code allocates, which names the line that passes it."""
+
+from typing import Any
+
+import torch
+
+from memlab.metering.registry import Storage
+from memlab.metering.storages import StorageMeter
+from memlab.units import format_bytes, parse_bytes
+
+
+class BudgetExceeded(MemoryError):
+    """More bytes were alive than a `budget` allows."""
+
+
+class budget:  # noqa: N801 - used as a function: `with memlab.budget("6 MiB"):`
+    """Allow `limit` bytes to be allocated since entry and still alive; raise where they are passed.
+
+    What was alive before counts for nothing. BudgetExceeded names the request, the live total and
+    the five largest live tensors with their modules; it comes from the allocating line. After the
+    block, `spent.peak_bytes` of `with budget(...) as spent:` tells how much of it was used.
+    """
+
+    def __init__(self, limit: int | str, *, model: torch.nn.Module | None = None) -> None:
+        self._limit = parse_bytes(limit)
+        self._storages = StorageMeter(model, on_birth=self._check)
+        self.peak_bytes = 0
+
+    def __enter__(self) -> "budget":
+        self._storages.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._storages.__exit__(*exception)
+
+    def _check(self, request: Storage) -> None:
+        live = self._storages.live_bytes
+        self.peak_bytes = max(self.peak_bytes, live)
+        if live > self._limit:
+            largest = "; ".join(map(_describe, self._storages.largest_own(5)))
+            raise BudgetExceeded(
+                f"{_describe(request)} brings the live total to {format_bytes(live)}, past the "
+                f"budget of {format_bytes(self._limit)}. Largest alive: {largest}"
+            )
+
+
+def _describe(record: Storage) -> str:
+    """`3.00 MiB float32 (768, 1024) by aten.mm.default in blocks.0.mlp`."""
+    event = record.event(record.bytes, record.phase)
+    where = f" in {event.module}" if event.module else ""
+    return f"{format_bytes(event.bytes)} {event.dtype} {event.shape} by {event.operator}{where}"
