@@ -1,0 +1,83 @@
+"""Bytes to train on: the source of Python's own standard library, which every machine has.
+
+A byte is a token, so there is nothing to download and no tokenizer to train: the vocabulary is
+256, and every text that a file can hold is in it.
+"""
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from memlab.units import parse_bytes
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def stdlib_bytes(limit: int | str) -> Tensor:
+    """The first `limit` bytes (`2**20`, `"1 MiB"`) of the standard library's source, as uint8.
+
+    The order of the files is fixed, so one version of Python gives the same bytes every time.
+    Reads no more than it returns; returns less only where the whole library is less.
+    """
+    wanted = parse_bytes(limit)
+    if wanted < 1:
+        raise ValueError(f"got a limit of {limit!r}; give at least one byte, such as '1 MiB'")
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    for path in _sources(folder):
+        with path.open("rb") as file:
+            text += file.read(wanted - len(text))
+        if len(text) == wanted:
+            break
+    if not text:
+        raise ValueError(
+            f"found no .py file in {folder}, where Python's standard library should be; "
+            f"use a Python that is installed with its source"
+        )
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    """The library's modules, lazily, in an order that no file system decides.
+
+    `_sysconfigdata` is left out: it records how and where one Python was built, so it differs
+    between machines.
+    """
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)  # os.walk goes where this list says
+        for name in sorted(files):
+            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+                yield Path(parent, name)
+
+
+def batches(data: Tensor, batch: int, seq_len: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless (tokens, targets), int64 and (batch, seq_len) each, from random places in `data`.
+
+    targets[b, t] is the byte after tokens[b, t]. The same seed gives the same batches.
+    """
+    if data.ndim != 1 or data.is_floating_point():
+        shape, dtype = tuple(data.shape), data.dtype
+        raise ValueError(f"got data of shape {shape} and {dtype}; give a 1-D tensor of integers")
+    if min(batch, seq_len) < 1:
+        raise ValueError(f"got batch={batch} and seq_len={seq_len}; give at least 1 of each")
+    if len(data) <= seq_len:
+        raise ValueError(
+            f"got {len(data)} tokens of data, wanted at least {seq_len + 1} for seq_len={seq_len} "
+            f"and one target more; read more data or shorten seq_len"
+        )
+    return _sample(data, batch, seq_len, torch.Generator().manual_seed(seed))
+
+
+def _sample(
+    data: Tensor, batch: int, seq_len: int, generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The loop of `batches`, apart from its checks so that those fail at the call."""
+    offsets = torch.arange(seq_len, device="cpu")
+    while True:
+        starts = torch.randint(len(data) - seq_len, (batch, 1), generator=generator, device="cpu")
+        positions = starts + offsets  # (B, T)
+        yield data[positions].long(), data[positions + 1].long()

@@ -1,0 +1,313 @@
+"""The patient: a small Llama, complete in one file, on which every technique is tried.
+
+    x = embedding[tokens]                          # (B, T, C)
+    x = x + attention(norm(x)) ;  x = x + mlp(norm(x))        L times
+    logits = norm(x) @ unembeddingᵀ                # (B, T, V)
+
+It is the architecture of Llama 2 and 3: RMSNorm before each branch, rotary positions, SwiGLU,
+query heads that share their keys and values (grouped-query attention), and no biases. Its weights
+are therefore
+
+    N = V·C (2·V·C untied) + C + L·(2·C² + 2·C·KV·D + 3·C·hidden + 2·C)
+
+with V vocabulary, C width, L layers, H heads of width D = C/H, and KV key/value heads.
+
+The model never asks which technique is on. Attention and loss are functions that it is handed; a
+block maps (B, T, C) to (B, T, C), so anything that wraps a function can wrap `model.blocks[3]`.
+Production models differ in speed, not in shape: they fuse query, key and value into one matrix,
+gate and up into another, and run norm and rotation as single kernels.
+
+`with torch.device("cuda"): GPT(config, dtype=torch.bfloat16)` makes it where, and in the dtype in
+which, it will live; `"meta"` makes its shapes alone.
+
+Source   Touvron et al. 2023, arXiv 2302.13971; Su et al. 2021 (rotary positions), 2104.09864;
+         Shazeer 2020 (SwiGLU), 2002.05202; Ainslie et al. 2023 (grouped queries), 2305.13245.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+INITIAL_STD = 0.02
+
+AttentionFunction = Callable[..., Tensor]  # see scaled_dot_product_attention
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # see cross_entropy
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model; with the dtype, all that the bytes of its weights depend on."""
+
+    vocab_size: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int  # the width inside the MLP
+    seq_len: int  # the longest sequence
+    tied: bool = True  # one matrix embeds tokens and scores them
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "hidden", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"got {name}={getattr(self, name)}; give at least 1")
+        pair = 2 * self.heads
+        if self.width % pair:
+            below, above = self.width // pair * pair, (self.width // pair + 1) * pair
+            raise ValueError(
+                f"a width of {self.width} does not split into {self.heads} heads of even width "
+                f"(rotary positions turn pairs); use {f'{below} or ' if below else ''}{above}"
+            )
+        if self.heads % self.kv_heads:
+            divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise ValueError(
+                f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly; "
+                f"use kv_heads={', '.join(divisors)}"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """N, by the formula at the top of this file; a tied matrix counts once."""
+        C, D = self.width, self.head_width
+        attention = 2 * C * C + 2 * C * self.kv_heads * D
+        mlp = 3 * C * self.hidden
+        block = attention + mlp + 2 * C
+        embeddings = self.vocab_size * C * (1 if self.tied else 2)
+        return embeddings + self.layers * block + C
+
+
+# A byte (0 to 255) is a token of every vocabulary here, so all of them train on memlab.data.
+#
+# 25m   Llama 3 8B's proportions where they shape memory: 32 tokens of vocabulary per unit of
+#       width, so that the logits weigh what they weigh there, and 4 queries to a key.
+# 34m   34,083,840 weights, 64 short of the 34,083,904 of a published memory test: every tensor
+#       here is a multiple of the width, that number is not, and a 32,000th token is 320 too many.
+# 124m  GPT-2 small to the weight, less its table of positions and its biases: hidden is 2/3 of
+#       GPT-2's 3072, because SwiGLU has three matrices where GPT-2 has two.
+#
+# The rest are published shapes. Llama 3 has its first context of 8,192 tokens, before it was
+# stretched to 131,072 by scaling the rotary angles.
+# fmt: off
+PRESETS: dict[str, GPTConfig] = {
+    #                               V       C    L    H   KV  hidden      T
+    "tiny":         GPTConfig(    256,     32,   4,   4,   2,     96,    64),
+    "25m":          GPTConfig( 16_384,    512,   6,   8,   2,  1_376,   512),
+    "34m":          GPTConfig( 31_999,    384,  12,   6,   6,  1_064,   512),
+    "124m":         GPTConfig( 50_257,    768,  12,  12,  12,  2_048, 1_024),
+    "1b":           GPTConfig(128_256,  2_048,  16,  32,   8,  8_192, 8_192, True, 5e5),
+    "llama-2-7b":   GPTConfig( 32_000,  4_096,  32,  32,  32, 11_008, 4_096, False),
+    "llama-3-8b":   GPTConfig(128_256,  4_096,  32,  32,   8, 14_336, 8_192, False, 5e5),
+    "llama-3-70b":  GPTConfig(128_256,  8_192,  80,  64,   8, 28_672, 8_192, False, 5e5),
+    "llama-3-405b": GPTConfig(128_256, 16_384, 126, 128,   8, 53_248, 8_192, False, 5e5),
+}
+# fmt: on
+
+
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """torch's fused attention: the default of what a model can be handed.
+
+    q is (B, H, T, D), k and v are (B, KV, T, D); returns (B, H, T, D).
+    """
+    grouped = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss in nats, by way of all the logits: the default of what a model can be handed.
+
+    hidden is (B, T, C), weight (V, C), targets (B, T). The loss has the dtype of `hidden`: in
+    bfloat16 it moves in steps of 1/16 where it is near 10.
+    """
+    logits = F.linear(hidden, weight)  # (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (x[i], x[i + D/2]) of each head by their position's angles.
+
+    x is (B, T, H, D), the tables are (T, 1, D/2). After it q·k depends on how far apart two
+    tokens are, not on where they stand. Backward keeps only the tables.
+    """
+    x1, x2 = x.chunk(2, dim=-1)  # (B, T, H, D/2)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)  # (B, T, H, D)
+
+
+class Linear(nn.Linear):
+    """A matrix without bias, left empty: `GPT.initialize_` fills each weight once.
+
+    nn.Linear would fill it first, and a 7B model would draw its 7 billion numbers twice.
+    """
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+        super().__init__(in_features, out_features, bias=False, dtype=dtype)
+
+    def reset_parameters(self) -> None: ...
+
+
+class Embedding(nn.Embedding):
+    """A row for each token, left empty like `Linear`."""
+
+    def reset_parameters(self) -> None: ...
+
+
+class Rotary(nn.Module):
+    """cos and sin of every position's angles, made once; all blocks hold this one module.
+
+    The angles are computed in float32 at least (in bfloat16 position 257 would be 256), and only
+    their cosines are rounded to the model's dtype, as are the buffers by `model.to(...)`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: GPTConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        D = config.head_width
+        precise = torch.promote_types(dtype, torch.float32)
+        positions = torch.arange(config.seq_len, dtype=precise)
+        frequencies = config.rope_theta ** (-torch.arange(0, D, 2, dtype=precise) / D)
+        angles = torch.outer(positions, frequencies).unsqueeze(1)  # (T, 1, D/2)
+        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
+
+    def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Both tables up to `length`, in the dtype of what they will turn.
+
+        Under autocast q is bfloat16 while the tables are float32. Left so, they would promote q
+        and k to float32: twice the bytes, and a mismatch with v. A fused kernel can rotate in
+        float32 for nothing; where every step makes a tensor, the small tables are what to round.
+        """
+        return self.cos[:length].to(dtype), self.sin[:length].to(dtype)
+
+
+class Attention(nn.Module):
+    """Each token reads from itself and the tokens before it."""
+
+    def __init__(
+        self, config: GPTConfig, rotary: Rotary, attend: AttentionFunction, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        C, KV, D = config.width, config.kv_heads, config.head_width
+        self.head_width = D
+        self.rotary = rotary
+        self.attend = attend
+        self.query = Linear(C, C, dtype)
+        self.key = Linear(C, KV * D, dtype)
+        self.value = Linear(C, KV * D, dtype)
+        self.output = Linear(C, C, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        D = self.head_width
+        q = self.query(x).unflatten(-1, (-1, D))  # (B, T, H, D)
+        k = self.key(x).unflatten(-1, (-1, D))  # (B, T, KV, D)
+        v = self.value(x).unflatten(-1, (-1, D))  # (B, T, KV, D)
+        cos, sin = self.rotary.tables(x.shape[1], q.dtype)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        # Heads move forward as views, and only after the rotation: fused kernels lay their output
+        # out like q, so merging the heads again is a view too, not one more copy for backward.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or KV, T, D)
+        mixed = self.attend(q, k, v, causal=True)  # (B, H, T, D)
+        return self.output(mixed.transpose(1, 2).flatten(2))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """SwiGLU: one matrix proposes, another decides how much of it passes."""
+
+    def __init__(self, config: GPTConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate = Linear(config.width, config.hidden, dtype)
+        self.up = Linear(config.width, config.hidden, dtype)
+        self.down = Linear(config.hidden, config.width, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each added to what came in: (B, T, C) to (B, T, C)."""
+
+    def __init__(
+        self, config: GPTConfig, rotary: Rotary, attend: AttentionFunction, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps, dtype=dtype)
+        self.attention = Attention(config, rotary, attend, dtype)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps, dtype=dtype)
+        self.mlp = MLP(config, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """A Llama: tokens (B, T) in; logits (B, T, V) out, or the mean loss where there are targets.
+
+    `attention` and `loss` take the place of `scaled_dot_product_attention` and `cross_entropy`,
+    whose arguments and shapes they share. Weights are made in `dtype` (torch's default if None).
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        attention: AttentionFunction = scaled_dot_product_attention,
+        loss: LossFunction = cross_entropy,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dtype = dtype or torch.get_default_dtype()
+        V, C = config.vocab_size, config.width
+        self.config = config
+        self.loss = loss
+        self.rotary = Rotary(config, dtype)
+        self.embedding = Embedding(V, C, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            Block(config, self.rotary, attention, dtype) for _ in range(config.layers)
+        )
+        self.norm = nn.RMSNorm(C, eps=config.norm_eps, dtype=dtype)
+        self.unembedding = None if config.tied else Linear(C, V, dtype)
+        self.initialize_()
+
+    @torch.no_grad()
+    def initialize_(self) -> None:
+        """Draws every matrix from N(0, 0.02²), as GPT-2 does.
+
+        The 2·L matrices that write to the residual stream get 0.02 / √(2·L), so that their sum is
+        as large as one of them, however deep the model.
+        """
+        residual_std = INITIAL_STD / math.sqrt(2 * self.config.layers)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:  # the norms' weights are vectors and stay at one
+                residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+                weight.normal_(std=residual_std if residual else INITIAL_STD)
+
+    @property
+    def unembedding_weight(self) -> Tensor:
+        """(V, C): what scores each token of the vocabulary; the embedding itself where tied."""
+        return self.embedding.weight if self.unembedding is None else self.unembedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        length, longest = tokens.shape[1], self.config.seq_len
+        if length > longest:
+            raise ValueError(
+                f"got sequences of {length} tokens, wanted at most seq_len={longest}; cut them, "
+                f"or build the model with dataclasses.replace(config, seq_len={length})"
+            )
+        x = self.embedding(tokens)  # (B, T, C)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if targets is None:
+            return F.linear(x, self.unembedding_weight)  # (B, T, V)
+        return self.loss(x, self.unembedding_weight, targets)

@@ -1,0 +1,156 @@
+"""The bytes against small libraries on disk; the batches against slices of a counting tensor."""
+
+import sysconfig
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from memlab.data import batches, stdlib_bytes
+
+COUNTING = torch.arange(100, dtype=torch.uint8)
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """An empty folder that passes for the standard library."""
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    return tmp_path
+
+
+def write(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+
+
+def text_of(data):
+    return bytes(data.tolist()).decode()
+
+
+def test_the_bytes_are_the_source_of_this_python():
+    first = Path(sysconfig.get_paths()["stdlib"], "__future__.py").read_bytes()
+    assert bytes(stdlib_bytes(len(first)).tolist()) == first
+
+
+def test_the_bytes_are_one_row_of_the_wanted_length():
+    data = stdlib_bytes("64 KiB")
+    assert (data.shape, data.dtype) == ((2**16,), torch.uint8)
+
+
+def test_a_smaller_limit_is_the_beginning_of_a_larger_one():
+    assert torch.equal(stdlib_bytes(300_000)[:100_000], stdlib_bytes(100_000))
+
+
+def test_files_come_in_the_order_of_their_names_and_folders_after_files(library):
+    write(library / "z", b="7", a="6")
+    write(library / "email", b="5", a="4")
+    write(library, d="3", b="1", c="2", a="0")
+    assert text_of(stdlib_bytes("1 KiB")) == "01234567"
+
+
+def test_tests_packages_of_others_and_what_is_no_source_are_skipped(library):
+    write(library, a="yes")
+    for name in ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"):
+        write(library / name, a="no")
+        write(library / "email" / name, a="no")
+    (library / "a.pyc").write_text("no")
+    (library / "LICENSE.txt").write_text("no")
+    write(library, _sysconfigdata__linux_="where this Python was built")
+    assert text_of(stdlib_bytes("1 KiB")) == "yes"
+
+
+def test_the_last_file_is_cut_at_the_limit(library):
+    write(library, a="aaaa", b="bbbb")
+    assert text_of(stdlib_bytes(6)) == "aaaabb"
+
+
+def test_files_beyond_the_limit_are_not_opened(library):
+    write(library, a="aaaa")
+    (library / "b.py").symlink_to(library / "missing")
+    assert text_of(stdlib_bytes(4)) == "aaaa"
+    with pytest.raises(FileNotFoundError):
+        stdlib_bytes(5)
+
+
+def test_a_small_library_gives_all_it_has(library):
+    write(library, a="aaaa")
+    assert text_of(stdlib_bytes("1 GiB")) == "aaaa"
+
+
+def test_a_python_without_source_says_where_it_looked(library):
+    with pytest.raises(ValueError, match=f"found no .py file in {library}, where .*; use a Python"):
+        stdlib_bytes(1)
+
+
+def test_a_limit_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="got a limit of '0 B'; give at least one byte"):
+        stdlib_bytes("0 B")
+
+
+def test_a_target_is_the_token_after():
+    tokens, targets = next(batches(COUNTING, batch=5, seq_len=7, seed=0))
+    assert torch.equal(targets, tokens + 1)
+
+
+def test_a_row_is_a_run_of_the_data():
+    tokens, _ = next(batches(COUNTING, batch=5, seq_len=7, seed=0))
+    assert torch.equal(tokens, tokens[:, :1] + torch.arange(7))
+
+
+def test_tokens_and_targets_own_8_bytes_a_token_each():
+    for tensor in next(batches(COUNTING, batch=5, seq_len=7, seed=0)):
+        assert (tensor.shape, tensor.dtype) == ((5, 7), torch.int64)
+        assert tensor.untyped_storage().nbytes() == 8 * 5 * 7
+
+
+def test_every_start_occurs_up_to_the_one_whose_last_target_is_the_last_byte():
+    stream = batches(COUNTING[:10], batch=4, seq_len=7, seed=0)
+    starts = {int(row[0]) for tokens, _ in islice(stream, 50) for row in tokens}
+    assert starts == {0, 1, 2}
+
+
+def test_the_same_seed_gives_the_same_batches_and_another_others():
+    first, again, other = (
+        torch.stack([tokens for tokens, _ in islice(batches(COUNTING, 5, 7, seed), 10)])
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_the_global_generator_neither_decides_nor_moves():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    next(batches(COUNTING, 5, 7, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_differ_and_do_not_end():
+    drawn = [tokens for tokens, _ in islice(batches(COUNTING, 5, 7, 0), 1000)]
+    assert len(drawn) == 1000
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+def test_data_of_one_window_gives_that_window():
+    tokens, targets = next(batches(COUNTING[:8], batch=1, seq_len=7, seed=0))
+    assert (tokens.tolist(), targets.tolist()) == ([[*range(7)]], [[*range(1, 8)]])
+
+
+def test_data_too_short_fails_at_the_call_with_both_lengths():
+    wanted = "got 7 tokens of data, wanted at least 8 for seq_len=7 .*; read more data or shorten"
+    with pytest.raises(ValueError, match=wanted):
+        batches(COUNTING[:7], batch=1, seq_len=7, seed=0)
+
+
+@pytest.mark.parametrize("data", [COUNTING.view(10, 10), COUNTING.float()])
+def test_what_is_no_row_of_integers_is_refused(data):
+    with pytest.raises(ValueError, match=r"got data of shape .* give a 1-D tensor of integers"):
+        batches(data, batch=1, seq_len=7, seed=0)
+
+
+@pytest.mark.parametrize(("batch", "seq_len"), [(0, 7), (1, 0)])
+def test_an_empty_batch_is_refused(batch, seq_len):
+    with pytest.raises(ValueError, match=f"got batch={batch} and seq_len={seq_len}; give at least"):
+        batches(COUNTING, batch, seq_len, seed=0)
