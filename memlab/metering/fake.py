@@ -136,7 +136,7 @@ class _Outside:
         self._hook = register_optimizer_step_pre_hook(self._note_state)
 
     def note(self, tensor: torch.Tensor, fake_mode: FakeTensorMode) -> None:
-        """Give a leaf a fake gradient in place of its real one, so that it dies as in a real run."""
+        """Give a leaf a fake gradient in place of its real one, which dies as that would."""
         if tensor.requires_grad and tensor.is_leaf:
             self._gradients[tensor] = tensor.grad
             if tensor.grad is not None:

@@ -9,7 +9,7 @@ from memlab.metering.storages import StorageMeter
 from memlab.units import format_bytes, parse_bytes
 
 
-class BudgetExceeded(MemoryError):
+class BudgetExceeded(MemoryError):  # noqa: N818 - reads as what happened
     """More bytes were alive than a `budget` allows."""
 
 

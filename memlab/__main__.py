@@ -1,0 +1,5 @@
+"""`python -m memlab` is the command `memlab`."""
+
+from memlab.cli import main
+
+main()

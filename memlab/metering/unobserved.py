@@ -1,0 +1,372 @@
+"""The step as it runs unwatched: every block of memory, from the CPU's allocator itself.
+
+A meter that sees operators changes what it sees (memlab.metering.storages says how). torch's
+profiler does not: with `profile_memory` the allocator itself notes every block that it hands out
+and takes back, to the byte, and no mode, no dispatch key and no Python stands between autograd
+and its kernels. So a recording is the truth that the meter is held against. It knows three kinds
+of blocks:
+
+    result    outlives the operator that made it: a meter of operators must see each of these,
+              and nothing else
+    scratch   freed before its operator returns: a kernel's working memory, which no dispatcher
+              sees (0 to 60 % of the bytes that a step allocates, for microseconds each)
+    stray     made outside of every operator: a Python number on its way into one (8 bytes),
+              the generator's state that checkpointing keeps (5,056 bytes)
+
+"Its operator" is the one that a dispatcher sees: `aten::linear` is written in terms of other
+operators and never reaches a mode, `aten::convolution` does, and what it calls does not.
+
+It sees the CPU's allocator and no other, and the thread that it runs in. A block that was there
+before the profiler has no known size, so its free is left out: `warm_up` is for that.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch._C._profiler import _EventType, _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memlab.trace import Trace
+from memlab.units import format_bytes
+
+Step = Callable[[], object]
+Kind = Literal["result", "scratch", "stray"]
+
+_STEP = "memlab: the recorded step"
+_NODE = "autograd::engine::evaluate_function: "
+
+
+class MemoryEvent(NamedTuple):
+    """One block handed out (`bytes` > 0) or taken back (`bytes` < 0)."""
+
+    bytes: int
+    address: int
+    kind: Kind
+    operator: str  # that made the block, "" for a stray
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All events of one step, in order; what was alive when it began counts as 0 bytes."""
+
+    events: tuple[MemoryEvent, ...]
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at one moment, above what was alive at the start."""
+        return _peak(event.bytes for event in self.events)
+
+    @cached_property
+    def live_bytes(self) -> int:
+        """Bytes alive at the end, less what was alive at the start."""
+        return sum(event.bytes for event in self.events)
+
+    @cached_property
+    def allocations(self) -> Counter[int]:
+        """How often each size was allocated."""
+        return Counter(event.bytes for event in self.events if event.bytes > 0)
+
+    def allocated_by(self, kind: Kind) -> Counter[str]:
+        """Bytes allocated as blocks of this kind, by operator."""
+        sums: Counter[str] = Counter()
+        for event in self.events:
+            if event.kind == kind and event.bytes > 0:
+                sums[event.operator] += event.bytes
+        return sums
+
+
+def record(step: Step, *, warm_up: Step | None = None) -> Recording:
+    """Run `step()` once under the profiler, and nothing else.
+
+    `warm_up` runs first and is not recorded, but its blocks are known, so their frees are:
+    `record(step, warm_up=step)` is the second step, the gradients of the first freed in it.
+
+    Python's cycle collector waits meanwhile. It runs whenever enough Python objects were made,
+    and an observer makes many: two runs of one step would free a cycle at different moments. So
+    what a cycle holds stays alive until the end, here as under the meter.
+    """
+    return Recording(tuple(_memory_events(_profiled(step, warm_up))))
+
+
+# ------------------------------------------------------------------ against an observer
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What an observer saw against what happened. Differences are observed less recorded."""
+
+    missing: Counter[int]  # sizes that the observer saw allocated and that never were
+    unseen: Counter[int]  # sizes of results that it did not see
+    excess: Counter[int]  # sizes of all blocks that it did not see: scratch and strays with them
+    excess_share: float  # the bytes of these, of all that were allocated
+    live_difference: int
+    peak_difference: int  # of the peaks over the blocks that it could see
+    real_peak_difference: int  # of the peaks over all blocks: below 0 by the scratch at the peak
+    peak_bytes: int  # recorded, over all blocks
+
+    @property
+    def exact(self) -> bool:
+        """Whether the observer saw every result and nothing else, and both peaks agree."""
+        differs = self.missing or self.unseen or self.live_difference or self.peak_difference
+        return not differs
+
+    @property
+    def excess_bytes(self) -> int:
+        return _bytes_of(self.excess)
+
+    def __str__(self) -> str:
+        lines = [
+            f"exact: {'yes' if self.exact else 'no'}",
+            f"seen, but never allocated: {_describe(self.missing)}",
+            f"results not seen: {_describe(self.unseen)}",
+            f"scratch and strays: {self.excess.total()} blocks, {format_bytes(self.excess_bytes)}, "
+            f"{self.excess_share:.1%} of the bytes",
+            f"alive at the end: {self.live_difference:+d} B",
+            f"peak: {self.peak_difference:+d} B, with the scratch {self.real_peak_difference:+d} B "
+            f"of {self.peak_bytes:,} B",
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def compare(observed: Trace | Iterable[int], recording: Recording) -> Comparison:
+    """Hold a Trace, or a stream of sizes (frees negative), against the recording of the same step.
+
+    What a Trace found alive when it began is left out; the frees of it are not. An allocation
+    belongs to a result of its size if there is one, else to any other block of its size.
+    """
+    sizes = _sizes(observed)
+    seen = Counter(size for size in sizes if size > 0)
+    results = Counter(e.bytes for e in recording.events if e.kind == "result" and e.bytes > 0)
+    visible = list(_visible(recording.events, seen - results))
+    excess = recording.allocations - seen
+    return Comparison(
+        missing=seen - recording.allocations,
+        unseen=results - seen,
+        excess=excess,
+        excess_share=_bytes_of(excess) / max(1, _bytes_of(recording.allocations)),
+        live_difference=sum(sizes) - sum(visible),
+        peak_difference=_peak(sizes) - _peak(visible),
+        real_peak_difference=_peak(sizes) - recording.peak_bytes,
+        peak_bytes=recording.peak_bytes,
+    )
+
+
+def _sizes(observed: Trace | Iterable[int]) -> list[int]:
+    if isinstance(observed, Trace):
+        return [event.bytes for event in observed.events if event.phase != "before"]
+    return list(observed)
+
+
+def _visible(events: Iterable[MemoryEvent], others: Counter[int]) -> Iterator[int]:
+    """The sizes of all results, and of as many `others` as the observer saw."""
+    left, followed = Counter(others), set()
+    for event in events:
+        if event.kind != "result":
+            if event.bytes > 0 and left[event.bytes] > 0:
+                left[event.bytes] -= 1
+                followed.add(event.address)
+            elif event.bytes < 0 and event.address in followed:
+                followed.remove(event.address)
+            else:
+                continue
+        yield event.bytes
+
+
+def _peak(sizes: Iterable[int]) -> int:
+    return max(accumulate(sizes, initial=0))
+
+
+def _bytes_of(counts: Counter[int]) -> int:
+    return sum(size * count for size, count in counts.items())
+
+
+def _describe(counts: Counter[int]) -> str:
+    """`2 × 4000 B, 1 × 12 B`, the largest sum first."""
+    largest_first = sorted(counts.items(), key=lambda item: -item[0] * item[1])
+    return ", ".join(f"{count} × {size} B" for size, count in largest_first) or "none"
+
+
+# ------------------------------------------------------------------ what watching changes
+
+
+class Call(NamedTuple):
+    """An operator that ran, and the node of autograd's graph that ran it ("" in forward)."""
+
+    node: str
+    operator: str
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The operators that run only where nobody watches, and only where somebody does."""
+
+    unwatched: Counter[Call]
+    watched: Counter[Call]
+
+
+def what_watching_changes(build: Callable[[], Step]) -> Changes:
+    """Run the step that `build()` returns without a mode, then another under one that does nothing.
+
+    A gradient that several consumers send back is `aten::add_` unwatched and `aten::add` watched.
+    With a new torch, this names each new branch of the kind, and the formula that it is in.
+    """
+    unwatched = Counter(_calls(_profiled(build())))
+    watched = Counter(_calls(_profiled(_under_a_mode(build()))))
+    return Changes(unwatched - watched, watched - unwatched)
+
+
+class _Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _under_a_mode(step: Step) -> Step:
+    def watched() -> None:
+        with _Nothing():
+            step()
+
+    return watched
+
+
+def _calls(visits: Iterable["_Visit"]) -> Iterator[Call]:
+    """The operators that reached the dispatcher during the step; those below them did not."""
+    visits = list(visits)
+    during_step = _window(visits)
+    for visit in visits:
+        if visit.operator is visit.event and during_step(visit.event):
+            yield Call(visit.node, visit.event.name)
+
+
+# ------------------------------------------------------------------ reading the profiler
+
+
+class _Visit(NamedTuple):
+    """An event of the profiler's tree, and what it happened inside of."""
+
+    event: Any
+    node: str  # of autograd's graph, "" in forward
+    operator: Any  # the event of the operator that a dispatcher saw, None outside of all
+
+
+def _profiled(step: Step, warm_up: Step | None = None) -> list[_Visit]:
+    config = _ExperimentalConfig(capture_overload_names=True)
+    with (
+        _no_cycle_collection(),
+        profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config
+        ) as profiler,
+    ):
+        if warm_up is not None:
+            warm_up()
+        with record_function(_STEP):
+            step()
+    return list(_visits(profiler.profiler.kineto_results.experimental_event_tree()))
+
+
+@contextmanager
+def _no_cycle_collection() -> Iterator[None]:
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _visits(events: Iterable[Any], node: str = "", operator: Any = None) -> Iterator[_Visit]:
+    for event in events:
+        inside = event.name.removeprefix(_NODE) if event.name.startswith(_NODE) else node
+        within = event if operator is None and _reaches_the_dispatcher(event) else operator
+        yield _Visit(event, inside, within)
+        yield from _visits(event.children, inside, within)
+
+
+def _reaches_the_dispatcher(event: Any) -> bool:
+    """Whether the event is an operator with a kernel, not one written in terms of others."""
+    overload = f".{event.overload_name}" if event.overload_name else ""
+    return event.tag is _EventType.TorchOp and _has_a_kernel(event.name + overload)
+
+
+@cache
+def _has_a_kernel(name: str) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    try:
+        return has(name, "CPU") or not has(name, "CompositeImplicitAutograd")
+    except RuntimeError:
+        return False  # a node of the graph, an optimizer's step: scopes, not operators
+
+
+def _window(visits: Iterable[_Visit]) -> Callable[[Any], bool]:
+    """Tells whether an event happened while the recorded step ran."""
+    (scope,) = (visit.event for visit in visits if visit.event.name == _STEP)
+    return lambda event: scope.start_time_ns <= event.start_time_ns <= scope.end_time_ns
+
+
+def _in_order(visits: Iterable[_Visit]) -> list[_Visit]:
+    """What the CPU's allocator noted, by time; its running total proves the order."""
+    notes = [
+        v for v in visits if v.event.tag is _EventType.Allocation and _note(v).device.type == "cpu"
+    ]
+    notes.sort(key=lambda visit: visit.event.start_time_ns)
+    for before, after in pairwise(map(_note, notes)):
+        if before.total_allocated + after.alloc_size != after.total_allocated:
+            raise RuntimeError("the profiler lost or misplaced an event of the CPU's allocator")
+    return notes
+
+
+def _note(visit: _Visit) -> Any:
+    return visit.event.typed[1]
+
+
+class _Block:
+    """A piece of memory from its allocation to its free."""
+
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+        self.freed_ns: float = inf
+
+    @property
+    def kind(self) -> Kind:
+        if self.operator is None:
+            return "stray"
+        return "scratch" if self.freed_ns <= self.operator.end_time_ns else "result"
+
+
+def _with_blocks(notes: Iterable[_Visit]) -> Iterator[tuple[_Visit, _Block]]:
+    """Each note with the block that it is about.
+
+    A free of an unknown block is left out: the profiler reports it only if an earlier profile of
+    this process saw the address handed out, and then with the size of that time.
+    """
+    alive: dict[int, _Block] = {}
+    for visit in notes:
+        note = _note(visit)
+        if note.alloc_size > 0:
+            alive[note.ptr] = _Block(visit.operator)
+            yield visit, alive[note.ptr]
+        elif note.ptr in alive:
+            block = alive.pop(note.ptr)
+            block.freed_ns = visit.event.start_time_ns
+            yield visit, block
+
+
+def _memory_events(visits: list[_Visit]) -> Iterator[MemoryEvent]:
+    """What the allocator did during the step."""
+    during_step = _window(visits)
+    for visit, block in list(_with_blocks(_in_order(visits))):  # a block's kind is known at its end
+        if during_step(visit.event):
+            note, operator = _note(visit), block.operator.name if block.operator else ""
+            yield MemoryEvent(note.alloc_size, note.ptr, block.kind, operator)

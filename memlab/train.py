@@ -1,0 +1,137 @@
+"""One training step with plugs: the only file that knows the model and the techniques together.
+
+A technique is a row of TECHNIQUES, and each row fills one or more of five plugs: a function in
+place of a function, a wrapper around a block, a `with` around the forward pass, an optimizer, and
+(where backward or the step want one) a call after them. Delete the row and the technique is gone.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from memlab.attention import attention_reference
+from memlab.data import batches, stdlib_bytes
+from memlab.model import (
+    GPT,
+    PRESETS,
+    AttentionFunction,
+    LossFunction,
+    cross_entropy,
+    scaled_dot_product_attention,
+)
+
+SEED = 0
+TEXT = "1 MiB"
+
+OptimizerFunction = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+one_by_one_adamw = partial(torch.optim.AdamW, foreach=False)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained: everything that the techniques leave alone."""
+
+    model: str = "25m"
+    batch: int = 4
+    seq_len: int = 256
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.model not in PRESETS:
+            raise ValueError(f"got model {self.model!r}; choose one of {', '.join(PRESETS)}")
+        longest = PRESETS[self.model].seq_len
+        if not 1 <= self.seq_len <= longest:
+            raise ValueError(
+                f"got sequences of {self.seq_len} tokens; {self.model} takes 1 to {longest}"
+            )
+        if self.batch < 1:
+            raise ValueError(f"got a batch of {self.batch} sequences; give at least 1")
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.model}, {self.batch} × {self.seq_len} tokens, {dtype}, {self.device}"
+
+
+@dataclass(frozen=True)
+class Technique:
+    """What to put into each plug; every default is the plain step."""
+
+    summary: str
+    attention: AttentionFunction = scaled_dot_product_attention
+    loss: LossFunction = cross_entropy
+    wrap_block: Callable[[nn.Module], None] | None = None
+    around_forward: Callable[[str], AbstractContextManager[object]] = lambda device: nullcontext()
+    optimizer: OptimizerFunction = one_by_one_adamw
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step that can be run again and again, and what it trains."""
+
+    step: Callable[[], None]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def build(setting: Setting, technique: Technique) -> Training:
+    """The same weights and the same batch for every technique; the first step makes the state."""
+    torch.manual_seed(SEED)
+    device = setting.device
+    with torch.device(device):
+        model = GPT(
+            PRESETS[setting.model],
+            attention=technique.attention,
+            loss=technique.loss,
+            dtype=setting.dtype,
+        )
+    if technique.wrap_block is not None:
+        for block in model.blocks:
+            technique.wrap_block(block)
+    optimizer = technique.optimizer(model.parameters())
+    text = stdlib_bytes(TEXT)
+    tokens, targets = next(batches(text, setting.batch, setting.seq_len, SEED))
+    tokens, targets = tokens.to(device), targets.to(device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with technique.around_forward(device):
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+
+    return Training(step, model, optimizer)
+
+
+def checkpoint_block(block: nn.Module) -> None:
+    """Let `block` drop its activations and compute them again in backward."""
+    forward = block.forward
+    block.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+TECHNIQUES: dict[str, Technique] = {
+    "plain": Technique("AdamW, fused attention, everything kept"),
+    "checkpointing": Technique(
+        "torch's activation checkpointing around every block", wrap_block=checkpoint_block
+    ),
+    "autocast": Technique(
+        "torch's autocast to bfloat16 in the forward pass",
+        around_forward=lambda device: torch.autocast(device, torch.bfloat16),
+    ),
+    "eager-attention": Technique(
+        "attention with its score matrix in memory", attention=attention_reference
+    ),
+    "foreach-adamw": Technique(
+        "torch's AdamW on all weights at once",
+        optimizer=partial(torch.optim.AdamW, foreach=True),
+    ),
+    "fused-adamw": Technique(
+        "torch's AdamW in one kernel", optimizer=partial(torch.optim.AdamW, fused=True)
+    ),
+    "sgd": Technique("torch's SGD: no state at all", optimizer=partial(torch.optim.SGD, lr=0.01)),
+}
