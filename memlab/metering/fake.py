@@ -4,7 +4,7 @@ torch's fake tensors go through the same operators and the same autograd as real
 meter sees the same storages, and a 7B step fits into a laptop. What a training loop does besides
 calling operators is answered here:
 
-    reading a number      `loss.item()`, `f"{loss:.3f}"`, `if x.isnan().any()`: 1.0, 1 or False
+    reading a number      `loss.item()`, `f"{loss:.3f}"`, `if x.isnan().any()`: 0.5, 1 or False
     converting a model    `.to()`, `.half()`, `.cuda()`: parameters keep their identity; every
                           device is answered by the CPU
     tensors from outside  converted when they meet the first operator, and left as they were
@@ -22,16 +22,20 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.metering.frames import user_line
 from memlab.metering.modes import LightMode
+from memlab.metering.oversized import enlarge
 
 aten = torch.ops.aten
+# torch looks here whether it may work on a list of tensors at once, as it does on real ones.
+_KINDS_WITH_FOREACH = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
 _REAL_DEVICES = ("cpu", "meta")
 
 
@@ -57,10 +61,14 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             mode.__enter__()
         self._zeros = WeakIdKeyDictionary()  # counts of infinities: a dry run finds none
         self._apply, torch.nn.Module._apply = torch.nn.Module._apply, _apply_by_data
+        for kinds in _KINDS_WITH_FOREACH:
+            kinds.append(FakeTensor)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         torch.nn.Module._apply = self._apply
+        for kinds in _KINDS_WITH_FOREACH:
+            kinds.remove(FakeTensor)
         for mode in reversed(self._modes):
             mode.__exit__(*exception)
         self._outside.restore()
@@ -102,7 +110,8 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._zeros[args[1]] = True
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            enlarge(func, args, result)
         except DataDependentOutputException:
             return self._answer(func, *args)
         except DynamicOutputShapeException as error:
@@ -111,6 +120,13 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
                 f"and a dry run has none; give it a fixed shape, for example with torch.where or "
                 f"masked_fill in place of x[mask]"
             ) from error
+
+        if isinstance(result, FakeTensor) and result.layout is not torch.strided:
+            raise ValueError(
+                f"{user_line()}: {func} makes a sparse tensor, whose size depends on values, and a "
+                f"dry run has none; use the dense form, such as Embedding(sparse=False)"
+            )
+        return result
 
     def _answer(self, func: Any, tensor: torch.Tensor, *others: Any) -> bool | int | float:
         if func is aten.equal.default:
@@ -123,7 +139,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             return False
         if not tensor.dtype.is_floating_point:
             return 1
-        return 0.0 if tensor in self._zeros else 1.0
+        return 0.0 if tensor in self._zeros else 0.5
 
 
 class _Outside:
@@ -133,7 +149,7 @@ class _Outside:
         self.twins = WeakIdKeyDictionary()  # tensor: its fake, which lives as long
         self._gradients = WeakIdKeyDictionary()
         self._states: list[tuple[torch.optim.Optimizer, dict[Any, Any]]] = []
-        self._hook = register_optimizer_step_pre_hook(self._note_state)
+        self._hook = optimizer.register_optimizer_step_pre_hook(self._note_state)
 
     def note(self, tensor: torch.Tensor, fake_mode: FakeTensorMode) -> None:
         """Give a leaf a fake gradient in place of its real one, which dies as that would."""
@@ -147,16 +163,16 @@ class _Outside:
         self._hook.remove()
         for tensor, gradient in self._gradients.items():
             tensor.grad = gradient
-        for optimizer, state in self._states:
-            optimizer.state.clear()
-            optimizer.state.update(state)
+        for stepped, state in self._states:
+            stepped.state.clear()
+            stepped.state.update(state)
 
-    def _note_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        known = any(optimizer is other for other, _ in self._states)
+    def _note_state(self, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = (p for group in stepping.param_groups for p in group["params"])
+        known = any(stepping is other for other, _ in self._states)
         if not known and not all(map(_is_fake, parameters)):
-            state = {parameter: dict(values) for parameter, values in optimizer.state.items()}
-            self._states.append((optimizer, state))
+            state = {parameter: dict(values) for parameter, values in stepping.state.items()}
+            self._states.append((stepping, state))
 
 
 class _Operators(LightMode):
@@ -199,8 +215,19 @@ def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return result.scatter_(-1, index.unsqueeze(-1), 1)
 
 
+def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A copy with a storage of its own; torch's would read the address of a fake one."""
+    if id(tensor) not in memo:
+        copy = tensor.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, tensor.requires_grad)
+        memo[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
+
+
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__format__: _format,
+    torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.cuda: _stay,
     torch.nn.functional.one_hot: _one_hot,
 }

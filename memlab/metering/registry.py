@@ -9,13 +9,26 @@ gets a number of its own, once per process, and keeps it from one metering to th
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from memlab.trace import CATEGORIES, Event
 
 _RANKS = {category: rank for rank, category in enumerate(CATEGORIES)}
+_NOWHERE = torch.device("meta")  # where the storages of fake tensors are
+
+
+class Sighting(NamedTuple):
+    """Where a storage's bytes were found, and how many storages had been numbered by then.
+
+    `in_place` is an address that the storage has only under a meter: autograd, unwatched, would
+    have written to the address before it.
+    """
+
+    count: int
+    address: int
+    in_place: bool = False
 
 
 class Storage:
@@ -34,6 +47,7 @@ class Storage:
         "reference",
         "run",
         "shape",
+        "sightings",
     )
 
     def __init__(self, number: int, tensor: torch.Tensor, count: int, run: object) -> None:
@@ -49,6 +63,7 @@ class Storage:
         self.phase = "before"
         self.line: str | None = None
         self.reference: _Reference | None = None
+        self.sightings: tuple[Sighting, ...] = ()  # one for each address that it had
 
     @property
     def alive(self) -> bool:
@@ -110,12 +125,14 @@ class Registry:
         reference = _Reference(untyped, self._died)
         reference.key = untyped._cdata
         self._tie(reference, record)
+        self._sight(record, untyped)
         return record
 
     def continue_as(self, dead: Storage, successor: Storage) -> None:
         """Let the storage of `successor` be the continuation of `dead`, number and all."""
         assert successor.reference is not None
         self._tie(successor.reference, dead)
+        dead.sightings += tuple(seen._replace(in_place=True) for seen in successor.sightings)
 
     def alive(self) -> list[Storage]:
         """The records of all living storages."""
@@ -136,7 +153,13 @@ class Registry:
         record = self._alive.get(untyped._cdata)
         if record is not None and (change := untyped.nbytes() - record.bytes):
             record.bytes += change
+            self.count += 1  # no storage has this number: it parts what came before from after
+            self._sight(record, untyped)
             self._tell(record, change)
+
+    def _sight(self, record: Storage, untyped: torch.UntypedStorage) -> None:
+        if untyped.device != _NOWHERE:
+            record.sightings += (Sighting(self.count, untyped.data_ptr()),)
 
     def _tie(self, reference: _Reference, record: Storage) -> None:
         reference.record = record

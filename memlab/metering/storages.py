@@ -144,7 +144,8 @@ class StorageMeter(LightMode):
             for tensor in tensors:
                 REGISTRY.check_size(tensor.untyped_storage())
         if func is aten.detach.default and phase == "backward" and self.context.accumulating():
-            inputs[0].mark("gradients")  # backward hands a finished gradient to `.grad`
+            for record in inputs:
+                record.mark("gradients")  # backward hands a finished gradient to `.grad`
         for tensor in _tensors((result,)):
             record = REGISTRY.find(tensor)
             if record is None or record.number not in self._accounted:
@@ -351,10 +352,21 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            found += [value] if value.layout is torch.strided else _sparse_parts(value)
         elif isinstance(value, (list, tuple)):
             found += _tensors(value)
     return found
+
+
+def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a sparse one consists of; none of an opaque layout (MKL-DNN's)."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
 
 
 def _tensors_within(value: Any) -> Iterator[torch.Tensor]:
@@ -376,7 +388,7 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for name in names:
             yield from _plain_tensors(getattr(tensor, name))
     else:
-        yield tensor
+        yield from _tensors((tensor,))
 
 
 @functools.cache

@@ -52,6 +52,7 @@ class MemoryEvent(NamedTuple):
     address: int
     kind: Kind
     operator: str  # that made the block, "" for a stray
+    node: str  # of autograd's graph that called the operator, "" in forward
 
 
 @dataclass(frozen=True)
@@ -200,30 +201,31 @@ def _describe(counts: Counter[int]) -> str:
 # ------------------------------------------------------------------ what watching changes
 
 
-class Call(NamedTuple):
-    """An operator that ran, and the node of autograd's graph that ran it ("" in forward)."""
+class Made(NamedTuple):
+    """A result: its size, its operator, and the node of autograd's graph that called it."""
 
     node: str
     operator: str
+    bytes: int
 
 
 @dataclass(frozen=True)
 class Changes:
-    """The operators that run only where nobody watches, and only where somebody does."""
+    """Results that exist only where somebody watches, and only where nobody does."""
 
-    unwatched: Counter[Call]
-    watched: Counter[Call]
+    added: Counter[Made]
+    removed: Counter[Made]
 
 
 def what_watching_changes(build: Callable[[], Step]) -> Changes:
-    """Run the step that `build()` returns without a mode, then another under one that does nothing.
+    """Record the step that `build()` returns, and another under a mode that does nothing.
 
-    A gradient that several consumers send back is `aten::add_` unwatched and `aten::add` watched.
-    With a new torch, this names each new branch of the kind, and the formula that it is in.
+    A gradient that several consumers send back is `aten::add_` unwatched and `aten::add` watched:
+    one result added. With a new torch, this names each new branch of the kind and its formula.
     """
-    unwatched = Counter(_calls(_profiled(build())))
-    watched = Counter(_calls(_profiled(_under_a_mode(build()))))
-    return Changes(unwatched - watched, watched - unwatched)
+    unwatched = _made(record(build()))
+    watched = _made(record(_under_a_mode(build())))
+    return Changes(watched - unwatched, unwatched - watched)
 
 
 class _Nothing(TorchDispatchMode):
@@ -239,13 +241,12 @@ def _under_a_mode(step: Step) -> Step:
     return watched
 
 
-def _calls(visits: Iterable["_Visit"]) -> Iterator[Call]:
-    """The operators that reached the dispatcher during the step; those below them did not."""
-    visits = list(visits)
-    during_step = _window(visits)
-    for visit in visits:
-        if visit.operator is visit.event and during_step(visit.event):
-            yield Call(visit.node, visit.event.name)
+def _made(recording: Recording) -> Counter[Made]:
+    return Counter(
+        Made(event.node, event.operator, event.bytes)
+        for event in recording.events
+        if event.kind == "result" and event.bytes > 0
+    )
 
 
 # ------------------------------------------------------------------ reading the profiler
@@ -276,7 +277,6 @@ def _profiled(step: Step, warm_up: Step | None = None) -> list[_Visit]:
 
 @contextmanager
 def _no_cycle_collection() -> Iterator[None]:
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -297,7 +297,7 @@ def _visits(events: Iterable[Any], node: str = "", operator: Any = None) -> Iter
 def _reaches_the_dispatcher(event: Any) -> bool:
     """Whether the event is an operator with a kernel, not one written in terms of others."""
     overload = f".{event.overload_name}" if event.overload_name else ""
-    return event.tag is _EventType.TorchOp and _has_a_kernel(event.name + overload)
+    return event.tag == _EventType.TorchOp and _has_a_kernel(event.name + overload)
 
 
 @cache
@@ -309,16 +309,10 @@ def _has_a_kernel(name: str) -> bool:
         return False  # a node of the graph, an optimizer's step: scopes, not operators
 
 
-def _window(visits: Iterable[_Visit]) -> Callable[[Any], bool]:
-    """Tells whether an event happened while the recorded step ran."""
-    (scope,) = (visit.event for visit in visits if visit.event.name == _STEP)
-    return lambda event: scope.start_time_ns <= event.start_time_ns <= scope.end_time_ns
-
-
 def _in_order(visits: Iterable[_Visit]) -> list[_Visit]:
     """What the CPU's allocator noted, by time; its running total proves the order."""
     notes = [
-        v for v in visits if v.event.tag is _EventType.Allocation and _note(v).device.type == "cpu"
+        v for v in visits if v.event.tag == _EventType.Allocation and _note(v).device.type == "cpu"
     ]
     notes.sort(key=lambda visit: visit.event.start_time_ns)
     for before, after in pairwise(map(_note, notes)):
@@ -334,15 +328,20 @@ def _note(visit: _Visit) -> Any:
 class _Block:
     """A piece of memory from its allocation to its free."""
 
-    def __init__(self, operator: Any) -> None:
-        self.operator = operator
+    def __init__(self, birth: _Visit) -> None:
+        self.birth = birth
         self.freed_ns: float = inf
 
     @property
     def kind(self) -> Kind:
-        if self.operator is None:
+        operator = self.birth.operator
+        if operator is None:
             return "stray"
-        return "scratch" if self.freed_ns <= self.operator.end_time_ns else "result"
+        return "scratch" if self.freed_ns <= operator.end_time_ns else "result"
+
+    def event(self, count: int) -> MemoryEvent:
+        operator = self.birth.operator.name if self.birth.operator else ""
+        return MemoryEvent(count, _note(self.birth).ptr, self.kind, operator, self.birth.node)
 
 
 def _with_blocks(notes: Iterable[_Visit]) -> Iterator[tuple[_Visit, _Block]]:
@@ -355,7 +354,7 @@ def _with_blocks(notes: Iterable[_Visit]) -> Iterator[tuple[_Visit, _Block]]:
     for visit in notes:
         note = _note(visit)
         if note.alloc_size > 0:
-            alive[note.ptr] = _Block(visit.operator)
+            alive[note.ptr] = _Block(visit)
             yield visit, alive[note.ptr]
         elif note.ptr in alive:
             block = alive.pop(note.ptr)
@@ -365,8 +364,7 @@ def _with_blocks(notes: Iterable[_Visit]) -> Iterator[tuple[_Visit, _Block]]:
 
 def _memory_events(visits: list[_Visit]) -> Iterator[MemoryEvent]:
     """What the allocator did during the step."""
-    during_step = _window(visits)
+    (step,) = (visit.event for visit in visits if visit.event.name == _STEP)
     for visit, block in list(_with_blocks(_in_order(visits))):  # a block's kind is known at its end
-        if during_step(visit.event):
-            note, operator = _note(visit), block.operator.name if block.operator else ""
-            yield MemoryEvent(note.alloc_size, note.ptr, block.kind, operator)
+        if step.start_time_ns <= visit.event.start_time_ns <= step.end_time_ns:
+            yield block.event(_note(visit).alloc_size)
