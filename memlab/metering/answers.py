@@ -5,7 +5,8 @@ out: more than was asked for, and to more than storages, because kernels and the
 them ask it too. A Watch puts the questions before and after the step; Answers are plain data.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -54,15 +55,16 @@ class Answers:
     reserved_peak_bytes: int | None = None
     used_bytes: int | None = None  # what the driver shows, at the end
     granularity: int = 1  # sizes are rounded up to a multiple of it
-    blocks_at_start: dict[int, Block] | None = None  # by address, where there is a history
     history: tuple[Entry, ...] | None = None
+    blocks_at_start: dict[int, Block] = field(default_factory=dict)  # by address, if it has one
     notes: tuple[str, ...] = ()
 
 
 class Watch:
     """Asks nothing: no one counts what a CPU hands out, and meta tensors have no bytes."""
 
-    mark = None  # or a function of (operator, phase, module), called before each operator
+    mark: Callable[[Any, str, str], None] | None = None
+    """To be called before each operator, with it, the phase and the module; None: no need."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

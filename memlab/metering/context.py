@@ -125,10 +125,10 @@ class Context:
         node = _current_node() if self.in_backward else None
         return "" if node is None else self._module_of(node)
 
-    def accumulating(self) -> bool:
-        """Whether autograd is handing a gradient over to a leaf's `.grad`."""
+    def leaf(self) -> torch.Tensor | None:
+        """The leaf to whose `.grad` autograd is handing a gradient, None while it does not."""
         node = _current_node()
-        return node is not None and node._sequence_nr() == _LAST_SEQUENCE_NUMBER
+        return node.variable if node is not None and _is_accumulation(node) else None
 
     @property
     def in_module(self) -> bool:
@@ -136,10 +136,9 @@ class Context:
         return bool(self._running)
 
     def _module_of(self, node: Node) -> str:
-        number = node._sequence_nr()
-        if number == _LAST_SEQUENCE_NUMBER:
+        if _is_accumulation(node):
             return self.names.owning(node.variable)
-        position = bisect_right(self._numbers, number)
+        position = bisect_right(self._numbers, node._sequence_nr())
         return self._number_modules[position - 1] if position else ""
 
     def _leave_backward(self) -> None:
@@ -173,3 +172,7 @@ class Context:
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._step_depth -= 1
         self._on_step(optimizer)
+
+
+def _is_accumulation(node: Node) -> bool:
+    return node._sequence_nr() == _LAST_SEQUENCE_NUMBER

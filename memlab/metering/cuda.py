@@ -118,7 +118,9 @@ def read(entries: Iterable[Mapping[str, Any]], blocks: "Blocks") -> Iterator[Ent
         if action == "alloc":
             yield Entry(False, address, blocks.allocate(address, size), mark)
         elif action == "free_requested":
-            yield Entry(True, address, blocks.in_use.get(address, Block(size, _rounded(size))), mark)
+            yield Entry(
+                True, address, blocks.in_use.get(address, Block(size, _rounded(size))), mark
+            )
         elif action == "free_completed":
             blocks.free(address)
         elif action in ("segment_alloc", "segment_map"):
@@ -169,7 +171,7 @@ class Blocks:
             self._add(address, address + self.in_use.pop(address).taken)
 
     def add_segment(self, address: int, size: int, merges: bool) -> None:
-        """Take memory from the driver. What is mapped behind an expandable segment is part of it."""
+        """Take memory from the driver; `merges` where it continues an expandable segment."""
         if not merges:
             self._segments.add(address)
         self._add(address, address + size)

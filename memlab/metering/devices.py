@@ -1,25 +1,25 @@
 """The device's answers beside the meter's stream: every byte at the peak gets a name.
 
     parameters … temporaries   what the meter saw, under the names that it gave
-    workspace                  blocks that the allocator handed out and no storage lies in: the
-                               scratch of kernels, and of libraries (cuBLAS keeps its own)
-    rounding                   what blocks are larger than what was asked for
+    workspace                  blocks that the allocator handed out and that hold no storage: the
+                               scratch of kernels, and what libraries keep (cuBLAS)
+    rounding                   what blocks have beyond what was asked for
     unattributed               the rest: what was there before the step and the meter does not
-                               know, and what the device counts and no one saw
+                               know, and what the device counts and nobody saw
 
-Where the allocator keeps a history (CUDA, ROCm), the history gives the order and the meter the
-names. In it are also blocks that the step takes only because it is watched: where autograd would
-write into `old`, it allocates `new`, and `old` dies. The meter has taken such pairs out of its
-stream. So here, neither the allocation of `new` nor the free of `old` is an event: from then on
-`new` stands for `old`, and the bytes that both took at once are named in a note.
+Where the allocator keeps a history (CUDA, ROCm), it gives the order and the meter the names. It
+also holds blocks that the step takes only because it is watched: unwatched, autograd would write
+its sum into `old`; watched, it allocates `new` and drops `old`. The meter has taken such pairs out
+of its stream, so here neither the allocation of `new` nor the free of `old` is an event: from
+then on, the bytes of `old` lie at the address of `new`. What both took at once, a note says.
 
-Without a history, the meter's stream is the base, and what separates its peak from the device's is
-one event at the start. Where the device counts no peak (MPS for long), the stream's peak stands.
+Without a history, the meter's stream is the base, and what separates its peak from the device's
+is one event at the start. Where the device counts no peak (MPS for long), the stream's stands.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ import torch
 from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block, Entry, Watch
 from memlab.metering.cuda import CudaWatch
 from memlab.metering.mps import Mps
-from memlab.metering.registry import Sighting, Storage
+from memlab.metering.registry import Storage
 from memlab.metering.storages import Change
 from memlab.trace import DeviceMemory, Event
 from memlab.units import format_bytes
@@ -40,8 +40,8 @@ WATCHES: dict[str, Callable[[torch.device], Watch]] = {
     "mps": lambda device: AllocatorWatch(device, Mps()),
 }
 
-# Numbers for what is no storage; storages count from 1. Workspaces count down from _WORKSPACE.
-_KNOWN_TO_NO_ONE, _SEEN_BY_NO_ONE, _ROUNDING, _WORKSPACE = 0, -1, -2, -3
+# The numbers of what is no storage. Storages count up from 1, workspaces down from the last.
+_FROM_BEFORE, _UNSEEN, _ROUNDING, _FIRST_WORKSPACE = 0, -1, -2, -3
 
 
 def watch(device: torch.device) -> Watch:
@@ -61,10 +61,205 @@ class Completed(NamedTuple):
 def complete(changes: Iterable[Change], answers: Answers) -> Completed:
     """The events on the device, completed with what only the device knows.
 
-    Their peak is the device's own, less what the step takes only because it is watched.
+    Their peak is the device's own, less what the step took only because it was watched.
     """
-    own = [change for change in changes if _is_on(answers.device, change.record.device)]
+    own = [change for change in changes if _is_on(answers.device, change.record)]
+    outside = 0
     if answers.history is None:
-        events, device_peak = _from_stream(own, answers)
-        extra = 0
-    ...
+        events = _from_stream(own, answers)
+        watched_peak = _peak(events)
+        device_peak = answers.allocated_peak_bytes
+    else:
+        owners = _Owners(own, answers)
+        events, outside = _from_history(owners, answers), owners.bytes_outside
+        watched_peak = _history_peak(answers)
+        device_peak = max(answers.allocated_peak_bytes or 0, watched_peak)  # the step may reset it
+    unseen = 0 if device_peak is None else device_peak - watched_peak
+    notes = (*answers.notes, *_notes(unseen, watched_peak - _peak(events), outside))
+    if unseen:
+        events.insert(0, _event(unseen, _UNSEEN, "unattributed", "seen by the device alone"))
+    memory = DeviceMemory(device_peak, answers.reserved_peak_bytes, answers.used_bytes)
+    return Completed(tuple(events), memory, notes)
+
+
+def _notes(unseen: int, observer: int, outside: int) -> Iterable[str]:
+    if unseen > 0:
+        yield f"{format_bytes(unseen)} of the device's peak are in no storage that the meter saw"
+    if unseen < 0:
+        yield (
+            f"the meter saw {format_bytes(-unseen)} more alive than the device counted at its "
+            f"peak: the step reset that count, or holds memory from another allocator; the "
+            f"unattributed bytes are negative by as much"
+        )
+    if observer > 0:
+        yield (
+            f"the device's peak is {format_bytes(observer)} higher than this one because the step "
+            f"was watched: unwatched, autograd adds these gradients in place"
+        )
+    if outside:
+        yield (
+            f"{format_bytes(outside)} are in storages that the device's allocator did not hand "
+            f"out; they are not counted"
+        )
+
+
+# ------------------------------------------------------------------ without a history
+
+
+def _from_stream(changes: Sequence[Change], answers: Answers) -> list[Event]:
+    """The meter's events, each with its rounding, after what it does not know of the start."""
+    events: list[Event] = []
+    held: dict[int, int] = defaultdict(int)  # bytes of each storage
+    known_at_start = 0
+    for record, count, phase in changes:
+        before, after = held[record.number], held[record.number] + count
+        held[record.number] = after
+        rounding = _rounding(after, answers.granularity) - _rounding(before, answers.granularity)
+        events += _with_rounding(record.event(count, phase), rounding)
+        known_at_start += count + rounding if phase == "before" else 0
+    unknown = (answers.allocated_at_start or 0) - known_at_start
+    if unknown > 0:
+        events.insert(0, _from_before(unknown))
+    return events
+
+
+def _rounding(count: int, granularity: int) -> int:
+    return -count % granularity
+
+
+# ------------------------------------------------------------------ with a history
+
+
+def _from_history(owners: "_Owners", answers: Answers) -> list[Event]:
+    """The history's events, under the meter's names."""
+    ledger = _Ledger()
+    for address, block in answers.blocks_at_start.items():
+        record = owners.at_start.get(address)
+        if record is None:
+            ledger.allocate(address, _from_before(block.taken), rounding=0)
+        else:
+            ledger.allocate(address, record.event(block.asked, "before"), _beyond(block))
+    for position, entry in enumerate(answers.history):
+        record, address_unwatched = owners.of.get(position, (None, None))
+        if entry.is_free:
+            ledger.free(entry)
+        elif address_unwatched in ledger:
+            ledger.will_move(address_unwatched, entry.address)
+        elif record is None:
+            ledger.allocate(entry.address, _workspace(entry, position), _beyond(entry.block))
+        else:
+            event = record.event(entry.block.asked, entry.mark.phase)
+            ledger.allocate(entry.address, event, _beyond(entry.block))
+    return ledger.events
+
+
+class _Owners:
+    """Whose each block is.
+
+    A storage lies in the last block that was allocated at its address before it was seen there:
+    before it had its number, that is, and each entry says how many numbers were given by then.
+    """
+
+    def __init__(self, changes: Sequence[Change], answers: Answers) -> None:
+        self.of: dict[int, tuple[Storage, int | None]] = {}  # by position in the history
+        self.at_start: dict[int, Storage] = {}  # by address
+        self.bytes_outside = 0  # of storages in none of the allocator's blocks
+        self._allocations: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for position, entry in enumerate(answers.history):
+            if not entry.is_free:
+                self._allocations[entry.address].append((entry.mark.seen, position))
+        for record in {change.record.number: change.record for change in changes}.values():
+            self._find(record, answers.blocks_at_start)
+
+    def _find(self, record: Storage, blocks_at_start: Mapping[int, Block]) -> None:
+        """Enter the storage's blocks, each with the address that it would have unwatched."""
+        address, at_start, found = None, None, False
+        for seen in record.sightings:
+            allocations = self._allocations[seen.address]
+            before = bisect_left(allocations, (seen.count,))
+            if before:
+                _, position = allocations[before - 1]
+                self.of[position] = record, address if seen.in_place else None
+                found = True
+            else:
+                at_start = seen.address
+            address = seen.address
+        if at_start in blocks_at_start:
+            self.at_start[at_start] = record
+        elif not found:
+            self.bytes_outside += record.bytes
+
+
+class _Ledger:
+    """Writes the events, and knows what lies at which address."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._held: dict[int, tuple[Event, int]] = {}  # by address: an event and its rounding
+        self._moves: dict[int, int] = {}
+
+    def __contains__(self, address: int | None) -> bool:
+        return address in self._held
+
+    def allocate(self, address: int, event: Event, rounding: int) -> None:
+        self._held[address] = event, rounding
+        self.events += _with_rounding(event, rounding)
+
+    def will_move(self, old: int, new: int) -> None:
+        """Take the next free at `old` for a move to `new`."""
+        self._moves[old] = new
+
+    def free(self, entry: Entry) -> None:
+        if entry.address not in self._held:
+            return  # a block that the history does not show being allocated
+        event, rounding = self._held.pop(entry.address)
+        if entry.address in self._moves:
+            self._held[self._moves.pop(entry.address)] = event, rounding
+        else:
+            event = event._replace(bytes=-event.bytes, phase=entry.mark.phase)
+            self.events += _with_rounding(event, -rounding)
+
+
+def _history_peak(answers: Answers) -> int:
+    """The most bytes that were handed out at once, with those that only a watched step takes."""
+    at_start = sum(block.taken for block in answers.blocks_at_start.values())
+    changes = (-e.block.taken if e.is_free else e.block.taken for e in answers.history)
+    return max(accumulate(changes, initial=at_start))
+
+
+def _beyond(block: Block) -> int:
+    return block.taken - block.asked
+
+
+# ------------------------------------------------------------------ events
+
+
+def _workspace(entry: Entry, position: int) -> Event:
+    count, mark = entry.block.asked, entry.mark
+    number = _FIRST_WORKSPACE - position
+    return Event(
+        count, number, "workspace", mark.operator, mark.module, mark.phase, "uint8", (count,)
+    )
+
+
+def _from_before(count: int) -> Event:
+    return _event(count, _FROM_BEFORE, "unattributed", "there before the step")
+
+
+def _with_rounding(event: Event, rounding: int) -> Iterable[Event]:
+    """The event, and the one of its rounding if there is any."""
+    yield event
+    if rounding:
+        yield _event(rounding, _ROUNDING, "rounding", "", event.phase)
+
+
+def _event(count: int, number: int, category: str, operator: str, phase: str = "before") -> Event:
+    return Event(count, number, category, operator, "", phase, "uint8", ())
+
+
+def _peak(events: Iterable[Event]) -> int:
+    return max(accumulate((event.bytes for event in events), initial=0))
+
+
+def _is_on(device: torch.device, record: Storage) -> bool:
+    return record.device.type == device.type and device.index in (None, record.device.index)

@@ -1,10 +1,9 @@
 """MPS, the GPU of Apple's machines: what Metal answers.
 
-Metal's driver says how much it keeps for this process. That is no peak: the allocator hands a
-block back to a cache of its own and not to the driver, so the figure grows with everything that
-was ever needed at once, in pieces (11.3 GiB were shown where 1.5 GiB was the peak). It is shown as what
-it is, bytes in use. The peak is the allocator's where it counts one (torch 2.13 does), else that
-of the storages.
+Metal's driver says how much it keeps for this process. That is no peak: what is freed stays in the
+allocator's cache, so the figure grows with all that was ever needed (11.3 GiB were shown where the
+peak was 1.5 GiB). It is shown as what it is, bytes in use. The peak is the allocator's where it
+counts one (torch 2.13 does), else that of the storages.
 """
 
 import contextlib

@@ -87,7 +87,7 @@ class StorageMeter(LightMode):
         self._own: dict[int, Storage] = {}  # born here and alive, by number
         self.live_bytes = 0  # of these
         self._births: dict[str, list[Storage]] = {"forward": [], "backward": [], "optimizer": []}
-        self._parameter_kinds: set[tuple[torch.Size, torch.dtype]] = set()
+        self._parameter_kinds: set[tuple[int, torch.dtype]] = set()  # (bytes, dtype)
         self._watched_pair: tuple[Storage, Storage, int] | None = None
 
     # ------------------------------------------------------------------ begin and end
@@ -143,14 +143,18 @@ class StorageMeter(LightMode):
         if _writes_to_an_input(func):
             for tensor in tensors:
                 REGISTRY.check_size(tensor.untyped_storage())
-        if func is aten.detach.default and phase == "backward" and self.context.accumulating():
-            for record in inputs:
-                record.mark("gradients")  # backward hands a finished gradient to `.grad`
+        if func is aten.detach.default and self._is_handed_over(args[0], phase):
+            inputs[0].mark("gradients")
         for tensor in _tensors((result,)):
             record = REGISTRY.find(tensor)
             if record is None or record.number not in self._accounted:
                 self._born(tensor, func, phase, inputs)
         return result
+
+    def _is_handed_over(self, tensor: torch.Tensor, phase: str) -> bool:
+        """Whether backward gives the finished gradient itself, not a copy of it, to `.grad`."""
+        leaf = self.context.leaf() if phase == "backward" else None
+        return leaf is not None and leaf.shape == tensor.shape
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._dry_run is not None:
@@ -178,7 +182,7 @@ class StorageMeter(LightMode):
         record = REGISTRY.find(tensor) or REGISTRY.add(tensor, self._run)
         record.operator, record.phase, record.module = func, phase, self.context.module()
         record.line = user_line() if self._lines else None
-        if phase == "backward" and self.context.accumulating():
+        if phase == "backward" and self.context.leaf() is not None:
             record.mark("gradients")
         elif phase == "forward" and not self.context.in_module and _all_are_inputs(inputs):
             record.mark("inputs")
@@ -248,7 +252,7 @@ class StorageMeter(LightMode):
     def _backward_ends(self) -> None:
         """What `torch.autograd.grad` hands out never passes through `.grad`."""
         for record in self._births["backward"]:
-            if record.alive and (record.shape, record.dtype) in self._parameter_kinds:
+            if record.alive and (record.bytes, record.dtype) in self._parameter_kinds:
                 record.mark("gradients")
         self._births["backward"].clear()
 
@@ -279,7 +283,7 @@ class StorageMeter(LightMode):
                 self._scan(parameter.grad, "gradients", self.context.names.owning(parameter))
 
     def _scan_parameter(self, parameter: torch.Tensor) -> None:
-        self._parameter_kinds.add((parameter.shape, parameter.dtype))
+        self._parameter_kinds.add((parameter.untyped_storage().nbytes(), parameter.dtype))
         self._scan(parameter, "parameters", self.context.names.owning(parameter))
 
     def _scan(self, tensor: torch.Tensor, category: str, module: str) -> None:

@@ -252,15 +252,8 @@ def _made(recording: Recording) -> Counter[Made]:
 # ------------------------------------------------------------------ reading the profiler
 
 
-class _Visit(NamedTuple):
-    """An event of the profiler's tree, and what it happened inside of."""
-
-    event: Any
-    node: str  # of autograd's graph, "" in forward
-    operator: Any  # the event of the operator that a dispatcher saw, None outside of all
-
-
-def _profiled(step: Step, warm_up: Step | None = None) -> list[_Visit]:
+def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
+    """The roots of the profiler's tree of what ran; one of them is the scope named _STEP."""
     config = _ExperimentalConfig(capture_overload_names=True)
     with (
         _no_cycle_collection(),
@@ -272,7 +265,7 @@ def _profiled(step: Step, warm_up: Step | None = None) -> list[_Visit]:
             warm_up()
         with record_function(_STEP):
             step()
-    return list(_visits(profiler.profiler.kineto_results.experimental_event_tree()))
+    return profiler.profiler.kineto_results.experimental_event_tree()
 
 
 @contextmanager
@@ -286,12 +279,28 @@ def _no_cycle_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _visits(events: Iterable[Any], node: str = "", operator: Any = None) -> Iterator[_Visit]:
+class _Note(NamedTuple):
+    """What the allocator noted, and what was running then."""
+
+    bytes: int
+    address: int
+    total_bytes: int  # allocated in all, this block included
+    time_ns: int
+    operator: Any  # the event of the operator that a dispatcher saw, None outside of all
+    node: str
+
+
+def _notes(events: Iterable[Any], operator: Any = None, node: str = "") -> Iterator[_Note]:
+    """The notes of the CPU's allocator in a tree of events."""
     for event in events:
-        inside = event.name.removeprefix(_NODE) if event.name.startswith(_NODE) else node
-        within = event if operator is None and _reaches_the_dispatcher(event) else operator
-        yield _Visit(event, inside, within)
-        yield from _visits(event.children, inside, within)
+        kind, details = event.typed
+        if kind == _EventType.Allocation and details.device.type == "cpu":
+            block = details.alloc_size, details.ptr, details.total_allocated
+            yield _Note(*block, event.start_time_ns, operator, node)
+        elif children := event.children:
+            inside = event.name.removeprefix(_NODE) if event.name.startswith(_NODE) else node
+            within = event if operator is None and _reaches_the_dispatcher(event) else operator
+            yield from _notes(children, within, inside)
 
 
 def _reaches_the_dispatcher(event: Any) -> bool:
@@ -309,26 +318,22 @@ def _has_a_kernel(name: str) -> bool:
         return False  # a node of the graph, an optimizer's step: scopes, not operators
 
 
-def _in_order(visits: Iterable[_Visit]) -> list[_Visit]:
-    """What the CPU's allocator noted, by time; its running total proves the order."""
-    notes = [
-        v for v in visits if v.event.tag == _EventType.Allocation and _note(v).device.type == "cpu"
-    ]
-    notes.sort(key=lambda visit: visit.event.start_time_ns)
-    for before, after in pairwise(map(_note, notes)):
-        if before.total_allocated + after.alloc_size != after.total_allocated:
-            raise RuntimeError("the profiler lost or misplaced an event of the CPU's allocator")
-    return notes
-
-
-def _note(visit: _Visit) -> Any:
-    return visit.event.typed[1]
+def _in_order(notes: Iterable[_Note]) -> list[_Note]:
+    """Notes by time; the allocator's own running total proves that none is lost or misplaced."""
+    ordered = sorted(notes, key=lambda note: note.time_ns)
+    for before, after in pairwise(ordered):
+        if before.total_bytes + after.bytes != after.total_bytes:
+            raise RuntimeError(
+                f"after {before.total_bytes} bytes and a block of {after.bytes}, the profiler has "
+                f"the allocator at {after.total_bytes}: events of it are lost or out of order"
+            )
+    return ordered
 
 
 class _Block:
     """A piece of memory from its allocation to its free."""
 
-    def __init__(self, birth: _Visit) -> None:
+    def __init__(self, birth: _Note) -> None:
         self.birth = birth
         self.freed_ns: float = inf
 
@@ -341,30 +346,30 @@ class _Block:
 
     def event(self, count: int) -> MemoryEvent:
         operator = self.birth.operator.name if self.birth.operator else ""
-        return MemoryEvent(count, _note(self.birth).ptr, self.kind, operator, self.birth.node)
+        return MemoryEvent(count, self.birth.address, self.kind, operator, self.birth.node)
 
 
-def _with_blocks(notes: Iterable[_Visit]) -> Iterator[tuple[_Visit, _Block]]:
+def _with_blocks(notes: Iterable[_Note]) -> Iterator[tuple[_Note, _Block]]:
     """Each note with the block that it is about.
 
     A free of an unknown block is left out: the profiler reports it only if an earlier profile of
     this process saw the address handed out, and then with the size of that time.
     """
     alive: dict[int, _Block] = {}
-    for visit in notes:
-        note = _note(visit)
-        if note.alloc_size > 0:
-            alive[note.ptr] = _Block(visit)
-            yield visit, alive[note.ptr]
-        elif note.ptr in alive:
-            block = alive.pop(note.ptr)
-            block.freed_ns = visit.event.start_time_ns
-            yield visit, block
+    for note in notes:
+        if note.bytes > 0:
+            alive[note.address] = _Block(note)
+            yield note, alive[note.address]
+        elif note.address in alive:
+            block = alive.pop(note.address)
+            block.freed_ns = note.time_ns
+            yield note, block
 
 
-def _memory_events(visits: list[_Visit]) -> Iterator[MemoryEvent]:
+def _memory_events(roots: list[Any]) -> Iterator[MemoryEvent]:
     """What the allocator did during the step."""
-    (step,) = (visit.event for visit in visits if visit.event.name == _STEP)
-    for visit, block in list(_with_blocks(_in_order(visits))):  # a block's kind is known at its end
-        if step.start_time_ns <= visit.event.start_time_ns <= step.end_time_ns:
-            yield block.event(_note(visit).alloc_size)
+    (step,) = (event for event in roots if event.name == _STEP)
+    history = list(_with_blocks(_in_order(_notes(roots))))  # a block's kind is known at its end
+    for note, block in history:
+        if step.start_time_ns <= note.time_ns <= step.end_time_ns:
+            yield block.event(note.bytes)

@@ -1,0 +1,458 @@
+"""The meter on steps whose bytes can be counted by hand."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils.checkpoint import checkpoint
+
+import memlab
+from memlab.trace import Trace
+
+FLOAT = 4
+ROWS, WIDE, NARROW = 64, 512, 256
+KIB = 1024
+
+
+def allocations(trace: Trace) -> list[int]:
+    """The bytes of each allocation after the start, in order."""
+    return [e.bytes for e in trace.events if e.bytes > 0 and e.phase != "before"]
+
+
+def sizes(trace: Trace) -> list[int]:
+    """The bytes of every event after the start, in order."""
+    return [event.bytes for event in trace.events if event.phase != "before"]
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(NARROW, WIDE)
+        self.down = nn.Linear(WIDE, NARROW)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+PARAMETERS = FLOAT * (NARROW * WIDE + WIDE + WIDE * NARROW + NARROW)
+STEP_COUNTERS = FLOAT * 4  # AdamW counts steps once per parameter
+
+
+@pytest.fixture
+def training():
+    """(step, model, optimizer) of a perceptron on one batch."""
+    model = Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    x = torch.randn(ROWS, NARROW)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step, model, optimizer
+
+
+# ------------------------------------------------------------------ storages, not tensors
+
+
+def test_a_view_is_no_allocation():
+    x = torch.zeros(KIB)
+    trace = memlab.measure(lambda: x.view(2, -1)[0].t().unsqueeze(0))
+    assert allocations(trace) == []
+    assert trace.peak_bytes == KIB * FLOAT
+
+
+def test_an_in_place_operator_is_no_allocation():
+    x = torch.zeros(KIB)
+    assert allocations(memlab.measure(lambda: x.add_(1).mul_(2).relu_())) == []
+
+
+def test_a_slice_keeps_the_whole_storage_alive():
+    kept = []
+    trace = memlab.measure(lambda: kept.append(torch.zeros(KIB)[:1]))
+    assert trace.live_bytes == KIB * FLOAT
+
+
+def test_an_empty_tensor_is_no_event():
+    assert memlab.measure(lambda: torch.zeros(0)).events == ()
+
+
+def test_a_storage_is_freed_when_its_last_tensor_dies():
+    def step() -> None:
+        x = torch.zeros(KIB)
+        view = x.view(2, -1)
+        del x
+        torch.ones(1)  # the view still holds all of x here
+        del view
+
+    assert sizes(memlab.measure(step)) == [KIB * FLOAT, FLOAT, -FLOAT, -KIB * FLOAT]
+
+
+def test_resize_counts_the_difference():
+    x = torch.zeros(KIB)
+    assert sizes(memlab.measure(lambda: x.resize_(3 * KIB))) == [2 * KIB * FLOAT]
+
+
+def test_resizing_a_storage_past_the_dispatcher_is_seen():
+    x = torch.zeros(KIB)
+    with memlab.meter() as running:
+        x.add_(1)
+        x.untyped_storage().resize_(0)
+    assert running.trace.peak_bytes == KIB * FLOAT
+    assert running.trace.live_bytes == 0
+
+
+def test_tied_weights_count_once():
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    model[1].weight = model[0].weight
+    trace = memlab.measure(lambda: model(torch.zeros(1, 16)), model=model)
+    assert trace.at_peak["parameters"] == 16 * 16 * FLOAT
+
+
+def test_every_tensor_of_a_list_is_seen():
+    xs = [torch.zeros(KIB), torch.zeros(KIB)]
+    trace = memlab.measure(lambda: torch._foreach_add(xs, 1))
+    assert allocations(trace) == [KIB * FLOAT] * 2
+    assert trace.peak_bytes == 4 * KIB * FLOAT
+
+
+def test_a_sparse_gradient_is_its_indices_and_its_values():
+    embedding = nn.Embedding(100, 8, sparse=True)
+    tokens = torch.tensor([1, 2, 3])
+    trace = memlab.measure(lambda: embedding(tokens).sum().backward(), model=embedding)
+    assert trace.at_end["gradients"] == 3 * 8 + 3 * 8 * FLOAT  # int64 indices, float values
+
+
+# ------------------------------------------------------------------ categories
+
+
+def test_the_first_step_makes_the_optimizers_state(training):
+    step, model, optimizer = training
+    first = memlab.measure(step, model=model, optimizer=optimizer)
+    second = memlab.measure(step, model=model, optimizer=optimizer)
+    state = 2 * PARAMETERS + STEP_COUNTERS
+    assert not any(e.phase == "before" and e.category == "optimizer_state" for e in first.events)
+    assert first.at_end["optimizer_state"] == second.at_end["optimizer_state"] == state
+    assert second.live_bytes - second.at_end["inputs"] == 2 * PARAMETERS + state
+
+
+def test_a_step_by_categories(training):
+    """The peak is in AdamW's loop: a weight's denominator is made in two operators, and the one
+    of the bias before it still has a name."""
+    step, model, optimizer = training
+    step()
+    trace = memlab.measure(step, model=model, optimizer=optimizer)
+    assert trace.peak_phase == "optimizer"
+    assert trace.at_peak == {
+        "parameters": PARAMETERS,
+        "gradients": PARAMETERS,
+        "optimizer_state": 2 * PARAMETERS + STEP_COUNTERS,
+        "inputs": ROWS * NARROW * FLOAT,
+        "optimizer_temporaries": (2 * NARROW * WIDE + WIDE) * FLOAT,
+    }
+
+
+def test_activations_are_what_is_alive_when_backward_starts():
+    model, x = Perceptron(), torch.randn(ROWS, NARROW)
+    trace = memlab.measure(lambda: model(x).square().mean().backward(), model=model)
+    before_and_after_gelu = 2 * ROWS * WIDE * FLOAT
+    output, loss = ROWS * NARROW * FLOAT, FLOAT
+    activations = [e for e in trace.events if e.category == "activations" and e.bytes > 0]
+    assert sum(e.bytes for e in activations) == before_and_after_gelu + output + loss
+
+
+def test_without_a_graph_there_are_no_activations():
+    model, x = Perceptron(), torch.randn(ROWS, NARROW)
+    with torch.no_grad():
+        trace = memlab.measure(lambda: model(x).sum(), model=model)
+    assert {e.category for e in trace.events} == {"parameters", "inputs", "forward_temporaries"}
+
+
+def test_setting_gradients_to_none_frees_them(training):
+    step, model, optimizer = training
+    step()
+    trace = memlab.measure(optimizer.zero_grad, model=model, optimizer=optimizer)
+    assert trace.peak_bytes - trace.live_bytes == PARAMETERS
+
+
+def test_a_gradient_is_one_from_its_birth_in_backward():
+    """It is a temporary of backward's when it is made, and `.grad` takes it over as it is."""
+    model = nn.Linear(NARROW, WIDE, bias=False)
+    x = torch.randn(ROWS, NARROW)
+    trace = memlab.measure(lambda: model(x).sum().backward())
+    (gradient,) = [e for e in trace.events if e.category == "gradients"]
+    assert gradient.operator == "aten.mm.default"
+    assert gradient.bytes == NARROW * WIDE * FLOAT
+
+
+def test_a_gradient_that_dies_within_backward_is_a_gradient():
+    model = nn.Linear(NARROW, WIDE, bias=False)
+    model.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    trace = memlab.measure(lambda: model(torch.randn(ROWS, NARROW)).sum().backward())
+    assert [e.bytes for e in trace.events if e.category == "gradients"] == [
+        NARROW * WIDE * FLOAT,
+        -NARROW * WIDE * FLOAT,
+    ]
+
+
+def test_gradients_handed_out_by_autograd_grad_are_gradients():
+    model, kept = nn.Linear(NARROW, WIDE), []
+    x = torch.randn(ROWS, NARROW)
+
+    def step():
+        return kept.extend(torch.autograd.grad(model(x).sum(), list(model.parameters())))
+
+    trace = memlab.measure(step, model=model)
+    assert trace.at_end["gradients"] == (NARROW * WIDE + WIDE) * FLOAT
+
+
+def test_a_second_backward_adds_to_the_gradient_in_place():
+    model, x = nn.Linear(NARROW, WIDE, bias=False), torch.randn(ROWS, NARROW)
+    model(x).sum().backward()
+    trace = memlab.measure(lambda: model(x).sum().backward(), model=model)
+    assert trace.at_end["gradients"] == NARROW * WIDE * FLOAT
+
+
+def test_the_state_of_an_optimizer_written_by_hand_is_optimizer_state():
+    model, momenta = nn.Linear(NARROW, WIDE), {}
+    x = torch.randn(ROWS, NARROW)
+
+    def step() -> None:
+        model(x).sum().backward()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                momentum = momenta.setdefault(name, torch.zeros_like(weight))
+                momentum.lerp_(weight.grad, 0.1)
+                weight -= 0.01 * momentum
+
+    first, second = memlab.measure(step), memlab.measure(step)
+    weights = (NARROW * WIDE + WIDE) * FLOAT
+    assert first.at_end["optimizer_state"] == second.at_end["optimizer_state"] == weights
+
+
+def test_a_batch_made_inside_the_step_is_input():
+    model = nn.Linear(NARROW, WIDE)
+
+    def step() -> None:
+        tokens = torch.randint(9, (ROWS, NARROW))
+        model(tokens.float() / 9).sum().backward()
+
+    trace = memlab.measure(step, model=model)
+    born = [e for e in trace.events if e.category == "inputs" and e.bytes > 0]
+    assert [e.operator for e in born] == [
+        "aten.randint.default",
+        "aten._to_copy.default",
+        "aten.div.Tensor",
+    ]
+
+
+def test_a_leaf_that_wants_a_gradient_is_a_parameter_without_any_module():
+    image = torch.zeros(KIB, requires_grad=True)
+    trace = memlab.measure(lambda: image.square().sum().backward())
+    assert trace.at_end == {"parameters": KIB * FLOAT, "gradients": KIB * FLOAT}
+
+
+def test_buffers_are_buffers():
+    model = nn.BatchNorm1d(16)
+    trace = memlab.measure(lambda: model(torch.randn(4, 16)), model=model)
+    assert trace.at_end["buffers"] == 2 * 16 * FLOAT + 8  # running mean, variance; int64 counter
+
+
+def test_recomputed_activations_are_temporaries_of_backward():
+    model, x = Perceptron(), torch.randn(ROWS, NARROW, requires_grad=True)
+
+    def step():
+        return checkpoint(model, x, use_reentrant=False).sum().backward()
+
+    trace = memlab.measure(step, model=model)
+    recomputed = [e for e in trace.events if e.operator == "aten.gelu.default" and e.bytes > 0]
+    assert [e.category for e in recomputed] == ["forward_temporaries", "backward_temporaries"]
+
+
+def test_categories_sum_to_the_peak(training):
+    step, model, optimizer = training
+    trace = memlab.measure(step, model=model, optimizer=optimizer)
+    assert sum(trace.at_peak.values()) == trace.peak_bytes
+
+
+def test_a_model_that_is_not_handed_over_is_found(training):
+    step, model, optimizer = training
+    step()
+    handed = memlab.measure(step, model=model, optimizer=optimizer)
+    assert memlab.measure(step).at_peak == handed.at_peak
+
+
+# ------------------------------------------------------------------ modules and lines
+
+
+def test_modules_are_named_in_forward_and_in_backward():
+    model, x = Perceptron(), torch.randn(ROWS, NARROW, requires_grad=True)
+    trace = memlab.measure(lambda: model(x).sum().backward(), model=model)
+    modules = {(e.operator, e.phase): e.module for e in trace.events if e.bytes > 0}
+    assert modules["aten.gelu.default", "forward"] == "Perceptron"
+    assert modules["aten.gelu_backward.default", "backward"] == "Perceptron"
+    made = [e.module for e in trace.events if e.phase == "backward" and e.bytes > 0]
+    assert made.index("down") < made.index("Perceptron") < made.index("up")
+
+
+def test_by_module_gives_each_gradient_to_the_module_of_its_parameter(training):
+    step, model, optimizer = training
+    trace = memlab.measure(step, model=model, optimizer=optimizer)
+    by_module = trace.by_module()
+    assert by_module["up"]["gradients"] == (NARROW * WIDE + WIDE) * FLOAT
+    assert by_module["down"]["optimizer_state"] == 2 * (WIDE * NARROW + NARROW) * FLOAT + 2 * FLOAT
+
+
+def test_lines_are_the_users_lines_and_only_on_request():
+    model, x = Perceptron(), torch.randn(ROWS, NARROW)
+    assert all(e.line is None for e in memlab.measure(lambda: model(x), model=model).events)
+    trace = memlab.measure(lambda: model(x), model=model, lines=True)
+    (line,) = {e.line for e in trace.events if e.operator == "aten.gelu.default"}
+    assert line.endswith(" forward")
+    assert "test_storages.py:" in line
+
+
+# ------------------------------------------------------------------ what else happens in a step
+
+
+def test_tensors_freed_by_another_threads_backward_are_freed():
+    model, x = Perceptron(), torch.randn(ROWS, NARROW)
+    with memlab.meter(model) as running:
+        loss = model(x).sum()
+        alive = sum(e.bytes for e in memlab_events(running) if e.phase == "forward")
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    trace = running.trace
+    assert alive > 2 * ROWS * WIDE * FLOAT
+    assert trace.at_end == {
+        "parameters": PARAMETERS,
+        "gradients": PARAMETERS,  # made in a thread that no meter sees, and found at the end
+        "inputs": ROWS * NARROW * FLOAT,
+        "forward_temporaries": FLOAT,  # the loss, which has a name
+    }
+
+
+def memlab_events(running: memlab.meter):
+    """The events so far, of a meter that still runs."""
+    return [c.record.event(c.bytes, c.phase) for c in running._storages.changes()]
+
+
+def test_an_exception_in_mid_step_leaves_a_trace_and_nothing_behind():
+    model, x = Perceptron(), torch.randn(ROWS, NARROW)
+    hooks = (
+        len(module_hooks._global_forward_hooks),
+        len(optimizer_hooks._global_optimizer_pre_hooks),
+    )
+    running = memlab.meter(model)
+
+    def step() -> None:
+        model(x)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), running:
+        step()
+    assert allocations(running.trace)[0] == ROWS * WIDE * FLOAT
+    assert hooks == (
+        len(module_hooks._global_forward_hooks),
+        len(optimizer_hooks._global_optimizer_pre_hooks),
+    )
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_trace_cannot_be_read_before_its_end():
+    with memlab.meter() as running, pytest.raises(RuntimeError, match="after the `with` block"):
+        running.trace  # noqa: B018 - the property raises
+
+
+def test_the_meter_keeps_nothing_alive():
+    kept = []
+    trace = memlab.measure(lambda: kept.append(torch.zeros(KIB)))
+    deaths: list[bool] = []
+    weakref.finalize(kept[0].untyped_storage(), deaths.append, True)
+    kept.clear()
+    assert deaths
+    assert trace.live_bytes == KIB * FLOAT
+
+
+def test_one_meter_inside_another_sees_the_same(training):
+    step, model, optimizer = training
+    step()
+    with memlab.meter(model, optimizer) as outer:
+        inner = memlab.measure(step, model=model, optimizer=optimizer)
+    assert inner.events == outer.trace.events
+
+
+# ------------------------------------------------------------------ several steps
+
+
+def test_two_equal_steps_differ_by_nothing(training):
+    step, model, optimizer = training
+    step()
+    first = memlab.measure(step, model=model, optimizer=optimizer)
+    second = memlab.measure(step, model=model, optimizer=optimizer)
+    assert not first.diff(second)
+
+
+def test_a_leak_of_a_loss_with_its_graph_is_what_differs(training):
+    _, model, _ = training
+    x, losses = torch.randn(ROWS, NARROW), []
+
+    def step() -> None:
+        losses.append(model(x).sum())
+
+    first = memlab.measure(step, model=model, lines=True)
+    second = memlab.measure(step, model=model, lines=True)
+    leaked = 2 * ROWS * WIDE * FLOAT + FLOAT  # what gelu and the layer after it save; the loss
+    assert first.diff(second).bytes == leaked
+    assert second.live_bytes - first.live_bytes == leaked
+    assert "test_storages.py" in str(first.diff(second))
+
+
+def test_another_model_still_alive_counts_for_nothing(training):
+    step, model, optimizer = training
+    step()
+    alone = memlab.measure(step, model=model, optimizer=optimizer)
+    other, x = Perceptron(), torch.randn(ROWS, NARROW)
+    memlab.measure(lambda: other(x).sum().backward(), model=other)
+    beside = memlab.measure(step, model=model, optimizer=optimizer)
+    assert beside.at_peak == alone.at_peak
+
+
+# ------------------------------------------------------------------ the observer's effect
+
+
+def test_a_gradient_with_two_sources_is_added_in_place():
+    x = torch.randn(KIB, requires_grad=True)
+
+    def step():
+        return (torch.exp(x).sum() + torch.sin(x).sum()).backward()
+
+    trace = memlab.measure(step)
+    born = [e for e in trace.events if e.phase == "backward" and e.bytes == KIB * FLOAT]
+    assert [e.operator for e in born] == ["aten.cos.default", "aten.mul.Tensor", "aten.mul.Tensor"]
+
+
+def test_gathers_backward_scatters_in_place():
+    x, index = torch.randn(8, KIB, requires_grad=True), torch.zeros(1, KIB, dtype=torch.long)
+    trace = memlab.measure(lambda: x.gather(0, index).sum().backward())
+    whole = [e.operator for e in trace.events if e.phase == "backward" and e.bytes == 8 * KIB * 4]
+    assert whole == ["aten.new_zeros.default"]
+
+
+def test_a_sum_that_the_user_writes_in_a_hook_is_an_allocation():
+    x = torch.randn(KIB, requires_grad=True)
+
+    def step() -> None:
+        y = x * 2
+        y.register_hook(lambda gradient: gradient.add(1).add(2))
+        y.sum().backward()
+
+    operators = [e.operator for e in memlab.measure(step).events if e.phase == "backward"]
+    assert operators.count("aten.add.Tensor") >= 2
