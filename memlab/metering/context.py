@@ -128,7 +128,7 @@ class Context:
     def leaf(self) -> torch.Tensor | None:
         """The leaf to whose `.grad` autograd is handing a gradient, None while it does not."""
         node = _current_node()
-        return node.variable if node is not None and _is_accumulation(node) else None
+        return getattr(node, "variable", None) if node and _is_accumulation(node) else None
 
     @property
     def in_module(self) -> bool:

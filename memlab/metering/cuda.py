@@ -44,6 +44,9 @@ class Cuda(Accelerator):
         free, total = torch.cuda.mem_get_info(device)
         return total - free
 
+    def notes(self, device: torch.device) -> tuple[str, ...]:
+        return ("used is what nvidia-smi shows: all processes, and what each takes to run at all",)
+
     def current_index(self) -> int:
         return torch.cuda.current_device()
 
@@ -155,8 +158,8 @@ class Blocks:
     def allocate(self, address: int, asked: int) -> Block:
         """Hand out the free block at this address, or its beginning."""
         taken = _rounded(asked)
-        if address in self._end:
-            end = self._end[address]
+        end = self._end.get(address, 0)
+        if end >= address + taken:
             self._remove(address)
             if self._splits(taken, end - address - taken):
                 self._add(address + taken, end)
@@ -200,7 +203,7 @@ class Blocks:
                 self.in_use[block["address"]] = Block(block["requested_size"], block["size"])
 
     def _add(self, start: int, end: int) -> None:
-        if start == end:
+        if start == end or start in self._end or end in self._start:
             return
         if end in self._end and end not in self._segments:
             end = self._remove(end)

@@ -30,7 +30,7 @@ from memlab.metering.cuda import CudaWatch
 from memlab.metering.mps import Mps
 from memlab.metering.registry import Storage
 from memlab.metering.storages import Change
-from memlab.trace import DeviceMemory, Event
+from memlab.trace import DeviceMemory, Event, Trace
 from memlab.units import format_bytes
 
 WATCHES: dict[str, Callable[[torch.device], Watch]] = {
@@ -74,29 +74,31 @@ def complete(changes: Iterable[Change], answers: Answers) -> Completed:
         events, outside = _from_history(owners, answers), owners.bytes_outside
         watched_peak = _history_peak(answers)
         device_peak = max(answers.allocated_peak_bytes or 0, watched_peak)  # the step may reset it
+    observer = watched_peak - _peak(events)
     unseen = 0 if device_peak is None else device_peak - watched_peak
-    notes = (*answers.notes, *_notes(unseen, watched_peak - _peak(events), outside))
     if unseen:
         events.insert(0, _event(unseen, _UNSEEN, "unattributed", "seen by the device alone"))
+    notes = list(answers.notes)
+    if device_peak is not None:
+        unattributed = Trace(tuple(events)).at_peak.get("unattributed", 0)
+        notes.append(f"{format_bytes(unattributed)} at the peak are unattributed")
     memory = DeviceMemory(device_peak, answers.reserved_peak_bytes, answers.used_bytes)
-    return Completed(tuple(events), memory, notes)
+    return Completed(tuple(events), memory, (*notes, *_warnings(unseen, observer, outside)))
 
 
-def _notes(unseen: int, observer: int, outside: int) -> Iterable[str]:
-    if unseen > 0:
-        yield f"{format_bytes(unseen)} of the device's peak are in no storage that the meter saw"
+def _warnings(unseen: int, observer: int, outside: int) -> Iterable[str]:
     if unseen < 0:
         yield (
             f"the meter saw {format_bytes(-unseen)} more alive than the device counted at its "
-            f"peak: the step reset that count, or holds memory from another allocator; the "
-            f"unattributed bytes are negative by as much"
+            f"peak, and the unattributed bytes are negative by as much: the step reset that count, "
+            f"or holds memory from another allocator"
         )
     if observer > 0:
         yield (
             f"the device's peak is {format_bytes(observer)} higher than this one because the step "
             f"was watched: unwatched, autograd adds these gradients in place"
         )
-    if outside:
+    if outside > 0:
         yield (
             f"{format_bytes(outside)} are in storages that the device's allocator did not hand "
             f"out; they are not counted"

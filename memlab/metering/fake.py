@@ -96,17 +96,17 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             self._outside.note(tensor, self._fake_mode)
         return twin
 
-    def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """An operator's arguments, with every tensor fake."""
-        if all(map(_is_fake, (*args, *kwargs.values()))):
+    def arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """An operator's arguments, with every tensor fake; not those of `lift_fresh`, through
+        which a literal comes in: a fake tensor remembers the value of a literal."""
+        if func is aten.lift_fresh.default or all(map(_is_fake, (*args, *kwargs.values()))):
             return args, kwargs
         return tree_map_only(torch.Tensor, self.tensor, (args, kwargs))
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, answering what they cannot."""
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type not in _REAL_DEVICES:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device(_on_the_cpu(kwargs["device"]))}
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._zeros[args[1]] = True
         try:
@@ -166,6 +166,8 @@ class _Outside:
         for stepped, state in self._states:
             stepped.state.clear()
             stepped.state.update(state)
+        self.__init__()  # and let go of all of it
+        self._hook.remove()
 
     def _note_state(self, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         parameters = (p for group in stepping.param_groups for p in group["params"])
@@ -183,7 +185,7 @@ class _Operators(LightMode):
         self._owner = owner
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return self._owner.execute(func, *self._owner.arguments(args, kwargs))
+        return self._owner.execute(func, *self._owner.arguments(func, args, kwargs))
 
 
 class _Functions(TorchFunctionMode):
@@ -198,9 +200,21 @@ def _format(tensor: torch.Tensor, spec: str) -> str:
     return format(tensor.item() if tensor.dim() == 0 else repr(tensor), spec)
 
 
-def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`.cuda()` of a tensor that is answered by the CPU, after one copy like the real one."""
-    return tensor.clone()
+def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    args = tuple(map(_on_the_cpu, args))
+    kwargs = {name: _on_the_cpu(value) for name, value in kwargs.items()}
+    return torch.Tensor.to(tensor, *args, **kwargs)
+
+
+def _on_the_cpu(argument: Any) -> Any:
+    """The CPU in place of an accelerator, any other argument as it is."""
+    if isinstance(argument, (str, torch.device)):
+        return "cpu" if torch.device(argument).type not in _REAL_DEVICES else argument
+    return argument
 
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -210,7 +224,7 @@ def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
             f"{user_line()}: one_hot without num_classes has a shape that depends on values, "
             f"and a dry run has none; pass num_classes"
         )
-    index.min().item(), index.max().item()  # the bounds that the real one checks
+    torch.aminmax(index)  # the real one checks its bounds
     result = torch.zeros((*index.shape, num_classes), dtype=torch.long)
     return result.scatter_(-1, index.unsqueeze(-1), 1)
 
@@ -228,7 +242,8 @@ def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__format__: _format,
     torch.Tensor.__deepcopy__: _deepcopy,
-    torch.Tensor.cuda: _stay,
+    torch.Tensor.cuda: _cuda,
+    torch.Tensor.to: _to,
     torch.nn.functional.one_hot: _one_hot,
 }
 
@@ -249,14 +264,15 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
     if recurse:
         for child in module.children():
             child._apply(fn)
-    for parameter in filter(None.__ne__, module._parameters.values()):
+    for parameter in (p for p in module._parameters.values() if p is not None):
         if not isinstance(parameter, FakeTensor):
             raise ValueError(
                 f"a {type(module).__name__} built outside the dry run cannot be converted inside "
                 f"it without changing the real one; build it inside, or convert it before"
             )
-        for tensor in filter(None.__ne__, (parameter, parameter.grad)):
-            tensor.data = fn(tensor.data)
+        parameter.data = fn(parameter.data)
+        if parameter.grad is not None:
+            parameter.grad.data = fn(parameter.grad.data)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = fn(buffer)

@@ -47,4 +47,5 @@ _RULES: dict[Any, Callable[..., tuple[torch.Tensor, int]]] = {
     aten.binary_cross_entropy.default: _loss,
     aten.col2im.default: _columns,
     aten._embedding_bag.default: _bags,
+    aten._embedding_bag_forward_only.default: _bags,
 }

@@ -158,8 +158,11 @@ class Registry:
             self._tell(record, change)
 
     def _sight(self, record: Storage, untyped: torch.UntypedStorage) -> None:
-        if untyped.device != _NOWHERE:
-            record.sightings += (Sighting(self.count, untyped.data_ptr()),)
+        if untyped.device == _NOWHERE:
+            return
+        address = untyped.data_ptr()
+        if not record.sightings or record.sightings[-1].address != address:
+            record.sightings += (Sighting(self.count, address),)
 
     def _tie(self, reference: _Reference, record: Storage) -> None:
         reference.record = record

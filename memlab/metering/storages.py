@@ -136,9 +136,10 @@ class StorageMeter(LightMode):
         self._close_watched_pair()
         phase = self.context.phase()
         if self._dry_run is not None:
-            args, kwargs = self._dry_run.arguments(args, kwargs)
-        tensors = _tensors((*args, *kwargs.values()))
-        inputs = [self._see(tensor, func, phase) for tensor in tensors]
+            args, kwargs = self._dry_run.arguments(func, args, kwargs)
+        is_new = func is aten.lift_fresh.default  # torch.tensor(...): made past the dispatcher
+        tensors = [] if is_new else _tensors((*args, *kwargs.values()))
+        inputs = [self._see(tensor, phase) for tensor in tensors]
         result = self._execute(func, args, kwargs)
         if _writes_to_an_input(func):
             for tensor in tensors:
@@ -161,12 +162,12 @@ class StorageMeter(LightMode):
             return self._dry_run.execute(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _see(self, tensor: torch.Tensor, func: Any, phase: str) -> Storage:
+    def _see(self, tensor: torch.Tensor, phase: str) -> Storage:
         """The record of an operator's input; one never seen before was alive before us."""
         record = REGISTRY.find(tensor)
         if record is None:
-            if func is aten.lift_fresh.default or (tensor.dim() == 0 and tensor.is_cpu):
-                return self._born(tensor, func, phase, [])  # torch.tensor(...), a bare number
+            if tensor.dim() == 0 and tensor.is_cpu:
+                return self._born(tensor, "a number", phase, [])
             record = self._found(tensor)
             if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
                 record.mark("parameters")

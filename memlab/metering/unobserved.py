@@ -105,7 +105,7 @@ def record(step: Step, *, warm_up: Step | None = None) -> Recording:
 class Comparison:
     """What an observer saw against what happened. Differences are observed less recorded."""
 
-    missing: Counter[int]  # sizes that the observer saw allocated and that never were
+    missing: Counter[int]  # sizes that the observer saw allocated and no operator returned
     unseen: Counter[int]  # sizes of results that it did not see
     excess: Counter[int]  # sizes of all blocks that it did not see: scratch and strays with them
     excess_share: float  # the bytes of these, of all that were allocated
@@ -144,15 +144,16 @@ def compare(observed: Trace | Iterable[int], recording: Recording) -> Comparison
     """Hold a Trace, or a stream of sizes (frees negative), against the recording of the same step.
 
     What a Trace found alive when it began is left out; the frees of it are not. An allocation
-    belongs to a result of its size if there is one, else to any other block of its size.
+    belongs to a result of its size if there is one, else to a stray; never to scratch, or one
+    too many of them would hide behind a kernel's.
     """
     sizes = _sizes(observed)
     seen = Counter(size for size in sizes if size > 0)
-    results = Counter(e.bytes for e in recording.events if e.kind == "result" and e.bytes > 0)
+    results, strays = _allocated(recording, "result"), _allocated(recording, "stray")
     visible = list(_visible(recording.events, seen - results))
     excess = recording.allocations - seen
     return Comparison(
-        missing=seen - recording.allocations,
+        missing=seen - (results + strays),
         unseen=results - seen,
         excess=excess,
         excess_share=_bytes_of(excess) / max(1, _bytes_of(recording.allocations)),
@@ -163,25 +164,27 @@ def compare(observed: Trace | Iterable[int], recording: Recording) -> Comparison
     )
 
 
+def _allocated(recording: Recording, kind: Kind) -> Counter[int]:
+    return Counter(e.bytes for e in recording.events if e.kind == kind and e.bytes > 0)
+
+
 def _sizes(observed: Trace | Iterable[int]) -> list[int]:
     if isinstance(observed, Trace):
         return [event.bytes for event in observed.events if event.phase != "before"]
     return list(observed)
 
 
-def _visible(events: Iterable[MemoryEvent], others: Counter[int]) -> Iterator[int]:
-    """The sizes of all results, and of as many `others` as the observer saw."""
-    left, followed = Counter(others), set()
+def _visible(events: Iterable[MemoryEvent], strays: Counter[int]) -> Iterator[int]:
+    """The sizes of all results, and of as many `strays` as the observer saw."""
+    left, followed = Counter(strays), set()
     for event in events:
-        if event.kind != "result":
-            if event.bytes > 0 and left[event.bytes] > 0:
-                left[event.bytes] -= 1
-                followed.add(event.address)
-            elif event.bytes < 0 and event.address in followed:
-                followed.remove(event.address)
-            else:
-                continue
-        yield event.bytes
+        if event.kind == "stray" and event.bytes > 0 and left[event.bytes] > 0:
+            left[event.bytes] -= 1
+            followed.add(event.address)
+        if event.kind == "result" or event.address in followed:
+            yield event.bytes
+            if event.bytes < 0:
+                followed.discard(event.address)
 
 
 def _peak(sizes: Iterable[int]) -> int:

@@ -1,0 +1,294 @@
+"""Dry runs: what training loops do besides calling operators, and equality with real runs."""
+
+import copy
+import gc
+from itertools import groupby
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+import memlab
+from memlab.trace import Event, Trace
+
+
+def renumbered(trace: Trace) -> list[Event]:
+    """The events, with storages numbered from 0 in the order they appear.
+
+    Of several storages that die between two operators, Python decides which dies first; that
+    changes no peak, so such runs of frees are sorted.
+    """
+    numbers: dict[int, int] = {}
+    events = [e._replace(storage=numbers.setdefault(e.storage, len(numbers))) for e in trace.events]
+    runs = groupby(events, key=lambda event: event.bytes < 0)
+    return [e for frees, run in runs for e in (sorted(run) if frees else run)]
+
+
+def same_in_a_dry_run(make) -> Trace:
+    """Asserts that the second step of `make()` has the same events dry and real; returns them."""
+    traces = []
+    for mode in (None, memlab.dry_run()):
+        if mode is not None:
+            mode.__enter__()
+        try:
+            step, model = make()
+            step()
+            traces.append(memlab.measure(step, model=model))
+        finally:
+            if mode is not None:
+                mode.__exit__(None, None, None)
+    real, dry = traces
+    assert dry.dry
+    assert not real.dry
+    assert renumbered(real) == renumbered(dry)
+    return dry
+
+
+def linear_training(after_backward=lambda loss, model, optimizer: None, convert=lambda m: m):
+    """A builder for `same_in_a_dry_run`: one linear layer, and what a test adds to its loop."""
+
+    def make():
+        model = convert(nn.Linear(32, 48))
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(16, 32, dtype=model.weight.dtype)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss = model(x).float().square().mean()
+            loss.backward()
+            after_backward(loss, model, optimizer)
+            optimizer.step()
+
+        return step, model
+
+    return make
+
+
+# ------------------------------------------------------------------ what loops do
+
+
+def test_a_dry_run_computes_nothing():
+    with memlab.dry_run():
+        x = torch.randn(2**30, 2**10)  # 4 TiB
+        trace = memlab.measure(lambda: x * 2)
+    assert trace.peak_bytes == 2 * 2**42
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda loss, *rest: loss.item(),
+        lambda loss, *rest: f"{loss:.3f}",
+        lambda loss, *rest: float(loss.detach()),
+        lambda loss, *rest: bool(loss.isnan().any()),
+        lambda loss, *rest: loss.detach().reshape(1).tolist(),
+        lambda loss, *rest: int(loss.long()),
+    ],
+    ids=["item", "format", "float", "bool", "tolist", "int"],
+)
+def test_reading_a_number_works(read):
+    same_in_a_dry_run(linear_training(read))
+
+
+def test_a_number_read_is_finite_and_no_singular_point():
+    with memlab.dry_run():
+        loss = torch.randn(3).sum()
+        assert loss.item() == 0.5
+        assert f"{loss:.2f}" == "0.50"
+        assert loss.long().item() == 1
+        assert loss.isnan().item() is False
+        assert torch.tensor(7).item() == 7  # a literal is known even here
+
+
+def test_a_condition_on_infinite_gradients_goes_the_finite_way():
+    def clip(loss, model, optimizer):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+    same_in_a_dry_run(linear_training(clip))
+
+
+def test_a_gradient_scaler_steps():
+    def make():
+        model = nn.Linear(32, 48)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler, x = torch.amp.GradScaler("cpu"), torch.randn(16, 32)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step, model
+
+    trace = same_in_a_dry_run(make)
+    assert trace.at_end["optimizer_state"] == (32 * 48 + 48) * 4  # it did step: momenta exist
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.half(),
+        lambda m: m.bfloat16(),
+        lambda m: m.to(torch.float64),
+        lambda m: m.to("cpu", torch.bfloat16),
+        copy.deepcopy,
+    ],
+    ids=["half", "bfloat16", "to-dtype", "to-device", "deepcopy"],
+)
+def test_converting_a_model_works(convert):
+    same_in_a_dry_run(linear_training(convert=convert))
+
+
+def test_a_converted_parameter_stays_the_same_object():
+    with memlab.dry_run():
+        model = nn.Linear(4, 4)
+        weight = model.weight
+        assert model.bfloat16().weight is weight
+        assert weight.dtype == torch.bfloat16
+
+
+def test_devices_are_answered_by_the_cpu():
+    with memlab.dry_run():
+        model = nn.Linear(4, 4).to("cuda")
+        x = torch.randn(2, 4, device="cuda").cuda().to("cuda:1")
+        model(x).sum().backward()
+        assert model.weight.grad.device.type == "cpu"
+
+
+def test_one_hot_takes_the_memory_of_the_real_one():
+    tokens = torch.arange(5)
+    real = memlab.measure(lambda: F.one_hot(tokens, 9))
+    with memlab.dry_run():
+        dry = memlab.measure(lambda: F.one_hot(tokens, 9))
+    assert renumbered(real) == renumbered(dry)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.unique(),
+        lambda x: F.one_hot(x.long()),
+        lambda x: nn.Embedding(4, 4, sparse=True)(x.long().abs()).sum().backward(),
+    ],
+    ids=["mask", "nonzero", "unique", "one-hot", "sparse"],
+)
+def test_a_shape_that_depends_on_values_is_one_sentence_that_names_the_line(use):
+    with memlab.dry_run(), pytest.raises(ValueError, match=r"^\S*test_fake.py:\d+ ") as caught:
+        use(torch.randn(3))
+    assert "\n" not in str(caught.value)
+
+
+def test_boolean_masks_that_keep_the_shape_work():
+    with memlab.dry_run():
+        x = torch.randn(3, requires_grad=True)
+        assert torch.where(x > 0, x, 0).shape == x.masked_fill(x > 0, 0).shape == (3,)
+
+
+# ------------------------------------------------------------------ tensors from outside
+
+
+def test_tensors_from_outside_are_converted():
+    x = torch.randn(16, 32)
+    with memlab.dry_run():
+        model = nn.Linear(32, 48)
+        trace = memlab.measure(lambda: model(x), model=model)
+    assert trace.at_peak["inputs"] == 16 * 32 * 4
+
+
+def test_two_views_from_outside_share_their_storage():
+    x = torch.randn(16, 32)
+    with memlab.dry_run():
+        trace = memlab.measure(lambda: x[:8].sum() + x[8:].sum())
+    assert [e.bytes for e in trace.events if e.phase == "before"] == [16 * 32 * 4]
+
+
+def test_a_model_from_outside_is_measured_and_left_as_it_was():
+    make = linear_training()
+    step, model = make()
+    step()
+    real = memlab.measure(step, model=model)
+    weight, gradient = model.weight.detach().clone(), model.weight.grad
+    with memlab.dry_run():
+        dry = memlab.measure(step, model=model)
+    assert dry.at_peak == real.at_peak
+    assert dry.peak_bytes == real.peak_bytes
+    assert model.weight.grad is gradient
+    assert torch.equal(model.weight, weight)
+    step()  # the optimizer's state is real again
+
+
+def test_the_state_of_an_optimizer_from_outside_is_put_back():
+    model = nn.Linear(32, 48)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(16, 32)).sum().backward()
+    optimizer.step()
+    before = optimizer.state[model.weight]["exp_avg"].clone()
+    with memlab.dry_run():
+        model(torch.randn(16, 32)).sum().backward()
+        optimizer.step()
+    state = optimizer.state[model.weight]
+    assert torch.equal(state["exp_avg"], before)
+    assert not any(isinstance(value, FakeTensor) for value in state.values())
+    assert state["step"].item() == 1
+
+
+def test_converting_a_model_from_outside_is_refused():
+    model = nn.Linear(4, 4)
+    with memlab.dry_run(), pytest.raises(ValueError, match="built outside the dry run"):
+        model.half()
+    assert model.weight.dtype == torch.float32
+
+
+# ------------------------------------------------------------------ begin and end
+
+
+def test_everything_is_as_before_afterwards():
+    apply = nn.Module._apply
+    with memlab.dry_run():
+        pass
+    assert nn.Module._apply is apply
+    assert type(torch.randn(2)) is torch.Tensor
+    assert memlab.dry_run.active is None
+
+
+def test_everything_is_as_before_after_an_exception():
+    apply = nn.Module._apply
+    with pytest.raises(ZeroDivisionError), memlab.dry_run(), memlab.meter():
+        raise ZeroDivisionError
+    assert nn.Module._apply is apply
+    assert type(torch.randn(2)) is torch.Tensor
+
+
+def test_a_dry_run_inside_a_dry_run_is_refused():
+    with memlab.dry_run(), pytest.raises(RuntimeError, match="active already"):
+        memlab.dry_run().__enter__()
+
+
+def test_a_meter_around_a_dry_run_counts_fake_bytes_too():
+    with memlab.meter() as running, memlab.dry_run():
+        torch.zeros(1024)
+    assert running.trace.peak_bytes == 4096
+
+
+def test_a_dry_run_goes_on_after_a_meter():
+    with memlab.dry_run():
+        memlab.measure(lambda: torch.zeros(4))
+        assert torch.randn(3).sum().item() == 0.5
+
+
+def test_real_and_dry_runs_of_one_model_do_not_count_each_others_storages():
+    step, model = linear_training()()
+    step()
+    real = memlab.measure(step, model=model)
+    with memlab.dry_run():
+        dry = memlab.measure(step, model=model)
+    gc.collect()
+    again = memlab.measure(step, model=model)
+    assert real.peak_bytes == dry.peak_bytes == again.peak_bytes
