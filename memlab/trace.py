@@ -141,7 +141,7 @@ class Trace:
             module = ".".join(event.module.split(".")[:depth])
             sums[module][event.category] += event.bytes
         largest_first = sorted(sums, key=lambda module: (-sums[module].total(), module))
-        return {m: {c: sums[m][c] for c in CATEGORIES if sums[m][c]} for m in largest_first}
+        return {module: _in_order(sums[module]) for module in largest_first}
 
     def diff(self, other: "Trace") -> "Difference":
         """What is alive at the end of `other` and was not at the end of this trace.
@@ -149,6 +149,7 @@ class Trace:
         For two steps of one run, that is what the second step left behind: storages that died
         are set against new ones of the same kind (a gradient thrown away and made anew), and
         what remains is growth. For two unrelated runs, it compares what each leaves alive.
+        Both are traces of one process, whose storages they number alike.
         """
         before = {event.storage: event for event in self.alive()}
         after = {event.storage: event for event in other.alive()}
@@ -234,7 +235,8 @@ class Difference:
             where = " ".join(part for part in (kind.module, kind.operator, kind.line) if part)
             shape = "×".join(map(str, kind.shape)) or "scalar"
             size = format_bytes(kind.bytes * count)
-            lines.append(f"  {count:+d} × {shape} {kind.dtype} = {size}, {kind.category}: {where}")
+            what = f"{kind.category}: {where}" if where else kind.category
+            lines.append(f"  {count:+d} × {shape} {kind.dtype} = {size}, {what}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -244,7 +246,13 @@ def _by_category(events: Iterable[Event]) -> dict[str, int]:
     sums: Counter[str] = Counter()
     for event in events:
         sums[event.category] += event.bytes
-    return {category: sums[category] for category in CATEGORIES if sums[category]}
+    return _in_order(sums)
+
+
+def _in_order(sums: Mapping[str, int]) -> dict[str, int]:
+    """The sums that are not 0, in the order of CATEGORIES; a category beyond it is an error."""
+    assert sums.keys() <= set(CATEGORIES), f"no category of a Trace: {sums.keys() - {*CATEGORIES}}"
+    return {category: sums[category] for category in CATEGORIES if sums.get(category)}
 
 
 def _remainder(event: Event, count: int) -> Remainder:

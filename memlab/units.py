@@ -4,6 +4,7 @@ GB is 10⁹ bytes and GiB is 2³⁰: a card sold as "24 GB" has 24 GiB, which is
 """
 
 import re
+from fractions import Fraction
 
 BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -22,14 +23,16 @@ def format_bytes(count: int) -> str:
 def parse_bytes(quantity: int | str) -> int:
     """Bytes in `quantity`: an int, or a number with a unit such as `"6 MiB"` or `"24GB"`.
 
-    Raises ValueError for anything else, and for a quantity that is no whole number of bytes.
+    A part of a larger unit is rounded to the nearest byte. Raises ValueError for anything else,
+    and for a fraction without such a unit: "1.5" is a forgotten GiB more often than it is bytes.
     """
     if isinstance(quantity, int) and not isinstance(quantity, bool) and quantity >= 0:
         return quantity
     match = _QUANTITY.fullmatch(quantity) if isinstance(quantity, str) else None
-    if match is None or match[2] not in _FACTORS:
+    factor = _FACTORS.get(match[2]) if match else None
+    if factor is None or (factor == 1 and "." in match[1]):
         raise ValueError(
             f"got {quantity!r} as a number of bytes; give a number and a unit, "
             f"such as '6 MiB' (6·2²⁰ bytes) or '24GB' (24·10⁹ bytes)"
         )
-    return round(float(match[1].replace("_", "")) * _FACTORS[match[2]])
+    return round(Fraction(match[1].replace("_", "")) * factor)

@@ -1,0 +1,89 @@
+# `make` alone lists the targets. Every target sets up .venv first; the second time that is instant.
+
+PYTHON ?=# the interpreter that a new .venv is made with; empty: the first one found that will do
+TORCH_INDEX ?=# a package index to install torch from; empty: the one that pip is set to
+EXTRAS := plot,test
+
+# torch's threads spin while they wait, which on a shared machine is most of the time.
+export OMP_WAIT_POLICY := PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+VENV_PYTHON := .venv/bin/python
+BENCHMARKS := $(wildcard benchmarks/[a-z]*.py)
+LESSONS := $(wildcard lessons/*.ipynb)
+SOLUTIONS := $(wildcard solutions/*.ipynb)
+
+# A stamp is written when its installation is complete. Its name holds what it is good for: a folder
+# that was copied elsewhere, or another index for torch, is set up again.
+label := $(shell printf '%s' '$(CURDIR) $(TORCH_INDEX)' | cksum | cut -d ' ' -f 1)
+torch_stamp := .venv/.torch-$(label)
+stamp := .venv/.installed-$(label)
+
+.DEFAULT_GOAL := help
+.PHONY: help measure test bench lessons lab lessons-exist benchmarks-exist
+
+help: ## list these targets
+	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | \
+	  while read -r target does; do printf '  make %-9s%s\n' "$$target" "$$does"; done
+	@echo
+	@echo '  PYTHON=python3.12  the interpreter to make .venv with'
+	@echo '  TORCH_INDEX=<url>  the index to install torch from, for another build of it'
+
+measure: $(stamp) ## measure every technique on this machine
+	@.venv/bin/memlab measure
+
+test: $(stamp) ## format, lint, tests
+	@$(VENV_PYTHON) -m ruff format --check .
+	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m pytest
+
+bench: benchmarks-exist $(stamp) ## every number of the README, as Markdown
+	@set -e; for script in $(BENCHMARKS); do $(VENV_PYTHON) "$$script"; done
+
+lessons: lessons-exist $(stamp) ## run every notebook: outputs of solutions/ must come out as stored
+	@$(VENV_PYTHON) -m pytest --nbval-lax $(LESSONS)
+	@$(VENV_PYTHON) -m pytest --nbval $(SOLUTIONS)
+
+lab: lessons-exist $(stamp) ## open lesson 1 in JupyterLab
+	@.venv/bin/memlab start 1
+
+lessons-exist:
+	@test -n '$(LESSONS)' || { echo 'There are no lessons here yet: lessons/ is empty.' >&2; exit 2; }
+
+benchmarks-exist:
+	@test -n '$(BENCHMARKS)' || { echo 'There are no scripts in benchmarks/.' >&2; exit 2; }
+
+# Set-up, in two steps: torch alone, from the index asked for, so that the second step finds it
+# there and cannot replace it with another build. Such an index holds few versions of what torch
+# needs: there only torch is pinned, and the second step brings the rest to its versions.
+
+good_enough := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
+candidates := $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python)
+torch_pin := $(shell grep '^torch==' constraints.txt)
+torch_from_index := --force-reinstall --index-url '$(TORCH_INDEX)' $(torch_pin)
+torch_as_pip_is_set := torch -c constraints.txt
+
+$(torch_stamp): constraints.txt
+	@$(VENV_PYTHON) -c '$(good_enough)' 2>/dev/null || { \
+	  found=; \
+	  for python in $(candidates); do \
+	    if "$$python" -c '$(good_enough)' 2>/dev/null; then found="$$python"; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo 'memlab needs Python 3.11 or newer with its venv module; tried: $(candidates).' \
+	      'Name one: make PYTHON=/path/to/python3.11' >&2; \
+	    exit 2; \
+	  fi; \
+	  echo "making .venv with $$("$$found" --version)"; \
+	  "$$found" -m venv --clear .venv; \
+	}
+# Another index is about to replace the build that older stamps stand for.
+	@$(if $(TORCH_INDEX),rm -f .venv/.torch-*)
+	@echo 'installing torch into .venv: under a minute for a CPU build, minutes for a GPU build (GBs)'
+	@$(VENV_PYTHON) -m pip install -qq $(if $(TORCH_INDEX),$(torch_from_index),$(torch_as_pip_is_set))
+	@touch $@
+
+$(stamp): $(torch_stamp) pyproject.toml constraints.txt
+	@echo 'installing memlab and the rest into .venv: about half a minute'
+	@$(VENV_PYTHON) -m pip install -qq -e '.[$(EXTRAS)]' -c constraints.txt
+	@touch $@

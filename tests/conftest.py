@@ -1,0 +1,37 @@
+"""What every test stands on: one thread, fixed seeds, no window, and no GPU asked for in vain."""
+
+import os
+
+# Before torch is imported: the threads of one kernel decide how much scratch it takes, and those
+# that wait must not spin. Processes that tests start inherit both.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+os.environ["MPLBACKEND"] = "Agg"
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# The same examples on every run and machine, and no clock: a slow machine is not a wrong answer.
+settings.register_profile("memlab", derandomize=True, deadline=None)
+settings.load_profile("memlab")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Random numbers that depend on nothing but the test itself."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no GPU here"))

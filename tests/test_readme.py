@@ -1,0 +1,193 @@
+"""README.md keeps its word: its commands and examples run, and what it links to is there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else ""
+
+# Commands that are not run, by how they start, and why.
+NOT_RUN = {
+    "git clone": "the repository is here",
+    "cd": "each command runs in a copy of the repository",
+    "conda": "sets up; test_environment holds environment.yml against pyproject.toml",
+    "source .venv/bin/activate": "each command finds this environment's programs first",
+    "make": "sets up and runs these tests; `make -n` proves that the target is there",
+}
+FENCE = re.compile(r"^ *```(\S*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
+NAMES_OF_SHELLS = {"bash", "shell", "zsh", "fish", "shell-session", "powershell"}
+
+
+def blocks(markdown: str, *languages: str) -> list[str]:
+    """The contents of the fenced blocks in one of `languages`."""
+    return [body for language, body in FENCE.findall(markdown) if language in languages]
+
+
+def commands(markdown: str) -> list[str]:
+    """Each command of the ```sh blocks, and of the ```console blocks where `$ ` is before it."""
+    lines = [line for body in blocks(markdown, "sh") for line in logical_lines(body)]
+    for body in blocks(markdown, "console"):
+        lines += [line[2:] for line in logical_lines(body) if line.startswith("$ ")]
+    parts = [part.strip() for line in lines for part in line.split(" && ")]
+    return list(dict.fromkeys(part for part in parts if part and not part.startswith("#")))
+
+
+def logical_lines(body: str) -> list[str]:
+    return [line.strip() for line in body.replace("\\\n", " ").splitlines()]
+
+
+def starts_with(command: str, *beginnings: str) -> bool:
+    return any(command == start or command.startswith(start + " ") for start in beginnings)
+
+
+def to_run(markdown: str) -> list[str]:
+    return [command for command in commands(markdown) if not starts_with(command, *NOT_RUN)]
+
+
+def make_targets(markdown: str) -> list[str]:
+    return [command for command in commands(markdown) if starts_with(command, "make")]
+
+
+def local_links(markdown: str) -> list[str]:
+    """Paths that links and images lead to, outside fenced blocks; no addresses, no anchors."""
+    prose = FENCE.sub("", markdown)
+    targets = re.findall(
+        r"\]\(([^)\s]+)|^\[[^\]]+\]: *(\S+)|(?:src|srcset|href)=\"([^\"]+)", prose, re.M
+    )
+    paths = ["".join(target).split("#")[0] for target in targets]
+    return [path for path in dict.fromkeys(paths) if path and not re.match(r"\w+:", path)]
+
+
+# ------------------------------------------------------------------ this README
+
+
+@pytest.fixture(scope="module")
+def copy_of_the_repository(tmp_path_factory):
+    """Where a command may write; its .venv is the environment that runs the tests."""
+    copy = tmp_path_factory.mktemp("readme") / "memlab"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "work", "__pycache__"))
+    (copy / ".venv").symlink_to(sys.prefix, target_is_directory=True)
+    return copy
+
+
+def run(command: list[str], folder: Path) -> None:
+    """Run it as a reader would who has just set up; a failure shows all that it printed."""
+    programs = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": os.pathsep.join(programs), "PYTHONPATH": str(folder)}
+    environment.pop("MAKEFLAGS", None)  # of the `make test` around us
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_readme_has_a_memlab_command_to_run():
+    assert README, "there is no README.md"
+    programs = [command.split()[0] for command in to_run(README)]
+    assert {"memlab", ".venv/bin/memlab"} & set(programs), f"no memlab command in {programs}"
+
+
+@pytest.mark.parametrize("command", to_run(README))
+def test_each_command_runs(command, copy_of_the_repository):
+    run(["sh", "-c", command], copy_of_the_repository)
+
+
+@pytest.mark.parametrize("command", make_targets(README))
+def test_each_make_target_is_there(command, copy_of_the_repository):
+    run(["sh", "-c", command.replace("make", "make -n", 1)], copy_of_the_repository)
+
+
+@pytest.mark.parametrize("example", blocks(README, "python"))
+def test_each_python_example_runs(example, copy_of_the_repository):
+    run([sys.executable, "-c", example], copy_of_the_repository)
+
+
+@pytest.mark.parametrize("path", local_links(README))
+def test_each_local_link_and_image_leads_somewhere(path):
+    assert (ROOT / path).exists()
+
+
+def test_commands_stand_in_blocks_that_are_run():
+    assert NAMES_OF_SHELLS & {language for language, _ in FENCE.findall(README)} == set()
+
+
+# ------------------------------------------------------------------ does it see them?
+
+SAMPLE = """
+![picture](assets/figure.svg) and [![badge](badge.svg)](https://example.org), a [part](#part),
+<img src="assets/dark.png">, [the notes](notes/LOG.md#2024 "dated"), [reference][r]
+
+[r]: docs/reference.md
+
+```sh
+git clone somewhere/memlab && cd memlab
+make measure        # about a minute
+memlab plan \\
+    --gpu rtx4090
+```
+
+1. In a list:
+
+   ```console
+   $ memlab doctor
+   OK   [not a link](no/link.md)
+   ```
+
+```python
+import memlab
+```
+"""
+
+
+def test_commands_are_taken_from_blocks_one_by_one():
+    assert commands(SAMPLE) == [
+        "git clone somewhere/memlab",
+        "cd memlab",
+        "make measure        # about a minute",
+        "memlab plan      --gpu rtx4090",
+        "memlab doctor",
+    ]
+
+
+def test_set_up_is_not_run_and_everything_else_is():
+    assert to_run(SAMPLE) == ["memlab plan      --gpu rtx4090", "memlab doctor"]
+
+
+def test_a_program_that_only_begins_like_set_up_is_run():
+    assert to_run("```sh\nmakeshift\ncdparanoia\n```\n") == ["makeshift", "cdparanoia"]
+
+
+def test_targets_of_make_are_found():
+    assert make_targets(SAMPLE) == ["make measure        # about a minute"]
+
+
+def test_python_examples_are_found():
+    assert blocks(SAMPLE, "python") == ["import memlab\n"]
+
+
+def test_links_and_images_of_every_form_are_found_but_none_in_blocks():
+    assert sorted(local_links(SAMPLE)) == [
+        *("assets/dark.png", "assets/figure.svg", "badge.svg", "docs/reference.md"),
+        "notes/LOG.md",
+    ]
+
+
+def test_a_command_that_fails_is_noticed_with_what_it_printed(tmp_path):
+    with pytest.raises(AssertionError, match="the reason"):
+        run(["sh", "-c", "echo the reason >&2; exit 3"], tmp_path)
+
+
+def test_a_make_target_that_is_not_there_is_noticed(copy_of_the_repository):
+    with pytest.raises(AssertionError, match="No rule to make target"):
+        run(["make", "-n", "no-such-target"], copy_of_the_repository)
