@@ -118,6 +118,11 @@ class Context:
             self._after_backward = False
         return "optimizer" if self._after_backward else "forward"
 
+    def node(self) -> tuple[int, str] | None:
+        """(number, name) of the node of the graph that backward evaluates, None outside."""
+        node = _current_node() if self.in_backward else None
+        return None if node is None else (node._sequence_nr(), node.name())
+
     def module(self) -> str:
         """The module to which the operator that runs now belongs, "" if to none."""
         if self._running:

@@ -25,6 +25,11 @@ from memlab.metering.registry import REGISTRY
 GRANULARITY = 512
 _SMALL = 2**20  # the largest request that the small pool serves
 
+INCOMPLETE = (
+    "somebody else records the allocator's history and keeps too little of it: scratch and "
+    "rounding are estimated"
+)
+
 _text = functools.cache(str)  # of operators, which are few
 
 
@@ -87,6 +92,7 @@ class CudaWatch(AllocatorWatch):
             self._starts_recording = not self._torch.is_recording()
             if self._starts_recording:
                 self._torch.record(on=True)
+            self._torch.set_mark(str(Mark(REGISTRY.count)))
             self._at_start = self._torch.snapshot()
 
     def mark(self, operator: Any, phase: str, module: str) -> None:
@@ -97,15 +103,19 @@ class CudaWatch(AllocatorWatch):
         answers = super().stop()
         if not self._torch.keeps_history():
             return answers
-        entries = self._trace(self._torch.snapshot())[len(self._trace(self._at_start)) :]
+        at_end = self._torch.snapshot()
         self._torch.set_mark("")
         if self._starts_recording:
             self._torch.record(on=False)
+        entries = self._entries(at_end)[len(self._entries(self._at_start)) :]
         blocks = Blocks(self._at_start, self.device.index)
-        at_start = dict(blocks.in_use)
-        return replace(answers, blocks_at_start=at_start, history=tuple(read(entries, blocks)))
+        history = tuple(read(entries, blocks))
+        if blocks.in_use.keys() != Blocks(at_end, self.device.index).in_use.keys():
+            return replace(answers, notes=(*answers.notes, INCOMPLETE))
+        at_start = allocated(self._at_start, self.device.index)
+        return replace(answers, history=history, blocks_at_start=at_start)
 
-    def _trace(self, snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _entries(self, snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
         return snapshot["device_traces"][self.device.index]
 
 
@@ -138,6 +148,16 @@ def _latest(known: Mark, text: str) -> Mark:
     if len(words) != 3 or not seen.isdigit() or int(seen) < known.seen:
         return known
     return Mark(int(seen), *words)
+
+
+def allocated(snapshot: Mapping[str, Any], index: int) -> dict[int, Block]:
+    """The blocks handed out on the device with this index, by address."""
+    return {
+        block["address"]: Block(block["requested_size"], block["size"])
+        for segment in snapshot["segments"]
+        for block in segment["blocks"]
+        if segment["device"] == index and block["state"] == "active_allocated"
+    }
 
 
 class Blocks:
@@ -199,7 +219,7 @@ class Blocks:
         for block in segment["blocks"]:
             if block["state"] == "inactive":
                 self._add(block["address"], block["address"] + block["size"])
-            elif block["state"] == "active_allocated":
+            else:  # handed out, or taken back while another stream still uses it
                 self.in_use[block["address"]] = Block(block["requested_size"], block["size"])
 
     def _add(self, start: int, end: int) -> None:

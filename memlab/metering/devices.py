@@ -64,51 +64,31 @@ def complete(changes: Iterable[Change], answers: Answers) -> Completed:
     Their peak is the device's own, less what the step took only because it was watched.
     """
     own = [change for change in changes if _is_on(answers.device, change.record)]
-    outside = 0
-    if answers.history is None:
-        events = _from_stream(own, answers)
-        watched_peak = _peak(events)
-        device_peak = answers.allocated_peak_bytes
-    else:
-        owners = _Owners(own, answers)
-        events, outside = _from_history(owners, answers), owners.bytes_outside
-        watched_peak = _history_peak(answers)
-        device_peak = max(answers.allocated_peak_bytes or 0, watched_peak)  # the step may reset it
-    observer = watched_peak - _peak(events)
-    unseen = 0 if device_peak is None else device_peak - watched_peak
-    if unseen:
-        events.insert(0, _event(unseen, _UNSEEN, "unattributed", "seen by the device alone"))
-    notes = list(answers.notes)
+    explain = _from_stream if answers.history is None else _from_history
+    events, explained_peak, device_peak, warnings = explain(own, answers)
+    notes = [*answers.notes, *warnings]
     if device_peak is not None:
+        if unseen := device_peak - explained_peak:
+            events.insert(0, _event(unseen, _UNSEEN, "unattributed", "seen by the device alone"))
         unattributed = Trace(tuple(events)).at_peak.get("unattributed", 0)
         notes.append(f"{format_bytes(unattributed)} at the peak are unattributed")
     memory = DeviceMemory(device_peak, answers.reserved_peak_bytes, answers.used_bytes)
-    return Completed(tuple(events), memory, (*notes, *_warnings(unseen, observer, outside)))
+    return Completed(tuple(events), memory, tuple(notes))
 
 
-def _warnings(unseen: int, observer: int, outside: int) -> Iterable[str]:
-    if unseen < 0:
-        yield (
-            f"the meter saw {format_bytes(-unseen)} more alive than the device counted at its "
-            f"peak, and the unattributed bytes are negative by as much: the step reset that count, "
-            f"or holds memory from another allocator"
-        )
-    if observer > 0:
-        yield (
-            f"the device's peak is {format_bytes(observer)} higher than this one because the step "
-            f"was watched: unwatched, autograd adds these gradients in place"
-        )
-    if outside > 0:
-        yield (
-            f"{format_bytes(outside)} are in storages that the device's allocator did not hand "
-            f"out; they are not counted"
-        )
+class _Explained(NamedTuple):
+    """Events, and how far they explain the device's peak."""
+
+    events: list[Event]
+    peak: int
+    device_peak: int | None
+    warnings: list[str]
 
 
 # ------------------------------------------------------------------ without a history
 
 
-def _from_stream(changes: Sequence[Change], answers: Answers) -> list[Event]:
+def _from_stream(changes: Sequence[Change], answers: Answers) -> _Explained:
     """The meter's events, each with its rounding, after what it does not know of the start."""
     events: list[Event] = []
     held: dict[int, int] = defaultdict(int)  # bytes of each storage
@@ -116,35 +96,51 @@ def _from_stream(changes: Sequence[Change], answers: Answers) -> list[Event]:
     for record, count, phase in changes:
         before, after = held[record.number], held[record.number] + count
         held[record.number] = after
-        rounding = _rounding(after, answers.granularity) - _rounding(before, answers.granularity)
+        rounding = -after % answers.granularity - -before % answers.granularity
         events += _with_rounding(record.event(count, phase), rounding)
         known_at_start += count + rounding if phase == "before" else 0
     unknown = (answers.allocated_at_start or 0) - known_at_start
     if unknown > 0:
         events.insert(0, _from_before(unknown))
-    return events
-
-
-def _rounding(count: int, granularity: int) -> int:
-    return -count % granularity
+    return _Explained(events, _peak(events), answers.allocated_peak_bytes, [])
 
 
 # ------------------------------------------------------------------ with a history
 
 
-def _from_history(owners: "_Owners", answers: Answers) -> list[Event]:
+def _from_history(changes: Sequence[Change], answers: Answers) -> _Explained:
     """The history's events, under the meter's names."""
+    owners = _Owners(changes, answers)
+    events = _named(answers, owners)
+    peak = _history_peak(answers)
+    warnings = []
+    if (only_watched := peak - _peak(events)) > 0:
+        warnings.append(
+            f"the device's peak is {format_bytes(only_watched)} higher than this one because the "
+            f"step was watched: unwatched, autograd adds these gradients in place"
+        )
+    if owners.bytes_outside:
+        warnings.append(
+            f"{format_bytes(owners.bytes_outside)} are in storages that the device's allocator "
+            f"did not hand out; they are not counted"
+        )
+    device_peak = max(answers.allocated_peak_bytes or 0, peak)  # the step may reset its count
+    return _Explained(events, peak, device_peak, warnings)
+
+
+def _named(answers: Answers, owners: "_Owners") -> list[Event]:
+    """An event for every block that an unwatched step would take, too."""
     ledger = _Ledger()
     for address, block in answers.blocks_at_start.items():
         record = owners.at_start.get(address)
         if record is None:
-            ledger.allocate(address, _from_before(block.taken), rounding=0)
+            ledger.allocate(address, _from_before(block.taken))
         else:
             ledger.allocate(address, record.event(block.asked, "before"), _beyond(block))
     for position, entry in enumerate(answers.history):
         record, address_unwatched = owners.of.get(position, (None, None))
         if entry.is_free:
-            ledger.free(entry)
+            ledger.free(entry.address, entry.mark.phase)
         elif address_unwatched in ledger:
             ledger.will_move(address_unwatched, entry.address)
         elif record is None:
@@ -203,7 +199,7 @@ class _Ledger:
     def __contains__(self, address: int | None) -> bool:
         return address in self._held
 
-    def allocate(self, address: int, event: Event, rounding: int) -> None:
+    def allocate(self, address: int, event: Event, rounding: int = 0) -> None:
         self._held[address] = event, rounding
         self.events += _with_rounding(event, rounding)
 
@@ -211,15 +207,16 @@ class _Ledger:
         """Take the next free at `old` for a move to `new`."""
         self._moves[old] = new
 
-    def free(self, entry: Entry) -> None:
-        if entry.address not in self._held:
+    def free(self, address: int, phase: str) -> None:
+        if address not in self._held:
             return  # a block that the history does not show being allocated
-        event, rounding = self._held.pop(entry.address)
-        if entry.address in self._moves:
-            self._held[self._moves.pop(entry.address)] = event, rounding
+        event, rounding = self._held.pop(address)
+        if address in self._moves:
+            self._held[self._moves.pop(address)] = event, rounding
         else:
-            event = event._replace(bytes=-event.bytes, phase=entry.mark.phase)
-            self.events += _with_rounding(event, -rounding)
+            self.events += _with_rounding(
+                event._replace(bytes=-event.bytes, phase=phase), -rounding
+            )
 
 
 def _history_peak(answers: Answers) -> int:

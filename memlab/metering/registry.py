@@ -41,6 +41,7 @@ class Storage:
         "dtype",
         "line",
         "module",
+        "node",
         "number",
         "operator",
         "phase",
@@ -60,6 +61,7 @@ class Storage:
         self.category: str | None = None
         self.operator: Any = ""
         self.module = ""
+        self.node: Any = None  # of autograd's graph, whose evaluation made it
         self.phase = "before"
         self.line: str | None = None
         self.reference: _Reference | None = None

@@ -24,25 +24,10 @@ from memlab.metering.context import Context
 from memlab.metering.fake import dry_run
 from memlab.metering.frames import called_by, comes_from_the_engine, user_line
 from memlab.metering.modes import LightMode
+from memlab.metering.observer import is_in_place_unwatched
 from memlab.metering.registry import REGISTRY, Storage
 
 aten = torch.ops.aten
-
-# What autograd's C++ does in place, unless it believes that it handles a tensor subclass.
-OUT_OF_PLACE_WHEN_WATCHED = frozenset(
-    {
-        aten.add.Tensor,
-        aten.scatter_add.default,
-        aten.scatter.src,
-        aten.scatter.value,
-        aten.index_put.default,
-        aten.index_add.default,
-        aten.index_copy.default,
-        aten.masked_fill.Scalar,
-        aten.masked_fill.Tensor,
-        aten.masked_scatter.default,
-    }
-)
 
 
 class Change(NamedTuple):
@@ -133,12 +118,12 @@ class StorageMeter(LightMode):
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if _has_a_handler_of_its_own(types):
             return NotImplemented  # which runs it on plain tensors, and those we see
-        self._close_watched_pair()
         phase = self.context.phase()
         if self._dry_run is not None:
             args, kwargs = self._dry_run.arguments(func, args, kwargs)
         is_new = func is aten.lift_fresh.default  # torch.tensor(...): made past the dispatcher
         tensors = [] if is_new else _tensors((*args, *kwargs.values()))
+        self._close_watched_pair(tensors)
         inputs = [self._see(tensor, phase) for tensor in tensors]
         result = self._execute(func, args, kwargs)
         if _writes_to_an_input(func):
@@ -149,7 +134,7 @@ class StorageMeter(LightMode):
         for tensor in _tensors((result,)):
             record = REGISTRY.find(tensor)
             if record is None or record.number not in self._accounted:
-                self._born(tensor, func, phase, inputs)
+                self._born(tensor, func, phase, inputs, tensors)
         return result
 
     def _is_handed_over(self, tensor: torch.Tensor, phase: str) -> bool:
@@ -167,7 +152,7 @@ class StorageMeter(LightMode):
         record = REGISTRY.find(tensor)
         if record is None:
             if tensor.dim() == 0 and tensor.is_cpu:
-                return self._born(tensor, "a number", phase, [])
+                return self._born(tensor, "a number", phase, [], [])
             record = self._found(tensor)
             if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
                 record.mark("parameters")
@@ -177,11 +162,19 @@ class StorageMeter(LightMode):
             self._include(record)
         return record
 
-    def _born(self, tensor: torch.Tensor, func: Any, phase: str, inputs: list[Storage]) -> Storage:
+    def _born(
+        self,
+        tensor: torch.Tensor,
+        func: Any,
+        phase: str,
+        inputs: list[Storage],
+        input_tensors: list[torch.Tensor],
+    ) -> Storage:
         if func is aten.ones_like.default and called_by("_make_grads"):
             phase = "backward"  # the gradient of the loss itself
         record = REGISTRY.find(tensor) or REGISTRY.add(tensor, self._run)
         record.operator, record.phase, record.module = func, phase, self.context.module()
+        record.node = self.context.node()
         record.line = user_line() if self._lines else None
         if phase == "backward" and self.context.leaf() is not None:
             record.mark("gradients")
@@ -192,9 +185,8 @@ class StorageMeter(LightMode):
         self._own[record.number] = record
         self.live_bytes += record.bytes
         self._stream.append(Change(record, record.bytes, phase))
-        if phase == "backward" and _is_out_of_place_when_watched(func, inputs):
-            self._watched_pair = (inputs[0], record, len(self._stream) - 1)
-        elif self._on_birth is not None:
+        watched = phase == "backward" and self._watch_pair(func, input_tensors, record)
+        if not watched and self._on_birth is not None:
             self._on_birth(record)
         return record
 
@@ -220,14 +212,31 @@ class StorageMeter(LightMode):
 
     # ------------------------------------------------------------------ the observer's effect
 
-    def _close_watched_pair(self) -> None:
-        """Fold the last operator's output into its input, if that died right after it."""
+    def _watch_pair(self, func: Any, tensors: list[torch.Tensor], new: Storage) -> bool:
+        """Keep an eye on an output that unwatched would be written into the first input."""
+        if not tensors or not comes_from_the_engine() or torch.is_grad_enabled():
+            return False
+        inputs = [REGISTRY.find(tensor) for tensor in tensors]
+        old = inputs[0]
+        if old not in inputs[1:] and is_in_place_unwatched(func, tensors[0], old, new):
+            self._watched_pair = (old, new, len(self._stream) - 1)
+        return self._watched_pair is not None
+
+    def _close_watched_pair(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """Fold the last operator's output into its input, if that died right after it.
+
+        `tensors` are the inputs of the next operator: if it takes the output within the same
+        node, the output is not a finished gradient but a step in a formula.
+        """
         if self._watched_pair is None:
             return
         (old, new, position), self._watched_pair = self._watched_pair, None
         deaths = (i for i in range(position, len(self._stream)) if self._stream[i].record is old)
         death = next(deaths, None)
-        if death is not None and new.alive:
+        goes_on = new.node == self.context.node() and any(
+            REGISTRY.find(tensor) is new for tensor in tensors
+        )
+        if death is not None and new.alive and not goes_on:
             del self._stream[death], self._stream[position]
             self._births["backward"].pop()
             del self._own[new.number]
@@ -332,15 +341,6 @@ class Run:
             and self._subject() is earlier._subject()
             and self._dry_run is earlier._dry_run
         )
-
-
-def _is_out_of_place_when_watched(func: Any, inputs: list[Storage]) -> bool:
-    return (
-        func in OUT_OF_PLACE_WHEN_WATCHED
-        and inputs[0] not in inputs[1:]
-        and not torch.is_grad_enabled()
-        and comes_from_the_engine()
-    )
 
 
 @functools.cache

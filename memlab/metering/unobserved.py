@@ -93,7 +93,7 @@ def record(step: Step, *, warm_up: Step | None = None) -> Recording:
 
     Python's cycle collector waits meanwhile. It runs whenever enough Python objects were made,
     and an observer makes many: two runs of one step would free a cycle at different moments. So
-    what a cycle holds stays alive until the end, here as under the meter.
+    what a cycle holds stays alive here; an observer is compared with the collector off as well.
     """
     return Recording(tuple(_memory_events(_profiled(step, warm_up))))
 

@@ -1,0 +1,65 @@
+"""What watching changes, and how to tell.
+
+A dispatch mode makes autograd believe that it handles tensor subclasses, whose operators might not
+be writable in place. It then takes other branches: `old + new` where a gradient has several
+sources instead of `old += new`, `zeros.scatter_add(…)` in gather's backward instead of
+`zeros.scatter_add_(…)`. Each makes a storage that the step does not make unwatched.
+
+The rules below name these branches. They were found by recording 65 kinds of steps with and
+without a mode that does nothing (memlab.metering.unobserved), and a test records them again: a
+new torch with a new branch fails it.
+"""
+
+from typing import Any
+
+import torch
+
+from memlab.metering.registry import Storage
+
+aten = torch.ops.aten
+
+# In these formulas of autograd's, zeros are made and then written into.
+_INTO_ZEROS = frozenset(
+    {
+        aten.scatter_add.default,
+        aten.scatter.src,
+        aten.index_put.default,
+        aten.index_add.default,
+        aten.masked_scatter.default,
+        aten.put.default,
+        aten.index_fill.int_Scalar,
+        aten.index_fill.int_Tensor,
+    }
+)
+# Single formulas that have an in-place branch of their own.
+_IN_FORMULA = frozenset(
+    {
+        ("BinaryCrossEntropyWithLogitsBackward0", aten.sub.Tensor),
+        ("BinaryCrossEntropyWithLogitsBackward0", aten.mul.Tensor),
+        ("Atan2Backward0", aten.masked_fill.Scalar),
+    }
+)
+
+
+def is_in_place_unwatched(func: Any, first: torch.Tensor, old: Storage, new: Storage) -> bool:
+    """Whether the engine, unwatched, would write the result `new` of `func` into `first`.
+
+    Asked of calls that come straight from autograd's engine, without a graph of their own; it
+    remains to be seen whether the storage `old` of `first` dies right after the call. A view is
+    written to by nobody: its base is a second owner of the storage.
+    """
+    if func is aten.add.Tensor:
+        return not first._is_view() and _is_dense(first)
+    if func in _INTO_ZEROS:
+        return old.node is not None and old.node == new.node
+    return new.node is not None and (new.node[1], func) in _IN_FORMULA
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements, in some order of the dimensions, lie side by side without a gap."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
