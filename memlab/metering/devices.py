@@ -261,4 +261,5 @@ def _peak(events: Iterable[Event]) -> int:
 
 
 def _is_on(device: torch.device, record: Storage) -> bool:
-    return record.device.type == device.type and device.index in (None, record.device.index)
+    indices = {device.index, record.device.index} - {None}  # None: the current one
+    return record.device.type == device.type and len(indices) < 2

@@ -1,5 +1,7 @@
 """A dispatch mode that costs little per operator."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,15 @@ class LightMode(TorchDispatchMode):
         if func is _DEVICE:
             return getattr(args[0], "fake_device", None) or func(*args)
         return self.handle(func, types, args, kwargs or {})
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Within `handle`: let the mode see the operators inside, too."""
+        TorchDispatchMode.__enter__(self)
+        try:
+            yield
+        finally:
+            TorchDispatchMode.__exit__(self, None, None, None)
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError

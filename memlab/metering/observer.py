@@ -13,6 +13,7 @@ new torch with a new branch fails it.
 from typing import Any
 
 import torch
+from torch.library import Library
 
 from memlab.metering.registry import Storage
 
@@ -41,6 +42,50 @@ _IN_FORMULA = frozenset(
 )
 
 
+# Compositions of operators that end with `add_`, watched with `add`, in the forward pass.
+_COMPOSITIONS = (aten.linear.default, aten._scaled_dot_product_attention_math.default)
+
+
+class Compositions:
+    """Knows whether the operator that runs now is a part of one of _COMPOSITIONS.
+
+    They are taken apart before a dispatch mode sees them, so nothing else tells their sum from
+    one that the user wrote. While anybody looks, a function of ours stands before each: it only
+    notes that the composition has begun and ended.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._lookers = 0
+        self._library: Library | None = None
+
+    def __enter__(self) -> None:
+        self._lookers += 1
+        if self._lookers == 1:
+            self._library = Library("aten", "IMPL")
+            for operator in _COMPOSITIONS:
+                self._library.impl(operator, self._noting(operator), "AutogradCPU")
+
+    def __exit__(self, *exception: Any) -> None:
+        self._lookers -= 1
+        if self._lookers == 0:
+            self._library._destroy()
+            self._library = None
+
+    def _noting(self, operator: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            try:
+                return operator.decompose(*args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        return run
+
+
+COMPOSITIONS = Compositions()
+
+
 def is_in_place_unwatched(func: Any, first: torch.Tensor, old: Storage, new: Storage) -> bool:
     """Whether the engine, unwatched, would write the result `new` of `func` into `first`.
 
@@ -53,6 +98,13 @@ def is_in_place_unwatched(func: Any, first: torch.Tensor, old: Storage, new: Sto
     if func in _INTO_ZEROS:
         return old.node is not None and old.node == new.node
     return new.node is not None and (new.node[1], func) in _IN_FORMULA
+
+
+def is_formula(func: Any, next_func: Any, node: Any, next_node: Any) -> bool:
+    """Whether a sum that the next operator takes is a step of a formula (atan2's, say, which
+    multiplies with it), not a gradient that still accumulates or is done."""
+    is_last_sum = func is aten.add.Tensor and next_func is not aten.add.Tensor
+    return is_last_sum and node is not None and node == next_node
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

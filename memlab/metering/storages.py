@@ -24,10 +24,12 @@ from memlab.metering.context import Context
 from memlab.metering.fake import dry_run
 from memlab.metering.frames import called_by, comes_from_the_engine, user_line
 from memlab.metering.modes import LightMode
-from memlab.metering.observer import is_in_place_unwatched
+from memlab.metering.observer import COMPOSITIONS, is_formula, is_in_place_unwatched
 from memlab.metering.registry import REGISTRY, Storage
 
 aten = torch.ops.aten
+
+_OF_PYTHON_NUMBERS = (torch.float64, torch.int64, torch.bool, torch.complex128)
 
 
 class Change(NamedTuple):
@@ -36,6 +38,15 @@ class Change(NamedTuple):
     record: Storage
     bytes: int
     phase: str
+
+
+class WatchedPair(NamedTuple):
+    """An operator that unwatched might write its result `new` into its first input, `old`."""
+
+    func: Any
+    old: Storage
+    new: Storage
+    position: int  # of the birth of `new` in the stream
 
 
 class StorageMeter(LightMode):
@@ -73,7 +84,7 @@ class StorageMeter(LightMode):
         self.live_bytes = 0  # of these
         self._births: dict[str, list[Storage]] = {"forward": [], "backward": [], "optimizer": []}
         self._parameter_kinds: set[tuple[int, torch.dtype]] = set()  # (bytes, dtype)
-        self._watched_pair: tuple[Storage, Storage, int] | None = None
+        self._watched_pair: WatchedPair | None = None
 
     # ------------------------------------------------------------------ begin and end
 
@@ -86,6 +97,7 @@ class StorageMeter(LightMode):
         if self._optimizer is not None:
             self._scan_optimizer(self._optimizer)
         self.context.start()
+        COMPOSITIONS.__enter__()
         REGISTRY.listen(self._storage_changed)
         self._took_over = self._dry_run is not None and self._dry_run.step_aside()
         return super().__enter__()
@@ -94,6 +106,7 @@ class StorageMeter(LightMode):
         super().__exit__(*exception)
         if self._took_over:
             self._dry_run.step_back()
+        COMPOSITIONS.__exit__()
         self._close_watched_pair()
         self.context.stop()
         for root in self.context.names.roots:
@@ -118,12 +131,15 @@ class StorageMeter(LightMode):
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if _has_a_handler_of_its_own(types):
             return NotImplemented  # which runs it on plain tensors, and those we see
+        if torch.is_inference_mode_enabled() and _is_a_composition(func):
+            with self.again():  # elsewhere autograd takes it apart before a mode sees it
+                return func.decompose(*args, **kwargs)
         phase = self.context.phase()
         if self._dry_run is not None:
             args, kwargs = self._dry_run.arguments(func, args, kwargs)
         is_new = func is aten.lift_fresh.default  # torch.tensor(...): made past the dispatcher
         tensors = [] if is_new else _tensors((*args, *kwargs.values()))
-        self._close_watched_pair(tensors)
+        self._close_watched_pair(func, tensors)
         inputs = [self._see(tensor, phase) for tensor in tensors]
         result = self._execute(func, args, kwargs)
         if _writes_to_an_input(func):
@@ -151,7 +167,7 @@ class StorageMeter(LightMode):
         """The record of an operator's input; one never seen before was alive before us."""
         record = REGISTRY.find(tensor)
         if record is None:
-            if tensor.dim() == 0 and tensor.is_cpu:
+            if tensor.dim() == 0 and tensor.is_cpu and tensor.dtype in _OF_PYTHON_NUMBERS:
                 return self._born(tensor, "a number", phase, [], [])
             record = self._found(tensor)
             if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
@@ -185,8 +201,7 @@ class StorageMeter(LightMode):
         self._own[record.number] = record
         self.live_bytes += record.bytes
         self._stream.append(Change(record, record.bytes, phase))
-        watched = phase == "backward" and self._watch_pair(func, input_tensors, record)
-        if not watched and self._on_birth is not None:
+        if not self._watch_pair(func, input_tensors, record) and self._on_birth is not None:
             self._on_birth(record)
         return record
 
@@ -214,39 +229,51 @@ class StorageMeter(LightMode):
 
     def _watch_pair(self, func: Any, tensors: list[torch.Tensor], new: Storage) -> bool:
         """Keep an eye on an output that unwatched would be written into the first input."""
-        if not tensors or not comes_from_the_engine() or torch.is_grad_enabled():
+        if not tensors:
             return False
-        inputs = [REGISTRY.find(tensor) for tensor in tensors]
-        old = inputs[0]
-        if old not in inputs[1:] and is_in_place_unwatched(func, tensors[0], old, new):
-            self._watched_pair = (old, new, len(self._stream) - 1)
-        return self._watched_pair is not None
+        old, *others = [REGISTRY.find(tensor) for tensor in tensors]
+        if old in others or not self._is_in_place_unwatched(func, tensors[0], old, new):
+            return False
+        self._watched_pair = WatchedPair(func, old, new, position=len(self._stream) - 1)
+        return True
 
-    def _close_watched_pair(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+    def _is_in_place_unwatched(
+        self, func: Any, first: torch.Tensor, old: Storage, new: Storage
+    ) -> bool:
+        if COMPOSITIONS.depth:
+            return func is aten.add.Tensor
+        if new.phase != "backward" or torch.is_grad_enabled() or not comes_from_the_engine():
+            return False
+        return is_in_place_unwatched(func, first, old, new)
+
+    def _close_watched_pair(self, func: Any = None, tensors: Iterable[torch.Tensor] = ()) -> None:
         """Fold the last operator's output into its input, if that died right after it.
 
-        `tensors` are the inputs of the next operator: if it takes the output within the same
-        node, the output is not a finished gradient but a step in a formula.
+        `func` and `tensors` are the next operator and its inputs.
         """
-        if self._watched_pair is None:
+        pair, self._watched_pair = self._watched_pair, None
+        if pair is None:
             return
-        (old, new, position), self._watched_pair = self._watched_pair, None
-        deaths = (i for i in range(position, len(self._stream)) if self._stream[i].record is old)
-        death = next(deaths, None)
-        goes_on = new.node == self.context.node() and any(
-            REGISTRY.find(tensor) is new for tensor in tensors
-        )
-        if death is not None and new.alive and not goes_on:
-            del self._stream[death], self._stream[position]
-            self._births["backward"].pop()
-            del self._own[new.number]
-            if self._is_own(old):
-                self._own[old.number] = old
-            else:
-                self.live_bytes -= new.bytes
-            REGISTRY.continue_as(old, new)
-        elif self._on_birth is not None:
-            self._on_birth(new)
+        death = self._death_of(pair.old, since=pair.position)
+        takes_it = any(REGISTRY.find(tensor) is pair.new for tensor in tensors)
+        in_formula = takes_it and is_formula(pair.func, func, pair.new.node, self.context.node())
+        if death is None or in_formula or not pair.new.alive:
+            if self._on_birth is not None:
+                self._on_birth(pair.new)
+            return
+        del self._stream[death], self._stream[pair.position]
+        self._births[pair.new.phase].pop()
+        del self._own[pair.new.number]
+        if self._is_own(pair.old):
+            self._own[pair.old.number] = pair.old
+        else:
+            self.live_bytes -= pair.new.bytes
+        REGISTRY.continue_as(pair.old, pair.new)
+
+    def _death_of(self, record: Storage, since: int) -> int | None:
+        """The position in the stream at which the storage died."""
+        positions = range(since, len(self._stream))
+        return next((i for i in positions if self._stream[i].record is record), None)
 
     def _is_own(self, record: Storage) -> bool:
         return record.number > self._last_before and record.phase != "before"
@@ -341,6 +368,14 @@ class Run:
             and self._subject() is earlier._subject()
             and self._dry_run is earlier._dry_run
         )
+
+
+@functools.cache
+def _is_a_composition(func: Any) -> bool:
+    """Whether the operator has no kernel but is written in terms of other operators."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
 
 @functools.cache
