@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 import torch
 import torch.nn.functional as F
-from metering_kinds import KINDS
+from kinds import KINDS
 from torch import Tensor
 
 from memlab.metering.unobserved import (

@@ -1,0 +1,70 @@
+"""Every kind of step: the meter against the step unwatched, and dry runs against real ones."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from kinds import KINDS, OUTSIDE_THE_PROMISE
+from test_fake import renumbered
+
+import memlab
+from memlab.metering.unobserved import compare, record
+from memlab.trace import Trace
+
+PROMISED = [name for name in KINDS if name not in OUTSIDE_THE_PROMISE]
+DRY_RUN_REFUSES = {
+    "masks": "boolean indexing",
+    "losses": "CTC, whose memory depends on the lengths",
+    "recommender_sparse_gradients": "sparse gradients",
+    "formulas_beyond_the_promise": "least squares, whose rank is a value",
+}
+DRY_RUN_DIFFERS = {
+    "lstm": "only the fused kernel knows the size of its workspace",
+    "lbfgs": "how often it evaluates the loss depends on the loss",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_cycle_collection() -> Iterator[None]:
+    """Two runs of one step would free a cycle of Python objects at different moments."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def second_step(name: str) -> Trace:
+    step, model, optimizer = KINDS[name]()
+    step()
+    return memlab.measure(step, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_the_meter_sees_exactly_what_happens_unwatched(name):
+    """Each result of an operator is one allocation of the stream, and nothing else is; live bytes
+    at the end and the peak are equal to the byte."""
+    step, _, _ = KINDS[name]()
+    comparison = compare(second_step(name), record(step, warm_up=step))
+    assert comparison.exact, comparison
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in DRY_RUN_REFUSES])
+def test_a_dry_run_equals_the_real_run(name):
+    real = second_step(name)
+    with memlab.dry_run():
+        dry = second_step(name)
+    if name in DRY_RUN_DIFFERS:
+        assert renumbered(dry) != renumbered(real), f"{name} is equal now: promise it"
+    else:
+        assert renumbered(dry) == renumbered(real)
+
+
+@pytest.mark.parametrize("name", DRY_RUN_REFUSES)
+def test_a_dry_run_refuses_what_depends_on_values_in_one_sentence(name):
+    with memlab.dry_run(), pytest.raises(ValueError, match=r"kinds.py:\d+ .* a dry run has none"):
+        second_step(name)
+
+
+@pytest.mark.parametrize("name", OUTSIDE_THE_PROMISE)
+def test_what_is_outside_the_promise_is_so_for_a_reason_that_still_holds(name):
+    step, _, _ = KINDS[name]()
+    assert not compare(second_step(name), record(step, warm_up=step)).exact
