@@ -24,7 +24,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import inf
@@ -35,7 +35,7 @@ from torch._C._profiler import _EventType, _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.trace import Trace
+from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
 Step = Callable[[], object]
@@ -164,6 +164,37 @@ def compare(observed: Trace | Iterable[int], recording: Recording) -> Comparison
     )
 
 
+def with_workspace(trace: Trace, recording: Recording) -> Trace:
+    """The trace of a step with its kernels' scratch put in, as events of category workspace.
+
+    `recording` is of the same step; the two are laid side by side, event by event. The peak of
+    the result is the real one: what the CPU's allocator had handed out at the fullest moment.
+    Raises ValueError where the trace is not exact against the recording.
+    """
+    comparison = compare(trace, recording)
+    if not comparison.exact:
+        raise ValueError(f"the trace and the recording are not of equal steps:\n{comparison}")
+    strays = Counter(s for s in _sizes(trace) if s > 0) - _allocated(recording, "result")
+    merged = [event for event in trace.events if event.phase == "before"]
+    seen = iter(trace.events[len(merged) :])
+    numbers: dict[int, int] = {}
+    for noted, is_visible in _with_visibility(recording.events, strays):
+        if is_visible:
+            merged.append(next(seen))
+        else:
+            if noted.bytes > 0:
+                numbers[noted.address] = -1 - len(numbers)
+            merged.append(_workspace(noted, numbers[noted.address], merged[-1].phase))
+    return replace(trace, events=tuple(merged))
+
+
+def _workspace(noted: MemoryEvent, number: int, phase: str) -> Event:
+    """`number` is negative: no meter numbered the block. It has a size and no shape."""
+    operator = noted.operator.replace("::", ".") or "outside of operators"
+    phase = "forward" if phase == "before" else phase
+    return Event(noted.bytes, number, "workspace", operator, "", phase, "uint8", ())
+
+
 def _allocated(recording: Recording, kind: Kind) -> Counter[int]:
     return Counter(e.bytes for e in recording.events if e.kind == kind and e.bytes > 0)
 
@@ -176,15 +207,21 @@ def _sizes(observed: Trace | Iterable[int]) -> list[int]:
 
 def _visible(events: Iterable[MemoryEvent], strays: Counter[int]) -> Iterator[int]:
     """The sizes of all results, and of as many `strays` as the observer saw."""
+    return (event.bytes for event, visible in _with_visibility(events, strays) if visible)
+
+
+def _with_visibility(
+    events: Iterable[MemoryEvent], strays: Counter[int]
+) -> Iterator[tuple[MemoryEvent, bool]]:
+    """Each event, and whether an observer who saw `strays` of the strays saw it."""
     left, followed = Counter(strays), set()
     for event in events:
         if event.kind == "stray" and event.bytes > 0 and left[event.bytes] > 0:
             left[event.bytes] -= 1
             followed.add(event.address)
-        if event.kind == "result" or event.address in followed:
-            yield event.bytes
-            if event.bytes < 0:
-                followed.discard(event.address)
+        yield event, event.kind == "result" or event.address in followed
+        if event.bytes < 0:
+            followed.discard(event.address)
 
 
 def _peak(sizes: Iterable[int]) -> int:
