@@ -13,9 +13,9 @@ from memlab.trace import Trace
 
 __all__ = ["BudgetExceeded", "budget", "dry_run", "measure", "meter"]
 
-RECURRENT_NOTE = (
-    "a recurrent network's fused kernel takes scratch that no dispatcher sees: "
-    "the real peak is higher (19 % for an LSTM)"
+SCRATCH_NOTE = (
+    "the scratch that kernels take while they run is not in here; that of convolutions and "
+    "recurrent layers can raise the real peak by a quarter (metering.unobserved adds it)"
 )
 
 
@@ -74,7 +74,7 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
             ),
             device=device.type,
             dry=dry_run.active is not None,
-            notes=(RECURRENT_NOTE,) if self._storages.context.has_recurrent_module else (),
+            notes=(SCRATCH_NOTE,) if self._storages.context.has_much_scratch else (),
         )
 
     @property

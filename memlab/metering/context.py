@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 _current_node = torch._C._current_autograd_node
 _graph_task = torch._C._current_graph_task_id
+_MUCH_SCRATCH = (torch.nn.RNNBase, torch.nn.modules.conv._ConvNd)  # in their kernels
 _sequence_number = torch._C._autograd._get_sequence_nr
 _LAST_SEQUENCE_NUMBER = 2**64 - 1  # of AccumulateGrad, which runs before everything else
 
@@ -72,7 +73,7 @@ class Context:
     ) -> None:
         self.names = ModuleNames()
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.has_recurrent_module = False
+        self.has_much_scratch = False
         self.in_backward = False
         self.last_phase = "forward"
         self._after_backward = False
@@ -154,7 +155,7 @@ class Context:
         if module not in self.names:
             self.names.add_root(module)
             self._on_root(module)
-        self.has_recurrent_module |= isinstance(module, torch.nn.RNNBase)
+        self.has_much_scratch |= isinstance(module, _MUCH_SCRATCH)
         self._running.append(self.names.of(module))
         self._note_number()
 

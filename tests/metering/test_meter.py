@@ -1,0 +1,44 @@
+"""`measure` and `meter`: what a Trace says beside its events."""
+
+import pytest
+import torch
+from torch import nn
+
+import memlab
+
+
+def test_a_trace_of_layers_whose_kernels_take_much_scratch_says_so():
+    quiet = memlab.measure(lambda: nn.Linear(4, 4)(torch.zeros(1, 4)))
+    loud = memlab.measure(lambda: nn.Conv1d(4, 4, 3)(torch.zeros(1, 4, 9)))
+    assert quiet.notes == ()
+    assert len(loud.notes) == 1
+    assert "scratch" in str(loud)
+
+
+def test_only_the_device_asked_for_is_counted():
+    step = lambda: (torch.zeros(1024, device="meta"), torch.zeros(16))  # noqa: E731
+    assert memlab.measure(step, device="meta").peak_bytes == 4096
+    assert memlab.measure(step, device="cpu").peak_bytes == 64
+
+
+def test_the_trace_of_nothing_is_empty():
+    trace = memlab.measure(lambda: None)
+    assert trace.peak_bytes == trace.live_bytes == 0
+    assert trace.at_peak == {}
+    assert "0 B" in str(trace)
+
+
+def test_the_step_runs_once():
+    calls = []
+    memlab.measure(lambda: calls.append(1))
+    assert calls == [1]
+
+
+def test_what_the_step_raises_is_raised():
+    with pytest.raises(KeyError, match="lost"):
+        memlab.measure(lambda: {}["lost"])
+
+
+def test_the_device_found_is_the_one_that_holds_the_bytes():
+    assert memlab.measure(lambda: torch.zeros(16)).device == "cpu"
+    assert memlab.measure(lambda: torch.zeros(16, device="meta")).device == "meta"
