@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from memlab.metering.answers import Answers
+from memlab.metering.devices import complete, watch
 from memlab.metering.fake import dry_run
 from memlab.metering.limits import BudgetExceeded, budget
 from memlab.metering.storages import Change, StorageMeter
@@ -54,27 +56,32 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
         lines: bool = False,
         step: Callable[[], Any] | None = None,
     ) -> None:
-        self._storages = StorageMeter(model, optimizer, step=step, lines=lines)
         self._device = None if device is None else torch.device(device)
+        self._watch = watch(self._device or _likely_device(model))
+        self._storages = StorageMeter(
+            model, optimizer, step=step, lines=lines, on_operator=self._watch.mark
+        )
         self._trace: Trace | None = None
 
     def __enter__(self) -> "meter":
+        self._watch.start()
         self._storages.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._storages.__exit__(*exception)
-        changes = list(self._storages.changes())
+        answers, changes = self._watch.stop(), list(self._storages.changes())
         device = self._device or _main_device(changes)
+        if device.type != answers.device.type or device.index not in (None, answers.device.index):
+            answers = Answers(device)  # the step ran elsewhere than we watched
+        completed = complete(changes, answers)
+        leaves_scratch_out = answers.history is None and self._storages.context.has_much_scratch
         self._trace = Trace(
-            tuple(
-                change.record.event(change.bytes, change.phase)
-                for change in changes
-                if change.record.device.type == device.type
-            ),
+            completed.events,
             device=device.type,
             dry=dry_run.active is not None,
-            notes=(SCRATCH_NOTE,) if self._storages.context.has_much_scratch else (),
+            memory=completed.memory,
+            notes=completed.notes + ((SCRATCH_NOTE,) if leaves_scratch_out else ()),
         )
 
     @property
@@ -93,3 +100,14 @@ def _main_device(changes: list[Change]) -> torch.device:
     accelerators = [device for device in held if device.type not in ("cpu", "meta")]
     candidates = accelerators or [d for d in held if held[d]] or [torch.device("cpu")]
     return max(candidates, key=held.__getitem__)
+
+
+def _likely_device(model: torch.nn.Module | None) -> torch.device:
+    """Where the step will run: where the model is, else on the accelerator if there is one."""
+    cpu = torch.device("cpu")
+    if dry_run.active is not None:
+        return cpu
+    parameter = None if model is None else next(model.parameters(), None)
+    if parameter is not None:
+        return parameter.device
+    return torch.accelerator.current_accelerator(check_available=True) or cpu

@@ -64,7 +64,11 @@ class Compositions:
         if self._lookers == 1:
             self._library = Library("aten", "IMPL")
             for operator in _COMPOSITIONS:
-                self._library.impl(operator, self._noting(operator), "AutogradCPU")
+                for key in (
+                    "AutogradCPU",
+                    *(["AutogradCUDA"] if torch.cuda.is_available() else []),
+                ):
+                    self._library.impl(operator, self._noting(operator), key)
 
     def __exit__(self, *exception: Any) -> None:
         self._lookers -= 1

@@ -54,7 +54,8 @@ class StorageMeter(LightMode):
 
     Inside a dry run it meters fake tensors. `lines` asks for the user's line of
     each allocation, which costs a walk up the stack each. `on_birth(record)`, where given, is
-    called for each allocation of the corrected stream.
+    called for each allocation of the corrected stream, `on_operator(operator, phase, module)`
+    before each operator.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class StorageMeter(LightMode):
         step: Callable[[], Any] | None = None,
         lines: bool = False,
         on_birth: Callable[[Storage], None] | None = None,
+        on_operator: Callable[[Any, str, str], None] | None = None,
     ) -> None:
         super().__init__()
         self.context = Context(
@@ -76,7 +78,8 @@ class StorageMeter(LightMode):
         self._run = Run(step if model is None else model)
         self._run_is_named_after_step = model is None
         self._model, self._optimizer = model, optimizer
-        self._lines, self._on_birth, self._dry_run = lines, on_birth, dry_run.active
+        self._lines, self._on_birth, self._on_operator = lines, on_birth, on_operator
+        self._dry_run = dry_run.active
         self._initial: list[Change] = []
         self._stream: list[Change] = []
         self._accounted: set[int] = set()  # numbers of storages in one of the two
@@ -141,6 +144,8 @@ class StorageMeter(LightMode):
         tensors = [] if is_new else _tensors((*args, *kwargs.values()))
         self._close_watched_pair(func, tensors)
         inputs = [self._see(tensor, phase) for tensor in tensors]
+        if self._on_operator is not None:
+            self._on_operator(func, phase, self.context.module())
         result = self._execute(func, args, kwargs)
         if _writes_to_an_input(func):
             for tensor in tensors:

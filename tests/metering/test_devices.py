@@ -1,0 +1,923 @@
+"""Every byte that a device counts gets a name. The device is replaced: no GPU is needed.
+
+FakeCuda is a caching allocator of its own, with segments, splitting and merging, a history and
+addresses that are used again. A Step drives it as a training step would, tells the meter's side
+of the story, and keeps the truth beside it: which bytes are alive, by category, at each moment.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kinds import KINDS
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from memlab.metering.answers import AllocatorWatch, Answers, Block
+from memlab.metering.cuda import Blocks, Cuda, CudaWatch, allocated, read
+from memlab.metering.devices import WATCHES, complete, watch
+from memlab.metering.registry import REGISTRY, Registry, Sighting, Storage
+from memlab.metering.storages import Change, StorageMeter
+from memlab.trace import CATEGORIES, Trace
+
+MIB = 2**20
+CUDA = torch.device("cuda", 0)
+
+
+# ------------------------------------------------------------------ a device to replace
+
+
+@dataclass
+class Piece:
+    """A block: free, if nothing was asked for."""
+
+    segment: int
+    address: int
+    size: int
+    asked: int | None = None
+
+
+class FakeCuda(Cuda):
+    """The caching allocator by its rules, and what torch says about it."""
+
+    def __init__(self, keeps_history: bool = True, longest_history: int | None = None) -> None:
+        self.pieces: list[Piece] = []
+        self.history: list[dict[str, Any]] = []
+        self.recording = False
+        self.text = ""
+        self.peak = self.segments = 0
+        self.elsewhere: list[dict[str, Any]] = []  # segments of another device
+        self._keeps_history, self._longest_history = keeps_history, longest_history
+
+    # what a step does
+
+    def allocate(self, asked: int) -> int:
+        size = -(-asked // 512) * 512
+        free = [p for p in self.pieces if p.asked is None and p.size >= size]
+        fitting = [p for p in free if self.is_small(p) == (size <= MIB)]
+        piece = min(fitting, key=lambda p: (p.size, p.address), default=None)
+        piece = piece or self.new_segment(size)
+        rest = piece.size - size
+        if rest >= 512 if size <= MIB else rest > MIB:
+            self.pieces.append(Piece(piece.segment, piece.address + size, rest))
+            piece.size = size
+        piece.asked = asked
+        self.peak = max(self.peak, self.allocated)
+        self.note("alloc", piece.address, asked)
+        return piece.address
+
+    def free(self, address: int) -> None:
+        piece = next(p for p in self.pieces if p.address == address)
+        self.note("free_requested", address, piece.asked)
+        self.note("free_completed", address, piece.asked)
+        piece.asked = None
+        for other in [p for p in self.pieces if p.asked is None and p.segment == piece.segment]:
+            if other.address == piece.address + piece.size:
+                piece.size += other.size
+                self.pieces.remove(other)
+            elif other.address + other.size == piece.address:
+                other.size += piece.size
+                self.pieces.remove(piece)
+                piece = other
+
+    def new_segment(self, size: int) -> Piece:
+        """Segments lie side by side, so that only what a segment is keeps them apart."""
+        room = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else size
+        room = -(-room // (2 * MIB)) * 2 * MIB
+        address = 2**40
+        for piece in sorted(self.pieces, key=lambda p: p.address):
+            if piece.address - address >= room:
+                break
+            address = piece.address + piece.size
+        piece = Piece(self.segments, address, room)
+        self.segments += 1
+        self.pieces.append(piece)
+        self.note("segment_alloc", piece.address, room)
+        return piece
+
+    def empty_cache(self) -> None:
+        for number in {p.segment for p in self.pieces}:
+            pieces = [p for p in self.pieces if p.segment == number]
+            if all(p.asked is None for p in pieces):
+                self.pieces.remove(pieces[0])  # merged, so there is but one
+                self.note("segment_free", pieces[0].address, pieces[0].size)
+
+    def is_small(self, piece: Piece) -> bool:
+        return sum(p.size for p in self.pieces if p.segment == piece.segment) == 2 * MIB
+
+    def note(self, action: str, address: int, size: int) -> None:
+        if self.recording:
+            entry = {"action": action, "addr": address, "size": size, "user_metadata": self.text}
+            self.history = [*self.history, entry][-(self._longest_history or 10**9) :]
+
+    def taken(self, address: int) -> int:
+        return next(p.size for p in self.pieces if p.address == address)
+
+    @property
+    def allocated(self) -> int:
+        return sum(p.size for p in self.pieces if p.asked is not None)
+
+    @property
+    def reserved(self) -> int:
+        return sum(p.size for p in self.pieces)
+
+    # what torch says
+
+    def synchronize(self, device):
+        pass
+
+    def reset_peak(self, device):
+        self.peak = self.allocated
+
+    def stats(self, device):
+        return {
+            "allocated_bytes.all.current": self.allocated,
+            "allocated_bytes.all.peak": self.peak,
+            "reserved_bytes.all.peak": self.reserved,
+        }
+
+    def used_bytes(self, device):
+        return self.reserved + 300 * MIB
+
+    def current_index(self):
+        return 0
+
+    def keeps_history(self):
+        return self._keeps_history
+
+    def is_recording(self):
+        return self.recording
+
+    def record(self, on):
+        self.recording = on
+        self.history = self.history if on else []
+
+    def set_mark(self, text):
+        self.text = text
+
+    def snapshot(self):
+        blocks = [
+            {
+                "address": p.address,
+                "size": p.size,
+                "requested_size": p.asked or 0,
+                "state": "inactive" if p.asked is None else "active_allocated",
+                "segment": p.segment,
+            }
+            for p in sorted(self.pieces, key=lambda p: p.address)
+        ]
+        numbers = sorted({b["segment"] for b in blocks})
+        segments = [[b for b in blocks if b["segment"] == n] for n in numbers]
+        own = [{"device": 0, "address": s[0]["address"], "blocks": s} for s in segments]
+        return {
+            "segments": own + self.elsewhere,
+            "device_traces": [self.history],
+        }
+
+
+class Step:
+    """What a step does to the allocator, what the meter notes of it, and the truth."""
+
+    def __init__(self, cuda: FakeCuda | None = None) -> None:
+        self.cuda = cuda or FakeCuda()
+        self.watch = CudaWatch(torch.device("cuda"), self.cuda)
+        self.changes: list[Change] = []
+        self.phase = "before"
+        self.alive: dict[int, tuple[str, int, int]] = {}  # by address: category, asked, taken
+        self.moments: list[Counter[str]] = [Counter()]  # bytes by category
+
+    def start(self) -> None:
+        self.watch.start()
+        self.phase = "forward"
+
+    def storage(self, count: int, category: str = "activations", op: str = "aten.mm") -> Storage:
+        """An operator returns a tensor, and the meter sees it."""
+        address = self.allocate(count, category, op)
+        REGISTRY.count += 1
+        record = Storage(REGISTRY.count, torch.empty(0), count, None)
+        record.device, record.sightings = CUDA, (Sighting(record.number, address),)
+        record.category = category
+        self.changes.append(Change(record, count, self.phase))
+        return record
+
+    def scratch(self, count: int, op: str = "aten.mm") -> int:
+        """The allocator hands out what no tensor holds; before the step, to no one we know."""
+        category = "unattributed" if self.phase == "before" else "workspace"
+        return self.allocate(count, category, op)
+
+    def drop(self, thing: Storage | int) -> None:
+        address = thing if isinstance(thing, int) else thing.sightings[-1].address
+        self.cuda.free(address)
+        del self.alive[address]
+        self.note_moment()
+        if self.phase == "before":  # the meter never knows
+            self.changes = [change for change in self.changes if change.record is not thing]
+        elif isinstance(thing, Storage):
+            self.changes.append(Change(thing, -thing.bytes, self.phase))
+
+    def resize(self, record: Storage, count: int) -> None:
+        """As `resize_` does: new memory, a copy, and only then is the old freed."""
+        old = record.sightings[-1].address
+        address = self.allocate(count, record.category, "aten.resize_")
+        REGISTRY.count += 1
+        record.sightings += (Sighting(REGISTRY.count, address),)
+        self.cuda.free(old)
+        del self.alive[old]
+        self.note_moment()
+        self.changes.append(Change(record, count - record.bytes, self.phase))
+        record.bytes = count
+
+    def add_to(self, old: Storage) -> None:
+        """Autograd adds to a gradient: out of place, as it is watched. In truth, in place."""
+        self.mark("aten.add")
+        new = self.cuda.allocate(old.bytes)
+        REGISTRY.count += 1
+        self.cuda.free(old.sightings[-1].address)
+        self.alive[new] = self.alive.pop(old.sightings[-1].address)
+        old.sightings += (Sighting(REGISTRY.count, new, in_place=True),)
+
+    def allocate(self, count: int, category: str, op: str) -> int:
+        self.mark(op)
+        address = self.cuda.allocate(count)
+        self.alive[address] = category, count, self.cuda.taken(address)
+        self.note_moment()
+        return address
+
+    def mark(self, op: str) -> None:
+        if self.phase != "before" and self.cuda.keeps_history():
+            self.watch.mark(op, self.phase, "blocks.0")
+
+    def note_moment(self) -> None:
+        moment: Counter[str] = Counter()
+        for category, asked, taken in self.alive.values():
+            if category == "unattributed":
+                moment[category] += taken
+            else:
+                moment.update({category: asked, "rounding": taken - asked})
+        self.moments.append(moment)
+        if self.phase == "before":
+            self.moments = [moment]  # the step starts from here
+
+    def end(self) -> Trace:
+        done = complete(self.changes, self.watch.stop())
+        return Trace(done.events, "cuda", memory=done.memory, notes=done.notes)
+
+    @property
+    def true_peak(self) -> dict[str, int]:
+        highest = max(self.moments, key=Counter.total)
+        return {category: highest[category] for category in CATEGORIES if highest[category]}
+
+
+def started(cuda: FakeCuda | None = None) -> Step:
+    step = Step(cuda)
+    step.start()
+    return step
+
+
+# ------------------------------------------------------------------ with a history
+
+
+def test_nothing_is_unattributed_where_every_block_holds_a_storage():
+    step = Step()
+    step.storage(4 * MIB, "parameters")
+    step.start()
+    step.storage(3 * MIB)
+    trace = step.end()
+    assert trace.at_peak == {"parameters": 4 * MIB, "activations": 3 * MIB}
+    assert trace.peak_bytes == trace.memory.allocated_peak_bytes == 7 * MIB
+    assert "0 B at the peak are unattributed" in trace.notes
+
+
+def test_a_block_that_holds_no_storage_is_workspace_of_the_operator_that_took_it():
+    step = started()
+    step.scratch(8_519_680, op="aten.addmm.default")  # what cuBLAS keeps for itself
+    workspace = next(e for e in step.end().events if e.category == "workspace")
+    assert (workspace.bytes, workspace.operator) == (8_519_680, "aten.addmm.default")
+    assert (workspace.module, workspace.phase) == ("blocks.0", "forward")
+
+
+def test_scratch_that_is_freed_inside_an_operator_counts_at_the_peak():
+    step = started()
+    step.storage(2 * MIB)
+    step.drop(step.scratch(5 * MIB))
+    step.storage(4 * MIB)
+    assert step.end().at_peak == {"activations": 2 * MIB, "workspace": 5 * MIB}
+
+
+def test_rounding_is_what_a_block_has_beyond_what_was_asked_for():
+    step = started()
+    step.storage(1)
+    step.storage(1000)
+    assert step.end().at_peak == {"activations": 1001, "rounding": 511 + 24}
+
+
+def test_a_free_block_is_handed_out_whole_where_no_more_than_a_mebibyte_would_remain():
+    step = started()
+    step.drop(step.storage(12 * MIB))
+    step.storage(11 * MIB)
+    assert step.end().at_end == {"activations": 11 * MIB, "rounding": MIB}
+
+
+def test_free_neighbours_are_one_block_again():
+    step = started()
+    left, right, _ = step.storage(5 * MIB), step.storage(6 * MIB), step.storage(9 * MIB)
+    step.drop(left)
+    step.drop(right)
+    step.storage(10 * MIB + 512)  # of 11 MiB
+    assert step.end().at_end["rounding"] == MIB - 512
+
+
+def test_what_was_there_before_the_step_and_nobody_knows_is_unattributed():
+    step = Step()
+    step.scratch(3 * MIB)
+    step.start()
+    step.storage(2 * MIB)
+    trace = step.end()
+    assert trace.at_peak == {"activations": 2 * MIB, "unattributed": 3 * MIB}
+    assert trace.events[0].phase == "before"
+    assert "3.00 MiB at the peak are unattributed" in trace.notes
+
+
+def test_what_was_unknown_before_the_step_can_be_freed_in_it():
+    step = Step()
+    unknown = step.scratch(3 * MIB)
+    step.start()
+    step.drop(unknown)
+    assert step.end().live_bytes == 0
+
+
+def test_scratch_before_a_storage_of_the_same_address_and_size_is_told_from_it():
+    step = started()
+    address = step.scratch(MIB, op="aten.sum")
+    step.drop(address)
+    record = step.storage(MIB)
+    assert record.sightings[0].address == address
+    assert [e.category for e in step.end().events] == ["workspace", "workspace", "activations"]
+
+
+def test_scratch_after_a_storage_of_the_same_address_and_size_is_told_from_it():
+    step = started()
+    record = step.storage(MIB)
+    step.drop(record)
+    assert step.scratch(MIB) == record.sightings[0].address
+    assert [e.category for e in step.end().events] == ["activations", "activations", "workspace"]
+
+
+def test_scratch_before_the_first_operator_is_told_from_a_storage_that_lay_there():
+    step = Step()
+    parameter = step.storage(MIB, "parameters")
+    step.start()
+    step.drop(parameter)
+    assert step.cuda.allocate(MIB) == parameter.sightings[0].address
+    categories = [event.category for event in step.end().events]
+    assert categories == ["parameters", "parameters", "workspace"]
+
+
+def test_an_old_mark_of_another_thread_does_not_move_a_storage_to_a_later_block():
+    step = started()
+    idle_thread = step.cuda.text
+    record = step.storage(MIB)
+    step.mark("aten.relu")
+    step.drop(record)
+    step.cuda.set_mark(idle_thread)
+    step.cuda.free(step.cuda.allocate(MIB))
+    categories = [e.category for e in step.end().events]
+    assert categories == ["activations", "activations", "workspace", "workspace"]
+
+
+def test_a_sum_that_is_in_place_unwatched_takes_no_workspace():
+    step = started()
+    gradient = step.storage(2 * MIB, "gradients")
+    step.add_to(gradient)
+    step.add_to(gradient)
+    trace = step.end()
+    assert trace.at_peak == {"gradients": 2 * MIB}
+    assert trace.memory.allocated_peak_bytes == 4 * MIB
+    assert any("2.00 MiB higher" in note and "watched" in note for note in trace.notes)
+
+
+def test_a_gradient_that_was_added_to_dies_with_its_last_block():
+    step = started()
+    gradient = step.storage(2 * MIB, "gradients")
+    step.add_to(gradient)
+    step.drop(gradient)
+    assert [e.bytes for e in step.end().events] == [2 * MIB, -2 * MIB]
+
+
+def test_a_resized_storage_holds_its_old_and_its_new_bytes_for_a_moment():
+    step = started()
+    step.resize(step.storage(2 * MIB), 3 * MIB)
+    trace = step.end()
+    assert trace.at_peak == {"activations": 5 * MIB}
+    assert trace.at_end == {"activations": 3 * MIB}
+
+
+def test_a_storage_that_is_first_seen_as_an_input_was_born_where_the_history_says():
+    step = started()
+    step.storage(4 * MIB)
+    late = step.storage(3 * MIB, "inputs")
+    step.changes = [Change(late, late.bytes, "before"), *step.changes[:-1]]
+    assert [e.category for e in step.end().events] == ["activations", "inputs"]
+
+
+def test_storages_in_memory_of_somebody_else_are_not_counted_but_said():
+    step = started()
+    step.storage(2 * MIB)
+    shared = step.storage(3 * MIB)
+    shared.sightings = (Sighting(shared.number, 12345),)
+    trace = step.end()
+    assert trace.at_peak == {"activations": 2 * MIB, "workspace": 3 * MIB}
+    assert any(note.startswith("3.00 MiB are in storages") for note in trace.notes)
+
+
+def test_a_count_that_the_step_resets_does_not_lower_the_peak():
+    step = started()
+    step.drop(step.storage(4 * MIB))
+    step.cuda.reset_peak(CUDA)
+    trace = step.end()
+    assert trace.peak_bytes == trace.memory.allocated_peak_bytes == 4 * MIB
+
+
+def test_what_the_device_counts_and_its_history_does_not_show_is_unattributed():
+    step = started()
+    step.storage(4 * MIB)
+    step.cuda.peak += 12345
+    trace = step.end()
+    assert trace.at_peak == {"activations": 4 * MIB, "unattributed": 12345}
+    assert trace.peak_bytes == trace.memory.allocated_peak_bytes
+
+
+def test_storages_on_another_device_are_left_out():
+    step = started()
+    step.storage(4 * MIB)
+    step.storage(2 * MIB).device = torch.device("cuda", 1)
+    step.storage(3 * MIB).device = torch.device("cpu")
+    assert step.end().at_peak == {"activations": 4 * MIB, "workspace": 5 * MIB}
+
+
+def test_blocks_on_another_device_are_neither_counted_nor_missed():
+    step = Step()
+    block = {"address": 5, "size": MIB, "requested_size": MIB, "state": "active_allocated"}
+    step.cuda.elsewhere = [{"device": 1, "address": 5, "blocks": [block]}]
+    step.start()
+    step.cuda.elsewhere = []
+    step.storage(MIB)
+    step.scratch(MIB)
+    assert step.end().at_peak == {"activations": MIB, "workspace": MIB}
+
+
+# ------------------------------------------------------------------ how large a block is
+
+
+def taken(*entries: tuple[str, int, float], segments: Any = (), **settings: Any) -> list[float]:
+    """The MiB that each allocation takes, of entries and segments in MiB."""
+    snapshot = {"segments": segments, "allocator_settings": settings}
+    history = [
+        {"action": action, "addr": address * MIB, "size": int(size * MIB)}
+        for action, address, size in entries
+    ]
+    return [e.block.taken / MIB for e in read(history, Blocks(snapshot, 0)) if not e.is_free]
+
+
+def segment(address: int, state: str, expandable: bool = False) -> dict[str, Any]:
+    """Twenty MiB, all one block."""
+    size, start = 20 * MIB, address * MIB
+    block = {"address": start, "size": size, "requested_size": size, "state": state}
+    return {"device": 0, "address": start, "is_expandable": expandable, "blocks": [block]}
+
+
+def test_a_rest_of_a_mebibyte_is_split_off_in_expandable_segments_alone():
+    history = ("segment_alloc", 0, 20), ("alloc", 0, 19)
+    assert taken(*history) == [20]
+    assert taken(*history, expandable_segments=True) == [19]
+
+
+def test_requests_from_the_largest_size_to_split_take_the_whole_block():
+    history = ("segment_alloc", 0, 40), ("alloc", 0, 30)
+    assert taken(*history) == [30]
+    assert taken(*history, max_split_size=30 * MIB) == [40]
+    assert taken(*history, max_split_size=31 * MIB) == [30]
+
+
+def test_an_expandable_segment_grows_at_both_ends():
+    assert taken(("segment_map", 0, 20), ("segment_map", 20, 20), ("alloc", 0, 39.5)) == [40]
+    known = [segment(20, "inactive", expandable=True)]
+    assert taken(("segment_map", 40, 20), ("alloc", 20, 39.5), segments=known) == [40]
+    assert taken(("segment_map", 0, 20), ("alloc", 0, 39.5), segments=known) == [40]
+
+
+def test_segments_side_by_side_stay_apart():
+    both = ("alloc", 0, 19.5), ("alloc", 20, 19.5)
+    assert taken(("segment_alloc", 0, 20), ("segment_alloc", 20, 20), *both) == [20, 20]
+    assert taken(("segment_alloc", 20, 20), *both, segments=[segment(0, "inactive")]) == [20, 20]
+    assert taken(("segment_alloc", 0, 20), *both, segments=[segment(20, "inactive")]) == [20, 20]
+
+
+def test_the_middle_of_an_expandable_segment_can_be_given_back():
+    history = ("segment_map", 0, 40), ("segment_unmap", 10, 10)
+    assert taken(*history, ("alloc", 0, 9.5), ("alloc", 20, 19.5)) == [10, 20]
+
+
+def test_memory_that_was_given_back_comes_again_in_other_segments():
+    small = ("segment_alloc", 0, 20), ("segment_alloc", 20, 20)
+    given_back = ("segment_free", 0, 20), ("segment_free", 20, 20)
+    large = ("segment_alloc", 0, 40), ("alloc", 0, 20), ("free_completed", 0, 20)
+    assert taken(*small, *given_back, *large, ("alloc", 0, 39.5)) == [20, 40]
+
+
+def test_a_block_that_another_stream_still_uses_comes_back_when_that_is_done():
+    pending = {"segments": [segment(0, "active_pending_free")]}
+    assert allocated(pending, 0) == {}
+    assert Blocks(pending, 0).in_use == {0: Block(20 * MIB, 20 * MIB)}
+    history = ("free_completed", 0, 20), ("alloc", 0, 19.5)
+    assert taken(*history, segments=pending["segments"]) == [20]
+
+
+# ------------------------------------------------------------------ any step
+
+SIZES = st.one_of(st.integers(1, 2000), st.integers(1, 3 * MIB), st.integers(MIB, 40 * MIB))
+ACTIONS = st.sampled_from(
+    ["storage", "storage", "scratch", "drop", "add_to", "resize", "empty_cache"]
+)
+STEPS = st.tuples(
+    st.lists(st.tuples(st.sampled_from(["storage", "scratch", "drop"]), SIZES, st.integers(0))),
+    st.lists(st.tuples(ACTIONS, SIZES, st.integers(0)), min_size=10, max_size=40),
+)
+
+
+def act(step: Step, things: list[Storage | int], action: str, size: int, which: int) -> None:
+    if action in ("storage", "scratch"):
+        things.append(getattr(step, action)(size))
+    elif action == "empty_cache":
+        step.cuda.empty_cache()
+    elif things:
+        thing = things[which % len(things)]
+        if action == "drop":
+            things.remove(thing)
+            step.drop(thing)
+        elif action == "add_to" and isinstance(thing, Storage):
+            step.add_to(thing)
+        elif action == "resize" and isinstance(thing, Storage):
+            step.resize(thing, size)
+
+
+def played(cuda: FakeCuda, script: tuple[list[Any], list[Any]]) -> Step:
+    step, things = Step(cuda), []
+    for action in script[0]:
+        act(step, things, *action)
+    step.start()
+    for action in script[1]:
+        act(step, things, *action)
+    return step
+
+
+@given(STEPS)
+def test_with_a_history_the_peak_is_the_true_one_in_every_category(script):
+    step = played(FakeCuda(), script)
+    trace = step.end()
+    assert trace.at_peak == step.true_peak
+    assert trace.memory.allocated_peak_bytes == step.cuda.peak
+
+
+@given(STEPS)
+def test_with_a_history_what_is_alive_at_the_end_is_the_truth_in_every_category(script):
+    step = played(FakeCuda(), script)
+    at_end = step.moments[-1]
+    assert step.end().at_end == {c: at_end[c] for c in CATEGORIES if at_end[c]}
+
+
+@given(STEPS)
+def test_without_a_history_the_categories_still_sum_to_the_devices_peak(script):
+    step = played(FakeCuda(keeps_history=False), script)
+    trace = step.end()
+    assert trace.peak_bytes == sum(trace.at_peak.values()) == step.cuda.peak
+
+
+# ------------------------------------------------------------------ without a history
+
+
+def test_without_a_history_a_hidden_block_is_unattributed_to_the_byte():
+    step = started(FakeCuda(keeps_history=False))
+    step.storage(2 * MIB)
+    step.scratch(3 * MIB)
+    trace = step.end()
+    assert trace.at_peak == {"activations": 2 * MIB, "unattributed": 3 * MIB}
+    assert trace.peak_bytes == trace.memory.allocated_peak_bytes
+    assert trace.events[0].phase == "before"
+
+
+def test_without_a_history_rounding_is_to_512_bytes():
+    step = started(FakeCuda(keeps_history=False))
+    step.storage(1000)
+    step.drop(step.storage(1))
+    trace = step.end()
+    assert trace.at_peak == {"activations": 1001, "rounding": 24 + 511}
+    assert trace.at_end == {"activations": 1000, "rounding": 24}
+
+
+def test_without_a_history_what_the_meter_knows_from_before_the_step_is_not_unattributed():
+    step = Step(FakeCuda(keeps_history=False))
+    step.storage(1000, "parameters")
+    step.start()
+    step.storage(512)
+    categories = [event.category for event in step.end().events]
+    assert categories == ["parameters", "rounding", "activations"]
+
+
+def test_without_a_history_unknown_bytes_before_the_step_stand_apart_from_hidden_ones():
+    step = Step(FakeCuda(keeps_history=False))
+    step.scratch(3 * MIB)
+    step.start()
+    step.scratch(2 * MIB)
+    events = step.end().events
+    assert {e.operator: e.bytes for e in events} == {
+        "there before the step": 3 * MIB,
+        "seen by the device alone": 2 * MIB,
+    }
+
+
+def test_a_device_that_counts_less_than_was_alive_makes_unattributed_negative_and_says_so():
+    step = started(FakeCuda(keeps_history=False))
+    step.drop(step.storage(4 * MIB))
+    step.cuda.reset_peak(CUDA)
+    step.storage(MIB)
+    trace = step.end()
+    assert trace.at_peak == {"activations": 4 * MIB, "unattributed": -3 * MIB}
+    assert "-3.00 MiB at the peak are unattributed" in trace.notes
+
+
+def test_a_history_of_somebody_else_that_keeps_too_little_is_not_used():
+    step = started(FakeCuda(longest_history=3))
+    for _ in range(5):
+        step.storage(4 * MIB)
+    trace = step.end()
+    assert trace.at_peak == {"activations": 20 * MIB}
+    assert any("keeps too little" in note for note in trace.notes)
+
+
+# ------------------------------------------------------------------ what is asked of the device
+
+
+def test_the_device_says_allocated_reserved_and_what_nvidia_smi_shows():
+    step = started()
+    step.storage(3 * MIB)
+    printed = str(step.end()).splitlines()
+    assert "the device says: allocated peak 3.00 MiB" in printed
+    assert "the device says: reserved peak 20.00 MiB" in printed
+    assert "the device says: used 320.00 MiB" in printed
+    assert "note: 0 B at the peak are unattributed" in printed
+    assert any("nvidia-smi" in line for line in printed)
+
+
+def test_a_peak_before_the_step_is_not_the_steps():
+    step = Step()
+    step.drop(step.scratch(9 * MIB))
+    step.start()
+    step.storage(MIB)
+    assert step.end().memory.allocated_peak_bytes == MIB
+
+
+def test_recording_ends_with_the_step():
+    step = started()
+    assert step.cuda.recording
+    step.end()
+    assert not step.cuda.recording
+    assert step.cuda.text == ""
+
+
+def test_a_recording_of_somebody_else_goes_on_and_is_used_from_the_start_of_the_step():
+    cuda = FakeCuda()
+    cuda.record(on=True)
+    step = Step(cuda)
+    step.storage(2 * MIB, "parameters")
+    step.start()
+    step.storage(MIB)
+    assert step.end().at_peak == {"parameters": 2 * MIB, "activations": MIB}
+    assert cuda.recording
+    assert [entry["size"] for entry in cuda.history if entry["action"] == "alloc"] == [2 * MIB, MIB]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_where_nobody_counts_the_meters_events_stand_as_they_are(device):
+    watcher = watch(torch.device(device))
+    watcher.start()
+    record = Registry().add(torch.zeros(100, device=device), None)
+    record.mark("inputs")
+    changes = [Change(record, 400, "before"), Change(record, -400, "forward")]
+    done = complete(changes, watcher.stop())
+    assert done.events == tuple(record.event(c.bytes, c.phase) for c in changes)
+    assert (done.memory.allocated_peak_bytes, done.memory.used_bytes) == (None, None)
+    assert done.notes == ()
+    assert watcher.mark is None
+
+
+def test_every_accelerator_has_a_watch():
+    kinds = {kind: type(watch(torch.device(kind))) for kind in ("cuda", "mps", "xpu")}
+    assert kinds == {"cuda": CudaWatch, "mps": AllocatorWatch, "xpu": AllocatorWatch}
+
+
+# ------------------------------------------------------------------ MPS
+
+
+def metal_answers(monkeypatch, *, allocated: int, driver: int, stats: dict[str, int] | None):
+    """The answers of a Mac whose torch has an allocator that counts (stats), or none (None)."""
+
+    def memory_stats(device):
+        if stats is None:
+            raise RuntimeError("Allocator for mps is not a DeviceAllocator.")
+        return stats
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "memory_stats", memory_stats)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", memory_stats)
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: allocated)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: driver)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 16 * 2**30)
+    watcher = WATCHES["mps"](torch.device("mps"))
+    watcher.start()
+    return watcher.stop()
+
+
+def on_mps(count: int) -> list[Change]:
+    record = Registry().add(torch.zeros(1), None)
+    record.device = torch.device("mps", 0)
+    record.mark("activations")
+    return [Change(record, count, "forward")]
+
+
+def test_mps_never_shows_the_drivers_bytes_as_a_peak(monkeypatch):
+    answers = metal_answers(monkeypatch, allocated=0, driver=11 * 2**30, stats=None)
+    done = complete(on_mps(1500 * MIB), answers)
+    assert Trace(done.events).peak_bytes == 1500 * MIB
+    assert done.memory.allocated_peak_bytes is None
+    assert done.memory.reserved_peak_bytes is None
+    assert done.memory.used_bytes == 11 * 2**30
+    assert "not a peak" in done.notes[0]
+
+
+def test_mps_without_a_counted_peak_knows_what_was_allocated_before_the_step(monkeypatch):
+    answers = metal_answers(monkeypatch, allocated=7 * MIB, driver=2**30, stats=None)
+    done = complete(on_mps(3 * MIB), answers)
+    assert Trace(done.events).at_peak == {"activations": 3 * MIB, "unattributed": 7 * MIB}
+
+
+def test_mps_shows_the_peak_that_its_allocator_counts(monkeypatch):
+    stats = {"allocated_bytes.all.current": 0, "allocated_bytes.all.peak": 4 * MIB}
+    answers = metal_answers(monkeypatch, allocated=0, driver=2**30, stats=stats)
+    done = complete(on_mps(3 * MIB), answers)
+    assert done.memory.allocated_peak_bytes == 4 * MIB
+    assert Trace(done.events).at_peak == {"activations": 3 * MIB, "unattributed": MIB}
+
+
+def test_a_peak_of_0_is_no_answer(monkeypatch):
+    stats = {"allocated_bytes.all.current": 0, "allocated_bytes.all.peak": 0}
+    answers = metal_answers(monkeypatch, allocated=0, driver=2**30, stats=stats)
+    assert answers.allocated_peak_bytes is None
+
+
+# ------------------------------------------------------------------ what the registry sees
+
+
+def test_a_storage_is_sighted_at_its_address_with_its_number():
+    registry, x = Registry(), torch.zeros(4)
+    assert registry.add(x, None).sightings == (Sighting(1, x.data_ptr()),)
+
+
+def test_a_resized_storage_is_sighted_again_behind_all_numbers():
+    registry, x = Registry(), torch.zeros(4)
+    record = registry.add(x, None)
+    x.untyped_storage().resize_(2**20)
+    registry.check_size(x.untyped_storage())
+    assert record.sightings[1] == Sighting(2, x.data_ptr())
+    assert registry.add(torch.zeros(4), None).number == 3
+
+
+def test_a_storage_whose_bytes_did_not_move_is_not_sighted_again():
+    registry, x = Registry(), torch.zeros(4)
+    record = registry.add(x, None)
+    record.bytes = 12
+    registry.check_size(x.untyped_storage())
+    assert (record.bytes, len(record.sightings)) == (16, 1)
+
+
+def test_a_continued_storage_has_the_address_of_its_successor_only_because_it_is_watched():
+    registry, old, new = Registry(), torch.zeros(4), torch.zeros(4)
+    first, second = registry.add(old, None), registry.add(new, None)
+    registry.continue_as(first, second)
+    assert first.sightings[1] == Sighting(2, new.data_ptr(), in_place=True)
+
+
+def test_a_fake_storage_is_nowhere():
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        x = torch.zeros(4)
+    assert Registry().add(x, None).sightings == ()
+
+
+# ------------------------------------------------------------------ real steps, real addresses
+
+
+class ProfiledCpu(FakeCuda):
+    """The CPU's own allocator in the role of CUDA's: torch's profiler records what it does.
+
+    Kernels take the scratch that they take, and malloc uses addresses again as it likes.
+    """
+
+    def set_mark(self, text):
+        self.text = text
+        with record_function(f"mark {text}"):
+            pass
+
+    def replay(self, history: list[tuple[int, str, int, int]]) -> Answers:
+        """Do again what the profiler saw; the step starts with the first mark."""
+        watcher = None
+        for _, text, address, count in history:
+            if text:
+                if watcher is None:
+                    watcher = CudaWatch(torch.device("cpu", 0), self)
+                    watcher.start()
+                self.text = text
+            elif count > 0:
+                self.note("segment_alloc", address, -(-count // 512) * 512)
+                self.pieces.append(Piece(address, address, -(-count // 512) * 512, count))
+                self.peak = max(self.peak, self.allocated)
+                self.note("alloc", address, count)
+            elif piece := next((p for p in self.pieces if p.address == address), None):
+                for action in ("free_requested", "free_completed", "segment_free"):
+                    self.note(action, address, piece.size)
+                self.pieces.remove(piece)
+        return watcher.stop()
+
+
+def allocations_and_marks(events: list[Any]) -> list[tuple[int, str, int, int]]:
+    """(time, mark, address, bytes ±) of a profile, unordered."""
+    found = []
+    for event in events:
+        kind, details = event.typed
+        if kind == _EventType.Allocation and details.device.type == "cpu":
+            found.append((event.start_time_ns, "", details.ptr, details.alloc_size))
+        elif event.name.startswith("mark "):
+            found.append((event.start_time_ns, event.name.removeprefix("mark "), 0, 0))
+        found += allocations_and_marks(event.children)
+    return found
+
+
+class MarkingMeter(StorageMeter):
+    """Tells the device's watch which operator is about to run."""
+
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.watch.mark(func, self.context.last_phase, self.context.module())
+        return super()._execute(func, args, kwargs)
+
+
+def profiled_second_step(name: str) -> tuple[list[Change], Answers]:
+    """What the meter saw, and what the allocator recorded, of one real step on the CPU."""
+    watcher = CudaWatch(torch.device("cpu", 0), ProfiledCpu())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step, model, optimizer = KINDS[name]()
+        step()
+        meter = MarkingMeter(model, optimizer)
+        meter.watch = watcher
+        watcher.start()
+        with meter:
+            step()
+    tree = profiler.profiler.kineto_results.experimental_event_tree()
+    return list(meter.changes()), ProfiledCpu().replay(sorted(allocations_and_marks(tree)))
+
+
+REAL_STEPS = [
+    *("mlp", "convolutions", "fan_out", "gradient_of_a_gradient", "gpt_sdpa", "gpt_checkpointed"),
+    *("gpt_accumulates_three_micro_batches", "gpt_autocast_bfloat16", "adamw_foreach"),
+]
+
+
+@pytest.mark.parametrize("name", REAL_STEPS)
+def test_in_a_real_step_every_storage_finds_its_block_and_every_other_block_is_scratch(name):
+    changes, answers = profiled_second_step(name)
+    done = complete(changes, answers)
+    of_the_meter = Counter((c.record.number, c.bytes) for c in changes)
+    assert Counter((e.storage, e.bytes) for e in done.events if e.storage > 0) == of_the_meter
+    assert {e.category for e in done.events if e.storage <= 0} <= {"workspace", "rounding"}
+    assert done.memory.allocated_peak_bytes == answers.allocated_peak_bytes
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_byte_of_a_step_has_a_name():
+    torch._C._cuda_clearCublasWorkspaces()  # what earlier tests left is of no step
+    model = torch.nn.Sequential(torch.nn.Linear(1000, 3000), torch.nn.Linear(3000, 10)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    watcher = watch(torch.device("cuda"))
+    meter = MarkingMeter(model, optimizer)
+    meter.watch = watcher
+    watcher.start()
+    with meter:
+        model(torch.randn(777, 1000, device="cuda")).square().mean().backward()
+        optimizer.step()
+    done = complete(meter.changes(), watcher.stop())
+    trace = Trace(done.events, "cuda", memory=done.memory)
+    assert trace.peak_bytes == trace.memory.allocated_peak_bytes
+    assert "unattributed" not in trace.at_peak
+    assert "workspace" in trace.at_peak
