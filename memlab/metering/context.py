@@ -59,15 +59,17 @@ class ModuleNames:
 class Context:
     """Follows modules and phases between `start()` and `stop()`.
 
-    `on_root(module)` is called when a module that belongs to no known root starts, `on_step` with
-    the optimizer as its step begins and ends, `on_backward_start` and `on_backward_end` at the
+    `on_root(module)` is called when a module that belongs to no known root starts, `on_first_step`
+    and `on_step_end` with an optimizer as its first step begins and each step ends,
+    `on_backward_start` and `on_backward_end` at the
     first operator inside and after a backward pass.
     """
 
     def __init__(
         self,
         on_root: Callable[[torch.nn.Module], None],
-        on_step: Callable[[torch.optim.Optimizer], None],
+        on_first_step: Callable[[torch.optim.Optimizer], None],
+        on_step_end: Callable[[torch.optim.Optimizer], None],
         on_backward_start: Callable[[], None],
         on_backward_end: Callable[[], None],
     ) -> None:
@@ -82,7 +84,8 @@ class Context:
         self._running: list[str] = []
         self._numbers: list[int] = []  # at which sequence number …
         self._number_modules: list[str] = []  # … which module began to run
-        self._on_root, self._on_step = on_root, on_step
+        self._on_root = on_root
+        self._on_first_step, self._on_step_end = on_first_step, on_step_end
         self._on_backward_start, self._on_backward_end = on_backward_start, on_backward_end
         self._handles: list[Any] = []
 
@@ -119,17 +122,16 @@ class Context:
             self._after_backward = False
         return "optimizer" if self._after_backward else "forward"
 
-    def node(self) -> tuple[int, str] | None:
-        """(number, name) of the node of the graph that backward evaluates, None outside."""
-        node = _current_node() if self.in_backward else None
-        return None if node is None else (node._sequence_nr(), node.name())
-
     def module(self) -> str:
         """The module to which the operator that runs now belongs, "" if to none."""
         if self._running:
             return self._running[-1]
-        node = _current_node() if self.in_backward else None
+        node = self.node()
         return "" if node is None else self._module_of(node)
+
+    def node(self) -> Node | None:
+        """The node of the graph that backward evaluates now, None outside of backward."""
+        return _current_node() if self.in_backward else None
 
     def leaf(self) -> torch.Tensor | None:
         """The leaf to whose `.grad` autograd is handing a gradient, None while it does not."""
@@ -172,12 +174,12 @@ class Context:
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
-            self._on_step(optimizer)
+            self._on_first_step(optimizer)
         self._step_depth += 1
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._step_depth -= 1
-        self._on_step(optimizer)
+        self._on_step_end(optimizer)
 
 
 def _is_accumulation(node: Node) -> bool:

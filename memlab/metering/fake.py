@@ -110,7 +110,8 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._zeros[args[1]] = True
         try:
-            result = func(*args, **kwargs)
+            with torch._C.DisableTorchFunction():  # of _Functions, which costs at every attribute
+                result = func(*args, **kwargs)
             enlarge(func, args, result)
         except DataDependentOutputException:
             return self._answer(func, *args)

@@ -42,6 +42,9 @@ _IN_FORMULA = frozenset(
 )
 
 
+# What can be in place unwatched, at all.
+OUT_OF_PLACE = _INTO_ZEROS | {func for _, func in _IN_FORMULA} | {aten.add.Tensor}
+
 # Compositions of operators that end with `add_`, watched with `add`, in the forward pass.
 _COMPOSITIONS = (aten.linear.default, aten._scaled_dot_product_attention_math.default)
 
@@ -104,11 +107,10 @@ def is_in_place_unwatched(func: Any, first: torch.Tensor, old: Storage, new: Sto
     return new.node is not None and (new.node[1], func) in _IN_FORMULA
 
 
-def is_formula(func: Any, next_func: Any, node: Any, next_node: Any) -> bool:
-    """Whether a sum that the next operator takes is a step of a formula (atan2's, say, which
-    multiplies with it), not a gradient that still accumulates or is done."""
-    is_last_sum = func is aten.add.Tensor and next_func is not aten.add.Tensor
-    return is_last_sum and node is not None and node == next_node
+def is_formula(func: Any, next_func: Any) -> bool:
+    """Whether a sum that the next operator of the same node takes is a step of a formula (atan2's,
+    say, which multiplies with it), not a gradient that still accumulates."""
+    return func is aten.add.Tensor and next_func is not aten.add.Tensor
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from memlab.metering.context import Context
 from memlab.metering.fake import dry_run
 from memlab.metering.frames import called_by, comes_from_the_engine, user_line
 from memlab.metering.modes import LightMode
-from memlab.metering.observer import COMPOSITIONS, is_formula, is_in_place_unwatched
+from memlab.metering.observer import COMPOSITIONS, OUT_OF_PLACE, is_formula, is_in_place_unwatched
 from memlab.metering.registry import REGISTRY, Storage
 
 aten = torch.ops.aten
@@ -71,7 +71,8 @@ class StorageMeter(LightMode):
         super().__init__()
         self.context = Context(
             on_root=self._scan_model,
-            on_step=self._scan_optimizer,
+            on_first_step=self._scan_optimizer,
+            on_step_end=self._scan_state,
             on_backward_start=self._backward_starts,
             on_backward_end=self._backward_ends,
         )
@@ -115,7 +116,7 @@ class StorageMeter(LightMode):
         for root in self.context.names.roots:
             self._scan_gradients(root.parameters())
         if self._optimizer is not None:
-            self._scan_optimizer(self._optimizer)
+            self._scan_state(self._optimizer)
         REGISTRY.unlisten(self._storage_changed)
         self._adopt_leftovers()
 
@@ -195,7 +196,8 @@ class StorageMeter(LightMode):
             phase = "backward"  # the gradient of the loss itself
         record = REGISTRY.find(tensor) or REGISTRY.add(tensor, self._run)
         record.operator, record.phase, record.module = func, phase, self.context.module()
-        record.node = self.context.node()
+        node = self.context.node()
+        record.node = None if node is None else (node._sequence_nr(), node.name())
         record.line = user_line() if self._lines else None
         if phase == "backward" and self.context.leaf() is not None:
             record.mark("gradients")
@@ -206,7 +208,8 @@ class StorageMeter(LightMode):
         self._own[record.number] = record
         self.live_bytes += record.bytes
         self._stream.append(Change(record, record.bytes, phase))
-        if not self._watch_pair(func, input_tensors, record) and self._on_birth is not None:
+        is_watched = func in OUT_OF_PLACE and self._watch_pair(func, input_tensors, record)
+        if not is_watched and self._on_birth is not None:
             self._on_birth(record)
         return record
 
@@ -261,7 +264,7 @@ class StorageMeter(LightMode):
             return
         death = self._death_of(pair.old, since=pair.position)
         takes_it = any(REGISTRY.find(tensor) is pair.new for tensor in tensors)
-        in_formula = takes_it and is_formula(pair.func, func, pair.new.node, self.context.node())
+        in_formula = takes_it and is_formula(pair.func, func) and self._is_in_node(pair.new)
         if death is None or in_formula or not pair.new.alive:
             if self._on_birth is not None:
                 self._on_birth(pair.new)
@@ -274,6 +277,11 @@ class StorageMeter(LightMode):
         else:
             self.live_bytes -= pair.new.bytes
         REGISTRY.continue_as(pair.old, pair.new)
+
+    def _is_in_node(self, record: Storage) -> bool:
+        """Whether backward still evaluates the node that made the storage."""
+        node = self.context.node()
+        return node is not None and record.node == (node._sequence_nr(), node.name())
 
     def _death_of(self, record: Storage, since: int) -> int | None:
         """The position in the stream at which the storage died."""
@@ -313,6 +321,9 @@ class StorageMeter(LightMode):
             for parameter in group["params"]:
                 self._scan_parameter(parameter)
             self._scan_gradients(group["params"])
+        self._scan_state(optimizer)
+
+    def _scan_state(self, optimizer: Any) -> None:
         state = getattr(optimizer, "state", {})
         for parameter, values in state.items() if hasattr(state, "items") else ():
             module = self.context.names.owning(parameter)

@@ -12,7 +12,8 @@ def phases_of(step) -> list[tuple[str, str, str]]:
     seen = []
     context = Context(
         on_root=lambda module: None,
-        on_step=lambda optimizer: None,
+        on_first_step=lambda optimizer: None,
+        on_step_end=lambda optimizer: None,
         on_backward_start=lambda: seen.append(("", "backward starts", "")),
         on_backward_end=lambda: seen.append(("", "backward ends", "")),
     )
