@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from memlab.metering.answers import Answers
+from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.devices import complete, watch
 from memlab.metering.fake import dry_run
 from memlab.metering.limits import BudgetExceeded, budget
@@ -70,13 +71,17 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
 
     def __exit__(self, *exception: Any) -> None:
         self._storages.__exit__(*exception)
+        with no_cycle_collection():  # of 10,000 events, none is garbage yet
+            self._trace = self._complete()
+
+    def _complete(self) -> Trace:
         answers, changes = self._watch.stop(), list(self._storages.changes())
         device = self._device or _main_device(changes)
         if device.type != answers.device.type or device.index not in (None, answers.device.index):
             answers = Answers(device)  # the step ran elsewhere than we watched
         completed = complete(changes, answers)
         leaves_scratch_out = answers.history is None and self._storages.context.has_much_scratch
-        self._trace = Trace(
+        return Trace(
             completed.events,
             device=device.type,
             dry=dry_run.active is not None,

@@ -13,6 +13,7 @@ new torch with a new branch fails it.
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.library import Library
 
 from memlab.metering.registry import Storage
@@ -93,8 +94,12 @@ class Compositions:
 COMPOSITIONS = Compositions()
 
 
-def is_in_place_unwatched(func: Any, first: torch.Tensor, old: Storage, new: Storage) -> bool:
+def is_in_place_unwatched(
+    func: Any, first: torch.Tensor, old: Storage, new: Storage, node: Node
+) -> bool:
     """Whether the engine, unwatched, would write the result `new` of `func` into `first`.
+
+    `node` is the node that it evaluates.
 
     Asked of calls that come straight from autograd's engine, without a graph of their own; it
     remains to be seen whether the storage `old` of `first` dies right after the call. A view is
@@ -104,7 +109,7 @@ def is_in_place_unwatched(func: Any, first: torch.Tensor, old: Storage, new: Sto
         return not first._is_view() and _is_dense(first)
     if func in _INTO_ZEROS:
         return old.node is not None and old.node == new.node
-    return new.node is not None and (new.node[1], func) in _IN_FORMULA
+    return (node.name(), func) in _IN_FORMULA
 
 
 def is_formula(func: Any, next_func: Any) -> bool:

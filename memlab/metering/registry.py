@@ -57,11 +57,11 @@ class Storage:
         self.run = run  # the metering that saw it first
         self.device = tensor.device
         self.dtype = tensor.dtype
-        self.shape = tensor.shape
+        self.shape = tuple(tensor.shape)
         self.category: str | None = None
         self.operator: Any = ""
         self.module = ""
-        self.node: Any = None  # of autograd's graph, whose evaluation made it
+        self.node: int | None = None  # number of the node of autograd's graph that made it
         self.phase = "before"
         self.line: str | None = None
         self.reference: _Reference | None = None
@@ -86,7 +86,7 @@ class Storage:
             module=self.module,
             phase=phase,
             dtype=_name(self.dtype),
-            shape=tuple(self.shape),
+            shape=self.shape,
             line=self.line,
         )
 

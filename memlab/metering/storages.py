@@ -197,7 +197,7 @@ class StorageMeter(LightMode):
         record = REGISTRY.find(tensor) or REGISTRY.add(tensor, self._run)
         record.operator, record.phase, record.module = func, phase, self.context.module()
         node = self.context.node()
-        record.node = None if node is None else (node._sequence_nr(), node.name())
+        record.node = None if node is None else node._sequence_nr()
         record.line = user_line() if self._lines else None
         if phase == "backward" and self.context.leaf() is not None:
             record.mark("gradients")
@@ -252,7 +252,7 @@ class StorageMeter(LightMode):
             return func is aten.add.Tensor
         if new.phase != "backward" or torch.is_grad_enabled() or not comes_from_the_engine():
             return False
-        return is_in_place_unwatched(func, first, old, new)
+        return is_in_place_unwatched(func, first, old, new, self.context.node())
 
     def _close_watched_pair(self, func: Any = None, tensors: Iterable[torch.Tensor] = ()) -> None:
         """Fold the last operator's output into its input, if that died right after it.
@@ -281,7 +281,7 @@ class StorageMeter(LightMode):
     def _is_in_node(self, record: Storage) -> bool:
         """Whether backward still evaluates the node that made the storage."""
         node = self.context.node()
-        return node is not None and record.node == (node._sequence_nr(), node.name())
+        return node is not None and record.node == node._sequence_nr()
 
     def _death_of(self, record: Storage, since: int) -> int | None:
         """The position in the stream at which the storage died."""

@@ -20,10 +20,8 @@ It sees the CPU's allocator and no other, and the thread that it runs in. A bloc
 before the profiler has no known size, so its free is left out: `warm_up` is for that.
 """
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -35,6 +33,7 @@ from torch._C._profiler import _EventType, _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.metering.cycles import no_cycle_collection
 from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
@@ -296,7 +295,7 @@ def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
     """The roots of the profiler's tree of what ran; one of them is the scope named _STEP."""
     config = _ExperimentalConfig(capture_overload_names=True)
     with (
-        _no_cycle_collection(),
+        no_cycle_collection(),
         profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config
         ) as profiler,
@@ -306,17 +305,6 @@ def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
         with record_function(_STEP):
             step()
     return profiler.profiler.kineto_results.experimental_event_tree()
-
-
-@contextmanager
-def _no_cycle_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Note(NamedTuple):

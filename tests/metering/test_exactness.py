@@ -1,6 +1,5 @@
 """Every kind of step: the meter against the step unwatched, and dry runs against real ones."""
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +7,7 @@ from kinds import KINDS, OUTSIDE_THE_PROMISE
 from test_fake import renumbered
 
 import memlab
+from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.unobserved import compare, record, with_workspace
 from memlab.trace import Trace
 
@@ -27,9 +27,8 @@ DRY_RUN_DIFFERS = {
 @pytest.fixture(autouse=True)
 def _no_cycle_collection() -> Iterator[None]:
     """Two runs of one step would free a cycle of Python objects at different moments."""
-    gc.disable()
-    yield
-    gc.enable()
+    with no_cycle_collection():
+        yield
 
 
 def second_step(name: str) -> Trace:
