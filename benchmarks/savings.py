@@ -1,0 +1,58 @@
+"""What each technique saves and costs on this machine: the table and the pictures of the README.
+
+    python benchmarks/savings.py
+
+It measures what `memlab measure` measures on a CPU, prints Markdown, draws `images/`, and writes
+`benchmarks/results/<machine>.json`.
+"""
+
+from common import RESULTS, ROOT, heading, save, table
+
+from memlab import plot
+from memlab.cli.choices import SUITABLE
+from memlab.cli.measure import measured_rows
+from memlab.cli.report import progress
+from memlab.cli.rows import Row
+from memlab.train import TECHNIQUES
+from memlab.units import format_bytes
+
+SETTING = SUITABLE["cpu"]
+IMAGES = ROOT / "images"
+
+
+def cells(row: Row, plain: Row) -> tuple[str, ...]:
+    """A line of the README's table: what it is, peak, saved, where the peak lies, time."""
+    saved = 1 - row.trace.peak_bytes / plain.trace.peak_bytes
+    return (
+        f"{row.name}: {TECHNIQUES[row.name].summary}",
+        format_bytes(row.trace.peak_bytes),
+        "" if row is plain else f"{saved:+.1%}",
+        row.trace.peak_phase,
+        "1 ×" if row is plain else f"{row.time_ratio:.2f} ×",
+    )
+
+
+def main() -> None:
+    with progress(stages=2 * len(TECHNIQUES)) as announce:
+        rows = measured_rows(SETTING, TECHNIQUES, False, announce)
+    print(heading(f"Savings: {SETTING}"), end="\n\n")
+    lines = [cells(row, rows[0]) for row in rows]
+    print(table(("technique", "peak", "saved", "peak in", "time"), lines))
+    IMAGES.mkdir(exist_ok=True)
+    plot.save(plot.timeline(rows[0].trace, title=str(SETTING)), IMAGES / "measure-timeline.png")
+    traces = {row.name: row.trace for row in rows}
+    plot.save(plot.breakdown(traces, title=str(SETTING)), IMAGES / "measure.png")
+    numbers = {
+        row.name: {
+            "peak_bytes": row.trace.peak_bytes,
+            "at_peak": row.trace.at_peak,
+            "time_ratio": row.time_ratio,
+            "gradient_difference": row.gradient_difference,
+        }
+        for row in rows
+    }
+    save(RESULTS, "savings", "techniques", numbers)
+
+
+if __name__ == "__main__":
+    main()
