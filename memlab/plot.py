@@ -35,6 +35,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Affine2D, Bbox, Transform
 
+from memlab.files import write_beside
 from memlab.trace import CATEGORIES, PHASES, Trace
 from memlab.units import BINARY_UNITS, format_bytes
 
@@ -173,12 +174,8 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     kind = path.suffix.lower().removeprefix(".")
     if kind not in METADATA:
         raise ValueError(f"got {path.name!r} to save a figure in; end the name in .png or .svg")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with write_beside(path) as beside:
         beside.write_bytes(_rendered(figure, kind))
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------ what to draw: plain data

@@ -1,8 +1,8 @@
 """One training step with plugs: the only file that knows the model and the techniques together.
 
-A technique is a row of TECHNIQUES, and each row fills one or more of five plugs: a function in
-place of a function, a wrapper around a block, a `with` around the forward pass, an optimizer, and
-(where backward or the step want one) a call after them. Delete the row and the technique is gone.
+A technique is a row of TECHNIQUES, and each row fills one or more of the plugs: a function in place
+of a function (attention, loss), a wrapper around a block, a `with` around the forward pass, an
+optimizer. Delete the row and the technique is gone.
 """
 
 from collections.abc import Callable, Iterable
@@ -80,7 +80,10 @@ class Training:
 
 
 def build(setting: Setting, technique: Technique) -> Training:
-    """The same weights and the same batch for every technique; the first step makes the state."""
+    """The same weights and the same batch for every technique; the first step makes the state.
+
+    It sets torch's seed.
+    """
     torch.manual_seed(SEED)
     device = setting.device
     with torch.device(device):
@@ -121,7 +124,7 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "autocast": Technique(
         "torch's autocast to bfloat16 in the forward pass",
-        around_forward=lambda device: torch.autocast(device, torch.bfloat16),
+        around_forward=lambda device: torch.autocast(torch.device(device).type, torch.bfloat16),
     ),
     "eager-attention": Technique(
         "attention with its score matrix in memory", attention=attention_reference

@@ -5,14 +5,20 @@ import os
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
 import memlab
-from memlab.train import TECHNIQUES, Setting, build
+from memlab.cli.errors import in_one_line
+from memlab.cli.machine import devices_present, memory_of, name_of
+from memlab.cli.rows import metered
+from memlab.train import TECHNIQUES, Setting, Technique, build
 from memlab.units import format_bytes
 
 LOWEST_PYTHON, LOWEST_TORCH = (3, 11), (2, 11)
@@ -23,6 +29,7 @@ OPTIONAL = {
     "bitsandbytes": "comparisons with its 8-bit optimizers",
 }
 NEEDED_DISK = 100 * 2**20
+SMALL = Setting("tiny", batch=2, seq_len=32)
 
 
 class Finding(NamedTuple):
@@ -51,8 +58,10 @@ def _findings() -> Iterator[Finding]:
     yield _at_least("torch", f"{torch.__version__}, built for {_build()}", version, LOWEST_TORCH)
     yield Finding("host", None, _host())
     yield from _devices()
-    yield _tried("meter", "cpu", _meter_works)
-    yield _tried("dry run", "cpu", _dry_run_works)
+    for device in devices_present():
+        yield _tried("meter", _meter_works, device)
+        yield _tried("techniques", _techniques_work, device)
+    yield _tried("dry run", _dry_run_works)
     yield _disk()
     for package, use in OPTIONAL.items():
         yield _package(package, use)
@@ -61,7 +70,7 @@ def _findings() -> Iterator[Finding]:
         yield Finding("threads", None, f"{torch.get_num_threads()}; {advice}")
 
 
-def _at_least(name: str, found: str, version: tuple, lowest: tuple) -> Finding:
+def _at_least(name: str, found: str, version: tuple[int, ...], lowest: tuple[int, ...]) -> Finding:
     wanted = ".".join(map(str, lowest))
     text = found if version >= lowest else f"{found}; memlab wants {wanted} or newer"
     return Finding(name, version >= lowest, text)
@@ -70,72 +79,108 @@ def _at_least(name: str, found: str, version: tuple, lowest: tuple) -> Finding:
 def _build() -> str:
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    return "Metal" if torch.backends.mps.is_built() else "the CPU"
 
 
 def _host() -> str:
     system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
-    try:
-        page = os.sysconf("SC_PAGE_SIZE")
-        total, free = (page * os.sysconf(f"SC_{which}_PAGES") for which in ("PHYS", "AVPHYS"))
-    except (AttributeError, ValueError, OSError):  # not every system tells
+    memory = memory_of(torch.device("cpu"))
+    if memory is None:
         return system
+    free, total = memory
     return f"{system}, {format_bytes(total)} of memory, {format_bytes(free)} unused"
 
 
-def _devices() -> Iterator[Finding]:
-    """The accelerator, its driver and free memory, and whether a step runs on it."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        yield Finding("device", None, "no accelerator found; everything runs on the CPU")
-        return
-    kind = accelerator.type
-    for index in range(torch.accelerator.device_count()):
-        yield Finding("device", True, _describe_device(kind, index))
-    yield _tried("step", kind, _meter_works)
-
-
-def _describe_device(kind: str, index: int) -> str:
-    if kind == "cuda":
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        driver = f"driver for CUDA {torch._C._cuda_getDriverVersion() / 1000:.1f}"
-        memory = f"{format_bytes(free)} free of {format_bytes(total)}"
-        return f"{kind}:{index} {name}, {memory}" + ("" if torch.version.hip else f", {driver}")
-    if kind == "mps":
-        limit = torch.mps.recommended_max_memory()
-        return f"mps, Apple {platform.machine()}, up to {format_bytes(limit)} recommended"
-    return f"{kind}:{index}"
-
-
-def _tried(name: str, device: str, attempt: Callable[[str], str]) -> Finding:
-    """Whether `attempt` works on the device; what it raises is the reason why not."""
+def _tried(name: str, attempt: Callable[..., str], *arguments: object) -> Finding:
+    """What `attempt` says if it works; what it raises is the reason why not."""
     try:
-        return Finding(name, True, attempt(device))
+        return Finding(name, True, attempt(*arguments))
     except Exception as error:
-        return Finding(name, False, f"{type(error).__name__}: {error}")
+        return Finding(name, False, in_one_line(error))
 
 
-def _peak(setting: Setting) -> int:
-    training = build(setting, TECHNIQUES["plain"])
-    training.step()
-    trace = memlab.measure(training.step, model=training.model, optimizer=training.optimizer)
-    return trace.peak_bytes
+# ------------------------------------------------------------------ devices
+
+
+def _devices() -> Iterator[Finding]:
+    """The accelerator, its driver and free memory; or why there is none."""
+    with warnings.catch_warnings(record=True) as said:  # by a driver that is too old, for one
+        warnings.simplefilter("always")
+        kind = devices_present()[-1]
+    if kind != "cpu":
+        for index in range(torch.accelerator.device_count()):
+            yield _tried("device", _describe, torch.device(kind, index))
+    elif card := _card():
+        reason = (
+            str(said[0].message).splitlines()[0]
+            if said
+            else f"it is built for {_build()}; install another"
+        )
+        yield Finding("device", False, f"{card} is here, but this torch cannot use it: {reason}")
+    else:
+        yield Finding("device", None, "no accelerator found; everything runs on the CPU")
+
+
+def _describe(device: torch.device) -> str:
+    memory = memory_of(device)
+    parts = [f"{device} {name_of(device)}"]
+    if memory is not None:
+        parts.append(f"{format_bytes(memory[0])} free of {format_bytes(memory[1])}")
+    if device.type == "mps":
+        limit = format_bytes(torch.mps.recommended_max_memory())
+        parts.append(f"Metal recommends {limit} at most")
+    if device.type == "cuda" and not torch.version.hip:
+        version = torch._C._cuda_getDriverVersion()  # 12080 is 12.8
+        parts.append(f"driver for CUDA {version // 1000}.{version % 1000 // 10}")
+    return ", ".join(parts)
+
+
+def _card() -> str | None:
+    """The GPU whose driver is installed here, whether or not torch can use it."""
+    if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
+        return "an NVIDIA GPU"
+    return "an AMD GPU" if Path("/dev/kfd").exists() else None
+
+
+# ------------------------------------------------------------------ what works
 
 
 def _meter_works(device: str) -> str:
-    peak = _peak(Setting("tiny", batch=2, seq_len=32, device=device))
+    peak = _peak(TECHNIQUES["plain"], device)
     return f"a training step on {device} was measured: peak {format_bytes(peak)}"
 
 
-def _dry_run_works(device: str) -> str:
-    setting = Setting("tiny", batch=2, seq_len=32, device=device)
-    real = _peak(setting)
+def _techniques_work(device: str) -> str:
+    failed = {}
+    for name, technique in TECHNIQUES.items():
+        try:
+            _peak(technique, device)
+        except Exception as error:
+            failed[name] = in_one_line(error)
+    if failed:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in failed.items())
+        raise RuntimeError(f"not all work on {device}: {reasons}")
+    return f"all {len(TECHNIQUES)} work on {device}"
+
+
+def _dry_run_works() -> str:
+    real = _peak(TECHNIQUES["plain"], "cpu")
     with memlab.dry_run():
-        dry = _peak(setting)
+        dry = _peak(TECHNIQUES["plain"], "cpu")
     if real != dry:
         raise RuntimeError(f"a dry run says {dry} bytes, the real step took {real}")
     return f"equal to the real step, to the byte ({dry:,} B)"
+
+
+def _peak(technique: Technique, device: str) -> int:
+    training = build(replace(SMALL, device=device), technique)
+    training.step()
+    return metered(training).peak_bytes
+
+
+# ------------------------------------------------------------------ disk and packages
 
 
 def _disk() -> Finding:

@@ -1,0 +1,121 @@
+"""What the user asked for: a Setting and Techniques, or one sentence that says why not."""
+
+import difflib
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import torch
+
+from memlab.cli.errors import UsageError
+from memlab.cli.machine import devices_present, memory_of
+from memlab.cli.rows import dry_row
+from memlab.model import PRESETS
+from memlab.train import TECHNIQUES, Setting, Technique
+from memlab.units import format_bytes
+
+SUITABLE = {
+    "cpu": Setting("25m", batch=4, seq_len=256),
+    "mps": Setting("34m", batch=4, seq_len=512),
+    "accelerator": Setting("124m", batch=8, seq_len=1024),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(given: str | None, dry: bool) -> str:
+    """The device asked for, or the accelerator that is there, or the CPU."""
+    if dry and given is not None:
+        raise UsageError(
+            f"got --device {given} together with --dry-run, which uses no device; leave one out"
+        )
+    present = devices_present()
+    if given is not None and given not in present:
+        raise UsageError(
+            f"got --device {given}; this machine has {' and '.join(present)} "
+            f"(memlab doctor says more), and --dry-run needs none"
+        )
+    return given or ("cpu" if dry else present[-1])
+
+
+def choose_setting(
+    model: str | None,
+    batch: int | None,
+    seq_len: int | None,
+    dtype: str | None,
+    device: str,
+    dry: bool,
+) -> Setting:
+    """What suits the device, with what the user gave in its place; it fits into memory if it can.
+
+    Where the user gave no batch, an accelerator gets one that leaves half of its free memory to
+    the techniques that take more than the plain step.
+    """
+    given = {
+        "model": _known("--model", model, PRESETS),
+        "batch": batch,
+        "seq_len": seq_len,
+        "dtype": DTYPES.get(_known("--dtype", dtype, DTYPES)),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    suitable = SUITABLE.get(device, SUITABLE["accelerator"])
+    longest = PRESETS[given.get("model", suitable.model)].seq_len
+    suitable = replace(suitable, device=device, seq_len=min(suitable.seq_len, longest))
+    try:
+        setting = replace(suitable, **given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not dry and device == "cpu" and given:
+        _require_memory(setting)
+    return setting if dry or device == "cpu" or batch else _with_a_batch_that_fits(setting)
+
+
+def choose_techniques(names: list[str] | None) -> dict[str, Technique]:
+    """The plain step, and those asked for, or all."""
+    wanted = {_known("--technique", name, TECHNIQUES) for name in names or TECHNIQUES}
+    return {name: t for name, t in TECHNIQUES.items() if name in wanted | {"plain"}}
+
+
+def choose_folder(out: str) -> Path:
+    """The folder `out`, made if need be, in which a file can be written: tried before measuring."""
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise UsageError(
+            f"got --out {out}, where no file can be written ({error.strerror}); name another folder"
+        ) from error
+
+
+def _known(option: str, given: str | None, known: Collection[str]) -> str | None:
+    """What was given, if it is known."""
+    if given is None or given in known:
+        return given
+    near = difflib.get_close_matches(given, known, n=1)
+    guess = f"did you mean {near[0]}? There are" if near else "choose from"
+    raise UsageError(f"got {option} {given}; {guess} {', '.join(known)}")
+
+
+def _require_memory(setting: Setting) -> None:
+    """Linux hands out more memory than it has, and later ends the process without a word."""
+    memory, wanted = memory_of(torch.device("cpu")), _bytes_of_a_step(setting)
+    if memory is not None and wanted > memory[1]:
+        raise UsageError(
+            f"a plain step of {setting} takes {format_bytes(wanted)}; this machine has "
+            f"{format_bytes(memory[1])}; make it smaller, or add --dry-run, which takes none"
+        )
+
+
+def _with_a_batch_that_fits(setting: Setting) -> Setting:
+    memory = memory_of(torch.device(setting.device))
+    while memory and setting.batch > 1 and _bytes_of_a_step(setting) > memory[0] / 2:
+        setting = replace(setting, batch=setting.batch // 2)
+    return setting
+
+
+def _bytes_of_a_step(setting: Setting) -> int:
+    trace = dry_row(replace(setting, device="cpu"), "plain", TECHNIQUES["plain"]).trace
+    assert trace is not None
+    return trace.peak_bytes

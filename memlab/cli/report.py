@@ -1,0 +1,183 @@
+"""What the user sees of Rows in the terminal: a headline, a table, and what needs a word more."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from textwrap import fill
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from memlab.cli.machine import name_of
+from memlab.cli.rows import Row
+from memlab.model import PRESETS
+from memlab.trace import CATEGORIES, Trace
+from memlab.train import Setting
+from memlab.units import format_bytes
+
+NOTABLE = 0.01  # of the plain peak: what is less is no saving and no cost
+DOUBTFUL = 0.2  # of a ratio: rounds that differ by more were disturbed
+WHERE = {
+    "before": "before the step",
+    "forward": "in forward",
+    "backward": "in backward",
+    "optimizer": "in the optimizer step",
+}
+
+# Numbers are never cut to the terminal's width: it wraps a line that is too long for it.
+console = Console(highlight=False, width=200)
+
+
+def headline(setting: Setting, dry: bool) -> str:
+    """What is measured, and on what: two lines."""
+    parameters = PRESETS[setting.model].parameters
+    how = "dry run, nothing is computed" if dry else name_of(torch.device(setting.device))
+    return f"{setting}\n{parameters:,} parameters; {how}; torch {torch.__version__}"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line for each row; columns in which no row has anything are left out."""
+    plain = rows[0]
+    columns: dict[str, list[str]] = {
+        "technique": [row.name for row in rows],
+        "peak": [_of(row.trace, lambda t: format_bytes(t.peak_bytes)) or "failed" for row in rows],
+        "saved": ["" if row is plain else _of(row.trace, _saved(plain.trace)) for row in rows],
+        "reserved": [_of(row.trace, lambda t: _of(t.reserved_bytes, format_bytes)) for row in rows],
+        "peak in": [_of(row.trace, lambda t: t.peak_phase) for row in rows],
+        "time": [_of(plain.seconds, _seconds)] + [_of(r.time_ratio, _ratio) for r in rows[1:]],
+        "gradients": [""] + [_of(row.gradient_difference, _difference) for row in rows[1:]],
+    }
+    lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
+    for title in shown:
+        lines.add_column(title, justify="left" if title == "technique" else "right", no_wrap=True)
+    for cells in zip(*shown.values(), strict=True):
+        lines.add_row(*cells)
+    return lines
+
+
+def paragraph(sentence: str) -> str:
+    """The sentence in lines that every terminal has room for."""
+    return fill(sentence, 80, subsequent_indent="  ", break_long_words=False)
+
+
+def remarks(rows: Sequence[Row]) -> Iterator[str]:
+    """What the table alone leaves open: its last columns, failures, and savings that don't show."""
+    plain, others = rows[0], rows[1:]
+    if (spread := max(map(_spread, rows))) > DOUBTFUL:
+        yield (
+            f"time: rounds differ by up to {spread:.0%}; this machine is busy, "
+            f"or the steps are too short to time"
+        )
+    if any(row.gradient_difference for row in others):
+        yield (
+            f"gradients: the largest difference from the plain step's, "
+            f"which reach {plain.largest_gradient:.1e}"
+        )
+    for row in others:
+        if row.failure is not None:
+            yield f"{row.name}: {row.failure}"
+        elif plain.seconds is not None and row.seconds is None:
+            yield f"{row.name}: no time; the plain training does not fit into memory beside it"
+        elif hidden := _hidden_change(row.trace, plain.trace):
+            yield f"{row.name}: {hidden}"
+
+
+def _spread(row: Row) -> float:
+    """How much more the largest ratio of the row is than the smallest, as a share."""
+    return max(row.time_ratios) / min(row.time_ratios) - 1 if row.time_ratios else 0
+
+
+def say(text: str) -> None:
+    """Print a text as it is: no markup, no line broken."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress(stages: int) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error; call what it gives with the name of each stage as that begins."""
+    console = Console(stderr=True)
+    with Progress(
+        SpinnerColumn("line"),
+        TextColumn("{task.description:<32}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # else what goes to a file would go to the terminal
+        disable=not console.is_terminal,  # else a file would get an empty line
+    ) as bar:
+        task = bar.add_task("", total=stages, completed=-1)
+        yield lambda stage: bar.update(task, advance=1, description=stage)
+
+
+# ------------------------------------------------------------------ cells
+
+
+def _of(value: Any, text: Callable[[Any], str]) -> str:
+    """The text of a value; nothing of None."""
+    return "" if value is None else text(value)
+
+
+def _saved(plain: Trace) -> Callable[[Trace], str]:
+    def text(trace: Trace) -> str:
+        share = f"{1 - trace.peak_bytes / plain.peak_bytes:+.1%}"
+        return "0.0%" if share in ("+0.0%", "-0.0%") else share
+
+    return text
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.2f} ×"
+
+
+def _difference(difference: float) -> str:
+    return f"{difference:.1e}" if difference else "equal"
+
+
+# ------------------------------------------------------------------ what a peak elsewhere hides
+
+
+def _hidden_change(trace: Trace, plain: Trace) -> str | None:
+    """The largest change of a category that is not at its most when the peak comes; None if the
+    peaks differ, or nothing else does."""
+    notable = NOTABLE * plain.peak_bytes
+    if abs(trace.peak_bytes - plain.peak_bytes) >= notable:
+        return None
+    most, plain_most = _most_alive(trace), _most_alive(plain)
+    changes = {c: most[c] - plain_most[c] for c in CATEGORIES}
+    hidden = {
+        category: change
+        for category, change in changes.items()
+        if abs(change) >= notable and not _is_at_its_most(category, plain if change < 0 else trace)
+    }
+    if not hidden:
+        return None
+    category = max(hidden, key=lambda c: abs(hidden[c]))
+    advice = "; a larger --batch or --seq lets it show" if category == "activations" else ""
+    return (
+        f"{category.replace('_', ' ')} reach {format_bytes(most[category])}, not "
+        f"{format_bytes(plain_most[category])}, but the peak is {WHERE[plain.peak_phase]}{advice}"
+    )
+
+
+def _is_at_its_most(category: str, trace: Trace) -> bool:
+    return trace.at_peak.get(category, 0) == _most_alive(trace)[category]
+
+
+def _most_alive(trace: Trace) -> Counter[str]:
+    """The most bytes of each category that are alive at one moment."""
+    alive: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    for event in trace.events:
+        alive[event.category] += event.bytes
+        most[event.category] = max(most[event.category], alive[event.category])
+    return most

@@ -1,0 +1,88 @@
+"""The files of a measurement: numbers and pictures, all of them or none."""
+
+import importlib.util
+import json
+import math
+import platform
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memlab.cli.errors import UsageError
+from memlab.cli.report import say
+from memlab.cli.rows import Row
+from memlab.files import write_beside
+from memlab.trace import Trace
+
+
+def write(rows: Sequence[Row], title: str, folder: Path) -> None:
+    """Write numbers and, where matplotlib is installed, pictures: all of them or none."""
+    measured = [row for row in rows if row.trace is not None]
+    names = ["measure.json"]
+    if importlib.util.find_spec("matplotlib") is None:
+        say("no pictures: pip install matplotlib draws them")
+    else:
+        names += ["measure.png", "measure-timeline.png"]
+    try:
+        with ExitStack() as files:
+            beside = {name: files.enter_context(write_beside(folder / name)) for name in names}
+            _write_numbers(rows, title, beside.pop("measure.json"))
+            if beside:
+                _draw(measured, title, beside["measure.png"], beside["measure-timeline.png"])
+    except OSError as error:
+        raise UsageError(f"writing to {folder} failed: {error}") from error
+    say("written: " + ", ".join(str(folder / name) for name in names))
+
+
+def _draw(rows: Sequence[Row], title: str, breakdown: Path, timeline: Path) -> None:
+    from memlab import plot  # only here: measuring needs no matplotlib
+
+    plot.save(plot.breakdown({row.name: row.trace for row in rows}, title=title), breakdown)
+    plot.save(plot.timeline(rows[0].trace, title=f"{rows[0].name}: {title}"), timeline)
+
+
+def _write_numbers(rows: Sequence[Row], title: str, path: Path) -> None:
+    numbers = {
+        "what": title,
+        "date": date.today().isoformat(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rows": [_numbers(row) for row in rows],
+    }
+    path.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _numbers(row: Row) -> dict[str, Any]:
+    return {
+        "technique": row.name,
+        **({} if row.trace is None else _bytes_of(row.trace)),
+        "seconds": row.seconds,
+        "time_ratio": row.time_ratio,
+        "time_ratios": row.time_ratios,
+        "gradient_difference": _or_its_name(row.gradient_difference),
+        "largest_gradient": _or_its_name(row.largest_gradient),
+        "failure": row.failure,
+    }
+
+
+def _bytes_of(trace: Trace) -> dict[str, Any]:
+    return {
+        "device": trace.device,
+        "dry": trace.dry,
+        "peak_bytes": trace.peak_bytes,
+        "peak_in": trace.peak_phase,
+        "at_peak": trace.at_peak,
+        "memory": asdict(trace.memory),
+        "notes": trace.notes,
+    }
+
+
+def _or_its_name(number: float | None) -> float | str | None:
+    """JSON has no nan and no infinity."""
+    return number if number is None or math.isfinite(number) else str(number)

@@ -1,0 +1,167 @@
+"""A step of the user's own: load it, run it, and say in one line what went wrong in it.
+
+The script runs as Python would run it: its folder is the first to import from, and it finds no
+arguments but its own name. Only its `__name__` is not `__main__`.
+"""
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memlab
+from memlab.cli import report
+from memlab.cli.choices import choose_device, choose_folder
+from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
+from memlab.cli.machine import devices_present
+from memlab.cli.results import write
+from memlab.cli.rows import Announce, Row
+from memlab.trace import Trace
+
+
+@dataclass(frozen=True)
+class Script:
+    """`path.py:function`."""
+
+    path: Path
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.function}"
+
+
+def measure_script(given: str, *, device: str | None, dry: bool, out: str) -> None:
+    """Measure the second step of the user's training; print it, write pictures and numbers."""
+    script = find_script(given)
+    device = None if device is None else choose_device(device, dry)
+    folder = choose_folder(out)
+    with report.progress(stages=3) as announce, memlab.dry_run() if dry else nullcontext():
+        trace = _measured(script, device, announce)
+    if not trace.peak_bytes:
+        raise UsageError(
+            f"the step of {script} allocated nothing on {trace.device}; it must call the model"
+        )
+    report.say(str(trace))
+    write([Row(str(script), trace)], f"{script}, dry run" if dry else str(script), folder)
+
+
+def find_script(given: str) -> Script:
+    """The file and the name of the function; the file is there."""
+    path, _, function = given.rpartition(":")
+    if not path.endswith(".py") or not function.isidentifier():
+        raise UsageError(
+            f"got --script {given}; give a file and a function in it, such as train.py:build"
+        )
+    if not Path(path).is_file():
+        raise UsageError(f"got --script {given}; there is no file {path} here")
+    return Script(Path(path), function)
+
+
+def _measured(script: Script, device: str | None, announce: Announce) -> Trace:
+    with _as_python_runs_it(script.path), _in_one_sentence(script):
+        announce("building")
+        step, model, optimizer = _parts(_load(script)(), script)
+        announce("first step")
+        step()
+        announce("measured step")
+        return memlab.measure(step, model=model, optimizer=optimizer, device=device)
+
+
+@contextmanager
+def _as_python_runs_it(path: Path) -> Iterator[None]:
+    folders, arguments = sys.path[:], sys.argv
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.argv = [str(path)]
+    try:
+        yield
+    finally:
+        sys.path[:], sys.argv = folders, arguments
+
+
+def _load(script: Script) -> Callable[[], Any]:
+    """The function, out of the file as a module of its name: what pickles it looks for that."""
+    name = script.path.stem
+    if name in sys.modules:  # a script may be called types.py, and nobody else may meet it
+        name += "_script"
+    spec = importlib.util.spec_from_file_location(name, script.path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    function = getattr(module, script.function, None)
+    if not callable(function):
+        raise UsageError(f"got --script {script}; {script.path} has no function {script.function}")
+    return function
+
+
+def _parts(built: Any, script: Script) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
+    """What the function returned, if it is (step, model, optimizer)."""
+    if not isinstance(built, (tuple, list)):
+        raise _wrong_parts(type(built).__name__, script)
+    names = f"({', '.join(type(part).__name__ for part in built)})"
+    if len(built) != 3:
+        raise _wrong_parts(names, script)
+    step, model, optimizer = built
+    is_model = model is None or isinstance(model, torch.nn.Module)
+    is_optimizer = optimizer is None or hasattr(optimizer, "step")
+    if not (callable(step) and is_model and is_optimizer):
+        raise _wrong_parts(names, script)
+    return step, model, optimizer
+
+
+def _wrong_parts(got: str, script: Script) -> UsageError:
+    return UsageError(
+        f"{script} returned {got}; wanted (step, model, optimizer), where step() is one training "
+        f"step, and model and optimizer may be None"
+    )
+
+
+# ------------------------------------------------------------------ what goes wrong in it
+
+
+@contextmanager
+def _in_one_sentence(script: Script) -> Iterator[None]:
+    """What the user's code raises becomes a sentence that names their own line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(_what_happened(error, script.path) + _advice(error)) from error
+
+
+def _what_happened(error: BaseException, path: Path) -> str:
+    line = _line(error, path)
+    where = str(path) if line is None else f"{path.name}:{line}"
+    if where in str(error):  # a dry run names the line itself
+        return str(error)
+    return f"{where} raised {in_one_line(error)}"
+
+
+def _line(error: BaseException, path: Path) -> int | None:
+    """The innermost line of the script that led to the error."""
+    path = path.resolve()
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).resolve() == path:
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f.lineno for f in reversed(frames) if Path(f.filename).resolve() == path), None)
+
+
+def _advice(error: BaseException) -> str:
+    if memlab.dry_run.active is not None:
+        return ""
+    if is_out_of_memory(error):
+        return "; --dry-run takes no memory"
+    asked_for = {"CUDA": "cuda", "NVIDIA": "cuda", "MPS": "mps", "XPU": "xpu"}
+    missing = {d for word, d in asked_for.items() if word in str(error)} - set(devices_present())
+    return f"; there is no {missing.pop()} here, and --dry-run needs none" if missing else ""

@@ -1,0 +1,282 @@
+"""`memlab doctor`: one line for each finding, and status 1 if one of them is bad."""
+
+import importlib.metadata
+import shutil
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from memlab.cli import doctor, machine
+from memlab.model import PRESETS
+from memlab.train import TECHNIQUES
+from memlab.units import format_bytes
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_block():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], layers=1))
+        yield
+
+
+@pytest.fixture(scope="module")
+def report(memlab_in, tmp_path_factory):
+    return memlab_in(tmp_path_factory.mktemp("doctor"), "doctor")
+
+
+def findings(name: str) -> list[tuple[bool | None, str]]:
+    """What the doctor finds by this name."""
+    return [(f.ok, f.text) for f in doctor._findings() if f.name == name]
+
+
+def devices() -> list[tuple[str, bool | None, str]]:
+    """What the doctor finds of the devices: nothing else of it takes time."""
+    return [tuple(finding) for finding in doctor._devices()]
+
+
+@pytest.fixture
+def cuda(no_accelerator, monkeypatch):
+    """Two GPUs, as torch would tell of them."""
+    properties = {0: ("H200", 100 * GIB, 140 * GIB), 1: ("RTX 4090", 20 * GIB, 24 * GIB)}
+
+    def memory(device):
+        return properties[device.index][1:]
+
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(properties))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", memory)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: properties[device.index][0])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
+    return properties
+
+
+# ------------------------------------------------------------------ this machine
+
+
+def test_a_machine_on_which_the_tests_run_is_well(report):
+    assert (report.status, report.err) == (0, "")
+    assert "FAIL" not in report.out
+
+
+@pytest.mark.parametrize("name", ["python", "torch", "host", "device", "meter", "techniques"])
+def test_it_speaks_of(report, name):
+    assert name in [line[5:].split()[0] for line in report.out.splitlines()]
+
+
+def test_every_line_begins_with_its_verdict(report):
+    assert {line[:5] for line in report.out.splitlines()} == {"OK   ", "     "}
+
+
+def test_the_versions_are_those_that_run(report):
+    assert f"OK   torch        {torch.__version__}, built for " in report.out
+
+
+def test_the_dry_run_was_held_against_the_real_step(report):
+    peak = doctor._peak(TECHNIQUES["plain"], "cpu")
+    assert f"OK   dry run      equal to the real step, to the byte ({peak:,} B)" in report.out
+
+
+def test_every_technique_was_tried(report):
+    assert f"OK   techniques   all {len(TECHNIQUES)} work on cpu" in report.out
+
+
+# ------------------------------------------------------------------ devices
+
+
+@pytest.mark.usefixtures("cuda")
+def test_each_gpu_is_told_with_its_memory_and_its_driver():
+    assert devices() == [
+        ("device", True, "cuda:0 H200, 100.00 GiB free of 140.00 GiB, driver for CUDA 12.8"),
+        ("device", True, "cuda:1 RTX 4090, 20.00 GiB free of 24.00 GiB, driver for CUDA 12.8"),
+    ]
+
+
+@pytest.mark.usefixtures("cuda")
+def test_rocm_has_no_driver_for_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "CUDA" not in devices()[0][2]
+
+
+def test_apple_says_how_much_it_recommends(monkeypatch):
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(machine, "memory_of", lambda device: None)
+    monkeypatch.setattr(doctor, "memory_of", lambda device: None)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB)
+    [(_, ok, text)] = devices()
+    assert ok
+    assert text.startswith("mps:0 Apple ")
+    assert text.endswith("Metal recommends 12.00 GiB at most")
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_device_that_does_not_answer_fails(monkeypatch):
+    def unwell(device):
+        raise RuntimeError("CUDA error: an illegal memory access\nwas encountered")
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", unwell)
+    assert devices()[0] == (
+        "device",
+        False,
+        "RuntimeError: CUDA error: an illegal memory access",
+    )
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_step_is_tried_on_the_accelerator_as_on_the_cpu(monkeypatch):
+    tried = []
+    monkeypatch.setattr(doctor, "_peak", lambda technique, device: tried.append(device) or 1)
+    meters = [text.split(" was ")[0] for _, text in findings("meter")]
+    assert meters == ["a training step on cpu", "a training step on cuda"]
+    assert {"cpu", "cuda"} == set(tried)
+
+
+@pytest.mark.parametrize("card", ["an NVIDIA GPU", "an AMD GPU"])
+def test_a_gpu_that_this_torch_was_not_built_for_fails(monkeypatch, card):
+    monkeypatch.setattr(doctor, "_card", lambda: card)
+    monkeypatch.setattr(doctor, "_build", lambda: "the CPU")
+    [(_, ok, text)] = devices()
+    assert ok is False
+    assert (
+        text
+        == f"{card} is here, but this torch cannot use it: it is built for the CPU; install another"
+    )
+
+
+def test_a_driver_that_is_too_old_is_given_as_the_reason(monkeypatch):
+    def complain(check_available=False):
+        warnings.warn(
+            "CUDA initialization: The NVIDIA driver is too old\n(found 11040)", stacklevel=1
+        )
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", complain)
+    monkeypatch.setattr(doctor, "_card", lambda: "an NVIDIA GPU")
+    [(_, ok, text)] = devices()
+    assert ok is False
+    assert text.endswith("cannot use it: CUDA initialization: The NVIDIA driver is too old")
+
+
+def test_a_machine_without_a_gpu_is_well(monkeypatch):
+    monkeypatch.setattr(doctor, "_card", lambda: None)
+    assert devices() == [("device", None, "no accelerator found; everything runs on the CPU")]
+
+
+@pytest.mark.parametrize(
+    ("there", "card"),
+    [
+        (["/dev/nvidiactl"], "an NVIDIA GPU"),
+        (["nvidia-smi"], "an NVIDIA GPU"),
+        (["/dev/kfd"], "an AMD GPU"),
+        ([], None),
+    ],
+)
+def test_a_driver_tells_of_its_card(monkeypatch, there, card):
+    monkeypatch.setattr(doctor, "Path", lambda path: SimpleNamespace(exists=lambda: path in there))
+    monkeypatch.setattr(shutil, "which", lambda program: program if program in there else None)
+    assert doctor._card() == card
+
+
+# ------------------------------------------------------------------ what is not well
+
+
+@pytest.fixture
+def fails(memlab_command):
+    """The FAIL lines of a machine that is not well."""
+
+    def lines() -> list[str]:
+        outcome = memlab_command("doctor")
+        assert outcome.status == 1
+        return [line for line in outcome.out.splitlines() if line.startswith("FAIL")]
+
+    return lines
+
+
+def test_an_old_python_fails(fails, monkeypatch):
+    monkeypatch.setattr(doctor, "LOWEST_PYTHON", (9, 9))
+    [line] = fails()
+    assert line.startswith("FAIL python       3.")
+    assert line.endswith("; memlab wants 9.9 or newer")
+
+
+def test_an_old_torch_fails(fails, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    [line] = fails()
+    assert line.startswith("FAIL torch        2.9.1+cpu, built for ")
+    assert line.endswith("; memlab wants 2.11 or newer")
+
+
+def test_a_technique_that_does_not_work_is_named_with_its_reason(fails, monkeypatch):
+    def refuse(device):
+        raise RuntimeError("no bfloat16 here\nand more")
+
+    broken = replace(TECHNIQUES["autocast"], around_forward=refuse)
+    monkeypatch.setitem(TECHNIQUES, "autocast", broken)
+    assert fails() == [
+        "FAIL techniques   RuntimeError: not all work on cpu: autocast "
+        "(RuntimeError: no bfloat16 here)"
+    ]
+
+
+def test_a_dry_run_that_disagrees_fails(fails, monkeypatch):
+    peaks = iter(range(1000, 9000))
+    monkeypatch.setattr(doctor, "_peak", lambda technique, device: next(peaks))
+    [line] = fails()
+    assert line.startswith("FAIL dry run      RuntimeError: a dry run says ")
+
+
+def test_a_full_disk_fails(fails, monkeypatch):
+    free = 5 * 2**20
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert fails() == [
+        f"FAIL disk         {format_bytes(free)} free here; pictures need 100.00 MiB"
+    ]
+
+
+def test_a_package_that_is_not_needed_may_be_missing(monkeypatch):
+    def missing(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert findings("matplotlib") == [(None, "not installed; for pictures")]
+
+
+@pytest.mark.parametrize(("value", "advised"), [("passive", False), ("active", True), (None, True)])
+def test_threads_that_spin_while_they_wait_are_pointed_out(monkeypatch, value, advised):
+    if value is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", value)
+    monkeypatch.setattr(doctor, "_tried", lambda name, *_: doctor.Finding(name, True, ""))
+    assert ("threads" in [finding.name for finding in doctor._findings()]) == advised
+
+
+# ------------------------------------------------------------------ the machine
+
+
+def test_the_free_memory_of_the_cpu_is_a_part_of_it():
+    memory = machine.memory_of(torch.device("cpu"))
+    assert memory is None or 0 < memory[0] < memory[1]
+
+
+def test_a_device_that_does_not_tell_its_memory_has_none(monkeypatch):
+    def silent(device):
+        raise RuntimeError("not implemented")
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", silent)
+    assert machine.memory_of(torch.device("mps")) is None
+
+
+@pytest.mark.parametrize(("threads", "name"), [(1, "1 thread"), (2, "2 threads")])
+def test_the_cpu_is_called_by_its_threads(monkeypatch, threads, name):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert machine.name_of(torch.device("cpu")) == name

@@ -1,0 +1,623 @@
+"""`memlab measure`: what it shows is what a bare loop does, and what it writes is whole or not."""
+
+import itertools
+import json
+import math
+import signal
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+import memlab
+from memlab import plot
+from memlab.cli import choices, report, results, rows
+from memlab.cli.choices import (
+    SUITABLE,
+    choose_device,
+    choose_folder,
+    choose_setting,
+    choose_techniques,
+)
+from memlab.cli.errors import UsageError
+from memlab.cli.measure import measured_rows
+from memlab.cli.rows import Row, SideBySide, dry_row, in_turn, silent
+from memlab.model import PRESETS, cross_entropy
+from memlab.trace import DeviceMemory, Event, Trace
+from memlab.train import TECHNIQUES, Setting, Technique, build
+from memlab.units import format_bytes
+
+TINY = Setting("tiny", batch=2, seq_len=32)
+PLAIN = TECHNIQUES["plain"]
+FILES = ("measure.json", "measure.png", "measure-timeline.png")
+
+
+def second_step(technique: Technique, setting: Setting = TINY) -> Trace:
+    """The trace of a bare loop."""
+    training = build(setting, technique)
+    training.step()
+    return memlab.measure(training.step, model=training.model, optimizer=training.optimizer)
+
+
+def without_numbers(trace: Trace) -> list[Event]:
+    """The events, their storages numbered in the order of the trace."""
+    numbers: dict[int, int] = {}
+    return [e._replace(storage=numbers.setdefault(e.storage, len(numbers))) for e in trace.events]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_steps():
+    """One block in place of four, and a second by the clock: then two rounds are enough."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], layers=1))
+        patch.setattr(rows, "_seconds", lambda step: step() or 1.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def real_rows() -> dict[str, Row]:
+    return {row.name: row for row in measured_rows(TINY, TECHNIQUES, False, silent)}
+
+
+@pytest.fixture(scope="module")
+def dry_rows() -> dict[str, Row]:
+    return {row.name: row for row in measured_rows(TINY, TECHNIQUES, True, silent)}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Gives the steps' durations in place of the clock, and counts the steps."""
+
+    def durations(*seconds: float) -> list[float]:
+        left = list(seconds)
+        monkeypatch.setattr(rows, "_seconds", lambda step: step() or left.pop(0))
+        return left
+
+    return durations
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_row_has_the_trace_of_a_bare_loop(real_rows, name):
+    bare = second_step(TECHNIQUES[name])
+    assert without_numbers(real_rows[name].trace) == without_numbers(bare)
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_dry_row_has_the_trace_of_the_real_one(real_rows, dry_rows, name):
+    assert without_numbers(dry_rows[name].trace) == without_numbers(real_rows[name].trace)
+
+
+def test_the_traces_differ_where_a_gradient_of_the_first_step_is_held():
+    """So the two tests above would notice it."""
+    training = build(TINY, PLAIN)
+    training.step()
+    held = [p.grad for p in training.model.parameters()]
+    disturbed = rows.metered(training)
+    assert held
+    assert without_numbers(disturbed) != without_numbers(second_step(PLAIN))
+
+
+def test_a_row_of_a_dry_run_says_so(real_rows, dry_rows):
+    assert (real_rows["plain"].trace.dry, dry_rows["plain"].trace.dry) == (False, True)
+
+
+@pytest.fixture
+def living_models(monkeypatch):
+    """How many models were alive at each metering; there is no accelerator's cache to empty."""
+    models, counts = weakref.WeakSet(), []
+
+    def building(setting, technique):
+        training = build(setting, technique)
+        models.add(training.model)
+        return training
+
+    def metering(training, metered=rows.metered):
+        counts.append(len(models))
+        return metered(training)
+
+    monkeypatch.setattr(rows, "build", building)
+    monkeypatch.setattr(rows, "metered", metering)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    return counts
+
+
+THREE = choose_techniques(["checkpointing", "sgd"])  # the first of the two holds itself
+
+
+def test_an_accelerator_holds_nothing_but_what_is_metered(living_models):
+    """`cpu:0` is the CPU, but not the name that stands for it."""
+    measured_rows(replace(TINY, device="cpu:0"), THREE, False, silent)
+    assert living_models == [1, 1, 1]
+
+
+def test_the_cpu_holds_the_plain_training_beside_it(living_models):
+    measured_rows(TINY, THREE, False, silent)
+    assert living_models == [1, 2, 2]
+
+
+# ------------------------------------------------------------------ gradients
+
+
+def test_gradients_of_the_same_kernels_are_equal(real_rows):
+    assert real_rows["checkpointing"].gradient_difference == 0
+
+
+def test_a_wrong_gradient_is_seen_with_its_size():
+    doubled = replace(PLAIN, loss=lambda *arguments: 2 * cross_entropy(*arguments))
+    plain, wrong = measured_rows(TINY, {"plain": PLAIN, "doubled": doubled}, False, silent)
+    assert wrong.gradient_difference == pytest.approx(plain.largest_gradient, rel=1e-6)
+
+
+def test_a_gradient_that_is_no_number_is_seen():
+    broken = replace(PLAIN, loss=lambda *arguments: math.nan * cross_entropy(*arguments))
+    _, row = measured_rows(TINY, {"plain": PLAIN, "broken": broken}, False, silent)
+    assert math.isnan(row.gradient_difference)
+
+
+class ForgetfulSGD(torch.optim.SGD):
+    """Keeps no gradient after its step."""
+
+    def step(self, closure=None):
+        super().step()
+        self.zero_grad()
+
+
+def test_a_technique_that_keeps_no_gradients_has_none_to_compare():
+    forgetful = replace(PLAIN, optimizer=ForgetfulSGD)
+    _, row = measured_rows(TINY, {"plain": PLAIN, "forgetful": forgetful}, False, silent)
+    assert row.gradient_difference is None
+    assert row.failure is None
+
+
+# ------------------------------------------------------------------ time
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    [
+        ([0.01, 0.01] * 9, 5),  # short
+        ([1.0, 1.0, 1.05, 1.0], 2),  # long, and the ratios agree
+        ([1.0, 1.0, 1.2, 1.0, 1.0, 1.0], 3),  # long, and the first two do not
+        ([3.0, 1.0, 3.0, 1.0], 2),  # it is the ratios that agree, not the steps
+    ],
+)
+def test_rounds_are_as_many_as_their_length_and_agreement_ask_for(clock, seconds, rounds):
+    clock(*seconds)
+    assert len(in_turn(lambda: None, lambda: None)) == rounds
+
+
+def test_steps_are_taken_in_turn(clock):
+    taken = []
+    clock(*[0.1] * 10)
+    in_turn(lambda: taken.append("ours"), lambda: taken.append("theirs"))
+    assert taken == ["ours", "theirs"] * 5
+
+
+def test_the_ratio_is_the_median_of_the_rounds(clock):
+    clock(*[0.1] * 5, *[0.2, 0.1, 0.2, 0.1, 0.9, 0.1, 0.2, 0.1, 0.2, 0.1])
+    _, row = measured_rows(TINY, {"plain": PLAIN, "sgd": TECHNIQUES["sgd"]}, False, silent)
+    assert row.time_ratio == 2
+    assert row.seconds == 0.2
+
+
+def test_the_plain_step_is_timed_too(clock):
+    clock(0.1, 0.3, 0.2, 0.5, 0.4)
+    [row] = measured_rows(TINY, {"plain": PLAIN}, False, silent)
+    assert (row.seconds, row.time_ratio) == (0.3, 1)
+
+
+def test_bytes_stand_where_the_plain_training_does_not_fit_beside_the_technique(monkeypatch):
+    two = SideBySide(TINY, PLAIN)
+    plain = two.row("plain", PLAIN)
+    monkeypatch.setattr(rows, "in_turn", raising(torch.OutOfMemoryError("CUDA out of memory")))
+    row = two.row("sgd", TECHNIQUES["sgd"])
+    assert row.trace.peak_bytes == second_step(TECHNIQUES["sgd"]).peak_bytes
+    assert row.time_ratio is None
+    assert list(report.remarks([plain, row])) == [
+        "sgd: no time; the plain training does not fit into memory beside it"
+    ]
+
+
+# ------------------------------------------------------------------ failures
+
+
+def raising(error: BaseException):
+    def function(*arguments, **named):
+        raise error
+
+    return function
+
+
+def test_a_technique_that_fails_leaves_the_others(memlab_command, monkeypatch):
+    broken = replace(
+        PLAIN, attention=raising(NotImplementedError("no such kernel\non this device"))
+    )
+    monkeypatch.setitem(TECHNIQUES, "autocast", broken)
+    outcome = memlab_command(
+        *("measure", "--model", "tiny", "--dry-run", "--technique", "autocast"),
+        *("--technique", "sgd"),
+    )
+    assert outcome.status == 1
+    lines = [line.split() for line in outcome.out.splitlines()]
+    assert ["autocast", "failed"] in lines
+    assert "sgd" in [line[0] for line in lines if line]
+    assert "autocast: NotImplementedError: no such kernel\n" in outcome.out
+
+
+def test_a_technique_that_fails_stands_in_the_file(memlab_command, monkeypatch, tmp_path):
+    broken = replace(PLAIN, attention=raising(NotImplementedError("no such kernel")))
+    monkeypatch.setitem(TECHNIQUES, "autocast", broken)
+    memlab_command("measure", "--model", "tiny", "--dry-run", "--technique", "autocast")
+    [_, row] = json.loads((tmp_path / "work/measure.json").read_text())["rows"]
+    assert row["failure"] == "NotImplementedError: no such kernel"
+    assert "peak_bytes" not in row
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\n…"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
+        ),
+        RuntimeError("MPS backend out of memory (MPS allocated: 5 GB)"),
+    ],
+)
+def test_a_plain_step_without_memory_is_told_a_smaller_batch(memlab_command, monkeypatch, error):
+    monkeypatch.setattr(rows, "build", raising(error))
+    monkeypatch.setattr(choices, "_bytes_of_a_step", lambda setting: 0)
+    outcome = memlab_command("measure", "--model", "tiny", "--batch", "8")
+    assert outcome.status == 2
+    assert outcome.err == (
+        "memlab: the plain step ran out of memory with tiny, 8 × 64 tokens, float32, cpu; "
+        "try --batch 4, or --dry-run, which takes none\n"
+    )
+
+
+def test_a_plain_step_that_fails_otherwise_is_our_mistake(monkeypatch):
+    monkeypatch.setattr(rows, "build", raising(RuntimeError("shapes do not match")))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        measured_rows(TINY, TECHNIQUES, False, silent)
+
+
+# ------------------------------------------------------------------ what the user gave
+
+
+def choose(model=None, batch=None, seq_len=None, dtype=None, device="cpu", dry=True) -> Setting:
+    return choose_setting(model, batch, seq_len, dtype, device, dry)
+
+
+@pytest.mark.parametrize(("device", "suited"), [("cpu", "25m"), ("mps", "34m"), ("cuda", "124m")])
+def test_the_preset_suits_the_device(device, suited):
+    assert choose(device=device) == replace(
+        SUITABLE.get(device, SUITABLE["accelerator"]), device=device
+    )
+    assert choose(device=device).model == suited
+
+
+def test_what_is_given_takes_the_place_of_what_suits():
+    given = choose(model="34m", batch=2, seq_len=100, dtype="bfloat16")
+    assert given == Setting("34m", 2, 100, torch.bfloat16, "cpu")
+
+
+def test_sequences_are_as_long_as_the_model_takes():
+    assert choose(model="tiny").seq_len == PRESETS["tiny"].seq_len
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "25"], "got --model 25; did you mean 25m? There are tiny, 25m"),
+        (["--model", "gpt"], "got --model gpt; choose from tiny, 25m"),
+        (["--technique", "sgdd"], "got --technique sgdd; did you mean sgd? There are plain, "),
+        (["--dtype", "int8"], "got --dtype int8; choose from float32, bfloat16, float16"),
+        (["--batch", "0"], "got a batch of 0 sequences; give at least 1"),
+        (["--batch", "-3"], "got a batch of -3 sequences; give at least 1"),
+        (["--seq", "0"], "got sequences of 0 tokens; 25m takes 1 to 512"),
+        (["--seq", "513"], "got sequences of 513 tokens; 25m takes 1 to 512"),
+        (["--device", "tpu"], "got --device tpu; this machine has cpu"),
+        (["--device", "cpu", "--dry-run"], "got --device cpu together with --dry-run"),
+    ],
+)
+def test_bad_input_ends_in_one_line_that_says_what_to_do(in_one_line, arguments, message):
+    assert message in in_one_line("measure", *arguments)
+
+
+def test_techniques_are_measured_in_the_order_of_the_table_after_the_plain_step():
+    assert list(choose_techniques(["sgd", "checkpointing"])) == ["plain", "checkpointing", "sgd"]
+
+
+def test_without_a_choice_every_technique_is_measured():
+    assert choose_techniques(None) == TECHNIQUES
+
+
+def test_the_accelerator_is_found_by_itself(monkeypatch):
+    monkeypatch.setattr(choices, "devices_present", lambda: ["cpu", "xpu"])
+    assert choose_device(None, dry=False) == "xpu"
+
+
+def test_the_cpu_may_be_asked_for_beside_an_accelerator(monkeypatch):
+    monkeypatch.setattr(choices, "devices_present", lambda: ["cpu", "xpu"])
+    assert choose_device("cpu", dry=False) == "cpu"
+
+
+def test_an_accelerator_gets_a_batch_of_which_half_of_its_free_memory_is_left(monkeypatch):
+    small = replace(SUITABLE["accelerator"], model="tiny", seq_len=64)
+    monkeypatch.setitem(SUITABLE, "accelerator", small)
+    wanted = second_step(PLAIN, replace(small, batch=2)).peak_bytes
+    monkeypatch.setattr(choices, "memory_of", lambda device: (2 * wanted, 10**12))
+    assert choose(device="cuda", dry=False) == replace(small, batch=2, device="cuda")
+
+
+def test_a_batch_that_is_given_is_taken(monkeypatch):
+    monkeypatch.setattr(choices, "memory_of", lambda device: (0, 10**12))
+    assert choose(model="tiny", batch=5, device="cuda", dry=False).batch == 5
+
+
+def test_a_step_larger_than_the_machine_is_not_begun(in_one_line, monkeypatch):
+    wanted = second_step(PLAIN, Setting("tiny", 4, 64)).peak_bytes
+    monkeypatch.setattr(choices, "memory_of", lambda device: (0, wanted - 1))
+    line = in_one_line("measure", "--model", "tiny")
+    assert line.startswith(
+        f"a plain step of tiny, 4 × 64 tokens, float32, cpu takes {format_bytes(wanted)}; "
+    )
+    assert line.endswith("add --dry-run, which takes none")
+
+
+def test_a_step_as_large_as_the_machine_is_begun(monkeypatch):
+    wanted = second_step(PLAIN, Setting("tiny", 4, 64)).peak_bytes
+    monkeypatch.setattr(choices, "memory_of", lambda device: (0, wanted))
+    assert choose(model="tiny", dry=False) == Setting("tiny", 4, 64)
+
+
+def test_a_machine_that_does_not_tell_its_memory_is_trusted(monkeypatch):
+    monkeypatch.setattr(choices, "memory_of", lambda device: None)
+    assert choose(model="tiny", dry=False) == Setting("tiny", 4, 64)
+    assert choose(model="tiny", device="cuda", dry=False).batch == SUITABLE["accelerator"].batch
+
+
+# ------------------------------------------------------------------ the folder and its files
+
+
+@pytest.fixture
+def quick(memlab_command):
+    """The quickest command that measures."""
+    return lambda *more: memlab_command(
+        "measure", "--model", "tiny", "--dry-run", "--technique", "sgd", *more
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(memlab_in, tmp_path_factory):
+    """A command that went well, and the folder that it named."""
+    folder = tmp_path_factory.mktemp("finished")
+    arguments = ("--model", "tiny", "--dry-run", "--technique", "sgd", "--out", "here/and/there")
+    return memlab_in(folder, "measure", *arguments), folder / "here/and/there"
+
+
+def test_numbers_and_pictures_are_written(finished):
+    outcome, folder = finished
+    assert outcome.status == 0
+    assert {path.name for path in folder.iterdir()} == set(FILES)
+    assert outcome.out.endswith(
+        "written: here/and/there/measure.json, here/and/there/measure.png, "
+        "here/and/there/measure-timeline.png\n"
+    )
+
+
+def test_the_numbers_are_those_of_the_traces(finished):
+    _, folder = finished
+    numbers = json.loads((folder / "measure.json").read_text())
+    assert numbers["what"] == "tiny, 4 × 64 tokens, float32, cpu, dry run"
+    for row in numbers["rows"]:
+        trace = second_step(TECHNIQUES[row["technique"]], Setting("tiny", 4, 64))
+        assert (row["peak_bytes"], row["at_peak"]) == (trace.peak_bytes, trace.at_peak)
+
+
+def test_a_number_that_json_has_not_is_written_by_its_name(tmp_path):
+    trace = second_step(PLAIN)
+    results.write([Row("plain", trace, gradient_difference=math.nan)], "", tmp_path)
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    text = (tmp_path / "measure.json").read_text()
+    [row] = json.loads(text, parse_constant=refuse)["rows"]
+    assert row["gradient_difference"] == "nan"
+
+
+def test_without_matplotlib_numbers_are_written_and_the_rest_is_explained(
+    quick, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(results.importlib.util, "find_spec", lambda name: None)
+    outcome = quick()
+    assert "no pictures: pip install matplotlib draws them" in outcome.out
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["measure.json"]
+
+
+@pytest.fixture
+def old_files(tmp_path):
+    """Files of an earlier run; called, it says what is there now."""
+    (tmp_path / "work").mkdir()
+    for name in FILES:
+        (tmp_path / "work" / name).write_text(f"old {name}")
+    return lambda: {path.name: path.read_bytes() for path in (tmp_path / "work").iterdir()}
+
+
+def test_a_picture_that_fails_leaves_every_old_file(quick, old_files, monkeypatch):
+    before = old_files()
+    monkeypatch.setattr(plot, "timeline", raising(OSError("No space left on device")))
+    outcome = quick()
+    assert outcome.status == 2
+    assert outcome.err == "memlab: writing to work failed: No space left on device\n"
+    assert old_files() == before
+
+
+@pytest.mark.parametrize("moment", ["the plain step", "a technique", "the last picture"])
+def test_ctrl_c_is_one_line_and_leaves_every_old_file(quick, old_files, monkeypatch, moment):
+    before = old_files()
+    interrupt = lambda *arguments, **named: signal.raise_signal(signal.SIGINT)  # noqa: E731
+    if moment == "the plain step":
+        monkeypatch.setattr(rows, "build", interrupt)
+    elif moment == "a technique":
+        monkeypatch.setitem(TECHNIQUES, "sgd", replace(PLAIN, attention=interrupt))
+    else:
+        monkeypatch.setattr(plot, "timeline", interrupt)
+    outcome = quick()
+    assert outcome.status == 130
+    assert outcome.err == "memlab: interrupted; nothing was written\n"
+    assert old_files() == before
+
+
+def test_a_file_in_place_of_the_folder_is_noticed_before_measuring(in_one_line, tmp_path):
+    (tmp_path / "taken").touch()
+    line = in_one_line("measure", "--model", "tiny", "--out", "taken")
+    assert (
+        line == "got --out taken, where no file can be written (File exists); name another folder"
+    )
+
+
+def test_a_folder_that_cannot_be_written_to_is_noticed_before_measuring(monkeypatch, tmp_path):
+    monkeypatch.setattr(choices, "TemporaryFile", raising(PermissionError(13, "Permission denied")))
+    with pytest.raises(UsageError, match=r"no file can be written \(Permission denied\)"):
+        choose_folder(str(tmp_path))
+
+
+# ------------------------------------------------------------------ what is shown
+
+
+def shown(*rows_: Row) -> list[str]:
+    """The lines of the table."""
+    with report.console.capture() as capture:
+        report.console.print(report.table(rows_))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def trace_of(bytes_: int) -> Trace:
+    return Trace((Event(bytes_, 1, "activations", "", "", "forward", "float32", ()),))
+
+
+def cells(title: str, *rows_: Row) -> list[str]:
+    """What stands in a column."""
+    [column] = [column for column in report.table(rows_).columns if column.header == title]
+    return list(column.cells)
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "saving"),
+    [(1000, "0.0%"), (900, "+10.0%"), (1100, "-10.0%"), (100_001, "-9900.1%")],
+)
+def test_what_is_saved_is_a_share_of_the_plain_peak(bytes_, saving):
+    plain, ours = Row("plain", trace_of(1000)), Row("other", trace_of(bytes_))
+    assert cells("saved", plain, ours) == ["", saving]
+
+
+@pytest.mark.parametrize("bytes_", [999_999, 1_000_001])
+def test_a_change_too_small_to_show_has_no_sign(bytes_):
+    plain, ours = Row("plain", trace_of(10**6)), Row("other", trace_of(bytes_))
+    assert cells("saved", plain, ours) == ["", "0.0%"]
+
+
+def test_the_plain_time_is_in_seconds_and_the_others_are_against_it():
+    plain = Row("plain", trace_of(1), seconds=0.25, time_ratios=(1.0,))
+    ours = Row("other", trace_of(1), seconds=0.5, time_ratios=(1.9, 2.0, 2.2))
+    assert cells("time", plain, ours) == ["250 ms", "2.00 ×"]
+
+
+def test_gradients_are_equal_or_differ_by_a_number():
+    differences = (None, 0.0, 0.00123, math.nan)
+    rows_ = [Row("x", trace_of(1), gradient_difference=d) for d in differences]
+    assert cells("gradients", *rows_) == ["", "equal", "1.2e-03", "nan"]
+
+
+def test_columns_in_which_nothing_stands_are_left_out():
+    assert shown(Row("plain", trace_of(1)))[0].split() == ["technique", "peak", "peak", "in"]
+
+
+def test_a_table_of_figures_below_a_terabyte_fits_into_80_columns():
+    memory = DeviceMemory(reserved_peak_bytes=10**12)
+    event = Event(10**12, 1, "activations", "", "", "optimizer", "float32", ())
+    plain = Row("plain", Trace((event,), memory=memory), 123.45)
+    row = replace(plain, name="eager-attention", time_ratios=(10.01,), gradient_difference=1.2e-10)
+    smaller = Trace((event._replace(bytes=event.bytes // 2),), memory=memory)
+    assert max(map(len, shown(replace(plain, trace=smaller), row))) <= 80
+
+
+def test_no_number_is_cut_where_the_terminal_is_narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    row = Row("eager-attention", trace_of(10**9), 1.0, (1.0,), 0.5)
+    assert "953.67 MiB" in shown(row)[1]
+
+
+def test_a_saving_that_the_peak_hides_is_explained(monkeypatch):
+    """With two tokens, and no weight whose gradient is a sum, the optimizer step has the peak."""
+    monkeypatch.setitem(PRESETS, "untied", replace(PRESETS["tiny"], layers=4, tied=False))
+    setting = Setting("untied", batch=1, seq_len=2)
+    plain, ours = (dry_row(setting, n, TECHNIQUES[n]) for n in ("plain", "checkpointing"))
+    assert plain.trace.peak_bytes == ours.trace.peak_bytes
+    [remark] = report.remarks([plain, ours])
+    most = [most_activations(row.trace) for row in (ours, plain)]
+    assert remark == (
+        f"checkpointing: activations reach {most[0] / 1024:.2f} KiB, not {most[1] / 1024:.2f} KiB, "
+        f"but the peak is in the optimizer step; a larger --batch or --seq lets it show"
+    )
+
+
+def most_activations(trace: Trace) -> int:
+    changes = (event.bytes for event in trace.events if event.category == "activations")
+    return max(itertools.accumulate(changes))
+
+
+def test_a_cost_that_the_peak_hides_is_explained():
+    plain, ours = (dry_row(TINY, n, TECHNIQUES[n]) for n in ("plain", "foreach-adamw"))
+    all_weights = format_bytes(4 * PRESETS["tiny"].parameters)
+    [remark] = report.remarks([plain, ours])
+    assert remark == (
+        f"foreach-adamw: optimizer temporaries reach {all_weights}, not 64.00 KiB, "
+        f"but the peak is in backward"
+    )
+
+
+def test_what_the_peak_shows_needs_no_explanation():
+    plain, ours = (dry_row(TINY, n, TECHNIQUES[n]) for n in ("plain", "checkpointing"))
+    assert plain.trace.peak_bytes != ours.trace.peak_bytes
+    assert list(report.remarks([plain, ours])) == []
+
+
+def test_rounds_that_disagree_are_not_kept_quiet():
+    plain = Row("plain", trace_of(1), seconds=1.0, time_ratios=(1.0, 1.0))
+    ours = Row("other", trace_of(1), seconds=1.0, time_ratios=(1.0, 1.25))
+    assert list(report.remarks([plain, ours])) == [
+        "time: rounds differ by up to 25%; this machine is busy, or the steps are too short to time"
+    ]
+
+
+def test_a_difference_of_gradients_is_shown_beside_their_size(real_rows):
+    plain, ours = real_rows["plain"], real_rows["autocast"]
+    [remark] = report.remarks([plain, ours])
+    assert remark == (
+        f"gradients: the largest difference from the plain step's, "
+        f"which reach {plain.largest_gradient:.1e}"
+    )
+
+
+def test_the_output_in_a_pipe_is_text_and_nothing_else(finished):
+    outcome, _ = finished
+    assert outcome.err == ""
+    assert [c for c in outcome.out if not c.isprintable() and c != "\n"] == []
+
+
+def test_the_output_tells_what_was_measured_and_where_the_bytes_went(finished):
+    outcome, _ = finished
+    with memlab.dry_run():
+        trace = second_step(PLAIN, Setting("tiny", 4, 64))
+    assert outcome.out.startswith(
+        f"tiny, 4 × 64 tokens, float32, cpu\n"
+        f"{PRESETS['tiny'].parameters:,} parameters; dry run, nothing is computed; "
+    )
+    assert f"\nplain: {trace}\n" in outcome.out

@@ -1,0 +1,311 @@
+"""`memlab measure --script`: a step of the user's own, and one sentence for what fails in it."""
+
+import json
+import sys
+from textwrap import dedent
+
+import pytest
+import torch
+from torch import nn
+
+import memlab
+from memlab.trace import Trace
+
+FILES = {"measure.json", "measure.png", "measure-timeline.png"}
+
+# A script; tests put other lines in place of its own.
+GOOD = """
+import torch
+
+def build():
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    x = torch.ones(4, 8)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step, model, optimizer
+"""
+
+
+@pytest.fixture(autouse=True)
+def modules_of_one_test():
+    """What a script imports from its own folder is not there for the next test's."""
+    before = set(sys.modules)
+    yield
+    for name in sys.modules.keys() - before:
+        file = getattr(sys.modules[name], "__file__", None) or ""
+        if "pytest-of" in file:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes train.py; without an argument, the good one."""
+
+    def write(text: str = GOOD, name: str = "train.py") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(dedent(text))
+        return f"{name}:build"
+
+    return write
+
+
+def bare_loop() -> Trace:
+    """The second step of GOOD, without the command line."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    x = torch.ones(4, 8)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    step()
+    return memlab.measure(step, model=model, optimizer=optimizer)
+
+
+# ------------------------------------------------------------------ what goes well
+
+
+@pytest.mark.parametrize("how", [[], ["--dry-run"]])
+def test_the_second_step_is_measured(memlab_command, script, how):
+    outcome = memlab_command("measure", "--script", script(), *how)
+    assert (outcome.status, outcome.err) == (0, "")
+    real = str(bare_loop())
+    shown = real.replace("(cpu)", "(cpu, dry run)") if how else real
+    assert outcome.out.startswith(shown)
+
+
+def test_numbers_and_pictures_are_written(memlab_command, script, tmp_path):
+    memlab_command("measure", "--script", script(), "--out", "here")
+    assert {path.name for path in (tmp_path / "here").iterdir()} == FILES
+    [row] = json.loads((tmp_path / "here/measure.json").read_text())["rows"]
+    assert row["technique"] == "train.py:build"
+    assert row["peak_bytes"] == bare_loop().peak_bytes
+
+
+def test_what_lies_beside_the_script_can_be_imported(memlab_command, script):
+    script("SIZE = 8", name="folder/settings_beside.py")
+    text = GOOD.replace("import torch\n", "import torch\nfrom settings_beside import SIZE\n")
+    given = script(text.replace("Linear(8, 8)", "Linear(SIZE, 8)"), name="folder/train.py")
+    assert memlab_command("measure", "--script", given).status == 0
+
+
+def test_what_lies_beside_the_script_can_be_imported_by_its_step(memlab_command, script):
+    script("SIZE = 8", name="folder/late_settings.py")
+    text = GOOD.replace("optimizer.zero_grad()", "import late_settings")
+    assert memlab_command("measure", "--script", script(text, "folder/train.py")).status == 0
+
+
+def test_python_looks_for_modules_where_it_did_before(memlab_command, script):
+    before = sys.path[:]
+    memlab_command("measure", "--script", script())
+    assert sys.path == before
+
+
+def test_a_script_finds_no_arguments_but_its_own_name(memlab_command, script):
+    text = "import sys\nassert sys.argv == ['train.py'], sys.argv\n" + dedent(GOOD)
+    assert memlab_command("measure", "--script", script(text)).status == 0
+
+
+def test_a_dataclass_with_postponed_annotations_finds_its_module(memlab_command, script):
+    """dataclasses looks it up in sys.modules."""
+    header = """
+    from __future__ import annotations
+    from dataclasses import dataclass
+    from typing import ClassVar
+
+    @dataclass
+    class Settings:
+        count: ClassVar[int] = 0
+    """
+    assert memlab_command("measure", "--script", script(dedent(header) + GOOD)).status == 0
+
+
+def test_a_script_may_have_the_name_of_a_module_that_others_use(memlab_command, script):
+    known = sys.modules["json"]
+    assert memlab_command("measure", "--script", script(name="json.py")).status == 0
+    assert sys.modules["json"] is known
+
+
+def test_what_a_script_prints_stays(memlab_command, script):
+    outcome = memlab_command("measure", "--script", script(GOOD + "\nprint('hello')\n"))
+    assert outcome.out.startswith("hello\n")
+
+
+def test_a_model_and_an_optimizer_may_be_none(memlab_command, script):
+    text = GOOD.replace("return step, model, optimizer", "return step, None, None")
+    assert memlab_command("measure", "--script", script(text)).status == 0
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("torch.nn.Linear(8, 8)", "torch.nn.Linear(8, 8).cuda()"),
+        ("torch.nn.Linear(8, 8)", "torch.nn.Linear(8, 8).to('cuda')"),
+        ("torch.nn.Linear(8, 8)", "torch.nn.Linear(8, 8, device='cuda')"),
+        ("torch.ones(4, 8)", "torch.ones(4, 8, device='cuda')"),
+        ("torch.ones(4, 8)", "torch.ones(4, 8).to('cuda:0', non_blocking=True)"),
+    ],
+    ids=lambda lines: lines[1],
+)
+def test_a_dry_run_needs_no_device(memlab_command, script, lines):
+    outcome = memlab_command("measure", "--dry-run", "--script", script(GOOD.replace(*lines)))
+    assert (outcome.status, outcome.err) == (0, "")
+
+
+# ------------------------------------------------------------------ what the user gave
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("train.py", "got --script train.py; give a file and a function in it"),
+        ("train:build", "got --script train:build; give a file and a function in it"),
+        ("train.py:", "got --script train.py:; give a file and a function in it"),
+        ("trian.py:build", "got --script trian.py:build; there is no file trian.py here"),
+        ("train.py:built", "got --script train.py:built; train.py has no function built"),
+        ("train.py:torch", "got --script train.py:torch; train.py has no function torch"),
+    ],
+)
+def test_a_script_that_cannot_be_found_is_named(in_one_line, script, given, message):
+    script()
+    assert message in in_one_line("measure", "--script", given)
+
+
+@pytest.mark.parametrize("option", ["--model", "--batch", "--seq", "--dtype", "--technique"])
+def test_a_script_brings_its_own_model_and_batch(in_one_line, script, option):
+    value = {"--batch": "0", "--seq": "0"}.get(option, "x")  # 0 is given, too
+    line = in_one_line("measure", "--script", script(), option, value)
+    assert line.startswith(f"got --script together with {option}; ")
+
+
+@pytest.mark.parametrize(
+    ("built", "got"),
+    [
+        ("3", "int"),
+        ("None", "NoneType"),
+        ("step", "function"),
+        ("(step, model)", "(function, Linear)"),
+        ("(model, optimizer, step)", "(Linear, Adam, function)"),
+        ("(step, optimizer, model)", "(function, Adam, Linear)"),
+        ("(None, model, optimizer)", "(NoneType, Linear, Adam)"),
+        ("(step, model, 0.1)", "(function, Linear, float)"),
+    ],
+)
+def test_what_is_not_a_step_a_model_and_an_optimizer_is_named(in_one_line, script, built, got):
+    text = GOOD.replace("return step, model, optimizer", f"return {built}")
+    line = in_one_line("measure", "--script", script(text))
+    assert line.startswith(f"train.py:build returned {got}; wanted (step, model, optimizer), ")
+
+
+def test_a_device_that_is_not_there_is_named(in_one_line, script):
+    line = in_one_line("measure", "--script", script(), "--device", "tpu")
+    assert line.startswith("got --device tpu; this machine has cpu")
+
+
+def test_a_device_for_a_dry_run_is_refused(in_one_line, script):
+    line = in_one_line("measure", "--script", script(), "--device", "cuda", "--dry-run")
+    assert line.startswith("got --device cuda together with --dry-run")
+
+
+def test_a_step_that_allocates_nothing_is_named(in_one_line, script):
+    text = "def build(): return (lambda: None), None, None"
+    line = in_one_line("measure", "--script", script(text))
+    assert line == "the step of train.py:build allocated nothing on cpu; it must call the model"
+
+
+# ------------------------------------------------------------------ what goes wrong in it
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (("import torch\n", "import torch\n1 / 0\n"), "train.py:3 raised ZeroDivisionError: "),
+        (("import torch\n", "import torch\n1 /\n"), "train.py:3 raised SyntaxError: "),
+        (("import torch\n", "import torhc\n"), "train.py:2 raised ModuleNotFoundError: "),
+        (("import torch\n", "import sys; sys.exit(3)\n"), "train.py:2 raised SystemExit: 3"),
+        (("x = torch", "x = touch"), "train.py:7 raised NameError: name 'touch'"),
+        (("torch.ones(4, 8)", "torch.ones(4, 9)"), "train.py:11 raised RuntimeError: "),
+        (("optimizer.step()", "raise KeyError"), "train.py:12 raised KeyError"),
+        (("def build():", "def build(size):"), "train.py raised TypeError: build() missing 1"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else None,
+)
+@pytest.mark.parametrize("how", [[], ["--dry-run"]], ids=["real", "dry"])
+def test_what_the_script_raises_is_one_line_with_its_own_line(
+    in_one_line, script, lines, message, how
+):
+    line = in_one_line("measure", "--script", script(GOOD.replace(*lines)), *how)
+    assert line.startswith(message)
+
+
+def test_the_line_is_the_scripts_where_the_error_is_deeper(in_one_line, script):
+    script("def check(): raise ValueError('too deep')", name="helper_that_raises.py")
+    text = GOOD.replace("optimizer.step()", "import helper_that_raises as h; h.check()")
+    line = in_one_line("measure", "--script", script(text))
+    assert line == "train.py:12 raised ValueError: too deep"
+
+
+def test_of_a_long_message_the_first_line_is_shown(in_one_line, script):
+    text = GOOD.replace("optimizer.step()", "raise ValueError('first\\nsecond')")
+    line = in_one_line("measure", "--script", script(text))
+    assert line == "train.py:12 raised ValueError: first"
+
+
+def test_a_shape_that_a_dry_run_cannot_know_is_named_once(in_one_line, script):
+    text = GOOD.replace("model(x).sum()", "model(x[x > 0].view(-1, 8)).sum()")
+    line = in_one_line("measure", "--dry-run", "--script", script(text))
+    assert line.count("train.py:11") == 1
+    assert "masked_fill" in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "MemoryError()",
+        "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB')",
+        "RuntimeError('DefaultCPUAllocator: can\\'t allocate memory')",
+    ],
+)
+def test_a_step_without_memory_is_told_of_the_dry_run(in_one_line, script, error):
+    text = GOOD.replace("optimizer.step()", f"raise {error}")
+    line = in_one_line("measure", "--script", script(text))
+    assert line.startswith("train.py:12 raised ")
+    assert line.endswith("; --dry-run takes no memory")
+
+
+def test_a_dry_run_without_memory_is_not_told_of_the_dry_run(in_one_line, script):
+    text = GOOD.replace("optimizer.step()", "raise MemoryError('no')")
+    line = in_one_line("measure", "--dry-run", "--script", script(text))
+    assert line == "train.py:12 raised MemoryError: no"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_a_device_that_the_script_wants_and_that_is_not_there_is_named(in_one_line, script, device):
+    text = GOOD.replace("torch.ones(4, 8)", f"torch.ones(4, 8, device='{device}')")
+    line = in_one_line("measure", "--script", script(text))
+    assert line.startswith("train.py:7 raised ")
+    assert line.endswith(f"; there is no {device} here, and --dry-run needs none")
+
+
+@pytest.mark.parametrize("where", ["x = torch.ones(4, 8)", "optimizer.step()"])
+def test_ctrl_c_in_a_script_is_one_line_and_writes_nothing(memlab_command, script, tmp_path, where):
+    text = GOOD.replace(where, "import signal; signal.raise_signal(signal.SIGINT)")
+    outcome = memlab_command("measure", "--script", script(text))
+    assert (outcome.status, outcome.out) == (130, "")
+    assert outcome.err == "memlab: interrupted; nothing was written\n"
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_dry_run_that_is_interrupted_ends(memlab_command, script):
+    text = GOOD.replace("optimizer.step()", "import signal; signal.raise_signal(signal.SIGINT)")
+    memlab_command("measure", "--dry-run", "--script", script(text))
+    assert memlab.dry_run.active is None

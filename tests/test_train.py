@@ -1,0 +1,277 @@
+"""One training step with plugs: each technique leaves the gradients alone, and changes the bytes
+as it claims. A technique that does nothing fails its claim."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import memlab
+from memlab.model import PRESETS
+from memlab.trace import Trace
+from memlab.train import SEED, TECHNIQUES, Setting, Technique, build, checkpoint_block
+
+FLOAT32 = 4
+TINY = Setting("tiny", batch=4, seq_len=64)
+PLAIN = TECHNIQUES["plain"]
+NOTHING = Technique("does nothing")
+
+B, T = TINY.batch, TINY.seq_len
+CONFIG = PRESETS["tiny"]
+H, L, N = CONFIG.heads, CONFIG.layers, CONFIG.parameters
+STREAM_BYTES = B * T * CONFIG.width * FLOAT32  # what passes from block to block
+
+
+@pytest.fixture(autouse=True)
+def deeper_preset(monkeypatch):
+    """The tiny model with two blocks more."""
+    monkeypatch.setitem(PRESETS, "deeper", replace(CONFIG, layers=L + 2))
+
+
+def second_step(technique: Technique, setting: Setting = TINY) -> Trace:
+    training = build(setting, technique)
+    training.step()
+    return memlab.measure(training.step, model=training.model, optimizer=training.optimizer)
+
+
+def gradients(technique: Technique, setting: Setting = TINY) -> dict[str, torch.Tensor]:
+    """Of the first step."""
+    training = build(setting, technique)
+    training.step()
+    return {name: p.grad for name, p in training.model.named_parameters()}
+
+
+def most(trace: Trace, category: str) -> int:
+    """The most bytes of the category that are alive at once."""
+    alive = peak = 0
+    for event in trace.events:
+        alive += event.bytes * (event.category == category)
+        peak = max(peak, alive)
+    return peak
+
+
+def quadratic_part(technique: Technique, category: str) -> float:
+    """The factor of T² in the most bytes of the category, by three lengths in equal steps."""
+    step = T // 4
+    short, middle, long = (
+        most(second_step(technique, replace(TINY, seq_len=n)), category)
+        for n in (T - 2 * step, T - step, T)
+    )
+    return (long - 2 * middle + short) / (2 * step**2)
+
+
+# ------------------------------------------------------------------ values
+
+# The largest difference that rounding explains, for gradients of up to 0.6.
+TOLERANCES = {
+    "checkpointing": 0,  # the same kernels on the same numbers
+    "autocast": 0.01,  # bfloat16 keeps 8 bits
+    "eager-attention": 1e-6,  # another order of sums in float32
+    "foreach-adamw": 0,  # these three change what happens after backward
+    "fused-adamw": 0,
+    "sgd": 0,
+}
+
+
+@pytest.mark.parametrize("name", TOLERANCES)
+def test_a_technique_has_the_gradients_of_the_plain_step(name):
+    plain, ours = gradients(PLAIN), gradients(TECHNIQUES[name])
+    assert max((ours[n] - plain[n]).abs().max().item() for n in plain) <= TOLERANCES[name]
+
+
+@pytest.mark.parametrize("name", ["foreach-adamw", "fused-adamw"])
+def test_every_adamw_of_torch_makes_the_same_weights(name):
+    plain, ours = build(TINY, PLAIN), build(TINY, TECHNIQUES[name])
+    for training in (plain, ours):
+        training.step(), training.step()
+    torch.testing.assert_close(
+        list(ours.model.parameters()), list(plain.model.parameters()), rtol=1e-5, atol=1e-6
+    )
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def blocks_keep_only_their_inputs(technique: Technique) -> None:
+    """Two blocks more add their two inputs to what is alive when backward starts."""
+    deeper = second_step(technique, replace(TINY, model="deeper"))
+    grown = most(deeper, "activations") - most(second_step(technique), "activations")
+    assert grown == 2 * STREAM_BYTES
+
+
+def matrix_products_of_the_forward_pass_are_bfloat16(technique: Technique) -> None:
+    products = {
+        event.dtype
+        for event in second_step(technique).events
+        if event.operator == "aten.mm.default" and event.phase == "forward" and event.bytes > 0
+    }
+    assert products == {"bfloat16"}
+
+
+def each_head_keeps_its_weights_and_each_block_its_mask(technique: Technique) -> None:
+    assert quadratic_part(technique, "activations") == L * (B * H * FLOAT32 + 1)
+
+
+def the_optimizer_step_takes_as_much_as_all_weights(technique: Technique) -> None:
+    assert most(second_step(technique), "optimizer_temporaries") == N * FLOAT32
+
+
+def the_optimizer_step_takes_nothing(technique: Technique) -> None:
+    assert most(second_step(technique), "optimizer_temporaries") == 0
+
+
+def the_peak_is_without_two_moments_and_a_count_of_steps(technique: Technique) -> None:
+    plain, ours = second_step(PLAIN), second_step(technique)
+    assert plain.peak_phase == ours.peak_phase == "backward"
+    tensors = len(list(build(TINY, PLAIN).model.parameters()))
+    assert plain.peak_bytes - ours.peak_bytes == 2 * N * FLOAT32 + tensors * FLOAT32
+
+
+CLAIMS = {
+    "checkpointing": blocks_keep_only_their_inputs,
+    "autocast": matrix_products_of_the_forward_pass_are_bfloat16,
+    "eager-attention": each_head_keeps_its_weights_and_each_block_its_mask,
+    "foreach-adamw": the_optimizer_step_takes_as_much_as_all_weights,
+    "fused-adamw": the_optimizer_step_takes_nothing,
+    "sgd": the_peak_is_without_two_moments_and_a_count_of_steps,
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_technique_changes_the_bytes_as_it_claims(name):
+    CLAIMS[name](TECHNIQUES[name])
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_technique_that_does_nothing_fails_the_claim(name):
+    with pytest.raises(AssertionError):
+        CLAIMS[name](NOTHING)
+
+
+def test_every_technique_has_a_claim_and_a_tolerance():
+    assert CLAIMS.keys() == TOLERANCES.keys() == TECHNIQUES.keys() - {"plain"}
+
+
+def test_the_plain_adamw_takes_twice_the_largest_weight():
+    largest = max(p.numel() for p in build(TINY, PLAIN).model.parameters())
+    assert most(second_step(PLAIN), "optimizer_temporaries") == 2 * largest * FLOAT32
+
+
+def test_the_plain_attention_keeps_nothing_that_grows_with_the_square_of_the_length():
+    assert quadratic_part(PLAIN, "activations") == 0
+
+
+@pytest.mark.parametrize(("smaller", "larger"), [("checkpointing", "plain"), ("autocast", "plain")])
+def test_what_saves_activations_has_the_lower_peak(smaller, larger):
+    peaks = [second_step(TECHNIQUES[name]).peak_bytes for name in (smaller, larger)]
+    assert peaks[0] < peaks[1]
+
+
+# ------------------------------------------------------------------ checkpointing
+
+
+def calls_of_each_block(technique: Technique) -> list[int]:
+    """How often each block's MLP began in one step: torch stops a recomputation as soon as it has
+    what backward needs, so the last module does not come to its end."""
+    training, calls = build(TINY, technique), Counter()
+    for index, block in enumerate(training.model.blocks):
+        block.mlp.register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
+    training.step()
+    return [calls[index] for index in range(L)]
+
+
+def test_the_plain_step_computes_each_block_once():
+    assert calls_of_each_block(PLAIN) == [1] * L
+
+
+def test_checkpointing_computes_each_block_twice():
+    assert calls_of_each_block(TECHNIQUES["checkpointing"]) == [2] * L
+
+
+def test_a_wrapper_that_only_calls_the_block_does_not_pass_as_checkpointing():
+    def only_call(block):
+        forward = block.forward
+        block.forward = lambda *args: forward(*args)
+
+    with pytest.raises(AssertionError):
+        blocks_keep_only_their_inputs(replace(NOTHING, wrap_block=only_call))
+
+
+def test_a_wrapper_that_leaves_a_block_out_does_not_pass_as_checkpointing():
+    wrapped = []
+
+    def every_second(block):
+        wrapped.append(block)
+        if len(wrapped) % 2:
+            checkpoint_block(block)
+
+    with pytest.raises(AssertionError):
+        blocks_keep_only_their_inputs(replace(NOTHING, wrap_block=every_second))
+
+
+# ------------------------------------------------------------------ the training
+
+
+def test_every_technique_starts_from_the_same_weights():
+    def weights(technique):
+        return torch.cat([p.flatten() for p in build(TINY, technique).model.parameters()])
+
+    torch.manual_seed(SEED + 1)
+    plain = weights(PLAIN)
+    assert all(torch.equal(weights(technique), plain) for technique in TECHNIQUES.values())
+
+
+def test_a_step_changes_the_weights():
+    training = build(TINY, PLAIN)
+    before = [p.clone() for p in training.model.parameters()]
+    training.step()
+    assert not any(map(torch.equal, before, training.model.parameters()))
+
+
+def test_the_second_step_does_not_add_to_the_gradients_of_the_first():
+    """With a learning rate of 0 both steps are the same."""
+    standing = replace(PLAIN, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    training = build(TINY, standing)
+    training.step()
+    first = [p.grad.clone() for p in training.model.parameters()]
+    training.step()
+    assert all(map(torch.equal, first, (p.grad for p in training.model.parameters())))
+
+
+def test_the_weights_have_the_dtype_of_the_setting():
+    training = build(replace(TINY, dtype=torch.bfloat16), PLAIN)
+    assert {p.dtype for p in training.model.parameters()} == {torch.bfloat16}
+
+
+def test_the_batch_has_the_size_of_the_setting():
+    trace = second_step(PLAIN)
+    tokens_and_targets = 2 * B * T * torch.int64.itemsize
+    assert trace.at_peak["inputs"] == tokens_and_targets
+
+
+def test_autocast_takes_a_device_with_an_index():
+    with_index = gradients(TECHNIQUES["autocast"], replace(TINY, device="cpu:0"))
+    without = gradients(TECHNIQUES["autocast"])
+    assert all(torch.equal(with_index[name], without[name]) for name in without)
+
+
+# ------------------------------------------------------------------ the setting
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": "24m"}, "got model '24m'; choose one of tiny, 25m"),
+        ({"seq_len": 0}, "got sequences of 0 tokens; tiny takes 1 to 64"),
+        ({"seq_len": 65}, "got sequences of 65 tokens; tiny takes 1 to 64"),
+        ({"batch": 0}, "got a batch of 0 sequences; give at least 1"),
+    ],
+)
+def test_a_setting_that_cannot_be_says_what_was_got_and_what_is_wanted(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        replace(TINY, **wrong)
+
+
+def test_a_setting_reads_as_a_title():
+    assert str(TINY) == "tiny, 4 × 64 tokens, float32, cpu"
