@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memlab.metering.context import Context
 from memlab.metering.fake import dry_run
@@ -26,6 +25,7 @@ from memlab.metering.frames import called_by, comes_from_the_engine, user_line
 from memlab.metering.modes import LightMode
 from memlab.metering.observer import COMPOSITIONS, OUT_OF_PLACE, is_formula, is_in_place_unwatched
 from memlab.metering.registry import REGISTRY, Storage
+from memlab.metering.tensors import plain_tensors, tensors_among, tensors_within
 
 aten = torch.ops.aten
 
@@ -142,7 +142,7 @@ class StorageMeter(LightMode):
         if self._dry_run is not None:
             args, kwargs = self._dry_run.arguments(func, args, kwargs)
         is_new = func is aten.lift_fresh.default  # torch.tensor(...): made past the dispatcher
-        tensors = [] if is_new else _tensors((*args, *kwargs.values()))
+        tensors = [] if is_new else tensors_among((*args, *kwargs.values()))
         self._close_watched_pair(func, tensors)
         inputs = [self._see(tensor, phase) for tensor in tensors]
         if self._on_operator is not None:
@@ -153,7 +153,7 @@ class StorageMeter(LightMode):
                 REGISTRY.check_size(tensor.untyped_storage())
         if func is aten.detach.default and self._is_handed_over(args[0], phase):
             inputs[0].mark("gradients")
-        for tensor in _tensors((result,)):
+        for tensor in tensors_among((result,)):
             record = REGISTRY.find(tensor)
             if record is None or record.number not in self._accounted:
                 self._born(tensor, func, phase, inputs, tensors)
@@ -327,7 +327,7 @@ class StorageMeter(LightMode):
         state = getattr(optimizer, "state", {})
         for parameter, values in state.items() if hasattr(state, "items") else ():
             module = self.context.names.owning(parameter)
-            for tensor in _tensors_within(values):
+            for tensor in tensors_within(values):
                 self._scan(tensor, "optimizer_state", module)
 
     def _scan_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -340,7 +340,7 @@ class StorageMeter(LightMode):
         self._scan(parameter, "parameters", self.context.names.owning(parameter))
 
     def _scan(self, tensor: torch.Tensor, category: str, module: str) -> None:
-        for plain in _plain_tensors(tensor):
+        for plain in plain_tensors(tensor):
             if self._dry_run is not None:
                 plain = self._dry_run.tensor(plain)
             record = REGISTRY.find(plain)
@@ -371,7 +371,10 @@ class Run:
         self.name_after(subject)
 
     def name_after(self, subject: Any) -> None:
-        self._subject = (lambda: None) if subject is None else weakref.ref(subject)
+        try:
+            self._subject = weakref.ref(subject)
+        except TypeError:  # None, and what Python keeps no weak references to
+            self._subject = lambda: None
 
     @property
     def has_subject(self) -> bool:
@@ -401,50 +404,6 @@ def _writes_to_an_input(func: Any) -> bool:
 
 def _all_are_inputs(records: list[Storage]) -> bool:
     return all(record.category == "inputs" for record in records)
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments or results, in order."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found += [value] if value.layout is torch.strided else _sparse_parts(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
-
-
-def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a sparse one consists of; none of an opaque layout (MKL-DNN's)."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
-
-
-def _tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an optimizer's state, however nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors_within(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _tensors_within(inner)
-
-
-def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor itself, or what a wrapper subclass (a sharded or quantized one) consists of."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _plain_tensors(getattr(tensor, name))
-    else:
-        yield from _tensors((tensor,))
 
 
 @functools.cache

@@ -1,0 +1,51 @@
+"""The plain tensors, those with a storage, among everything that a step hands around."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results, in order."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found += [value] if value.layout is torch.strided else _sparse_parts(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_among(value)
+    return found
+
+
+def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a sparse one consists of; none of an opaque layout (MKL-DNN's)."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def tensors_within(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an optimizer's state, however nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from tensors_within(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from tensors_within(inner)
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor itself, or what a wrapper subclass (a sharded or quantized one) consists of."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from plain_tensors(getattr(tensor, name))
+    else:
+        yield from tensors_among((tensor,))
