@@ -1,5 +1,6 @@
 """The plain tensors among everything that a step hands around."""
 
+import pytest
 import torch
 
 from memlab.metering.tensors import plain_tensors, tensors_among, tensors_within
@@ -12,6 +13,7 @@ def test_tensors_are_found_in_arguments_and_in_lists_of_them():
     assert [id(tensor) for tensor in found] == [id(A), id(B), id(C)]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_a_sparse_tensor_is_its_indices_and_its_values():
     dense = torch.eye(3)
     for sparse, parts in ((dense.to_sparse(), 2), (dense.to_sparse_csr(), 3)):
