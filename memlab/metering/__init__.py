@@ -16,6 +16,14 @@ from memlab.trace import Trace
 
 __all__ = ["BudgetExceeded", "budget", "dry_run", "measure", "meter"]
 
+THREADS_NOTE = (
+    "gradients were made where the meter does not look, in a thread that the step started: what "
+    "such threads allocate is not in here"
+)
+WORKSPACE_NOTE = (
+    "a recurrent layer's fused kernel keeps a workspace for backward whose size it alone knows: "
+    "this dry run is without it, and much too low (70 % for an LSTM); measure a real step"
+)
 SCRATCH_NOTE = (
     "the scratch that kernels take while they run is not in here; that of convolutions and "
     "recurrent layers can raise the real peak by a quarter (metering.unobserved adds it)"
@@ -38,7 +46,8 @@ def measure(
                        one, else the CPU's
     lines              also note the Python line of each allocation (slower)
 
-    Raises whatever `step` raises. Inside `with dry_run():` nothing is computed.
+    Raises whatever `step` raises, and TypeError for what is no step, model or optimizer. Inside
+    `with dry_run():` nothing is computed.
     """
     with meter(model, optimizer, device=device, lines=lines, step=step) as running:
         step()
@@ -57,6 +66,7 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
         lines: bool = False,
         step: Callable[[], Any] | None = None,
     ) -> None:
+        _check(model, optimizer, step)
         self._device = None if device is None else torch.device(device)
         self._watch = watch(self._device or _likely_device(model))
         self._storages = StorageMeter(
@@ -80,13 +90,20 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
         if device.type != answers.device.type or device.index not in (None, answers.device.index):
             answers = Answers(device)  # the step ran elsewhere than we watched
         completed = complete(changes, answers)
-        leaves_scratch_out = answers.history is None and self._storages.context.has_much_scratch
+        context = self._storages.context
+        is_dry = dry_run.active is not None
+        leaves_scratch_out = answers.history is None and context.has_much_scratch
         return Trace(
             completed.events,
             device=device.type,
-            dry=dry_run.active is not None,
+            dry=is_dry,
             memory=completed.memory,
-            notes=completed.notes + ((SCRATCH_NOTE,) if leaves_scratch_out else ()),
+            notes=(
+                *completed.notes,
+                *([WORKSPACE_NOTE] if is_dry and context.has_recurrent_layer else []),
+                *([SCRATCH_NOTE] if leaves_scratch_out else []),
+                *([THREADS_NOTE] if self._storages.found_unseen_gradients else []),
+            ),
         )
 
     @property
@@ -95,6 +112,18 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
         if self._trace is None:
             raise RuntimeError("the trace is complete only after the `with` block; read it there")
         return self._trace
+
+
+def _check(model: Any, optimizer: Any, step: Any) -> None:
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"got a {type(model).__name__} as model; give the torch.nn.Module itself")
+    if isinstance(optimizer, torch.nn.Module):
+        raise TypeError(f"got a module, {type(optimizer).__name__}, as optimizer; name it model=")
+    if step is not None and not callable(step):
+        raise TypeError(
+            f"got a {type(step).__name__} as step; give a function of no arguments that takes one "
+            f"training step, such as lambda: model(x).sum().backward()"
+        )
 
 
 def _main_device(changes: list[Change]) -> torch.device:

@@ -4,7 +4,9 @@ torch's fake tensors go through the same operators and the same autograd as real
 meter sees the same storages, and a 7B step fits into a laptop. What a training loop does besides
 calling operators is answered here:
 
-    reading a number      `loss.item()`, `f"{loss:.3f}"`, `if x.isnan().any()`: 0.5, 1 or False
+    reading a number      `loss.item()`, `f"{loss:.3f}"`, `if x.isnan().any()`: 0.5, 1 or False;
+                          `isfinite` is True
+    compiled code         runs uncompiled
     converting a model    `.to()`, `.half()`, `.cuda()`: parameters keep their identity; every
                           device is answered by the CPU
     tensors from outside  converted when they meet the first operator, and left as they were
@@ -15,6 +17,7 @@ calling operators is answered here:
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.metering.frames import user_line
@@ -36,6 +40,9 @@ from memlab.metering.oversized import enlarge
 aten = torch.ops.aten
 # torch looks here whether it may work on a list of tensors at once, as it does on real ones.
 _KINDS_WITH_FOREACH = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
+_KEEPS_TRUTH = frozenset(
+    {aten.all.default, aten.any.default, aten.logical_and.default, aten.bitwise_and.Tensor}
+)
 _REAL_DEVICES = ("cpu", "meta")
 
 
@@ -60,13 +67,20 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         for mode in self._modes:
             mode.__enter__()
         self._zeros = WeakIdKeyDictionary()  # counts of infinities: a dry run finds none
+        self._true = WeakIdKeyDictionary()  # answers that are True: all is finite in a dry run
+        self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels want addresses
+        self._stance.__enter__()
         self._apply, torch.nn.Module._apply = torch.nn.Module._apply, _apply_by_data
+        self._iterator = DataLoader._get_iterator
+        DataLoader._get_iterator = _iterator_in_this_process(self._iterator)
         for kinds in _KINDS_WITH_FOREACH:
             kinds.append(FakeTensor)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         torch.nn.Module._apply = self._apply
+        DataLoader._get_iterator = self._iterator
+        self._stance.__exit__(*exception)
         for kinds in _KINDS_WITH_FOREACH:
             kinds.remove(FakeTensor)
         for mode in reversed(self._modes):
@@ -107,6 +121,11 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         """Run an operator on fake tensors, answering what they cannot."""
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device(_on_the_cpu(kwargs["device"]))}
+        if func in _KEEPS_TRUTH and any(_is_in(self._true, argument) for argument in args):
+            with torch._C.DisableTorchFunction():
+                result = func(*args, **kwargs)
+            self._true[result] = True
+            return result
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._zeros[args[1]] = True
         try:
@@ -132,12 +151,12 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     def _answer(self, func: Any, tensor: torch.Tensor, *others: Any) -> bool | int | float:
         if func is aten.equal.default:
             return True
-        if func is not aten._local_scalar_dense.default:
+        if func not in (aten._local_scalar_dense.default, aten.item.default):
             raise ValueError(
                 f"{user_line()}: {func} reads the values of a tensor, and a dry run has none"
             )
         if tensor.dtype == torch.bool:
-            return False
+            return tensor in self._true
         if not tensor.dtype.is_floating_point:
             return 1
         return 0.0 if tensor in self._zeros else 0.5
@@ -171,6 +190,11 @@ class _Outside:
         self._hook.remove()
 
     def _note_state(self, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(stepping, torch.optim.LBFGS):
+            raise ValueError(
+                f"{user_line()}: how often LBFGS evaluates the loss, and what it keeps, depends on "
+                f"values, and a dry run has none; measure a real step of a smaller model"
+            )
         parameters = (p for group in stepping.param_groups for p in group["params"])
         known = any(stepping is other for other, _ in self._states)
         if not known and not all(map(_is_fake, parameters)):
@@ -240,13 +264,44 @@ def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return memo[id(tensor)]
 
 
+def _isfinite(tensor: torch.Tensor) -> torch.Tensor:
+    result = torch.isfinite(tensor)
+    dry_run.active._true[result] = True
+    return result
+
+
+def _numpy(tensor: torch.Tensor, **kwargs: Any) -> np.ndarray:
+    """An array of the numbers that `.item()` would read."""
+    number = tensor.detach().reshape(-1)[:1].sum().to(tensor.dtype).item()
+    return np.full(tuple(tensor.shape), number)
+
+
+def _iterator_in_this_process(make: Callable[[DataLoader], Any]) -> Callable[[DataLoader], Any]:
+    def get_iterator(loader: DataLoader) -> Any:
+        if loader.num_workers:
+            raise ValueError(
+                f"{user_line()}: a DataLoader with num_workers={loader.num_workers} would start "
+                f"processes, and fake tensors stay in this one; use num_workers=0 in a dry run"
+            )
+        return make(loader)
+
+    return get_iterator
+
+
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__format__: _format,
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.cuda: _cuda,
+    torch.Tensor.numpy: _numpy,
     torch.Tensor.to: _to,
+    torch.Tensor.isfinite: _isfinite,
+    torch.isfinite: _isfinite,
     torch.nn.functional.one_hot: _one_hot,
 }
+
+
+def _is_in(tensors: WeakIdKeyDictionary, argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) and argument in tensors
 
 
 def _is_fake(argument: Any) -> bool:

@@ -113,12 +113,16 @@ class StorageMeter(LightMode):
         COMPOSITIONS.__exit__()
         self._close_watched_pair()
         self.context.stop()
+        known = len(self._initial)
         for root in self.context.names.roots:
             self._scan_gradients(root.parameters())
+        self.found_unseen_gradients = len(self._initial) > known
         if self._optimizer is not None:
             self._scan_state(self._optimizer)
         REGISTRY.unlisten(self._storage_changed)
         self._adopt_leftovers()
+        if torch.is_grad_enabled():
+            self._backward_starts()  # it might still: what a graph saved is alive for it
 
     def changes(self) -> Iterator[Change]:
         """The corrected stream: what was alive before, then each allocation and free."""

@@ -129,6 +129,44 @@ def test_a_gradient_scaler_steps():
     assert trace.at_end["optimizer_state"] == (32 * 48 + 48) * 4  # it did step: momenta exist
 
 
+def test_a_guard_against_losses_that_are_not_finite_lets_them_pass():
+    with memlab.dry_run():
+        loss = torch.randn(3).sum()
+        assert torch.isfinite(loss)
+        assert loss.isfinite().all()
+        assert torch.logical_and(torch.isfinite(loss), torch.isfinite(loss)).item() is True
+        assert not loss.isnan().any()
+        assert not torch.isinf(loss)
+
+
+def test_an_array_has_the_shape_and_made_up_numbers():
+    with memlab.dry_run():
+        assert torch.randn(2, 3).numpy().tolist() == [[0.5] * 3] * 2
+        assert torch.arange(2).numpy().tolist() == [1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's, within inductor
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code_runs_uncompiled(backend):
+    with memlab.dry_run():
+        model = nn.Linear(32, 48)
+        compiled = torch.compile(lambda x: model(x).relu(), backend=backend)
+        x = torch.randn(16, 32)
+        dry = memlab.measure(lambda: compiled(x).sum().backward(), model=model)
+        plain = memlab.measure(lambda: model(x).relu().sum().backward(), model=model)
+    assert dry.at_peak["parameters"] == plain.at_peak["parameters"]
+    assert [e.bytes for e in dry.events if e.bytes > 0][:5] == [6144, 192, 2048, 3072, 3072]
+
+
+def test_a_data_loader_with_processes_of_its_own_is_refused():
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
+    with memlab.dry_run():
+        with pytest.raises(ValueError, match="num_workers=0"):
+            iter(torch.utils.data.DataLoader(data, num_workers=2))
+        (batch,) = next(iter(torch.utils.data.DataLoader(data, batch_size=4)))
+        assert batch.shape == (4, 2)
+
+
 @pytest.mark.parametrize(
     "convert",
     [

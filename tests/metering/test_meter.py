@@ -15,6 +15,12 @@ def test_a_trace_of_layers_whose_kernels_take_much_scratch_says_so():
     assert "scratch" in str(loud)
 
 
+def test_a_dry_run_of_a_recurrent_layer_says_that_it_is_too_low():
+    with memlab.dry_run():
+        trace = memlab.measure(lambda: nn.LSTM(4, 4)(torch.zeros(3, 1, 4)))
+    assert "much too low" in str(trace)
+
+
 def test_only_the_device_asked_for_is_counted():
     step = lambda: (torch.zeros(1024, device="meta"), torch.zeros(16))  # noqa: E731
     assert memlab.measure(step, device="meta").peak_bytes == 4096
@@ -37,6 +43,16 @@ def test_the_step_runs_once():
 def test_what_the_step_raises_is_raised():
     with pytest.raises(KeyError, match="lost"):
         memlab.measure(lambda: {}["lost"])
+
+
+def test_arguments_of_the_wrong_kind_are_refused_in_one_sentence():
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="got a generator as model"):
+        memlab.measure(lambda: None, model=model.parameters())
+    with pytest.raises(TypeError, match="got a Tensor as step"):
+        memlab.measure(torch.zeros(1))
+    with pytest.raises(TypeError, match="got a module, Linear, as optimizer"):
+        memlab.measure(lambda: None, optimizer=model)
 
 
 def test_the_device_found_is_the_one_that_holds_the_bytes():

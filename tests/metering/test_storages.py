@@ -335,8 +335,9 @@ def test_tensors_freed_by_another_threads_backward_are_freed():
         "parameters": PARAMETERS,
         "gradients": PARAMETERS,  # made in a thread that no meter sees, and found at the end
         "inputs": ROWS * NARROW * FLOAT,
-        "forward_temporaries": FLOAT,  # the loss, which has a name
+        "activations": FLOAT,  # the loss, which has a name
     }
+    assert "in a thread that the step started" in str(trace)
 
 
 def memlab_events(running: memlab.meter):
@@ -413,6 +414,12 @@ def test_a_leak_of_a_loss_with_its_graph_is_what_differs(training):
     assert first.diff(second).bytes == leaked
     assert second.live_bytes - first.live_bytes == leaked
     assert "test_storages.py" in str(first.diff(second))
+
+
+def test_a_graph_that_no_backward_has_taken_yet_is_activations():
+    model, x, kept = Perceptron(), torch.randn(ROWS, NARROW), []
+    trace = memlab.measure(lambda: kept.append(model(x).sum()), model=model)
+    assert trace.at_end["activations"] == 2 * ROWS * WIDE * FLOAT + FLOAT
 
 
 def test_another_model_still_alive_counts_for_nothing(training):
