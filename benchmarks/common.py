@@ -26,6 +26,7 @@ from memlab.files import write_beside
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+THREADS = "2"  # of a kernel that is timed, unless the user says otherwise: machines compare
 
 # Threads that wait must not spin, in the processes that we start; and what the profiler and
 # libraries of models write beside the point must not stand between the lines of ours.
@@ -134,8 +135,7 @@ def ratios(of: Sequence[float], to: Sequence[float]) -> Spread:
 class Runner:
     """A process that runs something once for each line it is sent, and answers with a number.
 
-    Its first answer comes when it is ready. Its threads are two unless the user says otherwise,
-    so that results of several machines can be compared.
+    Its first answer comes when it is ready.
     """
 
     def __init__(self, *arguments: str) -> None:
@@ -144,7 +144,7 @@ class Runner:
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={"OMP_NUM_THREADS": "2", **os.environ},
+            env={"OMP_NUM_THREADS": THREADS, **os.environ},
             start_new_session=True,  # Ctrl-C is ours to handle
             text=True,
         )

@@ -21,6 +21,7 @@ with it stands in a column of its own.
 import argparse
 import gc
 import importlib.util
+import os
 import sys
 import time
 import warnings
@@ -38,6 +39,7 @@ import torch
 from common import (
     RESULTS,
     ROOT,
+    THREADS,
     Runner,
     Spread,
     heading,
@@ -89,7 +91,7 @@ class Size(NamedTuple):
     dtype: str
 
     def __str__(self) -> str:
-        return f"{self.preset}, {self.batch} × {self.seq_len} tokens, {self.dtype}, AdamW"
+        return f"{self.preset} ({self.batch} × {self.seq_len} tokens, {self.dtype}, AdamW)"
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ FULL = Plan(
     kinds=None,
     real=Size("25m", 4, 256, "float32"),
     dry=Size("llama-2-7b", 1, 2048, "bfloat16"),
-    rounds=9,
+    rounds=7,
     rounds_of_mem_tracker=2,
 )
 QUICK = Plan(
@@ -210,9 +212,8 @@ def metered(build: Builder) -> Trace:
 
 def tracked_peak_bytes(
     build: Builder,
-    *,
-    tensors: type[Tensor] = Tensor,
-    around: Callable[[MemTracker], AbstractContextManager[Any]] = nullcontext,
+    tensors: type[Tensor],
+    around: Callable[[MemTracker], AbstractContextManager[Any]],
 ) -> int:
     """The peak of the second step as MemTracker has it, all tensors alive registered with it."""
     from_before = living(tensors)
@@ -286,16 +287,37 @@ def attempt(measure: Callable[[], T]) -> T | str:
         return in_a_phrase(error)
 
 
-def off(measure: Callable[[], int], truth_bytes: int) -> Off:
-    """How far `measure()` is from the truth, or why it does not answer."""
-    return attempt(lambda: measure() - truth_bytes)
-
-
 def in_a_phrase(error: Exception) -> str:
     """The error in the words of REFUSALS; an unknown one by its first line."""
     text = f"{type(error).__name__}: {error}"
     phrases = (phrase for fragment, phrase in REFUSALS.items() if fragment in text)
     return next(phrases, text.splitlines()[0])
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """MemTracker's answer."""
+
+    figure: Off
+    needs_resets: bool  # it refused until its statistics were reset before each call
+
+
+def tracked(
+    build: Builder,
+    truth_bytes: int,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    tensors: type[Tensor] = Tensor,
+) -> Tracked:
+    """MemTracker used plainly; with resets where the model is called more than once."""
+
+    def figure(around: Callable[[MemTracker], AbstractContextManager[Any]]) -> int:
+        with inside():
+            return tracked_peak_bytes(build, tensors, around) - truth_bytes
+
+    plainly = attempt(lambda: figure(nullcontext))
+    if plainly != CALLED_AGAIN:
+        return Tracked(plainly, needs_resets=False)
+    return Tracked(attempt(lambda: figure(reset_before_each_call)), needs_resets=True)
 
 
 @dataclass(frozen=True)
@@ -330,15 +352,20 @@ def tallies(named: dict[str, Tally]) -> str:
     )
 
 
+def at_worst(tally: Tally) -> str:
+    return f" (at worst {percent(tally.worst)})" if tally.worst else ""
+
+
 def percent(share: float) -> str:
     return f"{share:+.3%}".replace("%", " %") if share else "0"
 
 
-def in_words(figure: Off, truth_bytes: int) -> str:
+def in_words(figure: Off, truth_bytes: int, needs_resets: bool = False) -> str:
     """`exact`, `+4.008 %`, or why there is no figure."""
     if isinstance(figure, str):
         return f"refuses: {figure}"
-    return percent(figure / truth_bytes) if figure else "exact"
+    words = percent(figure / truth_bytes) if figure else "exact"
+    return f"{words}, with resets" if needs_resets else words
 
 
 # ------------------------------------------------------------------ exactness
@@ -353,11 +380,11 @@ class Exactness:
     peak_with_scratch_bytes: int
     scratch_share: float  # of all bytes that the step allocates
     scratch_at_peak: dict[str, int]  # bytes at the peak with scratch, by operator
-    memlab: Off
+    memlab: int
     missing: int  # allocations that memlab reports and that no operator made
     unseen: int  # results of operators that it does not report
     mem_tracker: Off
-    needs_resets: bool  # MemTracker refused until its statistics were reset before each call
+    needs_resets: bool  # see Tracked
     watched: int  # the peak under a mode that does nothing, less the peak
     added_share: float  # bytes allocated only under such a mode, of all that are allocated
 
@@ -374,7 +401,7 @@ def exactness_of(kind: str, build: Builder) -> Exactness:
     trace = metered(build)
     watched = recorded(build, Nothing)
     comparison = compare(trace, truth.recording)
-    mem_tracker, needs_resets = tracked(build, truth.peak_bytes)
+    mem_tracker = tracked(build, truth.peak_bytes)
     return Exactness(
         kind=kind,
         peak_bytes=truth.peak_bytes,
@@ -384,19 +411,11 @@ def exactness_of(kind: str, build: Builder) -> Exactness:
         memlab=trace.peak_bytes - truth.peak_bytes,
         missing=comparison.missing.total(),
         unseen=comparison.unseen.total(),
-        mem_tracker=mem_tracker,
-        needs_resets=needs_resets,
+        mem_tracker=mem_tracker.figure,
+        needs_resets=mem_tracker.needs_resets,
         watched=truth.alive_bytes + result_peak_bytes(watched) - truth.peak_bytes,
         added_share=share_added(watched, truth.recording),
     )
-
-
-def tracked(build: Builder, truth_bytes: int) -> tuple[Off, bool]:
-    """MemTracker's figure, and whether it needed resets for it."""
-    plain = off(lambda: tracked_peak_bytes(build), truth_bytes)
-    if plain != CALLED_AGAIN:
-        return plain, False
-    return off(lambda: tracked_peak_bytes(build, around=reset_before_each_call), truth_bytes), True
 
 
 def scratch_at_peak(recording: Recording) -> dict[str, int]:
@@ -443,10 +462,9 @@ def exactness_sentence(rows: list[Exactness]) -> str:
     streams = sum(not (row.missing or row.unseen) for row in rows)
     return (
         f"Over {len(rows)} kinds of training step, held against what the CPU's allocator did "
-        f"unwatched, memlab's peak is exact to the byte in {ours.exact} (at worst "
-        f"{percent(ours.worst)}) and its every allocation in {streams}; torch's MemTracker, given "
-        f"everything it asks for, answers in {theirs.answers} and is exact in {theirs.exact} (at "
-        f"worst {percent(theirs.worst)})."
+        f"unwatched, memlab's peak is exact to the byte in {ours.exact}{at_worst(ours)} and its "
+        f"every allocation in {streams}; torch's MemTracker, given everything it asks for, answers "
+        f"in {theirs.answers} and is exact in {theirs.exact}{at_worst(theirs)}."
     )
 
 
@@ -478,7 +496,7 @@ def exactness_table(rows: list[Exactness]) -> str:
                 format_bytes(row.peak_bytes),
                 in_words(row.memlab, row.peak_bytes),
                 str(row.missing + row.unseen),
-                in_words(row.mem_tracker, row.peak_bytes) + " (resets)" * row.needs_resets,
+                in_words(row.mem_tracker, row.peak_bytes, row.needs_resets),
                 row.right,
                 f"{row.added_share:.1%}",
                 f"{row.scratch_share:.1%}",
@@ -502,7 +520,7 @@ def exactness_notes(rows: list[Exactness]) -> str:
         "*watching adds*: what is allocated only under a dispatch mode, even one that does "
         "nothing, of all bytes allocated; memlab takes it out again",
         "*scratch*: what kernels take and give back before they return, of all bytes allocated",
-        "*(resets)*: MemTracker's statistics were reset before each call of the model",
+        "*with resets*: MemTracker's statistics were reset before each call of the model",
         *grouped("memlab", {row.kind: outside.get(row.kind, "?") for row in inexact}),
         *grouped("MemTracker", {row.kind: why_tracked_so(row) for row in rows if row.mem_tracker}),
         *grouped("scratch at the peak", {row.kind: describe_scratch(row) for row in much_scratch}),
@@ -548,6 +566,7 @@ class DryRun:
     equal_events: bool  # to those of the real step under the meter
     unlike: list[str]  # operators that allocate other bytes than in the real step
     mem_tracker: Off
+    needs_resets: bool  # see Tracked
     mem_tracker_unlike: list[str]  # the same under FakeTensorMode alone
 
 
@@ -556,14 +575,15 @@ def dry_run_of(kind: str, build: Builder) -> DryRun:
     real = metered(build)
     dry = attempt(lambda: metered_inside(memlab.dry_run(), build))
     fake = attempt(lambda: metered_inside(FakeTensorMode(), build))
-    tracked = attempt(lambda: fake_tracked_peak_bytes(build))
+    mem_tracker = tracked(build, peak_bytes, FakeTensorMode, FakeTensor)
     return DryRun(
         kind=kind,
         peak_bytes=peak_bytes,
         memlab=dry if isinstance(dry, str) else dry.peak_bytes - peak_bytes,
         equal_events=isinstance(dry, Trace) and in_order(dry) == in_order(real),
         unlike=[] if isinstance(dry, str) else unlike(dry, real),
-        mem_tracker=tracked if isinstance(tracked, str) else tracked - peak_bytes,
+        mem_tracker=mem_tracker.figure,
+        needs_resets=mem_tracker.needs_resets,
         mem_tracker_unlike=[] if isinstance(fake, str) else unlike(fake, real),
     )
 
@@ -587,14 +607,6 @@ def allocated_by_operator(trace: Trace) -> Counter[str]:
     return sums
 
 
-def fake_tracked_peak_bytes(build: Builder) -> int:
-    with FakeTensorMode():
-        try:
-            return tracked_peak_bytes(build, tensors=FakeTensor)
-        except NotImplementedError:
-            return tracked_peak_bytes(build, tensors=FakeTensor, around=reset_before_each_call)
-
-
 def in_order(trace: Trace) -> list[Event]:
     """The events, storages numbered from 0, frees between two allocations sorted: which of
     several storages dies first is Python's affair and changes no peak."""
@@ -614,9 +626,9 @@ def dry_runs(plan: Plan, bar: Progress) -> Report:
     equal = sum(row.equal_events for row in rows)
     sentence = (
         f"A dry run, which takes no memory, has every event of the real step in {equal} of "
-        f"{len(rows)} kinds, differs in {ours.answers - equal} and refuses "
-        f"{len(rows) - ours.answers}; MemTracker under FakeTensorMode answers in {theirs.answers} "
-        f"and has the real peak in {theirs.exact} (at worst {percent(theirs.worst)})."
+        f"{len(rows)} kinds, differs in {ours.answers - equal}{at_worst(ours)} and "
+        f"refuses {len(rows) - ours.answers}; MemTracker under FakeTensorMode answers in "
+        f"{theirs.answers} and has the real peak in {theirs.exact}{at_worst(theirs)}."
     )
     summary = tallies({"memlab, dry run": ours, "MemTracker, FakeTensorMode": theirs})
     parts = [summary, dry_run_table(rows), dry_run_notes(rows)]
@@ -635,7 +647,7 @@ def dry_run_table(rows: list[DryRun]) -> str:
                 format_bytes(row.peak_bytes),
                 events(row),
                 in_words(row.memlab, row.peak_bytes),
-                in_words(row.mem_tracker, row.peak_bytes),
+                in_words(row.mem_tracker, row.peak_bytes, row.needs_resets),
             )
             for row in rows
         ],
@@ -785,43 +797,44 @@ def cost(plan: Plan, bar: Progress) -> Report:
     names = ("bare fake tensors", "MemTracker, fake tensors")
     theirs = costs(plan.dry, names, plan.rounds_of_mem_tracker, bar)
     lines = cost_lines(real, dry, theirs, bytes_of_torch_alone())
-    sizes = f"“Plain” is {plan.real}; “dry” is {plan.dry}."
-    note = "Medians of the rounds, with their quartiles; a ratio is taken within each round."
+    note = (
+        f"Real: {plan.real}. Dry: {plan.dry}. Medians of the rounds, with their quartiles; a ratio "
+        f"is taken within each round. Kernels have {os.environ.get('OMP_NUM_THREADS', THREADS)} "
+        f"threads."
+    )
     markdown = table(("", "measured", "aim", ""), [line.cells() for line in lines.values()])
     plain = {
-        "sizes": {"plain": str(plan.real), "dry": str(plan.dry)},
+        "real": str(plan.real),
+        "dry": str(plan.dry),
         "lines": {name: line._asdict() for name, line in lines.items()},
-        "seconds": {**real.seconds, **dry.seconds, **theirs.seconds},
+        "seconds": {"real": real.seconds, "dry": dry.seconds, "MemTracker": theirs.seconds},
     }
-    return Report(cost_sentence(plan, lines), f"{sizes} {note}\n\n{markdown}", plain)
+    return Report(cost_sentence(plan, lines), f"{note}\n\n{markdown}", plain)
 
 
 def cost_lines(real: Costs, dry: Costs, theirs: Costs, torch_bytes: int) -> dict[str, Line]:
-    bare, run, tracker = "bare fake tensors", "dry run, metered", "MemTracker, fake tensors"
-    memory = (dry.peak_bytes[run] - torch_bytes) / 2**30
-    seconds = spread(dry.seconds[run])
+    bare, ours, tracker = "bare fake tensors", "dry run, metered", "MemTracker, fake tensors"
+    lines_noted = real.ratio("metered, with lines", "plain")
+    construction = spread([dry.construction_seconds[ours]])
+    memory = spread([(dry.peak_bytes[ours] - torch_bytes) / 2**30])
     return {
-        "metered": Line("metered / plain", real.ratio("metered", "plain"), 1.15, "×"),
-        "lines": Line(
-            "metered with lines / plain", real.ratio("metered, with lines", "plain"), None, "×"
-        ),
-        "dry": Line("dry, metered / bare fake tensors", dry.ratio(run, bare), 1.3, "×"),
-        "dry_seconds": Line("dry, metered: a step", seconds, 3, "s"),
-        "construction": Line("dry: construction", spread([dry.construction_seconds[run]]), 5, "s"),
-        "memory": Line("dry: memory of the process above torch's", spread([memory]), 0.5, "GiB"),
-        "tracker": Line("MemTracker / bare fake tensors", theirs.ratio(tracker, bare), None, "×"),
-        "tracker_seconds": Line(
-            "MemTracker on fake tensors: a step", spread(theirs.seconds[tracker]), None, "s"
-        ),
+        "metered": Line("real, metered / plain", real.ratio("metered", "plain"), 1.15, "×"),
+        "lines": Line("real, metered with lines / plain", lines_noted, None, "×"),
+        "dry": Line("dry, metered / bare fake tensors", dry.ratio(ours, bare), 1.3, "×"),
+        "dry_seconds": Line("dry, metered", spread(dry.seconds[ours]), 3, "s"),
+        "construction": Line("dry, building the model", construction, 5, "s"),
+        "memory": Line("dry, metered: memory of the process above torch's", memory, 0.5, "GiB"),
+        "tracker": Line("dry, MemTracker / bare", theirs.ratio(tracker, bare), None, "×"),
+        "tracker_seconds": Line("dry, MemTracker", spread(theirs.seconds[tracker]), None, "s"),
     }
 
 
 def cost_sentence(plan: Plan, lines: dict[str, Line]) -> str:
     of = {name: f"{line.measured.median:.2f} {line.unit}" for name, line in lines.items()}
     return (
-        f"Metering makes a step of {plan.real} {of['metered']} as long; a step of {plan.dry} is "
-        f"metered without its memory in {of['dry_seconds']} and {of['memory']} of the process, "
-        f"{of['dry']} as long as on bare fake tensors, where MemTracker takes "
+        f"A metered step of {plan.real} takes {of['metered']} the time of a plain one; a step of "
+        f"{plan.dry} is measured without its memory in {of['dry_seconds']} and {of['memory']} of "
+        f"the process, {of['dry']} the time on bare fake tensors, where MemTracker takes "
         f"{of['tracker_seconds']}, {of['tracker']}."
     )
 
@@ -843,7 +856,7 @@ def arguments() -> argparse.Namespace:
         "--section",
         action="append",
         choices=SECTIONS,
-        help="run this section only (may be given more than once); about three minutes for all",
+        help="run this section only (may be given more than once); about four minutes for all",
     )
     parser.add_argument(
         "--quick",

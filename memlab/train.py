@@ -124,7 +124,7 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "autocast": Technique(
         "torch's autocast to bfloat16 in the forward pass",
-        around_forward=lambda device: torch.autocast(torch.device(device).type, torch.bfloat16),
+        around_forward=lambda device: torch.autocast(device, torch.bfloat16),
     ),
     "eager-attention": Technique(
         "attention with its score matrix in memory", attention=attention_reference

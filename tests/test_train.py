@@ -250,12 +250,6 @@ def test_the_batch_has_the_size_of_the_setting():
     assert trace.at_peak["inputs"] == tokens_and_targets
 
 
-def test_autocast_takes_a_device_with_an_index():
-    with_index = gradients(TECHNIQUES["autocast"], replace(TINY, device="cpu:0"))
-    without = gradients(TECHNIQUES["autocast"])
-    assert all(torch.equal(with_index[name], without[name]) for name in without)
-
-
 # ------------------------------------------------------------------ the setting
 
 

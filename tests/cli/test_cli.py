@@ -6,8 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
-from threading import Thread
 
 import pytest
 import typer
@@ -92,6 +92,18 @@ def test_a_mistake_of_ours_is_not_made_to_look_like_one_of_the_user(monkeypatch)
         cli.main()
 
 
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, typer.Abort])
+def test_ctrl_c_is_one_line_however_the_parser_hands_it_on(
+    memlab_command, monkeypatch, interruption
+):
+    def app(**settings):
+        raise interruption
+
+    monkeypatch.setattr(cli, "app", app)
+    outcome = memlab_command("doctor")
+    assert (outcome.status, outcome.err) == (130, "memlab: interrupted; nothing was written\n")
+
+
 # ------------------------------------------------------------------ terminals
 
 
@@ -120,28 +132,26 @@ def in_a_terminal(tmp_path_factory):
     pty = pytest.importorskip("pty")
     folder = tmp_path_factory.mktemp("terminal")
     terminal, standard_error = pty.openpty()
-    shown: list[bytes] = []
-    reader = Thread(target=read_all, args=(terminal, shown))  # a terminal that is full blocks
-    reader.start()
-    result = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", "memlab", *QUICK],
         cwd=folder,
         env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         stderr=standard_error,
-        check=True,
     )
     os.close(standard_error)
-    reader.join()
-    os.close(terminal)
-    return result.stdout.decode("ascii"), b"".join(shown).decode("ascii"), folder
+    shown = b"".join(all_of(terminal)).decode("ascii")  # read while it runs: a full one blocks it
+    out, _ = process.communicate()
+    assert process.returncode == 0, shown
+    return out.decode("ascii"), shown, folder
 
 
-def read_all(terminal: int, shown: list[bytes]) -> None:
-    """Read until nobody can write any more, which Linux reports as an error."""
+def all_of(terminal: int) -> Iterator[bytes]:
+    """What is written until nobody can write any more, which Linux reports as an error."""
     with suppress(OSError):
         while part := os.read(terminal, 4096):
-            shown.append(part)
+            yield part
+    os.close(terminal)
 
 
 def test_a_process_of_its_own_writes_what_it_says_it_wrote(in_a_terminal):

@@ -152,8 +152,11 @@ def test_a_wrong_gradient_is_seen_with_its_size():
     assert wrong.gradient_difference == pytest.approx(plain.largest_gradient, rel=1e-6)
 
 
-def test_a_gradient_that_is_no_number_is_seen():
-    broken = replace(PLAIN, loss=lambda *arguments: math.nan * cross_entropy(*arguments))
+def test_one_gradient_that_is_no_number_is_seen():
+    def break_one(block):
+        block.mlp.up.weight.register_hook(lambda gradient: gradient * math.nan)
+
+    broken = replace(PLAIN, wrap_block=break_one)
     _, row = measured_rows(TINY, {"plain": PLAIN, "broken": broken}, False, silent)
     assert math.isnan(row.gradient_difference)
 
@@ -220,6 +223,14 @@ def test_bytes_stand_where_the_plain_training_does_not_fit_beside_the_technique(
     assert list(report.remarks([plain, row])) == [
         "sgd: no time; the plain training does not fit into memory beside it"
     ]
+
+
+def test_a_step_that_fails_only_when_it_is_timed_fails(monkeypatch):
+    two = SideBySide(TINY, PLAIN)
+    two.row("plain", PLAIN)
+    monkeypatch.setattr(rows, "in_turn", raising(RuntimeError("the third step is one too many")))
+    with pytest.raises(RuntimeError, match="one too many"):
+        two.row("sgd", TECHNIQUES["sgd"])
 
 
 # ------------------------------------------------------------------ failures

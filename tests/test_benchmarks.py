@@ -1,0 +1,273 @@
+"""The benchmarks compute what they print: a wrong meter, a wrong dry run or a slow one shows up."""
+
+import importlib
+import io
+import json
+import socket
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from rich.progress import Progress
+from torch import nn
+
+from memlab.metering import fake, storages
+
+ROOT = Path(__file__).parents[1]
+
+
+def benchmark(name: str) -> ModuleType:
+    """A script's module; scripts import each other by name."""
+    folder = str(ROOT / "benchmarks")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+common, meter = benchmark("common"), benchmark("meter")
+KINDS = meter.kinds_of_steps().KINDS
+
+
+# ------------------------------------------------------------------ exactness
+
+
+def two_tensors() -> tuple:
+    """400 bytes of weights and 80 of input are alive; a step makes 800 bytes, then 200 more."""
+    model, x = nn.Linear(10, 10, bias=False), torch.zeros(20)
+
+    def step() -> None:
+        first = torch.zeros(200)
+        second = x[:1] + torch.zeros(50)
+        del first, second
+
+    return step, model, None
+
+
+def test_the_truth_is_every_byte_alive():
+    zeros_beside_their_sum = 200
+    assert meter.truth_of(two_tensors).peak_bytes == 400 + 80 + 800 + 200 + zeros_beside_their_sum
+
+
+def test_where_watching_moves_the_peak_memlab_alone_is_right():
+    row = meter.exactness_of("fan_out", KINDS["fan_out"])
+    assert row.right == "memlab"
+    assert row.mem_tracker == row.watched > 0
+
+
+def test_a_meter_that_keeps_what_watching_adds_shows_up_as_inexact(monkeypatch):
+    monkeypatch.setattr(storages, "is_in_place_unwatched", lambda *arguments: False)
+    row = meter.exactness_of("fan_out", KINDS["fan_out"])
+    assert row.memlab == row.watched
+    assert row.missing > 0
+    assert "memlab's peak is exact to the byte in 0 (at worst +4.008 %)" in (
+        meter.exactness_sentence([row])
+    )
+
+
+def test_a_meter_that_misses_an_allocation_shows_up_as_inexact(monkeypatch):
+    see_all = storages.StorageMeter._born
+
+    def see_all_but_one(self, *arguments):
+        monkeypatch.setattr(storages.StorageMeter, "_born", see_all)
+        storage = see_all(self, *arguments)
+        self._accounted.discard(storage.number)
+        return storage
+
+    monkeypatch.setattr(storages.StorageMeter, "_born", see_all_but_one)
+    assert meter.exactness_of("two tensors", two_tensors).unseen == 1
+
+
+def test_what_mem_tracker_refuses_for_a_second_call_it_gets_again_with_resets():
+    answer = meter.tracked(KINDS["lbfgs"], meter.truth_of(KINDS["lbfgs"]).peak_bytes)
+    assert answer == meter.Tracked(0, needs_resets=True)
+
+
+def test_a_refusal_is_one_phrase_and_counts_as_no_answer():
+    answer = meter.tracked(KINDS["recommender_sparse_gradients"], truth_bytes=1)
+    assert answer.figure == "sparse tensors"
+    assert meter.tally([(answer.figure, 1)]).answers == 0
+
+
+def test_an_unknown_error_is_told_by_its_first_line():
+    assert meter.in_a_phrase(OSError("no room\nat all")) == "OSError: no room"
+
+
+def test_scratch_at_the_peak_is_named_by_its_operator():
+    names = meter.scratch_at_peak(meter.truth_of(KINDS["linear_algebra"]).recording)
+    assert next(iter(names)) == "aten::_trilinear"
+
+
+def test_a_tally_counts_exact_close_and_worst():
+    figures = [(0, 1000), (-1, 10_000), (30, 1000), ("refuses", 1000)]
+    assert meter.tally(figures) == meter.Tally(answers=3, exact=1, close=2, worst=0.03)
+
+
+def test_a_reason_stands_once_for_all_kinds_that_it_holds_for():
+    lines = meter.grouped("memlab", {"a": "why", "b": "else", "c": "why"})
+    assert lines == ["memlab on a, c: why", "memlab on b: else"]
+
+
+# ------------------------------------------------------------------ dry runs
+
+
+def test_a_dry_run_equal_to_the_real_one_is_called_equal():
+    row = meter.dry_run_of("unet", KINDS["unet"])
+    assert (row.memlab, row.equal_events, row.unlike) == (0, True, [])
+
+
+def test_a_dry_run_with_a_smaller_storage_shows_up_and_is_named(monkeypatch):
+    monkeypatch.setattr(fake, "enlarge", lambda *arguments: None)
+    row = meter.dry_run_of("autoencoder", KINDS["autoencoder"])
+    assert row.memlab == row.mem_tracker < 0
+    assert not row.equal_events
+    assert row.unlike == ["aten.mse_loss.default"]
+
+
+# ------------------------------------------------------------------ cost
+
+
+def costs(**seconds: list[float]) -> object:
+    names = {"bare": "bare fake tensors", "dry": "dry run, metered", "lines": "metered, with lines"}
+    names["tracker"] = "MemTracker, fake tensors"
+    named = {names.get(name, name): values for name, values in seconds.items()}
+    once = dict.fromkeys(named, 6.0)
+    return meter.Costs(named, construction_seconds=once, peak_bytes=dict.fromkeys(named, 2**30))
+
+
+def test_an_aim_is_met_or_missed_by_the_median_of_the_ratios():
+    lines = meter.cost_lines(
+        real=costs(plain=[1.0, 2.0, 4.0], metered=[1.1, 2.2, 8.0], lines=[2.0, 4.0, 8.0]),
+        dry=costs(bare=[1.0, 1.0, 1.0], dry=[1.2, 1.4, 1.5]),
+        theirs=costs(bare=[1.0], tracker=[12.0]),
+        torch_bytes=2**30 - 2**28,
+    )
+    verdicts = {name: line.cells()[-1] for name, line in lines.items()}
+    assert {name for name in verdicts if verdicts[name] == "met"} == {
+        "metered",  # 1.1 of 1.15
+        "dry_seconds",
+        "memory",  # 0.25 GiB of 0.5
+    }
+    assert {name for name in verdicts if verdicts[name] == "missed"} == {"dry", "construction"}
+
+
+@pytest.mark.parametrize("name", meter.RUNS)
+def test_a_served_run_says_when_it_is_built_and_how_long_a_step_takes(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    monkeypatch.setattr(meter.time, "perf_counter", count().__next__)  # a second between two looks
+    meter.serve(name, meter.QUICK.dry)
+    assert capsys.readouterr().out.split() == ["1", "1"]
+
+
+def test_runs_take_turns_and_every_other_round_goes_backwards():
+    order = []
+    runs = {name: (lambda name=name: order.append(name) or 1.0) for name in "ab"}
+    assert common.side_by_side(runs, range(3)) == {"a": [1.0] * 3, "b": [1.0] * 3}
+    assert order == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_a_ratio_is_taken_within_each_round():
+    assert common.ratios([2.0, 30.0, 8.0], [1.0, 10.0, 2.0]) == (2.5, 3.0, 3.5)
+
+
+def test_a_single_round_is_its_own_quartiles():
+    assert common.spread([2.0]) == (2.0, 2.0, 2.0)
+
+
+def test_a_runner_answers_once_when_ready_and_once_for_each_run():
+    program = "for number in range(3): print(number, flush=True); input()"
+    with common.Runner("-c", program) as runner:
+        assert [runner.answer(), runner.run(), runner.run()] == [0, 1, 2]
+
+
+def test_a_runner_that_ends_early_is_an_error_not_a_wait():
+    with (
+        common.Runner("-c", "pass") as runner,
+        pytest.raises(RuntimeError, match="without an answer"),
+    ):
+        runner.answer()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux alone tells")
+def test_the_memory_of_a_runner_is_what_it_has_taken():
+    program = (
+        "taken = bytearray(2**26)\nimport time; time.sleep(0.1); print(0, flush=True); input()"
+    )
+    with common.Runner("-c", program) as runner:
+        runner.answer()
+        assert runner.bytes_now() >= 2**26
+        assert runner.peak_bytes >= 2**26
+
+
+# ------------------------------------------------------------------ results and the command
+
+
+def test_saving_a_section_leaves_the_others(tmp_path):
+    common.save(tmp_path, "meter", "cost", {"lines": 1})
+    common.save(tmp_path, "savings", "techniques", {"lines": 2})
+    path = common.save(tmp_path, "meter", "exactness", {"lines": 3})
+    results = json.loads(path.read_text(encoding="utf-8"))
+    assert results["meter"]["cost"]["lines"] == 1
+    assert results["savings"]["techniques"]["lines"] == 2
+    assert results["meter"]["exactness"]["lines"] == 3
+
+
+def test_results_say_what_they_hold_for(tmp_path):
+    path = common.save(tmp_path, "meter", "cost", {})
+    section = json.loads(path.read_text(encoding="utf-8"))["meter"]["cost"]
+    assert section.keys() >= {"device", "torch", "python", "memlab", "date"}
+
+
+def test_results_bear_no_host_name():
+    assert socket.gethostname() not in common.machine() + common.heading("")
+
+
+def test_stopping_while_results_are_written_leaves_the_old_ones(tmp_path, monkeypatch):
+    path = common.save(tmp_path, "meter", "cost", {"lines": 1})
+    before = path.read_text(encoding="utf-8")
+
+    def stop(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(text.encode()[:20])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", stop)
+    with pytest.raises(KeyboardInterrupt):
+        common.save(tmp_path, "meter", "cost", {"lines": 2})
+    assert path.read_text(encoding="utf-8") == before
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_sections_that_are_done_are_written_when_a_later_one_is_stopped(tmp_path, monkeypatch):
+    def stop(plan: object, bar: Progress) -> None:
+        raise KeyboardInterrupt
+
+    done = meter.Report("a sentence", "a table", {"rows": []})
+    monkeypatch.setattr(meter, "SECTIONS", {"exactness": lambda plan, bar: done, "cost": stop})
+    with pytest.raises(KeyboardInterrupt):
+        meter.reports(["exactness", "cost"], meter.QUICK, tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert set(json.loads(path.read_text(encoding="utf-8"))["meter"]) == {"exactness"}
+
+
+def test_ctrl_c_is_one_line_on_standard_error(monkeypatch, capsys):
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(meter, "reports", stop)
+    monkeypatch.setattr(sys, "argv", ["meter.py"])
+    assert meter.main() == 130
+    assert capsys.readouterr() == ("", "stopped; sections that were done are written\n")
+
+
+def test_the_command_prints_a_summary_and_a_table_for_its_section():
+    command = [sys.executable, "benchmarks/meter.py", "--quick", "--section", "dry-run"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    heading, _, summary, *_ = run.stdout.splitlines()
+    assert heading.startswith("# The meter: CPU")
+    assert f"torch {torch.__version__}" in heading
+    assert summary.startswith("A dry run, which takes no memory, has every event of the real step")
+    for kind in meter.chosen_kinds(meter.QUICK):
+        assert f"\n| {kind} |" in run.stdout
