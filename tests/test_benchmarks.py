@@ -14,8 +14,12 @@ import pytest
 import torch
 from rich.progress import Progress
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from memlab.metering import fake, storages
+from memlab.metering.storages import StorageMeter
 
 ROOT = Path(__file__).parents[1]
 
@@ -102,8 +106,8 @@ def test_scratch_at_the_peak_is_named_by_its_operator():
 
 
 def test_a_tally_counts_exact_close_and_worst():
-    figures = [(0, 1000), (-1, 10_000), (30, 1000), ("refuses", 1000)]
-    assert meter.tally(figures) == meter.Tally(answers=3, exact=1, close=2, worst=0.03)
+    figures = [(0, 1000), (-1, 10_000), (30, 1000), (-50, 1000), ("refuses", 1000)]
+    assert meter.tally(figures) == meter.Tally(answers=4, exact=1, close=2, worst=-0.05)
 
 
 def test_a_reason_stands_once_for_all_kinds_that_it_holds_for():
@@ -154,11 +158,36 @@ def test_an_aim_is_met_or_missed_by_the_median_of_the_ratios():
     assert {name for name in verdicts if verdicts[name] == "missed"} == {"dry", "construction"}
 
 
+OBSERVERS = {  # the innermost mode while a step is timed
+    "plain": None,
+    "metered": StorageMeter,
+    "metered, with lines": StorageMeter,
+    "bare fake tensors": FakeTensorMode,
+    "dry run, metered": StorageMeter,
+    "MemTracker, fake tensors": MemTracker,
+}
+
+
 @pytest.mark.parametrize("name", meter.RUNS)
-def test_a_served_run_says_when_it_is_built_and_how_long_a_step_takes(name, monkeypatch, capsys):
+def test_a_served_run_steps_once_unobserved_and_once_for_each_line(name, monkeypatch, capsys):
+    observers = []
+
+    def model(size: object) -> tuple:
+        return (lambda: observers.append(_get_current_dispatch_mode())), nn.Linear(1, 1), None
+
+    monkeypatch.setattr(meter, "language_model", model)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n"))
+    meter.serve(name, meter.QUICK.dry)
+    first, *timed = observers
+    assert not isinstance(first, (StorageMeter, MemTracker))
+    assert [mode and type(mode) for mode in timed] == [OBSERVERS[name]] * 2
+    assert len(capsys.readouterr().out.split()) == 3
+
+
+def test_a_served_run_answers_with_seconds(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     monkeypatch.setattr(meter.time, "perf_counter", count().__next__)  # a second between two looks
-    meter.serve(name, meter.QUICK.dry)
+    meter.serve("plain", meter.QUICK.real)
     assert capsys.readouterr().out.split() == ["1", "1"]
 
 

@@ -1,9 +1,11 @@
 """`memlab measure`: what it shows is what a bare loop does, and what it writes is whole or not."""
 
+import io
 import itertools
 import json
 import math
 import signal
+import sys
 import weakref
 from dataclasses import replace
 
@@ -550,19 +552,28 @@ def test_columns_in_which_nothing_stands_are_left_out():
     assert shown(Row("plain", trace_of(1)))[0].split() == ["technique", "peak", "peak", "in"]
 
 
-def test_a_table_of_figures_below_a_terabyte_fits_into_80_columns():
+@pytest.fixture
+def wide_rows() -> list[Row]:
+    """With the widest cells that figures below a terabyte have."""
     memory = DeviceMemory(reserved_peak_bytes=10**12)
     event = Event(10**12, 1, "activations", "", "", "optimizer", "float32", ())
-    plain = Row("plain", Trace((event,), memory=memory), 123.45)
-    row = replace(plain, name="eager-attention", time_ratios=(10.01,), gradient_difference=1.2e-10)
-    smaller = Trace((event._replace(bytes=event.bytes // 2),), memory=memory)
-    assert max(map(len, shown(replace(plain, trace=smaller), row))) <= 80
+    wide = Trace((event,), memory=memory)
+    half = Trace((event._replace(bytes=event.bytes // 2),), memory=memory)
+    return [
+        Row("plain", half, 123.45, (1.0,), 0.0),
+        Row("eager-attention", wide, 1234.5, (10.01,), 1.2e-10),
+    ]
 
 
-def test_no_number_is_cut_where_the_terminal_is_narrow(monkeypatch):
+def test_a_table_of_figures_below_a_terabyte_fits_into_80_columns(wide_rows):
+    assert max(map(len, shown(*wide_rows))) <= 80
+
+
+def test_no_number_is_cut_where_the_terminal_is_narrow(wide_rows, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
-    row = Row("eager-attention", trace_of(10**9), 1.0, (1.0,), 0.5)
-    assert "953.67 MiB" in shown(row)[1]
+    assert " ".join(shown(*wide_rows)[2].split()) == (
+        "eager-attention 931.32 GiB -100.0% 931.32 GiB optimizer 10.01 × 1.2e-10"
+    )
 
 
 def test_a_saving_that_the_peak_hides_is_explained(monkeypatch):
@@ -594,6 +605,21 @@ def test_a_cost_that_the_peak_hides_is_explained():
     )
 
 
+def peak_of(**bytes_: int) -> Row:
+    """A step of which everything is alive at the peak."""
+    events = (
+        Event(count, number, category, "", "", "backward", "float32", ())
+        for number, (category, count) in enumerate(bytes_.items())
+    )
+    return Row("", Trace(tuple(events)))
+
+
+def test_one_category_in_place_of_another_is_not_hidden_by_the_peak():
+    plain = peak_of(parameters=100, activations=50)
+    ours = peak_of(parameters=100, activations=20, backward_temporaries=30)
+    assert list(report.remarks([plain, ours])) == []
+
+
 def test_what_the_peak_shows_needs_no_explanation():
     plain, ours = (dry_row(TINY, n, TECHNIQUES[n]) for n in ("plain", "checkpointing"))
     assert plain.trace.peak_bytes != ours.trace.peak_bytes
@@ -615,6 +641,22 @@ def test_a_difference_of_gradients_is_shown_beside_their_size(real_rows):
         f"gradients: the largest difference from the plain step's, "
         f"which reach {plain.largest_gradient:.1e}"
     )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_printed_beside_the_progress_bar_goes_to_standard_output(monkeypatch):
+    out, err = io.StringIO(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with report.progress(stages=1) as announce:
+        announce("the only stage")
+        print("a number")
+    assert out.getvalue() == "a number\n"
+    assert "the only stage" in err.getvalue()
 
 
 def test_the_output_in_a_pipe_is_text_and_nothing_else(finished):

@@ -10,6 +10,7 @@ from torch import nn
 
 import memlab
 from memlab.trace import Trace
+from memlab.units import format_bytes
 
 FILES = {"measure.json", "measure.png", "measure-timeline.png"}
 
@@ -74,12 +75,24 @@ def bare_loop() -> Trace:
 
 
 @pytest.mark.parametrize("how", [[], ["--dry-run"]])
-def test_the_second_step_is_measured(memlab_command, script, how):
+def test_the_trace_is_that_of_a_bare_loop(memlab_command, script, how):
     outcome = memlab_command("measure", "--script", script(), *how)
     assert (outcome.status, outcome.err) == (0, "")
     real = str(bare_loop())
     shown = real.replace("(cpu)", "(cpu, dry run)") if how else real
     assert outcome.out.startswith(shown)
+
+
+def test_the_second_step_is_measured(memlab_command, script):
+    text = """
+    import torch
+
+    def build():
+        sizes = iter((1000, 2000, 3000))
+        return (lambda: torch.ones(next(sizes))), None, None
+    """
+    outcome = memlab_command("measure", "--script", script(text))
+    assert outcome.out.startswith(f"peak {format_bytes(2000 * 4)} ")
 
 
 def test_numbers_and_pictures_are_written(memlab_command, script, tmp_path):
@@ -197,6 +210,8 @@ def test_a_script_brings_its_own_model_and_batch(in_one_line, script, option):
         ("(step, optimizer, model)", "(function, Adam, Linear)"),
         ("(None, model, optimizer)", "(NoneType, Linear, Adam)"),
         ("(step, model, 0.1)", "(function, Linear, float)"),
+        ("(step, 'model', optimizer)", "(function, str, Adam)"),
+        ("(step, model, optimizer, 0.1)", "(function, Linear, Adam, float)"),
     ],
 )
 def test_what_is_not_a_step_a_model_and_an_optimizer_is_named(in_one_line, script, built, got):
@@ -251,6 +266,12 @@ def test_the_line_is_the_scripts_where_the_error_is_deeper(in_one_line, script):
     text = GOOD.replace("optimizer.step()", "import helper_that_raises as h; h.check()")
     line = in_one_line("measure", "--script", script(text))
     assert line == "train.py:12 raised ValueError: too deep"
+
+
+def test_of_several_lines_of_the_script_the_innermost_is_shown(in_one_line, script):
+    text = GOOD.replace("optimizer.step()", "check()") + "\ndef check():\n    raise ValueError\n"
+    line = in_one_line("measure", "--script", script(text))
+    assert line == "train.py:17 raised ValueError"
 
 
 def test_of_a_long_message_the_first_line_is_shown(in_one_line, script):
