@@ -61,8 +61,9 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def paragraph(sentence: str) -> str:
-    """The sentence in lines that every terminal has room for."""
-    return fill(sentence, 80, subsequent_indent="  ", break_long_words=False)
+    """The sentence in lines that every terminal has room for; no option or name is broken."""
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return fill(sentence, 80, subsequent_indent="  ", **whole)
 
 
 def remarks(rows: Sequence[Row]) -> Iterator[str]:

@@ -95,7 +95,7 @@ class SideBySide:
         """
         gradients = _copied_gradients(model)
         self._gradients = self._gradients or gradients
-        both = gradients.keys() & self._gradients.keys()
+        both = [name for name in gradients if name in self._gradients]
         differences = (gradients[name] - self._gradients[name] for name in both)
         return _largest(differences), _largest(gradients[name] for name in both)
 

@@ -620,6 +620,13 @@ def test_one_category_in_place_of_another_is_not_hidden_by_the_peak():
     assert list(report.remarks([plain, ours])) == []
 
 
+def test_a_remark_is_broken_into_lines_but_its_words_are_not():
+    words = ["eager-attention:", *["--batch"] * 40, "x" * 90]
+    lines = report.paragraph(" ".join(words)).splitlines()
+    assert " ".join(lines).split() == words
+    assert max(map(len, lines[:-1])) <= 80
+
+
 def test_what_the_peak_shows_needs_no_explanation():
     plain, ours = (dry_row(TINY, n, TECHNIQUES[n]) for n in ("plain", "checkpointing"))
     assert plain.trace.peak_bytes != ours.trace.peak_bytes
