@@ -12,6 +12,9 @@ calling operators is answered here:
     tensors from outside  converted when they meet the first operator, and left as they were
     a shape that depends on values (`x[x > 0]`)
                           one sentence that names the line
+
+Not answered: `torch.autocast("cuda")` and `GradScaler("cuda")` where there is no CUDA. torch warns
+and switches them off, so activations count in float32; name "cpu" in both for a dry run.
 """
 
 from collections.abc import Callable
