@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.attention import attention_reference
 from memlab.data import batches, stdlib_bytes
+from memlab.metering import dry_run, measure
 from memlab.model import (
     GPT,
     PRESETS,
@@ -24,6 +25,7 @@ from memlab.model import (
     cross_entropy,
     scaled_dot_product_attention,
 )
+from memlab.trace import Trace
 
 SEED = 0
 TEXT = "1 MiB"
@@ -109,6 +111,19 @@ def build(setting: Setting, technique: Technique) -> Training:
         optimizer.step()
 
     return Training(step, model, optimizer)
+
+
+def measured(training: Training) -> Trace:
+    """The trace of the training's next step."""
+    return measure(training.step, model=training.model, optimizer=training.optimizer)
+
+
+def dry_trace(setting: Setting, technique: Technique) -> Trace:
+    """The trace of the second step, in which nothing is computed and no memory taken."""
+    with dry_run():
+        training = build(setting, technique)
+        training.step()  # makes the optimizer's state
+        return measured(training)
 
 
 def checkpoint_block(block: nn.Module) -> None:

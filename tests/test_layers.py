@@ -19,7 +19,7 @@ LAYERS = (
         *("lora", "optim", "compression", "attention", "losses", "zero", "offload", "ema"),
     ),
     ("metering",),
-    ("train",),
+    ("train", "ledger"),
     ("planner",),
     ("course",),
     ("__init__",),

@@ -17,8 +17,7 @@ from rich.console import Console
 import memlab
 from memlab.cli.errors import in_one_line
 from memlab.cli.machine import devices_present, memory_of, name_of
-from memlab.cli.rows import metered
-from memlab.train import TECHNIQUES, Setting, Technique, build
+from memlab.train import TECHNIQUES, Setting, Technique, build, measured
 from memlab.units import format_bytes
 
 LOWEST_PYTHON, LOWEST_TORCH = (3, 11), (2, 11)
@@ -177,7 +176,7 @@ def _dry_run_works() -> str:
 def _peak(technique: Technique, device: str) -> int:
     training = build(replace(SMALL, device=device), technique)
     training.step()
-    return metered(training).peak_bytes
+    return measured(training).peak_bytes
 
 
 # ------------------------------------------------------------------ disk and packages

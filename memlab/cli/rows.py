@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-import memlab
 from memlab.cli.errors import is_out_of_memory
 from memlab.trace import Trace
-from memlab.train import Setting, Technique, Training, build
+from memlab.train import Setting, Technique, Training, build, dry_trace, measured
 
 LONG_SECONDS = 2.0  # of all rounds together
 AGREEMENT = 1.1  # two ratios agree if neither is larger than the other by this factor
@@ -56,10 +55,7 @@ def silent(stage: str) -> None:
 def dry_row(setting: Setting, name: str, technique: Technique, announce: Announce = silent) -> Row:
     """The exact bytes, without computing anything."""
     announce(name)
-    with memlab.dry_run():
-        training = build(setting, technique)
-        training.step()
-        return Row(name, metered(training))
+    return Row(name, dry_trace(setting, technique))
 
 
 class SideBySide:
@@ -77,7 +73,7 @@ class SideBySide:
         announce(f"{name}: bytes")
         training = self._started(technique)
         difference, largest = self._compare(training.model)
-        trace = metered(training)
+        trace = measured(training)
         announce(f"{name}: time")
         rounds = self._rounds(training, technique)
         seconds = statistics.median(ours for ours, *_ in rounds) if rounds else None
@@ -150,11 +146,6 @@ def _seconds(step: Callable[[], object]) -> float:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter() - started
-
-
-def metered(training: Training) -> Trace:
-    """The trace of the training's next step."""
-    return memlab.measure(training.step, model=training.model, optimizer=training.optimizer)
 
 
 def _copied_gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -98,7 +98,7 @@ def test_the_traces_differ_where_a_gradient_of_the_first_step_is_held():
     training = build(TINY, PLAIN)
     training.step()
     held = [p.grad for p in training.model.parameters()]
-    disturbed = rows.metered(training)
+    disturbed = rows.measured(training)
     assert held
     assert without_numbers(disturbed) != without_numbers(second_step(PLAIN))
 
@@ -117,12 +117,12 @@ def living_models(monkeypatch):
         models.add(training.model)
         return training
 
-    def metering(training, metered=rows.metered):
+    def metering(training, measured=rows.measured):
         counts.append(len(models))
-        return metered(training)
+        return measured(training)
 
     monkeypatch.setattr(rows, "build", building)
-    monkeypatch.setattr(rows, "metered", metering)
+    monkeypatch.setattr(rows, "measured", metering)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     return counts
 
@@ -476,7 +476,7 @@ def test_ctrl_c_is_one_line_and_leaves_every_old_file(quick, old_files, monkeypa
     before = old_files()
     interrupt = lambda *arguments, **named: signal.raise_signal(signal.SIGINT)  # noqa: E731
     if moment == "the plain step":
-        monkeypatch.setattr(rows, "build", interrupt)
+        monkeypatch.setattr(rows, "dry_trace", interrupt)
     elif moment == "a technique":
         monkeypatch.setitem(TECHNIQUES, "sgd", replace(PLAIN, attention=interrupt))
     else:
