@@ -1,0 +1,210 @@
+"""What an exercise is, and how an answer to it is judged.
+
+A check is a function that is handed the learner's answer. It returns the evidence to print, or
+raises Wrong with the first case that fails. A named wrong answer is a mistake that people make: if
+the learner's answer fails with the very message with which the named one fails, that mistake is
+what they are told.
+"""
+
+import linecache
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from memlab.trace import Trace
+
+HINTS = 3
+DIFFICULTIES = range(1, 6)
+
+
+class Wrong(Exception):  # noqa: N818 - it is the answer that is wrong, nothing has failed
+    """What an answer got wrong: the case, what it gave, what was wanted."""
+
+
+@dataclass(frozen=True)
+class WrongAnswer:
+    """A plausible answer that must not pass, and the sentence that names the mistake."""
+
+    answer: Any
+    remark: str
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """`id` is "1.2": the second exercise of day 1. `reference` is what a lesson goes on with where
+    the learner's answer is missing or wrong."""
+
+    id: str
+    title: str
+    minutes: int
+    difficulty: int  # 1 to 5
+    hints: tuple[str, ...]  # from a nudge to nearly the answer
+    reference: Any
+    check: Callable[[Any], str]
+    wrong_answers: tuple[WrongAnswer, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.hints) == HINTS, f"{self.id} has {len(self.hints)} hints"
+        assert self.difficulty in DIFFICULTIES, f"{self.id} has difficulty {self.difficulty}"
+
+
+@dataclass(frozen=True)
+class Bill:
+    """A day's line of the running bill: the same training step as every day, with all that was
+    built until then."""
+
+    label: str
+    measure: Callable[[], Trace]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A rule of thumb, and what came out when it was measured."""
+
+    rule: int  # its number
+    claim: str  # fairly, in few words
+    try_it: Callable[[], "Outcome"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`verdict` is "holds", "holds if …" or "wrong: …"; `measured` is what it stands on."""
+
+    verdict: str
+    measured: str
+
+    def __post_init__(self) -> None:
+        assert self.verdict.startswith(("holds", "wrong: ", "not tried here: ")), self.verdict
+
+
+@dataclass(frozen=True)
+class Day:
+    """What a day has beside its notebook."""
+
+    exercises: tuple[Exercise, ...]
+    bill: Bill
+    trials: tuple[Trial, ...]
+
+
+# ------------------------------------------------------------------ judging an answer
+
+OK, WRONG, NOT_ATTEMPTED = "ok", "wrong", "not attempted"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`status` is OK, WRONG or NOT_ATTEMPTED; `text` the evidence, or what went wrong."""
+
+    exercise: Exercise
+    status: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        id_ = self.exercise.id
+        if self.status == OK:
+            return f"[ok] {id_}  {self.text}"
+        if self.status == NOT_ATTEMPTED:
+            return f"[ ] {id_} not attempted: going on with the reference"
+        return f"[x] {id_} {self.text} Hint: memlab hint {id_}"
+
+
+def judge(exercise: Exercise, answer: Any) -> Verdict:
+    """Check an answer, and name the mistake if it is a known one.
+
+    Random numbers, and torch's and numpy's states of them, are afterwards what they were before.
+    """
+    try:
+        evidence = _checked(exercise, answer)
+    except NotImplementedError as error:
+        if f"exercise {exercise.id}," in str(error):
+            return Verdict(exercise, NOT_ATTEMPTED)
+        return Verdict(exercise, WRONG, _raised(error))
+    except Wrong as wrong:
+        return Verdict(exercise, WRONG, f"{wrong}{_mistake(exercise, str(wrong))}")
+    except Exception as error:
+        return Verdict(exercise, WRONG, _raised(error))
+    return Verdict(exercise, OK, evidence)
+
+
+def _checked(exercise: Exercise, answer: Any) -> str:
+    with _random_numbers_kept():
+        return exercise.check(answer)
+
+
+def _mistake(exercise: Exercise, message: str) -> str:
+    """The remark of the named wrong answer that fails with the same message, if there is one."""
+    for wrong in exercise.wrong_answers:
+        try:
+            _checked(exercise, wrong.answer)
+        except Wrong as known:
+            if str(known) == message:
+                return f" {wrong.remark}"
+    return ""
+
+
+def _raised(error: Exception) -> str:
+    """The error and the learner's line it came from, in one sentence."""
+    said = str(error).splitlines()
+    what = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    line = _learners_line(error)
+    return f"{what.rstrip('.')}, at `{line}`." if line else f"{what.rstrip('.')}."
+
+
+def _learners_line(error: Exception) -> str:
+    """The innermost line of a notebook, or of another file that is neither memlab's nor torch's."""
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not _is_ours(frame):
+            return linecache.getline(frame.f_code.co_filename, number).strip()
+    return ""
+
+
+def _is_ours(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "").split(".")[0]
+    return module in ("memlab", "torch", "numpy")
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """What a check draws changes nothing that the notebook draws after it."""
+    python, array = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
+
+
+# ------------------------------------------------------------------ what checks are made of
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise Wrong with the message unless the condition holds."""
+    if not condition:
+        raise Wrong(message)
+
+
+def equal(call: str, got: Any, wanted: Any, unit: str = "") -> None:
+    """Require `got` to be `wanted`; `call` is how a learner would type the case."""
+    unit = f" {unit}" if unit else ""
+    if got is None and wanted is not None:
+        raise Wrong(f"{call} gave nothing; wanted {_text(wanted)}{unit}. Is there a return?")
+    require(
+        type(got) is type(wanted) and got == wanted,
+        f"{call} gave {_text(got)}, wanted {_text(wanted)}{unit}.",
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_text(part)}" for key, part in value.items()) + "}"
+    return repr(value)

@@ -1,0 +1,101 @@
+"""What a learner has done: one small file beside their copies of the lessons.
+
+It is written whole or not at all, under a lock that two notebooks can share. A file that cannot be
+read is put aside, never thrown away, and a new one begun.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from memlab.course.exercises import OK
+from memlab.files import write_beside
+
+FILE = "progress.json"
+VERSION = 1
+
+
+@dataclass
+class Record:
+    """One exercise: how it stands, how often it was checked, how many hints were shown."""
+
+    status: str = ""
+    checks: int = 0
+    hints: int = 0
+
+
+@dataclass
+class Progress:
+    """`guesses` holds, for each id and quantity such as "peak_gib", what was guessed and, once it
+    was revealed, what was measured, both in the quantity's own unit."""
+
+    exercises: dict[str, Record] = field(default_factory=dict)
+    guesses: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+
+    def exercise(self, id_: str) -> Record:
+        """The record of an exercise, begun if need be."""
+        return self.exercises.setdefault(id_, Record())
+
+    def forget(self, day: int) -> None:
+        """Begin a day again."""
+        for kept in (self.exercises, self.guesses):
+            for id_ in [id_ for id_ in kept if id_.startswith(f"{day}.")]:
+                del kept[id_]
+
+
+def read(folder: Path) -> Progress:
+    """The progress in a folder; nothing done where no file is, or none that can be read."""
+    path = folder / FILE
+    if not path.exists():
+        return Progress()
+    try:
+        return _from_plain(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        aside = _put_aside(path)
+        print(f"{FILE} could not be read; it is now {aside.name}, and a new one begins")
+        return Progress()
+
+
+def update(folder: Path, change: Callable[[Progress], None]) -> Progress:
+    """Read, change, write; nobody else writes in between."""
+    with FileLock(folder / f".{FILE}.lock"):
+        progress = read(folder)
+        change(progress)
+        with write_beside(folder / FILE) as beside:
+            beside.write_text(json.dumps(_to_plain(progress), indent=1) + "\n", encoding="utf-8")
+    return progress
+
+
+def note_check(progress: Progress, id_: str, status: str) -> None:
+    """Count a check; an exercise that was right once stays so."""
+    record = progress.exercise(id_)
+    record.checks += 1
+    if record.status != OK:
+        record.status = status
+
+
+def _to_plain(progress: Progress) -> dict[str, Any]:
+    exercises = {id_: vars(record) for id_, record in progress.exercises.items()}
+    return {"version": VERSION, "exercises": exercises, "guesses": progress.guesses}
+
+
+def _from_plain(plain: dict[str, Any]) -> Progress:
+    if plain["version"] != VERSION:
+        raise ValueError(f"version {plain['version']}")
+    exercises = {id_: Record(**record) for id_, record in plain["exercises"].items()}
+    guesses = {
+        id_: {quantity: dict(numbers) for quantity, numbers in quantities.items()}
+        for id_, quantities in plain["guesses"].items()
+    }
+    return Progress(exercises, guesses)
+
+
+def _put_aside(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.unreadable-{number}{path.suffix}")).exists():
+        number += 1
+    return path.rename(aside)
