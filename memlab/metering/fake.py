@@ -7,14 +7,11 @@ calling operators is answered here:
     reading a number      `loss.item()`, `f"{loss:.3f}"`, `if x.isnan().any()`: 0.5, 1 or False;
                           `isfinite` is True
     compiled code         runs uncompiled
-    converting a model    `.to()`, `.half()`, `.cuda()`: parameters keep their identity; every
-                          device is answered by the CPU
+    converting a model    `.to()`, `.half()`, `.cuda()`: parameters keep their identity
+    an accelerator        is answered by the CPU, autocast and loss scaling too (absent.py)
     tensors from outside  converted when they meet the first operator, and left as they were
     a shape that depends on values (`x[x > 0]`)
                           one sentence that names the line
-
-Not answered: `torch.autocast("cuda")` and `GradScaler("cuda")` where there is no CUDA. torch warns
-and switches them off, so activations count in float32; name "cpu" in both for a dry run.
 """
 
 from collections.abc import Callable
@@ -36,6 +33,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memlab.metering import absent
 from memlab.metering.frames import user_line
 from memlab.metering.modes import LightMode
 from memlab.metering.oversized import enlarge
@@ -46,15 +44,17 @@ _KINDS_WITH_FOREACH = (_foreach_utils._foreach_supported_types, optimizer._forea
 _KEEPS_TRUTH = frozenset(
     {aten.all.default, aten.any.default, aten.logical_and.default, aten.bitwise_and.Tensor}
 )
-_REAL_DEVICES = ("cpu", "meta")
 
 
 class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     """Make every tensor inside `with` fake: exact bytes, no memory, no values.
 
     Build the model and its inputs inside. A model from outside works too and is left untouched:
-    its gradients and its optimizer's state are put back at the end. Raises RuntimeError when a
-    dry run is active already, ValueError (with the line) for a shape that depends on values.
+    its gradients and its optimizer's state are put back at the end. A script for a GPU runs
+    without one: the CPU stands in, with autocast in the dtype that was asked for and the CPU's own
+    list of operators, which leaves normalizations and softmax in it where CUDA takes float32.
+    `torch.save` writes nothing. Raises RuntimeError when a dry run is active already, ValueError
+    (with the line) for a shape that depends on values and for what only a device knows.
     """
 
     active: "dry_run | None" = None
@@ -73,16 +73,14 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         self._true = WeakIdKeyDictionary()  # answers that are True: all is finite in a dry run
         self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels want addresses
         self._stance.__enter__()
-        self._apply, torch.nn.Module._apply = torch.nn.Module._apply, _apply_by_data
-        self._iterator = DataLoader._get_iterator
-        DataLoader._get_iterator = _iterator_in_this_process(self._iterator)
+        self._replaced = absent.replaced({**_REPLACEMENTS, **absent.replacements()})
+        self._replaced.__enter__()
         for kinds in _KINDS_WITH_FOREACH:
             kinds.append(FakeTensor)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        torch.nn.Module._apply = self._apply
-        DataLoader._get_iterator = self._iterator
+        self._replaced.__exit__(None, None, None)
         self._stance.__exit__(*exception)
         for kinds in _KINDS_WITH_FOREACH:
             kinds.remove(FakeTensor)
@@ -123,7 +121,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, answering what they cannot."""
         if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": torch.device(_on_the_cpu(kwargs["device"]))}
+            kwargs = {**kwargs, "device": torch.device(absent.on_the_cpu(kwargs["device"]))}
         if func in _KEEPS_TRUTH and any(_is_in(self._true, argument) for argument in args):
             with torch._C.DisableTorchFunction():
                 result = func(*args, **kwargs)
@@ -228,23 +226,6 @@ def _format(tensor: torch.Tensor, spec: str) -> str:
     return format(tensor.item() if tensor.dim() == 0 else repr(tensor), spec)
 
 
-def _cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor
-
-
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    args = tuple(map(_on_the_cpu, args))
-    kwargs = {name: _on_the_cpu(value) for name, value in kwargs.items()}
-    return torch.Tensor.to(tensor, *args, **kwargs)
-
-
-def _on_the_cpu(argument: Any) -> Any:
-    """The CPU in place of an accelerator, any other argument as it is."""
-    if isinstance(argument, (str, torch.device)):
-        return "cpu" if torch.device(argument).type not in _REAL_DEVICES else argument
-    return argument
-
-
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """As on real tensors, a scatter into zeros; on fake ones torch compares with a range."""
     if num_classes == -1:
@@ -286,17 +267,20 @@ def _iterator_in_this_process(make: Callable[[DataLoader], Any]) -> Callable[[Da
                 f"{user_line()}: a DataLoader with num_workers={loader.num_workers} would start "
                 f"processes, and fake tensors stay in this one; use num_workers=0 in a dry run"
             )
-        return make(loader)
+        pin_memory, loader.pin_memory = loader.pin_memory, False
+        try:
+            return make(loader)
+        finally:
+            loader.pin_memory = pin_memory
 
     return get_iterator
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **absent.FUNCTIONS,
     torch.Tensor.__format__: _format,
     torch.Tensor.__deepcopy__: _deepcopy,
-    torch.Tensor.cuda: _cuda,
     torch.Tensor.numpy: _numpy,
-    torch.Tensor.to: _to,
     torch.Tensor.isfinite: _isfinite,
     torch.isfinite: _isfinite,
     torch.nn.functional.one_hot: _one_hot,
@@ -323,16 +307,28 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
     if recurse:
         for child in module.children():
             child._apply(fn)
-    for parameter in (p for p in module._parameters.values() if p is not None):
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
         if not isinstance(parameter, FakeTensor):
             raise ValueError(
                 f"a {type(module).__name__} built outside the dry run cannot be converted inside "
                 f"it without changing the real one; build it inside, or convert it before"
             )
-        parameter.data = fn(parameter.data)
+        converted = fn(parameter.data)
+        if not torch._has_compatible_shallow_copy_type(parameter, converted):
+            module._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
+            continue
+        parameter.data = converted
         if parameter.grad is not None:
             parameter.grad.data = fn(parameter.grad.data)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = fn(buffer)
     return module
+
+
+_REPLACEMENTS: dict[tuple[Any, str], Callable[[Any], Any]] = {
+    (torch.nn.Module, "_apply"): lambda real: _apply_by_data,
+    (DataLoader, "_get_iterator"): _iterator_in_this_process,
+}

@@ -20,12 +20,16 @@ It sees the CPU's allocator and no other, and the thread that it runs in. A bloc
 before the profiler has no known size, so its free is left out: `warm_up` is for that.
 """
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import inf
+from tempfile import TemporaryFile
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,6 +45,7 @@ Step = Callable[[], object]
 Kind = Literal["result", "scratch", "stray"]
 
 _STEP = "memlab: the recorded step"
+_REMARKS = (b"SyncActivityProfilerHandler", b"Memory block of unknown size was allocated before")
 _NODE = "autograd::engine::evaluate_function: "
 
 
@@ -295,6 +300,7 @@ def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
     """The roots of the profiler's tree of what ran; one of them is the scope named _STEP."""
     config = _ExperimentalConfig(capture_overload_names=True)
     with (
+        _without_the_profilers_remarks(),
         no_cycle_collection(),
         profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config
@@ -305,6 +311,25 @@ def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
         with record_function(_STEP):
             step()
     return profiler.profiler.kineto_results.experimental_event_tree()
+
+
+@contextmanager
+def _without_the_profilers_remarks() -> Iterator[None]:
+    """Leave out what the profiler itself writes to standard error; all else is handed on."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            caught.seek(0)
+            for line in caught:
+                if not any(remark in line for remark in _REMARKS):
+                    os.write(2, line)
 
 
 class _Note(NamedTuple):

@@ -104,6 +104,49 @@ def test_ctrl_c_is_one_line_however_the_parser_hands_it_on(
     assert (outcome.status, outcome.err) == (130, "memlab: interrupted; nothing was written\n")
 
 
+# ------------------------------------------------------------------ while torch is imported
+
+
+@pytest.fixture
+def interrupted_at_torch(tmp_path):
+    """Runs `memlab` in a process of its own, in which Ctrl-C is pressed as soon as torch is
+    imported: (status, out, err)."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8"}
+
+    def run(*command: str) -> tuple[int, str, str]:
+        process = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8"
+        )
+        return process.returncode, process.stdout, process.stderr
+
+    return run
+
+
+ENTRY_POINTS = (("-m", "memlab"), ("-c", "from memlab.cli import main; main()"))
+
+
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
+@pytest.mark.parametrize(
+    "arguments", [["doctor"], ["measure"], ["measure", "--help"], ["measure", "--script", "a.py:b"]]
+)
+def test_ctrl_c_while_torch_is_imported_is_one_line(interrupted_at_torch, entry, arguments):
+    status, out, err = interrupted_at_torch(sys.executable, *entry, *arguments)
+    assert (status, out, err) == (130, "", "memlab: interrupted; nothing was written\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["--help"], 0), (["doctor", "--help"], 0), (["mesure"], 2), ([], 2)]
+)
+def test_what_can_be_said_without_torch_does_not_wait_for_it(
+    interrupted_at_torch, arguments, status
+):
+    got, out, err = interrupted_at_torch(sys.executable, "-m", "memlab", *arguments)
+    assert got == status
+    assert "memlab" in out + err  # the help, or what is wrong
+
+
 # ------------------------------------------------------------------ terminals
 
 

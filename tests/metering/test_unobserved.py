@@ -1,6 +1,8 @@
 """The unwatched run: every block by size, order and kind, and what an observer makes of it."""
 
 import gc
+import os
+import sys
 from collections import Counter
 from threading import Thread
 
@@ -384,3 +386,15 @@ def test_a_kind_built_again_repeats_itself_to_the_byte(name: str) -> None:
     first = events()
     assert Counter(first) == Counter(events())
     assert first
+
+
+def test_a_recording_says_nothing_of_the_profiler_and_all_that_the_step_says(capfd):
+    held = [torch.ones(1000)]
+
+    def step() -> None:
+        held.clear()  # a block from before: the profiler remarks that it does not know its size
+        os.write(2, b"from below\n")
+        print("from Python", file=sys.stderr)
+
+    record(step)
+    assert sorted(capfd.readouterr().err.splitlines()) == ["from Python", "from below"]
