@@ -16,6 +16,7 @@ test holds each against the meter, to the byte; on another device a fused kernel
 Source   Korthikanti et al. 2022, arXiv 2205.05198, section 4, counts a GPT-3 block in the same way.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,11 +85,22 @@ def start_of_backward_bytes(config: GPTConfig, batch: int, seq_len: int) -> int:
     return sum(start_of_backward_terms(config, batch, seq_len).values())
 
 
-def largest_batch(config: GPTConfig, seq_len: int, budget_bytes: int) -> int:
-    """The most sequences with which backward begins inside the budget; 0 if not even one."""
-    fixed = start_of_backward_bytes(config, 0, seq_len)
-    per_sequence = start_of_backward_bytes(config, 1, seq_len) - fixed
-    return max(0, (budget_bytes - fixed) // per_sequence)
+def largest_batch(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
+    """The most sequences that fit into the budget; 0 if not even one does.
+
+    `bytes_at(batch)` gives the bytes that a batch takes, by formula or by measuring it; it may be
+    any function that never falls. It is called about 2·log₂(result) times.
+    """
+    fits, too_many = 0, 1
+    while bytes_at(too_many) <= budget_bytes:
+        fits, too_many = too_many, 2 * too_many
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if bytes_at(middle) <= budget_bytes:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
 
 
 def _weight_tensors(config: GPTConfig) -> int:

@@ -75,14 +75,20 @@ def test_with_few_tokens_the_peak_is_later():
     assert ledger.start_of_backward_bytes(TINY, 1, 4) < trace.peak_bytes
 
 
-def test_a_budget_of_the_peak_fits_its_batch_and_one_byte_less_does_not():
-    peak = ledger.start_of_backward_bytes(TINY, 5, 64)
-    assert ledger.largest_batch(TINY, 64, peak) == 5
-    assert ledger.largest_batch(TINY, 64, peak - 1) == 4
+@given(st.integers(0, 2000), st.integers(1, 50), st.integers(0, 300))
+def test_the_largest_batch_is_the_one_that_counting_up_finds(fixed, slope, budget):
+    def bytes_at(batch: int) -> int:
+        return max(100, fixed + slope * batch)  # flat at first, as the peak of few tokens
+
+    counted = next(batch for batch in range(302) if bytes_at(batch + 1) > budget)
+    assert ledger.largest_batch(bytes_at, budget) == counted
 
 
-def test_a_budget_below_the_weights_fits_nothing():
-    assert ledger.largest_batch(TINY, 64, 1000) == 0
+def test_the_largest_batch_takes_few_measurements():
+    asked = []
+    found = ledger.largest_batch(lambda batch: asked.append(batch) or batch, 1_000_000)
+    assert found == 1_000_000
+    assert len(asked) <= 2 * 20 + 1  # 20 bits
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -65,32 +65,11 @@ class Bill:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A rule of thumb, and what came out when it was measured."""
-
-    rule: int  # its number
-    claim: str  # fairly, in few words
-    try_it: Callable[[], "Outcome"]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """`verdict` is "holds", "holds if …" or "wrong: …"; `measured` is what it stands on."""
-
-    verdict: str
-    measured: str
-
-    def __post_init__(self) -> None:
-        assert self.verdict.startswith(("holds", "wrong: ", "not tried here: ")), self.verdict
-
-
-@dataclass(frozen=True)
 class Day:
     """What a day has beside its notebook."""
 
     exercises: tuple[Exercise, ...]
     bill: Bill
-    trials: tuple[Trial, ...]
 
 
 # ------------------------------------------------------------------ judging an answer

@@ -1,1 +1,1 @@
-"""One module a day: its exercises with their checks, its line of the bill, its trials of rules."""
+"""One module a day: its exercises with their checks, and its line of the running bill."""

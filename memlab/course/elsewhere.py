@@ -1,0 +1,38 @@
+"""Measurements made on a GPU and kept in the repository, for readers who have none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from memlab.course.days import ROOT
+from memlab.units import format_bytes
+
+RESULTS = ROOT / "benchmarks" / "results"
+_CIRCUMSTANCES = ("device", "torch", "python", "memlab", "date")
+
+
+def stored_on_a_gpu(section: str, folder: Path = RESULTS) -> str:
+    """What each GPU measured for a section of benchmarks/gpu.py, labelled with device, versions and
+    date; one sentence if none has."""
+    found = [_labelled(entry) for entry in _entries(section, folder)]
+    return (
+        "\n\n".join(found) or f"No GPU here, and no GPU's measurement of {section} is stored yet."
+    )
+
+
+def _entries(section: str, folder: Path) -> list[dict[str, Any]]:
+    """The section's entry in each file of results that has it."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return [results["gpu"][section] for results in files if section in results.get("gpu", {})]
+
+
+def _labelled(entry: dict[str, Any]) -> str:
+    software = ", ".join(f"{name} {entry[name]}" for name in _CIRCUMSTANCES[1:-1])
+    label = f"Not your machine: measured on {entry['device']}, {software}, {entry['date']}"
+    numbers = {name: value for name, value in entry.items() if name not in _CIRCUMSTANCES}
+    return "\n".join([label, *(f"  {_line(name, value)}" for name, value in numbers.items())])
+
+
+def _line(name: str, value: Any) -> str:
+    text = format_bytes(value) if name.endswith("_bytes") else value
+    return f"{name.removesuffix('_bytes').replace('_', ' ')}: {text}"

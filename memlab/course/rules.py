@@ -1,0 +1,70 @@
+"""The rules of thumb that the course puts on trial, each in the notebook of a day.
+
+A notebook measures, and calls `verdict` with what came out; benchmarks/rules.py collects the
+verdicts of all days into RULES.md.
+"""
+
+from textwrap import fill
+from typing import NamedTuple
+
+
+class Rule(NamedTuple):
+    """What people say, fairly, and the day that tries it."""
+
+    claim: str
+    day: int
+
+
+class Verdict(NamedTuple):
+    """One rule, or a part of it that has a verdict of its own, measured."""
+
+    rule: int
+    words: str
+    measured: str
+
+
+# A rule of several parts may get several verdicts; a rule tried on two days stands at the first.
+RULES: dict[int, Rule] = {
+    1: Rule(
+        "Mixed-precision Adam takes 16 bytes a parameter, so 1B parameters are 16 GB before "
+        "activations, which can be 100 GB and more; training is memory-bound, not compute-bound.",
+        1,
+    ),
+    2: Rule(
+        "A 7B model in float32 takes 28 + 28 + 56 = 112 GB without activations; its weights are "
+        "28, 14 or 7 GB in FP32, BF16 or FP8.",
+        1,
+    ),
+    3: Rule("Activations scale with batch × length × width.", 1),
+    4: Rule(
+        "A model of 34,083,904 parameters with checkpointing, batch 2, length 512, peaks at "
+        "0.63 GB in forward and backward.",
+        1,
+    ),
+    5: Rule(
+        "Weights 0.5, AdamW 1.0, gradients 0.5, activations 0.6 GB: a peak of 2.6 GB with "
+        "checkpointing at 2 × 512, where 16 × 1024 without it took 32 GB; beside a test of a "
+        "34M-parameter model.",
+        1,
+    ),
+}
+
+verdicts: list[Verdict] = []  # of this process, in the order they were reached
+
+
+def verdict(
+    rule: int, holds: bool, measured: str, *, condition: str = "", otherwise: str = ""
+) -> None:
+    """Note and print what a trial came to.
+
+    `condition` says under which reading or in which case the rule holds ("for …", "if …"),
+    `otherwise` what is true where it does not. Which of the two is said, `holds` decides.
+    """
+    if rule not in RULES:
+        raise ValueError(f"got rule {rule}; RULES has {', '.join(map(str, RULES))}")
+    words = " ".join(("holds", condition)).strip() if holds else f"wrong: {otherwise}"
+    reached = Verdict(rule, words, measured)
+    verdicts.append(reached)
+    print(fill(f"Rule {rule}. {RULES[rule].claim}", 96))
+    print(fill(f"Measured: {measured}", 96))
+    print(fill(f"Verdict: {words}", 96))
