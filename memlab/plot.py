@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.markers import CARETDOWN
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Rectangle, StepPatch
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Affine2D, Bbox, Transform
 
@@ -382,7 +382,8 @@ def _draw_stack(axes: Axes, city: Skyline) -> None:
     """Every layer reaches down to 0 behind those below it: no seams between the colours."""
     height = city.totals
     for category in reversed(city.heights):
-        axes.stairs(height, city.edges, fill=True, color=COLOURS[category], label=category)
+        layer = StepPatch(height, city.edges, fill=True, color=COLOURS[category], label=category)
+        axes.add_artist(layer)  # axes.stairs would look for its extremes, which we know, slowly
         height = height - city.heights[category]
 
 

@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 SETTING = Setting("124m", batch=8, seq_len=640)
 
 
-def running_bill(day: int) -> "Figure":
-    """Measure and print the line of each day up to this one; the picture shows them as bars."""
+def running_bill(day: int, today: Trace | None = None) -> "Figure":
+    """Measure and print the line of each day up to this one; the picture shows them as bars.
+
+    `today` is this day's line where it was measured already.
+    """
     from memlab import plot  # checks and commands need no matplotlib
 
     traces = {}
     for number in days.numbers():
         if number <= day:
             bill = days.day(number).bill
-            traces[bill.label] = bill.measure()
+            traces[bill.label] = today if today and number == day else bill.measure()
             print(_line(bill.label, traces))
     return plot.breakdown(traces, title=f"The running bill: {SETTING}")
 

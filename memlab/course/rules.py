@@ -18,33 +18,31 @@ class Rule(NamedTuple):
 class Verdict(NamedTuple):
     """One rule, or a part of it that has a verdict of its own, measured."""
 
-    rule: int
+    rule: str
     words: str
     measured: str
 
 
-# A rule of several parts may get several verdicts; a rule tried on two days stands at the first.
-RULES: dict[int, Rule] = {
-    1: Rule(
-        "Mixed-precision Adam takes 16 bytes a parameter, so 1B parameters are 16 GB before "
-        "activations, which can be 100 GB and more; training is memory-bound, not compute-bound.",
+# A rule that says several things has a letter for each; one tried on two days stands at the first.
+RULES: dict[str, Rule] = {
+    "1a": Rule(
+        "Mixed-precision Adam takes 16 bytes a parameter: 1B parameters are 16 GB before "
+        "activations, which can be 100 GB and more.",
         1,
     ),
-    2: Rule(
-        "A 7B model in float32 takes 28 + 28 + 56 = 112 GB without activations; its weights are "
-        "28, 14 or 7 GB in FP32, BF16 or FP8.",
-        1,
-    ),
-    3: Rule("Activations scale with batch × length × width.", 1),
-    4: Rule(
+    "1b": Rule("Training is memory-bound, not compute-bound.", 1),
+    "2a": Rule("A 7B model in float32 takes 28 + 28 + 56 = 112 GB without activations.", 1),
+    "2b": Rule("The weights of a 7B model are 28, 14 or 7 GB in FP32, BF16 or FP8.", 1),
+    "3": Rule("Activations scale with batch × length × width.", 1),
+    "4": Rule(
         "A model of 34,083,904 parameters with checkpointing, batch 2, length 512, peaks at "
         "0.63 GB in forward and backward.",
         1,
     ),
-    5: Rule(
-        "Weights 0.5, AdamW 1.0, gradients 0.5, activations 0.6 GB: a peak of 2.6 GB with "
-        "checkpointing at 2 × 512, where 16 × 1024 without it took 32 GB; beside a test of a "
-        "34M-parameter model.",
+    "5": Rule(
+        "Beside a test of a 34M-parameter model: weights 0.5, AdamW 1.0, gradients 0.5, "
+        "activations 0.6 GB, a peak of 2.6 GB with checkpointing at 2 × 512; without it, "
+        "16 × 1024 took 32 GB.",
         1,
     ),
 }
@@ -53,7 +51,7 @@ verdicts: list[Verdict] = []  # of this process, in the order they were reached
 
 
 def verdict(
-    rule: int, holds: bool, measured: str, *, condition: str = "", otherwise: str = ""
+    rule: str, holds: bool, measured: str, *, condition: str = "", otherwise: str = ""
 ) -> None:
     """Note and print what a trial came to.
 
@@ -61,7 +59,7 @@ def verdict(
     `otherwise` what is true where it does not. Which of the two is said, `holds` decides.
     """
     if rule not in RULES:
-        raise ValueError(f"got rule {rule}; RULES has {', '.join(map(str, RULES))}")
+        raise ValueError(f"got rule {rule}; RULES has {', '.join(RULES)}")
     words = " ".join(("holds", condition)).strip() if holds else f"wrong: {otherwise}"
     reached = Verdict(rule, words, measured)
     verdicts.append(reached)

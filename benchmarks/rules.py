@@ -1,0 +1,86 @@
+"""Every rule of thumb that the course puts on trial, and what came out: RULES.md.
+
+    python benchmarks/rules.py
+
+It runs the days' solutions as plain scripts (no Jupyter needed), collects the verdicts that they
+reach, prints them as Markdown and writes RULES.md. The same verdicts stand in the days' notebooks,
+and a test holds the two together.
+"""
+
+import runpy
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+from common import ROOT, circumstances, progress, set_environment
+
+from memlab.course.rules import RULES, Verdict, verdicts
+from memlab.files import write_beside
+
+PAGE = ROOT / "RULES.md"
+RULES_IN_THE_GUIDES = 29
+INTRODUCTION = """\
+# Rules on trial
+
+People size their training by rules of thumb. This course measures each: five guides state {all}
+rules, of which {tried} have been tried so far, each in the notebook of a day, with the code that
+measured it. GB are 10⁹ bytes here, as in the guides.
+
+Measured on {where}, by `python benchmarks/rules.py`. Bytes are the same on every CPU.
+
+"""
+
+
+def main() -> None:
+    set_environment()
+    solutions = sorted((ROOT / "solutions").glob("day*.py"))
+    with progress() as bar:
+        for solution in bar.track(solutions, description="trials"):
+            run(solution)
+    text = page(verdicts)
+    with write_beside(PAGE) as beside:
+        beside.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def run(solution: Path) -> None:
+    """Run a day's solution without its prints and pictures; its verdicts are noted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    with redirect_stdout(StringIO()):
+        runpy.run_path(str(solution))
+
+
+def page(reached: Iterable[Verdict]) -> str:
+    """The verdicts as a page of Markdown, by number."""
+    reached = sorted(reached, key=lambda verdict: (number(verdict.rule), verdict.rule))
+    here = circumstances()
+    where = f"{here['device']}, torch {here['torch']}, memlab {here['memlab']}, {here['date']}"
+    tried = len({number(verdict.rule) for verdict in reached})
+    lines = ["| rule | tried on | measured | verdict |", "| --- | --- | --- | --- |"]
+    lines += [row(verdict) for verdict in reached]
+    return (
+        INTRODUCTION.format(all=RULES_IN_THE_GUIDES, tried=tried, where=where)
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def row(verdict: Verdict) -> str:
+    """One line of the table."""
+    rule = RULES[verdict.rule]
+    (notebook,) = (ROOT / "solutions").glob(f"day{rule.day:02}_*.py")
+    day = f"[day {rule.day}]({notebook.relative_to(ROOT).with_suffix('.ipynb').as_posix()})"
+    claim = f"**{verdict.rule}.** {rule.claim}"
+    return f"| {claim} | {day} | {verdict.measured} | **{verdict.words}** |"
+
+
+def number(rule: str) -> int:
+    """12 of "12b"."""
+    return int(rule.rstrip("abcdefgh"))
+
+
+if __name__ == "__main__":
+    main()
