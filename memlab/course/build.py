@@ -352,7 +352,7 @@ async def _execute(
         timeout=None,
         extra_arguments=["--log-level=ERROR"],  # of the kernel's own log, which goes to our stderr
     )
-    client.km = client.create_kernel_manager()
+    kernel = client.km = client.create_kernel_manager()
     try:
         await client.async_start_new_kernel(cwd=str(folder), env=_environment())
         await client.async_start_new_kernel_client()
@@ -363,7 +363,8 @@ async def _execute(
             on_cell()
         return executed, await _cpu_seconds(client)
     finally:
-        await client.km.shutdown_kernel(now=True)
+        if kernel.has_kernel:  # none if not even its process could be started
+            await kernel.shutdown_kernel(now=True)
         if client.kc is not None:
             client.kc.stop_channels()
 
@@ -525,7 +526,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     asked = _parser().parse_args(arguments)
     try:
         return _check(root, asked.days) if asked.check else _build(root, asked.days)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # a RuntimeError is a kernel that does not start
         return _complain(error, 2)
     except KeyboardInterrupt:
         return _complain("interrupted; the notebooks of this day are as they were", 130)

@@ -76,7 +76,7 @@ def _of_code(source: str) -> Iterator[str]:
         yield f"{len(lines)} lines of code, at most {CODE_LINES}; move some of it into memlab"
     try:
         # A magic or a shell line is no Python; what only looks like one, in a string, is.
-        compile(source, "", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        ast.parse(source)
     except SyntaxError as error:
         line = lines[(error.lineno or 1) - 1].strip() if lines else ""
         yield f"a magic, a shell line or no Python: {_first_line(line)}"

@@ -1,0 +1,704 @@
+"""One source, two notebooks: a solution as it ran, a lesson without it; always the same bytes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import nbformat
+import pytest
+from rich.console import Console
+
+from memlab.course import build
+from memlab.course.build import (
+    SourceError,
+    build_day,
+    differences,
+    in_bytes,
+    lesson_notebook,
+    main,
+    solution_notebook,
+    sources,
+)
+
+ROOT = Path(__file__).parents[2]
+REMEDY = "python -m memlab.course.build 5"
+
+SOURCE = '''\
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Some Python 3.99
+#     name: some-python
+# ---
+
+# %% [markdown]
+# # Day 5: halves
+
+# %%
+import os
+import sys
+
+
+def exercise(id_, answer):
+    """Stands for the course's own: gives back the reference for a stub."""
+    try:
+        answer(5)
+    except NotImplementedError as error:
+        print(f"[ ] {error}")
+        return lambda n: (n // 2, n - n // 2)
+    print(f"[ok] {id_}")
+    return answer
+
+
+# %%
+def halves(n):
+    """Two whole numbers that add up to n."""
+    ### BEGIN SOLUTION
+    smaller = n // 2
+
+    # what is left
+    return smaller, n - smaller
+    ### END SOLUTION
+
+
+# %%
+halves = exercise("5.1", halves)
+halves(7)
+
+
+# %%
+def larger(n):
+    ### BEGIN SOLUTION
+    return max(halves(n))
+    ### END SOLUTION
+    ### BEGIN STUB
+    # pair = halves(n)
+    # if n:
+    #     return pair[0]  # is it the larger?
+    #
+    # raise NotImplementedError
+    ### END STUB
+
+
+# %% tags=["nbval-ignore-output"] reason="no two are equal"
+print(os.getpid() > 0)
+
+# %%
+print("first", flush=True)
+print("second")
+halves(2)
+
+# %% tags=["raises-exception"] reason="shows the error"
+halves("a")
+
+# %%
+names = "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONHASHSEED", "MPLBACKEND"
+print({name: os.environ.get(name) for name in names})
+print(os.path.basename(os.getcwd()))
+'''
+
+
+@pytest.fixture
+def course(tmp_path):
+    """Makes a course of {name of a source: its text}; gives its root."""
+
+    def make(texts: dict[str, str]) -> Path:
+        (tmp_path / "solutions").mkdir(exist_ok=True)
+        for name, text in texts.items():
+            (tmp_path / "solutions" / name).write_text(text, encoding="utf-8")
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def built_once(tmp_path_factory):
+    root = tmp_path_factory.mktemp("course")
+    (root / "solutions").mkdir()
+    (root / "solutions" / "day05_halves.py").write_text(SOURCE, encoding="utf-8")
+    build_day(root / "solutions" / "day05_halves.py")
+    return root
+
+
+@pytest.fixture
+def built(built_once, tmp_path):
+    """A course of one day, built: a copy that a test may change."""
+    return shutil.copytree(built_once, tmp_path / "built")
+
+
+def files(root):
+    """{path: bytes} of all that lies below a folder."""
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def solution(root):
+    return json.loads((root / "solutions" / "day05_halves.ipynb").read_bytes())
+
+
+def code(notebook):
+    return [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+# ------------------------------------------------------------------ regions
+
+
+def test_a_lesson_raises_with_the_exercise_and_the_lines_of_code_it_takes():
+    assert code(lesson_notebook(SOURCE))[1] == (
+        'def halves(n):\n    """Two whole numbers that add up to n."""\n'
+        '    raise NotImplementedError("exercise 5.1, about 2 lines")'
+    )
+
+
+def test_one_line_is_no_plural():
+    text = "# %%\ndef f():\n  ### BEGIN SOLUTION\n  return 1\n  ### END SOLUTION\n"
+    text += 'f = exercise("5.3", f)\n'
+    [cell] = code(lesson_notebook(text))
+    assert cell.split("\n")[1] == '  raise NotImplementedError("exercise 5.3, about 1 line")'
+
+
+def test_a_stub_block_stands_in_the_lesson_without_its_comment_signs():
+    assert code(lesson_notebook(SOURCE))[3] == (
+        "def larger(n):\n    pair = halves(n)\n    if n:\n"
+        "        return pair[0]  # is it the larger?\n\n    raise NotImplementedError"
+    )
+
+
+def test_a_solution_has_neither_markers_nor_stubs():
+    assert code(solution_notebook(SOURCE))[1:4:2] == [
+        'def halves(n):\n    """Two whole numbers that add up to n."""\n    smaller = n // 2\n\n'
+        "    # what is left\n    return smaller, n - smaller",
+        "def larger(n):\n    return max(halves(n))",
+    ]
+
+
+def test_no_line_of_a_solution_stands_in_the_lesson(built):
+    lesson = (built / "lessons" / "day05_halves.ipynb").read_text()
+    hidden = ("smaller = n // 2", "what is left", "return smaller, n - smaller", "max(halves(n))")
+    assert [line for line in hidden if line in SOURCE] == list(hidden)
+    assert [line for line in hidden if line in lesson] == []
+
+
+METHODS = """\
+# %%
+class Store:
+    def put(self, x):
+        ### BEGIN SOLUTION
+        self.x = x
+        ### END SOLUTION
+
+    def get(self):
+        def read():
+            ### BEGIN SOLUTION
+            found = self.x
+            return found
+            ### END SOLUTION
+
+        return read()
+
+# %%
+other = exercise("5.7", other)
+Store = course.exercise("5.8", Store)
+
+# %%
+Store = exercise("5.9", Store)
+"""
+
+
+def test_a_region_in_a_method_belongs_to_the_nearest_exercise_of_its_class():
+    assert code(lesson_notebook(METHODS))[0].split("\n") == [
+        "class Store:",
+        "    def put(self, x):",
+        '        raise NotImplementedError("exercise 5.8, about 1 line")',
+        "",
+        "    def get(self):",
+        "        def read():",
+        '            raise NotImplementedError("exercise 5.8, about 2 lines")',
+        "",
+        "        return read()",
+    ]
+
+
+def test_an_exercise_above_a_region_is_not_its_own():
+    text = '# %%\nf = exercise("5.1", f)\n\n# %%\n' + IN_FUNCTION
+    with pytest.raises(SourceError, match="neither an exercise nor a stub; add f = exercise"):
+        lesson_notebook(text)
+
+
+IN_FUNCTION = "def f():\n    ### BEGIN SOLUTION\n    return 1\n    ### END SOLUTION\n"
+
+
+@pytest.mark.parametrize(
+    ("cell", "line", "message"),
+    [
+        (IN_FUNCTION, 5, "a region with neither an exercise nor a stub; add f = exercise(..., f)"),
+        (IN_FUNCTION + 'g = exercise("5.1", f)\n', 5, "a region with neither"),
+        (IN_FUNCTION + 'f = exercise("5.1", g)\n', 5, "a region with neither"),
+        (IN_FUNCTION.replace("return 1", "# 1"), 7, "the cell is no Python"),
+        (IN_FUNCTION.replace("return 1", "# 1") + "    x = 1\n", 5, "a region without code"),
+        ("f = 1\n### BEGIN SOLUTION\nf = 2\n### END SOLUTION\n", 5, "a region outside a function"),
+        (
+            "class A:\n    ### BEGIN SOLUTION\n    x = 1\n    ### END SOLUTION\n",
+            5,
+            "outside a func",
+        ),
+        ("### BEGIN SOLUTION\nx = 1\n", 4, "### BEGIN SOLUTION without ### END SOLUTION"),
+        ("x = 1\n### END SOLUTION\n", 5, "### END SOLUTION without ### BEGIN SOLUTION"),
+        ("x = 1\n### END STUB\n", 5, "### END STUB without ### BEGIN STUB"),
+        ("### BEGIN SOLUTION\n### BEGIN SOLUTION\n", 4, "### BEGIN SOLUTION without"),
+        ("### BEGIN STUB\n# x = 2\n### END STUB\n", 4, "a stub block must directly follow"),
+        (IN_FUNCTION + "\n    ### BEGIN STUB\n    ### END STUB\n", 9, "a stub block must directly"),
+        (
+            IN_FUNCTION + "    ### BEGIN STUB\n    # pass\n",
+            8,
+            "### BEGIN STUB without ### END STUB",
+        ),
+        (IN_FUNCTION + "    ### BEGIN STUB\n    pass\n    ### END STUB\n", 9, "must be a comment"),
+        (IN_FUNCTION + "    ### BEGIN STUB\n    # if:\n    ### END STUB\n", 4, "is no Python"),
+        (IN_FUNCTION.replace("### BEGIN", "# BEGIN"), 5, "'# BEGIN SOLUTION' is no marker"),
+        (IN_FUNCTION.replace("### END SOL", "### end sol"), 7, "'### end solUTION' is no marker"),
+        ("x = 1\ny = (\n", 5, "the cell is no Python"),
+        ("%time x = 1\n", 4, "the cell is no Python"),
+    ],
+)
+def test_what_cannot_be_stripped_is_refused_with_its_file_and_line(cell, line, message):
+    text = f"# %%\nx = 0\n# %%\n{cell}"
+    with pytest.raises(SourceError) as refused:
+        lesson_notebook(text, "solutions/day05_x.py")
+    assert str(refused.value).startswith(f"solutions/day05_x.py:{line}: ")
+    assert message in str(refused.value)
+    assert refused.value.line == line
+
+
+@pytest.mark.parametrize(
+    ("options", "line", "message"),
+    [
+        ('tags=["a"] reason=a "time"', 4, "options of a cell that cannot be read"),
+        ('tags=["a"], reason="b"', 1, "jupytext cannot read this file"),
+        ('tags="a"', 1, "jupytext cannot read this file"),
+    ],
+)
+def test_options_that_jupytext_would_drop_are_refused(options, line, message):
+    with pytest.raises(SourceError, match=f"day05.py:{line}: .*{message}"):
+        solution_notebook(f"# %%\nx = 0\n# %% {options}\nx = 0\n", "day05.py")
+
+
+def test_a_cell_without_code_is_refused():
+    with pytest.raises(SourceError, match="a code cell without code"):
+        solution_notebook("# %%\nx = 0\n\n# %%\n\n# %%\ny = 0\n")
+
+
+# ------------------------------------------------------------------ notebooks
+
+
+def test_the_ids_of_cells_are_their_places_and_the_same_in_both_notebooks():
+    ids = [f"day05-{place:02}" for place in range(1, 10)]
+    for make in (solution_notebook, lesson_notebook):
+        assert [cell["id"] for cell in make(SOURCE, "solutions/day05_x.py")["cells"]] == ids
+
+
+def test_no_version_and_nothing_of_jupytext_stands_in_the_metadata():
+    for make in (solution_notebook, lesson_notebook):
+        assert make(SOURCE)["metadata"] == {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+
+
+def test_tags_and_their_reason_are_kept_and_no_other_metadata():
+    text = '# %% a title tags=["nbval-skip"] reason="it\'s long" other=1\nx = 1\n'
+    text += '# %% [markdown]\n"""\nprose\n"""\n'
+    assert [cell["metadata"] for cell in lesson_notebook(text)["cells"]] == [
+        {"tags": ["nbval-skip"], "reason": "it's long"},
+        {},
+    ]
+
+
+def test_a_comment_stays_a_comment():
+    assert code(lesson_notebook("# %%\n# !ls\n# %time x\nx = 1\n")) == ["# !ls\n# %time x\nx = 1"]
+
+
+def test_the_layout_of_a_file_is_fixed():
+    assert in_bytes(lesson_notebook("# %%\nx = 'ü'\n", "day05_x.py")).decode() == LAYOUT
+
+
+LAYOUT = """\
+{
+ "cells": [
+  {
+   "cell_type": "code",
+   "execution_count": null,
+   "id": "day05-01",
+   "metadata": {},
+   "outputs": [],
+   "source": [
+    "x = 'ü'"
+   ]
+  }
+ ],
+ "metadata": {
+  "kernelspec": {
+   "display_name": "Python 3",
+   "language": "python",
+   "name": "python3"
+  },
+  "language_info": {
+   "name": "python"
+  }
+ },
+ "nbformat": 4,
+ "nbformat_minor": 5
+}
+"""
+
+
+def test_a_lesson_has_no_outputs_and_both_notebooks_are_valid(built):
+    for folder in ("solutions", "lessons"):
+        nbformat.validate(nbformat.read(built / folder / "day05_halves.ipynb", as_version=4))
+    lesson = json.loads((built / "lessons" / "day05_halves.ipynb").read_bytes())
+    cells = [cell for cell in lesson["cells"] if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in cells] == [[]] * 8
+    assert [cell["execution_count"] for cell in cells] == [None] * 8
+
+
+# ------------------------------------------------------------------ execution
+
+
+def test_building_twice_gives_the_same_bytes(built):
+    before = files(built)
+    build_day(built / "solutions" / "day05_halves.py")
+    assert files(built) == before
+
+
+def test_a_solution_is_its_source_with_outputs(built):
+    cells = [cell for cell in solution(built)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert cells[2]["outputs"] == [
+        {"name": "stdout", "output_type": "stream", "text": ["[ok] 5.1\n"]},
+        {
+            "data": {"text/plain": ["(3, 4)"]},
+            "execution_count": 3,
+            "metadata": {},
+            "output_type": "execute_result",
+        },
+    ]
+    assert [cell["metadata"].get("tags") for cell in cells[4:7:2]] == [
+        ["nbval-ignore-output"],
+        ["raises-exception"],
+    ]
+    assert all(set(cell["metadata"]) <= {"tags", "reason"} for cell in cells)
+
+
+def test_what_a_cell_prints_in_pieces_is_one_output(built):
+    streams = [out for out in solution(built)["cells"][6]["outputs"] if "name" in out]
+    assert [out["text"] for out in streams] == [["first\n", "second\n"]]
+
+
+def test_an_error_that_is_meant_is_stored_in_one_line_without_paths(built):
+    message = "unsupported operand type(s) for //: 'str' and 'int'"
+    assert solution(built)["cells"][7]["outputs"] == [
+        {
+            "ename": "TypeError",
+            "evalue": message,
+            "output_type": "error",
+            "traceback": [f"TypeError: {message}"],
+        }
+    ]
+
+
+def test_the_kernel_has_one_thread_fixed_hashes_inline_figures_and_the_folder_of_solutions(built):
+    assert os.environ["MPLBACKEND"] == "Agg"  # of the tests, not of the kernel
+    assert solution(built)["cells"][8]["outputs"][0]["text"] == [
+        "{'OMP_NUM_THREADS': '1', 'OMP_WAIT_POLICY': 'PASSIVE', 'PYTHONHASHSEED': '0', "
+        "'MPLBACKEND': 'module://matplotlib_inline.backend_inline'}\n",
+        "solutions\n",
+    ]
+
+
+def test_a_cell_that_raises_leaves_both_files_as_they_were(built, capsys):
+    text = SOURCE + "\n# %%\nwrong = halves(\n    None\n)\n"
+    (built / "solutions" / "day05_halves.py").write_text(text)
+    line = SOURCE.count("\n") + 3
+    before = files(built)
+    assert main(["5"], root=built) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"solutions/day05_halves.py:{line}: the cell 'wrong = halves(' raised TypeError: "
+        "unsupported operand type(s) for //: 'NoneType' and 'int'\n",
+    )
+    assert files(built) == before
+
+
+def test_a_cell_that_raises_makes_no_file_and_other_days_are_built(course, capsys):
+    root = course(
+        {
+            "day01_a.py": "# %%\nraise ValueError('first\\nsecond')\n",
+            "day02_b.py": "# %%\nimport os\n\n# %%\nos._exit(1)\n",
+            "day03_c.py": "# %%\nx = (\n",
+            "day04_d.py": "# %%\n1\n",
+        }
+    )
+    assert main([], root=root) == 2
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "solutions/day01_a.py:2: the cell \"raise ValueError('first\\\\nsecond')\" raised "
+        "ValueError: first",
+        "solutions/day02_b.py:5: the cell 'os._exit(1)' ended the kernel",
+        "solutions/day03_c.py:2: the cell is no Python: '(' was never closed",
+    ]
+    assert out.startswith("day 4: 1 cells")
+    made = [name for name in files(root) if name.endswith(".ipynb")]
+    assert made == ["lessons/day04_d.ipynb", "solutions/day04_d.ipynb"]
+
+
+def test_a_kernel_that_does_not_start_is_one_line(course, capfd, monkeypatch):
+    monkeypatch.setattr(build, "ENVIRONMENT", {"PYTHONHOME": "nowhere"})
+    root = course({"day01_a.py": "# %%\n1\n"})
+    assert main([], root=root) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith("Kernel died before replying to kernel_info")
+    assert list(files(root)) == ["solutions/day01_a.py"]
+
+
+INTERRUPTIBLE = """\
+import signal, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background
+from memlab.course.build import main
+sys.exit(main([], root=Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
+def test_ctrl_c_leaves_no_kernel_and_nothing_half_written(course):
+    sleep = "# %%\nimport os, pathlib, time\n"
+    sleep += "pathlib.Path('new').write_text(str(os.getpid()))\nos.rename('new', 'pid')\n"
+    sleep += "time.sleep(600)\n"
+    root = course({"day05_halves.py": sleep})
+    before = files(root)
+    command = [sys.executable, "-c", INTERRUPTIBLE, str(root)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    pid = root / "solutions" / "pid"
+    while not pid.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate()[1] == "interrupted; the notebooks of this day are as they were\n"
+    assert process.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    pid.unlink()
+    assert files(root) == before
+
+
+def test_one_line_a_day_says_how_much_of_the_limit_it_takes(course, capsys, monkeypatch):
+    monkeypatch.setattr(build, "execute", lambda notebook, *_: (executed(notebook), 11.26))
+    assert main([], root=course({"day01_a.py": "# %%\n1\n\n# %%\n2\n"})) == 0
+    assert capsys.readouterr() == ("day 1: 2 cells, 11.3 CPU-seconds (limit 20)\n", "")
+
+
+def test_a_day_over_the_limit_is_a_warning_and_no_error(course, capsys, monkeypatch):
+    monkeypatch.setattr(build, "execute", lambda notebook, *_: (executed(notebook), 20.1))
+    assert main([], root=course({"day01_a.py": "# %%\n1\n"})) == 0
+    assert capsys.readouterr() == (
+        "day 1: 1 cells, 20.1 CPU-seconds (limit 20)\n",
+        "warning: day 1 takes over 20 CPU-seconds; make it smaller\n",
+    )
+
+
+def executed(notebook):
+    """What a kernel would give for cells that show nothing."""
+    cells = enumerate(notebook["cells"], 1)
+    return notebook | {"cells": [cell | {"execution_count": count} for count, cell in cells]}
+
+
+def test_cpu_seconds_are_those_of_the_kernel(course):
+    text = "# %%\nimport time\nprint(time.process_time())\n"
+    notebook, cpu_seconds = build_day(course({"day01_a.py": text}) / "solutions" / "day01_a.py")
+    printed = float(notebook["cells"][0]["outputs"][0]["text"])
+    assert printed < cpu_seconds < printed + 0.5
+
+
+def test_a_bar_counts_cells_on_a_terminal(course, monkeypatch):
+    shown = StringIO()
+    console = Console(file=shown, force_terminal=True, width=100)
+    monkeypatch.setattr(build, "Console", lambda stderr: console)
+    build_day(course({"day01_a.py": "# %%\n1\n\n# %%\n2\n"}) / "solutions" / "day01_a.py")
+    assert "day 1" in shown.getvalue()
+    assert "2/2" in shown.getvalue()
+
+
+def test_what_the_lint_finds_is_an_error_and_the_files_are_kept(course, capsys):
+    root = course({"day01_a.py": "# %%\nobject()\n"})
+    assert main([], root=root) == 1
+    error = capsys.readouterr().err
+    start = "solutions/day01_a.ipynb: cell 1 (object()): an address in an output"
+    assert error.startswith(start)
+    assert error.count("\n") == 1
+    assert (root / "solutions" / "day01_a.ipynb").exists()
+
+
+# ------------------------------------------------------------------ --check
+
+
+def test_a_check_after_a_build_is_silent(built, capsys):
+    assert main(["--check"], root=built) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_check_executes_and_writes_nothing(built, monkeypatch):
+    monkeypatch.setattr(build, "execute", lambda *_: pytest.fail("executed"))
+    source = built / "solutions" / "day05_halves.py"
+    source.write_text(SOURCE.replace("print", "raise "))
+    before = files(built)
+    main(["--check"], root=built)
+    assert files(built) == before
+
+
+def changed(path, change):
+    """Rewrite a notebook by a function that changes it in place."""
+    notebook = json.loads(path.read_bytes())
+    change(notebook)
+    path.write_bytes(in_bytes(nbformat.from_dict(notebook)))
+
+
+def test_a_check_leaves_outputs_to_nbval(built):
+    path = built / "solutions" / "day05_halves.ipynb"
+    changed(path, lambda notebook: notebook["cells"][2].update(outputs=[]))
+    assert differences(built) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda n: n["cells"][1].update(source="1"), "differs from its source"),
+        (lambda n: n["cells"][1].update(id="1"), "differs from its source"),
+        (lambda n: n["cells"][1]["metadata"].update(tags=["x"]), "differs from its source"),
+        (lambda n: n["metadata"]["language_info"].update(version="3"), "differs from its source"),
+        (lambda n: n["cells"].pop(), "differs from its source"),
+        (
+            lambda n: n["cells"][2].update(execution_count=None),
+            "has cells that were not executed, or not in order",
+        ),
+        (
+            lambda n: n["cells"][2].update(execution_count=9),
+            "has cells that were not executed, or not in order",
+        ),
+    ],
+)
+def test_a_check_names_a_solution_that_is_not_its_source_executed(built, change, complaint):
+    changed(built / "solutions" / "day05_halves.ipynb", change)
+    assert differences(built) == [f"solutions/day05_halves.ipynb {complaint}: {REMEDY}"]
+
+
+def test_a_check_names_a_file_that_is_no_notebook(built):
+    (built / "solutions" / "day05_halves.ipynb").write_text("[1, 2")
+    assert differences(built) == [f"solutions/day05_halves.ipynb is no notebook: {REMEDY}"]
+
+
+def test_a_check_compares_the_bytes_of_a_lesson(built):
+    lesson = built / "lessons" / "day05_halves.ipynb"
+    lesson.write_bytes(lesson.read_bytes() + b"\n")
+    assert differences(built) == [f"lessons/day05_halves.ipynb differs from its source: {REMEDY}"]
+
+
+def test_a_check_after_an_edit_of_the_source_names_both_notebooks(built, capsys):
+    (built / "solutions" / "day05_halves.py").write_text(SOURCE.replace("Day 5: h", "Day 5: H"))
+    assert main(["--check"], root=built) == 1
+    assert capsys.readouterr() == (
+        "",
+        f"solutions/day05_halves.ipynb differs from its source: {REMEDY}\n"
+        f"lessons/day05_halves.ipynb differs from its source: {REMEDY}\n",
+    )
+
+
+def test_a_check_names_what_is_missing_and_what_has_no_source(built, capsys):
+    for folder in ("solutions", "lessons"):
+        path = built / folder / "day05_halves.ipynb"
+        path.rename(path.with_name("day05_old.ipynb"))
+    assert main(["--check", "5"], root=built) == 1
+    gone = "has no source solutions/day05_old.py: write one, or delete it"
+    assert capsys.readouterr().err.splitlines() == [
+        f"solutions/day05_halves.ipynb is missing: {REMEDY}",
+        f"lessons/day05_halves.ipynb is missing: {REMEDY}",
+        f"lessons/day05_old.ipynb {gone}",
+        f"solutions/day05_old.ipynb {gone}",
+    ]
+
+
+def test_a_check_of_one_day_says_nothing_of_another(built, course):
+    (built / "solutions" / "day06_new.py").write_text("# %%\n1\n")
+    (built / "lessons" / "day07_old.ipynb").write_text("")
+    assert differences(built, [5]) == []
+    assert len(differences(built, [5, 6])) == 2
+    assert len(differences(built)) == 3
+
+
+def test_a_source_that_cannot_be_read_ends_a_check(course, capsys):
+    assert main(["--check"], root=course({"day01_a.py": "# %%\nx = (\n"})) == 2
+    assert capsys.readouterr().err.startswith("solutions/day01_a.py:2: the cell is no Python")
+
+
+# ------------------------------------------------------------------ the command
+
+
+@pytest.mark.parametrize("arguments", [[], ["--check"], ["5"]])
+def test_a_course_without_sources_is_refused(tmp_path, capsys, arguments):
+    assert main(arguments, root=tmp_path) == 2
+    wanted = f"no sources: {tmp_path / 'solutions'} has no dayNN_name.py\n"
+    assert capsys.readouterr() == ("", wanted)
+
+
+def test_a_day_that_is_not_there_is_refused(course, capsys):
+    root = course({"day01_a.py": "", "day02_b.py": "", "helpers.py": ""})
+    assert [path.name for path in sources(root)] == ["day01_a.py", "day02_b.py"]
+    assert main(["2", "7"], root=root) == 2
+    assert capsys.readouterr().err == "no source of day 7 in solutions/; there are days 1, 2\n"
+
+
+def test_help_teaches_what_a_source_looks_like(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for word in ("--check", "DAY", "### BEGIN SOLUTION", "### BEGIN STUB", "exercise("):
+        assert word in shown
+
+
+# ------------------------------------------------------------------ nbval
+
+
+def nbval(*arguments):
+    """Run pytest on notebooks as this repository's configuration has it; its last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, arguments)]
+    command += ["-c", str(ROOT / "pyproject.toml")]
+    # What a kernel is started with when notebooks are built it must have when they are compared.
+    environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
+    environment |= build.ENVIRONMENT
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return run.returncode, run.stdout.splitlines()[-1]
+
+
+def test_nbval_passes_the_solution_strictly_until_an_output_is_edited(built):
+    path = built / "solutions" / "day05_halves.ipynb"
+    status, last = nbval("--nbval", path)
+    assert (status, last.split(" in ")[0]) == (0, "8 passed")
+    changed(path, lambda notebook: notebook["cells"][3]["outputs"][0].update(text="[ok] 5.2\n"))
+    status, last = nbval("--nbval", path)
+    assert (status, last.split(" in ")[0]) == (1, "1 failed, 7 passed")
+
+
+def test_nbval_passes_the_lesson_with_its_stubs(built):
+    status, last = nbval("--nbval-lax", built / "lessons" / "day05_halves.ipynb")
+    assert (status, last.split(" in ")[0]) == (0, "8 passed")
