@@ -2,16 +2,27 @@
 
 import codecs
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
-from memlab.cli.errors import UsageError
-from memlab.model import PRESETS
-from memlab.train import TECHNIQUES
+# Nothing here imports torch, which takes seconds: each command does so when it is called. The help
+# comes at once then, and Ctrl-C during those seconds is caught in `main`.
 
 INTERRUPTED = 130  # as shells count: 128 and the number of the signal
-IN_ASCII = {"×": "x", "█": "#", "·": "-", "–": "-", "—": "-", "…": "...", "³": "^3", "²": "^2"}
+IN_ASCII = {
+    "×": "x",
+    "█": "#",
+    "·": "-",
+    "–": "-",
+    "—": "-",
+    "…": "...",
+    "³": "^3",
+    "²": "^2",
+    "●": "*",
+    "○": ".",
+}
 
 app = typer.Typer(
     add_completion=False,
@@ -21,18 +32,27 @@ app = typer.Typer(
     help="Where every byte of a training step goes, measured.\n\n"
     "Start with [bold]memlab measure[/]: it takes one step of a small model, plain and with each "
     "memory technique, and shows what each saves and costs on this machine. "
-    "[bold]memlab doctor[/] says what this machine has.",
+    "[bold]memlab doctor[/] says what this machine has. "
+    "[bold]memlab start 1[/] begins the course.",
 )
 
 
-@app.command(
-    "measure",
-    epilog="The techniques:\n\n"
-    + "\n\n".join(f"[bold]{name}[/]: {t.summary}" for name, t in TECHNIQUES.items()),
-)
+class _WithNames(TyperCommand):
+    """A command whose help ends with the names of the models and of the techniques."""
+
+    def format_help(self, *args: Any) -> None:
+        from memlab.model import PRESETS
+        from memlab.train import TECHNIQUES
+
+        techniques = "\n\n".join(f"[bold]{name}[/]: {t.summary}" for name, t in TECHNIQUES.items())
+        self.epilog = f"The models: {', '.join(PRESETS)}\n\nThe techniques:\n\n{techniques}"
+        super().format_help(*args)
+
+
+@app.command("measure", cls=_WithNames)
 def measure_command(
     model: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(PRESETS)}.", metavar="NAME")
+        str | None, typer.Option(help="One of those below, small to large.", metavar="NAME")
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences in a batch.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
@@ -89,6 +109,7 @@ def measure_command(
         )
         raise typer.Exit(status)
 
+    from memlab.cli.errors import UsageError
     from memlab.cli.script import measure_script
 
     given = {
@@ -114,6 +135,116 @@ def doctor_command() -> None:
     raise typer.Exit(examine())
 
 
+# ------------------------------------------------------------------ the course
+
+COURSE = "The course"
+
+DayNumber = Annotated[int, typer.Argument(metavar="DAY", help="The number of a day, such as 1.")]
+ExerciseId = Annotated[
+    str, typer.Argument(metavar="EXERCISE", help="A day and a number in it, such as 1.2.")
+]
+Sure = Annotated[bool, typer.Option("--yes", help="Don't ask.")]
+
+
+@app.command("start", rich_help_panel=COURSE)
+def start_command(
+    day: DayNumber,
+    to_jupyter: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- OPTIONS", help="What is handed on to JupyterLab."),
+    ] = None,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Make the copy, no more.")] = False,
+) -> None:
+    """Copy a day's lesson into work/ and open the copy in JupyterLab.
+
+    The copy is yours: guess before you measure, write what is missing. It is
+    never overwritten, and a newer version of the lesson leaves it as it is.
+    JupyterLab runs until Ctrl-C.
+
+    [bold]memlab start 1[/]
+
+    [bold]memlab start 1 --no-open[/]
+
+    [bold]memlab start 1 -- --no-browser --port 8890[/]
+    """
+    from memlab.cli import course
+
+    raise typer.Exit(course.start(day, opens=not no_open, to_jupyter=to_jupyter or []))
+
+
+@app.command("check", rich_help_panel=COURSE)
+def check_command(
+    what: Annotated[
+        str, typer.Argument(metavar="DAY|EXERCISE", help="Such as 1, or 1.2 for one exercise.")
+    ],
+) -> None:
+    """Say which of your answers are right, on their values and on their bytes.
+
+    Your copy in work/ is read as it was last saved. Of it only imports,
+    functions and classes are run: what an answer needs, it gets as arguments.
+    The exit status is 0 if everything is right, else 1.
+
+    [bold]memlab check 1[/]
+
+    [bold]memlab check 1.2[/]
+    """
+    from memlab.cli import course
+
+    raise typer.Exit(course.check(what))
+
+
+@app.command("hint", rich_help_panel=COURSE)
+def hint_command(exercise: ExerciseId) -> None:
+    """Show a hint: the first is a nudge, the third is nearly the answer.
+
+    Each time it is one more, together with those before it.
+
+    [bold]memlab hint 1.2[/]
+    """
+    from memlab.cli import course
+
+    raise typer.Exit(course.hint(exercise))
+
+
+@app.command("diff", rich_help_panel=COURSE)
+def diff_command(exercise: ExerciseId, yes: Sure = False) -> None:
+    """Show your answer beside the solution: what to take out (-), what to put in (+).
+
+    It asks first if you have not tried the exercise yet.
+
+    [bold]memlab diff 1.2[/]
+    """
+    from memlab.cli import course
+
+    raise typer.Exit(course.diff(exercise, sure=yes))
+
+
+@app.command("progress", rich_help_panel=COURSE)
+def progress_command() -> None:
+    """Show what is done, what is left, and how your guesses come closer."""
+    from memlab.cli import course
+
+    raise typer.Exit(course.progress())
+
+
+@app.command("reset", rich_help_panel=COURSE)
+def reset_command(day: DayNumber, yes: Sure = False) -> None:
+    """Begin a day again: your copy moves to work/backups/, nothing is deleted.
+
+    A fresh copy takes its place, and the day's checks, hints and guesses are
+    forgotten. It says what it will do and asks; if the answer is no, nothing
+    changes and the exit status is 1.
+
+    [bold]memlab reset 1[/]
+    """
+    from memlab.cli import course
+
+    raise typer.Exit(course.reset(day, sure=yes))
+
+
+# ------------------------------------------------------------------ what all commands share
+
+
 def main() -> None:
     """Run the command line: what a user can cause ends as one line on standard error, status 2."""
     _print_what_the_terminal_can()
@@ -121,16 +252,25 @@ def main() -> None:
         status = app(prog_name="memlab", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):  # which of the two depends on typer's version
         status = INTERRUPTED
-    except UsageError as error:
-        _fail(str(error), 2)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # what the parser of the command line raises
+        sentence = _sentence(error)
+        if sentence is None:
             raise
-        message = error.format_message()  # empty after the help that no arguments bring
-        _fail(f"{message} (memlab --help says more)", 2) if message else sys.exit(2)
+        _fail(sentence, 2) if sentence else sys.exit(2)
     if status == INTERRUPTED:
         _fail("interrupted; nothing was written", INTERRUPTED)
     sys.exit(status)
+
+
+def _sentence(error: Exception) -> str | None:
+    """What to tell the user; "" where the help has told all, None where the mistake is ours."""
+    if hasattr(error, "format_message"):  # what the parser of the command line raises
+        message = error.format_message()  # empty after the help that no arguments bring
+        return message and f"{message} (memlab --help says more)"
+
+    from memlab.cli.errors import UsageError
+
+    return str(error) if isinstance(error, UsageError) else None
 
 
 def _fail(message: str, status: int) -> NoReturn:

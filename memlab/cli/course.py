@@ -1,0 +1,377 @@
+"""The learner's commands: start, check, hint, diff, progress and reset.
+
+All of them work offline, and all but JupyterLab itself work without Jupyter.
+"""
+
+import difflib
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from memlab.cli import report
+from memlab.cli.errors import UsageError
+from memlab.course import days, notebooks, workspace
+from memlab.course import progress as noted
+from memlab.course.exercises import DIFFICULTIES, HINTS, NOT_ATTEMPTED, OK, Exercise, Verdict
+from memlab.course.progress import Progress, Record
+
+DECLINED = 1  # the exit status where the answer to a question was no
+PATIENCE_SECONDS = 10  # that JupyterLab has to end by itself after Ctrl-C
+EVERY_LINE = 1000  # of a cell, as context in a diff
+STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
+
+def start(number: int, *, opens: bool, to_jupyter: Sequence[str]) -> int:
+    """Copy the lesson unless a copy is there, and open it until JupyterLab ends: its status."""
+    if to_jupyter and not to_jupyter[0].startswith("-"):
+        raise UsageError(
+            f"got {to_jupyter[0]} after the day; give one day, and options of JupyterLab after --, "
+            f"such as memlab start {number} -- --no-browser"
+        )
+    with _in_one_sentence():
+        copy = workspace.start(number)
+    report.say(_what_start_did(copy, number))
+    if not opens:
+        return 0
+    if importlib.util.find_spec("jupyterlab") is None:
+        report.say(
+            "JupyterLab is not installed here: pip install -e '.[lab]' or make lab brings it; any "
+            "other program that runs notebooks will do, too"
+        )
+        return 0
+    report.say("JupyterLab opens it; Ctrl-C here ends JupyterLab")
+    return _run_jupyterlab(copy.path, to_jupyter)
+
+
+def check(what: str) -> int:
+    """Judge the exercises of a day, or one, and note the verdicts; 1 if one is not right."""
+    with _in_one_sentence():
+        number, wanted = _day_and_exercises(what)
+        copy = _copy(number)
+    with report.progress(stages=len(wanted)) as announce:
+        verdicts = list(_said(_judging(number, wanted, copy, announce)))
+    with _in_one_sentence():
+        noted.update(
+            copy.parent,
+            lambda p: [noted.note_check(p, v.exercise.id, v.status) for v in verdicts],
+        )
+    right = sum(verdict.status == OK for verdict in verdicts)
+    if len(verdicts) > 1:
+        report.say(f"\n{right} of {len(verdicts)} right")
+    return int(right < len(verdicts))
+
+
+def hint(id_: str) -> int:
+    """Show one more hint than the last time, and those before it."""
+    with _in_one_sentence():
+        exercise = days.exercise_of(id_)
+        counted = (workspace.folder() / noted.FILE).exists()
+        shown = _one_more_hint(exercise) if counted else 1
+    report.say(f"{exercise.id} {exercise.title}")
+    for place, text in enumerate(exercise.hints[:shown], 1):
+        report.say(_in_lines(f"hint {place} of {HINTS}: {text}"))
+    if shown == HINTS:
+        report.say(f"These are all; memlab diff {exercise.id} shows a solution")
+    if not counted:
+        report.say(f"memlab start {days.day_of(id_)} begins the day: the next hint comes after it")
+    return 0
+
+
+def diff(id_: str, *, sure: bool) -> int:
+    """Show what changes the learner's cell into the solution's."""
+    with _in_one_sentence():
+        exercise = days.exercise_of(id_)
+        copy, solution = _copy(days.day_of(id_)), days.notebook(days.day_of(id_), "solutions")
+        yours = notebooks.cell_of(copy, exercise.id).splitlines()
+        theirs = notebooks.cell_of(solution, exercise.id).splitlines()
+        record = noted.read(copy.parent).exercise(exercise.id)
+    untried = record.status in ("", NOT_ATTEMPTED)
+    if untried and not sure and not _agreed("Look at the solution without having tried?"):
+        return DECLINED
+    if yours == theirs:
+        report.say(f"{exercise.id}: your cell is the solution's, line for line")
+        return 0
+    names = f"{_shown(copy)} (yours)", f"{_shown(solution)} (the solution)"
+    for line in difflib.unified_diff(yours, theirs, *names, n=EVERY_LINE, lineterm=""):
+        report.console.print(Text(line, style=STYLES.get(line[:1], "")), soft_wrap=True)
+    return 0
+
+
+def progress() -> int:
+    """Show how every exercise stands, and the guesses beside what was measured."""
+    folder = workspace.folder()
+    with _in_one_sentence():
+        done = noted.read(folder)
+        exercises = {number: days.day(number).exercises for number in days.numbers()}
+        report.console.print(_exercises_table(exercises, done))
+    left = [e for es in exercises.values() for e in es if _record(done, e).status != OK]
+    report.say(f"\n{len(left)} exercises left, about {sum(e.minutes for e in left)} minutes")
+    if guesses := list(_guesses(done)):
+        report.say("\nGuesses, and how far off they were:\n")
+        report.console.print(_guesses_table(guesses))
+        for number in sorted({days.day_of(guess.id) for guess in guesses}):
+            _say_how_far_off(number, [g for g in guesses if days.day_of(g.id) == number])
+    if not (done.exercises or done.guesses):
+        first = min(exercises, default=1)
+        report.say(f"Nothing is noted yet: memlab start {first} copies a lesson and opens it")
+    return 0
+
+
+def reset(number: int, *, sure: bool) -> int:
+    """Move the learner's copy aside, make a fresh one, and forget the day's progress."""
+    with _in_one_sentence():
+        copy = workspace.copy_of(number)
+        aside = workspace.next_backup(copy)
+        moving = f"moves {_shown(copy)} to {_shown(aside)}, " if copy.exists() else ""
+        report.say(
+            f"memlab reset {number} {moving}makes a fresh copy of the lesson, and forgets what is "
+            f"noted of day {number}: checks, hints and guesses"
+        )
+        if not sure and not _agreed("Go on?"):
+            report.say("nothing was changed")
+            return DECLINED
+        backup = workspace.reset(number)
+    if backup is not None:
+        report.say(f"your copy is now {_shown(backup)}")
+    report.say(
+        f"{_shown(copy)} is a fresh copy; where it is open in JupyterLab, choose File, Reload "
+        f"Notebook from Disk"
+    )
+    return 0
+
+
+# ------------------------------------------------------------------ what all of them need
+
+
+@contextmanager
+def _in_one_sentence() -> Iterator[None]:
+    """What the course's files or the learner's folder don't allow, as a UsageError."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        place = error.filename or _shown(workspace.folder())
+        raise UsageError(
+            f"{place}: {error.strerror or error}; nothing of yours was lost: free some space or "
+            f"make {_shown(workspace.folder())} a folder that you can write, and try again"
+        ) from error
+
+
+def _day_and_exercises(what: str) -> tuple[int, tuple[Exercise, ...]]:
+    """All exercises of day "1", or the one called "1.2"; ValueError for what is neither."""
+    if what.isdecimal():
+        return int(what), days.day(int(what)).exercises
+    if "." in what:
+        return days.day_of(what), (days.exercise_of(what),)
+    raise ValueError(f"got {what}; give a day, such as 1, or one of its exercises, such as 1.2")
+
+
+def _copy(number: int) -> Path:
+    """The learner's copy, which is there."""
+    copy = workspace.copy_of(number)
+    if not copy.exists():
+        raise UsageError(
+            f"there is no {_shown(copy)} yet; memlab start {number} makes a copy of the lesson"
+        )
+    return copy
+
+
+def _shown(path: Path) -> Path:
+    """From here, where it lies below; what can be typed."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _in_lines(text: str) -> str:
+    return "\n".join(report.paragraph(line) for line in text.splitlines())
+
+
+def _agreed(question: str) -> bool:
+    """Whether the answer is yes; where nobody can answer, it is no."""
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        report.say("\nnobody answered: --yes goes on without asking")
+        return False
+
+
+# ------------------------------------------------------------------ start
+
+
+def _what_start_did(copy: workspace.Copy, number: int) -> str:
+    again = f"memlab reset {number} puts yours aside and makes a fresh copy"
+    return {
+        workspace.NEW: f"{_shown(copy.path)} is a fresh copy of {_shown(copy.lesson)}",
+        workspace.KEPT: f"{_shown(copy.path)} is as you left it",
+        workspace.OUTDATED: (
+            f"{_shown(copy.path)} is as you left it; the lesson has changed since it was copied "
+            f"({again})"
+        ),
+        workspace.UNREADABLE: (
+            f"{_shown(copy.path)} is as you left it, and cannot be read as a notebook ({again})"
+        ),
+    }[copy.state]
+
+
+def _run_jupyterlab(notebook: Path, options: Sequence[str]) -> int:
+    """Run JupyterLab in the notebook's folder until it ends.
+
+    It asks no question when Ctrl-C ends it: notebooks are saved as they are edited.
+    """
+    as_root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    # -P: a copy.py or random.py that a learner keeps beside a lesson is not what Jupyter imports.
+    command = [sys.executable, "-P", "-m", "jupyterlab", notebook.name, "-y", *as_root, *options]
+    with subprocess.Popen(command, cwd=notebook.parent, env=_environment()) as process:
+        return _status_at_the_end(process)
+
+
+def _environment() -> dict[str, str]:
+    """As here, with `memlab` where Jupyter's terminals find it, and threads that wait quietly."""
+    beside_python = os.path.dirname(sys.executable)
+    path = os.pathsep.join(filter(None, [beside_python, os.environ.get("PATH")]))
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PATH": path}
+
+
+def _status_at_the_end(process: subprocess.Popen[bytes]) -> int:
+    """Ctrl-C in a terminal reaches JupyterLab, too: it is waited for, for a while."""
+    interrupted = False
+    while True:
+        try:
+            status = process.wait(PATIENCE_SECONDS if interrupted else None)
+            return 0 if interrupted else status
+        except KeyboardInterrupt:
+            interrupted = True
+        except subprocess.TimeoutExpired:
+            process.terminate()
+
+
+# ------------------------------------------------------------------ checks and hints
+
+
+def _judging(
+    number: int, wanted: Sequence[Exercise], copy: Path, announce: Callable[[str], None]
+) -> Iterator[Verdict]:
+    with _in_one_sentence():  # reads the notebook at once, and judges when it is asked
+        return notebooks.judged(
+            copy,
+            days.day(number).exercises,
+            only=wanted,
+            announce=lambda exercise: announce(f"{exercise.id} {exercise.title}"),
+        )
+
+
+def _said(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
+    for verdict in verdicts:
+        report.say(str(verdict))
+        yield verdict
+
+
+def _one_more_hint(exercise: Exercise) -> int:
+    """How many to show now, counted with the learner's progress."""
+
+    def count(p: Progress) -> None:
+        p.exercise(exercise.id).hints = min(HINTS, p.exercise(exercise.id).hints + 1)
+
+    return noted.update(workspace.folder(), count).exercise(exercise.id).hints
+
+
+# ------------------------------------------------------------------ progress
+
+
+class _Guess(NamedTuple):
+    """A number that was guessed, in its own unit; `measured` is None until it was revealed."""
+
+    id: str
+    quantity: str
+    guessed: float
+    measured: float | None
+
+    @property
+    def factor(self) -> float | None:
+        """How many times too large or too small; None where no factor tells."""
+        if self.measured is None or self.guessed <= 0 or self.measured <= 0:
+            return None
+        return max(self.guessed / self.measured, self.measured / self.guessed)
+
+
+def _record(done: Progress, exercise: Exercise) -> Record:
+    return done.exercises.get(exercise.id, Record())
+
+
+def _exercises_table(exercises: dict[int, tuple[Exercise, ...]], done: Progress) -> Table:
+    columns: dict[str, Callable[[Exercise], str]] = {
+        "exercise": lambda e: e.title,
+        "state": lambda e: _state(_record(done, e)),
+        "minutes": lambda e: str(e.minutes),
+        "difficulty": lambda e: "●" * e.difficulty + "○" * (len(DIFFICULTIES) - e.difficulty),
+        "checks": lambda e: str(_record(done, e).checks or ""),
+        "hints": lambda e: str(_record(done, e).hints or ""),
+    }
+    table = _plain_table(["", *columns], left=("", "exercise", "state", "difficulty"))
+    for number, of_day in exercises.items():
+        table.add_row("", Text(_title(number), "bold"))
+        for exercise in of_day:
+            cells = [exercise.id, *(text(exercise) for text in columns.values())]
+            table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _title(number: int) -> str:
+    """What the lesson is called; only its number where it is not built yet."""
+    try:
+        return notebooks.heading(days.notebook(number)) or f"Day {number}"
+    except ValueError:
+        return f"Day {number}"
+
+
+def _state(record: Record) -> str:
+    if record.status == OK:
+        return "ok"
+    return "tried" if record.status not in ("", NOT_ATTEMPTED) else "–"
+
+
+def _guesses(done: Progress) -> Iterator[_Guess]:
+    for id_ in sorted(done.guesses, key=lambda id_: [int(part) for part in id_.split(".")]):
+        for quantity, numbers in done.guesses[id_].items():
+            yield _Guess(id_, quantity, numbers["guessed"], numbers.get("measured"))
+
+
+def _guesses_table(guesses: Sequence[_Guess]) -> Table:
+    table = _plain_table(["", "quantity", "guessed", "measured", "off by"], left=("", "quantity"))
+    for guess in guesses:
+        table.add_row(
+            guess.id,
+            guess.quantity,
+            _number(guess.guessed),
+            "–" if guess.measured is None else _number(guess.measured),
+            "" if guess.factor is None else f"{guess.factor:.2f} ×",
+        )
+    return table
+
+
+def _say_how_far_off(number: int, guesses: Sequence[_Guess]) -> None:
+    """The geometric mean: 2 × too much and 2 × too little are off by 2 ×."""
+    factors = [guess.factor for guess in guesses if guess.factor is not None]
+    if factors:
+        mean = math.exp(sum(map(math.log, factors)) / len(factors))
+        report.say(f"day {number}: off by {mean:.2f} × on average")
+
+
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if float(number).is_integer() else f"{number:,.2f}"
+
+
+def _plain_table(titles: Sequence[str], left: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="left" if title in left else "right", no_wrap=True)
+    return table
