@@ -13,6 +13,11 @@ BENCHMARKS := $(wildcard benchmarks/[a-z]*.py)
 LESSONS := $(wildcard lessons/*.ipynb)
 SOLUTIONS := $(wildcard solutions/*.ipynb)
 
+# Two files at a time, each as memlab.course.build ran it: no result hangs on the number of threads,
+# and pictures show inside the page.
+RUN_NOTEBOOKS := env -u MPLBACKEND OMP_NUM_THREADS=1 PYTHONHASHSEED=0 \
+  $(VENV_PYTHON) -m pytest -q -n 2 --dist loadfile
+
 # A stamp is written when its installation is complete. Its name holds what it is good for: a folder
 # that was copied elsewhere, or another index for torch, is set up again.
 label := $(shell printf '%s' '$(CURDIR) $(TORCH_INDEX)' | cksum | cut -d ' ' -f 1)
@@ -32,17 +37,19 @@ help: ## list these targets
 measure: $(stamp) ## measure every technique on this machine
 	@.venv/bin/memlab measure
 
-test: $(stamp) ## format, lint, tests
+test: $(stamp) ## format, lint, tests, every notebook
 	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m ruff check .
 	@$(VENV_PYTHON) -m pytest
+	@$(MAKE) --no-print-directory lessons
 
 bench: benchmarks-exist $(stamp) ## every number of the README, as Markdown
 	@set -e; for script in $(BENCHMARKS); do $(VENV_PYTHON) "$$script"; done
 
 lessons: lessons-exist $(stamp) ## run every notebook: outputs of solutions/ must come out as stored
-	@$(VENV_PYTHON) -m pytest --nbval-lax $(LESSONS)
-	@$(VENV_PYTHON) -m pytest --nbval $(SOLUTIONS)
+	@$(VENV_PYTHON) -m memlab.course.build --check
+	@$(RUN_NOTEBOOKS) --nbval $(SOLUTIONS)
+	@$(RUN_NOTEBOOKS) --nbval-lax $(LESSONS)
 
 lab: lessons-exist $(stamp) ## open lesson 1 in JupyterLab
 	@.venv/bin/memlab start 1

@@ -201,10 +201,10 @@ print(f"of the second {format_bytes(second.peak_bytes)}")
 # gradient. So a first step may pass where the second one dies, by 8 bytes a weight: measure the
 # second. (The few bytes over are a counter of 4 bytes for each tensor.)
 #
-# From then on nothing should grow: thirty steps, what is alive after each, and what is learnt.
+# From then on nothing should grow: twenty steps, what is alive after each, and what is learnt.
 
 # %%
-steps = [memlab.measure(step, model=model, optimizer=optimizer) for _ in range(30)]
+steps = [memlab.measure(step, model=model, optimizer=optimizer) for _ in range(20)]
 fig, (memory, learning) = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
 memory.plot([t.peak_bytes / 2**20 for t in (first, second, *steps)], label="peak of the step")
 memory.plot([t.live_bytes / 2**20 for t in (first, second, *steps)], label="alive after it")
@@ -340,11 +340,18 @@ peak_bytes = exercise("1.4", peak_bytes)
 # that is not the fullest moment: the gradients outweigh the activations, and the peak moves to the
 # end of backward.
 
+
 # %%
-few = dry_trace(Setting("25m", batch=1, seq_len=64), plain)
-formula = peak_bytes(PRESETS["25m"], 1, 64)
-print(f"1 × 64 tokens: formula {format_bytes(formula)}, measured {format_bytes(few.peak_bytes)}")
-plot.timeline(few, title="25m on 1 × 64 tokens: the peak is where the gradients are")
+def second_step(setting: Setting, technique: Technique = plain) -> Trace:
+    training = build(setting, technique)
+    training.step()
+    return measured(training)
+
+
+few = second_step(Setting("tiny", batch=1, seq_len=4))
+formula = peak_bytes(PRESETS["tiny"], 1, 4)
+print(f"1 × 4 tokens: formula {format_bytes(formula)}, measured {format_bytes(few.peak_bytes)}")
+plot.timeline(few, title="Four tokens: the peak is where the gradients are")
 
 # %% [markdown]
 # ## Turn it round
@@ -382,9 +389,9 @@ largest_batch = exercise("1.5", largest_batch)
 budget = 8 * 2**30
 batch = largest_batch(lambda batch: peak_bytes(config, batch, 640), budget)
 print(f"into {format_bytes(budget)} fit {batch} sequences of 640 tokens")
-more = dry_trace(replace(setting, batch=batch + 1), plain)
-print(f"measured with {batch}: {format_bytes(trace.peak_bytes)}, ", end="")
-print(f"with {batch + 1}: {format_bytes(more.peak_bytes)}")
+for tried in (batch, batch + 1):
+    print(f"{tried} × 640: {format_bytes(peak_bytes(config, tried, 640))} by formula")
+print(f"8 × 640: {format_bytes(trace.peak_bytes)} measured")
 
 # %% [markdown]
 # ## What a batch and a length cost
@@ -395,19 +402,13 @@ print(f"with {batch + 1}: {format_bytes(more.peak_bytes)}")
 
 
 # %%
-def second_step(setting: Setting, technique: Technique) -> Trace:
-    training = build(setting, technique)
-    training.step()
-    return measured(training)
-
-
 eager = TECHNIQUES["eager-attention"]
 full = Setting("tiny", batch=8, seq_len=64)
 half_batch, half_length = replace(full, batch=4), replace(full, seq_len=32)
 costs = {
-    "8 × 64": second_step(full, plain),
-    "4 × 64": second_step(half_batch, plain),
-    "8 × 32": second_step(half_length, plain),
+    "8 × 64": second_step(full),
+    "4 × 64": second_step(half_batch),
+    "8 × 32": second_step(half_length),
     "8 × 64, scores stored": second_step(full, eager),
     "8 × 32, scores stored": second_step(half_length, eager),
 }

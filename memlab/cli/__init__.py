@@ -7,6 +7,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from memlab.cli.errors import UsageError
+
 # Nothing here imports torch, which takes seconds: each command does so when it is called. The help
 # comes at once then, and Ctrl-C during those seconds is caught in `main`.
 
@@ -109,7 +111,6 @@ def measure_command(
         )
         raise typer.Exit(status)
 
-    from memlab.cli.errors import UsageError
     from memlab.cli.script import measure_script
 
     given = {
@@ -267,9 +268,6 @@ def _sentence(error: Exception) -> str | None:
     if hasattr(error, "format_message"):  # what the parser of the command line raises
         message = error.format_message()  # empty after the help that no arguments bring
         return message and f"{message} (memlab --help says more)"
-
-    from memlab.cli.errors import UsageError
-
     return str(error) if isinstance(error, UsageError) else None
 
 

@@ -225,11 +225,19 @@ def _what_start_did(copy: workspace.Copy, number: int) -> str:
 def _run_jupyterlab(notebook: Path, options: Sequence[str]) -> int:
     """Run JupyterLab in the notebook's folder until it ends.
 
-    It asks no question when Ctrl-C ends it: notebooks are saved as they are edited.
+    It may open what the lesson links to, so its own root is the repository's. It asks no question
+    when Ctrl-C ends it: notebooks are saved as they are edited.
     """
+    at = notebook.relative_to(days.ROOT).as_posix()
+    where = [
+        f"--ServerApp.root_dir={days.ROOT}",
+        f"--LabApp.default_url=/lab/tree/{at}",
+        # Not beside each file that is opened, among the library's own.
+        f"--AsyncFileCheckpoints.checkpoint_dir={notebook.parent / '.ipynb_checkpoints'}",
+    ]
     as_root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     # -P: a copy.py or random.py that a learner keeps beside a lesson is not what Jupyter imports.
-    command = [sys.executable, "-P", "-m", "jupyterlab", notebook.name, "-y", *as_root, *options]
+    command = [sys.executable, "-P", "-m", "jupyterlab", *where, "-y", *as_root, *options]
     with subprocess.Popen(command, cwd=notebook.parent, env=_environment()) as process:
         return _status_at_the_end(process)
 

@@ -1,7 +1,5 @@
 """What ends a command with one line on standard error, in place of a traceback."""
 
-import torch
-
 
 class UsageError(Exception):
     """What the user gave cannot be used; the message says what was got, wanted, and what to do."""
@@ -9,6 +7,8 @@ class UsageError(Exception):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether it says that memory is out; the CPU and MPS have no exception of their own for it."""
+    import torch  # takes seconds, and not all who raise a UsageError need it
+
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     told = ("can't allocate memory", "out of memory")

@@ -34,5 +34,10 @@ def _labelled(entry: dict[str, Any]) -> str:
 
 
 def _line(name: str, value: Any) -> str:
-    text = format_bytes(value) if name.endswith("_bytes") else value
-    return f"{name.removesuffix('_bytes').replace('_', ' ')}: {text}"
+    return f"{name.removesuffix('_bytes').replace('_', ' ')}: {_text(name, value)}"
+
+
+def _text(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)

@@ -8,6 +8,7 @@ what they are told.
 
 import linecache
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from memlab.trace import Trace
 
 HINTS = 3
 DIFFICULTIES = range(1, 6)
+LONGEST_VALUE = 200  # characters of what an answer gave; a verdict is one line
+_LIBRARIES = {"memlab", "torch", "numpy", *sys.stdlib_module_names}
 
 
 class Wrong(Exception):  # noqa: N818 - it is the answer that is wrong, nothing has failed
@@ -130,23 +133,22 @@ def _mistake(exercise: Exercise, message: str) -> str:
 
 def _raised(error: Exception) -> str:
     """The error and the learner's line it came from, in one sentence."""
-    said = str(error).splitlines()
+    said = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
     line = _learners_line(error)
     return f"{what.rstrip('.')}, at `{line}`." if line else f"{what.rstrip('.')}."
 
 
 def _learners_line(error: Exception) -> str:
-    """The innermost line of a notebook, or of another file that is neither memlab's nor torch's."""
+    """The innermost line of a notebook, or of another file that is no library's."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if not _is_ours(frame):
+        if not _is_a_librarys(frame):
             return linecache.getline(frame.f_code.co_filename, number).strip()
     return ""
 
 
-def _is_ours(frame: FrameType) -> bool:
-    module = frame.f_globals.get("__name__", "").split(".")[0]
-    return module in ("memlab", "torch", "numpy")
+def _is_a_librarys(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES
 
 
 @contextmanager
@@ -154,11 +156,16 @@ def _random_numbers_kept() -> Iterator[None]:
     """What a check draws changes nothing that the notebook draws after it."""
     python, array = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(_gpus_in_use()):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(array)
+
+
+def _gpus_in_use() -> list[int]:
+    """None where nothing has used one: to ask a GPU for its random state would start it."""
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
 # ------------------------------------------------------------------ what checks are made of
@@ -171,14 +178,25 @@ def require(condition: bool, message: str) -> None:
 
 
 def equal(call: str, got: Any, wanted: Any, unit: str = "") -> None:
-    """Require `got` to be `wanted`; `call` is how a learner would type the case."""
+    """Require `got` to be `wanted`, types included; `call` is how a learner would type the case."""
     unit = f" {unit}" if unit else ""
     if got is None and wanted is not None:
         raise Wrong(f"{call} gave nothing; wanted {_text(wanted)}{unit}. Is there a return?")
     require(
-        type(got) is type(wanted) and got == wanted,
+        _same(got, wanted),
         f"{call} gave {_text(got)}, wanted {_text(wanted)}{unit}.",
     )
+
+
+def _same(got: Any, wanted: Any) -> bool:
+    """Equal, and of one type: 1.0, True and a tensor of one element all equal 1 and are not it."""
+    if type(got) is not type(wanted):
+        return False
+    if isinstance(wanted, dict):
+        return got.keys() == wanted.keys() and all(_same(got[key], wanted[key]) for key in wanted)
+    if isinstance(wanted, (list, tuple)):
+        return len(got) == len(wanted) and all(map(_same, got, wanted))
+    return got == wanted
 
 
 def _text(value: Any) -> str:
@@ -186,4 +204,5 @@ def _text(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_text(part)}" for key, part in value.items()) + "}"
-    return repr(value)
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} …"

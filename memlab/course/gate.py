@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from memlab.course import progress
 from memlab.course.days import day_of, exercise_of
-from memlab.course.exercises import OK, judge
+from memlab.course.exercises import NOT_ATTEMPTED, OK, Verdict, judge
 from memlab.trace import CATEGORIES, Trace
 from memlab.units import BINARY_UNITS, DECIMAL_UNITS
 
@@ -28,12 +28,19 @@ _guesses: dict[str, dict[str, float | None]] = {}
 
 def exercise(id_: str, answer: Answer) -> Answer:
     """Check an answer, print the verdict, and give what the lesson goes on with: the answer if it
-    is right, the reference if it is not."""
-    verdict = judge(exercise_of(id_), answer)
+    is right, the reference if it is not.
+
+    The reference itself is no answer: whoever runs a check's cell twice has it under their name.
+    """
+    asked = exercise_of(id_)
+    if answer is asked.reference:
+        print(Verdict(asked, NOT_ATTEMPTED))
+        return answer
+    verdict = judge(asked, answer)
     print(verdict)
     if folder := _learners_folder():
         progress.update(folder, lambda p: progress.note_check(p, id_, verdict.status))
-    return answer if verdict.status == OK else verdict.exercise.reference
+    return answer if verdict.status == OK else asked.reference
 
 
 def guess(id_: str, **quantities: float) -> None:
@@ -62,8 +69,9 @@ def reveal(id_: str, measured: Trace | None = None, **quantities: float) -> None
     peak: `guess("1.1", peak_gib=…)`, `live_mib`, `activations_mib`. Any other quantity is handed
     over under the name that it was guessed by, in bytes or as the number that it is.
     """
+    day_of(id_)
     guessed = _guesses[id_] if id_ in _guesses else _earlier_guesses(id_)
-    names = list(guessed) or list(quantities) or ["peak_gib"]
+    names = list(guessed | quantities) or ["peak_gib"]
     found = {name: _in_unit(name, _measured(name, measured, quantities)) for name in names}
     for name, number in found.items():
         print(_line(name, guessed.get(name), number, alone=len(found) == 1))
@@ -96,7 +104,7 @@ def _measured(quantity: str, trace: Trace | None, quantities: dict[str, float]) 
         return trace.live_bytes
     if trace is not None and what in CATEGORIES:
         return trace.at_peak.get(what, 0)
-    raise ValueError(f"{quantity} was guessed and not measured; reveal(..., {quantity}=...)")
+    raise ValueError(f"got no measurement of {quantity}; give reveal(..., {quantity}=...)")
 
 
 def _in_unit(quantity: str, measured: float) -> float:
@@ -113,7 +121,7 @@ def _line(quantity: str, guessed: float | None, measured: float, alone: bool) ->
 
 
 def _text(number: float, unit: str, sign: str = "") -> str:
-    digits = ",.0f" if unit == "bytes" else ",.2f"
+    digits = "z,.0f" if unit == "bytes" else "z,.2f"  # z: what rounds to -0.00 is 0.00
     return f"{number:{sign}{digits}}{_SIGNS.get(unit) or ' ' + _NAMES[unit]}"
 
 

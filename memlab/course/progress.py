@@ -17,6 +17,7 @@ from memlab.files import write_beside
 
 FILE = "progress.json"
 VERSION = 1
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError)
 
 
 @dataclass
@@ -49,21 +50,16 @@ class Progress:
 
 def read(folder: Path) -> Progress:
     """The progress in a folder; nothing done where no file is, or none that can be read."""
-    path = folder / FILE
-    if not path.exists():
-        return Progress()
     try:
-        return _from_plain(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        aside = _put_aside(path)
-        print(f"{FILE} could not be read; it is now {aside.name}, and a new one begins")
-        return Progress()
+        return _read(folder / FILE)
+    except _UNREADABLE:
+        return update(folder, lambda progress: None)  # nobody else puts it aside meanwhile
 
 
 def update(folder: Path, change: Callable[[Progress], None]) -> Progress:
     """Read, change, write; nobody else writes in between."""
     with FileLock(folder / f".{FILE}.lock"):
-        progress = read(folder)
+        progress = _read_or_begin(folder / FILE)
         change(progress)
         with write_beside(folder / FILE) as beside:
             beside.write_text(json.dumps(_to_plain(progress), indent=1) + "\n", encoding="utf-8")
@@ -78,6 +74,22 @@ def note_check(progress: Progress, id_: str, status: str) -> None:
         record.status = status
 
 
+def _read_or_begin(path: Path) -> Progress:
+    try:
+        return _read(path)
+    except _UNREADABLE:
+        aside = _put_aside(path)
+        print(f"{FILE} could not be read; it is now {aside.name}, and a new one begins")
+        return Progress()
+
+
+def _read(path: Path) -> Progress:
+    try:
+        return _from_plain(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return Progress()
+
+
 def _to_plain(progress: Progress) -> dict[str, Any]:
     exercises = {id_: vars(record) for id_, record in progress.exercises.items()}
     return {"version": VERSION, "exercises": exercises, "guesses": progress.guesses}
@@ -86,12 +98,25 @@ def _to_plain(progress: Progress) -> dict[str, Any]:
 def _from_plain(plain: dict[str, Any]) -> Progress:
     if plain["version"] != VERSION:
         raise ValueError(f"version {plain['version']}")
-    exercises = {id_: Record(**record) for id_, record in plain["exercises"].items()}
+    exercises = {id_: _record(record) for id_, record in plain["exercises"].items()}
     guesses = {
-        id_: {quantity: dict(numbers) for quantity, numbers in quantities.items()}
+        id_: {quantity: _numbers(numbers) for quantity, numbers in quantities.items()}
         for id_, quantities in plain["guesses"].items()
     }
     return Progress(exercises, guesses)
+
+
+def _record(plain: dict[str, Any]) -> Record:
+    record = Record(**plain)
+    if [type(value) for value in vars(record).values()] != [str, int, int]:
+        raise TypeError(f"record {plain}")
+    return record
+
+
+def _numbers(plain: dict[str, float]) -> dict[str, float]:
+    """What was guessed and, it may be, measured."""
+    measured = {"measured": float(plain["measured"])} if "measured" in plain else {}
+    return {"guessed": float(plain["guessed"])} | measured
 
 
 def _put_aside(path: Path) -> Path:

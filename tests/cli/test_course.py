@@ -256,7 +256,8 @@ def test_start_opens_the_copy_in_jupyterlab(memlab_command, jupyterlab, root, mo
     assert (outcome.status, outcome.err) == (0, "")
     assert "Ctrl-C here ends JupyterLab" in outcome.out
     arguments, folder, environment, _ = jupyterlab()
-    assert arguments[:2] == [NAME, "-y"]
+    assert f"--ServerApp.root_dir={root}" in arguments  # so that a lesson's links lead somewhere
+    assert f"--LabApp.default_url=/lab/tree/work/{NAME}" in arguments
     assert ("--allow-root" in arguments) == (os.geteuid() == 0)
     assert folder == str(root / "work")
     assert environment["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)
@@ -270,7 +271,7 @@ def test_jupyterlab_is_told_if_it_runs_as_root(
 ):
     monkeypatch.setattr(os, "geteuid", lambda: user)
     memlab_command("start", 7)
-    assert jupyterlab()[0] == [NAME, "-y", *options]
+    assert jupyterlab()[0][3:] == ["-y", *options]
 
 
 def test_what_comes_after_two_dashes_is_handed_on(memlab_command, jupyterlab):

@@ -26,6 +26,9 @@ class _Shape(GPTConfig):
         raise Wrong("config.parameters is the number you are to find: count the matrices.")
 
 
+_Shape.__name__ = GPTConfig.__name__  # what a learner reads in an error
+
+
 def _shape(*numbers: int, tied: bool = True) -> GPTConfig:
     return _Shape(*numbers, tied=tied)
 
@@ -203,6 +206,13 @@ def _no_counters(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return _counted(model, optimizer, counters=False)
 
 
+def _only_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    right = _counted(model, optimizer)
+    names = ("exp_avg", "exp_avg_sq", "step")
+    state = (of_one[name] for of_one in optimizer.state.values() for name in names)
+    return right | {"optimizer_state": sum(tensor.nbytes for tensor in state)}
+
+
 def _by_formula(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     bytes_ = sum(p.nbytes for p in model.parameters())
     return {"parameters": bytes_, "gradients": bytes_, "optimizer_state": 2 * bytes_}
@@ -238,6 +248,9 @@ _STATE_BYTES = Exercise(
         WrongAnswer(_elements, "These are numbers, not bytes: a float32 has four."),
         WrongAnswer(
             _always_four, "Not every number has four bytes: ask the tensor (.nbytes) for its own."
+        ),
+        WrongAnswer(
+            _only_moments, "There may be more than the two moments: count whatever is in the state."
         ),
         WrongAnswer(_no_counters, "AdamW also keeps a counter of 4 bytes beside each tensor."),
         WrongAnswer(

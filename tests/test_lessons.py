@@ -1,0 +1,92 @@
+"""The notebooks as they are committed: made of their source, clean, and true to the exercises.
+
+That their outputs still come out as stored is tried by `make lessons`, which runs them.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memlab.course import days
+from memlab.course.build import differences
+from memlab.course.exercises import NOT_ATTEMPTED, OK
+from memlab.course.lint import lint
+from memlab.course.notebooks import code_cells, judged
+
+ROOT = Path(__file__).parents[1]
+DAYS = days.numbers()
+NOTEBOOKS = [*sorted(ROOT.glob("lessons/*.ipynb")), *sorted(ROOT.glob("solutions/*.ipynb"))]
+FIRST_WORDS = re.compile(r"# Day (\d+): .+\n\n\*\*.+\?\*\*\n\n.*\bminutes\b", re.S)
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def name_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def printed(path: Path) -> str:
+    outputs = [output for cell in read(path)["cells"] for output in cell.get("outputs", ())]
+    return "".join("".join(output.get("text", "")) for output in outputs)
+
+
+def test_the_notebooks_are_what_their_sources_give():
+    assert differences(ROOT) == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_a_notebook_is_clean(path):
+    assert lint(read(path), executed=path.parent.name == "solutions") == []
+
+
+def test_each_day_has_a_lesson_and_each_lesson_a_day():
+    numbers = [int(re.match(r"day(\d+)_", path.name)[1]) for path in NOTEBOOKS]
+    assert sorted(numbers) == sorted(DAYS * 2)
+
+
+@pytest.mark.parametrize("number", DAYS)
+def test_a_lesson_says_its_question_and_its_minutes_first(number):
+    first = "".join(read(days.notebook(number))["cells"][0]["source"])
+    assert int(FIRST_WORDS.match(first)[1]) == number
+
+
+@pytest.mark.parametrize("number", DAYS)
+def test_the_solution_s_answers_pass(number):
+    exercises = days.day(number).exercises
+    verdicts = list(judged(days.notebook(number, "solutions"), exercises))
+    assert [(v.exercise.id, v.status) for v in verdicts] == [(e.id, OK) for e in exercises]
+
+
+@pytest.mark.parametrize("number", DAYS)
+def test_the_lesson_s_stubs_are_not_attempted(number):
+    exercises = days.day(number).exercises
+    verdicts = list(judged(days.notebook(number), exercises))
+    wanted = [(e.id, NOT_ATTEMPTED) for e in exercises]
+    assert [(v.exercise.id, v.status) for v in verdicts] == wanted
+
+
+@pytest.mark.parametrize("number", DAYS)
+def test_the_solution_was_checked_when_it_ran(number):
+    found = re.findall(r"^\[ok\] (\S+)", printed(days.notebook(number, "solutions")), re.M)
+    assert found == [exercise.id for exercise in days.day(number).exercises]
+
+
+@pytest.mark.parametrize("number", DAYS)
+def test_what_is_guessed_is_revealed(number):
+    cells = "\n".join(code_cells(days.notebook(number)))
+    guessed, revealed = (re.findall(rf'^{word}\("(\S+?)"', cells, re.M) for word in GUESSING)
+    assert guessed
+    assert guessed == revealed
+
+
+GUESSING = ("guess", "reveal")
+
+
+@pytest.mark.parametrize("number", DAYS)
+def test_a_day_ends_with_the_running_bill(number):
+    assert code_cells(days.notebook(number))[-1].startswith(f"running_bill({number}")
