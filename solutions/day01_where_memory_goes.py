@@ -362,7 +362,7 @@ plot.timeline(few, title="Four tokens: the peak is where the gradients are")
 # ### Exercise 1.5: find the largest batch
 #
 # About 12 minutes. `bytes_at(batch)` is any function that gives bytes and never falls: a formula,
-# or a measurement. Ask it at most 60 times, even when the answer is a million.
+# or a measurement. Ask it at most 60 times, even when the answer is ten million.
 
 
 # %%

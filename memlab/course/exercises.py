@@ -110,7 +110,7 @@ def judge(exercise: Exercise, answer: Any) -> Verdict:
         return Verdict(exercise, WRONG, _raised(error))
     except Wrong as wrong:
         return Verdict(exercise, WRONG, f"{wrong}{_mistake(exercise, str(wrong))}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Verdict(exercise, WRONG, _raised(error))
     return Verdict(exercise, OK, evidence)
 
@@ -131,7 +131,7 @@ def _mistake(exercise: Exercise, message: str) -> str:
     return ""
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     """The error and the learner's line it came from, in one sentence."""
     said = str(error).strip().splitlines()
     what = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
@@ -139,7 +139,7 @@ def _raised(error: Exception) -> str:
     return f"{what.rstrip('.')}, at `{line}`." if line else f"{what.rstrip('.')}."
 
 
-def _learners_line(error: Exception) -> str:
+def _learners_line(error: BaseException) -> str:
     """The innermost line of a notebook, or of another file that is no library's."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         if not _is_a_librarys(frame):

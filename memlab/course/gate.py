@@ -4,6 +4,7 @@ In a learner's folder (one that `memlab start` made: it holds progress.json) eac
 there. Everywhere else, in the repository's own notebooks above all, nothing is written.
 """
 
+from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
 from typing import TypeVar
@@ -38,8 +39,7 @@ def exercise(id_: str, answer: Answer) -> Answer:
         return answer
     verdict = judge(asked, answer)
     print(verdict)
-    if folder := _learners_folder():
-        progress.update(folder, lambda p: progress.note_check(p, id_, verdict.status))
+    _note(lambda p: progress.note_check(p, id_, verdict.status))
     return answer if verdict.status == OK else asked.reference
 
 
@@ -58,8 +58,8 @@ def guess(id_: str, **quantities: float) -> None:
             )
     _guesses[id_] = {name: None if n is ... else float(n) for name, n in quantities.items()}
     kept = {name: {"guessed": n} for name, n in _guesses[id_].items() if n is not None}
-    if kept and (folder := _learners_folder()):
-        progress.update(folder, lambda p: p.guesses.__setitem__(id_, kept))
+    if kept:
+        _note(lambda p: p.guesses.__setitem__(id_, kept))
 
 
 def reveal(id_: str, measured: Trace | None = None, **quantities: float) -> None:
@@ -71,13 +71,13 @@ def reveal(id_: str, measured: Trace | None = None, **quantities: float) -> None
     """
     day_of(id_)
     guessed = _guesses[id_] if id_ in _guesses else _earlier_guesses(id_)
-    names = list(guessed | quantities) or ["peak_gib"]
+    unasked = [name for name in quantities if not any(_alike(name, asked) for asked in guessed)]
+    names = [*guessed, *unasked] or ["peak_gib"]
     found = {name: _in_unit(name, _measured(name, measured, quantities)) for name in names}
     for name, number in found.items():
         print(_line(name, guessed.get(name), number, alone=len(found) == 1))
-    folder = _learners_folder()
-    if folder and any(number is not None for number in guessed.values()):
-        progress.update(folder, lambda p: _note_measured(p, id_, guessed, found))
+    if any(number is not None for number in guessed.values()):
+        _note(lambda p: _note_measured(p, id_, guessed, found))
 
 
 # ------------------------------------------------------------------ quantities and their units
@@ -95,8 +95,9 @@ def _unit_of(quantity: str) -> str:
 
 def _measured(quantity: str, trace: Trace | None, quantities: dict[str, float]) -> float:
     """In bytes, or as the plain number that it is."""
-    if quantity in quantities:
-        return quantities[quantity]
+    for name, number in quantities.items():
+        if _alike(name, quantity):
+            return number
     what = quantity.rpartition("_")[0]
     if trace is not None and what == "peak":
         return trace.peak_bytes
@@ -105,6 +106,12 @@ def _measured(quantity: str, trace: Trace | None, quantities: dict[str, float]) 
     if trace is not None and what in CATEGORIES:
         return trace.at_peak.get(what, 0)
     raise ValueError(f"got no measurement of {quantity}; give reveal(..., {quantity}=...)")
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether two names are of one quantity: optimizer_kib is optimizer_mib in another unit."""
+    in_bytes = _unit_of(one) in _BYTES and _unit_of(other) in _BYTES
+    return one == other or (in_bytes and one.rpartition("_")[0] == other.rpartition("_")[0])
 
 
 def _in_unit(quantity: str, measured: float) -> float:
@@ -132,6 +139,15 @@ def _learners_folder() -> Path | None:
     """The folder that the notebook runs in, if `memlab start` made it."""
     here = Path.cwd()
     return here if (here / progress.FILE).exists() else None
+
+
+def _note(change: Callable[[progress.Progress], None]) -> None:
+    """Note it there; a lesson goes on where that cannot be written."""
+    if folder := _learners_folder():
+        try:
+            progress.update(folder, change)
+        except OSError as error:
+            print(f"(not noted in {progress.FILE}: {error.strerror or error})")
 
 
 def _earlier_guesses(id_: str) -> dict[str, float | None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from memlab.course.exercises import OK
+from memlab.course.exercises import NOT_ATTEMPTED, OK
 from memlab.files import write_beside
 
 FILE = "progress.json"
@@ -67,9 +67,9 @@ def update(folder: Path, change: Callable[[Progress], None]) -> Progress:
 
 
 def note_check(progress: Progress, id_: str, status: str) -> None:
-    """Count a check; an exercise that was right once stays so."""
+    """Count a check of an attempt; an exercise that was right once stays so."""
     record = progress.exercise(id_)
-    record.checks += 1
+    record.checks += status != NOT_ATTEMPTED
     if record.status != OK:
         record.status = status
 

@@ -60,6 +60,8 @@ def verdict(
     """
     if rule not in RULES:
         raise ValueError(f"got rule {rule}; RULES has {', '.join(RULES)}")
+    if not (holds or otherwise):
+        raise ValueError(f"rule {rule} does not hold: {measured}; say what is true, otherwise=...")
     words = " ".join(("holds", condition)).strip() if holds else f"wrong: {otherwise}"
     reached = Verdict(rule, words, measured)
     verdicts.append(reached)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import isfinite
+from numbers import Real
 
 import torch
 from torch import nn
@@ -142,6 +144,14 @@ def _trained(
     return model, optimizer
 
 
+def _with_momentum() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
 def _half_frozen() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     model[0].requires_grad_(False)
@@ -162,18 +172,23 @@ _TRAININGS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
     "a bfloat16 model": lambda: _trained(nn.Linear(6, 2, dtype=torch.bfloat16)),
     "two layers that share their matrix": lambda: _trained(_Tied()),
     "AdamW with amsgrad": lambda: _trained(nn.Linear(6, 2), amsgrad=True),
+    "SGD with momentum on half of a model with BatchNorm": _with_momentum,
 }
 
 
 def _check_state_bytes(answer: Callable[[nn.Module, torch.optim.Optimizer], State]) -> str:
     for name, make in _TRAININGS.items():
         model, optimizer = make()
+        wanted = ledger.state_bytes(model, optimizer)
         got = answer(model, optimizer)
         require(
             isinstance(got, dict) and set(got) == set(_STATE),
             f"state_bytes gave {got!r}; wanted a dictionary of {', '.join(_STATE)}.",
         )
-        wanted = ledger.state_bytes(model, optimizer)
+        require(
+            ledger.state_bytes(model, optimizer) == wanted,
+            f"state_bytes of {name} changed what it was to count.",
+        )
         equal(f"state_bytes of {name}", {key: got[key] for key in _STATE}, wanted, "bytes")
     return f"{len(_TRAININGS)} trainings, every byte"
 
@@ -209,7 +224,7 @@ def _no_counters(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 def _only_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     right = _counted(model, optimizer)
     names = ("exp_avg", "exp_avg_sq", "step")
-    state = (of_one[name] for of_one in optimizer.state.values() for name in names)
+    state = (of_one[n] for of_one in optimizer.state.values() for n in names if n in of_one)
     return right | {"optimizer_state": sum(tensor.nbytes for tensor in state)}
 
 
@@ -221,6 +236,24 @@ def _by_formula(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 def _gradients_of_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     right = _counted(model, optimizer)
     return right | {"gradients": right["parameters"] if optimizer.state else 0}
+
+
+def _after_zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    optimizer.zero_grad()
+    return _counted(model, optimizer)
+
+
+def _of_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = sum(p.grad.nbytes for p in trained if p.grad is not None)
+    bytes_ = {"parameters": sum(p.nbytes for p in trained), "gradients": gradients}
+    return _counted(model, optimizer) | bytes_
+
+
+def _buffers_too(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    right = _counted(model, optimizer)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    return right | {"parameters": right["parameters"] + buffers}
 
 
 def _by_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -260,6 +293,14 @@ _STATE_BYTES = Exercise(
             _gradients_of_all,
             "zero_grad throws gradients away, and a frozen layer has none: look at p.grad.",
         ),
+        WrongAnswer(
+            _after_zero_grad, "Only look: after a zero_grad there is nothing left to count."
+        ),
+        WrongAnswer(
+            _of_the_optimizer,
+            "An optimizer may have a part of the model only: parameters are the model's.",
+        ),
+        WrongAnswer(_buffers_too, "Buffers are not parameters: nothing trains them."),
         WrongAnswer(
             _by_state_dict,
             "state_dict lists a shared matrix twice; model.parameters() gives it once.",
@@ -366,7 +407,7 @@ def _check_peak_bytes(answer: BytesOf) -> str:
     for name, config, batch, seq_len in _PEAK_CASES:
         got = answer(config, batch, seq_len)
         require(
-            isinstance(got, (int, float)) and not isinstance(got, bool),
+            isinstance(got, Real) and not isinstance(got, bool) and isfinite(got),
             f"peak_bytes of {name} gave {got!r}; wanted a number of bytes.",
         )
         wanted = ledger.start_of_backward_bytes(config, batch, seq_len)
@@ -448,8 +489,8 @@ class _Counting:
         if self.asked > self._most:
             raise _TooOften
         require(
-            isinstance(batch, int) and batch >= 0,
-            f"bytes_at was asked for a batch of {batch!r}; it takes whole numbers.",
+            isinstance(batch, int) and batch >= 1,
+            f"bytes_at was asked for a batch of {batch!r}; it takes whole numbers from 1.",
         )
         return self._bytes_at(batch)
 
@@ -469,7 +510,9 @@ _BATCH_CASES: dict[str, tuple[Callable[[int], int], int, int]] = {
         200,
         10,
     ),
-    "1 byte a sequence, in 1000000": (lambda batch: batch, 1_000_000, 1_000_000),
+    "64 bytes for every 8 sequences or less, in 200": (lambda batch: 64 * -(-batch // 8), 200, 24),
+    "100 bytes and the square of the batch, in 1000": (lambda batch: 100 + batch**2, 1000, 30),
+    "1 byte a sequence, in 10000000": (lambda batch: batch, 10_000_000, 10_000_000),
 }
 MOST_CALLS = 60
 

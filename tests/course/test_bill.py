@@ -1,0 +1,90 @@
+"""Each day's line of the bill is measured anew, and set against the first."""
+
+import matplotlib.pyplot as plt
+import pytest
+
+from memlab import ledger
+from memlab.course import days, running_bill
+from memlab.course.bill import SETTING
+from memlab.course.exercises import Bill, Day
+from memlab.model import PRESETS
+from memlab.trace import Event, Trace
+
+GIB = 2**30
+
+
+def trace(bytes_: int) -> Trace:
+    event = Event(bytes_, 1, "activations", "aten.mm", "", "forward", "float32", (1,))
+    return Trace((event,))
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The days that were measured, of four with peaks of 8, 6, 10 and 1 GiB; no matplotlib."""
+    found = []
+
+    def day(number: int) -> Day:
+        def measure() -> Trace:
+            found.append(number)
+            return trace({1: 8, 2: 6, 5: 10, 6: 1}[number] * GIB)
+
+        return Day((), Bill(f"day {number}: new", measure))
+
+    monkeypatch.setattr(days, "day", day)
+    monkeypatch.setattr(days, "numbers", lambda: [1, 2, 5, 6])
+    yield found
+    plt.close("all")
+
+
+def test_each_day_has_a_line_and_what_it_saves_against_the_first(measured, capsys):
+    running_bill(5)
+    assert capsys.readouterr().out.splitlines() == [
+        "day 1: new: 8.00 GiB",
+        "day 2: new: 6.00 GiB, +25.0% saved",
+        "day 5: new: 10.00 GiB, -25.0% saved",
+    ]
+    assert measured == [1, 2, 5]
+
+
+def test_today_is_not_measured_again(measured, capsys):
+    running_bill(2, today=trace(2 * GIB))
+    assert capsys.readouterr().out.splitlines() == [
+        "day 1: new: 8.00 GiB",
+        "day 2: new: 2.00 GiB, +75.0% saved",
+    ]
+    assert measured == [1]
+
+
+def test_the_first_day_saves_nothing(measured, capsys):
+    running_bill(1, today=trace(3 * GIB))
+    assert capsys.readouterr().out == "day 1: new: 3.00 GiB\n"
+    assert measured == []
+
+
+def test_the_picture_has_a_bar_for_each_line(measured, monkeypatch):
+    drawn = []
+
+    def breakdown(traces, *, title):
+        drawn.append(({label: t.peak_bytes // GIB for label, t in traces.items()}, title))
+        return "the figure"
+
+    monkeypatch.setattr("memlab.plot.breakdown", breakdown)
+    assert running_bill(2) == "the figure"
+    assert drawn == [
+        ({"day 1: new": 8, "day 2: new": 6}, "The running bill: 124m, 8 × 640 tokens, float32, cpu")
+    ]
+
+
+def test_every_day_has_a_label_of_its_own():
+    labels = [days.day(number).bill.label for number in days.numbers()]
+    assert len(set(labels)) == len(labels)
+    assert all(
+        label.startswith(f"day {number}: ")
+        for label, number in zip(labels, days.numbers(), strict=True)
+    )
+
+
+def test_the_bill_begins_with_what_the_ledger_says():
+    first = days.day(1).bill.measure()
+    wanted = ledger.start_of_backward_bytes(PRESETS[SETTING.model], SETTING.batch, SETTING.seq_len)
+    assert first.peak_bytes == wanted == 8_522_099_136

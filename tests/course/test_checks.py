@@ -1,0 +1,146 @@
+"""Every check of every day is proven: what is right passes, and every named mistake is named.
+
+A new day is tested here as soon as its module is there.
+"""
+
+import tempfile
+
+import pytest
+
+from memlab.course import days
+from memlab.course.exercises import NOT_ATTEMPTED, OK, WRONG, Exercise, Verdict, Wrong, judge
+
+EXERCISES = [exercise for number in days.numbers() for exercise in days.day(number).exercises]
+WRONG_ANSWERS = [
+    pytest.param(exercise, place, id=f"{exercise.id}-{place}")
+    for exercise in EXERCISES
+    for place in range(len(exercise.wrong_answers))
+]
+
+each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.id)
+each_wrong_answer = pytest.mark.parametrize(("exercise", "place"), WRONG_ANSWERS)
+
+
+def remarks_in(verdict: Verdict, exercise: Exercise) -> list[str]:
+    return [wrong.remark for wrong in exercise.wrong_answers if wrong.remark in verdict.text]
+
+
+# ------------------------------------------------------------------ answers
+
+
+@each_exercise
+def test_the_reference_passes(exercise):
+    verdict = judge(exercise, exercise.reference)
+    assert verdict.status == OK, verdict
+    assert isinstance(verdict.text, str)
+    assert verdict.text
+
+
+@each_exercise
+def test_the_reference_passes_every_time(exercise):
+    assert judge(exercise, exercise.reference) == judge(exercise, exercise.reference)
+
+
+@each_exercise
+def test_the_stub_is_not_attempted(exercise):
+    def stub(*args, **kwargs):
+        raise NotImplementedError(f"exercise {exercise.id}, about 6 lines")
+
+    assert judge(exercise, stub).status == NOT_ATTEMPTED
+
+
+@each_wrong_answer
+def test_a_named_wrong_answer_fails_with_its_own_remark_and_no_other(exercise, place):
+    wrong = exercise.wrong_answers[place]
+    verdict = judge(exercise, wrong.answer)
+    assert verdict.status == WRONG
+    assert remarks_in(verdict, exercise) == [wrong.remark], verdict
+
+
+@each_wrong_answer
+def test_a_named_wrong_answer_is_found_wrong_by_the_check_itself(exercise, place):
+    with pytest.raises(Wrong):
+        exercise.check(exercise.wrong_answers[place].answer)
+
+
+@pytest.mark.parametrize("given", [None, 0, -1, 1.5, "", (), {}], ids=repr)
+@each_exercise
+def test_an_answer_that_gives_the_same_whatever_it_is_asked_fails_in_a_sentence(exercise, given):
+    def constant(*args, **kwargs):
+        return given
+
+    with pytest.raises(Wrong) as wrong:
+        exercise.check(constant)
+    assert_a_sentence(str(wrong.value))
+
+
+@each_wrong_answer
+def test_what_is_said_of_a_wrong_answer_is_one_line(exercise, place):
+    wrong = exercise.wrong_answers[place]
+    assert_a_sentence(judge(exercise, wrong.answer).text)
+    assert_a_sentence(wrong.remark)
+
+
+def assert_a_sentence(text: str) -> None:
+    assert text == text.strip()
+    assert "\n" not in text
+    assert text.endswith((".", "?"))
+
+
+@each_exercise
+def test_an_error_of_the_answer_is_told_as_an_error(exercise):
+    def failing(*args, **kwargs):
+        raise ZeroDivisionError("of mine")
+
+    wanted = 'ZeroDivisionError: of mine, at `raise ZeroDivisionError("of mine")`.'
+    assert judge(exercise, failing).text == wanted
+
+
+@each_exercise
+def test_a_check_leaves_no_files_and_prints_nothing(exercise, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for answer in (exercise.reference, *(wrong.answer for wrong in exercise.wrong_answers)):
+        judge(exercise, answer)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+# ------------------------------------------------------------------ what an exercise says
+
+
+@each_exercise
+def test_the_three_hints_differ_and_none_is_empty(exercise):
+    hints = [hint.strip() for hint in exercise.hints]
+    assert all(hints)
+    assert len(set(hints)) == 3
+
+
+@each_exercise
+def test_at_least_two_wrong_answers_have_remarks_of_their_own(exercise):
+    remarks = [wrong.remark for wrong in exercise.wrong_answers]
+    assert len(set(remarks)) == len(remarks) >= 2
+
+
+@each_exercise
+def test_no_remark_is_part_of_another(exercise):
+    remarks = [wrong.remark for wrong in exercise.wrong_answers]
+    assert not any(a in b for a in remarks for b in remarks if a is not b)
+
+
+@each_exercise
+def test_an_exercise_has_a_title_and_takes_minutes(exercise):
+    assert exercise.title.strip()
+    assert 1 <= exercise.minutes <= 45
+
+
+@pytest.mark.parametrize("number", days.numbers())
+def test_a_days_exercises_are_three_to_five_and_numbered_in_order(number):
+    ids = [exercise.id for exercise in days.day(number).exercises]
+    assert ids == [f"{number}.{place}" for place in range(1, len(ids) + 1)]
+    assert 3 <= len(ids) <= 5
+
+
+@pytest.mark.parametrize("number", days.numbers())
+def test_a_days_exercises_take_no_longer_than_the_day(number):
+    assert sum(exercise.minutes for exercise in days.day(number).exercises) <= 90

@@ -1,0 +1,94 @@
+"""Which days there are, and what is said of those that there are not."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from memlab.course import days
+from memlab.course.exercises import Day
+
+
+@pytest.fixture
+def checks(tmp_path, monkeypatch):
+    """A folder of empty modules in place of the course's own: makes those named."""
+    monkeypatch.setattr(days, "checks", SimpleNamespace(__path__=[str(tmp_path)]))
+
+    def make(*names: str) -> None:
+        for name in names:
+            (tmp_path / f"{name}.py").touch()
+
+    return make
+
+
+def test_numbers_are_those_of_the_modules_in_order(checks):
+    checks("day11", "day02", "day01", "shapes", "__init__")
+    assert days.numbers() == [1, 2, 11]
+
+
+def test_every_number_has_its_day():
+    assert days.numbers() == list(range(1, len(days.numbers()) + 1))
+    assert all(isinstance(days.day(number), Day) for number in days.numbers())
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [(["day01"], "there is day 1"), (["day01", "day02"], "there are days 1, 2")],
+)
+def test_another_day_is_an_error_that_tells_which_there_are(checks, there, words):
+    checks(*there)
+    with pytest.raises(ValueError, match=f"^got day 99; {words}$"):
+        days.day(99)
+
+
+def test_an_exercise_is_found_by_its_id():
+    assert days.exercise_of("1.2") is days.day(1).exercises[1]
+
+
+@pytest.mark.parametrize("id_", ["1.0", "1.99", "1.02", "01.2"])
+def test_another_exercise_is_an_error_that_tells_which_there_are(id_):
+    with pytest.raises(ValueError, match=rf"^got exercise {id_}; day 1 has 1\.1, 1\.2, 1\.3"):
+        days.exercise_of(id_)
+
+
+def test_an_exercise_of_another_day_is_an_error_that_tells_which_days_there_are():
+    with pytest.raises(ValueError, match=r"^got day 99; there "):
+        days.exercise_of("99.1")
+
+
+@pytest.mark.parametrize(("id_", "number"), [("1.2", 1), ("12.3", 12), ("1.23", 1), ("99.1", 99)])
+def test_an_id_begins_with_its_day(id_, number):
+    assert days.day_of(id_) == number
+
+
+@pytest.mark.parametrize(
+    "id_", ["", "1", "1.", ".1", "1.a", "a.1", "1.2.3", "-1.2", "1. 2", "1,2", "1.²"]
+)
+def test_what_is_no_id_is_an_error_with_an_example(id_):
+    with pytest.raises(
+        ValueError, match=r"; give a day and a number in it, such as 1\.2$"
+    ) as error:
+        days.day_of(id_)
+    assert str(error.value).startswith(f"got {id_!r}; ")
+
+
+# ------------------------------------------------------------------ notebooks
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setattr(days, "ROOT", tmp_path)
+    for kind in ("lessons", "solutions"):
+        (tmp_path / kind).mkdir()
+        for name in ("day01_here.ipynb", "day01_here.py", "day11_there.ipynb"):
+            (tmp_path / kind / name).touch()
+    return tmp_path
+
+
+def test_a_days_notebook_is_found_by_its_number(root):
+    assert days.notebook(1) == root / "lessons" / "day01_here.ipynb"
+    assert days.notebook(11, "solutions") == root / "solutions" / "day11_there.ipynb"
+
+
+def test_a_notebook_that_is_not_there_is_an_error_with_the_remedy(root):
+    with pytest.raises(ValueError, match=r"^there is no notebook of day 2 in lessons/; .* `make`$"):
+        days.notebook(2)

@@ -1,0 +1,68 @@
+"""What a GPU measured stands under its own name, never as if it were the reader's."""
+
+import json
+
+import pytest
+
+from memlab.course.elsewhere import RESULTS, stored_on_a_gpu
+
+NONE = "No GPU here, and no GPU's measurement of peak is stored yet."
+CIRCUMSTANCES = {
+    "device": "NVIDIA H200",
+    "torch": "2.13.0+cu130",
+    "python": "3.11.7",
+    "memlab": "0.1.0",
+    "date": "2026-11-20",
+}
+LABEL = (
+    "Not your machine: measured on NVIDIA H200, torch 2.13.0+cu130, python 3.11.7, memlab 0.1.0, "
+    "2026-11-20"
+)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Makes a file of results of {section: its numbers}."""
+
+    def make(name: str, *, command: str = "gpu", device: str = "NVIDIA H200", **sections) -> None:
+        circumstances = CIRCUMSTANCES | {"device": device}
+        entries = {section: circumstances | numbers for section, numbers in sections.items()}
+        (tmp_path / name).write_text(json.dumps({command: entries}), encoding="utf-8")
+
+    return make
+
+
+def test_a_measurement_is_labelled_with_device_versions_and_date(tmp_path, write):
+    write("h200.json", peak={"peak_bytes": 3 * 2**29, "time_ratio": 1.23456, "steps": 3})
+    assert stored_on_a_gpu("peak", tmp_path).splitlines() == [
+        LABEL,
+        "  peak: 1.50 GiB",
+        "  time ratio: 1.23",
+        "  steps: 3",
+    ]
+
+
+def test_every_machine_stands_under_its_own_label_in_the_order_of_the_files(tmp_path, write):
+    write("b.json", peak={"steps": 2}, device="second")
+    write("a.json", peak={"steps": 1}, device="first")
+    first, second = stored_on_a_gpu("peak", tmp_path).split("\n\n")
+    assert first == f"{LABEL.replace('NVIDIA H200', 'first')}\n  steps: 1"
+    assert second == f"{LABEL.replace('NVIDIA H200', 'second')}\n  steps: 2"
+
+
+def test_a_section_stands_without_the_others(tmp_path, write):
+    write("h200.json", peak={"steps": 1}, step={"steps": 2})
+    assert stored_on_a_gpu("step", tmp_path) == f"{LABEL}\n  steps: 2"
+
+
+def test_where_none_is_stored_one_sentence_says_so(tmp_path, write):
+    assert stored_on_a_gpu("peak", tmp_path) == NONE
+    assert stored_on_a_gpu("peak", tmp_path / "absent") == NONE
+    write("h200.json", another={"steps": 1})
+    write("cpu.json", command="savings", peak={"steps": 1})
+    assert stored_on_a_gpu("peak", tmp_path) == NONE
+
+
+def test_the_repositorys_own_results_can_be_read():
+    assert list(RESULTS.glob("*.json"))
+    assert stored_on_a_gpu("a section of no benchmark").startswith("No GPU here")

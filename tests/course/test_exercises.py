@@ -1,0 +1,372 @@
+"""Judging an answer: three lines, the mistake by its name, and nothing changed by it."""
+
+import linecache
+import random
+import re
+import statistics
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from memlab.course.days import exercise_of
+from memlab.course.exercises import (
+    LONGEST_VALUE,
+    NOT_ATTEMPTED,
+    OK,
+    WRONG,
+    Exercise,
+    Verdict,
+    Wrong,
+    WrongAnswer,
+    equal,
+    judge,
+    require,
+)
+
+SQUARED = "A square is x times itself."
+SAME = "Nothing was doubled."
+
+
+def check_double(answer) -> str:
+    equal("double(2)", answer(2), 4)
+    equal("double(3)", answer(3), 6, "bytes")
+    return "2 cases"
+
+
+DOUBLE = Exercise(
+    id="5.2",
+    title="Double it",
+    minutes=5,
+    difficulty=1,
+    hints=("a nudge", "a push", "a shove"),
+    reference=lambda x: 2 * x,
+    check=check_double,
+    wrong_answers=(
+        WrongAnswer(lambda x: x**2, SQUARED),  # right for 2
+        WrongAnswer(lambda x: x, SAME),
+    ),
+)
+
+
+def not_implemented(message: str):
+    def answer(x):
+        raise NotImplementedError(message)
+
+    return answer
+
+
+# ------------------------------------------------------------------ three lines
+
+
+def test_a_right_answer_is_ok_with_its_evidence():
+    assert str(judge(DOUBLE, lambda x: x + x)) == "[ok] 5.2  2 cases"
+
+
+def test_a_wrong_answer_is_told_the_first_case_that_fails_and_where_a_hint_is():
+    verdict = judge(DOUBLE, lambda x: x + 1)
+    assert str(verdict) == "[x] 5.2 double(2) gave 3, wanted 4. Hint: memlab hint 5.2"
+
+
+def test_a_stub_is_not_attempted():
+    verdict = judge(DOUBLE, not_implemented("exercise 5.2, about 6 lines"))
+    assert str(verdict) == "[ ] 5.2 not attempted: going on with the reference"
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (lambda x: 2 * x, OK),
+        (lambda x: x, WRONG),
+        (not_implemented("exercise 5.2, about 1 line"), NOT_ATTEMPTED),
+    ],
+)
+def test_a_verdict_knows_its_exercise_and_how_it_stands(answer, status):
+    verdict = judge(DOUBLE, answer)
+    assert (verdict.exercise, verdict.status) == (DOUBLE, status)
+
+
+def test_evidence_is_the_checks_own():
+    verdict = Verdict(DOUBLE, OK, "values equal (max difference 0) · peak 14.2 MiB")
+    assert str(verdict) == "[ok] 5.2  values equal (max difference 0) · peak 14.2 MiB"
+
+
+# ------------------------------------------------------------------ mistakes by their names
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (lambda x: x * x, f"double(3) gave 9, wanted 6 bytes. {SQUARED}"),
+        (lambda x: x + 0, f"double(2) gave 2, wanted 4. {SAME}"),
+        (lambda x: 4, "double(3) gave 4, wanted 6 bytes."),  # fails where the square fails
+        (lambda x: 7, "double(2) gave 7, wanted 4."),
+    ],
+)
+def test_a_mistake_is_named_only_where_it_fails_alike(answer, text):
+    assert judge(DOUBLE, answer) == Verdict(DOUBLE, WRONG, text)
+
+
+def test_an_error_of_the_answer_is_no_named_mistake():
+    def answer(x):
+        raise ValueError("double(2) gave 2, wanted 4.")
+
+    assert SAME not in judge(DOUBLE, answer).text
+
+
+# ------------------------------------------------------------------ what is no stub
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "exercise 5.1, about 6 lines",
+        "exercise 15.2, about 6 lines",
+        "exercise 5.21, about 6 lines",
+        "aten::_foo is not implemented for 'Half'",
+        "",
+    ],
+)
+def test_what_else_is_not_implemented_is_an_error_of_the_answer(message):
+    verdict = judge(DOUBLE, not_implemented(message))
+    assert verdict.status == WRONG
+    wanted = f"NotImplementedError: {message}" if message else "NotImplementedError"
+    assert verdict.text == f"{wanted}, at `raise NotImplementedError(message)`."
+
+
+def test_what_torch_has_not_implemented_is_an_error_of_the_answer():
+    def answer(x):
+        return torch.empty(2, device="meta").sum().item()
+
+    verdict = judge(DOUBLE, answer)
+    assert verdict.status == WRONG
+    assert "at `return torch.empty(2, device=" in verdict.text
+
+
+# ------------------------------------------------------------------ errors
+
+
+def test_an_error_is_told_with_the_learners_own_line():
+    def answer(x):
+        return x / 0
+
+    assert judge(DOUBLE, answer).text == "ZeroDivisionError: division by zero, at `return x / 0`."
+
+
+def test_an_error_in_a_notebooks_cell_is_told_with_its_line():
+    source = "def answer(x):\n    y = x\n    return y.shape  # of an int\n"
+    filename = "ipykernel_1/2.py"  # no such file: IPython keeps its cells in linecache alone
+    namespace = {"__name__": "__main__"}
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    try:
+        exec(compile(source, filename, "exec"), namespace)
+        verdict = judge(DOUBLE, namespace["answer"])
+    finally:
+        del linecache.cache[filename]
+    assert verdict.text == (
+        "AttributeError: 'int' object has no attribute 'shape', at `return y.shape  # of an int`."
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (lambda x: torch.nn.Linear(2, 2)(torch.ones(3)), "torch.nn.Linear(2, 2)(torch.ones(3))"),
+        (lambda x: np.linalg.inv(np.ones(3)), "np.linalg.inv(np.ones(3))"),
+        (lambda x: statistics.mean([]), "statistics.mean([])"),
+    ],
+)
+def test_an_error_inside_a_library_is_told_with_the_line_that_called_it(answer, line):
+    assert re.search(rf", at `.*{re.escape(line)}.*`\.$", judge(DOUBLE, answer).text)
+
+
+def helper(x):
+    return {}[x]
+
+
+def test_the_line_is_the_innermost_of_the_learners():
+    assert judge(DOUBLE, lambda x: helper(x)).text == "KeyError: 2, at `return {}[x]`."
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("too large.\nmore\nand more", "ValueError: too large"),
+        ("\n  shapes differ\n", "ValueError: shapes differ"),
+        ("", "ValueError"),
+    ],
+)
+def test_an_error_is_told_in_one_sentence(message, said):
+    def answer(x):
+        raise ValueError(message)
+
+    assert judge(DOUBLE, answer).text == f"{said}, at `raise ValueError(message)`."
+
+
+def test_an_error_that_no_line_of_the_learners_raised_has_no_line():
+    assert judge(exercise_of("1.1"), 5).text == "TypeError: 'int' object is not callable."
+
+
+def test_ctrl_c_ends_the_check():
+    def answer(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        judge(DOUBLE, answer)
+
+
+# ------------------------------------------------------------------ random numbers
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), np.random.random(), torch.rand(1).item()
+
+
+def seed_and_draw(outcome):
+    def answer(x):
+        seed(5)
+        draws()
+        if isinstance(outcome, type):
+            raise outcome
+        return outcome * x
+
+    return answer
+
+
+@pytest.mark.parametrize("outcome", [2, 1, ValueError, KeyboardInterrupt])
+def test_a_check_changes_no_random_numbers(outcome):
+    seed(3)
+    wanted = draws()
+    seed(3)
+    with suppress(KeyboardInterrupt):
+        judge(DOUBLE, seed_and_draw(outcome))
+    assert draws() == wanted
+
+
+def test_a_named_mistake_changes_no_random_numbers():
+    named = (WrongAnswer(seed_and_draw(1), SAME),)
+    drawing = replace(DOUBLE, wrong_answers=named)
+    seed(3)
+    wanted = draws()
+    seed(3)
+    assert judge(drawing, lambda x: x).text.endswith(SAME)
+    assert draws() == wanted
+
+
+def test_a_check_starts_no_gpu(monkeypatch):
+    """To save a GPU's random state is to start it, which takes hundreds of MB of it."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", asked.append)
+    assert judge(DOUBLE, DOUBLE.reference).status == OK
+    assert asked == []
+
+
+def test_a_gpu_in_use_keeps_its_random_numbers(monkeypatch):
+    states = {0: "first", 1: "second"}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.get)
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: states.update({device: state})
+    )
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+
+    def answer(x):
+        states.update({0: "drawn", 1: "drawn"})
+        return 2 * x
+
+    assert judge(DOUBLE, answer).status == OK
+    assert states == {0: "first", 1: "second"}
+
+
+# ------------------------------------------------------------------ require and equal
+
+
+def test_require_raises_its_message_unless_the_condition_holds():
+    require(True, "never said")
+    with pytest.raises(Wrong, match=r"^said$"):
+        require(False, "said")
+
+
+@pytest.mark.parametrize("value", [1, 1.5, "x", None, True, (1, 2.0), [1], {"a": (1, {"b": 2})}])
+def test_what_is_wanted_is_equal(value):
+    equal("f(x)", value, value)
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "text"),
+    [
+        (12_345, 1_000, "f(x) gave 12,345, wanted 1,000."),
+        (1.0, 1, "f(x) gave 1.0, wanted 1."),
+        (True, 1, "f(x) gave True, wanted 1."),
+        ("1", 1, "f(x) gave '1', wanted 1."),
+        (torch.tensor(1), 1, "f(x) gave tensor(1), wanted 1."),
+        (0, None, "f(x) gave 0, wanted None."),
+        ([1, 2], (1, 2), "f(x) gave [1, 2], wanted (1, 2)."),
+        ((1, 2.0), (1, 2), "f(x) gave (1, 2.0), wanted (1, 2)."),
+        ((1,), (1, 2), "f(x) gave (1,), wanted (1, 2)."),
+        ({"a": 1000}, {"a": 2}, "f(x) gave {a: 1,000}, wanted {a: 2}."),
+        ({"a": 1.0}, {"a": 1}, "f(x) gave {a: 1.0}, wanted {a: 1}."),
+        ({"a": 1, "b": 2}, {"a": 1}, "f(x) gave {a: 1, b: 2}, wanted {a: 1}."),
+        ({"a": torch.ones(2)}, {"a": 1}, "f(x) gave {a: tensor([1., 1.])}, wanted {a: 1}."),
+    ],
+)
+def test_what_is_not_equal_is_told_beside_what_is_wanted(got, wanted, text):
+    with pytest.raises(Wrong) as wrong:
+        equal("f(x)", got, wanted)
+    assert str(wrong.value) == text
+
+
+def test_the_unit_is_that_of_what_is_wanted():
+    with pytest.raises(Wrong, match=r"^f\(x\) gave 1, wanted 2 bytes\.$"):
+        equal("f(x)", 1, 2, "bytes")
+
+
+def test_a_forgotten_return_is_asked_for():
+    with pytest.raises(Wrong) as wrong:
+        equal("f(x)", None, 2000, "bytes")
+    assert str(wrong.value) == "f(x) gave nothing; wanted 2,000 bytes. Is there a return?"
+
+
+def test_a_long_value_is_told_in_one_line_and_cut():
+    with pytest.raises(Wrong) as wrong:
+        equal("f(x)", torch.eye(9), 0)
+    text = str(wrong.value)
+    assert text.startswith("f(x) gave tensor([[1., 0., 0., 0., 0., 0., 0., 0., 0.], [0., 1., 0.")
+    assert text.endswith(" …, wanted 0.")
+    assert len(text) == len("f(x) gave  …, wanted 0.") + LONGEST_VALUE
+    assert "\n" not in text
+
+
+# ------------------------------------------------------------------ what an exercise must have
+
+
+@pytest.mark.parametrize("hints", [(), ("a", "b"), ("a", "b", "c", "d")])
+def test_an_exercise_has_three_hints(hints):
+    with pytest.raises(AssertionError, match=f"5.2 has {len(hints)} hints"):
+        replace(DOUBLE, hints=hints)
+
+
+@pytest.mark.parametrize("difficulty", [0, 6])
+def test_an_exercises_difficulty_is_one_to_five(difficulty):
+    with pytest.raises(AssertionError, match=f"5.2 has difficulty {difficulty}"):
+        replace(DOUBLE, difficulty=difficulty)
+
+
+def test_an_answer_that_ends_python_is_wrong():
+    def leaving(x):
+        raise SystemExit("done")
+
+    exercise = Exercise("7.1", "Leave", 1, 1, ("a", "b", "c"), None, lambda f: f(1), ())
+    verdict = judge(exercise, leaving)
+    assert (verdict.status, verdict.text.split(",")[0]) == (WRONG, "SystemExit: done")

@@ -1,0 +1,327 @@
+"""What a notebook's calls print, give back and keep, in a learner's folder and outside of one."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from memlab.course import days, exercise, gate, guess, progress, reveal
+from memlab.course.exercises import Exercise, equal
+from memlab.trace import Event, Trace
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+PLACE = ("aten.mm", "", "forward", "float32", (1,))
+
+
+def check_double(answer) -> str:
+    equal("double(3)", answer(3), 6)
+    return "1 case"
+
+
+def double(x):
+    return 2 * x
+
+
+DOUBLE = Exercise("7.1", "Double it", 5, 1, ("a", "b", "c"), double, check_double, ())
+OK = "[ok] 7.1  1 case\n"
+NOT_ATTEMPTED = "[ ] 7.1 not attempted: going on with the reference\n"
+
+
+def right(x):
+    return x + x
+
+
+def wrong(x):
+    return x
+
+
+def stub(x):
+    raise NotImplementedError("exercise 7.1, about 1 line")
+
+
+@pytest.fixture(autouse=True)
+def fresh_kernel(monkeypatch, tmp_path):
+    """No guess of another test, one exercise, and a folder that no `memlab start` made."""
+    monkeypatch.setattr(gate, "_guesses", {})
+    monkeypatch.setattr(gate, "exercise_of", {"7.1": DOUBLE}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A learner's."""
+    progress.update(tmp_path, lambda p: None)
+    return tmp_path
+
+
+def restart_kernel(monkeypatch):
+    monkeypatch.setattr(gate, "_guesses", {})
+
+
+def trace(*events: tuple[int, str]) -> Trace:
+    """Of (bytes, category); a free is of the storage made last."""
+    made = [Event(bytes_, 1, category, *PLACE) for bytes_, category in events]
+    return Trace(tuple(made))
+
+
+# ------------------------------------------------------------------ exercise
+
+
+@pytest.mark.parametrize(
+    ("answer", "given", "printed"),
+    [
+        (right, right, OK),
+        (wrong, double, "[x] 7.1 double(3) gave 3, wanted 6. Hint: memlab hint 7.1\n"),
+        (stub, double, NOT_ATTEMPTED),
+    ],
+)
+def test_exercise_prints_the_verdict_and_gives_what_is_right(capsys, answer, given, printed):
+    assert exercise("7.1", answer) is given
+    assert capsys.readouterr().out == printed
+
+
+def test_the_reference_is_no_answer(folder, capsys):
+    answer = exercise("7.1", wrong)
+    capsys.readouterr()
+    assert exercise("7.1", answer) is double  # the same cell once more
+    assert capsys.readouterr().out == NOT_ATTEMPTED
+    assert progress.read(folder).exercise("7.1") == progress.Record("wrong", checks=1)
+
+
+def test_an_interrupted_check_is_interrupted(folder):
+    def endless(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        exercise("7.1", endless)
+    assert progress.read(folder) == progress.Progress()
+
+
+def test_exercise_knows_the_courses_exercises(monkeypatch):
+    monkeypatch.setattr(gate, "exercise_of", days.exercise_of)
+    with pytest.raises(ValueError, match=r"^got exercise 1\.99; day 1 has 1\.1, "):
+        exercise("1.99", right)
+
+
+# ------------------------------------------------------------------ guess and reveal
+
+
+def test_a_guess_stands_beside_what_was_measured(capsys):
+    guess("7.1", peak_mib=24)
+    assert capsys.readouterr().out == ""
+    reveal("7.1", trace((int(24.5 * MIB), "activations")))
+    assert capsys.readouterr().out == "guessed 24.00 MiB · measured 24.50 MiB · gap +0.50 MiB\n"
+
+
+@pytest.mark.parametrize(
+    ("quantity", "guessed", "measured", "line"),
+    [
+        ("peak_bytes", 1000, 2500, "guessed 1,000 bytes · measured 2,500 bytes · gap +1,500 bytes"),
+        ("peak_kib", 1, 1536, "guessed 1.00 KiB · measured 1.50 KiB · gap +0.50 KiB"),
+        ("peak_mib", 2, MIB, "guessed 2.00 MiB · measured 1.00 MiB · gap -1.00 MiB"),
+        ("peak_gib", 2, 8.25 * GIB, "guessed 2.00 GiB · measured 8.25 GiB · gap +6.25 GiB"),
+        ("peak_tib", 1, 2**40, "guessed 1.00 TiB · measured 1.00 TiB · gap +0.00 TiB"),
+        ("peak_kb", 1, 1500, "guessed 1.00 KB · measured 1.50 KB · gap +0.50 KB"),
+        ("peak_mb", 1, 1_500_000, "guessed 1.00 MB · measured 1.50 MB · gap +0.50 MB"),
+        ("peak_gb", 112, 107 * 10**9, "guessed 112.00 GB · measured 107.00 GB · gap -5.00 GB"),
+        ("peak_tb", 1, 10**12, "guessed 1.00 TB · measured 1.00 TB · gap +0.00 TB"),
+        ("slower_times", 2, 1.33, "guessed 2.00 × · measured 1.33 × · gap -0.67 ×"),
+        ("saved_percent", 50, 12.5, "guessed 50.00 % · measured 12.50 % · gap -37.50 %"),
+        ("mib", 1, MIB, "guessed 1.00 MiB · measured 1.00 MiB · gap +0.00 MiB"),
+        ("peak_mib", 1.001, MIB, "guessed 1.00 MiB · measured 1.00 MiB · gap +0.00 MiB"),
+        ("peak_kib", 0.0, 2**30, "guessed 0.00 KiB · measured 1,048,576.00 KiB · gap "
+         "+1,048,576.00 KiB"),
+    ],
+)  # fmt: skip
+def test_every_unit_is_told_in_its_own_words(capsys, quantity, guessed, measured, line):
+    guess("7.1", **{quantity: guessed})
+    reveal("7.1", **{quantity: measured})
+    assert capsys.readouterr().out == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("quantity", "line"),
+    [
+        ("peak_kib", "measured 5.00 KiB · gap +4.00 KiB"),
+        ("live_kib", "measured 3.00 KiB · gap +2.00 KiB"),
+        ("activations_kib", "measured 4.00 KiB · gap +3.00 KiB"),
+        ("gradients_kib", "measured 0.00 KiB · gap -1.00 KiB"),
+    ],
+)
+def test_a_trace_knows_its_peak_its_end_and_its_categories(capsys, quantity, line):
+    step = trace((KIB, "parameters"), (4 * KIB, "activations"), (-2 * KIB, "activations"))
+    guess("7.1", **{quantity: 1})
+    reveal("7.1", step)
+    assert capsys.readouterr().out == f"guessed 1.00 KiB · {line}\n"
+
+
+def test_what_is_handed_over_goes_before_the_trace(capsys):
+    guess("7.1", peak_kib=1)
+    reveal("7.1", trace((KIB, "parameters")), peak_kib=2 * KIB)
+    assert "measured 2.00 KiB" in capsys.readouterr().out
+
+
+def test_several_quantities_have_a_line_each_with_their_names(capsys):
+    guess("7.1", peak_mib=1, optimizer_state_kib=..., slower_times=1.5)
+    reveal("7.1", trace((MIB, "optimizer_state")), slower_times=3)
+    assert capsys.readouterr().out.splitlines() == [
+        "peak: guessed 1.00 MiB · measured 1.00 MiB · gap +0.00 MiB",
+        "optimizer state: no guess · measured 1,024.00 KiB",
+        "slower: guessed 1.50 × · measured 3.00 × · gap +1.50 ×",
+    ]
+
+
+def test_what_was_measured_and_not_guessed_is_told_too(capsys):
+    guess("7.1", peak_mib=1)
+    reveal("7.1", peak_mib=MIB, live_mib=MIB)
+    assert capsys.readouterr().out.splitlines() == [
+        "peak: guessed 1.00 MiB · measured 1.00 MiB · gap +0.00 MiB",
+        "live: no guess · measured 1.00 MiB",
+    ]
+
+
+@pytest.mark.parametrize("number", [..., None], ids=["dots", "no call"])
+def test_no_guess_is_told_as_such(capsys, number):
+    if number is not None:
+        guess("7.1", peak_gib=number)
+    reveal("7.1", trace((GIB, "activations")))
+    assert capsys.readouterr().out == "no guess · measured 1.00 GiB\n"
+
+
+def test_the_last_guess_counts(capsys):
+    guess("7.1", peak_gib=1)
+    guess("7.1", peak_mib=2)
+    reveal("7.1", trace((MIB, "activations")))
+    assert capsys.readouterr().out.startswith("guessed 2.00 MiB · measured 1.00 MiB")
+
+
+def test_a_guess_stands_beside_its_own_measurement_only(capsys):
+    guess("7.1", peak_gib=1)
+    reveal("7.2", trace((GIB, "activations")))
+    assert capsys.readouterr().out == "no guess · measured 1.00 GiB\n"
+
+
+@pytest.mark.parametrize("number", [np.float32(1.5), np.int64(2), Fraction(3, 2), True])
+def test_every_kind_of_number_is_a_guess(capsys, number):
+    guess("7.1", peak_gib=number)
+    reveal("7.1", peak_gib=GIB)
+    assert capsys.readouterr().out.startswith(f"guessed {float(number):.2f} GiB")
+
+
+@pytest.mark.parametrize("number", ["2", None, 2j, [2], torch.tensor(2)])
+def test_what_is_no_number_is_no_guess(number):
+    with pytest.raises(TypeError, match=r"^got peak_gib=.*; give a number, such as peak_gib=1\.5"):
+        guess("7.1", peak_gib=number)
+
+
+@pytest.mark.parametrize("quantity", ["peak", "peak_GiB", "peakgib", "gib_peak"])
+def test_a_quantity_without_a_unit_is_an_error_that_lists_the_units(quantity):
+    with pytest.raises(ValueError, match=rf"^got {quantity}; .* such as peak_gib: .*mib.*percent"):
+        guess("7.1", **{quantity: 1})
+
+
+@pytest.mark.parametrize("call", [guess, reveal])
+def test_what_is_no_id_is_an_error(call):
+    with pytest.raises(ValueError, match=r"^got 'peak'; give a day and a number in it"):
+        call("peak", peak_gib=1)
+
+
+def test_a_guess_that_is_an_error_leaves_the_one_before(capsys):
+    guess("7.1", peak_gib=1)
+    with pytest.raises(TypeError):
+        guess("7.1", peak_gib="2")
+    reveal("7.1", peak_gib=GIB)
+    assert capsys.readouterr().out.startswith("guessed 1.00 GiB")
+
+
+@pytest.mark.parametrize("measured", [None, trace((1, "activations"))])
+def test_what_was_not_measured_is_an_error_with_the_remedy(measured):
+    guess("7.1", slower_times=2)
+    with pytest.raises(ValueError, match=r"of slower_times; give reveal\(\.\.\., slower_times="):
+        reveal("7.1", measured)
+
+
+# ------------------------------------------------------------------ what is kept, and where
+
+
+def test_nothing_is_written_outside_a_learners_folder(tmp_path):
+    exercise("7.1", right)
+    guess("7.1", peak_gib=1)
+    reveal("7.1", peak_gib=GIB)
+    assert list(tmp_path.iterdir()) == []
+
+
+def noted(folder):
+    return json.loads((folder / progress.FILE).read_text())
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "checks"),
+    [(right, "ok", 1), (wrong, "wrong", 1), (stub, "not attempted", 0)],
+)
+def test_a_check_is_noted_in_a_learners_folder(folder, answer, status, checks):
+    exercise("7.1", answer)
+    assert noted(folder)["exercises"] == {"7.1": {"status": status, "checks": checks, "hints": 0}}
+
+
+def test_a_guess_is_noted_in_its_own_unit_and_then_what_was_measured(folder):
+    guess("7.1", peak_gib=2, live_mib=...)
+    assert noted(folder)["guesses"] == {"7.1": {"peak_gib": {"guessed": 2}}}
+    reveal("7.1", peak_gib=3 * GIB, live_mib=MIB)
+    assert noted(folder)["guesses"] == {"7.1": {"peak_gib": {"guessed": 2, "measured": 3}}}
+
+
+def test_dots_are_not_noted_and_leave_an_earlier_guess(folder):
+    guess("7.1", peak_gib=2)
+    before = noted(folder)
+    guess("7.1", peak_gib=...)
+    reveal("7.1", peak_gib=GIB)
+    assert noted(folder) == before
+
+
+def test_a_guess_outlives_the_kernel(folder, monkeypatch, capsys):
+    guess("7.1", peak_mib=24)
+    restart_kernel(monkeypatch)
+    reveal("7.1", trace((MIB, "activations")))
+    assert capsys.readouterr().out == "guessed 24.00 MiB · measured 1.00 MiB · gap -23.00 MiB\n"
+    assert noted(folder)["guesses"] == {"7.1": {"peak_mib": {"guessed": 24, "measured": 1}}}
+
+
+def test_what_was_revealed_once_is_revealed_again_after_a_restart(folder, monkeypatch, capsys):
+    guess("7.1", peak_mib=24)
+    for _ in range(2):
+        reveal("7.1", trace((MIB, "activations")))
+        restart_kernel(monkeypatch)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+
+
+def test_notes_go_on_after_a_file_that_could_not_be_read(folder):
+    (folder / progress.FILE).write_text("half of it")
+    reveal("7.1", peak_gib=GIB)
+    exercise("7.1", right)
+    assert noted(folder)["exercises"]["7.1"]["status"] == "ok"
+    assert (folder / "progress.unreadable-1.json").read_text() == "half of it"
+
+
+def test_a_guess_in_another_unit_of_bytes_is_compared_in_its_own(capsys):
+    guess("7.1", state_mib=2)
+    reveal("7.1", state_kib=3 * MIB)
+    assert capsys.readouterr().out == "guessed 2.00 MiB · measured 3.00 MiB · gap +1.00 MiB\n"
+
+
+def test_times_are_not_another_unit_of_bytes():
+    guess("7.1", state_times=2)
+    with pytest.raises(ValueError, match="got no measurement of state_times"):
+        reveal("7.1", state_kib=3 * MIB)
+
+
+def test_a_lesson_goes_on_where_nothing_can_be_noted(folder, monkeypatch, capsys):
+    def full(*arguments) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(progress, "update", full)
+    assert exercise("7.1", right) is right
+    assert capsys.readouterr().out == f"{OK}(not noted in progress.json: No space left on device)\n"
