@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from memlab.course import days
+from memlab.course.answers import judged
 from memlab.course.build import differences
 from memlab.course.exercises import NOT_ATTEMPTED, OK
 from memlab.course.lint import lint
-from memlab.course.notebooks import code_cells, judged
+from memlab.course.notebooks import code_cells
 
 ROOT = Path(__file__).parents[1]
 DAYS = days.numbers()

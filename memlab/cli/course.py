@@ -19,7 +19,7 @@ from rich.text import Text
 
 from memlab.cli import report
 from memlab.cli.errors import UsageError
-from memlab.course import days, notebooks, workspace
+from memlab.course import answers, days, notebooks, workspace
 from memlab.course import progress as noted
 from memlab.course.exercises import DIFFICULTIES, HINTS, NOT_ATTEMPTED, OK, Exercise, Verdict
 from memlab.course.progress import Progress, Record
@@ -91,8 +91,8 @@ def diff(id_: str, *, sure: bool) -> int:
     with _in_one_sentence():
         exercise = days.exercise_of(id_)
         copy, solution = _copy(days.day_of(id_)), days.notebook(days.day_of(id_), "solutions")
-        yours = notebooks.cell_of(copy, exercise.id).splitlines()
-        theirs = notebooks.cell_of(solution, exercise.id).splitlines()
+        yours = answers.cell_of(copy, exercise.id).splitlines()
+        theirs = answers.cell_of(solution, exercise.id).splitlines()
         record = noted.read(copy.parent).exercise(exercise.id)
     untried = record.status in ("", NOT_ATTEMPTED)
     if untried and not sure and not _agreed("Look at the solution without having tried?"):
@@ -269,7 +269,7 @@ def _judging(
     number: int, wanted: Sequence[Exercise], copy: Path, announce: Callable[[str], None]
 ) -> Iterator[Verdict]:
     with _in_one_sentence():  # reads the notebook at once, and judges when it is asked
-        return notebooks.judged(
+        return answers.judged(
             copy,
             days.day(number).exercises,
             only=wanted,
