@@ -46,7 +46,7 @@ class WatchedPair(NamedTuple):
     func: Any
     old: Storage
     new: Storage
-    position: int  # of the birth of `new` in the stream
+    birth: Change  # of `new`
 
 
 class StorageMeter(LightMode):
@@ -211,8 +211,9 @@ class StorageMeter(LightMode):
         self._births[phase].append(record)
         self._own[record.number] = record
         self.live_bytes += record.bytes
-        self._stream.append(Change(record, record.bytes, phase))
-        is_watched = func in OUT_OF_PLACE and self._watch_pair(func, input_tensors, record)
+        birth = Change(record, record.bytes, phase)
+        self._stream.append(birth)
+        is_watched = func in OUT_OF_PLACE and self._watch_pair(func, input_tensors, birth)
         if not is_watched and self._on_birth is not None:
             self._on_birth(record)
         return record
@@ -239,14 +240,15 @@ class StorageMeter(LightMode):
 
     # ------------------------------------------------------------------ the observer's effect
 
-    def _watch_pair(self, func: Any, tensors: list[torch.Tensor], new: Storage) -> bool:
+    def _watch_pair(self, func: Any, tensors: list[torch.Tensor], birth: Change) -> bool:
         """Keep an eye on an output that unwatched would be written into the first input."""
         if not tensors:
             return False
+        new = birth.record
         old, *others = [REGISTRY.find(tensor) for tensor in tensors]
         if old in others or not self._is_in_place_unwatched(func, tensors[0], old, new):
             return False
-        self._watched_pair = WatchedPair(func, old, new, position=len(self._stream) - 1)
+        self._watched_pair = WatchedPair(func, old, new, birth)
         return True
 
     def _is_in_place_unwatched(
@@ -266,14 +268,15 @@ class StorageMeter(LightMode):
         pair, self._watched_pair = self._watched_pair, None
         if pair is None:
             return
-        death = self._death_of(pair.old, since=pair.position)
+        # Any storage may die at any moment, and stand in the stream between or after the two.
+        birth, death = self._position(lambda c: c is pair.birth), self._death_of(pair.old)
         takes_it = any(REGISTRY.find(tensor) is pair.new for tensor in tensors)
         in_formula = takes_it and is_formula(pair.func, func) and self._is_in_node(pair.new)
         if death is None or in_formula or not pair.new.alive:
             if self._on_birth is not None:
                 self._on_birth(pair.new)
             return
-        del self._stream[death], self._stream[pair.position]
+        del self._stream[death], self._stream[birth]
         self._births[pair.new.phase].pop()
         del self._own[pair.new.number]
         if self._is_own(pair.old):
@@ -287,10 +290,14 @@ class StorageMeter(LightMode):
         node = self.context.node()
         return node is not None and record.node == node._sequence_nr()
 
-    def _death_of(self, record: Storage, since: int) -> int | None:
-        """The position in the stream at which the storage died."""
-        positions = range(since, len(self._stream))
-        return next((i for i in positions if self._stream[i].record is record), None)
+    def _death_of(self, record: Storage) -> int | None:
+        """The position in the stream at which the storage died; None while it is alive."""
+        return None if record.alive else self._position(lambda change: change.record is record)
+
+    def _position(self, wanted: Callable[[Change], bool]) -> int:
+        """Of the last such change in the stream: it is among the last few."""
+        positions = reversed(range(len(self._stream)))
+        return next(i for i in positions if wanted(self._stream[i]))
 
     def _is_own(self, record: Storage) -> bool:
         return record.number > self._last_before and record.phase != "before"

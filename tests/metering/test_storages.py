@@ -1,5 +1,6 @@
 """The meter on steps whose bytes can be counted by hand."""
 
+import gc
 import threading
 import weakref
 
@@ -12,6 +13,8 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils.checkpoint import checkpoint
 
 import memlab
+from memlab.metering import storages
+from memlab.metering.cycles import no_cycle_collection
 from memlab.trace import Trace
 
 FLOAT = 4
@@ -463,3 +466,26 @@ def test_a_sum_that_the_user_writes_in_a_hook_is_an_allocation():
 
     operators = [e.operator for e in memlab.measure(step).events if e.phase == "backward"]
     assert operators.count("aten.add.Tensor") >= 2
+
+
+def test_a_storage_that_dies_meanwhile_leaves_the_correction_right(monkeypatch):
+    """Python collects cycles whenever it likes, also while an operator is looked at."""
+    judge = storages.is_in_place_unwatched
+
+    def collecting(*arguments) -> bool:
+        gc.collect()
+        return judge(*arguments)
+
+    x, index = torch.randn(8, KIB, requires_grad=True), torch.zeros(1, KIB, dtype=torch.long)
+
+    def step() -> None:
+        cycle = [torch.ones(3 * KIB)]
+        cycle.append(cycle)
+        del cycle
+        x.gather(0, index).sum().backward()
+
+    monkeypatch.setattr(storages, "is_in_place_unwatched", collecting)
+    with no_cycle_collection():
+        trace = memlab.measure(step)
+    changes = [e.bytes for e in trace.events if e.phase == "backward" and abs(e.bytes) > 4 * KIB]
+    assert changes == [8 * KIB * 4, -3 * KIB * 4]
