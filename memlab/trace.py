@@ -5,12 +5,16 @@ planner and the exercises' checks read it. `peak_bytes` is the largest running s
 and `at_peak` splits that sum by category, so the categories always add up to the peak.
 """
 
+import os
+import pickle
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from memlab import snapshot
+from memlab.files import write_beside
 from memlab.units import format_bytes
 
 CATEGORIES = (
@@ -177,6 +181,12 @@ class Trace:
             "fields": list(Event._fields),
             "events": [[*event[:7], list(event.shape), event.line] for event in self.events],
         }
+
+    def to_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write what PyTorch's memory viewer (pytorch.org/memory_viz) opens, a pickle."""
+        content = snapshot.snapshot(self.events)
+        with write_beside(path) as beside:
+            beside.write_bytes(pickle.dumps(content, protocol=snapshot.PROTOCOL))
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Trace":

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import nn
@@ -323,9 +324,19 @@ BytesOf = Callable[[GPTConfig, int, int], int]
 
 def _check_activation_bytes(answer: BytesOf) -> str:
     for name, config, batch, seq_len in _ACTIVATION_CASES:
-        wanted = ledger.activation_bytes(config, batch, seq_len)
-        equal(f"activation_bytes of {name}", answer(config, batch, seq_len), wanted, "bytes")
+        got, wanted = (
+            answer(config, batch, seq_len),
+            ledger.activation_bytes(config, batch, seq_len),
+        )
+        equal(f"activation_bytes of {name}", got, wanted, f"bytes{_off(got, wanted)}")
     return f"{len(_ACTIVATION_CASES)} cases to the byte, the last {format_bytes(wanted)}"
+
+
+def _off(got: Any, wanted: int) -> str:
+    """How far off, in the numbers that a learner counts in."""
+    if type(got) is not int or got == wanted:
+        return ""
+    return f": {abs(got - wanted) / FLOAT32:,g} numbers too {'few' if got < wanted else 'many'}"
 
 
 def _activations_but(leave_out: str, times: float = 0) -> BytesOf:

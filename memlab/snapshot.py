@@ -1,0 +1,121 @@
+"""Events in the form that PyTorch's memory viewer (pytorch.org/memory_viz) opens.
+
+It is the form of `torch.cuda.memory._snapshot()`: what happened, as entries of a device's trace,
+and what is there at the end, as segments of blocks. A snapshot of CUDA's knows the allocator's own
+segments; events know storages, so here each storage is a segment of its own, at an address that no
+other ever has. In place of a stack each block has the operator that made it and the module it ran
+in, and the user's line where it is known.
+
+An entry for a storage that was there before comes first, so that the viewer's timeline shows it.
+
+Source   torch.cuda.memory._snapshot's documentation, torch 2.13; torch.cuda._memory_viz reads it.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+FIRST_ADDRESS = 0x7F00_0000_0000  # where CUDA's begin, too
+ALIGNMENT = 512
+PROTOCOL = 4  # of pickle: the viewer shows an empty page for a newer one
+
+
+class StorageEvent(Protocol):
+    """An allocation or free of a storage: a memlab.trace.Event, say."""
+
+    bytes: int
+    storage: int
+    category: str
+    operator: str
+    module: str
+    line: str | None
+
+
+def snapshot(events: Iterable[StorageEvent]) -> dict[str, Any]:
+    """The whole content of a snapshot's file, for one device."""
+    blocks: dict[int, dict[str, Any]] = {}  # alive, by storage
+    entries = list(_entries(events, blocks))
+    return {
+        "segments": [_segment(block) for block in blocks.values()],
+        "device_traces": [entries],
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+
+
+def _entries(
+    events: Iterable[StorageEvent], blocks: dict[int, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """A storage that changes its size is freed and allocated anew, as on a GPU."""
+    address = FIRST_ADDRESS
+    frames = _Frames()
+    for moment, event in enumerate(events):
+        old = blocks.pop(event.storage, None)
+        size = event.bytes + (old["size"] if old else 0)
+        if old:
+            yield _entry("free_requested", old, event, moment)
+            yield _entry("free_completed", old, event, moment)
+        if size > 0:
+            block = {
+                "address": address,
+                "size": size,
+                "requested_size": size,
+                "state": "active_allocated",
+                "frames": frames.of(event),
+            }
+            blocks[event.storage] = block
+            address += -(-size // ALIGNMENT) * ALIGNMENT
+            yield _entry("alloc", block, event, moment)
+
+
+def _entry(action: str, block: dict[str, Any], event: StorageEvent, moment: int) -> dict[str, Any]:
+    return {
+        "action": action,
+        "addr": block["address"],
+        "size": block["size"],
+        "stream": 0,
+        "time_us": moment,
+        "category": event.category,
+        "frames": block["frames"],
+    }
+
+
+def _segment(block: dict[str, Any]) -> dict[str, Any]:
+    size = block["size"]
+    return {
+        "device": 0,
+        "address": block["address"],
+        "total_size": size,
+        "allocated_size": size,
+        "active_size": size,
+        "requested_size": size,
+        "stream": 0,
+        "segment_type": "large" if size > 2**20 else "small",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": block["frames"],
+        "blocks": [block],
+    }
+
+
+class _Frames:
+    """The stack of an event; equal ones are one object, which keeps the file small."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str | None, ...], list[dict[str, Any]]] = {}
+
+    def of(self, event: StorageEvent) -> list[dict[str, Any]]:
+        key = (event.category, event.operator, event.module, event.line)
+        if key not in self._known:
+            self._known[key] = list(_stack(event))
+        return self._known[key]
+
+
+def _stack(event: StorageEvent) -> Iterator[dict[str, Any]]:
+    """Innermost first: what it is, the operator, the module, the user's line."""
+    for name in (event.category, event.operator, event.module):
+        if name:
+            yield {"name": name, "filename": "memlab", "line": 0}
+    if event.line:
+        place, _, function = event.line.partition(" ")
+        filename, _, line = place.rpartition(":")
+        yield {"name": function, "filename": filename, "line": int(line)}
