@@ -3,6 +3,7 @@
 import pickle
 import pickletools
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_entries_and_segments_have_the_keys_that_torch_documents(written):
 def test_no_two_storages_share_an_address(written):
     entries = [entry for entry in written["device_traces"][0] if entry["action"] == "alloc"]
     ranges = sorted((entry["addr"], entry["addr"] + entry["size"]) for entry in entries)
-    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
 
 
 def test_a_storage_that_shrinks_is_freed_and_allocated_anew(tmp_path):
