@@ -73,7 +73,7 @@ def row(verdict: Verdict) -> str:
     rule = RULES[verdict.rule]
     (notebook,) = (ROOT / "solutions").glob(f"day{rule.day:02}_*.py")
     day = f"[day {rule.day}]({notebook.relative_to(ROOT).with_suffix('.ipynb').as_posix()})"
-    claim = f"**{verdict.rule}.** {rule.claim}"
+    claim = f"**{verdict.rule}.** {rule.claim} ({rule.guide})"
     return f"| {claim} | {day} | {verdict.measured} | **{verdict.words}** |"
 
 

@@ -6,14 +6,14 @@
 # After today you can say what a training step of a transformer takes, before you start it and to
 # the byte, and you know which part to look at first when it does not fit.
 #
-# About 75 minutes, five exercises. You need a laptop; a GPU is welcome and not needed. Nothing is
-# downloaded.
+# About 75 minutes, 50 of them for five exercises. You need a laptop; a GPU is welcome and not
+# needed. Nothing is downloaded.
 
 # %% [markdown]
 # How it works: you **guess**, then **measure**, then **build** what explains the gap. In an
 # exercise, put your own lines in place of `raise NotImplementedError`. The cell below it checks
-# your answer, by value and by bytes. If you are stuck, type `memlab hint 1.1` in a terminal. An
-# exercise left open blocks nothing: the lesson goes on with the reference.
+# your answer, by value and by bytes. If you are stuck, type `memlab hint 1.1` in a terminal (File,
+# New, Terminal). An exercise left open blocks nothing: the lesson goes on with the reference.
 
 # %%
 from collections.abc import Callable
@@ -48,16 +48,17 @@ print(f"{config.parameters:,} weights, four bytes each: {format_bytes(4 * config
 # %% [markdown]
 # ## Guess
 #
-# One training step: forward, backward, AdamW. The batch is 8 sequences of 640 tokens, everything
-# in float32. How much memory does the step hold at its fullest moment, weights included? Write a
-# number in place of the dots, and do not look further down yet. A guess that misses teaches more.
+# One training step: forward, backward, AdamW, on 8 sequences of 640 tokens, everything in float32.
+# At its fullest moment, its *peak*, it holds just under 8 GiB. How much of that is **activations**,
+# kept from the forward pass for the backward pass? Write a number in place of the dots, and do not
+# look further down yet.
 
 # %%
 ### BEGIN SOLUTION
-guess("1.1", peak_gib=1.84)  # weights, gradients and Adam's two moments: what most people count
+guess("1.1", activations_gib=6.2)  # eight, less weights, gradients and Adam's two moments
 ### END SOLUTION
 ### BEGIN STUB
-# guess("1.1", peak_gib=...)
+# guess("1.1", activations_gib=...)
 ### END STUB
 
 # %% [markdown]
@@ -65,7 +66,7 @@ guess("1.1", peak_gib=1.84)  # weights, gradients and Adam's two moments: what m
 #
 # `dry_trace` takes the step on *fake* tensors. They have a shape, a dtype and a size, and no
 # memory behind them, so this runs on any laptop. The meter sees the same tensors come and go as
-# in a real step. Day 2 looks under its hood.
+# in a real step. `setting` says what is trained, `plain` that no technique is on.
 
 # %%
 setting = Setting("124m", batch=8, seq_len=640)
@@ -77,10 +78,20 @@ print(trace)
 plot.timeline(trace, title=f"One training step: {setting}")
 
 # %% [markdown]
-# Read it from left to right: forward piles up **activations**, backward takes them down again
-# while **gradients** grow, and the optimizer comes last. Weights and Adam's state lie at the bottom
-# all the time. The gap in most people's guess is the rest: activations, and what backward makes for
-# itself. Today you write the formula of every layer in this picture.
+# Left to right, allocation by allocation: `zero_grad` throws away the last step's gradients,
+# forward piles up activations, backward takes them down while gradients grow. The gap in the guess
+# is made of two things: at the peak gradients are *not* there, and **backward temporaries** are,
+# tensors that backward makes for itself. Today you write the formula of every band.
+
+# %% [markdown]
+# | band | what it is |
+# | --- | --- |
+# | parameters | the weights |
+# | buffers | tensors that belong to the model and are not learnt: here, tables of angles |
+# | optimizer state | AdamW's two moments for each weight |
+# | inputs | the tokens |
+# | activations | made in forward, still there when backward starts |
+# | gradients | of the weights, one number for each |
 
 # %% [markdown]
 # ## Build, line 1: weights
@@ -142,7 +153,7 @@ guess("1.2", optimizer_kib=450)  # two float32 numbers a weight: right, but not 
 # %% [markdown]
 # ### Exercise 1.2: count what stays
 #
-# About 10 minutes. Count tensors that are there at this moment, in bytes. A parameter `p` has
+# About 8 minutes. Count tensors that are there at this moment, in bytes. A parameter `p` has
 # `p.nbytes`, and `p.grad`, which may be `None`; `optimizer.state` is a dictionary with a dictionary
 # of tensors for each parameter. It works for any model, so keep it for your own.
 
@@ -166,11 +177,9 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 state_bytes = exercise("1.2", state_bytes)
 
 # %% [markdown]
-# Here is a model, and a training step as everybody writes it.
+# Here is a training step as everybody writes it, then a model for it.
 
 # %%
-model = GPT(PRESETS["tiny"])
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 data = batches(stdlib_bytes("64 KiB"), batch=8, seq_len=64, seed=0)
 losses = []
 
@@ -185,6 +194,9 @@ def step() -> None:
 
 
 # %%
+model = GPT(PRESETS["tiny"])
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+
 before = state_bytes(model, optimizer)
 first = memlab.measure(step, model=model, optimizer=optimizer)
 after = state_bytes(model, optimizer)
@@ -211,7 +223,7 @@ memory.plot([t.live_bytes / 2**20 for t in (first, second, *steps)], label="aliv
 memory.set(xlabel="step", ylabel="MiB", ylim=(0, None), title="Every step after the first is alike")
 memory.legend(frameon=False, loc="center right")
 learning.plot(losses)
-learning.set(xlabel="step", ylabel="nats a byte", title="Loss on the standard library's source")
+learning.set(xlabel="step", ylabel="loss in nats", title="Loss on the standard library's source")
 print(f"different peaks after the first step: {len({t.peak_bytes for t in (second, *steps)})}")
 print(f"the loss went down: {losses[-1] < losses[0]}")
 
@@ -220,7 +232,8 @@ print(f"the loss went down: {losses[-1] < losses[0]}")
 #
 # Backward needs what forward computed: to find the gradient of `w` in `x @ w` it needs `x`. All
 # that is kept for it are the **activations**. The meter knows which operator of which module made
-# each. This is what one block keeps, in the order it was made, for 8 × 64 tokens.
+# each. This is what one block keeps, in the order it was made, for 8 × 64 tokens. Here C = 32,
+# H = 4, KV = 2, D = 8 and `hidden` = 96.
 
 # %%
 kept = [e for e in second.alive(second.peak_position) if e.category == "activations"]
@@ -233,17 +246,18 @@ for e in sorted(kept, key=lambda e: e.storage):
 # | kept for each token, in each block | numbers |
 # | --- | --- |
 # | each of the two norms: the normalised x, the weighted x, 1/rms | 2 · C + 1 |
-# | attention: turned q and k; v; the output; log-sum-exp | C + 2 · KV · D + C + H |
+# | attention: q and k after rotation (RoPE); v; the output; log-sum-exp | C + 2 · KV · D + C + H |
 # | the sum after attention, the sum after the MLP | 2 · C |
 # | MLP: gate, silu(gate), up, their product | 4 · `hidden` |
 #
-# Outside of the blocks: the embedding's output (C), the last norm (2 · C + 1), the logits as
+# The log-sum-exp is one number for each head, with which backward computes attention's weights
+# again. Outside of the blocks: the embedding's output (C), the last norm (2 · C + 1), the logits as
 # log-probabilities (V), and the loss, which is one number.
 
 # %% [markdown]
 # ### Exercise 1.3: count what forward keeps
 #
-# About 18 minutes. Everything is float32. Begin with one token and one block; the check does so
+# About 15 minutes. Everything is float32. Begin with one token and one block; the check does so
 # too.
 
 
@@ -271,7 +285,7 @@ activation_bytes = exercise("1.3", activation_bytes)
 # %%
 from memlab.metering.unobserved import record
 
-recording = record(step, warm_up=step)
+recording = record(step, warm_up=step)  # counts from what was there before the step
 before_it = sum(e.bytes for e in second.events if e.phase == "before")
 print(f"activations: formula {activation_bytes(PRESETS['tiny'], 8, 64):,}, ", end="")
 print(f"meter {second.at_peak['activations']:,} bytes")
@@ -280,9 +294,9 @@ print(f"peak: meter {second.peak_bytes:,}, allocator {before_it + recording.peak
 # %% [markdown]
 # ### Which one is the largest?
 #
-# As a kind, what the MLPs keep, even in the model of bytes. As *one* tensor it is the logits: V
-# numbers a token, and V is larger than any width. They get a day of their own (11), as have the
-# blocks (5 to 7).
+# Taken together, the MLPs keep most, even in the tiny model, whose tokens are bytes. The largest
+# single tensor is the logits': V numbers a token, and V is larger than any width. They get a day of
+# their own (11), as have the blocks (5 to 7).
 
 # %%
 from memlab.ledger import activation_terms  # the same sum, its terms by name
@@ -294,15 +308,15 @@ for name, batch, seq_len in (("tiny", 8, 64), ("124m", 8, 640), ("llama-2-7b", 1
     print(f"{name:12}{format_bytes(sum(terms.values())):>10}: {shares}")
 
 for name, step_trace in (("tiny", second), ("124m", trace)):
-    kept = [e for e in step_trace.alive(step_trace.peak_position) if e.category == "activations"]
+    alive = step_trace.alive(step_trace.peak_position)  # the largest first
+    kept = [e for e in alive if e.category == "activations"]
     print(f"{name}: the largest single one is of {kept[0].operator}, {format_bytes(kept[0].bytes)}")
 
 # %% [markdown]
 # ## Line 4: the peak
 #
-# Weights, gradients, Adam's state, activations: now add them up? Look at the timeline again. When
-# gradients are all there, activations are all gone. Which of them, if any, are there at the
-# fullest moment?
+# Weights, gradients, Adam's state, activations: now add them up? When gradients are all there,
+# activations are all gone. So it matters when the fullest moment is, and what is there then.
 
 # %%
 print(f"the peak lies in {trace.peak_phase}; there:")
@@ -317,7 +331,7 @@ for category, bytes_ in trace.at_peak.items():
 # %% [markdown]
 # ### Exercise 1.4: say the peak before it happens
 #
-# About 12 minutes. The step is the second or a later one. You may leave out what is small (tokens,
+# About 8 minutes. The step is the second or a later one. You may leave out what is small (tokens,
 # tables of angles, counters): 0.5 % is allowed. `parameter_count` and `activation_bytes` are yours
 # to use.
 
@@ -337,8 +351,8 @@ peak_bytes = exercise("1.4", peak_bytes)
 
 # %% [markdown]
 # Every formula has an edge. This one says what is alive when backward begins, and with *few* tokens
-# that is not the fullest moment: the gradients outweigh the activations, and the peak moves to the
-# end of backward.
+# that is not the fullest moment: gradients outweigh activations, and the peak moves to the end of
+# backward, where the embedding has two gradients to add (it is used twice), or into the optimizer.
 
 
 # %%
@@ -361,7 +375,7 @@ plot.timeline(few, title="Four tokens: the peak is where the gradients are")
 #
 # ### Exercise 1.5: find the largest batch
 #
-# About 12 minutes. `bytes_at(batch)` is any function that gives bytes and never falls: a formula,
+# About 10 minutes. `bytes_at(batch)` is any function that gives bytes and never falls: a formula,
 # or a measurement. Ask it at most 60 times, even when the answer is ten million.
 
 
@@ -386,19 +400,18 @@ def largest_batch(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
 largest_batch = exercise("1.5", largest_batch)
 
 # %%
-budget = 8 * 2**30
-batch = largest_batch(lambda batch: peak_bytes(config, batch, 640), budget)
-print(f"into {format_bytes(budget)} fit {batch} sequences of 640 tokens")
-for tried in (batch, batch + 1):
-    print(f"{tried} × 640: {format_bytes(peak_bytes(config, tried, 640))} by formula")
-print(f"8 × 640: {format_bytes(trace.peak_bytes)} measured")
+for gib in (8, 12, 24):
+    batch = largest_batch(lambda batch: peak_bytes(config, batch, 640), gib * 2**30)
+    taken = format_bytes(peak_bytes(config, batch, 640))
+    print(f"into {gib:2} GiB fit {batch:2} sequences of 640 tokens: {taken}")
+print(f"measured with 8: {format_bytes(trace.peak_bytes)}")
 
 # %% [markdown]
 # ## What a batch and a length cost
 #
-# Tokens are what counts, not how they are cut into sequences, as long as attention is fused. Where
-# attention stores its scores (T × T for every head of every sequence), length has a price of its
-# own. Day 10 removes it.
+# Tokens are what counts, not how they are cut into sequences, as long as attention is *fused*:
+# one kernel that never stores its scores. Where they are stored (T × T for every head of every
+# sequence), length has a price of its own. Day 10 removes it.
 
 
 # %%
@@ -418,20 +431,20 @@ plot.breakdown(costs, title="One real step of the tiny model: batch × length")
 # ## At scale: seven billion
 #
 # The same line, a larger name. Weights, gradients and Adam's two moments of Llama 2 7B in float32
-# exceed a card of 80 GB before the first activation. And 512 tokens are few for so many weights:
-# the peak lies in the optimizer.
+# exceed a card of 80 GB before the first activation.
 
 # %%
-seven = dry_trace(Setting("llama-2-7b", batch=1, seq_len=512), plain)
+seven_billion = Setting("llama-2-7b", batch=1, seq_len=4096)
+seven = dry_trace(seven_billion, plain)
 print(seven)
-print(f"by formula at 1 × 2048: {format_bytes(peak_bytes(PRESETS['llama-2-7b'], 1, 2048))}")
+print(f"by your formula: {format_bytes(peak_bytes(PRESETS['llama-2-7b'], 1, 4096))}")
 
 # %% [markdown]
 # ## On your GPU
 #
 # Where there is a GPU, this takes the step of the question on it for real, and asks the GPU's
-# allocator for a second opinion. *Reserved* is more than what tensors hold; why, is tomorrow's
-# question.
+# allocator for a second opinion. What it has *reserved* is more than what tensors hold; why, is
+# tomorrow's question.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():
@@ -445,7 +458,7 @@ else:
 # ## Rules on trial
 #
 # Rules of thumb from guides that people read today, quoted fairly and measured. GB are 10⁹ bytes,
-# as the guides count. The first has just been measured: 7B in float32.
+# as the guides count; RULES.md has all verdicts. The first was just measured: 7B in float32.
 
 # %%
 GB = 1e9
@@ -476,7 +489,8 @@ verdict(
 
 # %% [markdown]
 # The next is about mixed precision: weights and gradients in bfloat16, and AdamW on float32 copies
-# of the weights (*master weights*; Day 4 says why). Here it is by hand, with the 1B model.
+# of the weights (*master weights*; Day 4 says why). Here it is by hand, with the 1B model. One step
+# will do: what is asked for is what rests after it, and what forward keeps.
 
 
 # %%
@@ -607,6 +621,7 @@ verdict(
 # | forward | + what is kept for each token: some twenty times C in a block, V at the end |
 # | **backward begins** | + two tensors as large as the logits: **the peak, with many tokens** |
 # | backward ends | + 4 bytes a weight, activations gone: the peak, with few tokens |
+# | optimizer | + scratch for the largest weight: the peak, with few tokens and many weights |
 #
 # It all was float32, and everything was kept. The fifteen days to come take it apart.
 

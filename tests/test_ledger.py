@@ -12,6 +12,7 @@ import memlab
 from memlab import ledger
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.trace import Trace
+from memlab.train import TECHNIQUES, Setting, dry_trace
 
 TINY = PRESETS["tiny"]
 
@@ -68,6 +69,14 @@ def test_with_many_tokens_backward_begins_at_the_peak(batch, seq_len):
     trace = second_step(TINY, batch, seq_len)
     assert ledger.start_of_backward_bytes(TINY, batch, seq_len) == trace.peak_bytes
     assert trace.at_peak.get("gradients", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "seq_len"), [("25m", 4, 256), ("124m", 8, 640), ("llama-2-7b", 1, 4096)]
+)
+def test_the_peaks_that_lessons_ask_for_are_those_of_the_meter(model, batch, seq_len):
+    peak = dry_trace(Setting(model, batch, seq_len), TECHNIQUES["plain"]).peak_bytes
+    assert ledger.start_of_backward_bytes(PRESETS[model], batch, seq_len) == peak
 
 
 def test_with_few_tokens_the_peak_is_later():

@@ -89,5 +89,12 @@ GUESSING = ("guess", "reveal")
 
 
 @pytest.mark.parametrize("number", DAYS)
+def test_a_lesson_and_the_records_agree_on_the_minutes_of_an_exercise(number):
+    prose = "\n".join("".join(c["source"]) for c in read(days.notebook(number))["cells"])
+    stated = re.findall(r"^### Exercise (\S+): .+\n\nAbout (\d+) minutes", prose, re.M)
+    assert stated == [(e.id, str(e.minutes)) for e in days.day(number).exercises]
+
+
+@pytest.mark.parametrize("number", DAYS)
 def test_a_day_ends_with_the_running_bill(number):
     assert code_cells(days.notebook(number))[-1].startswith(f"running_bill({number}")

@@ -181,7 +181,7 @@ def check_command(
 ) -> None:
     """Say which of your answers are right, on their values and on their bytes.
 
-    Your copy in work/ is read as it was last saved. Of it only imports,
+    Your copy in work/ is read as it was last saved. Of it only imports, constants,
     functions and classes are run: what an answer needs, it gets as arguments.
     The exit status is 0 if everything is right, else 1.
 

@@ -114,7 +114,12 @@ def progress() -> int:
         exercises = {number: days.day(number).exercises for number in days.numbers()}
         report.console.print(_exercises_table(exercises, done))
     left = [e for es in exercises.values() for e in es if _record(done, e).status != OK]
-    report.say(f"\n{len(left)} exercises left, about {sum(e.minutes for e in left)} minutes")
+    minutes = sum(e.minutes for e in left)
+    report.say(
+        f"\n{len(left)} exercises left, about {minutes} minutes"
+        if left
+        else "\nEvery exercise is solved"
+    )
     if guesses := list(_guesses(done)):
         report.say("\nGuesses, and how far off they were:\n")
         report.console.print(_guesses_table(guesses))
@@ -122,7 +127,7 @@ def progress() -> int:
             _say_how_far_off(number, [g for g in guesses if days.day_of(g.id) == number])
     if not (done.exercises or done.guesses):
         first = min(exercises, default=1)
-        report.say(f"Nothing is noted yet: memlab start {first} copies a lesson and opens it")
+        report.say(f"Nothing is noted yet: memlab start {first} opens the lesson")
     return 0
 
 
@@ -279,7 +284,7 @@ def _judging(
 
 def _said(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
     for verdict in verdicts:
-        report.say(str(verdict))
+        report.say(str(verdict).removesuffix(": going on with the reference"))
         yield verdict
 
 
@@ -361,9 +366,15 @@ def _guesses_table(guesses: Sequence[_Guess]) -> Table:
             guess.quantity,
             _number(guess.guessed),
             "–" if guess.measured is None else _number(guess.measured),
-            "" if guess.factor is None else f"{guess.factor:.2f} ×",
+            _off_by(guess),
         )
     return table
+
+
+def _off_by(guess: _Guess) -> str:
+    if guess.measured is None or guess.factor is not None:
+        return "" if guess.factor is None else f"{guess.factor:.2f} ×"
+    return "1.00 ×" if guess.guessed == guess.measured else "∞"
 
 
 def _say_how_far_off(number: int, guesses: Sequence[_Guess]) -> None:

@@ -182,6 +182,8 @@ def equal(call: str, got: Any, wanted: Any, unit: str = "") -> None:
     unit = f" {unit}" if unit else ""
     if got is None and wanted is not None:
         raise Wrong(f"{call} gave nothing; wanted {_text(wanted)}{unit}. Is there a return?")
+    if isinstance(got, float) and isinstance(wanted, int) and got == wanted:
+        raise Wrong(f"{call} gave {got}, a float; wanted {_text(wanted)}{unit}: use // for /.")
     require(
         _same(got, wanted),
         f"{call} gave {_text(got)}, wanted {_text(wanted)}{unit}.",

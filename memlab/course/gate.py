@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from memlab.course import progress
-from memlab.course.days import day_of, exercise_of
-from memlab.course.exercises import NOT_ATTEMPTED, OK, Verdict, judge
+from memlab.course.days import day, day_of, exercise_of
+from memlab.course.exercises import OK, judge
 from memlab.trace import CATEGORIES, Trace
 from memlab.units import BINARY_UNITS, DECIMAL_UNITS
 
@@ -35,7 +35,10 @@ def exercise(id_: str, answer: Answer) -> Answer:
     """
     asked = exercise_of(id_)
     if answer is asked.reference:
-        print(Verdict(asked, NOT_ATTEMPTED))
+        print(
+            f"[ ] {id_} this is the reference, with which the lesson went on; "
+            f"run the cell with your own answer first"
+        )
         return answer
     verdict = judge(asked, answer)
     print(verdict)
@@ -49,15 +52,22 @@ def guess(id_: str, **quantities: float) -> None:
     A quantity's name ends in its unit: bytes, kib, mib, gib, gb, times or percent. A `...` in place
     of a number is no guess.
     """
-    day_of(id_)
+    day(day_of(id_))
+    if not quantities:
+        raise ValueError(f"got no number; give one, such as guess({id_!r}, peak_gib=1.5)")
     for quantity, number in quantities.items():
         _unit_of(quantity)
         if number is not ... and not isinstance(number, Real):
             raise TypeError(
                 f"got {quantity}={number!r}; give a number, such as {quantity}=1.5, or leave ..."
             )
+        if number is not ... and number < 0:
+            raise ValueError(f"got {quantity}={number}; give a number that is not below 0")
     _guesses[id_] = {name: None if n is ... else float(n) for name, n in quantities.items()}
     kept = {name: {"guessed": n} for name, n in _guesses[id_].items() if n is not None}
+    for name, noted in kept.items():
+        what, _, unit = name.rpartition("_")
+        print(f"noted: {what.replace('_', ' ')} {_text(noted['guessed'], unit)}")
     if kept:
         _note(lambda p: p.guesses.__setitem__(id_, kept))
 

@@ -47,6 +47,6 @@ def heading(path: Path) -> str:
 
 def _unreadable(path: Path, why: str) -> ValueError:
     return ValueError(
-        f"{path} cannot be read as a notebook ({why.splitlines()[0]}); `memlab reset N` puts "
-        f"your copy aside and makes a fresh one, `git restore` brings back a file of the repository"
+        f"{path} cannot be read as a notebook ({why.splitlines()[0]}); `memlab reset` with "
+        f"the day's number puts your copy aside and makes a fresh one"
     )

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 
 class Rule(NamedTuple):
-    """What people say, fairly, and the day that tries it."""
+    """What people say, fairly, the guide that says so, and the day that tries it."""
 
     claim: str
+    guide: str
     day: int
 
 
@@ -24,25 +25,35 @@ class Verdict(NamedTuple):
 
 
 # A rule that says several things has a letter for each; one tried on two days stands at the first.
+_DAY_19 = "Day 19: Memory Optimization"
+_MEMORY_GUIDE = "Memory Optimization Guide"
+_PLATFORMS = "Multi-Platform Memory Optimization"
 RULES: dict[str, Rule] = {
     "1a": Rule(
         "Mixed-precision Adam takes 16 bytes a parameter: 1B parameters are 16 GB before "
         "activations, which can be 100 GB and more.",
+        _DAY_19,
         1,
     ),
-    "1b": Rule("Training is memory-bound, not compute-bound.", 1),
-    "2a": Rule("A 7B model in float32 takes 28 + 28 + 56 = 112 GB without activations.", 1),
-    "2b": Rule("The weights of a 7B model are 28, 14 or 7 GB in FP32, BF16 or FP8.", 1),
-    "3": Rule("Activations scale with batch × length × width.", 1),
+    "1b": Rule("Training is memory-bound, not compute-bound.", _DAY_19, 1),
+    "2a": Rule(
+        "A 7B model in float32 takes 28 + 28 + 56 = 112 GB without activations.", _MEMORY_GUIDE, 1
+    ),
+    "2b": Rule(
+        "The weights of a 7B model are 28, 14 or 7 GB in FP32, BF16 or FP8.", _MEMORY_GUIDE, 1
+    ),
+    "3": Rule("Activations scale with batch × length × width.", _DAY_19, 1),
     "4": Rule(
         "A model of 34,083,904 parameters with checkpointing, batch 2, length 512, peaks at "
         "0.63 GB in forward and backward.",
+        _PLATFORMS,
         1,
     ),
     "5": Rule(
         "Beside a test of a 34M-parameter model: weights 0.5, AdamW 1.0, gradients 0.5, "
         "activations 0.6 GB, a peak of 2.6 GB with checkpointing at 2 × 512; without it, "
         "16 × 1024 took 32 GB.",
+        _PLATFORMS,
         1,
     ),
 }
@@ -65,6 +76,6 @@ def verdict(
     words = " ".join(("holds", condition)).strip() if holds else f"wrong: {otherwise}"
     reached = Verdict(rule, words, measured)
     verdicts.append(reached)
-    print(fill(f"Rule {rule}. {RULES[rule].claim}", 96))
+    print(fill(f"Rule {rule}. {RULES[rule].claim} ({RULES[rule].guide})", 96))
     print(fill(f"Measured: {measured}", 96))
     print(fill(f"Verdict: {words}", 96))

@@ -307,7 +307,7 @@ def test_what_is_wanted_is_equal(value):
     ("got", "wanted", "text"),
     [
         (12_345, 1_000, "f(x) gave 12,345, wanted 1,000."),
-        (1.0, 1, "f(x) gave 1.0, wanted 1."),
+        (1.0, 1, "f(x) gave 1.0, a float; wanted 1: use // for /."),
         (True, 1, "f(x) gave True, wanted 1."),
         ("1", 1, "f(x) gave '1', wanted 1."),
         (torch.tensor(1), 1, "f(x) gave tensor(1), wanted 1."),

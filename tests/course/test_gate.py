@@ -1,14 +1,17 @@
 """What a notebook's calls print, give back and keep, in a learner's folder and outside of one."""
 
 import json
+from contextlib import redirect_stdout
 from fractions import Fraction
+from io import StringIO
 
 import numpy as np
 import pytest
 import torch
 
-from memlab.course import days, exercise, gate, guess, progress, reveal
-from memlab.course.exercises import Exercise, equal
+from memlab.course import days, exercise, gate, progress, reveal
+from memlab.course import guess as guess_aloud
+from memlab.course.exercises import Day, Exercise, equal
 from memlab.trace import Event, Trace
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -26,6 +29,10 @@ def double(x):
 
 DOUBLE = Exercise("7.1", "Double it", 5, 1, ("a", "b", "c"), double, check_double, ())
 OK = "[ok] 7.1  1 case\n"
+REFERENCE = (
+    "[ ] 7.1 this is the reference, with which the lesson went on; "
+    "run the cell with your own answer first\n"
+)
 NOT_ATTEMPTED = "[ ] 7.1 not attempted: going on with the reference\n"
 
 
@@ -41,11 +48,18 @@ def stub(x):
     raise NotImplementedError("exercise 7.1, about 1 line")
 
 
+def guess(id_: str, **quantities: float) -> None:
+    """Without the line that says what was noted, which a test of its own has."""
+    with redirect_stdout(StringIO()):
+        guess_aloud(id_, **quantities)
+
+
 @pytest.fixture(autouse=True)
 def fresh_kernel(monkeypatch, tmp_path):
     """No guess of another test, one exercise, and a folder that no `memlab start` made."""
     monkeypatch.setattr(gate, "_guesses", {})
     monkeypatch.setattr(gate, "exercise_of", {"7.1": DOUBLE}.__getitem__)
+    monkeypatch.setattr(gate, "day", {7: Day((DOUBLE,), None)}.__getitem__)
     monkeypatch.chdir(tmp_path)
 
 
@@ -86,7 +100,7 @@ def test_the_reference_is_no_answer(folder, capsys):
     answer = exercise("7.1", wrong)
     capsys.readouterr()
     assert exercise("7.1", answer) is double  # the same cell once more
-    assert capsys.readouterr().out == NOT_ATTEMPTED
+    assert capsys.readouterr().out == REFERENCE
     assert progress.read(folder).exercise("7.1") == progress.Record("wrong", checks=1)
 
 
@@ -325,3 +339,22 @@ def test_a_lesson_goes_on_where_nothing_can_be_noted(folder, monkeypatch, capsys
     monkeypatch.setattr(progress, "update", full)
     assert exercise("7.1", right) is right
     assert capsys.readouterr().out == f"{OK}(not noted in progress.json: No space left on device)\n"
+
+
+def test_a_guess_is_told_in_its_unit(capsys):
+    guess_aloud("7.1", peak_gib=6.5, live_bytes=1000, share_percent=...)
+    assert capsys.readouterr().out == "noted: peak 6.50 GiB\nnoted: live 1,000 bytes\n"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"), [({}, "got no number; "), ({"peak_gib": -1}, "got peak_gib=-1; ")]
+)
+def test_a_guess_needs_a_number_that_can_be(numbers, told):
+    with pytest.raises(ValueError, match=told):
+        guess("7.1", **numbers)
+
+
+def test_a_guess_belongs_to_a_day_that_is_there(monkeypatch):
+    monkeypatch.setattr(gate, "day", days.day)
+    with pytest.raises(ValueError, match="got day 99; there"):
+        guess("99.1", peak_gib=1)

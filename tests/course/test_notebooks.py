@@ -66,7 +66,7 @@ def test_what_is_no_notebook_is_one_sentence_with_a_remedy(tmp_path, text, why):
             use(path)
         [line] = str(error.value).splitlines()
         assert why in line
-        assert "`memlab reset N`" in line
+        assert "`memlab reset`" in line
 
 
 def test_the_heading_is_the_first_one(notebook):

@@ -15,7 +15,9 @@ def reached(monkeypatch):
     verdicts = []
     monkeypatch.setattr(rules, "verdicts", verdicts)
     monkeypatch.setattr(
-        rules, "RULES", {"1a": Rule("Half is gone.", 5), "2": Rule("Long " * 50, 6)}
+        rules,
+        "RULES",
+        {"1a": Rule("Half is gone.", "A guide", 5), "2": Rule("Long " * 50, "A guide", 6)},
     )
     return verdicts
 
@@ -23,7 +25,7 @@ def reached(monkeypatch):
 def test_a_rule_that_holds_is_told_with_its_condition(reached, capsys):
     verdict("1a", True, "0.50 ×", condition="if all is kept", otherwise="never said")
     assert capsys.readouterr().out.splitlines() == [
-        "Rule 1a. Half is gone.",
+        "Rule 1a. Half is gone. (A guide)",
         "Measured: 0.50 ×",
         "Verdict: holds if all is kept",
     ]
