@@ -1,0 +1,157 @@
+"""The allocator's fidelity and speed: histories that CUDA recorded, replayed; a million events.
+
+    python benchmarks/allocator.py [RECORDING.json.gz …] [--conf max_split_size_mb:128]
+
+A recording is JSON, gzipped or not, in the form that `memlab.allocator.replay` reads. It must have
+been made with the settings that are given. Prints Markdown, and writes the speed to
+`benchmarks/results/<machine>.json`.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, heading, save, spread, table
+
+from memlab.allocator import Replay, Settings, replay, simulate
+from memlab.trace import Event
+from memlab.units import format_bytes, parse_bytes
+
+EVENTS = 1_000_000
+ALIVE = 1_000  # storages at most: about what a step of 24 layers keeps
+ROUNDS = 3
+MISSES = 5  # of each recording that are shown
+SETTINGS = {
+    "as torch has them": Settings(),
+    "max_split_size_mb:64": Settings.parse("max_split_size_mb:64"),
+    "expandable_segments:True": Settings.parse("expandable_segments:True"),
+}
+FIDELITY = (
+    *("recording", "segment or cached", "segment sizes", "addresses", "given back"),
+    *("blocks at the end", "reserved peak, recorded", "simulated"),
+)
+
+
+# ------------------------------------------------------------------ fidelity
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A recording, from a file that may be gzipped."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        return json.load(file)
+
+
+def fidelity_cells(name: str, result: Replay) -> tuple[str, ...]:
+    """A line of the table of replays."""
+    scores = (result.decisions, result.segment_sizes, result.addresses, result.releases)
+    peaks = (result.recorded_reserved_bytes, result.reserved_bytes)
+    return (
+        name,
+        *map(str, (*scores, result.blocks_at_end)),
+        *(f"{format_bytes(peak)} ({peak:,} B)" for peak in peaks),
+    )
+
+
+def fidelity(results: dict[str, Replay]) -> str:
+    """The scores of all recordings, and what the first misses were."""
+    lines = [table(FIDELITY, [fidelity_cells(*item) for item in results.items()])]
+    for name, result in results.items():
+        lines += [f"- {name}: {miss}" for miss in result.misses[:MISSES]]
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------ speed
+
+
+def generated(events: int, alive: int = ALIVE) -> list[Event]:
+    """A trace in which storages of 64 B to 64 MiB come and go in no order."""
+    numbers = random.Random(0)
+    living: list[Event] = []
+    trace: list[Event] = []
+    while len(trace) < events:
+        if living and (len(living) >= alive or numbers.random() < 0.45):
+            index = numbers.randrange(len(living))
+            living[index], living[-1] = living[-1], living[index]
+            gone = living.pop()
+            trace.append(gone._replace(bytes=-gone.bytes))
+        else:
+            size = int(2 ** numbers.uniform(6, 26))
+            born = Event(size, len(trace), "activations", "", "", "forward", "uint8", (size,))
+            living.append(born)
+            trace.append(born)
+    return trace
+
+
+def seconds(trace: Sequence[Event], settings: Settings) -> float:
+    """How long one core works on it; what other processes do meanwhile does not count."""
+    start = time.process_time()
+    simulate(trace, settings)
+    return time.process_time() - start
+
+
+def speed(trace: Sequence[Event], rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds and events per second, by settings: the median of all rounds."""
+    found = {}
+    for name, settings in SETTINGS.items():
+        median = spread([seconds(trace, settings) for _ in range(rounds)]).median
+        found[name] = {"seconds": median, "events_per_second": len(trace) / median}
+    return found
+
+
+def speed_table(found: dict[str, dict[str, float]]) -> str:
+    """The speeds as Markdown."""
+    lines = [
+        (name, f"{row['seconds']:.2f} s", f"{row['events_per_second']:,.0f}")
+        for name, row in found.items()
+    ]
+    return table(("settings", "one core", "events per second"), lines)
+
+
+# ------------------------------------------------------------------ the command
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recordings", nargs="*", type=Path)
+    parser.add_argument("--conf", default="", help="PYTORCH_ALLOC_CONF of the recordings")
+    parser.add_argument("--capacity", type=parse_bytes, help="of the card they were made on")
+    parser.add_argument("--events", type=int, default=EVENTS, help="of the generated trace")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the speed is written")
+    return parser.parse_args(words)
+
+
+def replays(paths: Sequence[Path], settings: Settings) -> dict[str, Replay]:
+    """Each recording's replay, by the file's name without its endings."""
+    names = [path.name.removesuffix(".gz").removesuffix(".json") for path in paths]
+    return dict(zip(names, [replay(read(path), settings) for path in paths], strict=True))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    given = arguments(words)
+    try:
+        settings = Settings.parse(given.conf, capacity_bytes=given.capacity)
+        results = replays(given.recordings, settings)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(heading("Allocator"), end="\n\n")
+    if results:
+        print(fidelity(results), end="\n\n")
+    found = speed(generated(given.events), ROUNDS)
+    print(f"{given.events:,} events, at most {ALIVE:,} storages alive:", end="\n\n")
+    print(speed_table(found))
+    save(given.results, "allocator", "speed", {"events": given.events, "settings": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
