@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for whoever reads the source and doesn't run it
     from memlab import plot as plot
     from memlab.metering import BudgetExceeded as BudgetExceeded
+    from memlab.metering import Kernels as Kernels
     from memlab.metering import budget as budget
     from memlab.metering import dry_run as dry_run
     from memlab.metering import measure as measure
     from memlab.metering import meter as meter
+    from memlab.metering import predict as predict
     from memlab.trace import Event as Event
     from memlab.trace import Trace as Trace
 
@@ -25,16 +27,21 @@ if TYPE_CHECKING:  # for whoever reads the source and doesn't run it
 _HOME_OF = {
     "BudgetExceeded": "memlab.metering",
     "Event": "memlab.trace",
+    "Kernels": "memlab.metering",
     "Trace": "memlab.trace",
     "budget": "memlab.metering",
     "dry_run": "memlab.metering",
     "measure": "memlab.metering",
     "meter": "memlab.metering",
+    "predict": "memlab.metering",
 }
-_MODULES = ("course", "metering", "plot", "trace")
+_MODULES = ("allocator", "course", "metering", "plot", "trace")
 
 __version__ = "0.1.0"
-__all__ = ["BudgetExceeded", "Event", "Trace", "budget", "dry_run", "measure", "meter", "plot"]
+__all__ = [
+    *("BudgetExceeded", "Event", "Kernels", "Trace"),
+    *("budget", "dry_run", "measure", "meter", "plot", "predict"),
+]
 
 
 def __getattr__(name: str) -> Any:

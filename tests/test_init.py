@@ -11,7 +11,8 @@ import memlab
 from memlab import metering, trace
 
 HOMES = {
-    **dict.fromkeys(("BudgetExceeded", "budget", "dry_run", "measure", "meter"), metering),
+    **dict.fromkeys(("BudgetExceeded", "Kernels", "budget", "dry_run"), metering),
+    **dict.fromkeys(("measure", "meter", "predict"), metering),
     **dict.fromkeys(("Event", "Trace"), trace),
 }
 

@@ -10,16 +10,14 @@ from memlab.metering.answers import Answers
 from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.devices import complete, watch
 from memlab.metering.fake import dry_run
+from memlab.metering.kernels import Kernels
 from memlab.metering.limits import BudgetExceeded, budget
-from memlab.metering.storages import Change, StorageMeter
+from memlab.metering.prediction import predict
+from memlab.metering.storages import THREADS_NOTE, Change, StorageMeter
 from memlab.trace import Trace
 
-__all__ = ["BudgetExceeded", "budget", "dry_run", "measure", "meter"]
+__all__ = ["BudgetExceeded", "Kernels", "budget", "dry_run", "measure", "meter", "predict"]
 
-THREADS_NOTE = (
-    "gradients were made where the meter does not look, in a thread that the step started: what "
-    "such threads allocate is not in here"
-)
 WORKSPACE_NOTE = (
     "a recurrent layer's fused kernel keeps a workspace for backward whose size it alone knows: "
     "this dry run is without it, and much too low (70 % for an LSTM); measure a real step"

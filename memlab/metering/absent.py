@@ -34,11 +34,31 @@ from memlab.metering.frames import user_line
 _REAL_DEVICES = ("cpu", "meta")
 
 
-def on_the_cpu(argument: Any) -> Any:
-    """The CPU in place of an accelerator, any other argument as it is."""
+class StandIn:
+    """What stands in for every accelerator: the CPU, or a fake device beside it."""
+
+    device: str | torch.device = "cpu"
+
+    @classmethod
+    @contextmanager
+    def being(cls, device: torch.device) -> Iterator[None]:
+        """Let another device stand in for a while; `device` is one that fake tensors can be on."""
+        before, cls.device = cls.device, device
+        try:
+            yield
+        finally:
+            cls.device = before
+
+
+def on_the_stand_in(argument: Any) -> Any:
+    """The stand-in in place of an accelerator, any other argument as it is."""
     if isinstance(argument, (str, torch.device)):
-        return "cpu" if torch.device(argument).type not in _REAL_DEVICES else argument
-    return "cpu" if type(argument) is int else argument  # `.to(0)`: only a device is a number
+        return StandIn.device if torch.device(argument).type not in _REAL_DEVICES else argument
+    return StandIn.device if type(argument) is int else argument  # `.to(0)`: a device's number
+
+
+def _on_the_cpu(argument: Any) -> Any:
+    return "cpu" if on_the_stand_in(argument) is StandIn.device else argument
 
 
 @contextmanager
@@ -64,20 +84,43 @@ def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor
 
 
+def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor.to(StandIn.device)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
 def _to(move: Callable[..., Any]) -> Callable[..., Any]:
     def to(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: on_the_cpu(value) for name, value in kwargs.items()}
-        return move(*map(on_the_cpu, args), **kwargs)
+        kwargs = {name: on_the_stand_in(value) for name, value in kwargs.items()}
+        return move(*map(on_the_stand_in, args), **kwargs)
 
     return to
 
 
 def _made(make: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
-    return make(*args, device=on_the_cpu(device), **kwargs)
+    return make(*args, device=on_the_stand_in(device), **kwargs)
+
+
+def _from_values(
+    make: Callable[..., Any],
+    *args: Any,
+    device: Any = None,
+    requires_grad: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Values come from the CPU, and are copied to wherever they are wanted."""
+    tensor = make(*args, device=on_the_stand_in(device), **kwargs)
+    if device is not None and on_the_stand_in(device) == StandIn.device:
+        tensor = tensor.to(StandIn.device)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _like_values(like: torch.Tensor, data: Any, *, device: Any = None, **kwargs: Any) -> Any:
+    device = like.device if device is None else device
+    return _from_values(partial(torch.Tensor.new_tensor, like), data, device=device, **kwargs)
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -85,8 +128,12 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
         make: partial(_made, make)
         for make in (*_device_constructors(), torch.empty_like, torch.zeros_like, torch.ones_like)
     },
-    torch.Tensor.cuda: _itself,
-    torch.Tensor.xpu: _itself,
+    **{
+        make: partial(_from_values, make) for make in (torch.tensor, torch.as_tensor, torch.asarray)
+    },
+    torch.Tensor.new_tensor: _like_values,
+    torch.Tensor.cuda: _moved,
+    torch.Tensor.xpu: _moved,
     torch.Tensor.pin_memory: _itself,
     torch.Tensor.to: _to(torch.Tensor.to),
 }
@@ -146,7 +193,7 @@ def _scale_if_known(scale: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cast_on_the_cpu(cast: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda value, device, dtype: cast(value, on_the_cpu(device), dtype)
+    return lambda value, device, dtype: cast(value, _on_the_cpu(device), dtype)
 
 
 # ------------------------------------------------------------------ torch.cuda and its kin
@@ -154,7 +201,7 @@ def _cast_on_the_cpu(cast: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Generator(torch.Generator):
     def __new__(cls, device: Any = "cpu") -> "_Generator":
-        return super().__new__(cls, on_the_cpu(device))
+        return super().__new__(cls, _on_the_cpu(device))
 
 
 class _Done:

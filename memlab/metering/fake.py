@@ -121,7 +121,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, answering what they cannot."""
         if kwargs.get("device") is not None:
-            kwargs = {**kwargs, "device": torch.device(absent.on_the_cpu(kwargs["device"]))}
+            kwargs = {**kwargs, "device": torch.device(absent.on_the_stand_in(kwargs["device"]))}
         if func in _KEEPS_TRUTH and any(_is_in(self._true, argument) for argument in args):
             with torch._C.DisableTorchFunction():
                 result = func(*args, **kwargs)
@@ -248,6 +248,14 @@ def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return memo[id(tensor)]
 
 
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """`tensor.data = data`, and the device with it, which a fake tensor keeps beside its data."""
+    with torch._C.DisableTorchFunction():
+        tensor.data = data
+    if isinstance(tensor, FakeTensor) and isinstance(data, FakeTensor):
+        tensor.fake_device = data.fake_device
+
+
 def _isfinite(tensor: torch.Tensor) -> torch.Tensor:
     result = torch.isfinite(tensor)
     dry_run.active._true[result] = True
@@ -280,6 +288,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **absent.FUNCTIONS,
     torch.Tensor.__format__: _format,
     torch.Tensor.__deepcopy__: _deepcopy,
+    torch.Tensor.data.__set__: _set_data,
     torch.Tensor.numpy: _numpy,
     torch.Tensor.isfinite: _isfinite,
     torch.isfinite: _isfinite,
@@ -319,9 +328,9 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
         if not torch._has_compatible_shallow_copy_type(parameter, converted):
             module._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
             continue
-        parameter.data = converted
+        _set_data(parameter, converted)
         if parameter.grad is not None:
-            parameter.grad.data = fn(parameter.grad.data)
+            _set_data(parameter.grad, fn(parameter.grad.data))
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = fn(buffer)

@@ -29,6 +29,11 @@ from memlab.metering.tensors import plain_tensors, tensors_among, tensors_within
 
 aten = torch.ops.aten
 
+THREADS_NOTE = (
+    "gradients were made where the meter does not look, in a thread that the step started: what "
+    "such threads allocate is not in here"
+)
+
 _OF_PYTHON_NUMBERS = (torch.float64, torch.int64, torch.bool, torch.complex128)
 
 
@@ -137,9 +142,9 @@ class StorageMeter(LightMode):
     # ------------------------------------------------------------------ one operator
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if _has_a_handler_of_its_own(types):
+        if has_a_handler_of_its_own(types):
             return NotImplemented  # which runs it on plain tensors, and those we see
-        if torch.is_inference_mode_enabled() and _is_a_composition(func):
+        if torch.is_inference_mode_enabled() and is_a_composition(func):
             with self.again():  # elsewhere autograd takes it apart before a mode sees it
                 return func.decompose(*args, **kwargs)
         phase = self.context.phase()
@@ -401,7 +406,7 @@ class Run:
 
 
 @functools.cache
-def _is_a_composition(func: Any) -> bool:
+def is_a_composition(func: Any) -> bool:
     """Whether the operator has no kernel but is written in terms of other operators."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
@@ -418,5 +423,5 @@ def _all_are_inputs(records: list[Storage]) -> bool:
 
 
 @functools.cache
-def _has_a_handler_of_its_own(types: tuple[type, ...]) -> bool:
+def has_a_handler_of_its_own(types: tuple[type, ...]) -> bool:
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)

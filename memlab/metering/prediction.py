@@ -1,0 +1,392 @@
+"""What a step would take on CUDA, from a dry run of it on a machine without one.
+
+The dry run has the storages of the CPU's step, to the byte. What CUDA does otherwise is added, one
+mechanism each:
+
+    devices     fake tensors of the "cuda" that the script names are on a device of their own, so
+                what stays on the CPU (an optimizer's step counters, data before `.to("cuda")`)
+                does not count, and a copy between the two does
+    kernels     where the composition of an operator depends on the device (substitutes.py), and
+                where a kernel's results do (_RESULTS); a policy that can be flipped (kernels.py)
+    autocast    by CUDA's list of operators (autocast_lists.py)
+    optimizers  all parameters at once, as torch.optim does on CUDA
+    workspace   one for each handle of cuBLAS: of the forward pass's thread and of backward's
+    rounding    blocks are multiples of 512 bytes
+
+What is not in here, a note of the Trace names.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+from memlab.metering.absent import StandIn, replaced
+from memlab.metering.answers import Answers
+from memlab.metering.autocast_lists import cuda_autocast, forget_casts, is_on_a_list
+from memlab.metering.cuda import GRANULARITY
+from memlab.metering.cycles import no_cycle_collection
+from memlab.metering.devices import complete
+from memlab.metering.fake import dry_run
+from memlab.metering.frames import user_line
+from memlab.metering.kernels import DEFAULT, Kernels, Target, target_named
+from memlab.metering.registry import REGISTRY
+from memlab.metering.scratch import scratch_bytes
+from memlab.metering.storages import (
+    THREADS_NOTE,
+    Change,
+    StorageMeter,
+    has_a_handler_of_its_own,
+    is_a_composition,
+)
+from memlab.metering.substitutes import Substitutes
+from memlab.trace import Trace
+
+aten = torch.ops.aten
+
+# Fake tensors may be on it, and tell it from "cpu" as they tell "cuda" from "cpu"; the dispatcher
+# sees CPU tensors in both.
+CUDA = torch.device("cpu", 0)
+
+_MATRIX_PRODUCTS = frozenset(
+    {
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+        *(aten.addmv.default, aten.mv.default, aten.dot.default, aten.vdot.default),
+        *(aten._addmm_activation.default, aten._scaled_mm.default, aten.addbmm.default),
+    }
+)
+_COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout})  # by `.to`
+Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
+
+EVERYTHING_NOTE = (
+    "the script puts nothing on an accelerator, so all that it makes is counted as CUDA's, data "
+    'that would stay on the CPU too; say device="cuda" where CUDA holds it'
+)
+
+
+def predict(
+    build: Build,
+    *,
+    target: str = "cuda",
+    kernels: Kernels = DEFAULT,
+    steps: int = 2,
+    lines: bool = False,
+) -> Trace:
+    """What the last of `steps` steps would take on CUDA, without one: bytes, never values.
+
+    build    returns (step, model, optimizer), the latter two None where there are none; it may say
+             device="cuda" wherever it would there
+    target   the class of cards: "cuda" for most, "cuda:hopper"
+    kernels  what CUDA is taken to run; `Kernels()` is what torch does when nobody asks otherwise
+    steps    how many are run; the last is measured. The first makes the optimizer's state
+
+    The Trace's notes say by which policy, and what it cannot promise. TypeError for what is no
+    builder, ValueError for an unknown target and for what a dry run cannot do.
+    """
+    _check(build, kernels, steps)
+    prediction = _Prediction(kernels, target_named(target))
+    with prediction.policy():
+        step, model, optimizer = _built(build)
+        for _ in range(steps - 1):
+            step()
+        meter = _PredictionMeter(prediction, model, optimizer, step=step, lines=lines)
+        with meter:
+            step()
+        return prediction.trace(meter, optimizer)
+
+
+def _check(build: Any, kernels: Any, steps: Any) -> None:
+    if not callable(build):
+        raise TypeError(
+            f"got a {type(build).__name__} to predict; give a function of no arguments that "
+            f"returns (step, model, optimizer)"
+        )
+    if not isinstance(kernels, Kernels):
+        raise TypeError(f"got a {type(kernels).__name__} as kernels; give memlab.Kernels(...)")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"got steps={steps!r}; at least one step must run, the last is measured")
+
+
+def _built(build: Build) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
+    built = build()
+    if not isinstance(built, tuple) or len(built) != 3 or not callable(built[0]):
+        raise TypeError(
+            f"build() returned a {type(built).__name__}; return (step, model, optimizer), with a "
+            f"function of no arguments as step, and None for a model or optimizer that is not there"
+        )
+    return built
+
+
+class _Prediction(dry_run):
+    """A dry run in which CUDA's choices hold."""
+
+    def __init__(self, kernels: Kernels, target: Target) -> None:
+        self.kernels, self.target = kernels, target
+        self.substitutes = Substitutes(kernels, target)
+        self.workspaces: dict[bool, torch.Tensor] = {}  # of the thread of backward, and the other
+        self.unknown_scratch: set[str] = set()
+        self.autocast_is_on = False
+
+    @contextmanager
+    def policy(self) -> Iterator[None]:
+        """Everything that holds during a prediction, and not after it."""
+        with ExitStack() as stack:
+            stack.enter_context(_asked_anew(is_a_composition))
+            stack.enter_context(StandIn.being(CUDA))
+            stack.enter_context(self)
+            stack.enter_context(self.substitutes.installed())
+            if self.kernels.autocast == "cuda":
+                stack.enter_context(cuda_autocast())
+                stack.enter_context(replaced({(torch, "clear_autocast_cache"): forget_casts}))
+            noting = {(torch, "set_autocast_enabled"): self._noting}
+            stack.enter_context(replaced(noting))
+            stack.enter_context(_optimizers(self.kernels.optimizer))
+            yield
+
+    def _noting(self, set_enabled: Callable[..., None]) -> Callable[..., None]:
+        """Know whether autocast is on, which torch denies within a mode."""
+
+        def set_and_note(device: Any, *enabled: bool) -> None:
+            set_enabled(device, *enabled)
+            if device == "cpu":
+                [self.autocast_is_on] = enabled
+
+        return set_and_note
+
+    def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            result = super().execute(func, args, kwargs)
+        except RuntimeError as error:
+            if "at least two devices" not in str(error):
+                raise
+            raise ValueError(
+                f"{user_line()}: {func} is given tensors of CUDA and of the CPU, which fails there "
+                f'too; move all of them to one device, such as x.to("cuda")'
+            ) from error
+        if func in _COPIES and _names_cuda(*args[1:], *kwargs.values()):
+            result.fake_device = CUDA  # torch computes with small literals for real, on the CPU
+            result.constant = None
+        if func in _MATRIX_PRODUCTS:
+            self._use_handle()
+        elif func in _RESULTS:
+            result = _RESULTS[func](result)
+        if func in _UNKNOWN_SCRATCH:
+            self.unknown_scratch.add(_UNKNOWN_SCRATCH[func])
+        return result
+
+    def _use_handle(self) -> None:
+        """The thread's handle of cuBLAS takes its workspace when it is first used."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward not in self.workspaces:
+            self.workspaces[in_backward] = _buffer(self.target.workspace_bytes)
+
+    # -------------------------------------------------------------- the result
+
+    def trace(self, meter: "_PredictionMeter", optimizer: Any) -> Trace:
+        with no_cycle_collection():
+            changes = list(meter.changes())
+            on_cuda = [change for change in changes if change.record.device == CUDA]
+            names_cuda = any(change.record.category != "workspace" for change in on_cuda)
+            if not names_cuda:
+                on_cuda = _all_but_counters(changes, optimizer)
+            completed = complete(on_cuda, Answers(CUDA, granularity=GRANULARITY))
+            notes = (*([] if names_cuda else [EVERYTHING_NOTE]), *self._notes(meter))
+            return Trace(completed.events, device="cuda", dry=True, notes=notes)
+
+    def _notes(self, meter: "_PredictionMeter") -> tuple[str, ...]:
+        unconfirmed = sorted(self.substitutes.used | self._optimizers_kernels(meter))
+        unknown = set(self.unknown_scratch)
+        if meter.context.has_recurrent_layer:
+            unknown.add("recurrent layers (cuDNN)")
+        return (
+            f"predicted for {self.target.name} by a policy of kernels: {self.kernels}",
+            *([f"no GPU has confirmed the bytes of {', '.join(unconfirmed)}"] * bool(unconfirmed)),
+            *(
+                f"the scratch of {kind} is not known and not in here; the real peak can be higher"
+                for kind in sorted(unknown)
+            ),
+            *([THREADS_NOTE] if meter.found_unseen_gradients else []),
+        )
+
+    def _optimizers_kernels(self, meter: "_PredictionMeter") -> set[str]:
+        kinds = {type(optimizer) for optimizer in meter.context.optimizers}
+        return {
+            f"{kind.__name__} by {self.kernels.optimizer}"
+            for kind in kinds
+            if kind.__module__.startswith("torch.optim.")
+        }
+
+
+def _names_cuda(*arguments: Any) -> bool:
+    return any(isinstance(argument, torch.device) and argument == CUDA for argument in arguments)
+
+
+def _buffer(count: int) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        return torch.empty(count, dtype=torch.uint8, device=CUDA)
+
+
+class _PredictionMeter(StorageMeter):
+    """Meters a prediction: compositions as CUDA has them, and the workspaces."""
+
+    def __init__(self, prediction: _Prediction, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prediction = prediction
+        self._is_cast = False  # by a composition around the operator that runs
+
+    def __enter__(self) -> "_PredictionMeter":
+        self._known_workspaces = len(self._prediction.workspaces)
+        for workspace in self._prediction.workspaces.values():
+            self._scan(workspace, "workspace", "")
+        super().__enter__()
+        return self
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled() and not has_a_handler_of_its_own(types):
+            composition = self._composition(func)
+            if composition is not None:
+                with self.again(), self._casting_inside(func):
+                    return composition(*args, **kwargs)
+        result = super().handle(func, types, args, kwargs)
+        if sizes := scratch_bytes(func, args, kwargs, self._prediction.target.multiprocessors):
+            self._note_scratch(func, sizes)
+        if len(self._prediction.workspaces) > self._known_workspaces:
+            self._note_workspace(func)
+        return result
+
+    def _composition(self, func: Any) -> Callable[..., Any] | None:
+        """What takes the operator apart, where nobody has before a mode sees it."""
+        substitute = self._prediction.substitutes.of.get(func)
+        return substitute or (func.decompose if is_a_composition(func) else None)
+
+    @contextmanager
+    def _casting_inside(self, func: Any) -> Iterator[None]:
+        """Let autocast see what a composition consists of, unless it has cast its inputs or those
+        of one around it: a mode is called with autocast off."""
+        is_cast = self._is_cast
+        self._is_cast = is_cast or is_on_a_list(func.name())
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        if not self._is_cast and self._prediction.autocast_is_on:
+            excluded = excluded.remove(torch._C.DispatchKey.AutocastCPU)
+        try:
+            with torch._C._ForceDispatchKeyGuard(
+                torch._C._dispatch_tls_local_include_set(), excluded
+            ):
+                yield
+        finally:
+            self._is_cast = is_cast
+
+    def _note_workspace(self, func: Any) -> None:
+        """Enter the handle's workspace, which belongs to no operator's results."""
+        self._known_workspaces += 1
+        *_, workspace = self._prediction.workspaces.values()
+        self._enter_workspace(workspace, func)
+
+    def _note_scratch(self, func: Any, sizes: tuple[int, ...]) -> None:
+        """Enter the buffers that the kernel took, all at once, and gave back."""
+        buffers = [_buffer(size) for size in sizes]
+        for buffer in buffers:
+            self._enter_workspace(buffer, func)
+
+    def _enter_workspace(self, buffer: torch.Tensor, func: Any) -> None:
+        record = REGISTRY.add(buffer, self._run)
+        record.operator, record.phase = func, self.context.last_phase
+        record.mark("workspace")
+        self._accounted.add(record.number)
+        self._stream.append(Change(record, record.bytes, record.phase))
+
+
+def _all_but_counters(changes: list[Change], optimizer: Any) -> list[Change]:
+    """All changes, but those of the step counters that torch.optim keeps on the CPU."""
+    counters = set()
+    groups = getattr(optimizer, "param_groups", ())
+    for group in groups if isinstance(optimizer, torch.optim.Optimizer) else ():
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            step = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(step, torch.Tensor) and (record := REGISTRY.find(step)):
+                counters.add(record.number)
+    return [change for change in changes if change.record.number not in counters]
+
+
+@contextmanager
+def _asked_anew(cached: Any) -> Iterator[None]:
+    """Let what a cached function knows from outside be forgotten inside, and the other way round:
+    the kernels that a prediction registers change its answers."""
+    cached.cache_clear()
+    try:
+        yield
+    finally:
+        cached.cache_clear()
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+@contextmanager
+def _optimizers(choice: str) -> Iterator[None]:
+    """Let torch.optim and `clip_grad_norm_` choose as on CUDA, where nobody chose for them."""
+    kinds = [] if choice == "loop" else ["cpu"]
+    lists = (_foreach_utils, torch_optimizer)
+    name = "_get_foreach_kernels_supported_devices"
+    with ExitStack() as stack:
+        stack.enter_context(
+            replaced({(owner, name): lambda real: lambda: kinds for owner in lists})
+        )
+        if choice == "fused":
+            chosen: list[dict[str, Any]] = []
+            hook = torch_optimizer.register_optimizer_step_pre_hook(_choosing_fused(chosen))
+            stack.callback(_take_back, chosen)
+            stack.callback(hook.remove)
+        yield
+
+
+def _choosing_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
+    def choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            if group.get("fused", False) is None and group.get("foreach") is None:
+                group["fused"] = True
+                chosen.append(group)
+
+    return choose
+
+
+def _take_back(chosen: list[dict[str, Any]]) -> None:
+    for group in chosen:
+        group["fused"] = None
+
+
+# ------------------------------------------------------------------ what kernels give and take
+
+
+def _statistics_in_float32(result: Any) -> Any:
+    output, *statistics = result
+    return output, *(statistic.float() for statistic in statistics)
+
+
+def _seeds_on_the_cpu(result: Any) -> Any:
+    output, logsumexp, *seeds = result
+    return output, logsumexp, *(torch.empty((), dtype=torch.int64) for _ in seeds)
+
+
+_RESULTS: dict[Any, Callable[[Any], Any]] = {
+    aten.native_layer_norm.default: _statistics_in_float32,
+    aten.native_batch_norm.default: _statistics_in_float32,
+    aten._scaled_dot_product_efficient_attention.default: _seeds_on_the_cpu,
+}
+_UNKNOWN_SCRATCH = {
+    aten.convolution.default: "convolutions (cuDNN)",
+    aten.convolution_backward.default: "convolutions (cuDNN)",
+    aten._convolution.default: "convolutions (cuDNN)",
+    aten.sort.default: "sorts",
+    aten.topk.default: "sorts",
+    aten.cumsum.default: "cumulative sums",
+    aten.embedding_dense_backward.default: "an embedding's gradient (a sort of the indices)",
+    aten.index_put.default: "sums by index (a sort of the indices)",
+    aten._scaled_dot_product_efficient_attention_backward.default: "attention's backward",
+    aten._scaled_dot_product_cudnn_attention_backward.default: "attention's backward",
+}
