@@ -12,11 +12,10 @@ from torch import nn
 from memlab import ledger
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.ledger import FLOAT32
 from memlab.model import PRESETS, GPTConfig
 from memlab.train import TECHNIQUES, dry_trace
 from memlab.units import format_bytes
-
-FLOAT32 = 4
 
 # ------------------------------------------------------------------ 1.1: weights
 
