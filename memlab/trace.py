@@ -8,7 +8,7 @@ and `at_peak` splits that sum by category, so the categories always add up to th
 import os
 import pickle
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What the device itself says, in bytes; None where it does not answer.
+    """What the device itself says, or a simulation of it, in bytes; None where there is no answer.
 
     `allocated_peak_bytes` is handed out to tensors and kernels, `reserved_peak_bytes` is held by
     the caching allocator, `used_bytes` is what the driver shows for the whole device at the end
@@ -78,6 +78,9 @@ class Trace:
     dry: bool = False  # made on fake tensors: bytes are exact, values were never computed
     memory: DeviceMemory = field(default_factory=DeviceMemory)
     notes: tuple[str, ...] = ()  # what this trace cannot promise, one sentence each
+    # What came before the run, where it is known: the allocator's holes are from then. Its
+    # storages have the same numbers in `events`, which begin with those still alive.
+    history: tuple[Event, ...] = field(default=(), repr=False)
 
     @cached_property
     def _peak(self) -> tuple[int, int]:
@@ -179,7 +182,8 @@ class Trace:
             "memory": asdict(self.memory),
             "notes": list(self.notes),
             "fields": list(Event._fields),
-            "events": [[*event[:7], list(event.shape), event.line] for event in self.events],
+            "events": list(map(_row, self.events)),
+            "history": list(map(_row, self.history)),
         }
 
     def to_snapshot(self, path: str | os.PathLike[str]) -> None:
@@ -191,9 +195,9 @@ class Trace:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> "Trace":
         """The inverse of `to_dict`."""
-        events = tuple(Event(*row[:7], tuple(row[7]), row[8]) for row in plain["events"])
+        events, history = (tuple(map(_event, plain[name])) for name in ("events", "history"))
         memory = DeviceMemory(**plain["memory"])
-        return cls(events, plain["device"], plain["dry"], memory, tuple(plain["notes"]))
+        return cls(events, plain["device"], plain["dry"], memory, tuple(plain["notes"]), history)
 
     def __str__(self) -> str:
         where = f"{self.device}, dry run" if self.dry else self.device
@@ -202,10 +206,11 @@ class Trace:
             share = count / self.peak_bytes
             lines.append(f"  {category:<22}{format_bytes(count):>12}{share:>7.1%}  {_bar(share)}")
         lines.append(f"alive at the end {format_bytes(self.live_bytes)}")
+        who = "the simulated allocator" if self.dry else "the device"
         for name, count in asdict(self.memory).items():
             if count is not None:
                 label = name.removesuffix("_bytes").replace("_", " ")
-                lines.append(f"the device says: {label} {format_bytes(count)}")
+                lines.append(f"{who} says: {label} {format_bytes(count)}")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     __repr__ = __str__
@@ -250,6 +255,15 @@ class Difference:
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+def _row(event: Event) -> list[Any]:
+    """An event as JSON has it."""
+    return [*event[:7], list(event.shape), event.line]
+
+
+def _event(row: Sequence[Any]) -> Event:
+    return Event(*row[:7], tuple(row[7]), row[8])
 
 
 def _by_category(events: Iterable[Event]) -> dict[str, int]:

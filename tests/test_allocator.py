@@ -13,6 +13,7 @@ from memlab.allocator import (
     Segment,
     Settings,
     block_bytes,
+    history,
     segment_bytes,
     segments,
     simulate,
@@ -612,6 +613,77 @@ def test_the_segments_of_any_moment_can_be_had(tape):
     assert blocks.at_end == blocks.segments(3)
     with pytest.raises(ValueError, match="0 to 3"):
         blocks.segments(4)
+
+
+# ------------------------------------------------------------------ a history before the trace
+
+
+@pytest.fixture
+def later(tape):
+    """A trace of one event, after a history of four that leaves 12 MiB in a hole of the first."""
+    large = tape.take(30 * MIB)
+    tape.change(large, 10 * MIB)
+    kept = tape.take(12 * MIB)
+    tape.drop(large)
+    before = tape.events[kept + 1]._replace(phase="before")
+    earlier, tape.events = tuple(tape.events), [before]
+    tape.take(35 * MIB)
+    return Trace(tuple(tape.events), history=earlier)
+
+
+def test_a_trace_with_a_history_begins_where_that_left_the_allocator(later):
+    blocks = simulate(later)
+    assert layout(blocks.at_end) == [
+        [(12 * MIB, "allocated"), (18 * MIB, "free")],
+        [(35 * MIB, "allocated"), (5 * MIB, "free")],
+    ]
+    assert blocks.reserved_bytes == 70 * MIB
+    assert simulate(Trace(later.events)).reserved_bytes == 48 * MIB  # without it
+    assert simulate(replay_of(later)).reserved_bytes == 70 * MIB
+
+
+def replay_of(trace: Trace) -> Trace:
+    """The same process as one trace, which says nothing twice."""
+    return Trace((*trace.history, *(e for e in trace.events if e.phase != "before")))
+
+
+def test_peaks_are_of_the_trace_not_of_its_history(later):
+    blocks = simulate(later)
+    assert list(blocks.allocated) == [12 * MIB, 47 * MIB]
+    assert list(blocks.reserved) == [70 * MIB, 70 * MIB]
+    assert blocks.allocated_bytes == 47 * MIB  # 70 MiB in its history
+    assert blocks.segment_allocations == 2
+    assert simulate(later, empty_cache_before=[0]).reserved_bytes == (30 + 36) * MIB  # 70 before
+
+
+def test_a_storage_of_the_history_that_is_moved_in_the_trace_has_one_of_two_blocks(later):
+    kept = later.events[0]
+    grown = kept._replace(bytes=20 * MIB, phase="forward")
+    blocks = simulate(replace(later, events=(kept, grown, grown._replace(bytes=-12 * MIB))))
+    assert list(blocks.allocated) == [12 * MIB, 32 * MIB, 20 * MIB]
+
+
+def test_the_segments_of_any_moment_have_the_history_behind_them(later):
+    blocks = simulate(later)
+    assert layout(blocks.segments(0)) == [
+        [(12 * MIB, "allocated"), (18 * MIB, "free")],
+        [(40 * MIB, "free")],
+    ]
+    assert blocks.segments(2) == blocks.at_end
+
+
+def test_a_history_that_does_not_fit_says_that_the_step_never_began(later):
+    blocks = simulate(later, capacity_bytes=60 * MIB)
+    assert blocks.out_of_memory.position == -3
+    assert str(blocks.out_of_memory).startswith("out of memory before the measured step (forward")
+    assert len(blocks.reserved) == 0
+
+
+def test_the_history_of_a_trace_is_recorded_with_it(later):
+    assert history(later) == history(replay_of(later))
+
+
+# ------------------------------------------------------------------ in words
 
 
 def test_the_result_says_what_it_came_to(tape):

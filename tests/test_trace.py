@@ -250,6 +250,17 @@ def test_lines_and_shapes_come_back_from_json():
     assert Trace.from_dict(json.loads(json.dumps(step.to_dict()))) == step
 
 
+def test_the_history_comes_back_from_json():
+    step = replace(trace(event(4, 2)), history=(event(8, 1, shape=(2,)), event(-8, 1, shape=(2,))))
+    assert Trace.from_dict(json.loads(json.dumps(step.to_dict()))) == step
+
+
+def test_a_simulated_allocator_does_not_pass_for_the_device():
+    memory = DeviceMemory(reserved_peak_bytes=2**21)
+    step = trace(event(1024, 1), device="cuda", dry=True, memory=memory)
+    assert "the simulated allocator says: reserved peak 2.00 MiB" in str(step)
+
+
 def test_plain_data_says_what_a_reader_without_memlab_asks_first():
     plain = trace(event(8, 1, "parameters"), event(4, 2), event(-4, 2)).to_dict()
     assert (plain["peak_bytes"], plain["live_bytes"]) == (12, 8)

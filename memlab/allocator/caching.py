@@ -141,6 +141,11 @@ class Allocator:
         limit = min(self.settings.fraction_bytes, self.settings.driver_bytes)
         return self._excess_bytes > 0 or self.reserved_bytes + segment > limit
 
+    def reset_peaks(self) -> None:
+        """Let the peaks count from here, as `torch.cuda.reset_peak_memory_stats` does."""
+        self.allocated_peak_bytes = self.allocated_bytes
+        self.reserved_peak_bytes = self.reserved_bytes
+
     def largest_free_bytes(self) -> int:
         """The largest block that is reserved and free."""
         largest = 0

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from memlab.allocator.caching import Allocator
 from memlab.allocator.settings import Settings
-from memlab.allocator.simulation import Run, Segment, segments
+from memlab.allocator.simulation import Run, Segment, events_of, segments
 from memlab.allocator.sizes import SMALL_BYTES, SMALL_SEGMENT_BYTES, block_bytes
 from memlab.trace import Event, Trace
 
@@ -21,8 +21,7 @@ def history(
     trace: Trace | Iterable[Event], settings: Settings | None = None, **changes: Any
 ) -> dict[str, Any]:
     """What CUDA would record of a trace, in the form that `replay` reads."""
-    events = tuple(trace.events if isinstance(trace, Trace) else trace)
-    run = Run(replace(settings or Settings(), **changes), events, keeps_history=True)
+    run = Run(replace(settings or Settings(), **changes), *events_of(trace), keeps_history=True)
     run.go()
     return recording(run.allocator)
 

@@ -1,9 +1,11 @@
 """A Trace run through the allocator, and what came of it."""
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 from memlab.allocator.blocks import FREE, UNMAPPED, Block
@@ -38,7 +40,7 @@ class Segment(NamedTuple):
 class OutOfMemory:
     """A request that the card could not serve. Its text says why in one sentence."""
 
-    position: int  # of the event in the trace
+    position: int  # of the event in the trace; below 0: in its history, -1 being the last there
     event: Event
     requested_bytes: int
     segment_bytes: int  # what the driver was asked for, after everything unused had gone back
@@ -50,9 +52,10 @@ class OutOfMemory:
     def __str__(self) -> str:
         pieces = self.free_piece_bytes
         where = " ".join(part for part in (self.event.phase, self.event.operator) if part)
+        when = f"at event {self.position}" if self.position >= 0 else "before the measured step"
         largest = f" in {len(pieces)} pieces of at most {format_bytes(pieces[0])}" if pieces else ""
         return (
-            f"out of memory at event {self.position} ({where}): a request of "
+            f"out of memory {when} ({where}): a request of "
             f"{format_bytes(self.requested_bytes)} needs a segment of "
             f"{format_bytes(self.segment_bytes)}, and of {format_bytes(self.limit_bytes)} "
             f"{format_bytes(self.reserved_bytes)} are reserved: "
@@ -65,7 +68,8 @@ class OutOfMemory:
 class Blocks:
     """What a trace takes of a card's memory, event by event.
 
-    The lists have one number for each event that was served: bytes, after it.
+    The lists have one number for each event that was served: bytes, after it. The peaks are of
+    these; the counts of segments and retries are of the whole process, the trace's history too.
     """
 
     settings: Settings
@@ -80,6 +84,7 @@ class Blocks:
     out_of_memory: OutOfMemory | None
     at_end: tuple[Segment, ...]
     events: tuple[Event, ...] = field(repr=False)
+    history: tuple[Event, ...] = field(repr=False)
     empty_cache_before: frozenset[int] = field(repr=False)
 
     @property
@@ -106,7 +111,7 @@ class Blocks:
         """The segments after so many events, by address; they are simulated anew."""
         if not 0 <= position <= len(self.reserved):
             raise ValueError(f"got position {position}; this run has 0 to {len(self.reserved)}")
-        run = Run(self.settings, self.events[:position], self.empty_cache_before)
+        run = Run(self.settings, self.events[:position], self.history, self.empty_cache_before)
         run.go()
         return segments(run.allocator)
 
@@ -159,7 +164,8 @@ def simulate(
     empty_cache_before: Collection[int] = (),
     **changes: Any,
 ) -> Blocks:
-    """Run a trace through the allocator of a fresh process.
+    """Run a trace through the allocator of a fresh process, from the trace's history on if it has
+    one: the holes that earlier steps left are then there when the step begins.
 
     `changes` are fields of Settings. `empty_cache_before` are positions of events before which
     the cache is emptied. A storage that changes its size is moved, as CUDA does it: the new block
@@ -170,10 +176,16 @@ def simulate(
     error: whether a trace fits is what one asks, of many settings, and the way there is part of
     the answer.
     """
-    events = tuple(trace.events if isinstance(trace, Trace) else trace)
     settings = replace(settings or Settings(), **changes)
-    run = Run(settings, events, frozenset(empty_cache_before))
+    run = Run(settings, *events_of(trace), frozenset(empty_cache_before))
     return run.blocks(run.go())
+
+
+def events_of(trace: Trace | Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+    """The events of a trace, and those of its history."""
+    if isinstance(trace, Trace):
+        return trace.events, trace.history
+    return tuple(trace), ()
 
 
 class Run:
@@ -183,32 +195,44 @@ class Run:
         self,
         settings: Settings,
         events: tuple[Event, ...],
+        history: tuple[Event, ...] = (),
         empty_cache_before: frozenset[int] = frozenset(),
         keeps_history: bool = False,
     ) -> None:
         self.allocator = Allocator(settings, keeps_history=keeps_history)
         self.events = events
+        self.history = history
         self.empty_cache_before = empty_cache_before
         self._held: dict[int, Block] = {}  # by storage
         self._left: dict[int, Block] = {}  # what storages that moved still hold
-        self._moves = _moves(events)
+        self._restated = restated = _restated(history, events)
+        self._moves = _moves(
+            (position, event) for position, event in self._numbered() if position not in restated
+        )
         self._lists = array("q"), array("q"), array("q")
 
     def go(self) -> OutOfMemory | None:
         """Take the events in turn, to the end or to the first that is not served."""
         allocator = self.allocator
         allocated, reserved, largest_free = self._lists
-        for position, event in enumerate(self.events):
+        for position, event in self._numbered():
             if position in self.empty_cache_before:
                 allocator.empty_cache()
-            if event.category != "rounding" and event.bytes:
+            if position == 0:
+                allocator.reset_peaks()
+            if event.bytes and event.category != "rounding" and position not in self._restated:
                 refused = self._change(position, event)
                 if refused:
                     return self._out_of_memory(position, event, refused)
-            allocated.append(allocator.allocated_bytes)
-            reserved.append(allocator.reserved_bytes)
-            largest_free.append(allocator.largest_free_bytes())
+            if position >= 0:
+                allocated.append(allocator.allocated_bytes)
+                reserved.append(allocator.reserved_bytes)
+                largest_free.append(allocator.largest_free_bytes())
         return None
+
+    def _numbered(self) -> Iterator[tuple[int, Event]]:
+        """All events of the process, with their positions; those of its history are below 0."""
+        return enumerate(chain(self.history, self.events), start=-len(self.history))
 
     def blocks(self, out_of_memory: OutOfMemory | None) -> Blocks:
         return Blocks(
@@ -222,6 +246,7 @@ class Run:
             out_of_memory,
             segments(self.allocator),
             self.events,
+            self.history,
             self.empty_cache_before,
         )
 
@@ -264,7 +289,19 @@ class Run:
         )
 
 
-def _moves(events: Iterable[Event]) -> set[int]:
+def _restated(history: Iterable[Event], events: Iterable[Event]) -> set[int]:
+    """The positions of the events that say again what the history left alive."""
+    held: Counter[int] = Counter()
+    for event in history:
+        held[event.storage] += event.bytes
+    return {
+        position
+        for position, event in enumerate(events)
+        if event.phase == "before" and held[event.storage]
+    }
+
+
+def _moves(numbered: Iterable[tuple[int, Event]]) -> set[int]:
     """The positions at which a living storage gets a second block, whose first it frees next.
 
     A device's own history shows the two blocks of a storage that is resized; the other producers
@@ -273,7 +310,7 @@ def _moves(events: Iterable[Event]) -> set[int]:
     held: dict[int, int] = {}
     grown: dict[int, tuple[int, int]] = {}  # by storage: the position, the bytes before
     moves = set()
-    for position, event in enumerate(events):
+    for position, event in numbered:
         storage, size = event.storage, event.bytes
         before = held.get(storage, 0)
         if grown and storage in grown:

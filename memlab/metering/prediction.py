@@ -18,12 +18,14 @@ What is not in here, a note of the Trace names.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
+from memlab.allocator import simulate
 from memlab.metering.absent import StandIn, replaced
 from memlab.metering.answers import Answers
 from memlab.metering.autocast_lists import cuda_autocast, forget_casts, is_on_a_list
@@ -43,7 +45,7 @@ from memlab.metering.storages import (
     is_a_composition,
 )
 from memlab.metering.substitutes import Substitutes
-from memlab.trace import Trace
+from memlab.trace import DeviceMemory, Trace
 
 aten = torch.ops.aten
 
@@ -89,13 +91,16 @@ def predict(
     _check(build, kernels, steps)
     prediction = _Prediction(kernels, target_named(target))
     with prediction.policy():
-        step, model, optimizer = _built(build)
-        for _ in range(steps - 1):
-            step()
+        history = _PredictionMeter(prediction)
+        with history:
+            step, model, optimizer = _built(build)
+            for _ in range(steps - 1):
+                step()
+        history.was_of(step if model is None else model)
         meter = _PredictionMeter(prediction, model, optimizer, step=step, lines=lines)
         with meter:
             step()
-        return prediction.trace(meter, optimizer)
+        return prediction.trace(history, meter, optimizer)
 
 
 def _check(build: Any, kernels: Any, steps: Any) -> None:
@@ -185,16 +190,24 @@ class _Prediction(dry_run):
 
     # -------------------------------------------------------------- the result
 
-    def trace(self, meter: "_PredictionMeter", optimizer: Any) -> Trace:
+    def trace(
+        self, history: "_PredictionMeter", meter: "_PredictionMeter", optimizer: Any
+    ) -> Trace:
         with no_cycle_collection():
-            changes = list(meter.changes())
-            on_cuda = [change for change in changes if change.record.device == CUDA]
-            names_cuda = any(change.record.category != "workspace" for change in on_cuda)
-            if not names_cuda:
-                on_cuda = _all_but_counters(changes, optimizer)
-            completed = complete(on_cuda, Answers(CUDA, granularity=GRANULARITY))
-            notes = (*([] if names_cuda else [EVERYTHING_NOTE]), *self._notes(meter))
-            return Trace(completed.events, device="cuda", dry=True, notes=notes)
+            before, during = list(history.changes()), list(meter.changes())
+            names_cuda = any(map(_is_on_cuda, (*before, *during)))
+            counts = _is_on_cuda_or_workspace if names_cuda else _is_no_counter(optimizer)
+            events = complete(filter(counts, during), Answers(CUDA, granularity=GRANULARITY)).events
+            trace = Trace(
+                events,
+                device="cuda",
+                dry=True,
+                notes=(*([] if names_cuda else [EVERYTHING_NOTE]), *self._notes(meter)),
+                history=tuple(record.event(*change) for record, *change in filter(counts, before)),
+            )
+            blocks = simulate(trace)
+            memory = DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes)
+            return replace(trace, memory=memory)
 
     def _notes(self, meter: "_PredictionMeter") -> tuple[str, ...]:
         unconfirmed = sorted(self.substitutes.used | self._optimizers_kernels(meter))
@@ -237,11 +250,15 @@ class _PredictionMeter(StorageMeter):
         self._prediction = prediction
         self._is_cast = False  # by a composition around the operator that runs
 
+    def was_of(self, subject: Any) -> None:
+        """Say what was metered: a later meter of the same counts all that this one left alive."""
+        self._run.name_after(subject)
+
     def __enter__(self) -> "_PredictionMeter":
+        super().__enter__()
         self._known_workspaces = len(self._prediction.workspaces)
         for workspace in self._prediction.workspaces.values():
             self._scan(workspace, "workspace", "")
-        super().__enter__()
         return self
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -299,8 +316,17 @@ class _PredictionMeter(StorageMeter):
         self._stream.append(Change(record, record.bytes, record.phase))
 
 
-def _all_but_counters(changes: list[Change], optimizer: Any) -> list[Change]:
-    """All changes, but those of the step counters that torch.optim keeps on the CPU."""
+def _is_on_cuda_or_workspace(change: Change) -> bool:
+    return change.record.device == CUDA
+
+
+def _is_on_cuda(change: Change) -> bool:
+    """Whether the script put it there."""
+    return change.record.device == CUDA and change.record.category != "workspace"
+
+
+def _is_no_counter(optimizer: Any) -> Callable[[Change], bool]:
+    """Whether a change is of anything but the step counters that torch.optim keeps on the CPU."""
     counters = set()
     groups = getattr(optimizer, "param_groups", ())
     for group in groups if isinstance(optimizer, torch.optim.Optimizer) else ():
@@ -310,7 +336,7 @@ def _all_but_counters(changes: list[Change], optimizer: Any) -> list[Change]:
             step = optimizer.state.get(parameter, {}).get("step")
             if isinstance(step, torch.Tensor) and (record := REGISTRY.find(step)):
                 counters.add(record.number)
-    return [change for change in changes if change.record.number not in counters]
+    return lambda change: change.record.number not in counters
 
 
 @contextmanager

@@ -181,16 +181,21 @@ class StorageMeter(LightMode):
     def _see(self, tensor: torch.Tensor, phase: str) -> Storage:
         """The record of an operator's input; one never seen before was alive before us."""
         record = REGISTRY.find(tensor)
+        if record is not None and record.number in self._accounted:
+            return record
+        is_found = record is None
         if record is None:
             if tensor.dim() == 0 and tensor.is_cpu and tensor.dtype in _OF_PYTHON_NUMBERS:
                 return self._born(tensor, "a number", phase, [], [])
             record = self._found(tensor)
-            if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
-                record.mark("parameters")
-            else:
-                record.mark("optimizer_state" if phase == "optimizer" else "inputs")
-        elif record.number not in self._accounted:
+        else:
             self._include(record)
+        if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+            record.mark("parameters")
+        elif phase == "optimizer":
+            record.mark("optimizer_state")
+        elif is_found:
+            record.mark("inputs")
         return record
 
     def _born(

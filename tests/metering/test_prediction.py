@@ -1,6 +1,7 @@
 """Predictions for CUDA, by what can be computed by hand, and against the dry run below them."""
 
 import math
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -11,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memlab
 from memlab import Kernels
+from memlab.allocator import simulate
 from memlab.metering import THREADS_NOTE
 from memlab.metering.absent import StandIn
 from memlab.metering.kernels import TARGETS
+from memlab.trace import Trace
 
 WORKSPACE = 8_519_680  # of one handle of cuBLAS
 B, H, T, D = 2, 4, 64, 32
@@ -126,10 +129,17 @@ def of_the_dry_run(build) -> memlab.Trace:
         return memlab.measure(step, model=model, optimizer=optimizer)
 
 
+def kinds(events) -> list[tuple]:
+    """All but the storages' numbers; what made those from before is left out."""
+    from_before = {event.storage for event in events if event.phase == "before"}
+    known = [e._replace(operator="", shape=()) if e.storage in from_before else e for e in events]
+    return sorted(event[:1] + event[2:] for event in known)
+
+
 def test_eager_training_takes_what_the_dry_run_does_and_rounding_and_workspaces():
     trace, dry = memlab.predict(eager_training("cuda")), of_the_dry_run(eager_training("cpu"))
     own = [e for e in trace.events if e.category not in ("rounding", "workspace")]
-    assert sorted(e[:1] + e[2:] for e in own) == sorted(e[:1] + e[2:] for e in dry.events)
+    assert kinds(own) == kinds(dry.events)
     held, alive, peak = {}, 0, 0
     for event in dry.events:
         before = held.get(event.storage, 0)
@@ -145,6 +155,84 @@ def test_the_trace_is_a_dry_one_of_cuda_and_sums_up():
     assert sum(trace.at_peak.values()) == trace.peak_bytes
     assert "(cuda, dry run)" in str(trace)
     assert trace.notes[0].startswith("predicted for most cards by a policy of kernels: attention")
+
+
+# ------------------------------------------------------------------ what came before
+
+
+def whole_run(build, steps: int):
+    """The builder of one step that builds, and takes all steps."""
+
+    def run() -> None:
+        step, *_ = build()
+        for _ in range(steps):
+            step()
+
+    return lambda: (run, None, None)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_memory_is_reserved_as_by_the_whole_process_not_by_a_fresh_one(steps):
+    build = eager_training("cuda")
+    trace, whole = memlab.predict(build, steps=steps), memlab.predict(whole_run(build, steps))
+    of_the_run = simulate(Trace(whole.events))
+    assert trace.reserved_bytes == simulate(trace).reserved_bytes == of_the_run.reserved_bytes
+    position = len(of_the_run.reserved) - len(of_the_step(trace))
+    assert simulate(trace).reserved[-1] == of_the_run.reserved[-1]
+    assert trace.memory.allocated_peak_bytes == max(of_the_run.allocated[position - 1 :])
+
+
+def of_the_step(trace: memlab.Trace) -> list:
+    return [event for event in trace.events if event.phase != "before"]
+
+
+def test_what_the_history_leaves_alive_is_what_the_step_begins_with():
+    trace = memlab.predict(eager_training("cuda"))
+    left = Trace(trace.history).alive()
+    before = [e for e in trace.events if e.phase == "before" and e.category != "rounding"]
+    assert sorted((e.storage, e.bytes) for e in left) == sorted(
+        (e.storage, e.bytes) for e in before
+    )
+
+
+def test_what_an_earlier_step_left_alive_and_this_one_never_touches_counts():
+    def build():
+        kept = []
+
+        def step() -> None:
+            kept.append(torch.ones(256, device="cuda") + 1)
+
+        return step, None, None
+
+    trace = memlab.predict(build, steps=3)
+    assert [e.bytes for e in trace.events if e.phase == "before"] == [1024, 1024]
+    assert trace.live_bytes == 3 * 1024
+
+
+def test_parameters_and_states_of_no_module_and_no_optimizer_are_known_by_their_use():
+    def build():
+        weight = torch.randn(32, 32, device="cuda", requires_grad=True)
+        moment = torch.zeros(32, 32, device="cuda")
+        x = torch.randn(8, 32, device="cuda")
+
+        def step() -> None:
+            weight.grad = None
+            (x @ weight).sum().backward()
+            with torch.no_grad():
+                moment.mul_(0.9).add_(weight.grad)
+                weight.sub_(moment)
+
+        return step, None, None
+
+    before = [e for e in memlab.predict(build).events if e.phase == "before"]
+    sizes = Counter((event.category, event.bytes) for event in before)
+    assert sizes == {
+        ("parameters", 4096): 1,
+        ("optimizer_state", 4096): 1,
+        ("gradients", 4096): 1,
+        ("inputs", 1024): 1,
+        ("workspace", WORKSPACE): 2,
+    }
 
 
 def test_every_block_and_its_rounding_are_a_multiple_of_512():
