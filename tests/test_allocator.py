@@ -661,6 +661,7 @@ def test_a_storage_of_the_history_that_is_moved_in_the_trace_has_one_of_two_bloc
     grown = kept._replace(bytes=20 * MIB, phase="forward")
     blocks = simulate(replace(later, events=(kept, grown, grown._replace(bytes=-12 * MIB))))
     assert list(blocks.allocated) == [12 * MIB, 32 * MIB, 20 * MIB]
+    assert blocks.allocated_bytes == 32 * MIB  # never 12 and a block of 32
 
 
 def test_the_segments_of_any_moment_have_the_history_behind_them(later):
