@@ -108,6 +108,13 @@ class Trace:
         return sum(event.bytes for event in self.events)
 
     @property
+    def allocated_bytes(self) -> int:
+        """The peak as the allocator counts it: blocks that it could not split count whole. A real
+        device's trace has those in its own peak, as rounding."""
+        simulated = self.memory.allocated_peak_bytes if self.dry else None
+        return simulated or self.peak_bytes
+
+    @property
     def reserved_bytes(self) -> int | None:
         """The most bytes the device's caching allocator held; None where nothing reports it."""
         return self.memory.reserved_peak_bytes

@@ -7,7 +7,7 @@ optimizer. Delete the row and the technique is gone.
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.attention import attention_reference
 from memlab.data import batches, stdlib_bytes
-from memlab.metering import dry_run, measure
+from memlab.metering import dry_run, measure, predict
 from memlab.model import (
     GPT,
     PRESETS,
@@ -124,6 +124,17 @@ def dry_trace(setting: Setting, technique: Technique) -> Trace:
         training = build(setting, technique)
         training.step()  # makes the optimizer's state
         return measured(training)
+
+
+def predicted_trace(setting: Setting, technique: Technique) -> Trace:
+    """The trace of the second step as the setting's device, "cuda" or another target of `predict`,
+    would take it, without one."""
+
+    def parts() -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
+        training = build(replace(setting, device="cuda"), technique)
+        return training.step, training.model, training.optimizer
+
+    return predict(parts, target=setting.device)
 
 
 def checkpoint_block(block: nn.Module) -> None:

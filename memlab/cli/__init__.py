@@ -68,7 +68,11 @@ def measure_command(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu, cuda (ROCm too), mps or xpu; found by itself.", metavar="NAME"),
+        typer.Option(
+            help="cpu, cuda (ROCm too), mps or xpu; found by itself. With --dry-run, cuda or "
+            "cuda:hopper predicts what such a card would need.",
+            metavar="NAME",
+        ),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -94,7 +98,7 @@ def measure_command(
 
     [bold]memlab measure --model llama-2-7b --dtype bfloat16 --batch 1 --seq 2048 --dry-run[/]
 
-    [bold]memlab measure --script train.py:build[/]
+    [bold]memlab measure --script train.py:build --dry-run --device cuda[/]
     """
     if script is None:
         from memlab.cli.measure import measure_techniques

@@ -11,6 +11,7 @@ import torch
 from memlab.cli.errors import UsageError
 from memlab.cli.machine import devices_present, memory_of
 from memlab.cli.rows import dry_row
+from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS
 from memlab.train import TECHNIQUES, Setting, Technique
 from memlab.units import format_bytes
@@ -24,18 +25,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(given: str | None, dry: bool) -> str:
-    """The device asked for, or the accelerator that is there, or the CPU."""
-    if dry and given is not None:
-        raise UsageError(
-            f"got --device {given} together with --dry-run, which uses no device; leave one out"
-        )
+    """The device asked for, or the accelerator that is there, or the CPU; of a dry run, a class of
+    cards to predict or the CPU."""
+    if dry:
+        if given not in (None, "cpu", *TARGETS):
+            raise UsageError(
+                f"got --device {given} with --dry-run, which is of the cpu or predicts "
+                f"{' or '.join(TARGETS)}; choose one of these, or leave --dry-run out"
+            )
+        return given or "cpu"
     present = devices_present()
     if given is not None and given not in present:
+        predicted = f"--dry-run --device {given} predicts it" if given in TARGETS else ""
         raise UsageError(
             f"got --device {given}; this machine has {' and '.join(present)} "
-            f"(memlab doctor says more), and --dry-run needs none"
+            f"(memlab doctor says more), and {predicted or '--dry-run needs none'}"
         )
-    return given or ("cpu" if dry else present[-1])
+    return given or present[-1]
 
 
 def choose_setting(

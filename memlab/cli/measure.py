@@ -1,12 +1,16 @@
 """`memlab measure`: one training step, plain and with each technique, side by side."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from memlab.cli import report
 from memlab.cli.choices import choose_device, choose_folder, choose_setting, choose_techniques
 from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
 from memlab.cli.results import write
-from memlab.cli.rows import Announce, Row, SideBySide, dry_row
+from memlab.cli.rows import Announce, Row, SideBySide, dry_row, predicted_row
+from memlab.metering.kernels import TARGETS
 from memlab.train import Setting, Technique
 
 
@@ -25,15 +29,26 @@ def measure_techniques(
     chosen = choose_techniques(names)
     folder = choose_folder(out)
     setting = choose_setting(model, batch, seq_len, dtype, choose_device(device, dry), dry)
+    on_cuda = replace(setting, device="cuda") if setting.device == "cpu" else None
+    stages = (1 if dry else 2) + (on_cuda is not None)
     report.say(report.headline(setting, dry) + "\n")
-    with report.progress(stages=len(chosen) * (1 if dry else 2)) as announce:
+    with report.progress(stages * len(chosen)) as announce:
         rows = measured_rows(setting, chosen, dry, announce)
-    report.console.print(report.table(rows))
-    if remarks := "\n".join(map(report.paragraph, report.remarks(rows))):
-        report.say(f"\n{remarks}")
+        predicted = measured_rows(on_cuda, chosen, True, announce) if on_cuda else []
+    _show(rows, report.legend(rows), report.remarks(rows))
     report.say(f"\nplain: {rows[0].trace}")
-    write(rows, f"{setting}, dry run" if dry else str(setting), folder)
+    if predicted:
+        report.say("\nThe same steps on CUDA, predicted (--dry-run --device cuda says more):\n")
+        _show(predicted, report.legend(predicted), report.failures(predicted))
+    write(rows, f"{setting}, dry run" if dry else str(setting), folder, predicted)
     return int(any(row.failure for row in rows))
+
+
+def _show(rows: list[Row], *sentences: Iterable[str]) -> None:
+    """The table, and what needs a word more."""
+    report.console.print(report.table(rows))
+    if text := "\n".join(map(report.paragraph, chain(*sentences))):
+        report.say(f"\n{text}")
 
 
 def measured_rows(
@@ -41,7 +56,12 @@ def measured_rows(
 ) -> list[Row]:
     """A row for each technique, the plain one first. A technique that fails has a row that says
     so: the others are not lost with it."""
-    row_of = partial(dry_row, setting) if dry else SideBySide(setting, chosen["plain"]).row
+    if not dry:
+        row_of = SideBySide(setting, chosen["plain"]).row
+    elif setting.device in TARGETS:
+        row_of = partial(predicted_row, setting)
+    else:
+        row_of = partial(dry_row, setting)
     rows: list[Row] = []
     for name, technique in chosen.items():
         try:

@@ -14,11 +14,15 @@ from rich.table import Table
 
 from memlab.cli.machine import name_of
 from memlab.cli.rows import Row
+from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS
 from memlab.trace import CATEGORIES, Trace
 from memlab.train import Setting
 from memlab.units import format_bytes
 
+# Of a process of torch on a card: the least and the most that users report for 2023 to 2026
+# (pytorch #107667, #109888, invoke-ai #9413, unsloth-zoo #1053, LMCache #4019).
+CONTEXT_BYTES = 256 * 2**20, 616 * 2**20
 NOTABLE = 0.01  # of the plain peak: what is less is no saving and no cost
 DOUBTFUL = 0.2  # of a ratio: rounds that differ by more were disturbed
 WHERE = {
@@ -35,18 +39,29 @@ console = Console(highlight=False, width=200)
 def headline(setting: Setting, dry: bool) -> str:
     """What is measured, and on what: two lines."""
     parameters = PRESETS[setting.model].parameters
-    how = "dry run, nothing is computed" if dry else name_of(torch.device(setting.device))
+    if dry:
+        how = "dry run, nothing is computed"
+        if setting.device in TARGETS:
+            how = f"predicted for CUDA ({TARGETS[setting.device].name}), nothing is computed"
+    else:
+        how = name_of(torch.device(setting.device))
     return f"{setting}\n{parameters:,} parameters; {how}; torch {torch.__version__}"
 
 
 def table(rows: Sequence[Row]) -> Table:
     """A line for each row; columns in which no row has anything are left out."""
     plain = rows[0]
+    has_an_allocator = any(row.trace and row.trace.reserved_bytes for row in rows)
     columns: dict[str, list[str]] = {
         "technique": [row.name for row in rows],
-        "peak": [_of(row.trace, lambda t: format_bytes(t.peak_bytes)) or "failed" for row in rows],
+        "allocated" if has_an_allocator else "peak": [
+            _of(row.trace, lambda t: format_bytes(t.allocated_bytes)) or "failed" for row in rows
+        ],
         "saved": ["" if row is plain else _of(row.trace, _saved(plain.trace)) for row in rows],
         "reserved": [_of(row.trace, lambda t: _of(t.reserved_bytes, format_bytes)) for row in rows],
+        "nvidia-smi": [
+            _nvidia_smi(row.trace) if row.trace and row.trace.dry else "" for row in rows
+        ],
         "peak in": [_of(row.trace, lambda t: t.peak_phase) for row in rows],
         "time": [_of(plain.seconds, _seconds)] + [_of(r.time_ratio, _ratio) for r in rows[1:]],
         "gradients": [""] + [_of(row.gradient_difference, _difference) for row in rows[1:]],
@@ -79,13 +94,59 @@ def remarks(rows: Sequence[Row]) -> Iterator[str]:
             f"gradients: the largest difference from the plain step's, "
             f"which reach {plain.largest_gradient:.1e}"
         )
+    yield from failures(rows)
     for row in others:
         if row.failure is not None:
-            yield f"{row.name}: {row.failure}"
-        elif plain.seconds is not None and row.seconds is None:
+            continue
+        if plain.seconds is not None and row.seconds is None:
             yield f"{row.name}: no time; the plain training does not fit into memory beside it"
         elif hidden := _hidden_change(row.trace, plain.trace):
             yield f"{row.name}: {hidden}"
+
+
+def failures(rows: Sequence[Row]) -> Iterator[str]:
+    """Why there are rows without figures."""
+    for row in rows:
+        if row.failure is not None:
+            yield f"{row.name}: {row.failure}"
+
+
+def legend(rows: Sequence[Row]) -> Iterator[str]:
+    """What the columns of an accelerator's memory count."""
+    trace = rows[0].trace
+    if trace is not None and trace.reserved_bytes is not None:
+        for name, meaning in _meanings(trace).items():
+            yield f"{name}: {meaning}"
+
+
+def three_numbers(trace: Trace) -> Iterator[str]:
+    """What the allocator and the driver say of an accelerator's memory, each number named."""
+    numbers = {
+        "allocated": format_bytes(trace.allocated_bytes),
+        "reserved": _of(trace.reserved_bytes, format_bytes),
+        "nvidia-smi": _nvidia_smi(trace),
+    }
+    if numbers["reserved"]:
+        for name, meaning in _meanings(trace).items():
+            yield f"{name} {numbers[name]}: {meaning}"
+
+
+def _meanings(trace: Trace) -> dict[str, str]:
+    """What each of an accelerator's numbers counts."""
+    least, most = map(format_bytes, CONTEXT_BYTES)
+    context = f"{least} to {most} by card and driver; other processes come on top"
+    return {
+        "allocated": "what tensors and kernels hold at the peak, in the allocator's blocks",
+        "reserved": (
+            "what the allocator has taken from the driver by then, and keeps; a step runs out of "
+            "memory by this number"
+        ),
+        "nvidia-smi": (
+            f"reserved, and what CUDA itself takes in a process, {context}"
+            if trace.dry
+            else "reserved, what CUDA itself takes in each process, and all other processes"
+        ),
+    }
 
 
 def _spread(row: Row) -> float:
@@ -126,10 +187,18 @@ def _of(value: Any, text: Callable[[Any], str]) -> str:
 
 def _saved(plain: Trace) -> Callable[[Trace], str]:
     def text(trace: Trace) -> str:
-        share = f"{1 - trace.peak_bytes / plain.peak_bytes:+.1%}"
+        share = f"{1 - trace.allocated_bytes / plain.allocated_bytes:+.1%}"
         return "0.0%" if share in ("+0.0%", "-0.0%") else share
 
     return text
+
+
+def _nvidia_smi(trace: Trace) -> str:
+    """What it shows, or of a prediction: from the smallest context of CUDA to the largest."""
+    if not trace.dry or trace.reserved_bytes is None:
+        return _of(trace.memory.used_bytes, format_bytes)
+    least, most = ((trace.reserved_bytes + count) / 2**30 for count in CONTEXT_BYTES)
+    return f"{least:.2f}–{most:.2f} GiB"
 
 
 def _seconds(seconds: float) -> str:

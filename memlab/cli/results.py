@@ -4,7 +4,7 @@ import importlib.util
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import date
@@ -13,47 +13,65 @@ from typing import Any
 
 import torch
 
+from memlab.allocator import simulate
 from memlab.cli.errors import UsageError
 from memlab.cli.report import say
 from memlab.cli.rows import Row
 from memlab.files import write_beside
 from memlab.trace import Trace
 
+Drawing = Callable[[Any], Any]  # memlab.plot to a figure
 
-def write(rows: Sequence[Row], title: str, folder: Path) -> None:
+
+def write(rows: Sequence[Row], title: str, folder: Path, predicted: Sequence[Row] = ()) -> None:
     """Write numbers and, where matplotlib is installed, pictures: all of them or none."""
-    measured = [row for row in rows if row.trace is not None]
-    names = ["measure.json"]
+    drawings = _drawings([row for row in rows if row.trace is not None], predicted, title)
     if importlib.util.find_spec("matplotlib") is None:
         say("no pictures: pip install matplotlib draws them")
-    else:
-        names += ["measure.png", "measure-timeline.png"]
+        drawings = {}
+    names = ["measure.json", *drawings]
     try:
         with ExitStack() as files:
             beside = {name: files.enter_context(write_beside(folder / name)) for name in names}
-            _write_numbers(rows, title, beside.pop("measure.json"))
-            if beside:
-                _draw(measured, title, beside["measure.png"], beside["measure-timeline.png"])
+            _write_numbers(rows, predicted, title, beside["measure.json"])
+            for name, draw in drawings.items():
+                _draw(draw, beside[name])
     except OSError as error:
         raise UsageError(f"writing to {folder} failed: {error}") from error
     say("written: " + ", ".join(str(folder / name) for name in names))
 
 
-def _draw(rows: Sequence[Row], title: str, breakdown: Path, timeline: Path) -> None:
+def _drawings(rows: Sequence[Row], predicted: Sequence[Row], title: str) -> dict[str, Drawing]:
+    """What to draw into which file: the peaks, the plain step, and what CUDA reserves for it."""
+    plain = f"{rows[0].name}: {title}"
+    drawings: dict[str, Drawing] = {
+        "measure.png": lambda plot: plot.breakdown({r.name: r.trace for r in rows}, title=title),
+        "measure-timeline.png": lambda plot: plot.timeline(rows[0].trace, title=plain),
+    }
+    on_cuda = (predicted or rows)[0].trace
+    if on_cuda.dry and on_cuda.reserved_bytes is not None:
+        title_there = f"{plain.removesuffix(', dry run')}, predicted for CUDA"
+        drawings["measure-blocks.png"] = lambda plot: plot.blocks(
+            simulate(on_cuda), title=title_there
+        )
+    return drawings
+
+
+def _draw(draw: Drawing, path: Path) -> None:
     from memlab import plot  # only here: measuring needs no matplotlib
 
-    plot.save(plot.breakdown({row.name: row.trace for row in rows}, title=title), breakdown)
-    plot.save(plot.timeline(rows[0].trace, title=f"{rows[0].name}: {title}"), timeline)
+    plot.save(draw(plot), path)
 
 
-def _write_numbers(rows: Sequence[Row], title: str, path: Path) -> None:
+def _write_numbers(rows: Sequence[Row], predicted: Sequence[Row], title: str, path: Path) -> None:
     numbers = {
         "what": title,
         "date": date.today().isoformat(),
         "machine": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "rows": [_numbers(row) for row in rows],
+        "rows": list(map(_numbers, rows)),
+        "on_cuda": list(map(_numbers, predicted)),
     }
     path.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from memlab.cli.errors import is_out_of_memory
 from memlab.trace import Trace
-from memlab.train import Setting, Technique, Training, build, dry_trace, measured
+from memlab.train import Setting, Technique, Training, build, dry_trace, measured, predicted_trace
 
 LONG_SECONDS = 2.0  # of all rounds together
 AGREEMENT = 1.1  # two ratios agree if neither is larger than the other by this factor
@@ -56,6 +56,14 @@ def dry_row(setting: Setting, name: str, technique: Technique, announce: Announc
     """The exact bytes, without computing anything."""
     announce(name)
     return Row(name, dry_trace(setting, technique))
+
+
+def predicted_row(
+    setting: Setting, name: str, technique: Technique, announce: Announce = silent
+) -> Row:
+    """What it would take on the setting's class of cards, without one."""
+    announce(f"{name}: on CUDA")
+    return Row(name, predicted_trace(setting, technique))
 
 
 class SideBySide:

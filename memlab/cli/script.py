@@ -22,6 +22,7 @@ from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
 from memlab.cli.machine import devices_present
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
+from memlab.metering.kernels import TARGETS
 from memlab.trace import Trace
 
 
@@ -41,13 +42,19 @@ def measure_script(given: str, *, device: str | None, dry: bool, out: str) -> No
     script = find_script(given)
     device = None if device is None else choose_device(device, dry)
     folder = choose_folder(out)
-    with report.progress(stages=3) as announce, memlab.dry_run() if dry else nullcontext():
-        trace = _measured(script, device, announce)
+    with report.progress(stages=3) as announce:
+        if dry and device in TARGETS:
+            trace = _predicted(script, device, announce)
+        else:
+            with memlab.dry_run() if dry else nullcontext():
+                trace = _measured(script, None if dry else device, announce)
     if not trace.peak_bytes:
         raise UsageError(
             f"the step of {script} allocated nothing on {trace.device}; it must call the model"
         )
     report.say(str(trace))
+    if numbers := "\n".join(map(report.paragraph, report.three_numbers(trace))):
+        report.say(f"\n{numbers}")
     write([Row(str(script), trace)], f"{script}, dry run" if dry else str(script), folder)
 
 
@@ -71,6 +78,22 @@ def _measured(script: Script, device: str | None, announce: Announce) -> Trace:
         step()
         announce("measured step")
         return memlab.measure(step, model=model, optimizer=optimizer, device=device)
+
+
+def _predicted(script: Script, target: str, announce: Announce) -> Trace:
+    def build() -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
+        announce("building")
+        step, model, optimizer = _parts(_load(script)(), script)
+        stages = iter(("first step", "predicted step"))
+
+        def announced() -> None:
+            announce(next(stages))
+            step()
+
+        return announced, model, optimizer
+
+    with _as_python_runs_it(script.path), _in_one_sentence(script):
+        return memlab.predict(build, target=target)
 
 
 @contextmanager

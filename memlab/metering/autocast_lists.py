@@ -102,12 +102,6 @@ def forget_casts(clear: Callable[[], None]) -> Callable[[], None]:
     return clear_both
 
 
-@functools.cache
-def is_on_a_list(name: str) -> bool:
-    """Whether autocast has a rule for the operator, so that what it consists of is not cast."""
-    return _has_kernel(name, "AutocastCUDA") or _has_kernel(name, "AutocastCPU")
-
-
 def _rules() -> Iterator[tuple[Any, Callable[..., Any]]]:
     for name in LOWER:
         if not _has_kernel(f"aten::{name}", "AutocastCPU"):  # else the CPU's own does the same

@@ -28,7 +28,8 @@ from torch.utils import _foreach_utils
 from memlab.allocator import simulate
 from memlab.metering.absent import StandIn, replaced
 from memlab.metering.answers import Answers
-from memlab.metering.autocast_lists import cuda_autocast, forget_casts, is_on_a_list
+from memlab.metering.autocast_lists import cuda_autocast, forget_casts
+from memlab.metering.casts import Casts
 from memlab.metering.cuda import GRANULARITY
 from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.devices import complete
@@ -41,7 +42,6 @@ from memlab.metering.storages import (
     THREADS_NOTE,
     Change,
     StorageMeter,
-    has_a_handler_of_its_own,
     is_a_composition,
 )
 from memlab.metering.substitutes import Substitutes
@@ -133,7 +133,6 @@ class _Prediction(dry_run):
         self.substitutes = Substitutes(kernels, target)
         self.workspaces: dict[bool, torch.Tensor] = {}  # of the thread of backward, and the other
         self.unknown_scratch: set[str] = set()
-        self.autocast_is_on = False
 
     @contextmanager
     def policy(self) -> Iterator[None]:
@@ -146,20 +145,8 @@ class _Prediction(dry_run):
             if self.kernels.autocast == "cuda":
                 stack.enter_context(cuda_autocast())
                 stack.enter_context(replaced({(torch, "clear_autocast_cache"): forget_casts}))
-            noting = {(torch, "set_autocast_enabled"): self._noting}
-            stack.enter_context(replaced(noting))
             stack.enter_context(_optimizers(self.kernels.optimizer))
             yield
-
-    def _noting(self, set_enabled: Callable[..., None]) -> Callable[..., None]:
-        """Know whether autocast is on, which torch denies within a mode."""
-
-        def set_and_note(device: Any, *enabled: bool) -> None:
-            set_enabled(device, *enabled)
-            if device == "cpu":
-                [self.autocast_is_on] = enabled
-
-        return set_and_note
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -248,7 +235,7 @@ class _PredictionMeter(StorageMeter):
     def __init__(self, prediction: _Prediction, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prediction = prediction
-        self._is_cast = False  # by a composition around the operator that runs
+        self._casts = Casts(cpu_list=prediction.kernels.autocast)
 
     def was_of(self, subject: Any) -> None:
         """Say what was metered: a later meter of the same counts all that this one left alive."""
@@ -262,11 +249,6 @@ class _PredictionMeter(StorageMeter):
         return self
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if torch.is_inference_mode_enabled() and not has_a_handler_of_its_own(types):
-            composition = self._composition(func)
-            if composition is not None:
-                with self.again(), self._casting_inside(func):
-                    return composition(*args, **kwargs)
         result = super().handle(func, types, args, kwargs)
         if sizes := scratch_bytes(func, args, kwargs, self._prediction.target.multiprocessors):
             self._note_scratch(func, sizes)
@@ -275,26 +257,7 @@ class _PredictionMeter(StorageMeter):
         return result
 
     def _composition(self, func: Any) -> Callable[..., Any] | None:
-        """What takes the operator apart, where nobody has before a mode sees it."""
-        substitute = self._prediction.substitutes.of.get(func)
-        return substitute or (func.decompose if is_a_composition(func) else None)
-
-    @contextmanager
-    def _casting_inside(self, func: Any) -> Iterator[None]:
-        """Let autocast see what a composition consists of, unless it has cast its inputs or those
-        of one around it: a mode is called with autocast off."""
-        is_cast = self._is_cast
-        self._is_cast = is_cast or is_on_a_list(func.name())
-        excluded = torch._C._dispatch_tls_local_exclude_set()
-        if not self._is_cast and self._prediction.autocast_is_on:
-            excluded = excluded.remove(torch._C.DispatchKey.AutocastCPU)
-        try:
-            with torch._C._ForceDispatchKeyGuard(
-                torch._C._dispatch_tls_local_include_set(), excluded
-            ):
-                yield
-        finally:
-            self._is_cast = is_cast
+        return self._prediction.substitutes.of.get(func) or super()._composition(func)
 
     def _note_workspace(self, func: Any) -> None:
         """Enter the handle's workspace, which belongs to no operator's results."""

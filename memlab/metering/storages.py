@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memlab.metering.casts import Casts
 from memlab.metering.context import Context
 from memlab.metering.fake import dry_run
 from memlab.metering.frames import called_by, comes_from_the_engine, user_line
@@ -83,6 +84,7 @@ class StorageMeter(LightMode):
         )
         self._run = Run(step if model is None else model)
         self._run_is_named_after_step = model is None
+        self._casts = Casts()
         self._model, self._optimizer = model, optimizer
         self._lines, self._on_birth, self._on_operator = lines, on_birth, on_operator
         self._dry_run = dry_run.active
@@ -106,6 +108,7 @@ class StorageMeter(LightMode):
         if self._optimizer is not None:
             self._scan_optimizer(self._optimizer)
         self.context.start()
+        self._casts.start()
         COMPOSITIONS.__enter__()
         REGISTRY.listen(self._storage_changed)
         self._took_over = self._dry_run is not None and self._dry_run.step_aside()
@@ -117,6 +120,7 @@ class StorageMeter(LightMode):
             self._dry_run.step_back()
         COMPOSITIONS.__exit__()
         self._close_watched_pair()
+        self._casts.stop()
         self.context.stop()
         known = len(self._initial)
         for root in self.context.names.roots:
@@ -144,9 +148,9 @@ class StorageMeter(LightMode):
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if has_a_handler_of_its_own(types):
             return NotImplemented  # which runs it on plain tensors, and those we see
-        if torch.is_inference_mode_enabled() and is_a_composition(func):
-            with self.again():  # elsewhere autograd takes it apart before a mode sees it
-                return func.decompose(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and (parts := self._composition(func)):
+            with self.again(), self._casts.inside(func):
+                return parts(*args, **kwargs)  # elsewhere autograd does so before a mode sees it
         phase = self.context.phase()
         if self._dry_run is not None:
             args, kwargs = self._dry_run.arguments(func, args, kwargs)
@@ -167,6 +171,10 @@ class StorageMeter(LightMode):
             if record is None or record.number not in self._accounted:
                 self._born(tensor, func, phase, inputs, tensors)
         return result
+
+    def _composition(self, func: Any) -> Callable[..., Any] | None:
+        """What takes the operator apart, if it has no kernel but is written in terms of others."""
+        return func.decompose if is_a_composition(func) else None
 
     def _is_handed_over(self, tensor: torch.Tensor, phase: str) -> bool:
         """Whether backward gives the finished gradient itself, not a copy of it, to `.grad`."""

@@ -25,14 +25,15 @@ from memlab.cli.choices import (
 from memlab.cli.errors import UsageError
 from memlab.cli.measure import measured_rows
 from memlab.cli.rows import Row, SideBySide, dry_row, in_turn, silent
+from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS, cross_entropy
 from memlab.trace import DeviceMemory, Event, Trace
-from memlab.train import TECHNIQUES, Setting, Technique, build
+from memlab.train import TECHNIQUES, Setting, Technique, build, predicted_trace
 from memlab.units import format_bytes
 
 TINY = Setting("tiny", batch=2, seq_len=32)
 PLAIN = TECHNIQUES["plain"]
-FILES = ("measure.json", "measure.png", "measure-timeline.png")
+FILES = ("measure.json", "measure.png", "measure-timeline.png", "measure-blocks.png")
 
 
 def second_step(technique: Technique, setting: Setting = TINY) -> Trace:
@@ -101,6 +102,19 @@ def test_the_traces_differ_where_a_gradient_of_the_first_step_is_held():
     disturbed = rows.measured(training)
     assert held
     assert without_numbers(disturbed) != without_numbers(second_step(PLAIN))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_dry_run_of_a_card_has_the_traces_that_are_predicted(target):
+    setting = replace(TINY, device=target)
+    [row] = measured_rows(setting, {"plain": PLAIN}, True, silent)
+
+    def parts():
+        training = build(replace(TINY, device="cuda"), PLAIN)
+        return training.step, training.model, training.optimizer
+
+    assert without_numbers(row.trace) == without_numbers(memlab.predict(parts, target=target))
+    assert row.trace.peak_bytes > second_step(PLAIN).peak_bytes
 
 
 def test_a_row_of_a_dry_run_says_so(real_rows, dry_rows):
@@ -334,7 +348,9 @@ def test_sequences_are_as_long_as_the_model_takes():
         (["--seq", "0"], "got sequences of 0 tokens; 25m takes 1 to 512"),
         (["--seq", "513"], "got sequences of 513 tokens; 25m takes 1 to 512"),
         (["--device", "tpu"], "got --device tpu; this machine has cpu"),
-        (["--device", "cpu", "--dry-run"], "got --device cpu together with --dry-run"),
+        (["--device", "mps", "--dry-run"], "is of the cpu or predicts cuda or cuda:hopper; choose"),
+        (["--device", "cuda"], "and --dry-run --device cuda predicts it"),
+        (["--device", "mps"], "and --dry-run needs none"),
     ],
 )
 def test_bad_input_ends_in_one_line_that_says_what_to_do(in_one_line, arguments, message):
@@ -419,7 +435,7 @@ def test_numbers_and_pictures_are_written(finished):
     assert {path.name for path in folder.iterdir()} == set(FILES)
     assert outcome.out.endswith(
         "written: here/and/there/measure.json, here/and/there/measure.png, "
-        "here/and/there/measure-timeline.png\n"
+        "here/and/there/measure-timeline.png, here/and/there/measure-blocks.png\n"
     )
 
 
@@ -430,6 +446,17 @@ def test_the_numbers_are_those_of_the_traces(finished):
     for row in numbers["rows"]:
         trace = second_step(TECHNIQUES[row["technique"]], Setting("tiny", 4, 64))
         assert (row["peak_bytes"], row["at_peak"]) == (trace.peak_bytes, trace.at_peak)
+
+
+def test_what_cuda_would_take_stands_beside_the_cpus_numbers(finished):
+    outcome, folder = finished
+    numbers = json.loads((folder / "measure.json").read_text())
+    for row in numbers["on_cuda"]:
+        trace = predicted_trace(Setting("tiny", 4, 64, device="cuda"), TECHNIQUES[row["technique"]])
+        assert row["peak_bytes"] == trace.peak_bytes
+        assert row["memory"]["reserved_peak_bytes"] == trace.reserved_bytes
+        shown = [row["technique"], *format_bytes(trace.allocated_bytes).split()]
+        assert any(line.split()[:3] == shown for line in outcome.out.splitlines())
 
 
 def test_a_number_that_json_has_not_is_written_by_its_name(tmp_path):
@@ -552,6 +579,42 @@ def test_columns_in_which_nothing_stands_are_left_out():
     assert shown(Row("plain", trace_of(1)))[0].split() == ["technique", "peak", "peak", "in"]
 
 
+# What CUDA takes for itself: at least and at most, as the column has it.
+LEAST, MOST = 256 * 2**20, 616 * 2**20
+
+
+def test_a_prediction_has_three_numbers_and_each_is_named():
+    memory = DeviceMemory(allocated_peak_bytes=3 * 2**30, reserved_peak_bytes=4 * 2**30)
+    row = Row("plain", replace(trace_of(2**30), device="cuda", dry=True, memory=memory))
+    assert cells("allocated", row) == ["3.00 GiB"]
+    assert cells("reserved", row) == ["4.00 GiB"]
+    assert cells("nvidia-smi", row) == [f"{4 + LEAST / 2**30:.2f}–{4 + MOST / 2**30:.2f} GiB"]
+    assert [remark.partition(":")[0] for remark in report.legend([row])] == [
+        "allocated",
+        "reserved",
+        "nvidia-smi",
+    ]
+
+
+def test_what_is_saved_of_a_prediction_is_of_the_allocators_blocks():
+    plain, ours = (
+        Row("x", replace(trace_of(1), dry=True, memory=DeviceMemory(count, 2**30)))
+        for count in (1000, 900)
+    )
+    assert cells("saved", plain, ours) == ["", "+10.0%"]
+
+
+def test_a_real_device_says_what_nvidia_smi_shows():
+    memory = DeviceMemory(2**30, 2 * 2**30, used_bytes=3 * 2**30)
+    trace = replace(trace_of(2**30), device="cuda", memory=memory)
+    assert [sentence.partition(":")[0] for sentence in report.three_numbers(trace)] == [
+        "allocated 1.00 GiB",
+        "reserved 2.00 GiB",
+        "nvidia-smi 3.00 GiB",
+    ]
+    assert list(report.three_numbers(trace_of(1))) == []  # of a CPU
+
+
 @pytest.fixture
 def wide_rows() -> list[Row]:
     """With the widest cells that figures below a terabyte have."""
@@ -567,6 +630,11 @@ def wide_rows() -> list[Row]:
 
 def test_a_table_of_figures_below_a_terabyte_fits_into_80_columns(wide_rows):
     assert max(map(len, shown(*wide_rows))) <= 80
+
+
+def test_a_table_of_predictions_fits_into_80_columns(wide_rows):
+    predicted = [Row(row.name, replace(row.trace, dry=True)) for row in wide_rows]
+    assert max(map(len, shown(*predicted))) <= 80
 
 
 def test_no_number_is_cut_where_the_terminal_is_narrow(wide_rows, monkeypatch):

@@ -225,9 +225,33 @@ def test_a_device_that_is_not_there_is_named(in_one_line, script):
     assert line.startswith("got --device tpu; this machine has cpu")
 
 
-def test_a_device_for_a_dry_run_is_refused(in_one_line, script):
-    line = in_one_line("measure", "--script", script(), "--device", "cuda", "--dry-run")
-    assert line.startswith("got --device cuda together with --dry-run")
+def test_a_device_of_which_there_is_no_dry_run_is_refused(in_one_line, script):
+    line = in_one_line("measure", "--script", script(), "--device", "mps", "--dry-run")
+    assert line.startswith("got --device mps with --dry-run, which is of the cpu or predicts cuda")
+
+
+def test_a_dry_run_of_cuda_predicts_the_script(memlab_command, script):
+    outcome = memlab_command("measure", "--script", script(), "--device", "cuda", "--dry-run")
+    names: dict = {}
+    exec(GOOD, names)
+    trace = memlab.predict(names["build"])
+    assert outcome.out.startswith(f"{trace}\n\nallocated {format_bytes(trace.allocated_bytes)}: ")
+    assert f"\nreserved {format_bytes(trace.reserved_bytes)}: what the allocator" in outcome.out
+    assert "\nnvidia-smi 0.27–0.62 GiB: reserved, and" in outcome.out
+
+
+def test_a_prediction_has_a_picture_of_what_is_reserved(memlab_command, script, tmp_path):
+    memlab_command("measure", "--script", script(), "--device", "cuda", "--dry-run", "--out", "x")
+    assert {path.name for path in (tmp_path / "x").iterdir()} == FILES | {"measure-blocks.png"}
+
+
+def test_what_fails_in_a_prediction_is_one_line_with_the_scripts_own(in_one_line, script):
+    text = """
+    def build():
+        raise KeyError("no data")
+    """
+    line = in_one_line("measure", "--script", script(text), "--device", "cuda", "--dry-run")
+    assert line == "train.py:3 raised KeyError: 'no data'"
 
 
 def test_a_step_that_allocates_nothing_is_named(in_one_line, script):

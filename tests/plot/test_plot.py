@@ -1,7 +1,6 @@
 """Pictures of Traces: what is drawn is what was traced, nothing is lost, and no texts meet."""
 
 import itertools
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -11,41 +10,35 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
+from drawn import (
+    Recorder,
+    check_that_every_text_is_on_the_page,
+    check_that_no_two_texts_meet,
+    image,
+    lines_of_text,
+    of,
+    texts,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from matplotlib.transforms import Bbox
 
 from memlab import plot
-from memlab.plot import Span, breakdown, phase_spans, place_names, save, skyline, timeline
-from memlab.trace import CATEGORIES, Event, Trace
+from memlab.plot import breakdown, save, timeline
+from memlab.plot.labels import Span, place_names
+from memlab.plot.page import GAP
+from memlab.plot.phases import phase_spans
+from memlab.plot.timelines import skyline
+from memlab.trace import CATEGORIES, Trace
 from memlab.units import format_bytes
 
 MIB, GIB = 2**20, 2**30
 
 
 # ------------------------------------------------------------------ traces to draw
-
-
-class Recorder:
-    """Writes a trace by hand: allocations and frees in the order of the calls."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def allocate(self, size: int, category: str, phase: str) -> Event:
-        event = Event(size, len(self.events), category, "", "", phase, "float32", (size // 4,))
-        self.events.append(event)
-        return event
-
-    def free(self, event: Event, phase: str) -> None:
-        self.events.append(event._replace(bytes=-event.bytes, phase=phase))
-
-    def trace(self) -> Trace:
-        return Trace(tuple(self.events))
 
 
 def training_step(*, layers=6, unit=MIB, batch=4, scratch=()) -> Trace:
@@ -95,16 +88,6 @@ def spiked(events: int, spike_at: int) -> Trace:
         size = GIB if index == spike_at // 2 else 1000 + index % 7
         run.free(run.allocate(size, "forward_temporaries", "forward"), "forward")
     return run.trace()
-
-
-def of(*changes: tuple[int, str, str]) -> Trace:
-    """A trace of (bytes, category, phase); a free names what it takes from."""
-    return Trace(
-        tuple(
-            Event(size, index, category, "", "", phase, "float32", ())
-            for index, (size, category, phase) in enumerate(changes)
-        )
-    )
 
 
 EVERYTHING = ("buffers", "workspace", "rounding", "unattributed")
@@ -166,31 +149,6 @@ def bars(figure: Figure) -> list[dict[str, int]]:
     return [rows[y] for y in sorted(rows)]
 
 
-def texts(figure: Figure) -> dict[str, list[Bbox]]:
-    """All that is written in the figure, and where, in dots."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()  # what stands beside an axis finds its place only now
-    renderer = canvas.get_renderer()
-    found = list(figure.texts)
-    for axes in figure.axes:
-        if axes.axison:
-            found += [axes.xaxis.label, *axes.get_yticklabels()]
-    boxes: dict[str, list[Bbox]] = {}
-    for text in found:
-        if text.get_text():
-            boxes.setdefault(text.get_text(), []).append(text.get_window_extent(renderer))
-    return boxes
-
-
-def lines_of_text(figure: Figure) -> list[str]:
-    """The texts that stand at one height, joined from left to right; from the top down."""
-    rows: dict[int, list[tuple[float, str]]] = {}
-    for text, boxes in texts(figure).items():
-        for box in boxes:
-            rows.setdefault(round((box.y0 + box.y1) / 2 / 4), []).append((box.x0, text))
-    return [" ".join(text for _, text in sorted(rows[y])) for y in sorted(rows, reverse=True)]
-
-
 def peak_table(figure: Figure) -> list[tuple[str, str]]:
     """(category, size) of the rows under "at the peak", from the top down."""
     boxes = texts(figure)
@@ -199,13 +157,6 @@ def peak_table(figure: Figure) -> list[tuple[str, str]]:
     right.sort(key=lambda pair: (-round(pair[0].y0 / 8), pair[0].x0))
     words = [text for _, text in right][2:]
     return list(zip(words[::2], words[1::2], strict=True))
-
-
-def image(figure: Figure, **how) -> np.ndarray:
-    """The figure's dots: (height, width, colour)."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.print_figure(os.devnull, format="png", **how)
-    return np.asarray(canvas.buffer_rgba())
 
 
 # ------------------------------------------------------------------ timeline: the stack
@@ -408,7 +359,7 @@ def test_phases_in_turns_are_named_each_time_where_there_is_room():
 def test_phases_in_turns_without_room_are_named_where_they_begin():
     spans = [Span(name, i, i + 1) for i, name in enumerate(("forward", "backward") * 3)]
     placed = place_names(spans, {"forward": 1.2, "backward": 1.2}, Span("", 0, 6))
-    assert [text.left for text in placed] == [0, 1.2 + plot.GAP]
+    assert [text.left for text in placed] == [0, 1.2 + GAP]
 
 
 def test_phases_in_turns_are_written_in_the_order_in_which_they_begin():
@@ -428,7 +379,7 @@ def test_a_phase_that_has_the_room_has_its_name_in_its_middle():
 def test_a_name_is_pushed_off_the_end_of_the_page_and_pushes_the_one_before_it():
     spans = [Span("backward", 7, 9.8), Span("optimizer", 9.8, 10)]
     placed = place_names(spans, {"backward": 2, "optimizer": 1}, Span("", 0, 10))
-    assert placed == [Span("backward", 7 - plot.GAP, 9 - plot.GAP), Span("optimizer", 9, 10)]
+    assert placed == [Span("backward", 7 - GAP, 9 - GAP), Span("optimizer", 9, 10)]
 
 
 NAMES = ("forward", "backward", "optimizer", "backward + optimizer")
@@ -447,7 +398,7 @@ def test_names_of_phases_stay_on_the_page_apart_and_none_is_missing(runs):
     assert {text.name for text in placed} == {span.name for span in spans}
     assert placed[0].left > -1e-9
     assert placed[-1].right < 5 + 1e-9
-    assert all(a.right + plot.GAP < b.left + 1e-9 for a, b in itertools.pairwise(placed))
+    assert all(a.right + GAP < b.left + 1e-9 for a, b in itertools.pairwise(placed))
 
 
 # ------------------------------------------------------------------ breakdown
@@ -541,19 +492,12 @@ def pictures():
 
 @pytest.mark.parametrize("draw", list(pictures()))
 def test_no_two_texts_meet(draw):
-    boxes = [(text, box) for text, found in texts(draw()).items() for box in found]
-    for (one, box), (other, box_of_other) in itertools.combinations(boxes, 2):
-        assert not box.overlaps(box_of_other), f"{one!r} meets {other!r}"
+    check_that_no_two_texts_meet(draw())
 
 
 @pytest.mark.parametrize("draw", list(pictures()))
 def test_every_text_is_on_the_page(draw):
-    figure = draw()
-    page = figure.bbox
-    for text, boxes in texts(figure).items():
-        for box in boxes:
-            assert page.x0 < box.x0 < box.x1 < page.x1, text
-            assert page.y0 < box.y0 < box.y1 < page.y1, text
+    check_that_every_text_is_on_the_page(draw())
 
 
 @pytest.mark.parametrize("draw", [timeline, breakdown])
@@ -770,3 +714,8 @@ save(timeline(trace), {str(tmp_path / "step.png")!r})
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", source], check=True)
+
+
+def test_importing_memlab_imports_no_matplotlib():
+    program = "import sys, memlab; assert 'matplotlib' not in sys.modules; memlab.plot.blocks"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,146 @@
+"""`breakdown`: a bar for each of several runs, what it holds at its peak and what it saves."""
+
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from memlab.plot.page import (
+    COLOURS,
+    GAP,
+    GREY,
+    INK,
+    LINE,
+    MARGIN,
+    SWATCH,
+    WIDTH,
+    draw_swatch,
+    new_axes,
+    new_page,
+    on_page,
+    our_style,
+    require_bytes,
+    text_width,
+    words_for,
+    write,
+)
+from memlab.trace import CATEGORIES, Trace
+from memlab.units import format_bytes
+
+NAME_CHARACTERS = 28  # in a line
+
+
+def breakdown(traces: Mapping[str, Trace] | Trace, *, title: str | None = None) -> Figure:
+    """A bar for each named trace: what it holds at its peak, and what it saves against the first.
+
+    A Trace in place of the mapping gets one bar without a name.
+    """
+    named = {"": traces} if isinstance(traces, Trace) else dict(traces)
+    if not named:
+        raise ValueError("got no traces; give at least one, such as {'baseline': trace}")
+    for name, trace in named.items():
+        require_bytes(trace.peak_bytes, f"the trace {name!r}")
+    peaks = [trace.peak_bytes for trace in named.values()]
+    present = [c for c in CATEGORIES if any(c in trace.at_peak for trace in named.values())]
+    with our_style():
+        names = [fill(name, NAME_CHARACTERS) for name in named]
+        ends = _ends(peaks)
+        rows = _key_rows(present)
+        key_height = LINE * len(rows) + 2 * GAP
+        bar_height = LINE * (2 + 0.7 * max(name.count("\n") for name in names))
+        height = key_height + bar_height * len(named) + MARGIN  # below the title
+        figure = new_page(title or "Memory at the peak", height)
+        left = MARGIN + max((text_width(name) + GAP for name in names if name), default=0)
+        right = WIDTH - MARGIN - max(_end_width(*end) for end in ends)
+        axes = new_axes(figure, left=left, bottom=MARGIN, right=right, top=height - key_height)
+        _draw_key(figure, rows, top=height)
+        _draw_bars(axes, list(named.values()))
+        _draw_names(axes, names)
+        _draw_ends(axes, peaks, ends)
+    return figure
+
+
+def saving(bytes_: int, against: int) -> str:
+    """In words, what share `bytes_` is less, or more, than `against`."""
+    if bytes_ == against:
+        return "the same"
+    return f"{abs(bytes_ - against) / against:.1%} {'less' if bytes_ < against else 'more'}"
+
+
+def _ends(peaks: Sequence[int]) -> list[tuple[str, str]]:
+    """What stands at the end of each bar: its total and, from the second on, what it saves."""
+    savings = ["", *(saving(peak, peaks[0]) for peak in peaks[1:])]
+    return [(format_bytes(peak), words) for peak, words in zip(peaks, savings, strict=True)]
+
+
+def _end_width(total: str, words: str) -> float:
+    return GAP + text_width(total, bold=True) + GAP + text_width(words)
+
+
+def _draw_bars(axes: Axes, traces: Sequence[Trace]) -> None:
+    """The first trace on top; the size of a part stands inside it if it has the room."""
+    axes.set_axis_off()
+    axes.set_xlim(0, max(trace.peak_bytes for trace in traces))
+    axes.set_ylim(len(traces) - 0.5, -0.5)
+    for row, trace in enumerate(traces):
+        start = 0
+        for category, bytes_ in trace.at_peak.items():
+            colour = COLOURS[category]
+            part = Rectangle((start, row - 0.3), bytes_, 0.6, color=colour, linewidth=0)
+            part.set_label(category)
+            axes.add_patch(part)
+            _write_inside(axes, format_bytes(bytes_), (start, start + bytes_), row, colour)
+            start += bytes_
+
+
+def _write_inside(
+    axes: Axes, text: str, sides: tuple[float, float], row: int, background: str
+) -> None:
+    (left, y), (right, _) = (on_page(axes, side, row) for side in sides)
+    if text_width(text) + GAP < right - left:
+        red, green, blue = to_rgb(background)
+        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+        colour = "white" if dark else INK
+        write(axes.figure, (left + right) / 2, y, text, color=colour, ha="center")
+
+
+def _draw_names(axes: Axes, names: Sequence[str]) -> None:
+    for row, name in enumerate(names):
+        write(axes.figure, MARGIN, on_page(axes, 0, row)[1], name)
+
+
+def _draw_ends(axes: Axes, peaks: Sequence[int], ends: Sequence[tuple[str, str]]) -> None:
+    for row, (peak, (total, words)) in enumerate(zip(peaks, ends, strict=True)):
+        x, y = on_page(axes, peak, row)
+        write(axes.figure, x + GAP, y, total, weight="bold")
+        x += _end_width(total, "")
+        write(axes.figure, x, y, words, color=GREY)
+
+
+def _key_rows(categories: Sequence[str]) -> list[list[str]]:
+    """The entries of the key in as many rows as the page's width asks for."""
+    rows: list[list[str]] = []
+    room = 0.0
+    for category in categories:
+        if _key_width(category) > room:
+            rows.append([])
+            room = WIDTH - 2 * MARGIN
+        rows[-1].append(category)
+        room -= _key_width(category)
+    return rows
+
+
+def _key_width(category: str) -> float:
+    return SWATCH + text_width(words_for(category)) + 3 * GAP
+
+
+def _draw_key(figure: Figure, rows: Sequence[Sequence[str]], top: float) -> None:
+    for row, categories in enumerate(rows):
+        x, y = MARGIN, top - LINE * (row + 0.5)
+        for category in categories:
+            draw_swatch(figure, x, y, COLOURS[category])
+            write(figure, x + SWATCH + GAP / 2, y, words_for(category))
+            x += _key_width(category)
