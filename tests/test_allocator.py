@@ -303,7 +303,7 @@ def test_a_request_finds_no_room_though_more_is_free_than_it_wants(tape):
     assert len(blocks.reserved) == 12
     assert str(problem) == (
         "out of memory at event 12 (forward aten.empty): a request of 12.00 MiB needs a segment "
-        "of 12.00 MiB, and of 50.00 MiB 40.00 MiB are reserved: 20.00 MiB allocated, 20.00 MiB "
+        "of 12.00 MiB, and 40.00 MiB of 50.00 MiB are reserved: 20.00 MiB allocated, 20.00 MiB "
         "free in 4 pieces of at most 5.00 MiB"
     )
     assert str(problem) in str(blocks)
@@ -547,8 +547,9 @@ def test_a_storage_that_grows_or_shrinks_is_moved_and_holds_both_blocks_for_a_mo
     tape.change(storage, 10 * MIB)
     tape.change(storage, -28 * MIB)
     blocks = simulate(tape.trace)
-    assert list(blocks.allocated) == [30 * MIB, 40 * MIB, 12 * MIB]
+    assert list(blocks.allocated) == [30 * MIB, (30 + 40) * MIB, (40 + 12) * MIB]
     assert blocks.allocated_bytes == 70 * MIB
+    assert layout(blocks.at_end)[0][0] == (12 * MIB, "allocated")
     assert blocks.reserved_bytes == 70 * MIB  # the 12 MiB find room where 30 were
 
 
@@ -691,7 +692,7 @@ def test_the_result_says_what_it_came_to(tape):
     tape.take(5 * MIB)
     assert str(simulate(tape.trace)) == (
         "reserved 20.00 MiB, allocated 5.00 MiB at the peak (75.0% fragmentation)\n"
-        "1 segments allocated, 0 given back, 0 retries"
+        "1 segment allocated, 0 given back, 0 retries"
     )
 
 

@@ -51,14 +51,15 @@ class OutOfMemory:
 
     def __str__(self) -> str:
         pieces = self.free_piece_bytes
+        largest = f" in {counted(len(pieces), 'piece')}" if pieces else ""
+        largest += f" of at most {format_bytes(pieces[0])}" if len(pieces) > 1 else ""
         where = " ".join(part for part in (self.event.phase, self.event.operator) if part)
         when = f"at event {self.position}" if self.position >= 0 else "before the measured step"
-        largest = f" in {len(pieces)} pieces of at most {format_bytes(pieces[0])}" if pieces else ""
         return (
             f"out of memory {when} ({where}): a request of "
             f"{format_bytes(self.requested_bytes)} needs a segment of "
-            f"{format_bytes(self.segment_bytes)}, and of {format_bytes(self.limit_bytes)} "
-            f"{format_bytes(self.reserved_bytes)} are reserved: "
+            f"{format_bytes(self.segment_bytes)}, and {format_bytes(self.reserved_bytes)} of "
+            f"{format_bytes(self.limit_bytes)} are reserved: "
             f"{format_bytes(self.allocated_bytes)} allocated, {format_bytes(sum(pieces))} free"
             f"{largest}"
         )
@@ -68,8 +69,8 @@ class OutOfMemory:
 class Blocks:
     """What a trace takes of a card's memory, event by event.
 
-    The lists have one number for each event that was served: bytes, after it. The peaks are of
-    these; the counts of segments and retries are of the whole process, the trace's history too.
+    The lists have one number for each event that was served: bytes after it; of a storage that
+    moves, `allocated` has both blocks. The peaks are of these; the counts of segments and retries are of the whole process, the trace's history too.
     """
 
     settings: Settings
@@ -120,12 +121,17 @@ class Blocks:
             f"reserved {format_bytes(self.reserved_bytes)}, "
             f"allocated {format_bytes(self.allocated_bytes)} at the peak "
             f"({self.fragmentation:.1%} fragmentation)",
-            f"{self.segment_allocations} segments allocated, {self.segment_frees} given back, "
-            f"{self.retries} retries",
+            f"{counted(self.segment_allocations, 'segment')} allocated, "
+            f"{self.segment_frees:,} given back, {counted(self.retries, 'retry', 'retries')}",
         ]
         return "\n".join(lines + ([] if self.fits else [str(self.out_of_memory)]))
 
     __repr__ = __str__
+
+
+def counted(count: int, one: str, several: str = "") -> str:
+    """Such as "1 piece" and "2 pieces"."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def segments(allocator: Allocator) -> tuple[Segment, ...]:
@@ -220,12 +226,13 @@ class Run:
                 allocator.empty_cache()
             if position == 0:
                 allocator.reset_peaks()
+            self._with_both_blocks = 0
             if event.bytes and event.category != "rounding" and position not in self._restated:
                 refused = self._change(position, event)
                 if refused:
                     return self._out_of_memory(position, event, refused)
             if position >= 0:
-                allocated.append(allocator.allocated_bytes)
+                allocated.append(max(allocator.allocated_bytes, self._with_both_blocks))
                 reserved.append(allocator.reserved_bytes)
                 largest_free.append(allocator.largest_free_bytes())
         return None
@@ -269,6 +276,8 @@ class Run:
                 return size
             block.owner = event
             self._held[storage] = block
+            if old is not None:
+                self._with_both_blocks = self.allocator.allocated_bytes
         if old is not None:
             self.allocator.free(old)
         return 0
