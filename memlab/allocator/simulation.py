@@ -70,7 +70,8 @@ class Blocks:
     """What a trace takes of a card's memory, event by event.
 
     The lists have one number for each event that was served: bytes after it; of a storage that
-    moves, `allocated` has both blocks. The peaks are of these; the counts of segments and retries are of the whole process, the trace's history too.
+    moves, `allocated` has both blocks. The peaks are of these; the counts of segments and retries
+    are of the whole process, the trace's history too.
     """
 
     settings: Settings
