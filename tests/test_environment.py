@@ -158,9 +158,10 @@ def test_memlab_itself_says_the_version_that_gets_installed():
 
 def imports_of(folder: str) -> set[str]:
     """The packages from outside that the Python files in `folder` import, by import name."""
-    own = {PROJECT["name"], *(path.stem for path in (ROOT / folder).rglob("*.py"))}
+    files = list((ROOT / folder).rglob("*.py"))
+    own = {PROJECT["name"], *(name for path in files for name in (path.stem, path.parent.name))}
     found = set()
-    for path in (ROOT / folder).rglob("*.py"):
+    for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
             if isinstance(node, ast.Import):
                 found.update(alias.name.split(".")[0] for alias in node.names)

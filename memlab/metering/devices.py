@@ -2,7 +2,8 @@
 
     parameters … temporaries   what the meter saw, under the names that it gave
     workspace                  blocks that the allocator handed out and that hold no storage: the
-                               scratch of kernels, and what libraries keep (cuBLAS)
+                               scratch of kernels, and what libraries keep: of what was there
+                               before the step, blocks of just the size that cuBLAS takes
     rounding                   what blocks have beyond what was asked for
     unattributed               the rest: what was there before the step and the meter does not
                                know, and what the device counts and nobody saw
@@ -27,6 +28,7 @@ import torch
 
 from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block, Entry, Watch
 from memlab.metering.cuda import CudaWatch
+from memlab.metering.kernels import TARGETS
 from memlab.metering.mps import Mps
 from memlab.metering.registry import Storage
 from memlab.metering.storages import Change
@@ -39,6 +41,8 @@ WATCHES: dict[str, Callable[[torch.device], Watch]] = {
     "cuda": CudaWatch,  # ROCm too
     "mps": lambda device: AllocatorWatch(device, Mps()),
 }
+
+WORKSPACE_BYTES = {target.workspace_bytes for target in TARGETS.values()}  # of one handle of cuBLAS
 
 # The numbers of what is no storage. Storages count up from 1, workspaces down from the last.
 _FROM_BEFORE, _UNSEEN, _ROUNDING, _FIRST_WORKSPACE = 0, -1, -2, -3
@@ -131,9 +135,12 @@ def _from_history(changes: Sequence[Change], answers: Answers) -> _Explained:
 def _named(answers: Answers, owners: "_Owners") -> list[Event]:
     """An event for every block that an unwatched step would take, too."""
     ledger = _Ledger()
-    for address, block in answers.blocks_at_start.items():
+    for number, (address, block) in enumerate(answers.blocks_at_start.items()):
         record = owners.at_start.get(address)
-        if record is None:
+        if record is None and block.asked in WORKSPACE_BYTES:
+            position = len(answers.history) + number
+            ledger.allocate(address, _kept_workspace(block, position), _beyond(block))
+        elif record is None:
             ledger.allocate(address, _from_before(block.taken))
         else:
             ledger.allocate(address, record.event(block.asked, "before"), _beyond(block))
@@ -239,6 +246,12 @@ def _workspace(entry: Entry, position: int) -> Event:
     return Event(
         count, number, "workspace", mark.operator, mark.module, mark.phase, "uint8", (count,)
     )
+
+
+def _kept_workspace(block: Block, position: int) -> Event:
+    """What an earlier step's matrix products left: no storage, and no operator's that runs now."""
+    number = _FIRST_WORKSPACE - position
+    return _event(block.asked, number, "workspace", "cuBLAS, before the step")
 
 
 def _from_before(count: int) -> Event:

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from memlab.metering.answers import AllocatorWatch, Answers, Block
 from memlab.metering.cuda import Blocks, Cuda, CudaWatch, allocated, read
-from memlab.metering.devices import WATCHES, complete, watch
+from memlab.metering.devices import WATCHES, WORKSPACE_BYTES, complete, watch
 from memlab.metering.registry import REGISTRY, Registry, Sighting, Storage
 from memlab.metering.storages import Change, StorageMeter
 from memlab.trace import CATEGORIES, Trace
@@ -205,8 +205,10 @@ class Step:
         return record
 
     def scratch(self, count: int, op: str = "aten.mm") -> int:
-        """The allocator hands out what no tensor holds; before the step, to no one we know."""
-        category = "unattributed" if self.phase == "before" else "workspace"
+        """The allocator hands out what no tensor holds; before the step, to no one we know, but
+        by its size."""
+        known = self.phase != "before" or count in WORKSPACE_BYTES
+        category = "workspace" if known else "unattributed"
         return self.allocate(count, category, op)
 
     def drop(self, thing: Storage | int) -> None:
@@ -290,6 +292,22 @@ def test_nothing_is_unattributed_where_every_block_holds_a_storage():
     assert trace.at_peak == {"parameters": 4 * MIB, "activations": 3 * MIB}
     assert trace.peak_bytes == trace.memory.allocated_peak_bytes == 7 * MIB
     assert "0 B at the peak are unattributed" in trace.notes
+
+
+@pytest.mark.parametrize("size", [8_519_680, 32 * MIB])
+def test_what_cublas_kept_of_an_earlier_step_is_workspace(size):
+    step = Step()
+    step.storage(4 * MIB, "parameters")
+    for _ in "forward", "backward":
+        step.scratch(size)
+    unknown = step.scratch(size - 512)
+    step.start()
+    trace = step.end()
+    assert trace.at_peak == step.true_peak
+    assert trace.at_peak["unattributed"] == step.cuda.taken(unknown)
+    kept = [event for event in trace.events if event.category == "workspace"]
+    assert [(e.operator, e.bytes) for e in kept] == [("cuBLAS, before the step", size)] * 2
+    assert len({event.storage for event in trace.events}) == 4
 
 
 def test_a_block_that_holds_no_storage_is_workspace_of_the_operator_that_took_it():

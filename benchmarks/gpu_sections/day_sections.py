@@ -1,0 +1,30 @@
+"""What a lesson shows of a GPU to a reader who has none: `stored_on_a_gpu("day 1")`.
+
+The numbers stand in the results as they are printed there: bytes under names that end in `_bytes`,
+what the step was under `what`. So there are no rows here and nothing nested.
+"""
+
+from typing import Any
+
+from common import table
+
+from memlab.units import format_bytes
+
+from .bench import Bench, Report
+
+
+def first_day(bench: Bench) -> Report:
+    """The step of Day 1's question, measured on the GPU, with its allocator's second opinion."""
+    found = bench.submit("day 1").result()
+    if "failure" in found:
+        raise RuntimeError(found["failure"])  # readers are shown what is kept
+    sentence = (
+        f"Day 1's step ({found['what']}) peaks at {format_bytes(found['peak_bytes'])} in "
+        f"{found['peak_in']}."
+    )
+    lines = [(name.removesuffix("_bytes").replace("_", " "), text(name, found)) for name in found]
+    return Report(sentence, table(("", "measured"), lines), found)
+
+
+def text(name: str, found: dict[str, Any]) -> str:
+    return format_bytes(found[name]) if name.endswith("_bytes") else str(found[name])

@@ -1,0 +1,319 @@
+"""What runs in a process of its own, so that no cache, context or crash reaches the next.
+
+A job is plain data; its answer is one dictionary, or `{"failure": one sentence}`. On a GPU each job
+is a fresh Python, several at a time: bytes are measured, not times, and each process has an
+allocator of its own. A rehearsal answers the same jobs in this process, from predictions.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import cores
+
+import memlab
+from memlab.allocator import Settings
+from memlab.metering.kernels import TARGETS
+from memlab.train import TECHNIQUES, Setting, build
+from memlab.units import format_bytes
+
+from . import meter_kinds, recorder
+from .configurations import CONFIGURATIONS, FULL, SMALL, Size
+from .predictions import Prediction, predicted, settings_of
+
+SCRIPT = Path(__file__).parents[1] / "gpu.py"
+SECONDS = 240  # for a job; the longest takes a tenth of it
+MOST_AT_ONCE = 8
+_BYTES_OF_A_JOB = 16 * 2**30  # of the card, at most
+_CONFIGURATIONS_OF_THE_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to do in a process of its own."""
+
+    task: str
+    configuration: str = ""
+    name: str = ""  # of the recording that is asked for
+    conf: str = ""  # PYTORCH_ALLOC_CONF
+    cap_bytes: int | None = None  # on what the process may reserve
+    small: bool = False
+    rehearsal: bool = False
+
+    @property
+    def size(self) -> Size:
+        return SMALL if self.small else FULL
+
+
+# ------------------------------------------------------------------ what a job does
+
+CARD_OF_A_REHEARSAL = {"device": "rehearsal", "total_bytes": 80 * 2**30, "capability": [9, 0]}
+
+
+def facts(job: Job) -> Answer:
+    """The card; in a rehearsal, one that is made up."""
+    if job.rehearsal:
+        return {**CARD_OF_A_REHEARSAL, "target": "cuda:hopper"}
+    if not torch.cuda.is_available():
+        return {"failure": "torch finds no GPU here"}
+    card = torch.cuda.get_device_properties(0)
+    target = "cuda:hopper" if card.major == 9 else "cuda"
+    return {
+        "device": card.name,
+        "total_bytes": torch.cuda.mem_get_info()[1],
+        "total_bytes_of_properties": card.total_memory,
+        "capability": [card.major, card.minor],
+        "multiprocessors": card.multi_processor_count,
+        "multiprocessors_assumed": TARGETS[target].multiprocessors,
+        "target": target,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "allocator": torch.cuda.get_allocator_backend(),
+    }
+
+
+def record(job: Job) -> Answer:
+    """A configuration's history, with what it is of."""
+    about = {
+        **{name: getattr(job, name) for name in ("name", "configuration", "conf", "cap_bytes")},
+        "small": job.small,
+    }
+    if job.rehearsal:
+        settings = settings_of(job.conf, job.cap_bytes, CARD_OF_A_REHEARSAL["total_bytes"])
+        return {**about, **recorder.rehearsed(prediction_of(job), settings)}
+    configuration = CONFIGURATIONS[job.configuration]
+    return {**about, **recorder.record(configuration, job.size, job.cap_bytes)}
+
+
+def fits(job: Job) -> Answer:
+    """Whether a configuration runs under the cap: built, and two steps."""
+    if job.rehearsal:
+        card = CARD_OF_A_REHEARSAL["total_bytes"]
+        return {"fits": prediction_of(job).fits(Settings(), job.cap_bytes, card), "what": ""}
+    recorder.start(job.cap_bytes)
+    try:
+        step, *built = CONFIGURATIONS[job.configuration].build(job.size, "cuda")
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+    except torch.cuda.OutOfMemoryError as error:
+        return {"fits": False, "what": str(error)}
+    del built
+    return {"fits": True, "what": format_bytes(torch.cuda.max_memory_reserved())}
+
+
+def meter(job: Job) -> Answer:
+    """A kind of step under the meter, beside the allocator's own figures."""
+    kind = meter_kinds.builder(job.configuration, job.size)
+    return meter_kinds.rehearsed(kind) if job.rehearsal else meter_kinds.metered(kind)
+
+
+def predict_beside_a_gpu(job: Job) -> Answer:
+    """Predict where there is a GPU, without touching it: what does that differ in?"""
+    prediction = predicted(CONFIGURATIONS[job.configuration], job.size, "cuda")
+    return {
+        "sizes": [event.bytes for event in prediction.whole],
+        "touched": torch.cuda.is_initialized(),
+    }
+
+
+def first_day(job: Job) -> Answer:
+    """The step of Day 1, as the lesson takes it on a reader's GPU."""
+    setting = Setting(*(("tiny", 2, 32) if job.small else ("124m", 8, 640)), device="cuda")
+
+    def built() -> tuple[Any, ...]:
+        training = build(setting, TECHNIQUES["plain"])
+        return training.step, training.model, training.optimizer
+
+    if job.rehearsal:
+        trace = memlab.predict(built)
+    else:
+        step, model, optimizer = built()
+        step()
+        trace = memlab.measure(step, model=model, optimizer=optimizer)
+    return {
+        "what": str(setting),
+        "peak_bytes": trace.peak_bytes,
+        "peak_in": trace.peak_phase,
+        **{f"{category}_bytes": count for category, count in trace.at_peak.items()},
+        **{name: count for name, count in asdict(trace.memory).items() if count is not None},
+    }
+
+
+TASKS: dict[str, Callable[[Job], Answer]] = {
+    "facts": facts,
+    "record": record,
+    "fits": fits,
+    "meter": meter,
+    "predict": predict_beside_a_gpu,
+    "day 1": first_day,
+}
+
+
+@cache
+def _rehearsed_prediction(configuration: str, size: Size) -> Prediction:
+    return predicted(CONFIGURATIONS[configuration], size, "cuda:hopper")
+
+
+def prediction_of(job: Job) -> Prediction:
+    return _rehearsed_prediction(job.configuration, job.size)
+
+
+def answer(job: Job) -> Answer:
+    """What the job finds, or its failure in one sentence."""
+    try:
+        return TASKS[job.task](job)
+    except Exception as error:
+        return {"failure": f"{type(error).__name__}: {first_line(str(error))}"}
+
+
+def first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+# ------------------------------------------------------------------ processes
+
+
+def serve(job_json: str, path: str) -> None:
+    """What a process of ours does: one job, whose answer it leaves in a file."""
+    found = answer(Job(**json.loads(job_json)))
+    Path(path).write_text(json.dumps(found), encoding="utf-8")
+
+
+class Here:
+    """Answers jobs in this process, one after another."""
+
+    def __enter__(self) -> "Here":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    def submit(self, job: Job) -> "Future[Answer]":
+        future: Future[Answer] = Future()
+        future.set_result(answer(job))
+        return future
+
+
+class Archive:
+    """Answers with what a GPU recorded before, so that predictions can be held against it again."""
+
+    def __init__(self, recordings: Mapping[str, Answer]) -> None:
+        self._recordings = recordings
+
+    def __enter__(self) -> "Archive":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    @property
+    def latest(self) -> Answer:
+        """One of its recordings: they are all of one card and one size."""
+        *_, latest = self._recordings.values()
+        return latest
+
+    def submit(self, job: Job) -> "Future[Answer]":
+        missing = {"failure": "it is not in the archive"}
+        future: Future[Answer] = Future()
+        future.set_result(self._recordings.get(job.name, missing))
+        return future
+
+
+class Processes:
+    """Answers jobs in processes, several at a time, each with an environment of its own."""
+
+    def __init__(self, environment: Mapping[str, str], at_once: int = 1) -> None:
+        self._environment = environment
+        self._threads = ThreadPoolExecutor(at_once)
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def submit(self, job: Job) -> "Future[Answer]":
+        return self._threads.submit(self._run, job)
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """End what runs, and start nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                process.kill()
+
+    def _run(self, job: Job) -> Answer:
+        with tempfile.TemporaryDirectory() as folder:
+            path, errors = Path(folder) / "answer.json", Path(folder) / "errors.txt"
+            command = [sys.executable, str(SCRIPT), "--serve", json.dumps(asdict(job)), str(path)]
+            with errors.open("wb") as stderr:
+                status = self._wait(command, self._environment_of(job), stderr)
+            if path.exists():
+                with contextlib.suppress(json.JSONDecodeError):
+                    return json.loads(path.read_text(encoding="utf-8"))
+            last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            return {"failure": f"its process ended with {status}: {''.join(last)}"}
+
+    def _wait(self, command: list[str], environment: dict[str, str], stderr: Any) -> str:
+        with self._lock:
+            if self._stopped:
+                return "nothing, for it was stopped"
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                start_new_session=True,  # Ctrl-C is ours to handle
+            )
+            self._running.add(process)
+        try:
+            return f"status {process.wait(SECONDS)}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return f"no answer in {SECONDS} s"
+        finally:
+            with self._lock:
+                self._running.discard(process)
+
+    def _environment_of(self, job: Job) -> dict[str, str]:
+        environment = {"OMP_NUM_THREADS": "2", **self._environment}
+        for name in _CONFIGURATIONS_OF_THE_ALLOCATOR:
+            environment.pop(name, None)
+        return {**environment, "PYTORCH_ALLOC_CONF": job.conf} if job.conf else environment
+
+
+def at_once(total_bytes: int) -> int:
+    """How many jobs run side by side on a card of this size."""
+    return max(1, min(MOST_AT_ONCE, cores() // 2, total_bytes // _BYTES_OF_A_JOB))
+
+
+@contextlib.contextmanager
+def hidden_gpu() -> Iterator[dict[str, str]]:
+    """Let this process find no GPU: it predicts, and what it predicts must not know one. Yields
+    the environment for processes that may find it."""
+    before = dict(os.environ)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield before
+    finally:
+        if "CUDA_VISIBLE_DEVICES" in before:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before["CUDA_VISIBLE_DEVICES"]
+        else:
+            del os.environ["CUDA_VISIBLE_DEVICES"]

@@ -1,0 +1,949 @@
+"""What benchmarks/gpu.py does without a GPU: predict, compare, score, keep, and run processes."""
+
+import importlib
+import json
+import os
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import memlab
+from memlab.allocator import Allocator, Settings, history, recording
+from memlab.course.elsewhere import stored_on_a_gpu
+from memlab.metering.prediction import EVERYTHING_NOTE
+from memlab.trace import Event, Trace
+
+ROOT = Path(__file__).parents[1]
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+def part(name: str) -> ModuleType:
+    """A module of the benchmark, whose folder is on no path but this."""
+    folder = str(ROOT / "benchmarks")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+gpu = part("gpu")
+archive, bench, configurations, jobs, meter_kinds, predictions, recorder, streams = (
+    part(f"gpu_sections.{name}")
+    for name in (
+        *("archive", "bench", "configurations", "jobs", "meter_kinds", "predictions"),
+        *("recorder", "streams"),
+    )
+)
+allocator_section, meter_section, predict_section, verdict_section = (
+    part(f"gpu_sections.{name}_section") for name in ("allocator", "meter", "predict", "verdict")
+)
+CONFIGURATIONS, SMALL = configurations.CONFIGURATIONS, configurations.SMALL
+FEW = ("AdamW, fused", "no_grad")
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Only some configurations, for tests of what is done with them."""
+    chosen = {name: CONFIGURATIONS[name] for name in FEW}
+    monkeypatch.setattr(predict_section, "CONFIGURATIONS", chosen)
+    monkeypatch.setattr(predict_section, "BESIDE_A_GPU", "no_grad")
+
+
+@pytest.fixture
+def rehearsal(tmp_path):
+    """A run that rehearses, and keeps what it finds in a folder of its own."""
+    facts = jobs.answer(jobs.Job("facts", rehearsal=True))
+    return bench.Bench(facts, jobs.Here(), True, True, tmp_path, section="predict")
+
+
+def event(count: int, number: int, operator: str = "aten.op") -> Event:
+    return Event(count, number, "activations", operator, "", "forward", "uint8", (count,))
+
+
+def done(result: dict) -> "Future[dict]":
+    future: Future[dict] = Future()
+    future.set_result(result)
+    return future
+
+
+# ------------------------------------------------------------------ the steps
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_configuration_is_predicted_and_makes_all_it_needs_on_the_gpu(name):
+    if CONFIGURATIONS[name].missing:
+        pytest.skip(f"{CONFIGURATIONS[name].missing} is not here")
+    trace = predictions.step_predicted(CONFIGURATIONS[name], SMALL, "cuda:hopper")
+    assert EVERYTHING_NOTE not in trace.notes
+    assert trace.at_peak["parameters"] > 0
+    assert trace.peak_phase != "before"
+
+
+def test_there_are_enough_configurations_and_each_is_another():
+    assert len(CONFIGURATIONS) >= 60
+    assert len({id(c.build) for c in CONFIGURATIONS.values()}) == len(CONFIGURATIONS)
+
+
+@pytest.mark.parametrize("name", meter_kinds.OF_THE_TESTS)
+def test_a_metered_kind_makes_everything_on_the_gpu(name):
+    trace = memlab.predict(meter_kinds.builder(name, SMALL))
+    assert EVERYTHING_NOTE not in trace.notes
+    assert trace.at_peak["parameters"] > 0
+
+
+def test_a_configuration_of_a_package_that_is_not_here_is_skipped_in_words(
+    rehearsal, monkeypatch, capsys
+):
+    absent = configurations.Configuration(CONFIGURATIONS["no_grad"].build, "no_such_package")
+    chosen = {"another": absent, "no_grad": CONFIGURATIONS["no_grad"]}
+    monkeypatch.setattr(predict_section, "CONFIGURATIONS", chosen)
+    monkeypatch.setattr(predict_section, "BESIDE_A_GPU", "no_grad")
+    report = predict_section.run(rehearsal)
+    assert "another: skipped, no_such_package is not here" in capsys.readouterr().err
+    assert [row["configuration"] for row in report.plain["rows"]] == ["no_grad"]
+
+
+# ------------------------------------------------------------------ predictions
+
+
+def linear_training(size, device):
+    """128 B of weights; a step allocates the same each time, but for the gradient kept before."""
+    weight = torch.nn.Parameter(torch.zeros(32, device=device))
+
+    def step() -> None:
+        weight.grad = None
+        (weight * 2).sum().backward()
+
+    return step, torch.nn.ParameterList([weight]), None
+
+
+def test_the_whole_process_is_what_was_built_the_first_step_and_the_second():
+    configuration = configurations.Configuration(linear_training)
+    prediction = predictions.predicted(configuration, SMALL, "cuda")
+    of_step = [
+        e.bytes for e in prediction.trace.events if e.phase != "before" and e.category != "rounding"
+    ]
+    assert [e.bytes for e in prediction.step] == of_step
+    assert of_step[0] == -128  # the first step's gradient
+    first = [e.bytes for e in prediction.whole[: prediction.step_at] if e.bytes > 0]
+    assert first == [128, *(count for count in of_step if count > 0)]  # the weight, and a step
+
+
+def alternating(*sizes: int) -> predictions.Prediction:
+    """A process that allocates and frees one block after the other."""
+    events = [event(sign * size, n) for n, size in enumerate(sizes) for sign in (1, -1)]
+    return predictions.Prediction(Trace(tuple(events)), tuple(events), 0)
+
+
+def test_the_edge_is_where_cached_segments_are_given_back_and_not_what_is_reserved():
+    prediction = alternating(30 * MIB, 40 * MIB, 50 * MIB)
+    assert prediction.blocks.reserved_bytes == 120 * MIB
+    edge = prediction.least_cap_bytes(80 * GIB)
+    assert 50 * MIB <= edge <= 51 * MIB
+    assert prediction.fits(Settings(), 50 * MIB, 80 * GIB)
+    assert not prediction.fits(Settings(), 50 * MIB - 1, 80 * GIB)
+
+
+def test_a_cap_comes_through_the_fraction_that_torch_is_given():
+    for total in (80 * GIB, 150_754_820_096, 25_438_126_080):
+        for cap in (50 * MIB, total // 3, 16_456_330_819, 1_873_450_069):  # the last two round down
+            fraction = predictions.fraction_of(cap, total)
+            assert cap <= int(fraction * total) <= cap + 1
+    assert predictions.fraction_of(90 * GIB, 80 * GIB) == 1.0
+
+
+def test_the_allocated_peak_is_the_second_steps():
+    events = (event(9 * MIB, 0), event(-9 * MIB, 0), event(3 * MIB, 1))
+    prediction = predictions.Prediction(Trace(()), events, step_at=2)
+    assert prediction.allocated_peak_bytes(prediction.blocks) == 3 * MIB
+
+
+# ------------------------------------------------------------------ streams
+
+
+def recorded(events: list[Event], step_at: int = 0) -> dict:
+    """What CUDA would record of events, the measured step from the event `step_at` on."""
+    before = len(history(events[:step_at])["events"])
+    return {**history(events), "step_at": before}
+
+
+def held_against(ours: list[Event], theirs: list[Event], start: int = 0) -> streams.Difference:
+    stream = streams.recorded_stream(recorded(theirs, start))
+    return streams.compare(ours, start, *stream)
+
+
+A_STEP = [event(5000, 1), event(700, 2), event(-5000, 1), event(300, 3), event(-700, 2)]
+
+
+def test_equal_streams_differ_in_nothing():
+    assert held_against(A_STEP, A_STEP) == streams.Difference(6144, 6144, (), (), 0)
+
+
+def test_a_block_that_only_the_gpu_takes_is_named_at_the_peak_and_around_it():
+    theirs = [A_STEP[0], event(4096, 9, "scratch"), *A_STEP[1:], event(-4096, 9)]
+    found = held_against(A_STEP, theirs)
+    assert found.bytes == -4096
+    assert found.at_peak == ("only recorded: 1 × 4,096 of these: 1 × 4,096",)
+    assert found.around_peak == (
+        "allocation 1 (the peak is at 2), after 5,000 aten.op forward activations: "
+        "predicted nothing; recorded 4,096",
+    )
+    assert found.unlike == 1
+
+
+def test_a_block_of_another_size_is_told_from_both_sides():
+    theirs = [e._replace(bytes=e.bytes * 2) if e.storage == 2 else e for e in A_STEP]
+    found = held_against(A_STEP, theirs)
+    assert found.bytes == 1024 - 1536
+    assert found.at_peak == (
+        "only recorded: 1 × 1,400 of these: 1 × 1,400",
+        "only predicted: 1 × 700 of these: 1 × 700 aten.op forward activations",
+    )
+    assert found.around_peak[0].endswith(
+        "predicted 700 aten.op forward activations; recorded 1,400"
+    )
+
+
+def test_only_the_measured_step_counts_and_what_was_there_before_it():
+    before = [event(9000, 8), event(-9000, 8), event(2048, 9)]
+    assert held_against([*before, *A_STEP], [*before, *A_STEP], start=3).recorded_bytes == 8192
+    other = [event(7000, 8), *before[:2], event(-7000, 8), before[2]]
+    stream = streams.recorded_stream(recorded([*other, *A_STEP], 5))
+    found = streams.compare([*before, *A_STEP], 3, *stream)
+    assert (found.bytes, found.unlike) == (0, 0)
+
+
+def test_of_many_differences_those_next_to_the_peak_are_shown():
+    ours = [event(512 * n, n) for n in range(1, 60)]
+    theirs = [e._replace(bytes=e.bytes + 1) if e.storage % 2 else e for e in ours]
+    found = held_against(ours, theirs)
+    assert len(found.around_peak) == streams.SHOWN
+    assert "allocation 58 (the peak is at 59)" in found.around_peak[-1]
+    assert found.unlike == 30
+
+
+def test_operators_are_told_where_the_step_that_told_them_was_like_the_measured_one():
+    three = {**recorded(A_STEP), "operators": ["a", "b", "c"]}
+    events, _ = streams.recorded_stream(three)
+    assert [e.operator for e in events if e.bytes > 0] == ["a", "b", "c"]
+    events, _ = streams.recorded_stream({**three, "operators": ["a", "b"]})
+    assert {e.operator for e in events} == {""}
+
+
+def test_a_free_of_a_block_from_before_the_history_is_left_out():
+    later = recorded(A_STEP)
+    later["events"] = later["events"][2:]  # without the first segment and block
+    events, _ = streams.recorded_stream(later)
+    assert [e.bytes for e in events] == [700, 300, -700]
+
+
+# ------------------------------------------------------------------ scores
+
+
+def test_a_recording_as_predicted_is_exact_in_every_figure():
+    prediction = predictions.predicted(CONFIGURATIONS["no_grad"], SMALL, "cuda")
+    row = predict_section.scored(prediction, recorder.rehearsed(prediction, Settings()))
+    assert [row[f"{name.replace(' ', '_')}_off"] for name in predict_section.FIGURES] == [0] * 4
+    assert row["unlike"] == 0
+    assert not predict_section.is_off(row)
+
+
+def test_each_figure_is_predicted_less_recorded():
+    prediction = alternating(30 * MIB, 40 * MIB)
+    recording = recorder.rehearsed(alternating(30 * MIB, 40 * MIB, 41 * MIB + 1), Settings())
+    row = predict_section.scored(prediction, recording)
+    assert row["allocated_off"] == 40 * MIB - (42 * MIB)  # 1 MiB - 1 B stays with the block
+    assert row["blocks_off"] == 40 * MIB - (41 * MIB + 512)
+    assert row["with_waste_off"] == 40 * MIB - 42 * MIB
+    assert row["reserved_off"] == 70 * MIB - 112 * MIB
+    assert predict_section.off(row, "allocated") == "-2,097,152 B (-4.762%)"
+
+
+def test_a_spread_is_of_sizes_of_errors():
+    shares = [0.0] * 10 + [0.01] * 9 + [-0.5]
+    wanted = {"median": 0.005, "95th percentile": 0.01, "worst": 0.5}
+    assert predict_section.spread(shares) == wanted
+    assert predict_section.spread([]) == dict.fromkeys(wanted, 0.0)
+
+
+class Scripted:
+    """Answers what it was told to."""
+
+    def __init__(self, **answers) -> None:
+        self.answers = answers
+
+    def submit(self, job):
+        found = self.answers[job.task]
+        return done(found(job) if callable(found) else found)
+
+
+def test_a_miss_is_explained_by_streams_and_other_kernels(rehearsal, few, capsys):
+    def slower(job):
+        """AdamW's loop on the GPU, where the fused one was predicted."""
+        rehearsed = jobs.answer(job)
+        if job.task == "record" and job.configuration == "AdamW, fused":
+            other = jobs.Job("record", "AdamW, loop", small=True, rehearsal=True)
+            return {**rehearsed, **{k: v for k, v in jobs.record(other).items() if k != "name"}}
+        return rehearsed
+
+    rehearsal.server = Scripted(record=slower, predict=jobs.answer)
+    report = predict_section.run(rehearsal)
+    fused, no_grad = report.plain["rows"]
+    assert (fused["blocks_off"] < 0, no_grad["blocks_off"]) == (True, 0)
+    assert report.plain["exact"] == 1
+    assert "**AdamW, fused**" in report.markdown
+    assert "**no_grad**" not in report.markdown
+    assert "- only recorded: " in report.markdown
+    assert "optimizer." in str(fused["around_peak"]) or "aten." in str(fused["around_peak"])
+    assert "AdamW, fused: " in capsys.readouterr().err
+
+
+def test_other_kernels_are_tried_and_those_that_change_something_told(rehearsal):
+    name = "AdamW, default"
+    prediction = predictions.predicted(CONFIGURATIONS[name], SMALL, rehearsal.target)
+    row = {"configuration": name, "predicted_bytes": prediction.trace.peak_bytes}
+    row["recorded_blocks_bytes"] = prediction.trace.peak_bytes + 100
+    others = dict(predict_section.alternatives(rehearsal, row))
+    assert others["target cuda"] == -100 - 2 * (32 * MIB - 8_519_680)
+    assert others["optimizer fused"] < others["optimizer loop"] < 0
+    assert "optimizer foreach" not in others  # it is what was predicted
+
+
+def test_a_failure_on_the_gpu_and_one_of_predicting_are_rows_of_their_own(rehearsal, monkeypatch):
+    def breaks(size, device):
+        raise RuntimeError("no such kernel\nin this build")
+
+    broken = configurations.Configuration(breaks)
+    monkeypatch.setattr(predict_section, "CONFIGURATIONS", {"broken": broken})
+    there = predict_section.row(rehearsal, "broken", {"failure": "status 1: Segmentation fault"})
+    assert there["failure"] == "on the GPU: status 1: Segmentation fault"
+    recording = {**recorded(A_STEP), "name": "predict: broken", "ran_out": "", "kernels": {}}
+    here = predict_section.row(rehearsal, "broken", recording)
+    assert here["failure"] == "predicting: RuntimeError: no such kernel"
+    report = predict_section.report([there, here], "")
+    assert report.sentence.startswith("Of 2 configurations, predicted without the GPU, 0 have")
+    assert "- on the GPU: status 1: Segmentation fault" in report.markdown
+
+
+def test_a_prediction_that_is_another_beside_a_gpu_shows(rehearsal):
+    job = jobs.Job("predict", predict_section.BESIDE_A_GPU, small=True)
+    same = jobs.answer(job)
+    assert "is the same, and does not touch it" in predict_section.beside_a_gpu(rehearsal, same)
+    other = {"sizes": same["sizes"][1:], "touched": True}
+    assert "is ANOTHER, and TOUCHES it" in predict_section.beside_a_gpu(rehearsal, other)
+
+
+# ------------------------------------------------------------------ the meter's rows
+
+
+def metered_row(**changes) -> dict:
+    answer = {
+        "peak_bytes": 4096,
+        "requested_bytes": 4000,
+        "at_peak": {"parameters": 4000, "rounding": 96},
+        "device_peak_bytes": 4096,
+        "reserved_bytes": 2 * MIB,
+        "unwatched_allocated_bytes": 4096,
+        "unwatched_requested_bytes": 4000,
+        "workspaces": {},
+        "unattributed": {"there before the step": 96},
+        "notes": ["a note"],
+    }
+    return meter_section.row("a kind", {**answer, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_exact"),
+    [
+        ({}, True),
+        ({"unwatched_allocated_bytes": 5120}, True),  # other waste: another state of the cache
+        ({"unwatched_requested_bytes": 4001}, False),
+        ({"at_peak": {"parameters": 4000, "unattributed": 96}}, False),
+    ],
+)
+def test_a_metered_step_is_exact_if_it_is_the_unwatched_one_and_all_has_a_name(changes, is_exact):
+    row = metered_row(**changes)
+    assert meter_section.is_exact(row) is is_exact
+    report = meter_section.report([row])
+    assert report.plain["exact"] == is_exact
+    explained = "- a kind: a note; unattributed: {'there before the step': 96}"
+    assert (explained in report.markdown) is not is_exact
+
+
+def test_a_kind_that_fails_is_not_exact_and_said():
+    row = meter_section.row("a kind", {"failure": "no answer in 240 s"})
+    assert not meter_section.is_exact(row)
+    assert "- a kind: no answer in 240 s" in meter_section.report([row]).markdown
+
+
+# ------------------------------------------------------------------ the allocator's settings
+
+
+def test_every_setting_is_one_that_torch_and_the_simulation_know():
+    for setting in allocator_section.SETTINGS:
+        Settings.parse(setting.conf)
+    assert len({str(setting) for setting in allocator_section.SETTINGS}) == len(
+        allocator_section.SETTINGS
+    )
+
+
+def test_a_cap_lies_between_the_edge_and_the_need():
+    prediction = alternating(30 * MIB, 40 * MIB, 50 * MIB)  # 120 MiB, of which 50 at once
+    caps = [
+        allocator_section.Setting("", room).cap_bytes(prediction, 80 * GIB)
+        for room in (None, 0.0, 0.5, 1.0)
+    ]
+    assert caps[0] is None
+    assert 1.02 * 50 * MIB <= caps[1] < 53 * MIB
+    assert 84 * MIB < caps[2] < 86 * MIB
+    assert caps[3] == 120 * MIB
+
+
+def test_a_recording_is_replayed_with_the_settings_it_was_made_with(rehearsal):
+    conf, cap = "garbage_collection_threshold:0.6", 150 * MIB
+    settings = predictions.settings_of(conf, cap, rehearsal.total_bytes)
+    prediction = alternating(30 * MIB, 40 * MIB, 50 * MIB, 60 * MIB)
+    recording = {
+        **recorder.rehearsed(prediction, settings),
+        **{"name": "a", "conf": conf, "cap_bytes": cap},
+    }
+    assert any(entry["action"] == "segment_free" for entry in recording["events"])
+    setting = allocator_section.Setting(conf, 1.0)
+    assert allocator_section.row(rehearsal, setting, recording)["exact"]
+    wrong = {**recording, "conf": "garbage_collection_threshold:0.9"}
+    row = allocator_section.row(rehearsal, setting, wrong)
+    assert not row["exact"]
+    assert row["misses"]
+    assert row["misses"][0] in allocator_section.report([row]).markdown
+
+
+# ------------------------------------------------------------------ fits or not
+
+
+def tried(*ran: bool) -> dict:
+    answers = [{"fits": fits, "what": ""} for fits in ran]
+    return dict(zip(verdict_section.TRIED, answers, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ran", "right"),
+    [
+        ((False, False, False, True, True, True), True),
+        ((False, False, True, False, True, True), True),  # a tenth of a percent is not promised
+        ((False, True, True, True, True, True), False),
+        ((False, False, False, False, False, True), False),
+    ],
+)
+def test_a_verdict_is_right_if_the_step_runs_out_below_the_edge_and_runs_above(ran, right):
+    row = verdict_section.row("a step", 100 * MIB, 90 * MIB, 120 * MIB, tried(*ran))
+    assert row["right"] is right
+    assert verdict_section.report([row]).plain["right"] == right
+
+
+def test_a_verdict_whose_process_failed_is_not_right():
+    answers = {**tried(*[True] * 6), 0.99: {"failure": "no answer in 240 s"}}
+    row = verdict_section.row("a step", MIB, MIB, MIB, answers)
+    assert not row["right"]
+    assert "a step: no answer in 240 s" in verdict_section.told(row)
+
+
+# ------------------------------------------------------------------ the archive
+
+
+def a_recording(name: str = "predict: a step", **about) -> dict:
+    """A synthetic history of ours, as the archive has it."""
+    sizes = (3 * MIB, 700, 30 * MIB, 5 * MIB, 11 * MIB)
+    prediction = alternating(*sizes, *reversed(sizes))
+    known = {"name": name, "configuration": "a step", "conf": "", "cap_bytes": None}
+    recording = {**known, **recorder.rehearsed(prediction, Settings()), **about}
+    return {**recording, "facts": {"total_bytes": 80 * GIB}}
+
+
+def test_recordings_come_back_by_name_and_the_later_of_two_counts(tmp_path):
+    path = tmp_path / "recordings" / "a-card.jsonl.gz"
+    for number, name in enumerate(("b", "a", "b")):
+        archive.add(path, a_recording(name, retries=number))
+    assert {name: found["retries"] for name, found in archive.read(path).items()} == {
+        "b": 2,
+        "a": 1,
+    }
+    archive.tidy(path)
+    assert list(archive.read(path)) == ["a", "b"]
+    tidied = path.read_bytes()
+    archive.tidy(path)
+    assert path.read_bytes() == tidied
+
+
+def test_a_run_that_was_killed_while_it_wrote_leaves_what_came_before(tmp_path):
+    path = tmp_path / "a-card.jsonl.gz"
+    archive.add(path, a_recording("a"))
+    whole = path.stat().st_size
+    archive.add(path, a_recording("b"))
+    for cut in (1, 30, whole // 2):
+        (tmp_path / "cut.jsonl.gz").write_bytes(path.read_bytes()[: whole + cut])
+        assert list(archive.read(tmp_path / "cut.jsonl.gz")) == ["a"]
+
+
+def misses(path: Path) -> list[str]:
+    """What is not replayed exactly of an archive."""
+    found = []
+    for name, kept in archive.read(path).items():
+        result = allocator_section.replayed(kept, kept["facts"]["total_bytes"])
+        if not result.exact or result.reserved_bytes != kept["reserved_peak_bytes"]:
+            found += [f"{name}: {miss}" for miss in result.misses or ("another reserved peak",)]
+    return found
+
+
+ARCHIVES = sorted((ROOT / "tests" / "recordings").glob(f"*{archive.SUFFIX}"))
+
+
+@pytest.mark.parametrize("path", ARCHIVES, ids=lambda path: path.name)
+def test_what_gpus_recorded_is_replayed_exactly(path):
+    assert misses(path) == []
+
+
+def test_that_test_sees_a_history_that_is_right_and_ones_that_are_not(tmp_path):
+    path = tmp_path / "a-card.jsonl.gz"
+    archive.add(path, a_recording())
+    assert misses(path) == []
+    archive.add(path, a_recording(reserved_peak_bytes=1))
+    assert misses(path) == ["predict: a step: another reserved peak"]
+    moved = a_recording()
+    position = max(n for n, e in enumerate(moved["events"]) if e["action"] == "alloc")
+    for entry in moved["events"][position:]:
+        entry["addr"] += 512
+    archive.add(path, moved)
+    assert len(misses(path)) >= 1
+
+
+def test_predictions_are_held_against_an_archive_without_a_gpu(rehearsal, few, tmp_path, capsys):
+    predict_section.run(rehearsal)
+    path = rehearsal.archive_path
+    assert sorted(archive.read(path)) == sorted(f"predict: {name}" for name in FEW)
+    assert gpu.main(["--from", str(path), "--section", "predict"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 have the recorded peak of their blocks to the byte" in printed
+    assert gpu.main(["--from", str(path), "--section", "meter"]) == 0
+    assert "it is not in the archive" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_behind_one_that_was_killed(rehearsal, few):
+    archive.add(rehearsal.archive_path, a_recording("a"))
+    with rehearsal.archive_path.open("ab") as file:
+        file.write(archive._line(a_recording("b"))[:50])
+    gpu.run(rehearsal, ["predict"])
+    kept = sorted(["a", *(f"predict: {name}" for name in FEW)])
+    assert sorted(archive.read(rehearsal.archive_path)) == kept
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no archive at all"])
+def test_an_archive_that_is_none_is_one_sentence(tmp_path, content, capsys):
+    path = tmp_path / "a.jsonl.gz"
+    if content is not None:
+        path.write_bytes(content)
+    assert gpu.main(["--from", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"error: {path} holds no recordings; give one of tests/recordings\n"
+
+
+# ------------------------------------------------------------------ a recorder's calls
+
+
+class Card:
+    """Stands in for torch.cuda: an allocator of ours whose history is CUDA's."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        settings = Settings(capacity_bytes=limit_bytes)
+        self.allocator = Allocator(settings, keeps_history=True)
+        self.memory = self
+        self.calls: list[str] = []
+        self.peak = 0
+
+    def init(self) -> None:
+        self.calls.append("init")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 70 * GIB, 80 * GIB
+
+    def set_per_process_memory_fraction(self, fraction: float) -> None:
+        self.calls.append(f"cap {int(fraction * 80 * GIB)}")
+
+    def _record_memory_history(self, enabled, context="all") -> None:
+        self.calls.append(f"record {enabled} {context}")
+
+    def _snapshot(self) -> dict:
+        found = recording(self.allocator)
+        entries = [{**e, "frames": [], "time_us": 0} for e in found["events"]]
+        entries.insert(1, {"action": "snapshot", "size": 0, "stream": 0})
+        segments = [{**s, "device": 0, "frames": []} for s in found["segments_at_end"]]
+        segments.append({**segments[0], "device": 1, "address": 2**40})  # of another card
+        return {"device_traces": [entries], "segments": segments}
+
+    def reset_peak_memory_stats(self) -> None:
+        self.allocator.allocated_peak_bytes = self.allocator.allocated_bytes
+
+    def max_memory_reserved(self) -> int:
+        return self.allocator.reserved_peak_bytes
+
+    def memory_stats(self) -> dict:
+        return {
+            "allocated_bytes.all.peak": self.allocator.allocated_peak_bytes,
+            "requested_bytes.all.peak": 17,
+            "reserved_bytes.all.peak": self.allocator.reserved_bytes,
+            "num_alloc_retries": self.allocator.retries,
+        }
+
+    OutOfMemoryError = MemoryError
+
+    def build(self, size, device):
+        """Weights of 3 MiB; a step that takes 5 MiB the first time, 4 MiB the second."""
+        assert device == "cuda"
+        sizes = iter((5 * MIB, 4 * MIB))
+        self.allocator.malloc(3 * MIB)
+
+        def step() -> None:
+            block = self.allocator.malloc(next(sizes))
+            if block is None:
+                raise MemoryError("CUDA out of memory. Tried to allocate\nmore")
+            self.allocator.free(block)
+
+        return step, None, None
+
+
+def record_on(card: Card, monkeypatch, cap_bytes: int | None = None) -> dict:
+    monkeypatch.setattr(recorder.torch, "cuda", card)
+    return recorder.record(configurations.Configuration(card.build), SMALL, cap_bytes)
+
+
+def test_a_recording_has_the_history_from_the_first_block_and_the_second_steps_figures(
+    monkeypatch,
+):
+    card = Card()
+    found = record_on(card, monkeypatch)
+    assert card.calls[:3] == ["init", "synchronize", "record all None"]  # no stacks
+    assert card.calls[-1] == "record None all"
+    assert found["allocated_peak_bytes"] == 7 * MIB
+    assert found["reserved_peak_bytes"] == 20 * MIB
+    events, step_at = streams.recorded_stream(found)
+    assert [e.bytes for e in events[step_at:]] == [4 * MIB, -4 * MIB]
+    assert set(found["events"][0]) == {"action", "addr", "size", "stream"}
+    assert set(found["segments_at_end"][0]) == {
+        *("address", "total_size", "segment_type", "stream", "blocks"),
+    }
+    json.dumps(found)
+    assert memlab.allocator.replay(found).exact
+
+
+def test_the_cap_is_set_before_anything_is_recorded(monkeypatch):
+    card = Card()
+    record_on(card, monkeypatch, cap_bytes=50 * MIB)
+    assert card.calls.index(f"cap {50 * MIB}") < card.calls.index("record all None")
+
+
+def test_where_memory_runs_out_the_history_until_then_is_kept(monkeypatch):
+    card = Card(limit_bytes=22 * MIB)
+    for taken in (6 * MIB, 7 * MIB):  # with 3 of weights, 4 are left
+        card.allocator.malloc(taken)
+    found = record_on(card, monkeypatch)
+    assert found["ran_out"].startswith("CUDA out of memory.")
+    assert [e["action"] for e in found["events"]].count("alloc") == 3
+    assert found["operators"] == []
+
+
+def node(name: str, *children, start: int = 0, block: tuple[int, str] | None = None):
+    """An event of the profiler's tree; `block` is an allocation's (bytes, device)."""
+    kind = recorder._EventType.Allocation if block else recorder._EventType.TorchOp
+    details = block and SimpleNamespace(alloc_size=block[0], device=SimpleNamespace(type=block[1]))
+    return SimpleNamespace(name=name, children=children, start_time_ns=start, typed=(kind, details))
+
+
+def test_the_profiler_tells_each_blocks_operator_in_the_order_of_time():
+    roots = [
+        node("aten::mm", node("[memory]", start=5, block=(512, "cuda"))),
+        node(
+            "autograd::engine::evaluate_function: X",
+            node("aten::sum", node("cuBLAS", node("[memory]", start=2, block=(1024, "cuda")))),
+            node("[memory]", start=3, block=(-512, "cuda")),
+            node("aten::empty", node("[memory]", start=4, block=(512, "cpu"))),
+        ),
+        node("[memory]", start=9, block=(512, "cuda")),
+    ]
+    assert sorted(recorder._allocations(roots)) == [(2, "aten::sum"), (5, "aten::mm"), (9, "")]
+
+
+def test_the_kernels_that_decide_about_memory_are_told():
+    inner = node("aten::_scaled_dot_product_flash_attention")
+    roots = [node("aten::scaled_dot_product_attention", inner), node("aten::mm")]
+    assert list(recorder._telling(roots)) == ["_scaled_dot_product_flash_attention"]
+
+
+def test_a_profiler_that_fails_costs_no_recording(monkeypatch):
+    def fails(step):
+        raise RuntimeError("no profiler here")
+
+    monkeypatch.setattr(recorder, "_profiled", fails)
+    told = recorder._told_by_the_profiler((None, None, None))
+    assert told["operators"] == []
+    assert "no profiler here" in str(told["kernels"])
+
+
+# ------------------------------------------------------------------ processes
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Makes a program what processes run in the benchmark's place: fast, without torch."""
+
+    def make(program: str) -> None:
+        path = tmp_path / "script.py"
+        path.write_text(f"import json, os, sys, time\n*_, job, answer = sys.argv\n{program}\n")
+        monkeypatch.setattr(jobs, "SCRIPT", path)
+
+    return make
+
+
+ANSWERS = "open(answer, 'w').write(json.dumps({'job': json.loads(job), 'env': dict(os.environ)}))"
+
+
+def test_a_job_is_answered_by_a_process_with_the_settings_it_asks_for(script):
+    script(ANSWERS)
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:native", "HERE": "yes"}
+    with jobs.Processes(environment) as processes:
+        default = processes.submit(jobs.Job("record", "a", small=True)).result()
+        set_ = processes.submit(jobs.Job("record", conf="max_split_size_mb:20")).result()
+    assert jobs.Job(**default["job"]) == jobs.Job("record", "a", small=True)
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in default["env"]
+    assert "PYTORCH_ALLOC_CONF" not in default["env"]
+    assert default["env"]["HERE"] == "yes"
+    assert set_["env"]["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:20"
+
+
+@pytest.mark.parametrize(
+    ("program", "failure"),
+    [
+        ("sys.exit('Segmentation fault')", "its process ended with status 1: Segmentation fault"),
+        ("os.abort()", "its process ended with status -6: "),
+        (
+            "open(answer, 'w').write('{\"half\":'); print('a'); sys.exit('b')",
+            "its process ended with status 1: b",
+        ),
+    ],
+)
+def test_a_process_that_dies_is_a_failure_in_words(script, program, failure):
+    script(program)
+    with jobs.Processes(os.environ) as processes:
+        assert processes.submit(jobs.Job("facts")).result() == {"failure": failure}
+
+
+def test_an_answer_that_came_before_the_process_died_counts(script):
+    script(f"{ANSWERS}; os.abort()")
+    with jobs.Processes(os.environ) as processes:
+        assert "job" in processes.submit(jobs.Job("facts")).result()
+
+
+def test_a_process_that_hangs_is_ended(script, monkeypatch):
+    script("time.sleep(600)")
+    monkeypatch.setattr(jobs, "SECONDS", 0.2)
+    with jobs.Processes(os.environ) as processes:
+        found = processes.submit(jobs.Job("facts")).result()
+    assert found == {"failure": "its process ended with no answer in 0.2 s: "}
+
+
+def test_leaving_ends_what_runs_and_starts_nothing_more(script, tmp_path):
+    script(f"open({str(tmp_path / 'started')!r}, 'a').write('x'); time.sleep(600)")
+    with jobs.Processes(os.environ) as processes:
+        futures = [processes.submit(jobs.Job("facts")) for _ in range(3)]
+        while not (tmp_path / "started").exists():
+            pass
+    assert "failure" in futures[0].result()  # not after ten minutes
+    assert futures[2].cancelled()
+    assert (tmp_path / "started").read_text() == "x"
+
+
+def test_what_was_left_starts_no_process_any_more(script):
+    script(ANSWERS)
+    with jobs.Processes(os.environ) as processes:
+        pass
+    answer = processes._run(jobs.Job("facts"))  # a thread may just have come to it
+    assert answer == {"failure": "its process ended with nothing, for it was stopped: "}
+
+
+def test_a_real_process_answers_as_this_one_does():
+    job = jobs.Job("record", "AdamW, fused", name="a", small=True, rehearsal=True)
+    with jobs.Processes(os.environ) as processes:
+        there = processes.submit(job).result()
+    assert there == json.loads(json.dumps(jobs.answer(job)))
+    assert len(there["events"]) > 100
+
+
+def test_a_task_that_raises_is_a_failure_in_one_line():
+    assert jobs.answer(jobs.Job("record", "no such configuration")) == {
+        "failure": "KeyError: 'no such configuration'"
+    }
+
+
+def test_cards_that_are_small_get_one_job_at_a_time(monkeypatch):
+    monkeypatch.setattr(jobs, "cores", lambda: 64)
+    assert [jobs.at_once(size * GIB) for size in (8, 24, 80, 141)] == [1, 1, 5, 8]
+    monkeypatch.setattr(jobs, "cores", lambda: 2)
+    assert jobs.at_once(141 * GIB) == 1
+
+
+def test_the_gpu_is_hidden_here_and_not_from_processes(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with jobs.hidden_gpu() as environment:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        assert environment["CUDA_VISIBLE_DEVICES"] == "3"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with jobs.hidden_gpu():
+        pass
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+# ------------------------------------------------------------------ what is kept
+
+
+def test_the_first_days_numbers_are_what_the_lesson_shows(rehearsal):
+    rehearsal.section = "day 1"
+    rehearsal.facts = {**rehearsal.facts, "device": "NVIDIA H200"}
+    assert gpu.run(rehearsal, ["day 1"])
+    shown = stored_on_a_gpu("day 1", rehearsal.out)
+    assert shown.startswith("Not your machine: measured on NVIDIA H200, torch ")
+    assert "  what: tiny, 2 × 32 tokens, float32, cuda" in shown
+    assert "  parameters: 225.12 KiB" in shown
+    assert (rehearsal.out / "nvidia-h200.json").exists()
+
+
+def test_a_day_that_failed_leaves_nothing_to_show(rehearsal):
+    rehearsal.server = Scripted(**{"day 1": {"failure": "status 1"}})
+    assert not gpu.run(rehearsal, ["day 1"])
+    assert not rehearsal.results_path.exists()
+
+
+def test_a_section_that_is_stopped_leaves_the_rows_it_has(rehearsal, few):
+    def stop(job):
+        if job.configuration == "no_grad":
+            raise KeyboardInterrupt
+        return jobs.answer(job)
+
+    class Later:
+        """Answers when it is asked for the result, as a process does."""
+
+        def submit(self, job):
+            return SimpleNamespace(result=lambda: stop(job))
+
+    rehearsal.server = Later()
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run(rehearsal, ["predict"])
+    kept = json.loads(rehearsal.results_path.read_text(encoding="utf-8"))["gpu"]["predict"]
+    assert kept["complete"] is False
+    assert [row["configuration"] for row in kept["rows"]] == ["AdamW, fused"]
+    assert list(archive.read(rehearsal.archive_path)) == ["predict: AdamW, fused"]
+
+
+def test_a_section_that_breaks_does_not_take_the_others_with_it(rehearsal, monkeypatch, capsys):
+    def breaks(run):
+        raise RuntimeError("no room")
+
+    report = bench.Report("All is well.", "a table", {"of": 1, "rows": []})
+    sections = {
+        "first": gpu.Section("", lambda run: report),
+        "broken": gpu.Section("", breaks),
+        "last": gpu.Section("", lambda run: report),
+    }
+    monkeypatch.setattr(gpu, "SECTIONS", sections)
+    assert not gpu.run(rehearsal, list(sections))
+    kept = json.loads(rehearsal.results_path.read_text(encoding="utf-8"))["gpu"]
+    assert list(kept) == ["first", "last"]
+    assert kept["last"]["summary"] == "All is well."
+    printed = capsys.readouterr()
+    assert "\n## last\n\nAll is well.\n\na table\n" in printed.out
+    assert "broken: broke off: RuntimeError: no room" in printed.err
+
+
+def test_a_section_run_again_replaces_itself_only(rehearsal):
+    for section, number in (("a", 1), ("b", 2), ("a", 3)):
+        rehearsal.section = section
+        rehearsal.keep({"number": number})
+    kept = json.loads(rehearsal.results_path.read_text(encoding="utf-8"))["gpu"]
+    assert {name: entry["number"] for name, entry in kept.items()} == {"a": 3, "b": 2}
+    assert kept["a"].keys() >= {"device", "torch", "python", "memlab", "date"}
+
+
+# ------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """No GPU, without starting a process to find that out."""
+    monkeypatch.setattr(gpu, "Processes", lambda *_: jobs.Here())
+    monkeypatch.setattr(jobs.torch.cuda, "is_available", lambda: False)
+
+
+def test_an_unknown_section_is_one_sentence(capsys):
+    assert gpu.main(["--section", "day 1", "--section", "nosuch"]) == 2
+    known = "'predict', 'allocator', 'meter', 'day 1', 'verdict'"
+    assert capsys.readouterr() == (
+        "",
+        f"error: there is no section 'nosuch'; choose from {known}\n",
+    )
+
+
+def test_the_sections_are_listed(capsys):
+    assert gpu.main(["--list"]) == 0
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == list(
+        gpu.SECTIONS
+    )
+
+
+def test_without_a_gpu_it_rehearses_and_writes_nothing(no_gpu, few, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(bench, "RECORDINGS", tmp_path / "recordings")
+    assert gpu.main(["--quick", "--section", "predict", "--section", "day 1"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("torch finds no GPU here, so this is a rehearsal: what")
+    assert printed.out.startswith("# On a GPU: rehearsal, torch ")
+    assert "\n| AdamW, fused |" in printed.out
+    assert "\n## day 1\n" in printed.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_allocator_and_the_verdict_are_rehearsed_too(no_gpu, monkeypatch, tmp_path, capsys):
+    settings = [
+        s for s in allocator_section.SETTINGS if s.configuration == allocator_section.BESIDE
+    ]
+    monkeypatch.setattr(allocator_section, "SETTINGS", settings)
+    monkeypatch.setattr(allocator_section, "LENGTHS", "AdamW, loop")
+    monkeypatch.setattr(verdict_section, "JUDGED", ["AdamW, loop"])
+    monkeypatch.setattr(meter_kinds, "NAMES", ("mlp", "LSTM"))
+    words = ["--quick", "--out", str(tmp_path)]
+    for section in ("allocator", "verdict", "meter"):
+        words += ["--section", section]
+    assert gpu.main(words) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "Of 2 histories of CUDA's allocator under its settings, 2 are replayed exactly" in printed
+    )
+    assert "are right for 1 of 1 configurations." in printed
+    assert "Under the meter, 2 of 2 kinds of step have the unwatched step's peak" in printed
+    assert misses(tmp_path / "rehearsal.jsonl.gz") == []
+    assert set(json.loads((tmp_path / "rehearsal.json").read_text(encoding="utf-8"))["gpu"]) == {
+        *("allocator", "verdict", "meter"),
+    }
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def stop(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "measure", stop)
+    assert gpu.main([]) == 130
+    assert capsys.readouterr() == ("", "stopped; what was measured until now is written\n")
