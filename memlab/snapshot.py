@@ -116,6 +116,6 @@ def _stack(event: StorageEvent) -> Iterator[dict[str, Any]]:
         if name:
             yield {"name": name, "filename": "memlab", "line": 0}
     if event.line:
-        place, _, function = event.line.partition(" ")
+        place, _, function = event.line.rpartition(" ")  # a path may have blanks
         filename, _, line = place.rpartition(":")
         yield {"name": function, "filename": filename, "line": int(line)}

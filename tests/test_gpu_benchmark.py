@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -822,6 +823,20 @@ def test_the_first_days_numbers_are_what_the_lesson_shows(rehearsal):
     assert (rehearsal.out / "nvidia-h200.json").exists()
 
 
+def test_the_second_days_numbers_are_those_of_the_lessons_four_steps(rehearsal):
+    rehearsal.section = "day 2"
+    assert gpu.run(rehearsal, ["day 2"])
+    shown = stored_on_a_gpu("day 2", rehearsal.out)
+    assert "  what: tiny, 2 × 8, 64 tokens, float32" in shown
+    assert re.search(r"  allocated: 1\d\.\d\d MiB\n  reserved: 2\d\.\d\d MiB", shown)
+
+
+def test_the_lesson_and_the_benchmark_take_the_same_four_steps():
+    lesson = (Path(__file__).parents[1] / "solutions/day02_reading_the_meter.py").read_text()
+    assert f"lengths = {jobs.FOUR_LENGTHS}" in lesson
+    assert 'GPT(PRESETS["124m"])' in lesson
+
+
 def test_a_day_that_failed_leaves_nothing_to_show(rehearsal):
     rehearsal.server = Scripted(**{"day 1": {"failure": "status 1"}})
     assert not gpu.run(rehearsal, ["day 1"])
@@ -890,7 +905,7 @@ def no_gpu(monkeypatch):
 
 def test_an_unknown_section_is_one_sentence(capsys):
     assert gpu.main(["--section", "day 1", "--section", "nosuch"]) == 2
-    known = "'predict', 'allocator', 'meter', 'day 1', 'verdict'"
+    known = "'predict', 'allocator', 'meter', 'day 1', 'day 2', 'verdict'"
     assert capsys.readouterr() == (
         "",
         f"error: there is no section 'nosuch'; choose from {known}\n",

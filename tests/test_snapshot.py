@@ -115,9 +115,10 @@ def test_a_line_is_a_frame(tmp_path):
     x = torch.randn(KIB, requires_grad=True)
     with memlab.metering.meter() as metered:
         (x * 2).sum().backward()
-    event = metered.trace.events[-1]._replace(bytes=4, storage=10**6, line="train.py:12 step")
+    line = "my runs/train.py:12 step"
+    event = metered.trace.events[-1]._replace(bytes=4, storage=10**6, line=line)
     frames = read(Trace((event,)), tmp_path)["device_traces"][0][0]["frames"]
-    assert frames[-1] == {"filename": "train.py", "line": 12, "name": "step"}
+    assert frames[-1] == {"filename": "my runs/train.py", "line": 12, "name": "step"}
 
 
 def test_a_model_far_larger_than_this_machine_has_a_snapshot(tmp_path):

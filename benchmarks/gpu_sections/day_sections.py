@@ -15,13 +15,31 @@ from .bench import Bench, Report
 
 def first_day(bench: Bench) -> Report:
     """The step of Day 1's question, measured on the GPU, with its allocator's second opinion."""
-    found = bench.submit("day 1").result()
-    if "failure" in found:
-        raise RuntimeError(found["failure"])  # readers are shown what is kept
+    found = _measured(bench, "day 1")
     sentence = (
         f"Day 1's step ({found['what']}) peaks at {format_bytes(found['peak_bytes'])} in "
         f"{found['peak_in']}."
     )
+    return _report(sentence, found)
+
+
+def second_day(bench: Bench) -> Report:
+    """The four steps of Day 2's question, and the three numbers of their memory."""
+    found = _measured(bench, "day 2")
+    numbers = [
+        f"{name} {format_bytes(found[f'{name}_bytes'])}" for name in ("allocated", "reserved")
+    ]
+    return _report(f"Day 2's steps ({found['what']}): {', '.join(numbers)}.", found)
+
+
+def _measured(bench: Bench, day: str) -> dict[str, Any]:
+    found = bench.submit(day).result()
+    if "failure" in found:
+        raise RuntimeError(found["failure"])  # readers are shown what is kept
+    return found
+
+
+def _report(sentence: str, found: dict[str, Any]) -> Report:
     lines = [(name.removesuffix("_bytes").replace("_", " "), text(name, found)) for name in found]
     return Report(sentence, table(("", "measured"), lines), found)
 

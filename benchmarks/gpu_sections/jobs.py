@@ -23,8 +23,10 @@ import torch
 from common import cores
 
 import memlab
-from memlab.allocator import Settings
+from memlab.allocator import Settings, simulate
+from memlab.data import batches, stdlib_bytes
 from memlab.metering.kernels import TARGETS
+from memlab.model import GPT, PRESETS
 from memlab.train import TECHNIQUES, Setting, build
 from memlab.units import format_bytes
 
@@ -33,6 +35,7 @@ from .configurations import CONFIGURATIONS, FULL, SMALL, Size
 from .predictions import Prediction, predicted, settings_of
 
 SCRIPT = Path(__file__).parents[1] / "gpu.py"
+FOUR_LENGTHS = 448, 512, 640, 576  # of Day 2's batches
 SECONDS = 240  # for a job; the longest takes a tenth of it
 MOST_AT_ONCE = 8
 _BYTES_OF_A_JOB = 16 * 2**30  # of the card, at most
@@ -153,6 +156,45 @@ def first_day(job: Job) -> Answer:
     }
 
 
+def second_day(job: Job) -> Answer:
+    """The four steps of Day 2, of four lengths: allocated, reserved, and in use on the card."""
+    preset, batch, lengths = ("tiny", 2, (8, 64)) if job.small else ("124m", 8, FOUR_LENGTHS)
+
+    def built() -> tuple[Any, ...]:
+        with torch.device("cuda"):
+            model = GPT(PRESETS[preset])
+        optimizer = torch.optim.AdamW(model.parameters())
+        text = stdlib_bytes("64 KiB")
+
+        def steps() -> None:
+            for seq_len in lengths:
+                tokens, targets = next(batches(text, batch, seq_len, seed=0))
+                optimizer.zero_grad()
+                model(tokens.to("cuda"), targets.to("cuda")).backward()
+                optimizer.step()
+
+        return steps, model, optimizer
+
+    what = f"{preset}, {batch} × {', '.join(map(str, lengths))} tokens, float32"
+    if job.rehearsal:
+        blocks = simulate(memlab.predict(built, steps=1))
+        return {"what": what, "allocated_bytes": blocks.allocated_bytes,
+                "reserved_bytes": blocks.reserved_bytes}  # fmt: skip
+    steps, *_ = built()
+    before = torch.cuda.mem_get_info()
+    steps()
+    torch.cuda.synchronize()
+    left, total = torch.cuda.mem_get_info()
+    return {
+        "what": what,
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "in_use_on_the_card_bytes": total - left,
+        "context_and_other_processes_bytes": total - left - torch.cuda.memory_reserved(),
+        "in_use_before_the_first_step_bytes": before[1] - before[0],
+    }
+
+
 TASKS: dict[str, Callable[[Job], Answer]] = {
     "facts": facts,
     "record": record,
@@ -160,6 +202,7 @@ TASKS: dict[str, Callable[[Job], Answer]] = {
     "meter": meter,
     "predict": predict_beside_a_gpu,
     "day 1": first_day,
+    "day 2": second_day,
 }
 
 

@@ -1,14 +1,22 @@
 """The running bill: one training step of a 124M-parameter model, and what each day takes off it.
 
-A day measures its own line; nothing is remembered from the days before, so no line can be out of
-date.
+A day's notebook measures its own line. Those of the days before it takes from bill.json, which
+
+    python -m memlab.course.build --bill
+
+measures and writes: sixteen steps would be more than a notebook's time. A test measures them again.
 """
 
+import json
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memlab.course import days
-from memlab.trace import Trace
-from memlab.train import Setting
+from memlab.course.exercises import Bill
+from memlab.files import write_beside
+from memlab.trace import Event, Trace
+from memlab.train import TECHNIQUES, Setting, dry_trace
 from memlab.units import format_bytes
 
 if TYPE_CHECKING:
@@ -16,10 +24,11 @@ if TYPE_CHECKING:
 
 # Weights of half a gigabyte, and a step of eight: GPT-2's size, on 5,120 tokens.
 SETTING = Setting("124m", batch=8, seq_len=640)
+STORED = Path(__file__).with_name("bill.json")
 
 
 def running_bill(day: int, today: Trace | None = None) -> "Figure":
-    """Measure and print the line of each day up to this one; the picture shows them as bars.
+    """Print the line of each day up to this one, whose own is measured; the picture shows them.
 
     `today` is this day's line where it was measured already.
     """
@@ -29,12 +38,43 @@ def running_bill(day: int, today: Trace | None = None) -> "Figure":
     for number in days.numbers():
         if number <= day:
             bill = days.day(number).bill
-            traces[bill.label] = today if today and number == day else bill.measure()
+            traces[bill.label] = (today or bill.measure()) if number == day else _stored(bill)
             print(_line(bill.label, traces))
     return plot.breakdown(traces, title=f"The running bill: {SETTING}")
 
 
+@cache
+def plain() -> Trace:
+    """The step as it is before anything is saved."""
+    return dry_trace(SETTING, TECHNIQUES["plain"])
+
+
+def store(path: Path = STORED) -> None:
+    """Measure every day's line, and write them."""
+    lines = {}
+    for number in days.numbers():
+        bill = days.day(number).bill
+        lines[bill.label] = bill.measure().at_peak
+        print(f"{bill.label}: {format_bytes(sum(lines[bill.label].values()))}")
+    with write_beside(path) as beside:
+        beside.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
+
+
+def _stored(bill: Bill) -> Trace:
+    """What is written of a line, as a trace that begins at its peak; measured if nothing is."""
+    lines = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
+    if bill.label not in lines:
+        return bill.measure()
+    held = enumerate(lines[bill.label].items())
+    return Trace(tuple(Event(n, i, what, "", "", "before", "uint8", (n,)) for i, (what, n) in held))
+
+
 def _line(label: str, traces: dict[str, Trace]) -> str:
     first, last = next(iter(traces.values())), traces[label]
-    saved = "" if last is first else f", {1 - last.peak_bytes / first.peak_bytes:+.1%} saved"
+    if last is first:
+        saved = ""
+    elif last.peak_bytes == first.peak_bytes:
+        saved = ", the same"
+    else:
+        saved = f", {1 - last.peak_bytes / first.peak_bytes:+.1%} saved"
     return f"{label}: {format_bytes(last.peak_bytes)}{saved}"

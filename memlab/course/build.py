@@ -25,6 +25,7 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from memlab.course.bill import store
 from memlab.course.lint import lint
 from memlab.course.source import (
     Notebook,
@@ -263,6 +264,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Build or check; the exit status: 1 for what needs another build or edit, 2 for no result."""
     asked = _parser().parse_args(arguments)
     try:
+        if asked.bill:
+            store()
+            return 0
         return _check(root, asked.days) if asked.check else _build(root, asked.days)
     except (ValueError, RuntimeError) as error:  # a RuntimeError is a kernel that does not start
         return _complain(error, 2)
@@ -319,6 +323,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="execute and write nothing: name each notebook that is not what its source gives, "
         "with exit status 1 if there is one",
+    )
+    parser.add_argument(
+        "--bill", action="store_true", help="measure and write the running bill's line of each day"
     )
     return parser
 

@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from memlab import ledger
-from memlab.course import days, running_bill
+from memlab.course import bill, days, running_bill
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day
 from memlab.model import PRESETS
@@ -19,9 +19,10 @@ def trace(bytes_: int) -> Trace:
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    """The days that were measured, of four with peaks of 8, 6, 10 and 1 GiB; no matplotlib."""
+def measured(monkeypatch, tmp_path):
+    """The days that were measured, of four with peaks of 8, 6, 10 and 1 GiB; nothing is stored."""
     found = []
+    monkeypatch.setattr(bill, "STORED", tmp_path / "bill.json")
 
     def day(number: int) -> Day:
         def measure() -> Trace:
@@ -46,6 +47,27 @@ def test_each_day_has_a_line_and_what_it_saves_against_the_first(measured, capsy
     assert measured == [1, 2, 5]
 
 
+def test_a_line_that_is_stored_is_not_measured(measured, capsys):
+    bill.store(bill.STORED)
+    measured.clear()
+    running_bill(5)
+    assert measured == [5]
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "day 1: new: 8.00 GiB",
+        "day 2: new: 6.00 GiB, +25.0% saved",
+        "day 5: new: 10.00 GiB, -25.0% saved",
+    ]
+
+
+@pytest.mark.parametrize("number", days.numbers())
+def test_the_stored_lines_are_what_is_measured(number):
+    of_the_day = days.day(number).bill
+    stored = bill._stored(
+        Bill(of_the_day.label, lambda: pytest.fail("python -m memlab.course.build --bill"))
+    )
+    assert stored.at_peak == of_the_day.measure().at_peak
+
+
 def test_today_is_not_measured_again(measured, capsys):
     running_bill(2, today=trace(2 * GIB))
     assert capsys.readouterr().out.splitlines() == [
@@ -53,6 +75,11 @@ def test_today_is_not_measured_again(measured, capsys):
         "day 2: new: 2.00 GiB, +75.0% saved",
     ]
     assert measured == [1]
+
+
+def test_a_day_that_changes_nothing_says_so(measured, capsys):
+    running_bill(2, today=trace(8 * GIB))
+    assert capsys.readouterr().out.splitlines()[-1] == "day 2: new: 8.00 GiB, the same"
 
 
 def test_the_first_day_saves_nothing(measured, capsys):

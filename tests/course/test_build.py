@@ -491,3 +491,10 @@ def test_nbval_passes_the_solution_strictly_until_an_output_is_edited(built):
 def test_nbval_passes_the_lesson_with_its_stubs(built):
     status, last = nbval("--nbval-lax", built / "lessons" / "day05_halves.ipynb")
     assert (status, last.split(" in ")[0]) == (0, "8 passed")
+
+
+def test_the_bill_is_measured_when_it_is_asked_for(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr("memlab.course.build.store", lambda: asked.append("bill"))
+    assert main(["--bill"], root=tmp_path) == 0
+    assert asked == ["bill"]

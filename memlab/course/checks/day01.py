@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from memlab import ledger
-from memlab.course.bill import SETTING
+from memlab.course.bill import plain
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.ledger import FLOAT32
 from memlab.model import PRESETS, GPTConfig
-from memlab.train import TECHNIQUES, dry_trace
 from memlab.units import format_bytes
 
 # ------------------------------------------------------------------ 1.1: weights
@@ -676,5 +675,5 @@ _LARGEST_BATCH = Exercise(
 
 DAY = Day(
     exercises=(_PARAMETER_COUNT, _STATE_BYTES, _ACTIVATION_BYTES, _PEAK_BYTES, _LARGEST_BATCH),
-    bill=Bill("day 1: plain", lambda: dry_trace(SETTING, TECHNIQUES["plain"])),
+    bill=Bill("day 1: plain", plain),
 )

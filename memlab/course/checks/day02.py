@@ -23,11 +23,10 @@ from memlab.allocator.sizes import (
     SMALL_SEGMENT_BYTES,
     round_up,
 )
-from memlab.course.bill import SETTING
+from memlab.course.bill import plain
 from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, require
 from memlab.metering import measure
 from memlab.trace import DeviceMemory, Event, Trace
-from memlab.train import TECHNIQUES, dry_trace
 from memlab.units import format_bytes
 
 # ------------------------------------------------------------------ 2.1: two sizes
@@ -1302,5 +1301,5 @@ _TRAIN_EPOCH = Exercise(
 DAY = Day(
     exercises=(_SIZES, _TAKE, _GIVE_BACK, _LEAKS, _TRAIN_EPOCH),
     # Reading saves nothing: the line is the plain step's, until Day 3 takes something off it.
-    bill=Bill("day 2: read, not changed", lambda: dry_trace(SETTING, TECHNIQUES["plain"])),
+    bill=Bill("day 2: read, not changed", plain),
 )
