@@ -2,13 +2,16 @@
 
     python benchmarks/savings.py
 
-It measures what `memlab measure` measures on a CPU, prints Markdown, draws `images/`, and writes
-`benchmarks/results/<machine>.json`.
+It measures what `memlab measure` measures on a CPU, and predicts what CUDA would take; prints
+Markdown, draws `images/`, and writes `benchmarks/results/<machine>.json`.
 """
+
+from dataclasses import replace
 
 from common import RESULTS, ROOT, heading, save, table
 
 from memlab import plot
+from memlab.allocator import simulate
 from memlab.cli.choices import SUITABLE
 from memlab.cli.measure import measured_rows
 from memlab.cli.report import progress
@@ -17,11 +20,16 @@ from memlab.train import TECHNIQUES
 from memlab.units import format_bytes
 
 SETTING = SUITABLE["cpu"]
+ON_CUDA = replace(SETTING, device="cuda")
 IMAGES = ROOT / "images"
+HEADER = (
+    *("technique", "peak", "saved", "peak in", "time"),
+    *("on CUDA, predicted: allocated", "reserved"),
+)
 
 
-def cells(row: Row, plain: Row) -> tuple[str, ...]:
-    """A line of the README's table: what it is, peak, saved, where the peak lies, time."""
+def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
+    """A line of the README's table: what it is, peak, saved, where the peak lies, time; CUDA's."""
     saved = 1 - row.trace.peak_bytes / plain.trace.peak_bytes
     return (
         f"{row.name}: {TECHNIQUES[row.name].summary}",
@@ -29,27 +37,34 @@ def cells(row: Row, plain: Row) -> tuple[str, ...]:
         "" if row is plain else f"{saved:+.1%}",
         row.trace.peak_phase,
         "1 ×" if row is plain else f"{row.time_ratio:.2f} ×",
+        format_bytes(predicted.trace.allocated_bytes),
+        format_bytes(predicted.trace.reserved_bytes),
     )
 
 
 def main() -> None:
-    with progress(stages=2 * len(TECHNIQUES)) as announce:
+    with progress(stages=3 * len(TECHNIQUES)) as announce:
         rows = measured_rows(SETTING, TECHNIQUES, False, announce)
+        predicted = measured_rows(ON_CUDA, TECHNIQUES, True, announce)
     print(heading(f"Savings: {SETTING}"), end="\n\n")
-    lines = [cells(row, rows[0]) for row in rows]
-    print(table(("technique", "peak", "saved", "peak in", "time"), lines))
+    lines = [cells(row, rows[0], on_cuda) for row, on_cuda in zip(rows, predicted, strict=True)]
+    print(table(HEADER, lines))
     IMAGES.mkdir(exist_ok=True)
     plot.save(plot.timeline(rows[0].trace, title=str(SETTING)), IMAGES / "measure-timeline.png")
     traces = {row.name: row.trace for row in rows}
     plot.save(plot.breakdown(traces, title=str(SETTING)), IMAGES / "measure.png")
+    blocks = simulate(predicted[0].trace)
+    plot.save(plot.blocks(blocks, title=f"{ON_CUDA}, predicted"), IMAGES / "measure-blocks.png")
     numbers = {
         row.name: {
             "peak_bytes": row.trace.peak_bytes,
             "at_peak": row.trace.at_peak,
             "time_ratio": row.time_ratio,
             "gradient_difference": row.gradient_difference,
+            "predicted_allocated_bytes": on_cuda.trace.allocated_bytes,
+            "predicted_reserved_bytes": on_cuda.trace.reserved_bytes,
         }
-        for row in rows
+        for row, on_cuda in zip(rows, predicted, strict=True)
     }
     save(RESULTS, "savings", "techniques", numbers)
 

@@ -1,8 +1,9 @@
 """One training step with plugs: the only file that knows the model and the techniques together.
 
 A technique is a row of TECHNIQUES, and each row fills one or more of the plugs: a function in place
-of a function (attention, loss), a wrapper around a block, a `with` around the forward pass, an
-optimizer. Delete the row and the technique is gone.
+of a function (attention, loss), a change of the model (a wrapper around each block, a layer in
+place of a layer), a `with` around the forward pass, the size of a micro-batch, an optimizer. Delete
+the row and the technique is gone.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from memlab.accumulation import accumulate, split
 from memlab.attention import attention_reference
 from memlab.data import batches, stdlib_bytes
+from memlab.lora import add_lora
 from memlab.metering import dry_run, measure, predict
 from memlab.model import (
     GPT,
@@ -67,8 +70,9 @@ class Technique:
     summary: str
     attention: AttentionFunction = scaled_dot_product_attention
     loss: LossFunction = cross_entropy
-    wrap_block: Callable[[nn.Module], None] | None = None
+    change_model: Callable[[nn.Module], object] = lambda model: None  # in place
     around_forward: Callable[[str], AbstractContextManager[object]] = lambda device: nullcontext()
+    micro_batch: int | None = None  # sequences at once, their gradients added; None: all
     optimizer: OptimizerFunction = one_by_one_adamw
 
 
@@ -95,19 +99,27 @@ def build(setting: Setting, technique: Technique) -> Training:
             loss=technique.loss,
             dtype=setting.dtype,
         )
-    if technique.wrap_block is not None:
-        for block in model.blocks:
-            technique.wrap_block(block)
+    technique.change_model(model)
     optimizer = technique.optimizer(model.parameters())
     text = stdlib_bytes(TEXT)
     tokens, targets = next(batches(text, setting.batch, setting.seq_len, SEED))
     tokens, targets = tokens.to(device), targets.to(device)
 
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        with technique.around_forward(device):
+            return model(tokens, targets)
+
+    def sum_of_losses(part: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+        _, its_targets = part
+        return loss_of(*part) * its_targets.numel(), its_targets.numel()
+
     def step() -> None:
         optimizer.zero_grad()
-        with technique.around_forward(device):
-            loss = model(tokens, targets)
-        loss.backward()
+        if technique.micro_batch is None:
+            loss_of(tokens, targets).backward()
+        else:
+            parts = split((tokens, targets), technique.micro_batch)
+            accumulate(parts, sum_of_losses, model.parameters())
         optimizer.step()
 
     return Training(step, model, optimizer)
@@ -137,6 +149,16 @@ def predicted_trace(setting: Setting, technique: Technique) -> Trace:
     return predict(parts, target=setting.device)
 
 
+def each_block(wrap: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """The change of a model that wraps every block of it."""
+
+    def change(model: nn.Module) -> None:
+        for block in model.blocks:
+            wrap(block)
+
+    return change
+
+
 def checkpoint_block(block: nn.Module) -> None:
     """Let `block` drop its activations and compute them again in backward."""
     forward = block.forward
@@ -146,7 +168,8 @@ def checkpoint_block(block: nn.Module) -> None:
 TECHNIQUES: dict[str, Technique] = {
     "plain": Technique("AdamW, fused attention, everything kept"),
     "checkpointing": Technique(
-        "torch's activation checkpointing around every block", wrap_block=checkpoint_block
+        "torch's activation checkpointing around every block",
+        change_model=each_block(checkpoint_block),
     ),
     "autocast": Technique(
         "torch's autocast to bfloat16 in the forward pass",
@@ -161,6 +184,11 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "fused-adamw": Technique(
         "torch's AdamW in one kernel", optimizer=partial(torch.optim.AdamW, fused=True)
+    ),
+    "accumulation": Technique("one sequence at a time, their gradients added", micro_batch=1),
+    "lora": Technique(
+        "frozen weights, and a trained change of rank 8 beside each matrix",
+        change_model=partial(add_lora, rank=8),
     ),
     "sgd": Technique("torch's SGD: no state at all", optimizer=partial(torch.optim.SGD, lr=0.01)),
 }

@@ -1,16 +1,23 @@
-"""The README's table of savings: its bytes are measured anew, its times are said to be measured."""
+"""The README's table of savings: its bytes are measured and predicted anew."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from memlab.cli.choices import SUITABLE
 from memlab.cli.rows import dry_row
-from memlab.train import TECHNIQUES
+from memlab.train import TECHNIQUES, predicted_trace
 from memlab.units import format_bytes
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ON_CUDA = {
+    name: (allocated, reserved)
+    for name, allocated, reserved in re.findall(
+        r"^\| ([a-z-]+): .*\| ([0-9.]+ [KMG]iB) \| ([0-9.]+ [KMG]iB) \|$", README, re.M
+    )
+}
 ROWS = dict(re.findall(r"^\| ([a-z-]+): [^|]*\| ([0-9.]+ [KMG]iB) \|", README, re.M))
 
 
@@ -22,3 +29,10 @@ def test_the_readme_has_a_row_for_each_technique():
 def test_the_readmes_peak_is_what_a_dry_run_measures(name):
     trace = dry_row(SUITABLE["cpu"], name, TECHNIQUES[name]).trace
     assert ROWS[name] == format_bytes(trace.peak_bytes)
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_the_readmes_bytes_on_cuda_are_those_of_a_prediction(name):
+    trace = predicted_trace(replace(SUITABLE["cpu"], device="cuda"), TECHNIQUES[name])
+    expected = format_bytes(trace.allocated_bytes), format_bytes(trace.reserved_bytes)
+    assert ON_CUDA[name] == expected

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import memlab
+from memlab.lora import LoRALinear, added_weights
 from memlab.model import PRESETS
 from memlab.trace import Trace
-from memlab.train import SEED, TECHNIQUES, Setting, Technique, build, checkpoint_block
+from memlab.train import SEED, TECHNIQUES, Setting, Technique, build, checkpoint_block, each_block
 
 FLOAT32 = 4
 TINY = Setting("tiny", batch=4, seq_len=64)
@@ -70,8 +71,23 @@ TOLERANCES = {
     "eager-attention": 1e-6,  # another order of sums in float32
     "foreach-adamw": 0,  # these three change what happens after backward
     "fused-adamw": 0,
+    "accumulation": 1e-6,  # another order of sums
     "sgd": 0,
 }
+
+
+def test_lora_has_the_gradients_of_its_two_factors():
+    """At first B is zero: the gradient of B is scale · G Aᵀ, of A it is zero."""
+    plain, ours = gradients(PLAIN), build(TINY, TECHNIQUES["lora"])
+    ours.step()
+    changes = {n: m for n, m in ours.model.named_modules() if isinstance(m, LoRALinear)}
+    assert len(changes) == 7 * L
+    start = build(TINY, TECHNIQUES["lora"]).model
+    for name, layer in changes.items():
+        A = start.get_submodule(name).down
+        expected = layer.scale * plain[f"{name}.weight"] @ A.T
+        torch.testing.assert_close(layer.up.grad, expected, rtol=1e-4, atol=1e-6)
+        assert layer.down.grad.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("name", TOLERANCES)
@@ -128,12 +144,29 @@ def the_peak_is_without_two_moments_and_a_count_of_steps(technique: Technique) -
     assert plain.peak_bytes - ours.peak_bytes == 2 * N * FLOAT32 + tensors * FLOAT32
 
 
+def the_most_activations_are_those_of_one_sequence(technique: Technique) -> None:
+    one = most(second_step(PLAIN, replace(TINY, batch=1)), "activations")
+    assert most(second_step(technique), "activations") - one in (0, FLOAT32)  # a loss times tokens
+
+
+def gradients_and_state_are_those_of_the_added_weights(technique: Technique) -> None:
+    C, KV_D, hidden = CONFIG.width, CONFIG.kv_heads * CONFIG.head_width, CONFIG.hidden
+    sizes = [(C, C), (C, KV_D), (C, KV_D), (C, C), (C, hidden), (C, hidden), (hidden, C)]
+    n = L * sum(added_weights(*size, 8) for size in sizes)
+    at_end = second_step(technique).at_end
+    assert at_end["gradients"] == FLOAT32 * n
+    assert at_end["optimizer_state"] == 2 * FLOAT32 * n + FLOAT32 * 2 * 7 * L
+    assert at_end["parameters"] == FLOAT32 * (N + n)
+
+
 CLAIMS = {
     "checkpointing": blocks_keep_only_their_inputs,
     "autocast": matrix_products_of_the_forward_pass_are_bfloat16,
     "eager-attention": each_head_keeps_its_weights_and_each_block_its_mask,
     "foreach-adamw": the_optimizer_step_takes_as_much_as_all_weights,
     "fused-adamw": the_optimizer_step_takes_nothing,
+    "accumulation": the_most_activations_are_those_of_one_sequence,
+    "lora": gradients_and_state_are_those_of_the_added_weights,
     "sgd": the_peak_is_without_two_moments_and_a_count_of_steps,
 }
 
@@ -150,7 +183,8 @@ def test_a_technique_that_does_nothing_fails_the_claim(name):
 
 
 def test_every_technique_has_a_claim_and_a_tolerance():
-    assert CLAIMS.keys() == TOLERANCES.keys() == TECHNIQUES.keys() - {"plain"}
+    assert CLAIMS.keys() == TECHNIQUES.keys() - {"plain"}
+    assert TOLERANCES.keys() == CLAIMS.keys() - {"lora"}  # it has a test of its own
 
 
 def test_the_plain_adamw_takes_twice_the_largest_weight():
@@ -195,7 +229,7 @@ def test_a_wrapper_that_only_calls_the_block_does_not_pass_as_checkpointing():
         block.forward = lambda *args: forward(*args)
 
     with pytest.raises(AssertionError):
-        blocks_keep_only_their_inputs(replace(NOTHING, wrap_block=only_call))
+        blocks_keep_only_their_inputs(replace(NOTHING, change_model=each_block(only_call)))
 
 
 def test_a_wrapper_that_leaves_a_block_out_does_not_pass_as_checkpointing():
@@ -207,7 +241,7 @@ def test_a_wrapper_that_leaves_a_block_out_does_not_pass_as_checkpointing():
             checkpoint_block(block)
 
     with pytest.raises(AssertionError):
-        blocks_keep_only_their_inputs(replace(NOTHING, wrap_block=every_second))
+        blocks_keep_only_their_inputs(replace(NOTHING, change_model=each_block(every_second)))
 
 
 # ------------------------------------------------------------------ the training
@@ -215,7 +249,11 @@ def test_a_wrapper_that_leaves_a_block_out_does_not_pass_as_checkpointing():
 
 def test_every_technique_starts_from_the_same_weights():
     def weights(technique):
-        return torch.cat([p.flatten() for p in build(TINY, technique).model.parameters()])
+        named = build(TINY, technique).model.named_parameters()
+        of_the_model = {n.replace(".frozen", ""): p.flatten() for n, p in named}
+        return torch.cat([of_the_model[name] for name, _ in gpt.named_parameters()])
+
+    gpt = build(TINY, PLAIN).model
 
     torch.manual_seed(SEED + 1)
     plain = weights(PLAIN)

@@ -28,7 +28,7 @@ from memlab.cli.rows import Row, SideBySide, dry_row, in_turn, silent
 from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS, cross_entropy
 from memlab.trace import DeviceMemory, Event, Trace
-from memlab.train import TECHNIQUES, Setting, Technique, build, predicted_trace
+from memlab.train import TECHNIQUES, Setting, Technique, build, each_block, predicted_trace
 from memlab.units import format_bytes
 
 TINY = Setting("tiny", batch=2, seq_len=32)
@@ -172,7 +172,7 @@ def test_one_gradient_that_is_no_number_is_seen():
     def break_one(block):
         block.mlp.up.weight.register_hook(lambda gradient: gradient * math.nan)
 
-    broken = replace(PLAIN, wrap_block=break_one)
+    broken = replace(PLAIN, change_model=each_block(break_one))
     _, row = measured_rows(TINY, {"plain": PLAIN, "broken": broken}, False, silent)
     assert math.isnan(row.gradient_difference)
 
