@@ -41,6 +41,19 @@ def stdlib_bytes(limit: int | str) -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
+def mapped_bytes(path: str | os.PathLike[str]) -> Tensor:
+    """A file's bytes as uint8, mapped: read from disk where they are touched, held by nobody.
+
+    The pages are the file's own, so the system may drop them at any time and read them again.
+    Writing to the tensor changes this process's copy of the page, never the file.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    if not size:
+        raise ValueError(f"got {path}, which is empty; give a file with at least one byte")
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
 def _sources(folder: Path) -> Iterator[Path]:
     """The library's modules, lazily, in an order that no file system decides.
 
