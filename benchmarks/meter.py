@@ -727,8 +727,39 @@ RUNS: dict[str, tuple[Callable[..., None], Callable[[], AbstractContextManager[A
 }
 
 
+def two_steps(size: Size) -> None:
+    with FakeTensorMode():
+        step, *_ = language_model(size)
+        step()
+        step()
+
+
+def predict(size: Size) -> None:
+    memlab.predict(lambda: language_model(size))
+
+
+# From building the model to the second step.
+WHOLE: dict[str, Callable[[Size], None]] = {
+    "two steps on bare fake tensors": two_steps,
+    "predicted for CUDA": predict,
+}
+
+
+def serve_whole(name: str, size: Size) -> None:
+    """What a Runner's process does: all of it once, then once more for each line."""
+    WHOLE[name](size)
+    print(0.0, flush=True)
+    for _ in sys.stdin:
+        gc.collect()
+        start = time.perf_counter()
+        WHOLE[name](size)
+        print(time.perf_counter() - start, flush=True)
+
+
 def serve(name: str, size: Size) -> None:
     """What a Runner's process does: builds and steps once, then once more for each line."""
+    if name in WHOLE:
+        return serve_whole(name, size)
     run, around = RUNS[name]
     with around():
         start = time.perf_counter()
@@ -796,7 +827,8 @@ def cost(plan: Plan, bar: Progress) -> Report:
     dry = costs(plan.dry, ("bare fake tensors", "dry run, metered"), plan.rounds, bar)
     names = ("bare fake tensors", "MemTracker, fake tensors")
     theirs = costs(plan.dry, names, plan.rounds_of_mem_tracker, bar)
-    lines = cost_lines(real, dry, theirs, bytes_of_torch_alone())
+    whole = costs(plan.dry, WHOLE, plan.rounds, bar)
+    lines = cost_lines(real, dry, theirs, whole, bytes_of_torch_alone())
     note = (
         f"Real: {plan.real}. Dry: {plan.dry}. Medians of the rounds, with their quartiles; a ratio "
         f"is taken within each round. Kernels have {os.environ.get('OMP_NUM_THREADS', THREADS)} "
@@ -807,12 +839,19 @@ def cost(plan: Plan, bar: Progress) -> Report:
         "real": str(plan.real),
         "dry": str(plan.dry),
         "lines": {name: line._asdict() for name, line in lines.items()},
-        "seconds": {"real": real.seconds, "dry": dry.seconds, "MemTracker": theirs.seconds},
+        "seconds": {
+            "real": real.seconds,
+            "dry": dry.seconds,
+            "MemTracker": theirs.seconds,
+            "whole": whole.seconds,
+        },
     }
     return Report(cost_sentence(plan, lines), f"{note}\n\n{markdown}", plain)
 
 
-def cost_lines(real: Costs, dry: Costs, theirs: Costs, torch_bytes: int) -> dict[str, Line]:
+def cost_lines(
+    real: Costs, dry: Costs, theirs: Costs, whole: Costs, torch_bytes: int
+) -> dict[str, Line]:
     bare, ours, tracker = "bare fake tensors", "dry run, metered", "MemTracker, fake tensors"
     lines_noted = real.ratio("metered, with lines", "plain")
     construction = spread([dry.construction_seconds[ours]])
@@ -824,6 +863,12 @@ def cost_lines(real: Costs, dry: Costs, theirs: Costs, torch_bytes: int) -> dict
         "dry_seconds": Line("dry, metered", spread(dry.seconds[ours]), 3, "s"),
         "construction": Line("dry, building the model", construction, 5, "s"),
         "memory": Line("dry, metered: memory of the process above torch's", memory, 0.5, "GiB"),
+        "predicted": Line(
+            "predicted for CUDA / building and two steps on bare fake tensors",
+            whole.ratio(*reversed(WHOLE)),
+            1.3,
+            "×",
+        ),
         "tracker": Line("dry, MemTracker / bare", theirs.ratio(tracker, bare), None, "×"),
         "tracker_seconds": Line("dry, MemTracker", spread(theirs.seconds[tracker]), None, "s"),
     }
@@ -835,7 +880,8 @@ def cost_sentence(plan: Plan, lines: dict[str, Line]) -> str:
         f"A metered step of {plan.real} takes {of['metered']} the time of a plain one; a step of "
         f"{plan.dry} is measured without its memory in {of['dry_seconds']} and {of['memory']} of "
         f"the process, {of['dry']} the time on bare fake tensors, where MemTracker takes "
-        f"{of['tracker_seconds']}, {of['tracker']}."
+        f"{of['tracker_seconds']}, {of['tracker']}. Predicted for CUDA, from building it to the "
+        f"second step, it takes {of['predicted']} the time on bare fake tensors."
     )
 
 

@@ -137,6 +137,7 @@ def test_a_dry_run_with_a_smaller_storage_shows_up_and_is_named(monkeypatch):
 def costs(**seconds: list[float]) -> object:
     names = {"bare": "bare fake tensors", "dry": "dry run, metered", "lines": "metered, with lines"}
     names["tracker"] = "MemTracker, fake tensors"
+    names["two_steps"], names["predicted"] = meter.WHOLE
     named = {names.get(name, name): values for name, values in seconds.items()}
     once = dict.fromkeys(named, 6.0)
     return meter.Costs(named, construction_seconds=once, peak_bytes=dict.fromkeys(named, 2**30))
@@ -147,6 +148,7 @@ def test_an_aim_is_met_or_missed_by_the_median_of_the_ratios():
         real=costs(plain=[1.0, 2.0, 4.0], metered=[1.1, 2.2, 8.0], lines=[2.0, 4.0, 8.0]),
         dry=costs(bare=[1.0, 1.0, 1.0], dry=[1.2, 1.4, 1.5]),
         theirs=costs(bare=[1.0], tracker=[12.0]),
+        whole=costs(two_steps=[1.0, 1.0, 2.0], predicted=[1.2, 1.3, 4.0]),
         torch_bytes=2**30 - 2**28,
     )
     verdicts = {name: line.cells()[-1] for name, line in lines.items()}
@@ -154,6 +156,7 @@ def test_an_aim_is_met_or_missed_by_the_median_of_the_ratios():
         "metered",  # 1.1 of 1.15
         "dry_seconds",
         "memory",  # 0.25 GiB of 0.5
+        "predicted",  # 1.3 of 1.3
     }
     assert {name for name in verdicts if verdicts[name] == "missed"} == {"dry", "construction"}
 
@@ -182,6 +185,21 @@ def test_a_served_run_steps_once_unobserved_and_once_for_each_line(name, monkeyp
     assert not isinstance(first, (StorageMeter, MemTracker))
     assert [mode and type(mode) for mode in timed] == [OBSERVERS[name]] * 2
     assert len(capsys.readouterr().out.split()) == 3
+
+
+@pytest.mark.parametrize("name", meter.WHOLE)
+def test_a_whole_run_builds_and_takes_two_steps_each_time(name, monkeypatch, capsys):
+    done = []
+
+    def model(size: object) -> tuple:
+        done.append("built")
+        return (lambda: done.append("step")), None, None
+
+    monkeypatch.setattr(meter, "language_model", model)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    meter.serve(name, meter.QUICK.dry)
+    assert done == ["built", "step", "step"] * 2
+    assert len(capsys.readouterr().out.split()) == 2
 
 
 def test_a_served_run_answers_with_seconds(monkeypatch, capsys):
