@@ -1,0 +1,177 @@
+"""Dynamic loss scaling: keep float16 gradients from vanishing.
+
+Saves    nothing of its own: it is what makes half of the bytes of float16 usable at all.
+Costs    one number, a look at every gradient, and now and then a step that is not taken.
+Source   Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; torch.amp.GradScaler, whose
+         decisions and state these are.
+
+float16 has nothing below 6e-8, and the gradients of a large model are often smaller: they become
+zero. So the loss is multiplied by a large number, all gradients are by the chain rule, and before
+the step they are divided by it again, in float32. How large? As large as goes:
+
+    some gradient is inf or nan     skip the step, scale × 0.5
+    2000 steps in a row were fine   scale × 2
+
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)      # only if gradients are looked at before the step: clipping
+    scaler.step(optimizer)          # or not
+    scaler.update()                 # once, after all optimizers
+
+bfloat16 has the range of float32 and needs none of this.
+"""
+
+from ctypes import c_float
+from enum import Enum, auto
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Stage(Enum):
+    """What was done with an optimizer since the last update."""
+
+    READY = auto()
+    UNSCALED = auto()
+    STEPPED = auto()
+
+
+class LossScaler:
+    """Scales losses, unscales gradients, skips steps that overflowed, and moves the scale.
+
+    Below `floor` it raises: torch's own scaler halves on, to 0.0 after 200 overflows, and from then
+    on trains nothing without a word.
+    """
+
+    def __init__(
+        self,
+        scale: float = 2.0**16,
+        *,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        floor: float = 2.0**-14,
+    ) -> None:
+        if not (growth_factor > 1 > backoff_factor > 0 and growth_interval >= 1):
+            raise ValueError(
+                f"got growth_factor={growth_factor}, backoff_factor={backoff_factor} and "
+                f"growth_interval={growth_interval}; give more than 1, between 0 and 1, at least 1"
+            )
+        if not scale >= floor >= 0:
+            raise ValueError(f"got scale={scale} and floor={floor}; give a scale of at least floor")
+        self._scale = _float32(scale)
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval = growth_interval
+        self._floor = floor
+        self._fine_steps = 0  # in a row, since the scale last changed
+        self._stages: dict[int, Stage] = {}  # by optimizer
+        self._overflowed: dict[int, bool] = {}
+
+    def get_scale(self) -> float:
+        """What losses are multiplied by."""
+        return self._scale
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale; a single number of float16 becomes one of float32."""
+        return loss * torch.tensor(self._scale, device=loss.device)
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, in place, and note if any is not finite.
+
+        Raises ValueError for gradients in float16, which would vanish again, and RuntimeError where
+        it was done already.
+        """
+        self._require(optimizer, Stage.READY, "unscale_() was called already")
+        gradients = _gradients(optimizer)
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError(
+                "got gradients in float16, where unscaled ones would vanish; keep the weights in "
+                "float32 under autocast, or step float32 copies of them (MasterWeights)"
+            )
+        largest = [torch.linalg.vector_norm(gradient, torch.inf) for gradient in gradients]
+        self._overflowed[id(optimizer)] = not all(isfinite(number.item()) for number in largest)
+        inverse = _float32(1 / self._scale)
+        for gradient in gradients:
+            gradient.mul_(inverse)
+        self._stages[id(optimizer)] = Stage.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any) -> Any:
+        """Let the optimizer step, unless a gradient is inf or nan; what its step returns."""
+        if self._stages.get(id(optimizer), Stage.READY) is Stage.READY:
+            self.unscale_(optimizer)
+        self._require(optimizer, Stage.UNSCALED, "step() was called already")
+        self._stages[id(optimizer)] = Stage.STEPPED
+        return None if self._overflowed[id(optimizer)] else optimizer.step(*args)
+
+    def update(self) -> None:
+        """Move the scale by what was found since the last update, in all optimizers together.
+
+        Raises RuntimeError where nothing was unscaled, and OverflowError below the floor.
+        """
+        if not self._overflowed:
+            raise RuntimeError("nothing was unscaled since the last update; call step(optimizer)")
+        overflowed = any(self._overflowed.values())
+        self._stages.clear()
+        self._overflowed.clear()
+        if overflowed:
+            self._back_off()
+        else:
+            self._fine_steps += 1
+            if self._fine_steps == self._growth_interval:
+                self._grow()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch.amp.GradScaler saves, under its names."""
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._fine_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of this class or of torch.amp.GradScaler."""
+        missing = self.state_dict().keys() - state.keys()
+        if missing:
+            raise ValueError(
+                f"got a state without {', '.join(sorted(missing))}; give what state_dict() of a "
+                f"LossScaler or an enabled torch.amp.GradScaler returns"
+            )
+        self._scale = _float32(state["scale"])
+        self._growth_factor, self._backoff_factor = state["growth_factor"], state["backoff_factor"]
+        self._growth_interval = state["growth_interval"]
+        self._fine_steps = state["_growth_tracker"]
+
+    # -------------------------------------------------------------- the scale
+
+    def _back_off(self) -> None:
+        scale = _float32(self._scale * self._backoff_factor)
+        if scale < self._floor:
+            raise OverflowError(
+                f"the gradients still overflow at a scale of {self._scale:g}, and {scale:g} would "
+                f"be below the floor of {self._floor:g}: look for inf or nan in the loss itself, "
+                f"lower the learning rate, or train in bfloat16, which needs no scale"
+            )
+        self._scale, self._fine_steps = scale, 0
+
+    def _grow(self) -> None:
+        scale = _float32(self._scale * self._growth_factor)
+        self._scale = scale if isfinite(scale) else self._scale
+        self._fine_steps = 0
+
+    def _require(self, optimizer: torch.optim.Optimizer, stage: Stage, otherwise: str) -> None:
+        if self._stages.get(id(optimizer), Stage.READY) is not stage:
+            raise RuntimeError(f"{otherwise} for this optimizer since the last update()")
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    groups = optimizer.param_groups
+    return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+
+
+def _float32(number: float) -> float:
+    """The nearest number of float32: torch keeps its scale in one."""
+    return c_float(number).value

@@ -1,0 +1,253 @@
+"""The loss scaler against torch.amp.GradScaler, decision for decision."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from memlab.precision import LossScaler
+
+SETTINGS = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3}
+
+
+def pair(scale: float = 2.0**16, **settings) -> tuple[LossScaler, torch.amp.GradScaler]:
+    settings = SETTINGS | settings
+    return LossScaler(scale, **settings), torch.amp.GradScaler("cpu", init_scale=scale, **settings)
+
+
+def two_optimizers() -> list[torch.optim.SGD]:
+    return [torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0) for _ in range(2)]
+
+
+def weights(optimizers) -> list[float]:
+    return [o.param_groups[0]["params"][0].tolist() for o in optimizers]
+
+
+def iteration(scaler, optimizers, gradients, unscaled) -> None:
+    """One training step in which each optimizer finds this gradient, times the scale."""
+    for optimizer, gradient, early in zip(optimizers, gradients, unscaled, strict=True):
+        [weight] = optimizer.param_groups[0]["params"]
+        weight.grad = torch.tensor([1.0, gradient, 2.0]) * scaler.get_scale()
+        if early:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    scaler.update()
+
+
+def trackers(ours: LossScaler, theirs: torch.amp.GradScaler) -> list[tuple[float, int]]:
+    states = ours.state_dict(), theirs.state_dict()
+    return [(state["scale"], state["_growth_tracker"]) for state in states]
+
+
+@pytest.mark.filterwarnings("ignore:.*lazily")
+@pytest.mark.parametrize("seed", range(10))
+def test_it_decides_as_torchs_own_over_random_overflows(seed):
+    """A thousand patterns a seed, of four steps and two optimizers."""
+    numbers = random.Random(seed)
+    for _ in range(1000):
+        ours, theirs = pair(2.0 ** numbers.randint(0, 16), growth_interval=numbers.randint(1, 3))
+        theirs.scale(torch.ones(()))  # it makes its state when it is first used
+        our_optimizers, their_optimizers = two_optimizers(), two_optimizers()
+        for _ in range(4):
+            gradients = numbers.choices([0.5, torch.inf, -torch.inf, torch.nan], (6, 1, 1, 1), k=2)
+            unscaled = numbers.choices([True, False], k=2)
+            iteration(ours, our_optimizers, gradients, unscaled)
+            iteration(theirs, their_optimizers, gradients, unscaled)
+            our_state, their_state = trackers(ours, theirs)
+            assert our_state == their_state
+            assert weights(our_optimizers) == weights(their_optimizers)
+
+
+@pytest.mark.parametrize("factors", [(1.7, 0.3), (1.001, 0.999), (3.0, 0.1)])
+def test_its_scale_is_rounded_as_torchs(factors):
+    growth, backoff = factors
+    ours, theirs = pair(1000.1, growth_factor=growth, backoff_factor=backoff)
+    theirs.scale(torch.ones(()))
+    optimizers = two_optimizers(), two_optimizers()
+    for gradient in (0.5, 0.5, 0.5, torch.inf, 0.5, 0.5, 0.5, torch.nan, torch.inf, 0.5) * 3:
+        iteration(ours, optimizers[0], (gradient, 0.5), (False, True))
+        iteration(theirs, optimizers[1], (gradient, 0.5), (False, True))
+        assert len(set(trackers(ours, theirs))) == 1
+
+
+def test_the_scale_follows_the_rule_step_by_step():
+    """Interval 3, an overflow in the first step and in the fifth."""
+    scaler, _ = pair(2.0**17)
+    optimizers = two_optimizers()
+    seen = []
+    for step in range(8):
+        iteration(scaler, optimizers, (torch.inf if step in (0, 4) else 0.5, 0.5), (False, False))
+        seen.append((scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+    assert seen == [
+        (2.0**16, 0),
+        (2.0**16, 1),
+        (2.0**16, 2),
+        (2.0**17, 0),
+        (2.0**16, 0),
+        (2.0**16, 1),
+        (2.0**16, 2),
+        (2.0**17, 0),
+    ]
+
+
+def test_it_grows_only_as_far_as_float32_reaches():
+    scaler, _ = pair(2.0**127, growth_interval=1)
+    [optimizer] = two_optimizers()[:1]
+    optimizer.param_groups[0]["params"][0].grad = torch.zeros(3)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**127
+
+
+@pytest.mark.filterwarnings("ignore:.*lazily")
+def test_states_are_loaded_both_ways():
+    ours, theirs = pair()
+    theirs.scale(torch.ones(()))
+    for gradient in (0.5, torch.inf, 0.5, 0.5):
+        iteration(ours, two_optimizers(), (gradient, 0.5), (False, False))
+    fresh, fresh_theirs = pair(4.0, growth_interval=7)
+    fresh_theirs.load_state_dict(ours.state_dict())
+    fresh_theirs.scale(torch.ones(()))
+    assert fresh_theirs.state_dict() == ours.state_dict()
+    fresh.load_state_dict(fresh_theirs.state_dict())
+    assert fresh.state_dict() == ours.state_dict()
+
+
+def test_a_state_that_is_not_one_is_refused():
+    with pytest.raises(ValueError, match="got a state without _growth_tracker, backoff_factor"):
+        LossScaler().load_state_dict({"scale": 1.0, "growth_factor": 2.0, "growth_interval": 1})
+
+
+# ------------------------------------------------------------------ values
+
+
+def test_without_an_overflow_the_weights_are_those_of_unscaled_training():
+    runs = []
+    for scaler in (LossScaler(), None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = model(torch.randn(6, 8)).square().mean()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        runs.append(torch.cat([p.flatten() for p in model.parameters()]))
+    assert torch.equal(*runs)  # a power of two only moves the exponent
+
+
+def test_gradients_that_float16_loses_come_through():
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def gradient(scale) -> torch.Tensor:
+        weight.grad = None
+        scale((weight.half() * 1e-4).sum() * 1e-4).backward()
+        return weight.grad
+
+    assert gradient(lambda loss: loss).count_nonzero() == 0
+    scaler = LossScaler(2.0**15)  # the gradient of a loss in float16 is the scale: 2**16 is inf
+    gradient(scaler.scale)
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(weight.grad, torch.full((4,), 1e-8), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((), torch.float32), ((3,), torch.float16)])
+def test_a_loss_of_float16_is_scaled_as_by_torch(shape, dtype):
+    ours, theirs = pair()
+    loss = torch.ones(shape, dtype=torch.float16)
+    assert ours.scale(loss).dtype == theirs.scale(loss).dtype == dtype
+    assert torch.equal(ours.scale(loss), theirs.scale(loss))
+
+
+def test_what_the_step_returns_is_handed_on_and_a_skipped_step_returns_none():
+    scaler, _ = pair()
+    [optimizer, other] = two_optimizers()
+    optimizer.step = lambda *args: args
+    for o, value in ((optimizer, 1.0), (other, torch.inf)):
+        o.param_groups[0]["params"][0].grad = torch.full((3,), value)
+    assert scaler.step(optimizer, 17) == (17,)
+    assert scaler.step(other) is None
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+def test_it_says_where_training_is_dead_and_torchs_own_does_not():
+    ours, theirs = pair(1.0)
+    theirs.scale(torch.ones(()))
+    optimizers, their_optimizers = two_optimizers(), two_optimizers()
+    for _ in range(14):
+        iteration(ours, optimizers, (torch.inf, 0.5), (False, False))
+    with pytest.raises(OverflowError, match=r"at a scale of 6.10352e-05, .* train in bfloat16"):
+        iteration(ours, optimizers, (torch.inf, 0.5), (False, False))
+    assert ours.get_scale() == 2.0**-14
+    for _ in range(200):
+        for optimizer in their_optimizers:
+            optimizer.param_groups[0]["params"][0].grad = torch.full((3,), torch.inf)
+            theirs.step(optimizer)
+        theirs.update()
+    assert theirs.get_scale() == 0.0
+
+
+def test_gradients_in_float16_are_refused_as_by_torch():
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(3, dtype=torch.float16)
+    with pytest.raises(ValueError, match="would vanish; keep the weights in float32"):
+        LossScaler().unscale_(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        (["unscale_", "unscale_"], "unscale_.. was called already for this optimizer"),
+        (["step", "step"], "step.. was called already for this optimizer"),
+        (["step", "unscale_"], "unscale_.. was called already"),
+    ],
+)
+def test_calls_out_of_turn_are_refused_as_by_torch(calls, message):
+    for scaler, error in zip(pair(), (message, "."), strict=True):
+        scaler.scale(torch.ones(()))
+        [optimizer] = two_optimizers()[:1]
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+        getattr(scaler, calls[0])(optimizer)
+        with pytest.raises(RuntimeError, match=error):
+            getattr(scaler, calls[1])(optimizer)
+
+
+def test_an_update_before_any_step_is_refused():
+    with pytest.raises(RuntimeError, match=r"call step\(optimizer\)"):
+        LossScaler().update()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"growth_factor": 1.0},
+        {"backoff_factor": 1.0},
+        {"backoff_factor": 0.0},
+        {"growth_interval": 0},
+        {"scale": 2.0**-15},
+        {"scale": float("nan")},
+    ],
+)
+def test_settings_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="; give"):
+        LossScaler(**wrong)
+
+
+def test_looking_at_gradients_takes_no_memory():
+    import memlab
+
+    weight = nn.Parameter(torch.zeros(2**20))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(2**20)
+    trace = memlab.measure(lambda: LossScaler().unscale_(optimizer), optimizer=optimizer)
+    assert trace.peak_bytes <= 2 * 4 * 2**20 + 64
