@@ -307,6 +307,8 @@ def test_a_request_finds_no_room_though_more_is_free_than_it_wants(tape):
         "free in 4 pieces of at most 5.00 MiB"
     )
     assert str(problem) in str(blocks)
+    assert blocks.fragmentation == 0.5  # then; at the peaks, all 40 MiB were in use
+    assert "(50.0% fragmentation when memory ran out)" in str(blocks)
 
 
 def test_a_process_may_reserve_its_fraction_of_the_card(tape):

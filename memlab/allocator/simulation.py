@@ -96,8 +96,10 @@ class Blocks:
 
     @property
     def fragmentation(self) -> float:
-        """The share of the reserved peak that the allocated peak would not have needed."""
-        return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+        """The share of the reserved peak that the allocated peak would not have needed; where
+        memory ran out, of what was reserved then, the share that was free."""
+        moment = self.out_of_memory or self
+        return 1 - moment.allocated_bytes / moment.reserved_bytes if moment.reserved_bytes else 0.0
 
     @property
     def peak_position(self) -> int:
@@ -121,7 +123,8 @@ class Blocks:
         lines = [
             f"reserved {format_bytes(self.reserved_bytes)}, "
             f"allocated {format_bytes(self.allocated_bytes)} at the peak "
-            f"({self.fragmentation:.1%} fragmentation)",
+            f"({self.fragmentation:.1%} fragmentation"
+            f"{'' if self.fits else ' when memory ran out'})",
             f"{counted(self.segment_allocations, 'segment')} allocated, "
             f"{self.segment_frees:,} given back, {counted(self.retries, 'retry', 'retries')}",
         ]

@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
+import torch
+
 from memlab.cli import report
 from memlab.cli.choices import choose_device, choose_folder, choose_setting, choose_techniques
 from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
@@ -38,10 +40,23 @@ def measure_techniques(
     _show(rows, report.legend(rows), report.remarks(rows))
     report.say(f"\nplain: {rows[0].trace}")
     if predicted:
-        report.say("\nThe same steps on CUDA, predicted (--dry-run --device cuda says more):\n")
-        _show(predicted, report.legend(predicted), report.failures(predicted))
+        report.say("\nThe same steps on CUDA, predicted:\n")
+        _show(
+            predicted,
+            report.legend(predicted),
+            report.failures(predicted),
+            report.notes(predicted[0]),
+            [f"more: memlab measure {options(setting)} --dry-run --device cuda"],
+        )
     write(rows, f"{setting}, dry run" if dry else str(setting), folder, predicted)
     return int(any(row.failure for row in rows))
+
+
+def options(setting: Setting) -> str:
+    """The setting as it is given at the command line, but for its device."""
+    dtype = str(setting.dtype).removeprefix("torch.")
+    dtype = "" if setting.dtype is torch.float32 else f" --dtype {dtype}"
+    return f"--model {setting.model} --batch {setting.batch} --seq {setting.seq_len}{dtype}"
 
 
 def _show(rows: list[Row], *sentences: Iterable[str]) -> None:

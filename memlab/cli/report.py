@@ -111,6 +111,11 @@ def failures(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{row.name}: {row.failure}"
 
 
+def notes(row: Row) -> Iterator[str]:
+    """What its trace cannot promise."""
+    return (f"{row.name}: {note}" for note in (row.trace.notes if row.trace else ()))
+
+
 def legend(rows: Sequence[Row]) -> Iterator[str]:
     """What the columns of an accelerator's memory count."""
     trace = rows[0].trace
@@ -136,10 +141,13 @@ def _meanings(trace: Trace) -> dict[str, str]:
     least, most = map(format_bytes, CONTEXT_BYTES)
     context = f"{least} to {most} by card and driver; other processes come on top"
     return {
-        "allocated": "what tensors and kernels hold at the peak, in the allocator's blocks",
+        "allocated": (
+            "what tensors and kernels hold at the peak, in the allocator's blocks; a peak in a "
+            "list by category and the pictures count what was asked for, which is a little less"
+        ),
         "reserved": (
-            "what the allocator has taken from the driver by then, and keeps; a step runs out of "
-            "memory by this number"
+            "what the allocator takes from the driver for that if it can, and keeps; a smaller "
+            "card may do, and the least lies between the two"
         ),
         "nvidia-smi": (
             f"reserved, and what CUDA itself takes in a process, {context}"

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import platform
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -50,7 +51,8 @@ def _drawings(rows: Sequence[Row], predicted: Sequence[Row], title: str) -> dict
     }
     on_cuda = (predicted or rows)[0].trace
     if on_cuda.dry and on_cuda.reserved_bytes is not None:
-        title_there = f"{plain.removesuffix(', dry run')}, predicted for CUDA"
+        what = re.sub(r", (cpu|cuda[:a-z]*)$", "", plain.removesuffix(", dry run"))
+        title_there = f"{what}, predicted for CUDA"
         drawings["measure-blocks.png"] = lambda plot: plot.blocks(
             simulate(on_cuda), title=title_there
         )

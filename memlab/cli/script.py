@@ -52,10 +52,21 @@ def measure_script(given: str, *, device: str | None, dry: bool, out: str) -> No
         raise UsageError(
             f"the step of {script} allocated nothing on {trace.device}; it must call the model"
         )
+    report.say(f"{script}: {_how(dry, device)}\n")
     report.say(str(trace))
     if numbers := "\n".join(map(report.paragraph, report.three_numbers(trace))):
         report.say(f"\n{numbers}")
     write([Row(str(script), trace)], f"{script}, dry run" if dry else str(script), folder)
+
+
+def _how(dry: bool, device: str | None) -> str:
+    """How it was measured, in words."""
+    if not dry:
+        return "its second step"
+    made_up = "nothing is computed: a loss that it prints is made up"
+    if device in TARGETS:
+        return f"its second step, predicted for CUDA ({TARGETS[device].name}); {made_up}"
+    return f"its second step, dry run; {made_up}"
 
 
 def find_script(given: str) -> Script:

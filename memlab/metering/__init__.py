@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from memlab.metering.absent import StandIn
 from memlab.metering.answers import Answers
 from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.devices import complete, watch
@@ -21,6 +22,10 @@ __all__ = ["BudgetExceeded", "Kernels", "budget", "dry_run", "measure", "meter",
 WORKSPACE_NOTE = (
     "a recurrent layer's fused kernel keeps a workspace for backward whose size it alone knows: "
     "this dry run is without it, and much too low (70 % for an LSTM); measure a real step"
+)
+STAND_IN_NOTE = (
+    "the script asks for an accelerator, and this dry run counts what the CPU's kernels take; "
+    "memlab.predict counts CUDA's (at the command line, --dry-run --device cuda)"
 )
 SCRATCH_NOTE = (
     "the scratch that kernels take while they run is not in here; that of convolutions and "
@@ -100,6 +105,7 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
                 *completed.notes,
                 *([WORKSPACE_NOTE] if is_dry and context.has_recurrent_layer else []),
                 *([SCRATCH_NOTE] if leaves_scratch_out else []),
+                *([STAND_IN_NOTE] if is_dry and StandIn.asked_for else []),
                 *([THREADS_NOTE] if self._storages.found_unseen_gradients else []),
             ),
         )

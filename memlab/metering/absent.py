@@ -38,6 +38,7 @@ class StandIn:
     """What stands in for every accelerator: the CPU, or a fake device beside it."""
 
     device: str | torch.device = "cpu"
+    asked_for = False  # whether an accelerator was named since a dry run began
 
     @classmethod
     @contextmanager
@@ -53,8 +54,11 @@ class StandIn:
 def on_the_stand_in(argument: Any) -> Any:
     """The stand-in in place of an accelerator, any other argument as it is."""
     if isinstance(argument, (str, torch.device)):
-        return StandIn.device if torch.device(argument).type not in _REAL_DEVICES else argument
-    return StandIn.device if type(argument) is int else argument  # `.to(0)`: a device's number
+        is_accelerator = torch.device(argument).type not in _REAL_DEVICES
+    else:
+        is_accelerator = type(argument) is int  # `.to(0)`: a device's number
+    StandIn.asked_for |= is_accelerator
+    return StandIn.device if is_accelerator else argument
 
 
 def _on_the_cpu(argument: Any) -> Any:
@@ -85,6 +89,7 @@ def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    StandIn.asked_for = True
     return tensor.to(StandIn.device)
 
 

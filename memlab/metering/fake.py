@@ -63,6 +63,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         if dry_run.active is not None:
             raise RuntimeError("a dry run is active already; use one `with dry_run()` at a time")
         dry_run.active = self
+        absent.StandIn.asked_for = False
         self._outside = _Outside()
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._operators = _Operators(self)

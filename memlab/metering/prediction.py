@@ -202,8 +202,8 @@ class _Prediction(dry_run):
         if meter.context.has_recurrent_layer:
             unknown.add("recurrent layers (cuDNN)")
         return (
-            f"predicted for {self.target.name} by a policy of kernels: {self.kernels}",
-            *([f"no GPU has confirmed the bytes of {', '.join(unconfirmed)}"] * bool(unconfirmed)),
+            f"predicted for {self.target.name}, by these kernels: {self.kernels}",
+            *([f"not yet confirmed by a GPU: {', '.join(unconfirmed)}"] * bool(unconfirmed)),
             *(
                 f"the scratch of {kind} is not known and not in here; the real peak can be higher"
                 for kind in sorted(unknown)
@@ -213,10 +213,10 @@ class _Prediction(dry_run):
 
     def _optimizers_kernels(self, meter: "_PredictionMeter") -> set[str]:
         kinds = {type(optimizer) for optimizer in meter.context.optimizers}
+        choice = self.kernels.optimizer
+        how = "all weights at once" if choice in ("auto", "foreach") else f"by {choice}"
         return {
-            f"{kind.__name__} by {self.kernels.optimizer}"
-            for kind in kinds
-            if kind.__module__.startswith("torch.optim.")
+            f"{kind.__name__} {how}" for kind in kinds if kind.__module__.startswith("torch.optim.")
         }
 
 

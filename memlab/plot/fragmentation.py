@@ -41,7 +41,7 @@ from memlab.plot.page import (
     text_width,
     write,
 )
-from memlab.plot.phases import WHEN, draw_phases, phase_spans
+from memlab.plot.phases import WHEN, draw_phases, first_moment, phase_spans
 from memlab.plot.tables import Row, Table, category_row, draw_table
 from memlab.trace import Trace
 from memlab.units import format_bytes
@@ -133,13 +133,19 @@ def levels(blocks: Blocks, columns: int = COLUMNS) -> Levels:
     return Levels(edges, *(np.maximum.reduceat(level, edges[:-1]) for level in found))
 
 
+def start(blocks: Blocks) -> int:
+    """Where the picture begins: where there is a history, what it left alive is there already."""
+    return first_moment(Trace(blocks.events)) if blocks.history else 0
+
+
 def marks(blocks: Blocks) -> list[Mark]:
     """The peaks of what was reserved and allocated, and the segment that was refused, if any."""
     found = []
     for name, level in (("reserved", blocks.reserved), ("allocated", blocks.allocated)):
         peak = max(level, default=0)
         if peak:
-            found.append(Mark(f"{name} {format_bytes(peak)}", level.index(peak) + 1, peak))
+            position = level.index(peak, max(start(blocks) - 1, 0)) + 1
+            found.append(Mark(f"{name} {format_bytes(peak)}", position, peak))
     refused = blocks.out_of_memory
     if refused:
         found.append(Mark("out of memory", refused.position + 1, wanted_bytes(blocks), REFUSED))
@@ -243,7 +249,7 @@ def _draw_run(axes: Axes, blocks: Blocks) -> None:
         **line,
     )
     draw_byte_scale(axes, highest_bytes(blocks), room=CHART / (CHART - LABELS))
-    draw_event_scale(axes, drawn.edges[0], drawn.edges[-1])
+    draw_event_scale(axes, start(blocks), drawn.edges[-1])
     draw_phases(axes, phase_spans(Trace(blocks.events[: drawn.edges[-1] - 1])))
     _draw_limit(axes, blocks)
     _draw_refused(axes, blocks)

@@ -1,6 +1,6 @@
 """The phases of a run: forward, backward and optimizer, named above the events that are theirs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 
 from matplotlib.axes import Axes
@@ -10,6 +10,7 @@ from memlab.plot.page import (
     GAP,
     GREY,
     LINE,
+    SWATCH,
     draw_line,
     on_page,
     sides,
@@ -70,5 +71,28 @@ def draw_phases(axes: Axes, spans: Sequence[Span]) -> None:
     for before, after in pairwise(spans):
         if before.width > widths[before.name] or after.width > widths[after.name]:
             draw_line(figure, (after.left, after.left), (box.y0, y), GREY, 0.5)
-    for text in place_names(spans, widths, Span("", box.x0, box.x1)):
+    names = place_names(spans, widths, Span("", box.x0, box.x1))
+    if any(_stands_elsewhere(names, span) for span in _first_of_each(spans)):
+        _draw_key(axes, widths, y + LINE / 2)
+        return
+    for text in names:
         write(figure, text.left, y + LINE / 2, text.name, color=GREY)
+
+
+def _first_of_each(spans: Sequence[Span]) -> list[Span]:
+    return list({span.name: span for span in reversed(spans)}.values())
+
+
+def _stands_elsewhere(names: Sequence[Span], span: Span) -> bool:
+    """Whether the first name of a span was pushed off it altogether."""
+    text = next(name for name in names if name.name == span.name)
+    return text.right < span.left or span.right < text.left
+
+
+def _draw_key(axes: Axes, widths: Mapping[str, float], y: float) -> None:
+    """Which grey is which phase, from left to right: the spans are too short to be named."""
+    left = sides(axes).x0
+    for name, width in widths.items():
+        draw_line(axes.figure, (left, left + SWATCH), (y, y), PHASE_GREYS.get(name, GREY), 3)
+        write(axes.figure, left + SWATCH + GAP, y, name, color=GREY)
+        left += SWATCH + width + 4 * GAP

@@ -23,7 +23,7 @@ from memlab.cli.choices import (
     choose_techniques,
 )
 from memlab.cli.errors import UsageError
-from memlab.cli.measure import measured_rows
+from memlab.cli.measure import measured_rows, options
 from memlab.cli.rows import Row, SideBySide, dry_row, in_turn, silent
 from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS, cross_entropy
@@ -457,6 +457,15 @@ def test_what_cuda_would_take_stands_beside_the_cpus_numbers(finished):
         assert row["memory"]["reserved_peak_bytes"] == trace.reserved_bytes
         shown = [row["technique"], *format_bytes(trace.allocated_bytes).split()]
         assert any(line.split()[:3] == shown for line in outcome.out.splitlines())
+
+
+def test_the_prediction_says_how_to_see_more_of_it(finished):
+    outcome, _ = finished
+    command = "memlab measure --model tiny --batch 4 --seq 64 --dry-run --device cuda"
+    assert f"\nmore: {command}\n" in outcome.out
+    assert "\nplain: not yet confirmed by a GPU: " in outcome.out
+    half = Setting("25m", 2, 8, torch.bfloat16)
+    assert options(half) == "--model 25m --batch 2 --seq 8 --dtype bfloat16"
 
 
 def test_a_number_that_json_has_not_is_written_by_its_name(tmp_path):

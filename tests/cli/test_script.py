@@ -80,7 +80,7 @@ def test_the_trace_is_that_of_a_bare_loop(memlab_command, script, how):
     assert (outcome.status, outcome.err) == (0, "")
     real = str(bare_loop())
     shown = real.replace("(cpu)", "(cpu, dry run)") if how else real
-    assert outcome.out.startswith(shown)
+    assert f"\n\n{shown}\n" in outcome.out
 
 
 def test_the_second_step_is_measured(memlab_command, script):
@@ -92,7 +92,7 @@ def test_the_second_step_is_measured(memlab_command, script):
         return (lambda: torch.ones(next(sizes))), None, None
     """
     outcome = memlab_command("measure", "--script", script(text))
-    assert outcome.out.startswith(f"peak {format_bytes(2000 * 4)} ")
+    assert f"\npeak {format_bytes(2000 * 4)} " in outcome.out
 
 
 def test_numbers_and_pictures_are_written(memlab_command, script, tmp_path):
@@ -235,7 +235,10 @@ def test_a_dry_run_of_cuda_predicts_the_script(memlab_command, script):
     names: dict = {}
     exec(GOOD, names)
     trace = memlab.predict(names["build"])
-    assert outcome.out.startswith(f"{trace}\n\nallocated {format_bytes(trace.allocated_bytes)}: ")
+    assert outcome.out.startswith(
+        "train.py:build: its second step, predicted for CUDA (most cards)"
+    )
+    assert f"\n\n{trace}\n\nallocated {format_bytes(trace.allocated_bytes)}: " in outcome.out
     assert f"\nreserved {format_bytes(trace.reserved_bytes)}: what the allocator" in outcome.out
     assert "\nnvidia-smi 0.27–0.62 GiB: reserved, and" in outcome.out
 
@@ -354,3 +357,11 @@ def test_a_dry_run_that_is_interrupted_ends(memlab_command, script):
     text = GOOD.replace("optimizer.step()", "import signal; signal.raise_signal(signal.SIGINT)")
     memlab_command("measure", "--dry-run", "--script", script(text))
     assert memlab.dry_run.active is None
+
+
+def test_a_dry_run_of_a_script_for_cuda_says_whose_kernels_it_counts(memlab_command, script):
+    moved = GOOD.replace("torch.ones(4, 8)", "torch.ones(4, 8).cuda()")
+    for text, noted in ((GOOD, False), (moved, True)):
+        outcome = memlab_command("measure", "--script", script(text), "--dry-run")
+        assert ("note: the script asks for an accelerator" in outcome.out) == noted
+        assert "nothing is computed: a loss that it prints is made up" in outcome.out

@@ -154,7 +154,7 @@ def test_the_trace_is_a_dry_one_of_cuda_and_sums_up():
     assert (trace.device, trace.dry) == ("cuda", True)
     assert sum(trace.at_peak.values()) == trace.peak_bytes
     assert "(cuda, dry run)" in str(trace)
-    assert trace.notes[0].startswith("predicted for most cards by a policy of kernels: attention")
+    assert trace.notes[0].startswith("predicted for most cards, by these kernels: attention")
 
 
 # ------------------------------------------------------------------ what came before
@@ -479,9 +479,9 @@ def test_kernels_that_no_gpu_has_confirmed_are_named():
     def step(device):
         return F.dropout(torch.zeros(8, device=device), 0.5)
 
-    assert "no GPU has confirmed the bytes of dropout in one kernel" in predicted(step).notes
+    assert "not yet confirmed by a GPU: dropout in one kernel" in predicted(step).notes
     [note] = memlab.predict(linear_training()).notes[1:]
-    assert note == "no GPU has confirmed the bytes of AdamW by auto"
+    assert note == "not yet confirmed by a GPU: AdamW all weights at once"
     assert len(memlab.predict(eager_training("cuda")).notes) == 2  # an embedding's sort is unknown
 
 

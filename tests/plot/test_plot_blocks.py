@@ -34,8 +34,8 @@ from memlab.plot.fragmentation import (
     run_table,
     segments_table,
 )
-from memlab.plot.page import COLOURS, PALE, save
-from memlab.trace import CATEGORIES, Trace
+from memlab.plot.page import COLOURS, GAP, PALE, SWATCH, save
+from memlab.trace import CATEGORIES, Event, Trace
 from memlab.units import format_bytes
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -189,6 +189,44 @@ def test_a_column_of_a_long_run_is_the_highest_of_its_share():
         moments = [0, *level]
         wanted = [max(moments[p:q]) for p, q in itertools.pairwise(drawn.edges)]
         assert shown.tolist() == wanted
+
+
+def test_after_a_history_the_picture_begins_with_the_step():
+    sizes = (
+        (30, "parameters", "before"),
+        (4, "activations", "forward"),
+        (-4, "activations", "forward"),
+    )
+    kept, born, gone = (
+        Event(mib * MIB, place, what, "", "", phase, "uint8", ())
+        for (mib, what, phase), place in zip(sizes, (1, 2, 2), strict=True)
+    )
+    earlier = (kept._replace(phase="forward"), born._replace(storage=3), gone._replace(storage=3))
+    run = simulate(Trace((kept, born, gone), history=earlier))
+    assert run.reserved_bytes == 50 * MIB
+    [axes, *_] = plot.blocks(run).axes
+    assert axes.get_xlim()[0] == 1
+    [reserved, _] = marks(run)
+    assert (reserved.words, reserved.position) == ("reserved 50.00 MiB", 1)
+    assert simulate(Trace((kept, born, gone))).reserved_bytes == 50 * MIB
+    [axes, *_] = plot.blocks(simulate(Trace((kept, born, gone)))).axes
+    assert axes.get_xlim()[0] == 0
+
+
+def test_phases_too_short_to_be_named_have_a_key():
+    phases = ("forward", "backward", "optimizer")
+    events = [
+        Event(MIB * sign, 3 * step + place, "activations", "", "", phase, "uint8", ())
+        for step in range(9)
+        for place, phase in enumerate(phases)
+        for sign in (1, -1)
+    ]
+    found = texts(plot.blocks(simulate(events)))
+    lefts = [found[phase][0].x0 for phase in phases]
+    assert [len(found[phase]) for phase in phases] == [1, 1, 1]
+    [axes, *_] = plot.blocks(simulate(events)).axes
+    assert lefts == sorted(lefts)
+    assert lefts[0] - axes.get_window_extent().x0 == pytest.approx(100 * (SWATCH + GAP), abs=2)
 
 
 def test_the_peaks_are_marked_at_their_moment_and_height_with_their_bytes():
