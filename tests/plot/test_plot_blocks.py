@@ -192,24 +192,18 @@ def test_a_column_of_a_long_run_is_the_highest_of_its_share():
 
 
 def test_after_a_history_the_picture_begins_with_the_step():
-    sizes = (
-        (30, "parameters", "before"),
-        (4, "activations", "forward"),
-        (-4, "activations", "forward"),
-    )
-    kept, born, gone = (
-        Event(mib * MIB, place, what, "", "", phase, "uint8", ())
-        for (mib, what, phase), place in zip(sizes, (1, 2, 2), strict=True)
-    )
-    earlier = (kept._replace(phase="forward"), born._replace(storage=3), gone._replace(storage=3))
-    run = simulate(Trace((kept, born, gone), history=earlier))
-    assert run.reserved_bytes == 50 * MIB
-    [axes, *_] = plot.blocks(run).axes
-    assert axes.get_xlim()[0] == 1
-    [reserved, _] = marks(run)
-    assert (reserved.words, reserved.position) == ("reserved 50.00 MiB", 1)
-    assert simulate(Trace((kept, born, gone))).reserved_bytes == 50 * MIB
-    [axes, *_] = plot.blocks(simulate(Trace((kept, born, gone)))).axes
+    run = Recorder()
+    kept = [run.allocate(size * MIB, "parameters", "before") for size in (30, 2)]
+    run.free(run.allocate(4 * MIB, "activations", "forward"), "forward")
+    trace = run.trace()
+    earlier = tuple(event._replace(phase="forward") for event in trace.events[: len(kept)])
+    after_it = simulate(Trace(trace.events, history=earlier))
+    [axes, *_] = plot.blocks(after_it).axes
+    assert axes.get_xlim()[0] == 2
+    [reserved, _] = marks(after_it)
+    assert (reserved.words, reserved.position) == ("reserved 50.00 MiB", 2)
+    fresh = simulate(trace)
+    [axes, *_] = plot.blocks(fresh).axes
     assert axes.get_xlim()[0] == 0
 
 
