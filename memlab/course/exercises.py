@@ -8,13 +8,15 @@ what they are told.
 
 import linecache
 import random
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -78,6 +80,7 @@ class Day:
 # ------------------------------------------------------------------ judging an answer
 
 OK, WRONG, NOT_ATTEMPTED = "ok", "wrong", "not attempted"
+SECONDS = 60  # for a check, which takes less than one
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,20 @@ def judge(exercise: Exercise, answer: Any) -> Verdict:
         return Verdict(exercise, WRONG, f"{wrong}{_mistake(exercise, str(wrong))}")
     except (Exception, SystemExit) as error:
         return Verdict(exercise, WRONG, _raised(error))
+    except _TooLong as error:
+        line = _learners_line(error)
+        where = f"at `{line}`" if line else "somewhere"
+        return Verdict(
+            exercise,
+            WRONG,
+            f"ran for more than {SECONDS} seconds and was stopped {where}: is there a loop that "
+            f"never ends?",
+        )
     return Verdict(exercise, OK, evidence)
 
 
 def _checked(exercise: Exercise, answer: Any) -> str:
-    with _random_numbers_kept():
+    with _random_numbers_kept(), _stopped_after(SECONDS):
         return exercise.check(answer)
 
 
@@ -149,6 +161,31 @@ def _learners_line(error: BaseException) -> str:
 
 def _is_a_librarys(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES
+
+
+class _TooLong(BaseException):
+    """No Exception: an answer that catches those is stopped, too."""
+
+
+@contextmanager
+def _stopped_after(seconds: float) -> Iterator[None]:
+    """Raise _TooLong in what runs longer, where that can be done: not on Windows, nor in a
+    thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and hasattr(signal, "setitimer")):
+        yield
+        return
+
+    def stop(*_: Any) -> NoReturn:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 import linecache
 import random
 import re
+import signal
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from memlab.course import exercises
 from memlab.course.days import exercise_of
 from memlab.course.exercises import (
     LONGEST_VALUE,
@@ -49,6 +52,35 @@ DOUBLE = Exercise(
         WrongAnswer(lambda x: x, SAME),
     ),
 )
+
+
+def never_ends(x):
+    while True:
+        try:
+            x += 1
+        except Exception:  # which does not help it
+            raise
+
+
+def test_an_answer_that_never_ends_is_stopped_at_its_line(monkeypatch):
+    monkeypatch.setattr(exercises, "SECONDS", 0.05)
+    before = signal.getsignal(signal.SIGALRM)
+    verdict = judge(DOUBLE, never_ends)
+    assert verdict.status == WRONG
+    assert verdict.text.startswith("ran for more than 0.05 seconds and was stopped at `")
+    assert verdict.text.endswith("is there a loop that never ends?")
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_an_answer_in_time_is_not_stopped_afterwards():
+    assert judge(DOUBLE, lambda x: 2 * x).status == OK
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_in_a_thread_an_answer_is_judged_without_a_limit():
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(judge, DOUBLE, lambda x: 2 * x).result().status == OK
 
 
 def not_implemented(message: str):
