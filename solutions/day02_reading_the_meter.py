@@ -52,7 +52,8 @@ MIB, GIB = 2**20, 2**30
 # | **in use** | `nvidia-smi`, `torch.cuda.mem_get_info()` | reserved + *context*, all processes |
 #
 # The context is CUDA's own code and tables: some hundred MiB for each process, more or less by card
-# and driver.
+# and driver. (The title's 11 and 7 GB are what somebody read; the run below has numbers of its own,
+# 10.7 and 7.6 GiB.)
 
 # %% [markdown]
 # Here is a training run as many are: the batches have different lengths. Four steps of yesterday's
@@ -100,7 +101,8 @@ guess("2.1", reserved_gib=8)  # what tensors hold, and a little more
 # between. It asks for large *segments*, cuts *blocks* off them, and keeps what is freed.
 # `simulate` runs a trace through its rules, which are simple enough for you to build them today.
 #
-# (Yesterday's step took 7.94 GiB: a CPU's. CUDA's kernel for norms keeps one tensor less.)
+# (Yesterday's step took 7.94 GiB: a CPU's. CUDA's kernel for norms keeps one tensor less for each
+# norm.)
 
 # %%
 trace = memlab.predict(build, steps=1)
@@ -116,18 +118,10 @@ print(
     f"and 0.5 GiB context   {format_bytes(blocks.reserved_bytes + context)}  what nvidia-smi says"
 )
 
-# %%
-fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-axes.plot([b / GIB for b in blocks.reserved], label="reserved")
-axes.plot([b / GIB for b in blocks.allocated], label="allocated", linewidth=0.8)
-axes.set(xlabel="allocation or free", ylabel="GiB", ylim=(0, None))
-axes.set_title("Four steps of 124m: what torch has, and what tensors hold")
-_ = axes.legend(frameon=False, loc="upper left")
-
 # %% [markdown]
-# Allocated memory goes up and down in each step. Reserved memory only ever rises: what is freed
-# stays with torch. The gap in the guess is made of free blocks. Here they are, at the moment when
-# reserved memory reaches its peak.
+# "Measured" says too much here: no GPU ran. The tensors are *predicted*, and torch's allocator is
+# *simulated*. The gap in your guess is made of free blocks: memory that a tensor gave back stays
+# with torch. Here they are, at the moment when most is reserved.
 
 # %%
 free = [p.bytes for s in blocks.at_peak for p in s.pieces if p.state == "free"]
@@ -190,8 +184,8 @@ for what, requested in (("the loss", 4), ("a bias of 768", 3072), ("logits", 8 *
 # %% [markdown]
 # ## Rule 2: which piece
 #
-# A segment is cut into pieces. Small blocks (up to 1 MiB) and large ones never share a segment:
-# each kind has a *pool*, a list of pieces in the order of their addresses.
+# A segment is cut into pieces. Small blocks (up to and with 1 MiB) and large ones never share a
+# segment: each kind has a *pool*, a list of pieces in the order of their addresses.
 
 
 # %%
@@ -204,16 +198,15 @@ class Piece:
 
 
 # %% [markdown]
-# - **Best fit**: of all free pieces that are large enough, the smallest. Among equals, the lowest
-#   address.
-# - **Split**: the request gets the lower part, and the rest becomes a free piece of its own, right
-#   behind it in the list. A small rest is worth it from 512 bytes. A large one only above 1 MiB;
-#   less goes with the request and is wasted.
+# - **Best fit**: the smallest free piece that is large enough. Among equals, the lowest address.
+# - **Split**: the request gets the lower part, and the rest becomes a free piece of its own,
+#   behind it in the list. In the small pool a rest becomes a piece from 512 bytes; in the large
+#   pool only above 1 MiB, and less goes with the request and is wasted.
 #
 # ### Exercise 2.2: take a piece
 #
-# About 15 minutes. `size` is a block's, rounded already, and says which pool this is. Give the
-# address; where nothing fits, change nothing and give None.
+# About 15 minutes. `size` is a block's and says which pool this is. Give the address; where nothing
+# fits, change nothing and give None.
 
 
 # %%
@@ -246,7 +239,7 @@ take = exercise("2.2", take)
 #
 # ### Exercise 2.3: give a piece back
 #
-# About 10 minutes. Nothing is returned; the list is changed.
+# About 10 minutes. Nothing is returned; the list itself is changed.
 
 
 # %%
@@ -295,7 +288,8 @@ class Cache:
 
 
 # %% [markdown]
-# The four steps of the question, allocation by allocation, through your allocator.
+# The four steps of the question, allocation by allocation, through your three functions (or the
+# reference, for one that isn't right yet).
 
 # %%
 cache = Cache()
@@ -306,8 +300,8 @@ for event in trace.events:
         cache.malloc(event.storage, event.bytes)
     else:
         cache.free(event.storage)
-print(f"your allocator: {cache.segments} segments, {format_bytes(cache.reserved)} reserved")
-print(f"memlab's:       {blocks.segment_allocations} segments, ", end="")
+print(f"this one: {cache.segments} segments, {format_bytes(cache.reserved)} reserved")
+print(f"memlab's: {blocks.segment_allocations} segments, ", end="")
 print(f"{format_bytes(blocks.reserved_bytes)} reserved")
 print(f"the same to the byte: {cache.reserved == blocks.reserved_bytes}")
 
@@ -332,7 +326,8 @@ plot.blocks(
 
 # %% [markdown]
 # Nobody can push the two tensors together: a tensor's address stays as long as it lives. Now the
-# same picture of the four steps; what is hatched is reserved and free.
+# same picture of the four steps. What tensors hold goes up and down in each step; what is reserved
+# only rises. Hatched is reserved and free.
 
 # %%
 plot.blocks(blocks, title="Four steps of 124m, when most is reserved")
@@ -342,7 +337,8 @@ plot.blocks(blocks, title="Four steps of 124m, when most is reserved")
 #
 # The reserved bytes are not the *need*. Where the driver has no more, torch gives whole free
 # segments back and asks again (a *retry*), before it gives up. So the same run may fit a smaller
-# card. Which is the smallest? Halving finds it, in steps of 32 MiB.
+# card. How much must a card have left beside the context, at least? Halving finds it, in steps of
+# 32 MiB.
 
 
 # %%
@@ -364,16 +360,23 @@ def smallest_card(words: str = "", **how) -> int:
 need = smallest_card()
 print(f"tensors need {format_bytes(blocks.allocated_bytes)}, ", end="")
 print(f"torch takes {format_bytes(blocks.reserved_bytes)} if it can, ", end="")
-print(f"and the run fits a card with {format_bytes(need)}")
+print(f"and {format_bytes(need)} will do, left beside the context")
 
 # %% [markdown]
-# **So who is right?** PyTorch's number is what tensors hold, and no card of that size runs it.
-# `nvidia-smi`'s is what torch has taken, and a smaller card runs it. The need lies between.
+# **So who is right?** PyTorch's number is what tensors hold, and with no more than that the run
+# fails. `nvidia-smi`'s is what torch has taken, and with less the run still fits. The need lies
+# between.
 #
 # ## What the settings change
 #
-# They are words in the environment variable `PYTORCH_ALLOC_CONF`. A function of torch,
-# `empty_cache()`, gives all whole free segments back at once; here it is called before every step.
+# They are words in an environment variable (in older torch `PYTORCH_CUDA_ALLOC_CONF`):
+#
+# ```
+# PYTORCH_ALLOC_CONF=expandable_segments:True python train.py
+# ```
+#
+# A function of torch, `empty_cache()`, gives all whole free segments back at once; here it is
+# called before every step.
 
 # %%
 trials = {
@@ -397,8 +400,10 @@ for name, trial in trials.items():
     print(f"{name:34}{peaks}{calls:>7}{tried.smallest / GIB:>10.2f}")
 
 # %% [markdown]
-# In GiB: both peaks, and the smallest card that runs it. *Calls* are those of `cudaMalloc` and
-# `cudaFree`. No setting changes what tensors need: `allocated` moves by rounding alone.
+# In GiB: both peaks, and the least that a card must have left beside the context (*smallest*).
+# *Calls* are those of `cudaMalloc` and `cudaFree`; with expandable segments, the times that pages
+# are mapped and unmapped. No setting changes what tensors need: `allocated` moves by rounding
+# alone.
 #
 # | setting | what it does | here |
 # | --- | --- | --- |
@@ -411,9 +416,14 @@ for name, trial in trials.items():
 # %% [markdown]
 # ## What dies at epoch 60?
 #
-# Four people train a small model on the standard library's source. Each added a few innocent
-# lines. An epoch here is two batches for training, and for Ada one that is *held out*: it is only
-# looked at, not learnt.
+# Four people train a small model on the standard library's source. Each added a few innocent lines:
+#
+# - **Ada** notes the loss on a batch that is *held out*: only looked at, not learnt.
+# - **Ben** watches how large the activations get, with a hook.
+# - **Cleo** keeps the soft targets of a batch, so as to make them only once.
+# - **Dora** has texts of several lengths, and keeps a table of positions for each length.
+#
+# An epoch here is two batches for training. What they share, and Ada:
 
 
 # %%
@@ -428,6 +438,7 @@ def train_on(model, optimizer, tokens, targets, positions=None):
     inside = model[0](tokens)  # (B, T, 256)
     if positions is not None:
         inside = inside + positions
+    # .mT: (B, 256, T), for cross_entropy wants the classes second
     F.cross_entropy(model[1:](inside).mT, targets).backward()
     optimizer.step()
 
@@ -450,8 +461,25 @@ def ada(model, optimizer, data, times=1):
         yield  # an epoch is over
 
 
+# %% [markdown]
+# Ada keeps *one number* a held-out batch. How many MiB more are alive after each epoch than after
+# the one before? A batch is 64 sequences of 512 bytes.
+
+# %%
+### BEGIN SOLUTION
+guess("2.2", growth_mib=0)  # a loss is one number of four bytes
+### END SOLUTION
+### BEGIN STUB
+# guess("2.2", growth_mib=...)
+### END STUB
+
+# %% [markdown]
+# The other three. `model[2]` is the GELU, and its hook runs in every forward pass.
+
+
+# %%
 def ben(model, optimizer, data):
-    """Watches how large the activations get, with a hook."""
+    """Notes the mean size of the GELU's outputs."""
     outputs, scales = [], []
     model[2].register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
     while True:
@@ -486,18 +514,6 @@ def dora(model, optimizer, data, lengths=range(192, 513, 64), seed=7):
             train_on(model, optimizer, tokens[:, :T], targets[:, :T], tables[T])
         yield
 
-
-# %% [markdown]
-# Ada keeps *one number* a held-out batch. By how many MiB does what is alive grow in an epoch? A
-# batch is 64 sequences of 512 bytes.
-
-# %%
-### BEGIN SOLUTION
-guess("2.2", growth_mib=0)  # a loss is one number of four bytes
-### END SOLUTION
-### BEGIN STUB
-# guess("2.2", growth_mib=...)
-### END STUB
 
 # %% [markdown]
 # Eight epochs of each, dry: with fake tensors, a card may be larger than the laptop.
@@ -571,8 +587,8 @@ for name, epochs in runs.items():
     for line, size in leaks(epochs).items():
         file, _, place = line.partition(":")
         number, function = place.split()
-        where = file if file == "data.py" else "its cell"
-        print(f"  {format_bytes(size)} an epoch, from line {number} of {where}, in {function}")
+        where = file if file == "data.py" else f"line {number} of its cell"
+        print(f"  {format_bytes(size)} an epoch, from {where}, in {function}")
 
 # %% [markdown]
 # The line is where a tensor was *born* (the text itself, in memlab's `data.py`). Who keeps it is
@@ -652,21 +668,23 @@ axes.set(xlabel="epoch", ylabel="GiB", ylim=(0, None), title="Dora, on a card wi
 _ = axes.legend(frameon=False)
 
 # %% [markdown]
-# Where there is room, her reserved memory creeps up for eleven epochs, to more than twice what she
-# needs. `nvidia-smi` sees only that, and it looks like a leak. The test is the other number,
-# `memory_allocated()` at the end of each epoch: if that stays flat, nothing leaks.
+# Where there is room, her reserved memory rises in jumps, in epochs 1, 3 and 11, to more than twice
+# what she needs. `nvidia-smi` sees only that, and it looks like a leak. The test is the other
+# number, `memory_allocated()` at the end of each epoch: if that stays flat, nothing leaks.
 
 # %% [markdown]
 # ## Mend it
 #
 # All three leaks in one loop, and for real this time: no dry run. The loop is there; ask of each
 # line what it keeps. Every epoch gets batches of its own, and `notes` stays for the whole run.
-#
+# `model[2]` is the GELU; `.mT` puts the classes second, where `cross_entropy` wants them.
+
+# %% [markdown]
 # ### Exercise 2.5: mend it
 #
-# About 15 minutes. After each epoch the same bytes are alive. Nothing may pile up within an epoch
-# either. And nothing else changes: what is learnt; `notes["losses"]`, a number for each held-out
-# batch; `notes["scales"]`, a number for each epoch, of training alone.
+# About 15 minutes. After each epoch the same bytes are alive. No tensors may pile up within an
+# epoch either. And nothing else changes: what is learnt; `notes["losses"]`, a Python float for each
+# held-out batch; `notes["scales"]`, a Python float for each epoch, of training alone.
 
 
 # %%
@@ -762,22 +780,30 @@ print(f"kept in a list, after gc.collect(): {format_bytes(still)}")
 # %% [markdown]
 # ## A snapshot
 #
-# Torch's own picture of memory is a web page, [pytorch.org/memory_viz](https://pytorch.org/memory_viz).
-# Every Trace can be written for it: drop the file onto the page (it stays in your browser). Here
-# the code that ships in torch reads one: Ada's second epoch. Each tensor stands as a segment, each
-# letter for 20 MiB of it.
+# Torch's own picture of memory is a web page,
+# [pytorch.org/memory_viz](https://pytorch.org/memory_viz). Every Trace can be written for it: here
+# Ada's second epoch. Drop the file onto the page (it stays in your browser) and look at *Active
+# Memory Timeline*: a band that runs to the right edge is still alive, and a click on it shows the
+# line that made it.
 
 # %%
 import pickle
+import tempfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from torch.cuda import _memory_viz
 
-with TemporaryDirectory() as folder:
-    path = Path(folder, "ada.pickle")
-    runs["ada"][1].to_snapshot(path)
-    snapshot = pickle.loads(path.read_bytes())
+yours = Path("progress.json").exists()  # a folder that `memlab start` made
+path = Path("." if yours else tempfile.mkdtemp(), "ada.pickle")
+runs["ada"][1].to_snapshot(path)
+print(f"{path.name} is {'beside this notebook' if yours else 'where `path` says'}")
+
+# %% [markdown]
+# The code that ships in torch reads it, too. Each tensor stands as a segment, each letter for 20
+# MiB of it.
+
+# %%
+snapshot = pickle.loads(path.read_bytes())
 print(_memory_viz.segsum(snapshot).partition("Legend")[0].strip())
 print(f"by the meter: {format_bytes(runs['ada'][1].live_bytes)} alive")
 
@@ -785,7 +811,7 @@ print(f"by the meter: {format_bytes(runs['ada'][1].live_bytes)} alive")
 # ## At scale
 #
 # One batch of held-out text, kept with its graph, is what a forward pass keeps. For that there is
-# yesterday's formula.
+# yesterday's formula, in float32.
 
 # %%
 for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1, 4096)):
@@ -793,8 +819,9 @@ for name, batch, seq_len in (("124m", 8, 640), ("1b", 1, 8192), ("llama-2-7b", 1
     print(f"{name:12}{batch} × {seq_len} tokens: {format_bytes(kept_bytes):>10} for each loss kept")
 
 # %% [markdown]
-# At seven billion weights such a run does not die at epoch 60: it dies at its second held-out
-# batch. Small models leak slowly, and that is why their leaks are found late.
+# At seven billion weights such a run does not die at epoch 60. In float32, with AdamW, 100 GiB are
+# weights, gradients and state; on a card with 180 GiB the second held-out batch finds no room.
+# Small models leak slowly, and that is why their leaks are found late.
 #
 # ## On your GPU
 #
@@ -819,8 +846,12 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# The guides clear the cache in every batch and collect garbage every few steps. Their "memory" may
-# be any of the three numbers, so all are tried: with lengths that vary, and with one length.
+# The guides are five that people read today on saving memory; RULES.md has the verdict on each rule
+# of theirs. Today's trials are of predictions and of the simulated allocator, not of a GPU.
+#
+# The first: clear the cache in every batch, and collect garbage every few steps. The guides'
+# "memory" may be any of the three numbers, so all are tried: with lengths that vary, and with one
+# length.
 
 
 # %%
@@ -835,13 +866,14 @@ saved = 1 - emptied.smallest / plain.smallest
 verdict(
     "6a",
     0.1 <= saved <= 0.2,
-    f"with four lengths {1 - emptied.blocks.reserved_bytes / plain.blocks.reserved_bytes:.0%} less "
-    f"reserved, and a card {saved:.0%} smaller will do; with one length "
-    f"{1 - same[1] / same[0]:.0%}; the tensors' peak {plain.blocks.allocated_bytes / GIB:.2f} and "
-    f"{emptied.blocks.allocated_bytes / GIB:.2f} GiB; {emptied.calls} calls of the driver instead "
-    f"of {plain.calls}; gc.collect() frees circles alone",
-    condition="if lengths vary, for what is reserved, by empty_cache alone; what tensors need it "
-    "never lowers, and expandable segments save more without the calls",
+    f"with four lengths, clearing before each step reserves "
+    f"{1 - emptied.blocks.reserved_bytes / plain.blocks.reserved_bytes:.0%} less, and the run fits "
+    f"where {saved:.0%} less is left on the card; with one length it reserves "
+    f"{1 - same[1] / same[0]:.0%} less; the driver is called {emptied.calls} times with clearing, "
+    f"{plain.calls} without",
+    condition="for what is reserved, if lengths vary, by empty_cache alone (gc.collect frees only "
+    "circles); what tensors need it never lowers, and expandable segments save more without the "
+    "calls",
 )
 
 # %% [markdown]
@@ -850,16 +882,15 @@ verdict(
 # %%
 split = table["max_split_size_mb:128"]
 shown = [tried.blocks.reserved_bytes / tried.smallest for tried in (plain, split)]
-between_steps = blocks.allocated[step_starts(trace)[-1] - 1]
 verdict(
     "6b",
     all(abs(ratio - 1) < 0.1 for ratio in shown),
-    f"without the context it shows {plain.blocks.reserved_bytes / GIB:.2f} GiB for a run that "
-    f"fits {plain.smallest / GIB:.2f}, and {split.blocks.reserved_bytes / GIB:.2f} for one that "
-    f"fits {split.smallest / GIB:.2f}; memory_allocated between two steps says "
-    f"{between_steps / GIB:.2f}, at the peak {blocks.allocated_bytes / GIB:.2f}",
-    otherwise="it shows what is held, by everybody on the card, not what is needed; for that, read "
-    "max_memory_allocated, and look for growth in memory_allocated after each epoch",
+    f"beside the context it shows {plain.blocks.reserved_bytes / GIB:.2f} GiB where "
+    f"{plain.smallest / GIB:.2f} GiB would do; with max_split_size_mb:128 it shows "
+    f"{split.blocks.reserved_bytes / GIB:.2f} where {split.smallest / GIB:.2f} would do",
+    otherwise="it shows what is held, by everybody on the card, not what is needed; the need lies "
+    "between max_memory_allocated and max_memory_reserved, and a leak shows in memory_allocated "
+    "after each epoch",
 )
 
 # %% [markdown]
@@ -870,9 +901,9 @@ fraction = table["per_process_memory_fraction:0.95"]
 verdict(
     "7a",
     fraction.smallest < plain.smallest,
-    f"the peaks are the same to the byte "
-    f"({fraction.blocks.reserved_bytes == plain.blocks.reserved_bytes}), and the smallest card has "
-    f"{fraction.smallest / GIB:.2f} GiB for {plain.smallest / GIB:.2f}",
+    f"on a card with 24 GiB the run reserves {fraction.blocks.reserved_bytes / GIB:.2f} GiB with "
+    f"the limit and {plain.blocks.reserved_bytes / GIB:.2f} without; the least that it needs on a "
+    f"card is {fraction.smallest / GIB:.2f} with the limit and {plain.smallest / GIB:.2f} without",
     otherwise="it saves nothing: out of memory comes earlier; it is for leaving room to others",
 )
 
@@ -881,10 +912,10 @@ expandable = table["expandable_segments:True"]
 verdict(
     "7b",
     split.smallest < plain.smallest,
-    f"max_split_size_mb:128 reserves {split.blocks.reserved_bytes / GIB:.2f} GiB for "
-    f"{plain.blocks.reserved_bytes / GIB:.2f} where there is room, and fits a card with "
-    f"{split.smallest / GIB:.2f} for {plain.smallest / GIB:.2f}; expandable segments reserve "
-    f"{expandable.blocks.reserved_bytes / GIB:.2f}",
+    f"with nothing set the run needs {plain.smallest / GIB:.2f} GiB on a card, with "
+    f"max_split_size_mb:128 {split.smallest / GIB:.2f}, with expandable segments "
+    f"{expandable.smallest / GIB:.2f}; where there is room, max_split_size_mb:128 reserves "
+    f"{split.blocks.reserved_bytes / GIB:.2f}",
     condition="if the card is full, where lengths vary, by a little; nvidia-smi shows more, and "
     "expandable segments save more",
 )
@@ -899,8 +930,8 @@ in_small = sum(p.bytes for segment in small for p in segment.pieces if p.state =
 verdict(
     "7c",
     in_small / sum(free) > 0.5,
-    f"of {format_bytes(sum(free))} that lie free at the peak, {format_bytes(in_small)} are in the "
-    f"segments of small allocations",
+    f"of {format_bytes(sum(free))} that lie free when most is reserved, {format_bytes(in_small)} "
+    f"are in the segments of small allocations (of up to 1 MiB)",
     otherwise="large allocations of many sizes fragment; small ones have segments of their own",
 )
 
@@ -914,9 +945,9 @@ wasted = [ran.reserved_bytes - ran.allocated_bytes for ran in (half, full)]
 verdict(
     "7d",
     shares[1] < shares[0] - 0.05,
-    f"free of what is reserved: {shares[0]:.0%} with 512 sequences, {shares[1]:.0%} with 1,024, "
-    f"{wasted[1] / wasted[0]:.1f} × the bytes; with one length "
-    f"{shares[2]:.0%}, with expandable segments {shares[3]:.0%}",
+    f"of what Dora's run reserves, {shares[0]:.0%} lie free with 512 sequences in a batch, and "
+    f"{shares[1]:.0%} with 1,024, which are {wasted[1] / wasted[0]:.1f} times the bytes; of the "
+    f"latter, {shares[2]:.0%} with one length, {shares[3]:.0%} with expandable segments",
     otherwise="a larger batch wastes the same share of more; sequences of one length (padded, or "
     "cut to few lengths) and expandable segments help. Pools of one's own are not tried here",
 )
@@ -946,8 +977,9 @@ after_it = cleaned[-1].live_bytes - cleaned[-2].live_bytes
 verdict(
     "8a",
     after_it == 0,
-    f"{format_bytes(growth)} an epoch before, {format_bytes(after_it)} with del, empty_cache() and "
-    f"gc.collect(); {format_bytes(alive[-1] - alive[-2])} in the mended loop, without either",
+    f"Ada's epoch leaves {format_bytes(growth)} more; with del, empty_cache() and gc.collect() it "
+    f"leaves {format_bytes(after_it)} more; the mended loop of exercise 2.5, which calls none of "
+    f"these, {format_bytes(alive[-1] - alive[-2])}",
     otherwise="del removes a name, and a tensor lives as long as anything refers to it; once "
     "nothing does it is freed without empty_cache(), which only gives free segments back",
 )
@@ -959,10 +991,10 @@ fit_halved = 3 + (room - halved[-1].peak_bytes) // growth_halved
 verdict(
     "8b",
     fit_halved >= 2 * fit,
-    f"a leak of {format_bytes(growth)} an epoch is one of {format_bytes(growth_halved)} with half "
-    f"the batch twice as often, and {fit_halved} epochs fit instead of {fit}; where lengths vary, "
-    f"half the batch reserves {half.reserved_bytes / GIB:.2f} GiB for "
-    f"{full.reserved_bytes / GIB:.2f}",
+    f"Ada's epochs leave {format_bytes(growth)} more each, and {fit} fit; with half the batch, "
+    f"twice as often, {format_bytes(growth_halved)}, and {fit_halved} fit; Dora leaks nothing, and "
+    f"reserves {full.reserved_bytes / GIB:.2f} GiB, with half the batch "
+    f"{half.reserved_bytes / GIB:.2f}",
     otherwise="if memory_allocated grows from epoch to epoch it is a leak, and an epoch leaks the "
     "same in smaller batches; if it stays flat (fragmentation, a longer text), half the batch does "
     "buy room",
@@ -980,6 +1012,22 @@ verdict(
 # | the peak alone jumps | a longer text | Day 3 |
 #
 # And before you start: reserved memory by your own rules, and the epoch in which a leak ends a run.
+
+# %% [markdown]
+# For a training of your own: put one epoch of it into a function, and measure a few.
+#
+# ```python
+# def one_epoch(): ...  # your loop: it trains, looks at held-out data, and takes its notes
+#
+# watched = [
+#     memlab.measure(one_epoch, model=model, optimizer=optimizer, lines=True) for _ in range(6)
+# ]
+# for line, size in leaks(watched).items():
+#     print(f"{size:,} bytes more after each epoch, from {line}")
+# print(watched[-2].diff(watched[-1]))  # what they are
+# ```
+#
+# Measuring notes each allocation and makes a loop slower: a few batches for an epoch will do.
 
 # %% [markdown]
 # ## The running bill

@@ -76,6 +76,32 @@ def leaks_by_difference(epochs):
     return {line: size for line, size in grown.items() if size > 0}
 
 
+def leaks_in_floats(epochs):
+    return {line: size * 3 / 3 for line, size in LEAKS.reference(epochs).items()}
+
+
+def train_epoch_with(of_output, keeps_soft_targets=False):
+    """A repair whose hook notes `of_output(output)` until the epoch's end."""
+
+    def train_epoch(model, optimizer, training, held_out, notes):
+        seen, soft = [], {}
+        hook = model[2].register_forward_hook(lambda module, args, out: seen.append(of_output(out)))
+        for tokens, targets in training:
+            optimizer.zero_grad()
+            soft_targets = 0.9 * F.one_hot(targets, 256) + 0.1 / 256
+            if keeps_soft_targets:
+                soft[targets] = soft_targets
+            F.cross_entropy(model(tokens).mT, soft_targets.mT).backward()
+            optimizer.step()
+        hook.remove()
+        notes["scales"].append(torch.stack([torch.as_tensor(s) for s in seen]).mean().item())
+        with torch.no_grad():
+            for tokens, targets in held_out:
+                notes["losses"].append(F.cross_entropy(model(tokens).mT, targets).item())
+
+    return train_epoch
+
+
 def train_epoch_without_a_hook(model, optimizer, training, held_out, notes):
     scales = []
     for tokens, targets in training:
@@ -97,7 +123,9 @@ def train_epoch_without_a_hook(model, optimizer, training, held_out, notes):
         (GIVE_BACK, give_back_in_passes),
         (LEAKS, leaks_by_counter),
         (LEAKS, leaks_by_difference),
+        (LEAKS, leaks_in_floats),
         (TRAIN_EPOCH, train_epoch_without_a_hook),
+        (TRAIN_EPOCH, train_epoch_with(lambda output: output.detach().abs().mean())),
     ],
 )
 def test_a_right_answer_of_another_make_passes(exercise, answer):
@@ -117,6 +145,74 @@ def test_memory_that_is_flat_from_epoch_to_epoch_may_not_grow_with_the_epoch_s_l
     verdict = judge(TRAIN_EPOCH, kept_until_the_end)
     assert verdict.status == WRONG
     assert "peaks 168,192 bytes above" in verdict.text  # 4 tensors more, and the text's own
+    assert "the largest is 4 × 10000 float32, made by aten.zeros.default." in verdict.text
+
+
+def test_soft_targets_that_are_kept_for_an_epoch_are_named_and_their_mistake():
+    answer = train_epoch_with(lambda output: output.abs().mean().item(), keeps_soft_targets=True)
+    verdict = judge(TRAIN_EPOCH, answer)
+    assert verdict.status == WRONG
+    assert "the largest is 4 × 4×16×256 float32" in verdict.text
+    assert "Emptied or made anew once an epoch" in verdict.text
+
+
+def test_a_scale_that_stays_a_tensor_is_too_much_however_small_it_is():
+    def scales_as_tensors(model, optimizer, training, held_out, notes):
+        TRAIN_EPOCH.reference(model, optimizer, training, held_out, notes)
+        notes["scales"][-1] = torch.tensor(notes["scales"][-1])
+
+    verdict = judge(TRAIN_EPOCH, scales_as_tensors)
+    assert verdict.status == WRONG
+    assert "1 × scalar float32" in verdict.text
+
+
+def test_a_line_that_is_new_since_the_middle_may_not_be_an_error():
+    def indexes(epochs):
+        middle = len(epochs) // 2
+        before, after = defaultdict(int), defaultdict(int)
+        for sums, epoch in ((before, epochs[middle]), (after, epochs[-1])):
+            for event in epoch.alive():
+                sums[event.line] += event.bytes
+        before = dict(before)  # as a plain dictionary it has no 0 for what it never saw
+        grown = {line: after[line] - before[line] for line in after}
+        return {n: size // (len(epochs) - 1 - middle) for n, size in grown.items() if size > 0}
+
+    verdict = judge(LEAKS, indexes)
+    assert verdict.status == WRONG
+    assert verdict.text.startswith("KeyError: 'late.py:8 keep', at `grown = ")
+
+
+def test_pieces_in_a_list_of_its_own_are_told_so_whatever_became_of_them():
+    def without_the_freed(pieces, address):
+        pieces = [piece for piece in pieces if piece.address != address]
+
+    def copied(pieces, address):
+        pieces = sorted(pieces, key=lambda piece: (pieces[0].segment, piece.address))
+        next(piece for piece in pieces if piece.address == address).free = True
+
+    for answer in (without_the_freed, copied):  # a name, and one that a function within uses too
+        verdict = judge(GIVE_BACK, answer)
+        assert verdict.status == WRONG
+        assert "Its name for the list was given another list." in verdict.text
+    assert "another list" not in judge(GIVE_BACK, lambda pieces, address: None).text
+
+
+def test_a_piece_before_the_first_is_a_case_by_hand():
+    def wraps_around(pieces, address):
+        place = next(i for i, piece in enumerate(pieces) if piece.address == address)
+        pieces[place].free = True
+        for lower in (place, place - 1):  # -1 is the last, and the first stands above it
+            if lower + 1 < len(pieces):
+                one, other = pieces[lower], pieces[lower + 1]
+                if one.free and other.free and one.segment == other.segment:
+                    one.bytes += other.bytes
+                    del pieces[lower + 1]
+
+    verdict = judge(GIVE_BACK, wraps_around)
+    assert verdict.text.startswith(
+        "give_back([0: 512 taken, 512: 512 taken, 1,024: 1,024 free], 0)"
+    )
+    assert verdict.text.endswith("pieces[-1] is the last.")
 
 
 # ------------------------------------------------------------------ the rules, one more time
