@@ -188,7 +188,7 @@ TECHNIQUES: dict[str, Technique] = {
     "accumulation": Technique("one sequence at a time, their gradients added", micro_batch=1),
     "lora": Technique(
         "frozen weights, and a trained change of rank 8 beside each matrix",
-        change_model=partial(add_lora, rank=8),
+        change_model=partial(add_lora, rank=8, where=lambda name: name.startswith("blocks.")),
     ),
     "sgd": Technique("torch's SGD: no state at all", optimizer=partial(torch.optim.SGD, lr=0.01)),
 }

@@ -202,6 +202,12 @@ def test_what_saves_activations_has_the_lower_peak(smaller, larger):
     assert peaks[0] < peaks[1]
 
 
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_every_technique_takes_a_model_with_an_unembedding_of_its_own(name, monkeypatch):
+    monkeypatch.setitem(PRESETS, "untied", replace(CONFIG, tied=False))
+    build(Setting("untied", 2, 8), TECHNIQUES[name]).step()
+
+
 # ------------------------------------------------------------------ checkpointing
 
 

@@ -88,6 +88,47 @@ RULES: dict[str, Rule] = {
         _DREAMS,
         2,
     ),
+    "9a": Rule(
+        "Batch 1 with two steps of accumulation in place of batch 2: about 50 % less memory at the "
+        "peak.",
+        _DREAMS,
+        3,
+    ),
+    "9b": Rule(
+        "Accumulation keeps the effective batch size, and should give the same results.", _DREAMS, 3
+    ),
+    "10a": Rule(
+        "To save memory, shorten the sequences: 512 in place of 1024, then 256.", _PLATFORMS, 3
+    ),
+    "10b": Rule("If still out of memory: 80–90 peaks (tokens) in place of 100.", _DREAMS, 3),
+    "10c": Rule(
+        "If memory is still insufficient: fewer Fourier features, a slightly narrower model "
+        "(d_peak).",
+        _DREAMS,
+        3,
+    ),
+    "11a": Rule(
+        "To save memory, validate only twice an epoch, on half of the validation data or on 100 "
+        "batches.",
+        _DREAMS,
+        3,
+    ),
+    "11b": Rule("For large datasets: in_mem=False, so that the data stay on disk.", _DREAMS, 3),
+    "11c": Rule(
+        "Fewer data workers save CPU memory, and pin_memory=False reduces memory pressure.",
+        _DREAMS,
+        3,
+    ),
+    "11d": Rule("If still running out of memory: use only 1 GPU instead of 2.", _DREAMS, 3),
+    "11e": Rule(
+        "Checkpoint strategy against running out of memory: save less often, every 2000 steps, and "
+        "keep one.",
+        _DREAMS,
+        3,
+    ),
+    "12": Rule(
+        "If memory is still insufficient: freeze some layers during fine-tuning.", _DREAMS, 3
+    ),
 }
 
 verdicts: list[Verdict] = []  # of this process, in the order they were reached

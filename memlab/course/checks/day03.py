@@ -1,0 +1,944 @@
+"""Day 3: batch and sequence."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from itertools import accumulate, islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memlab.course.bill import SETTING
+from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, require
+from memlab.ledger import FLOAT32
+from memlab.metering import dry_run, measure
+from memlab.model import PRESETS, GPTConfig
+from memlab.trace import Trace
+from memlab.train import TECHNIQUES, build, measured
+
+MASKED = -100  # a target that counts nothing: F.cross_entropy's own number for it
+Batch = tuple[Tensor, Tensor]
+
+# ------------------------------------------------------------------ 3.1: an epoch of windows
+
+VOCABULARY = 16
+TrainEpoch = Callable[
+    [nn.Module, torch.optim.Optimizer, Iterable[Batch], int, float], Sequence[float]
+]
+NO_CLIP = 1e9  # a norm that no gradient here reaches
+
+
+def _new_model(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Embedding(VOCABULARY, width), nn.Linear(width, 2 * width), nn.GELU())
+    return nn.Sequential(*layers, nn.Linear(2 * width, VOCABULARY)).double()
+
+
+def _micro_batches(seq_len: int, *masked: int, batch: int = 2) -> list[Batch]:
+    """One for each number, of how many targets at the end of each sequence are masked."""
+    numbers = torch.Generator().manual_seed(1)
+    made = []
+    for padding in masked:
+        text = torch.randint(VOCABULARY, (batch, seq_len + 1), generator=numbers)
+        tokens, targets = text[:, :-1].clone(), text[:, 1:].clone()
+        targets[:, seq_len - padding :] = MASKED
+        made.append((tokens, targets))
+    return made
+
+
+# What a case has: the micro-batches, how many are a window, the largest norm of its gradient.
+_EPOCHS: dict[str, tuple[list[Batch], int, float]] = {
+    "1 micro-batch in a window of 1": (_micro_batches(6, 0), 1, NO_CLIP),
+    "2 micro-batches of 12 tokens in a window of 2": (_micro_batches(6, 0, 0), 2, NO_CLIP),
+    "4 micro-batches of 12 tokens in windows of 2": (_micro_batches(6, 0, 0, 0, 0), 2, NO_CLIP),
+    "2 micro-batches of 12 and 4 tokens in a window of 2": (_micro_batches(6, 0, 4), 2, NO_CLIP),
+    "2 micro-batches of 12 and no tokens in a window of 2": (_micro_batches(6, 0, 6), 2, NO_CLIP),
+    "3 micro-batches of 12, 8 and 10 tokens in windows of 2": (
+        _micro_batches(6, 0, 2, 1),
+        2,
+        NO_CLIP,
+    ),
+    "2 micro-batches of 12 and 4 tokens in a window of 2, the norm at most 0.1": (
+        _micro_batches(6, 0, 4),
+        2,
+        0.1,
+    ),
+}
+
+
+def _check_train_epoch(answer: TrainEpoch) -> str:
+    worst = 0.0
+    for name, (micro_batches, size, max_norm) in _EPOCHS.items():
+        case = f"train_epoch with {name}"
+        got = _trained(answer, micro_batches, size, max_norm)
+        wanted = _full_batches(name)
+        _numbers(case, got.losses, len(wanted.losses))
+        require(
+            got.steps == wanted.steps,
+            f"{case} took {got.steps} optimizer steps; wanted {wanted.steps}, one a window.",
+        )
+        difference = _furthest(got.weights, wanted.weights)
+        require(
+            difference < 1e-12,
+            f"{case} leaves weights {difference:.2e} from those that the full batch gives (float64,"
+            f" gradient clipped {got.clips} times in {wanted.steps} windows); wanted less than "
+            f"1e-12.",
+        )
+        losses = [torch.tensor(each, dtype=torch.float64) for each in (got.losses, wanted.losses)]
+        require(
+            _furthest(losses[:1], losses[1:]) < 1e-9,
+            f"{case} gave {_in_digits(got.losses)}; wanted the mean loss of each window's tokens, "
+            f"{_in_digits(wanted.losses)}.",
+        )
+        worst = max(worst, difference)
+    one, four = (_most_activations(answer, number) for number in (1, 4))
+    require(
+        four - one <= 64,
+        f"train_epoch has up to {four:,} bytes of activations alive in a window of 4 micro-batches;"
+        f" wanted the {one:,} of a window of one.",
+    )
+    return f"weights as by the full batch (within 1e-12) · activations of one of 4, {one:,} bytes"
+
+
+class _Epoch:
+    """What came of one epoch from fresh weights."""
+
+    def __init__(self, losses: Any, weights: list[Tensor], steps: int, clips: int) -> None:
+        self.losses, self.weights, self.steps, self.clips = losses, weights, steps, clips
+
+
+def _trained(
+    answer: TrainEpoch, micro_batches: Iterable[Batch], size: int, max_norm: float
+) -> _Epoch:
+    model = _new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    steps: list[int] = []
+    hook = optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    with _counted_clips() as clips:
+        losses = answer(model, optimizer, iter(micro_batches), size, max_norm)
+    hook.remove()
+    return _Epoch(losses, [w.detach().clone() for w in model.parameters()], len(steps), len(clips))
+
+
+@contextmanager
+def _counted_clips() -> Iterator[list[int]]:
+    """A list with an entry for each call of torch's clipping."""
+    clip, calls = nn.utils.clip_grad_norm_, []
+
+    def counting(*args: Any, **named: Any) -> Tensor:
+        calls.append(1)
+        return clip(*args, **named)
+
+    nn.utils.clip_grad_norm_ = counting
+    try:
+        yield calls
+    finally:
+        nn.utils.clip_grad_norm_ = clip
+
+
+@cache
+def _full_batches(name: str) -> _Epoch:
+    """The case with each window as one batch."""
+    micro_batches, size, max_norm = _EPOCHS[name]
+    remaining, full = iter(micro_batches), []
+    while window := list(islice(remaining, size)):
+        tokens, targets = zip(*window, strict=True)
+        full.append((torch.cat(tokens), torch.cat(targets)))
+    return _trained(_one_by_one, full, 1, max_norm)
+
+
+def _one_by_one(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Iterable[Batch],
+    size: int,
+    max_norm: float,
+) -> list[float]:
+    """Plain training, a step for each batch."""
+    losses = []
+    for tokens, targets in micro_batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _numbers(case: str, losses: Any, wanted: int) -> None:
+    require(
+        isinstance(losses, (list, tuple)),
+        f"{case} gave {type(losses).__name__}; wanted a list with the loss of each window."
+        f"{' Is there a return?' if losses is None else ''}",
+    )
+    require(
+        len(losses) == wanted, f"{case} gave {len(losses)} losses; wanted {wanted}, one a window."
+    )
+    kinds = {type(loss).__name__ for loss in losses}
+    require(
+        kinds == {"float"},
+        f"{case} gave a list of {', '.join(sorted(kinds))}; wanted plain floats: .item() makes "
+        f"one of a tensor, without a graph.",
+    )
+
+
+def _furthest(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    differences = [(a - b).abs().max().item() for a, b in zip(some, others, strict=True)]
+    return float("nan") if any(d != d for d in differences) else max(differences)
+
+
+def _in_digits(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:.4f}" for number in numbers)
+
+
+def _most_activations(answer: TrainEpoch, number: int) -> int:
+    """The most bytes of activations at one moment of a window of so many equal micro-batches."""
+    model = _new_model(width=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    window = _micro_batches(32, *[0] * number)
+    step = partial(answer, model, optimizer, iter(window), number, NO_CLIP)
+    return most_alive(measure(step, model=model, optimizer=optimizer), "activations")
+
+
+def most_alive(trace: Trace, category: str) -> int:
+    """The most bytes of one category at one moment, wherever the peak of all is."""
+    return max(accumulate(e.bytes for e in trace.events if e.category == category), default=0)
+
+
+# One loop with places where it can be right or wrong.
+
+
+def _sum_of_losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """What is sent back for a micro-batch, and what the window is divided by for it."""
+    flat = logits.flatten(0, 1), targets.flatten()
+    loss = F.cross_entropy(*flat, ignore_index=MASKED, reduction="sum")
+    return loss, int((targets != MASKED).sum())
+
+
+def _mean_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    loss, tokens = _sum_of_losses(logits, targets)
+    return loss / max(tokens, 1), 1
+
+
+def _mean_times_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    _, tokens = _sum_of_losses(logits, targets)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) * tokens, tokens
+
+
+def _sum_by_all_places(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    loss, _ = _sum_of_losses(logits, targets)
+    return loss, targets.numel()
+
+
+def _train_epoch_but(
+    loss_of: Callable[[Tensor, Tensor], tuple[Tensor, int]] = _sum_of_losses,
+    *,
+    zero: str = "window",
+    divide: bool = True,
+    clip: str = "divided",
+    drop_last: bool = False,
+    one_backward: bool = False,
+    step: str = "window",
+    noted: Callable[[Tensor], Any] = Tensor.item,
+) -> TrainEpoch:
+    def train_epoch(
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        micro_batches: Iterable[Batch],
+        size: int,
+        max_norm: float,
+    ) -> list[Any]:
+        remaining, losses = iter(micro_batches), []
+        if zero == "once":
+            optimizer.zero_grad()
+        while window := list(islice(remaining, size)):
+            if drop_last and len(window) < size:
+                break
+            if zero == "window":
+                optimizer.zero_grad()
+            total, divisor = torch.zeros((), dtype=torch.float64), 0
+            for tokens, targets in window:
+                if zero == "micro-batch":
+                    optimizer.zero_grad()
+                loss, count = loss_of(model(tokens), targets)
+                if not one_backward:
+                    loss.backward()
+                if clip == "each":
+                    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                if step == "micro-batch":
+                    optimizer.step()
+                total, divisor = total + loss, divisor + count
+            if one_backward:
+                total.backward()
+            if clip == "before":
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            for weight in model.parameters():
+                if divide and weight.grad is not None:  # a frozen weight has none
+                    weight.grad /= max(divisor, 1)
+            if clip == "divided":
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            if step == "window":
+                optimizer.step()
+            losses.append(noted(total / max(divisor, 1)))
+        return losses
+
+    return train_epoch
+
+
+_TRAIN_EPOCH = Exercise(
+    id="3.1",
+    title="Accumulate the gradient of a batch",
+    minutes=20,
+    difficulty=3,
+    hints=(
+        "What belongs to a micro-batch, what to a window? Forward and backward to the one; "
+        "zero_grad, the division, clipping and the step to the other.",
+        "Send back the sum of the losses (reduction='sum'), and add up how many targets are not "
+        "MASKED. The window ends when `size` micro-batches are through, or when there are none "
+        "left: itertools.islice(iterator, size) takes the next ones.",
+        "while window := list(islice(remaining, size)): zero_grad; for each micro-batch "
+        "loss.backward(), total += loss.item(), count += int((targets != MASKED).sum()); then "
+        "p.grad /= max(count, 1) for each parameter; clip; step; losses.append(total / max(count, "
+        "1)).",
+    ),
+    reference=_train_epoch_but(),
+    check=_check_train_epoch,
+    wrong_answers=(
+        WrongAnswer(
+            _train_epoch_but(_mean_loss),
+            "The mean of means counts a token more where few others are: add up sums, and divide "
+            "once by all tokens of the window.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(_mean_loss, divide=False),
+            "Each micro-batch is divided by its own tokens, and so the sum of means is too large.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(_mean_times_tokens),
+            "Where all targets are masked the mean is 0 / 0, and times 0 that is still NaN.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(_sum_by_all_places),
+            "Masked targets are no tokens: do not divide by them.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(divide=False),
+            "The gradients are those of the sum: divide them once, after the last micro-batch.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(clip="each"),
+            "Clipped after every micro-batch, when the gradient of the window is not there yet.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(clip="before"),
+            "Clipped before the division: it is the mean's gradient whose norm counts.",
+        ),
+        WrongAnswer(_train_epoch_but(clip="never"), "The gradient is never clipped to max_norm."),
+        WrongAnswer(
+            _train_epoch_but(drop_last=True),
+            "The last window is shorter, and it is a window: nobody trains on it here.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(zero="once"),
+            "Without zero_grad a window's gradient is added to that of the one before.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(zero="micro-batch"),
+            "zero_grad in front of every micro-batch leaves the gradient of the last alone.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(_mean_loss, zero="micro-batch", step="micro-batch"),
+            "One optimizer step a window, not one a micro-batch.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(one_backward=True),
+            "One backward for the sum of all losses keeps every graph alive until then: send each "
+            "micro-batch back at once.",
+        ),
+        WrongAnswer(
+            _train_epoch_but(noted=lambda loss: loss),
+            "A loss that is a tensor keeps its graph for as long as the list lives.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 3.2: frozen layers
+
+Bytes = dict[str, int]
+TrainedBytes = Callable[[GPTConfig, int, int, range], Bytes]
+TENSORS = 9  # of weights, in a block
+
+_FREEZE_CASES = (
+    #         V  C  L  H KV hidden T      B  T  trained
+    (GPTConfig(10, 8, 1, 2, 2, 5, 4), 1, 1, range(1)),
+    (GPTConfig(10, 8, 3, 2, 2, 5, 4), 2, 4, range(3)),
+    (GPTConfig(10, 16, 3, 8, 2, 5, 4), 2, 4, range(2, 3)),
+    (GPTConfig(10, 16, 3, 8, 2, 5, 4), 2, 4, range(1)),
+    (GPTConfig(10, 16, 4, 8, 2, 5, 4), 2, 4, range(1, 3)),
+    (PRESETS["124m"], 8, 640, range(6, 12)),
+)
+
+
+def _check_trained_bytes(answer: TrainedBytes) -> str:
+    for config, batch, seq_len, trained in _FREEZE_CASES:
+        case = (
+            f"trained_bytes of V={config.vocab_size} C={config.width} L={config.layers} "
+            f"H={config.heads} KV={config.kv_heads} hidden={config.hidden}, {batch} × {seq_len} "
+            f"tokens, {trained}"
+        )
+        got, wanted = (
+            answer(config, batch, seq_len, trained),
+            trained_bytes(config, batch, seq_len, trained),
+        )
+        require(
+            isinstance(got, dict) and set(got) == set(wanted),
+            f"{case} gave {got!r}; wanted a dictionary of {', '.join(wanted)}."
+            f"{' Is there a return?' if got is None else ''}",
+        )
+        for what, bytes_ in wanted.items():
+            equal(f"{case}: {what}", got[what], bytes_, "bytes")
+    return f"{len(_FREEZE_CASES)} cases to the byte"
+
+
+def trained_bytes(config: GPTConfig, batch: int, seq_len: int, trained: range) -> Bytes:
+    """Of a step in float32 with AdamW where the blocks of `trained` alone learn."""
+    return _trained_bytes_but()(config, batch, seq_len, trained)
+
+
+def _trained_bytes_but(
+    *,
+    gradients_of: str = "trained",
+    state_of: str = "trained",
+    below: str = "nothing",
+    above: str = "passed",
+    counters: bool = True,
+    whole_first_norm: bool = False,
+    last_norm_learns: bool = False,
+) -> TrainedBytes:
+    def answer(config: GPTConfig, batch: int, seq_len: int, trained: range) -> Bytes:
+        C, KV_D = config.width, config.kv_heads * config.head_width
+        shared = 2 * C + 2 * KV_D + config.heads + 2 * C  # attention; the two sums
+        numbers = {
+            "learns": 2 * (2 * C + 1) + shared + 4 * config.hidden,
+            "passed": 2 + shared + 3 * config.hidden,
+            "nothing": 0,
+        }
+        blocks = len(trained) * numbers["learns"]
+        blocks += (config.layers - trained.stop) * numbers[above] + trained.start * numbers[below]
+        ends = (C + 1 if whole_first_norm else 0) + config.vocab_size
+        ends += 2 * C if last_norm_learns else 0
+        block = 2 * C * C + 2 * C * KV_D + 3 * C * config.hidden + 2 * C
+        weights = {"trained": len(trained) * block, "all": config.parameters}
+        return {
+            "gradients": FLOAT32 * weights[gradients_of],
+            "optimizer_state": 2 * FLOAT32 * weights[state_of]
+            + FLOAT32 * TENSORS * len(trained) * counters,
+            "activations": FLOAT32 * (batch * seq_len * (blocks + ends) + 1),
+        }
+
+    return answer
+
+
+_TRAINED_BYTES = Exercise(
+    id="3.2",
+    title="Freeze, and count what goes",
+    minutes=12,
+    difficulty=3,
+    hints=(
+        "Follow the gradient from the loss down: through which blocks does it have to pass, and "
+        "where may it stop?",
+        "Blocks above the last trained one are passed: they keep what a gradient needs to pass. "
+        "Blocks below the first trained one, and the embedding, keep nothing.",
+        "numbers a token = len(trained)·trained block + (L - trained.stop)·passed block + V; the "
+        "two 1/rms at the ends cancel. activations = 4·(B·T·numbers + 1). With n weights in the "
+        "trained blocks: gradients 4·n, optimizer_state 8·n + 4·9·len(trained).",
+    ),
+    reference=_trained_bytes_but(),
+    check=_check_trained_bytes,
+    wrong_answers=(
+        WrongAnswer(
+            _trained_bytes_but(state_of="all"),
+            "Adam has no state for a frozen weight: it never meets a gradient of one.",
+        ),
+        WrongAnswer(
+            _trained_bytes_but(gradients_of="all"), "A frozen weight has no gradient of its own."
+        ),
+        WrongAnswer(
+            _trained_bytes_but(above="nothing"),
+            "Frozen blocks above a trained one do keep: the gradient has to pass through them.",
+        ),
+        WrongAnswer(
+            _trained_bytes_but(above="learns"),
+            "A frozen matrix needs no input kept: that is what only its own gradient is made of.",
+        ),
+        WrongAnswer(
+            _trained_bytes_but(below="passed"),
+            "Below the lowest trained block no gradient passes, so nothing is kept there.",
+        ),
+        WrongAnswer(
+            _trained_bytes_but(below="learns"),
+            "Freezing from below frees activations too: there, this still has all of them.",
+        ),
+        WrongAnswer(
+            _trained_bytes_but(counters=False), "Adam's counters: 4 bytes for each trained tensor."
+        ),
+        WrongAnswer(
+            _trained_bytes_but(whole_first_norm=True),
+            "The first trained norm passes no gradient down: it keeps neither its x nor 1/rms, and "
+            "the embedding's output goes.",
+        ),
+        WrongAnswer(
+            _trained_bytes_but(last_norm_learns=True),
+            "The last norm is frozen, like the matrix behind it: of it only 1/rms is kept.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 3.3: LoRA
+
+
+class _LoRA(nn.Module):
+    """Right; a wrong one has another `forward`, another `merge`, or begins otherwise."""
+
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.scale = alpha / rank
+        self.down = nn.Parameter(torch.randn_like(frozen.weight[:1]).expand(rank, -1).clone())
+        nn.init.normal_(self.down, std=frozen.in_features**-0.5)
+        self.up = nn.Parameter(frozen.weight.new_zeros(frozen.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.scale * (x @ self.down.T @ self.up.T)
+
+    @torch.no_grad()
+    def merge(self) -> nn.Linear:
+        self.frozen.weight += self.scale * (self.up @ self.down)
+        return self.frozen
+
+
+LoRAClass = Callable[[nn.Linear, int, float], nn.Module]
+WIDE = 128  # of the layer whose bytes are looked at
+
+
+def _linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64)
+
+
+def _check_lora(answer: LoRAClass) -> str:
+    for rank, alpha in ((1, 1.0), (2, 2.0), (2, 6.0)):
+        for bias in (False, True):
+            _check_one(answer, rank, alpha, bias)
+    return f"{_check_bytes(answer)} · merged, the same within 1e-12"
+
+
+def _check_one(answer: LoRAClass, rank: int, alpha: float, bias: bool) -> None:
+    frozen = _linear(6, 4, bias)
+    case = f"LoRA(nn.Linear(6, 4, bias={bias}), rank={rank}, alpha={alpha:g})"
+    weight, added = frozen.weight.detach().clone(), frozen.bias if bias else 0
+    x = torch.linspace(-1, 1, 18, dtype=torch.float64).reshape(3, 6)
+    before = (x @ weight.T + added).detach()
+    layer = answer(frozen, rank, alpha)
+    require(isinstance(layer, nn.Module), f"{case} gave {layer!r}; wanted a module.")
+    _trains(case, layer, rank)
+    at_first = layer(x)
+    require(
+        isinstance(at_first, Tensor) and at_first.shape == before.shape,
+        f"{case} gave {_shape(at_first)} from x of 3 × 6; wanted 3 × 4. Is there a return?",
+    )
+    _near(f"{case} at first gives", at_first, before, "what the frozen layer gives")
+    at_first.square().sum().backward()
+    require(
+        any(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters()),
+        f"{case} has no gradient but zeros at first; wanted one for `up`.",
+    )
+    with torch.no_grad():
+        layer.up += torch.linspace(0.5, 1.5, layer.up.numel(), dtype=x.dtype).view_as(layer.up)
+        change = alpha / rank * (layer.up @ layer.down)
+    wanted = (x @ (weight + change).T + added).detach()
+    _near(f"{case} with another `up` gives", layer(x), wanted, "W x + (alpha/rank)·B A x")
+    merged = layer.merge()
+    require(
+        isinstance(merged, nn.Linear),
+        f"merge() of {case} gave {type(merged).__name__}; wanted an nn.Linear.",
+    )
+    _near(f"merge() of {case} makes a layer that gives", merged(x), wanted, "what it gave before")
+
+
+def _trains(case: str, layer: nn.Module, rank: int) -> None:
+    """Require `down` and `up`, in their shapes, and no other weight, to be trained."""
+    trained = {name: tuple(p.shape) for name, p in layer.named_parameters() if p.requires_grad}
+    wanted = {"down": (rank, 6), "up": (4, rank)}
+    require(
+        trained == wanted,
+        f"{case} trains {_shapes(trained)}; wanted {_shapes(wanted)} and nothing else.",
+    )
+
+
+def _shapes(weights: dict[str, tuple[int, ...]]) -> str:
+    named = [f"{name} ({' × '.join(map(str, shape))})" for name, shape in weights.items()]
+    return ", ".join(named) or "nothing"
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return " × ".join(map(str, value.shape)) or "a scalar"
+    return type(value).__name__
+
+
+def _near(what: str, got: Tensor, wanted: Tensor, words: str) -> None:
+    difference = (got - wanted).abs().max().item()
+    require(
+        difference < 1e-12, f"{what} numbers {difference:.3f} off; wanted {words}, within 1e-12."
+    )
+
+
+def _check_bytes(answer: LoRAClass) -> str:
+    """Forward and backward of a wide layer may hold nothing of the size of its matrix."""
+    layer = answer(_linear(WIDE, WIDE), 2, 4.0)
+    x = torch.ones(3, WIDE, dtype=torch.float64, requires_grad=True)
+    trace = measure(lambda: layer(x).sum().backward(), model=layer)
+    largest = max(e.bytes for e in trace.events if e.phase != "before")
+    matrix = layer.frozen.weight.nbytes if hasattr(layer, "frozen") else 8 * WIDE**2
+    require(
+        largest < matrix,
+        f"LoRA of a layer of {WIDE} × {WIDE} makes a tensor of {largest:,} bytes in a step, as "
+        f"large as the matrix; wanted rank × width at most.",
+    )
+    trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    return f"{trained} weights trained beside {WIDE**2 + WIDE:,}, no tensor above {largest:,} bytes"
+
+
+class _BothRandom(_LoRA):
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__(frozen, rank, alpha)
+        nn.init.ones_(self.up)
+
+
+class _BothZero(_LoRA):
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__(frozen, rank, alpha)
+        nn.init.zeros_(self.down)
+
+
+class _Unscaled(_LoRA):
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__(frozen, rank, alpha)
+        self.scale = 1.0
+
+
+class _ScaledByAlpha(_LoRA):
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__(frozen, rank, alpha)
+        self.scale = alpha
+
+
+class _NotFrozen(_LoRA):
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__(frozen, rank, alpha)
+        self.frozen.requires_grad_(True)
+
+
+class _BiasTrained(_LoRA):
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__(frozen, rank, alpha)
+        if frozen.bias is not None:
+            frozen.bias.requires_grad_(True)
+
+
+class _UpIsNoParameter(_LoRA):
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__(frozen, rank, alpha)
+        up = self.up.detach()
+        del self.up
+        self.up = up
+
+
+class _NoBypass(_LoRA):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * (x @ self.down.T @ self.up.T)
+
+
+class _WholeChange(_LoRA):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.scale * (x @ (self.up @ self.down).T)
+
+
+class _MergesUnscaled(_LoRA):
+    @torch.no_grad()
+    def merge(self) -> nn.Linear:
+        self.frozen.weight += self.up @ self.down
+        return self.frozen
+
+
+class _MergesNothing(_LoRA):
+    def merge(self) -> nn.Linear:
+        return self.frozen
+
+
+class _MergesWithoutBias(_LoRA):
+    @torch.no_grad()
+    def merge(self) -> nn.Linear:
+        merged = nn.Linear(self.frozen.in_features, self.frozen.out_features, bias=False)
+        merged.weight = nn.Parameter(self.frozen.weight + self.scale * (self.up @ self.down))
+        return merged
+
+
+_LORA = Exercise(
+    id="3.3",
+    title="A LoRA layer",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Two small matrices side by side with the frozen one: x goes both ways, and the results "
+        "are added.",
+        "self.up begins at zero, so that nothing changes at first, and self.down at random, so "
+        "that up gets a gradient. In forward multiply x by down first: (x A) B never has more "
+        "than rank numbers a token in between, A B is a whole matrix.",
+        "forward: self.frozen(x) + self.scale * (x @ self.down.T @ self.up.T), with scale = alpha "
+        "/ rank. merge, under no_grad: self.frozen.weight += self.scale * (self.up @ self.down); "
+        "return self.frozen. Both matrices are nn.Parameter, and frozen.requires_grad_(False).",
+    ),
+    reference=_LoRA,
+    check=_check_lora,
+    wrong_answers=(
+        WrongAnswer(
+            _BothRandom, "`up` begins at zero: before the first step nothing may be changed."
+        ),
+        WrongAnswer(
+            _BothZero,
+            "With both matrices zero each one's gradient is zero, too: `down` begins at random.",
+        ),
+        WrongAnswer(_Unscaled, "The detour is to be multiplied by alpha / rank."),
+        WrongAnswer(_ScaledByAlpha, "The scale is alpha / rank, not alpha."),
+        WrongAnswer(
+            _NotFrozen, "The layer is still trained, and so are its gradient and Adam's state."
+        ),
+        WrongAnswer(_BiasTrained, "A bias is a weight, too: freeze the whole layer."),
+        WrongAnswer(_UpIsNoParameter, "A plain tensor is not trained: make it an nn.Parameter."),
+        WrongAnswer(
+            _NoBypass,
+            "The detour takes the frozen layer's place here: it is to be added to its output.",
+        ),
+        WrongAnswer(
+            _WholeChange,
+            "up @ down is as large as the frozen matrix, and so is its gradient: let x pass down, "
+            "then up.",
+        ),
+        WrongAnswer(_MergesUnscaled, "merge forgets the scale that forward has."),
+        WrongAnswer(_MergesNothing, "merge gives the frozen layer back without the change."),
+        WrongAnswer(_MergesWithoutBias, "What merge gives has lost the bias."),
+    ),
+)
+
+# ------------------------------------------------------------------ 3.4: validation
+
+Validate = Callable[[nn.Module, Iterable[Batch]], float]
+LAYERS = 6
+MANY = 8  # batches
+
+
+def _deep_model(width: int = 32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Embedding(VOCABULARY, width)]
+    for _ in range(LAYERS):
+        layers += [nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Linear(width, VOCABULARY))
+
+
+_HELD_OUT = {
+    "one batch of 12 tokens": _micro_batches(6, 0),
+    "batches of 12 and 4 tokens": _micro_batches(6, 0, 4),
+    "batches of 12, 8 and no tokens": _micro_batches(6, 0, 2, 6),
+}
+
+
+def _check_validate(answer: Validate) -> str:
+    for name, held_out in _HELD_OUT.items():
+        case, model = f"validate on {name}", _deep_model()
+        got, wanted = answer(model, iter(held_out)), _validate(_deep_model(), held_out)
+        require(
+            isinstance(got, float),
+            f"{case} gave {'a Tensor' if isinstance(got, Tensor) else repr(got)}; wanted a plain "
+            f"float.{' Is there a return?' if got is None else ''}",
+        )
+        require(
+            abs(got - wanted) < 1e-5,
+            f"{case} gave {got:.6f}; wanted {wanted:.6f}, the mean over all tokens, without "
+            f"dropout.",
+        )
+        require(
+            model.training and all(module.training for module in model.modules()),
+            f"{case} leaves the model in eval mode; wanted it in training mode, as it came.",
+        )
+        require(
+            all(weight.requires_grad for weight in model.parameters()) and torch.is_grad_enabled(),
+            f"{case} leaves weights or torch without gradients; training has to go on after it.",
+        )
+    model = _deep_model().eval()
+    answer(model, iter(_HELD_OUT["one batch of 12 tokens"]))
+    require(not model.training, "validate of a model in eval mode leaves it in training mode.")
+    most, allowed = _most(answer, MANY), _most(_validate, MANY)
+    saved = _saved_for_backward(answer)
+    require(
+        most <= 2 * allowed,
+        f"validate on {MANY} batches of 64 tokens holds {most:,} bytes at its fullest moment, and "
+        f"autograd saves {saved} tensors of one batch for backward; wanted about {allowed:,}, and "
+        f"none.",
+    )
+    return f"means over tokens · {most:,} bytes at most, and {saved} tensors saved for backward"
+
+
+def _most(answer: Validate, batches: int) -> int:
+    """The most bytes that validation holds at one moment, on top of the model and its text."""
+    model, held_out = _deep_model(), _micro_batches(32, *[0] * batches)
+    trace = measure(lambda: answer(model, iter(held_out)), model=model)
+    own = ("parameters", "inputs")
+    return max(accumulate(e.bytes for e in trace.events if e.category not in own))
+
+
+def _saved_for_backward(answer: Validate) -> int:
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        answer(_deep_model(), iter(_HELD_OUT["one batch of 12 tokens"]))
+    return len(saved)
+
+
+def _mean_over_tokens(sums: list[Tensor], counts: list[int]) -> Any:
+    return sum(sums).item() / max(sum(counts), 1)
+
+
+def _mean_of_means(sums: list[Tensor], counts: list[int]) -> float:
+    means = [loss.item() / max(count, 1) for loss, count in zip(sums, counts, strict=True)]
+    return sum(means) / len(means)
+
+
+def _summed_at_once(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return _sum_of_losses(model(tokens), targets)[0]
+
+
+def _graph_for_the_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    with torch.enable_grad():
+        logits = model(tokens)
+    return _sum_of_losses(logits, targets)[0]
+
+
+def _validate_but(
+    *,
+    around: Callable[[], Any] = torch.no_grad,
+    loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] = _summed_at_once,
+    note: Callable[[Tensor], Tensor] = Tensor.detach,
+    mean: Callable[[list[Tensor], list[int]], Any] = _mean_over_tokens,
+    to_eval: bool = True,
+    back: str = "as it came",
+    logits_first: bool = False,
+    freeze: bool = False,
+) -> Validate:
+    def validate(model: nn.Module, held_out: Iterable[Batch]) -> float:
+        training, sums, counts = model.training, [], []
+        if freeze:
+            model.requires_grad_(False)
+        if to_eval:
+            model.eval()
+        with around():
+            if logits_first:
+                pairs = [(model(tokens), targets) for tokens, targets in held_out]
+                sums = [_sum_of_losses(*pair)[0] for pair in pairs]
+                counts = [int((targets != MASKED).sum()) for _, targets in pairs]
+            else:
+                for tokens, targets in held_out:
+                    sums.append(note(loss_of(model, tokens, targets)))
+                    counts.append(int((targets != MASKED).sum()))
+        if back != "never":
+            model.train(training or back == "always")
+        return mean(sums, counts)
+
+    return validate
+
+
+_validate = _validate_but()
+
+
+_VALIDATE = Exercise(
+    id="3.4",
+    title="Validate without a graph",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Who keeps what forward makes? Autograd, for a backward that never comes.",
+        "torch.no_grad() or inference_mode() has to be around the call of the model. model.eval() "
+        "is something else: it turns dropout off.",
+        "training = model.training; model.eval(); with torch.no_grad(): for each batch total += "
+        "the sum of losses .item(), count += its tokens; model.train(training); return total / "
+        "max(count, 1).",
+    ),
+    reference=_validate,
+    check=_check_validate,
+    wrong_answers=(
+        WrongAnswer(
+            _validate_but(around=nullcontext, note=lambda loss: loss),
+            "Losses in a list, each with its graph: all that forward made for every batch stays.",
+        ),
+        WrongAnswer(
+            _validate_but(around=nullcontext),
+            "model.eval() turns dropout off, not the graph: while a batch is at work, all that "
+            "backward would need is kept.",
+        ),
+        WrongAnswer(
+            _validate_but(loss_of=_graph_for_the_model),
+            "no_grad comes too late: the model's forward pass has to be inside.",
+        ),
+        WrongAnswer(
+            _validate_but(logits_first=True),
+            "The logits of all batches are held at once: reduce each batch to two numbers first.",
+        ),
+        WrongAnswer(
+            _validate_but(mean=_mean_of_means),
+            "The mean of means counts a token more where few others are.",
+        ),
+        WrongAnswer(_validate_but(to_eval=False), "Dropout is still on: call model.eval()."),
+        WrongAnswer(
+            _validate_but(back="never"), "Afterwards dropout stays off in training: go back."
+        ),
+        WrongAnswer(
+            _validate_but(back="always"),
+            "Go back to the mode that the model was in, whichever that was.",
+        ),
+        WrongAnswer(
+            _validate_but(freeze=True),
+            "requires_grad_(False) does without a graph, and then nothing is trained any more.",
+        ),
+        WrongAnswer(
+            _validate_but(mean=lambda sums, counts: sum(sums) / max(sum(counts), 1)),
+            "A tensor on a GPU is memory there, and hides a graph where there is one: .item().",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+
+def accumulated() -> Trace:
+    """The bill's step, one sequence at a time. Gradients of zeros make Adam's state: a first step
+    would take as long as the one that is measured."""
+    with dry_run():
+        training = build(SETTING, TECHNIQUES["accumulation"])
+        for weight in training.model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        training.optimizer.step()
+        return measured(training)
+
+
+DAY = Day(
+    exercises=(_TRAIN_EPOCH, _TRAINED_BYTES, _LORA, _VALIDATE),
+    bill=Bill("day 3: one sequence at a time", accumulated),
+)

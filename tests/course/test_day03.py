@@ -1,0 +1,158 @@
+"""Day 3's checks let right answers of another make pass, and its formulas are the meter's."""
+
+from itertools import islice
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memlab.accumulation import accumulate, windows
+from memlab.course import days
+from memlab.course.checks import day03
+from memlab.course.checks.day03 import MASKED, trained_bytes
+from memlab.course.exercises import OK, judge
+from memlab.lora import LoRALinear
+from memlab.model import PRESETS
+from memlab.train import TECHNIQUES, Setting, Technique, dry_trace
+
+TRAIN_EPOCH, TRAINED_BYTES, LORA, VALIDATE = days.day(3).exercises
+
+
+def sum_of_losses(logits, targets):
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=MASKED, reduction="none"
+    )
+    return losses.sum(), int((targets != MASKED).sum())
+
+
+# ------------------------------------------------------------------ right in another way
+
+
+def by_the_library(model, optimizer, micro_batches, size, max_norm):
+    losses = []
+    for window in windows(micro_batches, size):
+        optimizer.zero_grad()
+        loss, _ = accumulate(
+            window, lambda part: sum_of_losses(model(part[0]), part[1]), model.parameters()
+        )
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def counted_first(model, optimizer, micro_batches, size, max_norm):
+    """The number of tokens is known before the first backward; clipping by hand."""
+    remaining, losses = iter(micro_batches), []
+    while window := list(islice(remaining, size)):
+        tokens = sum(int((targets != MASKED).sum()) for _, targets in window)
+        total = 0.0
+        for x, targets in window:
+            loss = sum_of_losses(model(x), targets)[0] / tokens
+            loss.backward()
+            total += loss.item()
+        gradients = [weight.grad for weight in model.parameters()]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        for gradient in gradients:
+            gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+class Library(LoRALinear):
+    """The library's own layer, which freezes nothing by itself and calls merging otherwise."""
+
+    def __init__(self, frozen, rank, alpha):
+        super().__init__(frozen.requires_grad_(False), rank, alpha)
+
+    def merge(self):
+        return self.merged()
+
+
+class FromTheOtherSide(nn.Module):
+    """The scale on x, and a new layer when merged."""
+
+    def __init__(self, frozen, rank, alpha):
+        super().__init__()
+        self.base = frozen
+        for weight in frozen.parameters():
+            weight.requires_grad = False
+        self.by = alpha / rank
+        self.down = nn.Parameter(torch.rand(rank, frozen.in_features, dtype=frozen.weight.dtype))
+        self.up = nn.Parameter(torch.zeros(frozen.out_features, rank, dtype=frozen.weight.dtype))
+
+    def forward(self, x):
+        return F.linear(F.linear(self.by * x, self.down), self.up) + self.base(x)
+
+    def merge(self):
+        weight, bias = self.base.weight, self.base.bias
+        merged = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+        merged.weight = nn.Parameter((weight + self.by * self.up @ self.down).detach())
+        merged.bias = bias
+        return merged
+
+
+@torch.inference_mode()
+def inferred(model, held_out):
+    training, total, count = model.training, 0.0, 0
+    for tokens, targets in held_out:
+        model.eval()
+        logits = model(tokens)
+        loss, tokens_here = sum_of_losses(logits, targets)
+        total, count = total + loss, count + tokens_here
+    model.train(training)
+    return float(total / count)
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer"),
+    [
+        (TRAIN_EPOCH, by_the_library),
+        (TRAIN_EPOCH, counted_first),
+        (LORA, Library),
+        (LORA, FromTheOtherSide),
+        (VALIDATE, inferred),
+    ],
+    ids=lambda value: getattr(value, "__name__", getattr(value, "id", None)),
+)
+def test_another_right_answer_passes(exercise, answer):
+    verdict = judge(exercise, answer)
+    assert verdict.status == OK, verdict
+
+
+# ------------------------------------------------------------------ held against the meter
+
+
+def frozen_but(trained):
+    def change(model):
+        model.requires_grad_(False)
+        for place in trained:
+            model.blocks[place].requires_grad_(True)
+
+    return Technique("only some blocks learn", change_model=change)
+
+
+@pytest.mark.parametrize(
+    "trained", [range(1), range(2), range(1, 3), range(2, 4), range(4)], ids=str
+)
+def test_the_bytes_of_a_partly_frozen_step_are_those_of_the_meter(trained):
+    trace = dry_trace(Setting("tiny", batch=8, seq_len=64), frozen_but(trained))
+    wanted = trained_bytes(PRESETS["tiny"], 8, 64, trained)
+    assert trace.peak_phase == "backward"
+    assert {
+        "gradients": trace.at_end["gradients"],
+        "optimizer_state": trace.at_end["optimizer_state"],
+        "activations": trace.at_peak["activations"],
+    } == wanted
+
+
+def test_the_bill_s_step_is_the_second_step_of_a_dry_run(monkeypatch):
+    setting = Setting("tiny", batch=4, seq_len=64)
+    monkeypatch.setattr(day03, "SETTING", setting)
+    trace = day03.accumulated()
+    wanted = dry_trace(setting, TECHNIQUES["accumulation"])
+    assert trace.at_peak == wanted.at_peak
+    assert trace.at_end == wanted.at_end
