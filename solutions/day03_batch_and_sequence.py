@@ -15,10 +15,10 @@
 # stuck, type `memlab hint 3.1` in a terminal. An exercise left open blocks nothing.
 
 # %%
+import itertools
 import tempfile
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, islice
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -214,7 +214,7 @@ def train_epoch(model, optimizer, micro_batches, size, max_norm):
     """Train on all micro-batches; the mean loss of each window."""
     ### BEGIN SOLUTION
     remaining, losses = iter(micro_batches), []
-    while window := list(islice(remaining, size)):
+    while window := list(itertools.islice(remaining, size)):
         optimizer.zero_grad()
         total, count = 0.0, 0
         for tokens, targets in window:
@@ -275,7 +275,7 @@ def most_activations(parts: int) -> int:
     window = micro_batches(100, parts, size=16 // parts)
     step = partial(train_epoch, model, optimizer, window, parts, 1.0)
     trace = memlab.measure(step, model=model, optimizer=optimizer)
-    return max(accumulate(e.bytes for e in trace.events if e.category == "activations"))
+    return max(itertools.accumulate(e.bytes for e in trace.events if e.category == "activations"))
 
 
 fig, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
@@ -620,37 +620,39 @@ print(f"one worker has a second copy of the data: {by_worker > 100 * MIB}")
 # %% [markdown]
 # ## At scale: seven billion
 #
-# Llama 2 7B in bfloat16, 1 × 2048 tokens at a time: all weights trained; the same, accumulated (two
-# micro-batches peak like sixteen); and LoRA of rank 8 beside query and value, as in its paper.
+# Llama 2 7B in bfloat16, 1 × 2048 tokens: all weights trained, and LoRA of rank 8 beside query and
+# value, as in its paper.
 
 # %%
 seven = Setting("llama-2-7b", batch=1, seq_len=2048, dtype=torch.bfloat16)
+fused = TECHNIQUES["fused-adamw"]  # the whole step of AdamW is one operator, without temporaries
 query_value = partial(add_lora, rank=8, where=lambda name: name.endswith(("query", "value")))
-lora = Technique("rank 8 beside query and value", change_model=query_value)
 at_scale = {
-    "all weights, 1 × 2048": step_of(seven),
-    "all weights, one at a time": step_of(replace(seven, batch=2), accumulation),
-    "LoRA": step_of(seven, lora),
+    "all weights": step_of(seven, fused),
+    "LoRA": step_of(seven, replace(fused, change_model=query_value)),
 }
-plot.breakdown(at_scale, title="Llama 2 7B in bfloat16, AdamW")
+plot.breakdown(at_scale, title="Llama 2 7B in bfloat16, AdamW, 1 × 2048 tokens")
 
 # %% [markdown]
-# With all weights in bfloat16, accumulation has a price: the float32 sums, 25 GiB. That is what the
-# activations of two more sequences take, so two at once would take less than two in turn; from four
-# on, sums are the better bargain. LoRA has almost nothing to sum.
+# A batch of 16, one sequence at a time? In bfloat16 accumulation has a price: the float32 sums of
+# the gradients.
 
 # %%
-lora_peak = at_scale["LoRA"]
+all_weights, lora_peak = at_scale.values()
+N = PRESETS["llama-2-7b"].parameters
 trained_weights = 32 * 2 * added_weights(4096, 4096, rank=8)  # 32 blocks, query and value
-print(f"trained: {trained_weights:,} of {PRESETS['llama-2-7b'].parameters:,} weights")
-print(f"accumulation adds their float32 sums: {format_bytes(4 * trained_weights)}")
+one_sequence = max(trace.at_peak["activations"] for trace in at_scale.values())
+print(f"activations of one sequence:   {format_bytes(one_sequence):>10}")
+print(f"float32 sums, all {N:,}: {format_bytes(4 * N):>9}")
+print(f"float32 sums, LoRA's {trained_weights:,}: {format_bytes(4 * trained_weights):>6}")
 accumulated = lora_peak.peak_bytes + 4 * trained_weights
 print(f"LoRA, one sequence at a time, whatever the batch: {format_bytes(accumulated)}")
 
 # %% [markdown]
-# So "a batch of 16 on a small card" has an honest answer: LoRA, one sequence at a time. What is
-# left are the weights and most activations: LoRA frees some, for a frozen matrix keeps no input,
-# but the gradient passes through every layer. Those are Day 5's.
+# For all weights the sums take as much as the activations of two sequences; LoRA has almost
+# nothing to sum. So "a batch of 16 on a small card" has an honest answer: LoRA, one sequence at a
+# time. What is left are the weights and most activations: LoRA frees some, for a frozen matrix
+# keeps no input, but the gradient passes through every layer. Those are Day 5's.
 #
 # ## On your GPU
 #
