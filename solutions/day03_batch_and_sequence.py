@@ -92,8 +92,9 @@ three = {"8 at once": all_eight, "4 at once": half, "8, one at a time": one_at_a
 plot.breakdown(three, title=f"The batch of {setting}")
 
 # %% [markdown]
-# Half the batch takes half of what belongs to *tokens*: activations, and backward's copies of the
-# logits. It takes nothing of what belongs to *weights*: they and Adam's moments stay, 1.4 GiB.
+# Half the batch saves half of what belongs to *tokens*: activations, and backward's copies of the
+# logits. It saves nothing of what belongs to *weights*: they and Adam's moments stay, 1.4 GiB. Your
+# card of 6 has room for it, and with one at a time for much more.
 #
 # One at a time has a band that the others lack at their peak: **gradients**. From the second
 # micro-batch on, the sum of those before has to wait while activations pile up. That is what
@@ -206,7 +207,8 @@ def copied(model, optimizer, micro_batches, size, max_norm):
 # About 20 minutes. A window is `size` micro-batches, the last may be shorter. For each window: the
 # gradient of the mean loss over all its tokens that count, clipped once to `max_norm`, and one
 # optimizer step. Return the mean loss of each window, as plain floats. Never more than one
-# micro-batch's activations may be alive.
+# micro-batch's activations may be alive. `micro_batches` is any iterable, without a length; a
+# frozen weight has no gradient.
 
 
 # %%
@@ -318,8 +320,8 @@ print(f"added in float32, rounded once:   {off(256 * weight.grad.double()):.1%} 
 # ## Freeze
 #
 # The next knob: train only some blocks. Take the tiny model, with 4 blocks, on 8 × 64 tokens, its
-# embedding frozen. How much of the **activations** goes if the upper half of the blocks is frozen,
-# too? And if the lower half is?
+# embedding and last norm frozen. Compared with training all of it, how much of the **activations**
+# goes if the upper half of the blocks is frozen? And if the lower half is?
 
 # %%
 ### BEGIN SOLUTION
@@ -333,9 +335,11 @@ guess("3.2", upper_frozen_percent=50, lower_frozen_percent=50)  # half of the bl
 # A frozen weight has no gradient and no Adam state. For activations two questions decide, in each
 # layer:
 #
-# - Does a gradient have to **pass**, because something below it learns? If not, it keeps nothing.
+# - Does a gradient have to **pass**, because something below it learns?
 # - Does it **learn** itself? To find the gradient of a matrix, backward needs the matrix's input;
 #   to let a gradient pass, the matrix alone.
+#
+# If neither, it keeps nothing.
 
 # %% [markdown]
 # What a block keeps, in numbers for each token. As on Day 1, C is the width, KV · D that of key and
@@ -479,7 +483,12 @@ def replace_linear(model: GPT, kind: type, new) -> None:
                     setattr(part, name, new(layer))
 
 
-all_learn = state_bytes(model, optimizer)
+def held(model, optimizer):
+    learning = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+    return state_bytes(model, optimizer) | {"gradients": learning}
+
+
+all_learn = held(model, optimizer)
 model.zero_grad()  # freezing a weight does not free the gradient that it has
 model.requires_grad_(False)
 replace_linear(model, nn.Linear, lambda layer: LoRA(layer, rank=4, alpha=8))
@@ -494,7 +503,7 @@ def in_capitals(tokens, targets):
 
 capitals = [in_capitals(*part) for part in micro_batches(1000, 24, size=4)]
 first, *_, last = (sum(train_epoch(model, small_adam, capitals, 4, 1.0)) for _ in range(3))
-with_lora = state_bytes(model, small_adam)
+with_lora = held(model, small_adam)
 for kind in with_lora:
     print(f"{kind:16}{format_bytes(all_learn[kind]):>11}, ", end="")
     print(f"with LoRA {format_bytes(with_lora[kind]):>11}")
@@ -598,9 +607,10 @@ print(f"loaded, it does: {by_loading > 50 * MIB}")
 
 # %% [markdown]
 # **Workers** are processes that prepare batches ahead: each has `prefetch_factor` batches ready (2,
-# if not set). On Linux a worker begins as a copy that shares all pages with its parent, until one
-# of the two changes them. So a tensor is there once, however many workers read it. Beside it each
-# worker has what it changes, and its batches.
+# if not set). A worker that is forked begins as a copy that shares all pages with its parent,
+# until one of the two changes them. So a tensor is there once, however many workers read it. Beside
+# it each worker has what it changes, and its batches. (Where the system does not tell, as on macOS
+# and Windows, the answers here are not measured.)
 
 # %%
 before = anonymous()
@@ -718,7 +728,8 @@ verdict(
     f"half the length: {kept[0] / kept[1]:.2f} of the activations, {kept[2] / kept[3]:.2f} where "
     f"scores are stored; the whole peak of the tiny model is {less:.0%} less, that of 124m with "
     f"half its tokens {1 - half.peak_bytes / all_eight.peak_bytes:.0%}",
-    condition="for activations, with fused attention; weights, gradients and Adam's state stay",
+    condition="for activations: by half with fused attention, by more where scores are stored; "
+    "weights, gradients and Adam's state stay",
 )
 
 # %%
@@ -830,18 +841,19 @@ verdict(
 # %% [markdown]
 # ## What you can do now
 #
-# | turn down | takes | leaves |
+# | turn down | saves | does not save |
 # | --- | --- | --- |
 # | batch, length | what belongs to tokens, in proportion | weights, gradients, Adam: the floor |
-# | micro-batch (accumulation) | tokens of all but one micro-batch | adds gradients to the peak |
+# | micro-batch (accumulation) | tokens of all but one | the floor; gradients join the peak |
 # | frozen layers | gradients and Adam of them; activations below the lowest trained | the rest |
 # | LoRA | gradients and Adam, but for a thousandth (7B) | weights, most activations |
 # | validation's size | nothing, without a graph | |
 # | data in memory, workers | host memory | the GPU's |
 #
-# So: **first the micro-batch**. It changes nothing that is learnt, if you sum and divide once. Then
-# validation without a graph, which costs nothing. At the floor, freeze or use LoRA; if all weights
-# are to learn, lower the floor itself (Days 4, 8 and 9).
+# So: **first the micro-batch**. It costs time, and changes nothing that is learnt if you sum,
+# divide once, add in float32, and no layer looks across the batch. Then validation without a graph,
+# which costs nothing. At the floor, freeze or use LoRA; if all weights are to learn, lower the
+# floor itself (Days 4, 8 and 9).
 
 # %% [markdown]
 # ## The running bill

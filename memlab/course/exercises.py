@@ -190,10 +190,10 @@ def _stopped_after(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """What a check draws changes nothing that the notebook draws after it."""
+    """What a check draws, and whether its answer left gradients off, changes nothing after it."""
     python, array = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(_gpus_in_use()):
+        with torch.random.fork_rng(_gpus_in_use()), torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
     finally:
         random.setstate(python)

@@ -11,7 +11,7 @@ from memlab.accumulation import accumulate, windows
 from memlab.course import days
 from memlab.course.checks import day03
 from memlab.course.checks.day03 import MASKED, trained_bytes
-from memlab.course.exercises import OK, judge
+from memlab.course.exercises import OK, WRONG, judge
 from memlab.lora import LoRALinear
 from memlab.model import PRESETS
 from memlab.train import TECHNIQUES, Setting, Technique, dry_trace
@@ -52,7 +52,7 @@ def counted_first(model, optimizer, micro_batches, size, max_norm):
             loss = sum_of_losses(model(x), targets)[0] / tokens
             loss.backward()
             total += loss.item()
-        gradients = [weight.grad for weight in model.parameters()]
+        gradients = [w.grad for w in model.parameters() if w.grad is not None]
         norm = torch.stack([g.norm() for g in gradients]).norm()
         for gradient in gradients:
             gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)
@@ -156,3 +156,25 @@ def test_the_bill_s_step_is_the_second_step_of_a_dry_run(monkeypatch):
     wanted = dry_trace(setting, TECHNIQUES["accumulation"])
     assert trace.at_peak == wanted.at_peak
     assert trace.at_end == wanted.at_end
+
+
+def test_a_frozen_weight_has_no_gradient_to_divide():
+    def unguarded(model, optimizer, micro_batches, size, max_norm):
+        losses = []
+        for window in windows(micro_batches, size):
+            optimizer.zero_grad()
+            total, count = 0.0, 0
+            for tokens, targets in window:
+                loss, tokens_that_count = sum_of_losses(model(tokens), targets)
+                loss.backward()
+                total, count = total + loss.item(), count + tokens_that_count
+            for weight in model.parameters():
+                weight.grad /= max(count, 1)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            losses.append(total / max(count, 1))
+        return losses
+
+    verdict = judge(TRAIN_EPOCH, unguarded)
+    assert verdict.status == WRONG
+    assert verdict.text.startswith("TypeError: unsupported operand type(s) for /=: 'NoneType'")

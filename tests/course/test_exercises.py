@@ -73,6 +73,15 @@ def test_an_answer_that_never_ends_is_stopped_at_its_line(monkeypatch):
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
+def test_an_answer_that_switches_gradients_off_does_so_for_itself_only():
+    def without_gradients(x):
+        torch.set_grad_enabled(False)
+        return 0
+
+    assert judge(DOUBLE, without_gradients).status == WRONG
+    assert torch.is_grad_enabled()
+
+
 def test_an_answer_in_time_is_not_stopped_afterwards():
     assert judge(DOUBLE, lambda x: 2 * x).status == OK
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0

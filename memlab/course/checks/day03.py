@@ -99,7 +99,22 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
         f"train_epoch has up to {four:,} bytes of activations alive in a window of 4 micro-batches;"
         f" wanted the {one:,} of a window of one.",
     )
+    _check_frozen(answer)
     return f"weights as by the full batch (within 1e-12) · activations of one of 4, {one:,} bytes"
+
+
+def _check_frozen(answer: TrainEpoch) -> None:
+    """A weight without a gradient is left as it is, and the others learn as ever."""
+    micro_batches, _, _ = _EPOCHS["2 micro-batches of 12 tokens in a window of 2"]
+    batch = tuple(torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    got = _trained(answer, micro_batches, 2, NO_CLIP, frozen=True)
+    wanted = _trained(_one_by_one, [batch], 1, NO_CLIP, frozen=True)
+    difference = _furthest(got.weights, wanted.weights)
+    require(
+        difference < 1e-12,
+        f"train_epoch of a model with a frozen embedding leaves weights {difference:.2e} from "
+        f"those that the full batch gives; wanted less than 1e-12.",
+    )
 
 
 class _Epoch:
@@ -110,9 +125,15 @@ class _Epoch:
 
 
 def _trained(
-    answer: TrainEpoch, micro_batches: Iterable[Batch], size: int, max_norm: float
+    answer: TrainEpoch,
+    micro_batches: Iterable[Batch],
+    size: int,
+    max_norm: float,
+    *,
+    frozen: bool = False,
 ) -> _Epoch:
     model = _new_model()
+    model[0].requires_grad_(not frozen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     steps: list[int] = []
     hook = optimizer.register_step_post_hook(lambda *_: steps.append(1))
