@@ -7,7 +7,7 @@
     predict    sixty training steps, predicted on the CPU and recorded on the GPU
     allocator  the allocator's histories under its settings, replayed decision by decision
     meter      a metered step against the allocator's own figures, for three dozen kinds of step
-    day 1, 2   what the days show to a reader who has no GPU
+    day 1 …    what the days show to a reader who has no GPU
     verdict    "fits" and "out of memory", tried a little above and below the predicted edge
 
 A section is a row of SECTIONS: a function that is given a Bench and returns a Report.
@@ -42,6 +42,7 @@ from gpu_sections import (
     verdict_section,
 )
 from gpu_sections.bench import Bench, Report, heading
+from gpu_sections.day_jobs import SIDE_BY_SIDE
 from gpu_sections.jobs import Archive, Here, Job, Processes, answer, at_once, hidden_gpu, serve
 
 REHEARSAL = (
@@ -64,6 +65,10 @@ SECTIONS: dict[str, Section] = {
     "meter": Section("the metered step against the allocator's figures", meter_section.run),
     "day 1": Section("what Day 1 shows without a GPU", day_sections.first_day),
     "day 2": Section("what Day 2 shows without a GPU", day_sections.second_day),
+    **{
+        day: Section(f"what {day.capitalize()} shows without a GPU", day_sections.compared)
+        for day in SIDE_BY_SIDE
+    },
     "verdict": Section("fits or not, around the predicted edge", verdict_section.run),
 }
 

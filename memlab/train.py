@@ -131,10 +131,16 @@ def measured(training: Training) -> Trace:
 
 
 def dry_trace(setting: Setting, technique: Technique) -> Trace:
-    """The trace of the second step, in which nothing is computed and no memory taken."""
+    """The trace of the second step, in which nothing is computed and no memory taken.
+
+    In place of a first step the optimizer steps alone, with gradients of zeros: it makes its state
+    by that, as it would by a first step, in half the time.
+    """
     with dry_run():
         training = build(setting, technique)
-        training.step()  # makes the optimizer's state
+        for parameter in training.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        training.optimizer.step()
         return measured(training)
 
 

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import memlab
 from memlab import plot
+from memlab.accumulation import accumulate
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.data import mapped_bytes, stdlib_bytes
 from memlab.host import anonymous_bytes
@@ -36,10 +37,8 @@ from memlab.ledger import activation_bytes, state_bytes
 from memlab.lora import add_lora, added_weights
 from memlab.model import GPT, PRESETS
 from memlab.trace import Trace
-from memlab.train import TECHNIQUES, Setting, Technique, build, measured
+from memlab.train import TECHNIQUES, Setting, Technique, build, dry_trace, measured
 from memlab.units import format_bytes
-
-MIB = 2**20
 
 # %% [markdown]
 # ## The question
@@ -64,27 +63,14 @@ guess("3.1", half_gib=4, one_at_a_time_gib=1)  # a half and an eighth of eight
 # %% [markdown]
 # ## Measure
 #
-# A dry run, as on Day 1: fake tensors, exact bytes. To save your time Adam's state is made by a
-# step with gradients of zeros, and the step that follows is measured.
-
+# A dry run, as on Day 1: fake tensors, exact bytes.
 
 # %%
 plain, accumulation = TECHNIQUES["plain"], TECHNIQUES["accumulation"]
-
-
-def step_of(setting: Setting, technique: Technique = plain) -> Trace:
-    with memlab.dry_run():
-        training = build(setting, technique)
-        for weight in training.model.parameters():
-            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-        training.optimizer.step()
-        return measured(training)
-
-
 setting = Setting("124m", batch=8, seq_len=640)
-all_eight = step_of(setting)
-half = step_of(replace(setting, batch=4))
-one_at_a_time = step_of(setting, accumulation)
+all_eight = dry_trace(setting, plain)
+half = dry_trace(replace(setting, batch=4), plain)
+one_at_a_time = dry_trace(setting, accumulation)
 reveal("3.1", half_gib=half.peak_bytes, one_at_a_time_gib=one_at_a_time.peak_bytes)
 
 # %%
@@ -115,6 +101,7 @@ def real_step(batch: int, seq_len: int, technique: Technique = plain) -> Trace:
 
 
 eager = TECHNIQUES["eager-attention"]
+MIB = 2**20
 sizes = (1, 2, 4, 8, 16)
 by_batch = [real_step(batch, 8) for batch in sizes]
 by_length = [real_step(2, 4 * size) for size in sizes]
@@ -194,8 +181,8 @@ def copied(model, optimizer, micro_batches, size, max_norm):
 
 # %% [markdown]
 # Its mistakes: the **mean of means** (a token counts more in a micro-batch where few others do);
-# the last window, if it is shorter, never steps; a micro-batch in which all is masked has a loss of
-# 0/0, NaN; and the list keeps tensors. Right is
+# the last window, if it is shorter, never steps, and its gradient leaks into the next epoch; a
+# micro-batch in which all is masked has a loss of 0/0, NaN; and the list keeps tensors. Right is
 #
 #     loss = sum of the losses of all the window's tokens / their number
 #
@@ -206,9 +193,9 @@ def copied(model, optimizer, micro_batches, size, max_norm):
 #
 # About 20 minutes. A window is `size` micro-batches, the last may be shorter. For each window: the
 # gradient of the mean loss over all its tokens that count, clipped once to `max_norm`, and one
-# optimizer step. Return the mean loss of each window, as plain floats. Never more than one
-# micro-batch's activations may be alive. `micro_batches` is any iterable, without a length; a
-# frozen weight has no gradient.
+# optimizer step. Return the mean loss of each window, as plain floats (0 where no token counts).
+# Never more than one micro-batch's activations may be alive. `micro_batches` is any iterable,
+# without a length; a frozen weight has no gradient.
 
 
 # %%
@@ -291,13 +278,22 @@ for parts in (1, 4, 8):
 # %% [markdown]
 # ## In bfloat16, sums drift
 #
-# Autograd adds to `.grad` in the dtype of the weights. bfloat16 has 8 significant bits: of a
-# gradient near 1 that is added to a sum of hundreds, most is rounded away. The library's
-# `accumulate` keeps float32 sums instead, and rounds once. That costs 4 bytes a weight.
+# Autograd adds to `.grad` in the dtype of the weights, and bfloat16 has 8 significant bits: above
+# 128, the next number after 128 is 129. Add 0.4 to it as often as you like.
 
 # %%
-from memlab.accumulation import accumulate as library_accumulate
+total = torch.zeros((), dtype=torch.bfloat16)
+for _ in range(2000):
+    total += 0.4
+print(f"0.4, added 2000 times in bfloat16: {total.item():g}, in place of 800")
 
+# %% [markdown]
+# The library's `memlab.accumulation.accumulate` keeps float32 sums, 4 bytes a weight, and rounds
+# once. It is given the micro-batches, a function that returns the *sum* of a micro-batch's losses
+# and its tokens (here a gradient and 1), and the weights. The mean of these gradients is 1, one in
+# six is negative: roundings up and down mostly cancel.
+
+# %%
 torch.manual_seed(0)
 weight = nn.Parameter(torch.zeros(20_000, dtype=torch.bfloat16))
 micro_gradients = [(torch.randn(20_000) + 1).bfloat16() for _ in range(256)]
@@ -312,7 +308,7 @@ for g in micro_gradients:
     (g * weight).sum().backward()
 drift = off(weight.grad)
 weight.grad = None
-library_accumulate(micro_gradients, lambda g: ((g * weight).sum(), 1), [weight])
+accumulate(micro_gradients, lambda g: ((g * weight).sum(), 1), [weight])
 print(f"256 gradients, added in bfloat16: {drift:.1%} off")
 print(f"added in float32, rounded once:   {off(256 * weight.grad.double()):.1%} off")
 
@@ -435,9 +431,9 @@ plot.breakdown(freezing, title="Which half is frozen decides: the tiny model, 8 
 # %% [markdown]
 # ### Exercise 3.3: a LoRA layer
 #
-# About 15 minutes. Call the two `down` and `up`, and freeze the layer that you are given. `merge`
-# returns an `nn.Linear`. The check looks at the bytes of a step, too: nothing in it may be as large
-# as the frozen matrix.
+# About 15 minutes. Two `nn.Parameter`s, `down` (rank, in) and `up` (out, rank), in the dtype and on
+# the device of the frozen layer's weight. Freeze that layer. `merge` returns an `nn.Linear`. The
+# check looks at the bytes of a step, too: nothing in it may be as large as the frozen matrix.
 
 
 # %%
@@ -548,11 +544,19 @@ def validate(model, held_out):
 validate = exercise("3.4", validate)
 
 # %% [markdown]
-# One training step of 16 pieces, beside validations on as many at once: 2 batches of them, and
-# 8. Then the same with a graph that a list of losses keeps.
+# `torch.inference_mode()` goes further than `no_grad`: what is made in it can never enter a graph,
+# so torch leaves out more of its book-keeping. Does that save bytes?
+#
+# One training step of 16 pieces, beside validations on as many at once: 2 batches of them, and 8,
+# in both modes. Then the same with a graph that a list of losses keeps.
 
 
 # %%
+@torch.inference_mode()
+def in_inference_mode(model, held_out):
+    return validate(model, held_out)
+
+
 def with_graph(model, held_out):
     losses = [F.cross_entropy(model(t).flatten(0, 1), y.flatten()) for t, y in held_out]
     return sum(losses).item() / len(losses)
@@ -562,10 +566,15 @@ def peak(work) -> int:
     return memlab.measure(work, model=model, optimizer=optimizer).peak_bytes
 
 
+# %%
 model.requires_grad_(True)
 training_peak = peak(partial(train_epoch, model, optimizer, micro_batches(100, 1, 16), 1, 1.0))
 validation_peaks = {}
-for name, work in (("without a graph", validate), ("losses in a list", with_graph)):
+for name, work in {
+    "no_grad": validate,
+    "inference_mode": in_inference_mode,
+    "losses in a list": with_graph,
+}.items():
     for count in (2, 8):
         held_out = micro_batches(4000, count, 16)
         validation_peaks[name, count] = peak(partial(work, model, held_out))
@@ -573,9 +582,10 @@ for name, work in (("without a graph", validate), ("losses in a list", with_grap
 print(f"a training step: {format_bytes(training_peak)}")
 
 # %% [markdown]
-# Without a graph, validation stays far below a training step, and more batches add no more than
-# their own text, which is held here. With a list of losses, each batch adds what a forward pass
-# keeps.
+# The two modes hold the same bytes, for neither keeps a graph: inference mode saves time, a little
+# for each operator, and its tensors cannot be trained on. So validation stays far below a training
+# step, and more batches add no more than their own text, which is held here. With a list of losses,
+# each batch adds what a forward pass keeps.
 
 # %% [markdown]
 # ## The host
@@ -602,15 +612,16 @@ with tempfile.TemporaryDirectory() as folder:
     in_memory = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
     by_loading = anonymous() - before - by_mapping
     del mapped
-print(f"mapped and read, it takes more than 50 MiB of anonymous memory: {by_mapping > 50 * MIB}")
-print(f"loaded, it does: {by_loading > 50 * MIB}")
+measurable = anonymous_bytes() is not None
+for how, taken in (("mapped and read", by_mapping), ("loaded", by_loading)):
+    answer = taken > 50 * MIB if measurable else "not measured on this system"
+    print(f"{how}, it takes more than 50 MiB of anonymous memory: {answer}")
 
 # %% [markdown]
 # **Workers** are processes that prepare batches ahead: each has `prefetch_factor` batches ready (2,
 # if not set). A worker that is forked begins as a copy that shares all pages with its parent,
 # until one of the two changes them. So a tensor is there once, however many workers read it. Beside
-# it each worker has what it changes, and its batches. (Where the system does not tell, as on macOS
-# and Windows, the answers here are not measured.)
+# it each worker has what it changes, and its batches.
 
 # %%
 before = anonymous()
@@ -619,7 +630,8 @@ next(loader)
 worker = sum(anonymous_bytes(process.pid) or 0 for process in loader._workers)
 by_worker = anonymous() + worker - before
 del loader
-print(f"one worker has a second copy of the data: {by_worker > 100 * MIB}")
+answer = by_worker > 100 * MIB if measurable else "not measured on this system"
+print(f"one worker has a second copy of the data: {answer}")
 
 # %% [markdown]
 # **Pinned** memory (`pin_memory=True`) is host memory that the system promises not to move, so that
@@ -638,12 +650,16 @@ seven = Setting("llama-2-7b", batch=1, seq_len=2048, dtype=torch.bfloat16)
 fused = TECHNIQUES["fused-adamw"]  # the whole step of AdamW is one operator, without temporaries
 query_value = partial(add_lora, rank=8, where=lambda name: name.endswith(("query", "value")))
 at_scale = {
-    "all weights": step_of(seven, fused),
-    "LoRA": step_of(seven, replace(fused, change_model=query_value)),
+    "all weights": dry_trace(seven, fused),
+    "LoRA": dry_trace(seven, replace(fused, change_model=query_value)),
 }
 plot.breakdown(at_scale, title="Llama 2 7B in bfloat16, AdamW, 1 × 2048 tokens")
 
 # %% [markdown]
+# In the first bar there are no activations: it peaks while Adam steps, at the floor. Of gradients
+# and state LoRA leaves a thousandth here. Of the tiny model's it left a sixth: its matrices are 64
+# wide, and 4 of 64 is no low rank.
+#
 # A batch of 16, one sequence at a time? In bfloat16 accumulation has a price: the float32 sums of
 # the gradients.
 
@@ -659,10 +675,10 @@ accumulated = lora_peak.peak_bytes + 4 * trained_weights
 print(f"LoRA, one sequence at a time, whatever the batch: {format_bytes(accumulated)}")
 
 # %% [markdown]
-# For all weights the sums take as much as the activations of two sequences; LoRA has almost
-# nothing to sum. So "a batch of 16 on a small card" has an honest answer: LoRA, one sequence at a
-# time. What is left are the weights and most activations: LoRA frees some, for a frozen matrix
-# keeps no input, but the gradient passes through every layer. Those are Day 5's.
+# For all weights the sums take as much as the activations of two sequences; LoRA has almost nothing
+# to sum. So "a batch of 16 on a small card" has an honest answer: LoRA, one sequence at a time.
+# What is left are the weights and most activations: a frozen matrix keeps no input, but the
+# gradient passes through every layer. Those are Day 5's.
 #
 # ## On your GPU
 #
@@ -691,7 +707,7 @@ else:
 
 # %%
 two = Setting("25m", batch=2, seq_len=512)
-at_once, in_turn = (step_of(two, how).peak_bytes for how in (plain, accumulation))
+at_once, in_turn = (dry_trace(two, how).peak_bytes for how in (plain, accumulation))
 from_eight = 1 - one_at_a_time.peak_bytes / all_eight.peak_bytes
 verdict(
     "9a",
@@ -733,7 +749,7 @@ verdict(
 )
 
 # %%
-hundred = step_of(Setting("25m", batch=2, seq_len=100))
+hundred = dry_trace(Setting("25m", batch=2, seq_len=100), plain)
 of_tokens = hundred.at_peak["activations"] / hundred.peak_bytes
 kept = {n: activation_bytes(PRESETS["25m"], 2, n) for n in (100, 90, 80)}
 verdict(
@@ -764,7 +780,7 @@ verdict(
 # Validation, checkpoints, the host, and the second GPU.
 
 # %%
-few, many = (validation_peaks["without a graph", count] for count in (2, 8))
+few, many = (validation_peaks["no_grad", count] for count in (2, 8))
 leaking = validation_peaks["losses in a list", 8]
 verdict(
     "11a",
@@ -817,7 +833,8 @@ with tempfile.TemporaryDirectory() as folder:
         saving > training_peak,
         f"while it is saved, the tensors take {format_bytes(saving)}; a training step "
         f"{format_bytes(training_peak)}",
-        otherwise="saving writes what is there and makes no tensor; fewer checkpoints save disk",
+        otherwise="saving writes what is there and makes no tensor on the device; fewer "
+        "checkpoints save disk",
     )
 
 # %%

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -17,6 +18,8 @@ from memlab.allocator import Allocator, Settings, history, recording
 from memlab.course.elsewhere import stored_on_a_gpu
 from memlab.metering.prediction import EVERYTHING_NOTE
 from memlab.trace import Event, Trace
+from memlab.train import TECHNIQUES, predicted_trace
+from memlab.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -31,10 +34,10 @@ def part(name: str) -> ModuleType:
 
 
 gpu = part("gpu")
-archive, bench, configurations, jobs, meter_kinds, predictions, recorder, streams = (
+archive, bench, configurations, day_jobs, jobs, meter_kinds, predictions, recorder, streams = (
     part(f"gpu_sections.{name}")
     for name in (
-        *("archive", "bench", "configurations", "jobs", "meter_kinds", "predictions"),
+        *("archive", "bench", "configurations", "day_jobs", "jobs", "meter_kinds", "predictions"),
         *("recorder", "streams"),
     )
 )
@@ -833,8 +836,20 @@ def test_the_second_days_numbers_are_those_of_the_lessons_four_steps(rehearsal):
 
 def test_the_lesson_and_the_benchmark_take_the_same_four_steps():
     lesson = (Path(__file__).parents[1] / "solutions/day02_reading_the_meter.py").read_text()
-    assert f"lengths = {jobs.FOUR_LENGTHS}" in lesson
+    assert f"lengths = {day_jobs.FOUR_LENGTHS}" in lesson
     assert 'GPT(PRESETS["124m"])' in lesson
+
+
+@pytest.mark.parametrize("day", day_jobs.SIDE_BY_SIDE)
+def test_a_day_s_techniques_stand_side_by_side(rehearsal, day):
+    assert gpu.run(rehearsal, [day])
+    shown = stored_on_a_gpu(day, rehearsal.out)
+    setting = replace(day_jobs.SMALL_BILL, device="cuda")
+    assert f"  what: {setting}" in shown
+    for words, technique in day_jobs.SIDE_BY_SIDE[day].items():
+        trace = predicted_trace(setting, TECHNIQUES[technique])
+        assert f"  {words}, peak: {format_bytes(trace.peak_bytes)}" in shown
+        assert f"  {words}, reserved: {format_bytes(trace.reserved_bytes)}" in shown
 
 
 def test_a_day_that_failed_leaves_nothing_to_show(rehearsal):
@@ -905,7 +920,7 @@ def no_gpu(monkeypatch):
 
 def test_an_unknown_section_is_one_sentence(capsys):
     assert gpu.main(["--section", "day 1", "--section", "nosuch"]) == 2
-    known = "'predict', 'allocator', 'meter', 'day 1', 'day 2', 'verdict'"
+    known = "'predict', 'allocator', 'meter', 'day 1', 'day 2', 'day 3', 'verdict'"
     assert capsys.readouterr() == (
         "",
         f"error: there is no section 'nosuch'; choose from {known}\n",

@@ -11,7 +11,17 @@ import memlab
 from memlab.lora import LoRALinear, added_weights
 from memlab.model import PRESETS
 from memlab.trace import Trace
-from memlab.train import SEED, TECHNIQUES, Setting, Technique, build, checkpoint_block, each_block
+from memlab.train import (
+    SEED,
+    TECHNIQUES,
+    Setting,
+    Technique,
+    build,
+    checkpoint_block,
+    dry_trace,
+    each_block,
+    measured,
+)
 
 FLOAT32 = 4
 TINY = Setting("tiny", batch=4, seq_len=64)
@@ -271,6 +281,20 @@ def test_a_step_changes_the_weights():
     before = [p.clone() for p in training.model.parameters()]
     training.step()
     assert not any(map(torch.equal, before, training.model.parameters()))
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_dry_trace_is_that_of_a_second_step(name):
+    setting = Setting("tiny", batch=2, seq_len=16)
+    with memlab.dry_run():
+        training = build(setting, TECHNIQUES[name])
+        training.step()
+        wanted = measured(training)
+    assert events_of(dry_trace(setting, TECHNIQUES[name])) == events_of(wanted)
+
+
+def events_of(trace):
+    return [(event.bytes, event.category, event.phase, event.module) for event in trace.events]
 
 
 def test_the_second_step_does_not_add_to_the_gradients_of_the_first():

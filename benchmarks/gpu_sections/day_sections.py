@@ -11,6 +11,7 @@ from common import table
 from memlab.units import format_bytes
 
 from .bench import Bench, Report
+from .day_jobs import SIDE_BY_SIDE
 
 
 def first_day(bench: Bench) -> Report:
@@ -32,8 +33,26 @@ def second_day(bench: Bench) -> Report:
     return _report(f"Day 2's steps ({found['what']}): {', '.join(numbers)}.", found)
 
 
+def compared(bench: Bench) -> Report:
+    """The running bill's step with the techniques of one day, the section's, side by side."""
+    steps = SIDE_BY_SIDE[bench.section]
+    jobs = {words: bench.submit("step", technique) for words, technique in steps.items()}
+    found: dict[str, Any] = {}
+    for words, job in jobs.items():
+        answer = _or_raise(job.result())
+        found["what"] = answer["what"]
+        for kind in ("peak", "reserved"):
+            found[f"{words}, {kind}_bytes"] = answer[f"{kind}_bytes"]
+    peaks = [f"{words} {format_bytes(found[f'{words}, peak_bytes'])}" for words in steps]
+    sentence = f"The step of {bench.section} ({found['what']}) peaks at: {', '.join(peaks)}."
+    return _report(sentence, found)
+
+
 def _measured(bench: Bench, day: str) -> dict[str, Any]:
-    found = bench.submit(day).result()
+    return _or_raise(bench.submit(day).result())
+
+
+def _or_raise(found: dict[str, Any]) -> dict[str, Any]:
     if "failure" in found:
         raise RuntimeError(found["failure"])  # readers are shown what is kept
     return found

@@ -22,20 +22,15 @@ from typing import Any
 import torch
 from common import cores
 
-import memlab
-from memlab.allocator import Settings, simulate
-from memlab.data import batches, stdlib_bytes
+from memlab.allocator import Settings
 from memlab.metering.kernels import TARGETS
-from memlab.model import GPT, PRESETS
-from memlab.train import TECHNIQUES, Setting, build
 from memlab.units import format_bytes
 
-from . import meter_kinds, recorder
+from . import day_jobs, meter_kinds, recorder
 from .configurations import CONFIGURATIONS, FULL, SMALL, Size
 from .predictions import Prediction, predicted, settings_of
 
 SCRIPT = Path(__file__).parents[1] / "gpu.py"
-FOUR_LENGTHS = 448, 512, 640, 576  # of Day 2's batches
 SECONDS = 240  # for a job; the longest takes a tenth of it
 MOST_AT_ONCE = 8
 _BYTES_OF_A_JOB = 16 * 2**30  # of the card, at most
@@ -133,66 +128,8 @@ def predict_beside_a_gpu(job: Job) -> Answer:
     }
 
 
-def first_day(job: Job) -> Answer:
-    """The step of Day 1, as the lesson takes it on a reader's GPU."""
-    setting = Setting(*(("tiny", 2, 32) if job.small else ("124m", 8, 640)), device="cuda")
-
-    def built() -> tuple[Any, ...]:
-        training = build(setting, TECHNIQUES["plain"])
-        return training.step, training.model, training.optimizer
-
-    if job.rehearsal:
-        trace = memlab.predict(built)
-    else:
-        step, model, optimizer = built()
-        step()
-        trace = memlab.measure(step, model=model, optimizer=optimizer)
-    return {
-        "what": str(setting),
-        "peak_bytes": trace.peak_bytes,
-        "peak_in": trace.peak_phase,
-        **{f"{category}_bytes": count for category, count in trace.at_peak.items()},
-        **{name: count for name, count in asdict(trace.memory).items() if count is not None},
-    }
-
-
-def second_day(job: Job) -> Answer:
-    """The four steps of Day 2, of four lengths: allocated, reserved, and in use on the card."""
-    preset, batch, lengths = ("tiny", 2, (8, 64)) if job.small else ("124m", 8, FOUR_LENGTHS)
-
-    def built() -> tuple[Any, ...]:
-        with torch.device("cuda"):
-            model = GPT(PRESETS[preset])
-        optimizer = torch.optim.AdamW(model.parameters())
-        text = stdlib_bytes("64 KiB")
-
-        def steps() -> None:
-            for seq_len in lengths:
-                tokens, targets = next(batches(text, batch, seq_len, seed=0))
-                optimizer.zero_grad()
-                model(tokens.to("cuda"), targets.to("cuda")).backward()
-                optimizer.step()
-
-        return steps, model, optimizer
-
-    what = f"{preset}, {batch} × {', '.join(map(str, lengths))} tokens, float32"
-    if job.rehearsal:
-        blocks = simulate(memlab.predict(built, steps=1))
-        return {"what": what, "allocated_bytes": blocks.allocated_bytes,
-                "reserved_bytes": blocks.reserved_bytes}  # fmt: skip
-    steps, *_ = built()
-    before = torch.cuda.mem_get_info()
-    steps()
-    torch.cuda.synchronize()
-    left, total = torch.cuda.mem_get_info()
-    return {
-        "what": what,
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "in_use_on_the_card_bytes": total - left,
-        "context_and_other_processes_bytes": total - left - torch.cuda.memory_reserved(),
-        "in_use_before_the_first_step_bytes": before[1] - before[0],
-    }
+def _of_the_job(task: day_jobs.Task) -> Callable[[Job], Answer]:
+    return lambda job: task(job.configuration, job.small, job.rehearsal)
 
 
 TASKS: dict[str, Callable[[Job], Answer]] = {
@@ -201,8 +138,7 @@ TASKS: dict[str, Callable[[Job], Answer]] = {
     "fits": fits,
     "meter": meter,
     "predict": predict_beside_a_gpu,
-    "day 1": first_day,
-    "day 2": second_day,
+    **{name: _of_the_job(task) for name, task in day_jobs.TASKS.items()},
 }
 
 

@@ -76,5 +76,6 @@ def _line(label: str, traces: dict[str, Trace]) -> str:
     elif last.peak_bytes == first.peak_bytes:
         saved = ", the same"
     else:
-        saved = f", {1 - last.peak_bytes / first.peak_bytes:+.1%} saved"
+        share = last.peak_bytes / first.peak_bytes - 1
+        saved = f", {abs(share):.1%} {'less' if share < 0 else 'more'}"
     return f"{label}: {format_bytes(last.peak_bytes)}{saved}"

@@ -41,8 +41,8 @@ def test_each_day_has_a_line_and_what_it_saves_against_the_first(measured, capsy
     running_bill(5)
     assert capsys.readouterr().out.splitlines() == [
         "day 1: new: 8.00 GiB",
-        "day 2: new: 6.00 GiB, +25.0% saved",
-        "day 5: new: 10.00 GiB, -25.0% saved",
+        "day 2: new: 6.00 GiB, 25.0% less",
+        "day 5: new: 10.00 GiB, 25.0% more",
     ]
     assert measured == [1, 2, 5]
 
@@ -54,8 +54,8 @@ def test_a_line_that_is_stored_is_not_measured(measured, capsys):
     assert measured == [5]
     assert capsys.readouterr().out.splitlines()[-3:] == [
         "day 1: new: 8.00 GiB",
-        "day 2: new: 6.00 GiB, +25.0% saved",
-        "day 5: new: 10.00 GiB, -25.0% saved",
+        "day 2: new: 6.00 GiB, 25.0% less",
+        "day 5: new: 10.00 GiB, 25.0% more",
     ]
 
 
@@ -72,7 +72,7 @@ def test_today_is_not_measured_again(measured, capsys):
     running_bill(2, today=trace(2 * GIB))
     assert capsys.readouterr().out.splitlines() == [
         "day 1: new: 8.00 GiB",
-        "day 2: new: 2.00 GiB, +75.0% saved",
+        "day 2: new: 2.00 GiB, 75.0% less",
     ]
     assert measured == [1]
 

@@ -9,12 +9,11 @@ from torch import nn
 
 from memlab.accumulation import accumulate, windows
 from memlab.course import days
-from memlab.course.checks import day03
 from memlab.course.checks.day03 import MASKED, trained_bytes
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.lora import LoRALinear
 from memlab.model import PRESETS
-from memlab.train import TECHNIQUES, Setting, Technique, dry_trace
+from memlab.train import Setting, Technique, dry_trace
 
 TRAIN_EPOCH, TRAINED_BYTES, LORA, VALIDATE = days.day(3).exercises
 
@@ -147,15 +146,6 @@ def test_the_bytes_of_a_partly_frozen_step_are_those_of_the_meter(trained):
         "optimizer_state": trace.at_end["optimizer_state"],
         "activations": trace.at_peak["activations"],
     } == wanted
-
-
-def test_the_bill_s_step_is_the_second_step_of_a_dry_run(monkeypatch):
-    setting = Setting("tiny", batch=4, seq_len=64)
-    monkeypatch.setattr(day03, "SETTING", setting)
-    trace = day03.accumulated()
-    wanted = dry_trace(setting, TECHNIQUES["accumulation"])
-    assert trace.at_peak == wanted.at_peak
-    assert trace.at_end == wanted.at_end
 
 
 def test_a_frozen_weight_has_no_gradient_to_divide():

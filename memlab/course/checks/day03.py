@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, require
 from memlab.ledger import FLOAT32
-from memlab.metering import dry_run, measure
+from memlab.metering import measure
 from memlab.model import PRESETS, GPTConfig
 from memlab.trace import Trace
-from memlab.train import TECHNIQUES, build, measured
+from memlab.train import TECHNIQUES, dry_trace
 
 MASKED = -100  # a target that counts nothing: F.cross_entropy's own number for it
 Batch = tuple[Tensor, Tensor]
@@ -381,7 +381,7 @@ _TRAIN_EPOCH = Exercise(
         ),
         WrongAnswer(
             _train_epoch_but(noted=lambda loss: loss),
-            "A loss that is a tensor keeps its graph for as long as the list lives.",
+            "A loss that is a tensor may keep its graph for as long as the list lives.",
         ),
     ),
 )
@@ -572,6 +572,7 @@ def _check_one(answer: LoRAClass, rank: int, alpha: float, bias: bool) -> None:
         f"{case} gave {_shape(at_first)} from x of 3 × 6; wanted 3 × 4. Is there a return?",
     )
     _near(f"{case} at first gives", at_first, before, "what the frozen layer gives")
+    require(not layer.up.any(), f"{case} begins with an `up` of other numbers; wanted zeros.")
     at_first.square().sum().backward()
     require(
         any(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters()),
@@ -644,6 +645,13 @@ class _BothZero(_LoRA):
     def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__(frozen, rank, alpha)
         nn.init.zeros_(self.down)
+
+
+class _DownIsZero(_LoRA):
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__(frozen, rank, alpha)
+        nn.init.zeros_(self.down)
+        nn.init.ones_(self.up)
 
 
 class _Unscaled(_LoRA):
@@ -734,6 +742,10 @@ _LORA = Exercise(
             _BothZero,
             "With both matrices zero each one's gradient is zero, too: `down` begins at random.",
         ),
+        WrongAnswer(
+            _DownIsZero,
+            "The two have changed places: `down` begins at random, and `up` at zero.",
+        ),
         WrongAnswer(_Unscaled, "The detour is to be multiplied by alpha / rank."),
         WrongAnswer(_ScaledByAlpha, "The scale is alpha / rank, not alpha."),
         WrongAnswer(
@@ -805,11 +817,11 @@ def _check_validate(answer: Validate) -> str:
     require(not model.training, "validate of a model in eval mode leaves it in training mode.")
     most, allowed = _most(answer, MANY), _most(_validate, MANY)
     saved = _saved_for_backward(answer)
+    graph = f"Autograd keeps a graph, with {saved} tensors of one batch in it" if saved else ""
     require(
         most <= 2 * allowed,
-        f"validate on {MANY} batches of 64 tokens holds {most:,} bytes at its fullest moment, and "
-        f"autograd saves {saved} tensors of one batch for backward; wanted about {allowed:,}, and "
-        f"none.",
+        f"validate on {MANY} batches of 64 tokens holds {most:,} bytes at its fullest moment; "
+        f"wanted at most {2 * allowed:,}. {graph or 'Something of every batch stays'}.",
     )
     return f"means over tokens · {most:,} bytes at most, and {saved} tensors saved for backward"
 
@@ -949,14 +961,8 @@ _VALIDATE = Exercise(
 
 
 def accumulated() -> Trace:
-    """The bill's step, one sequence at a time. Gradients of zeros make Adam's state: a first step
-    would take as long as the one that is measured."""
-    with dry_run():
-        training = build(SETTING, TECHNIQUES["accumulation"])
-        for weight in training.model.parameters():
-            weight.grad = torch.zeros_like(weight)
-        training.optimizer.step()
-        return measured(training)
+    """The bill's step, one sequence at a time."""
+    return dry_trace(SETTING, TECHNIQUES["accumulation"])
 
 
 DAY = Day(

@@ -1,0 +1,106 @@
+"""The steps that the days show of a GPU: each runs in a process of its own, or is predicted."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+import memlab
+from memlab.allocator import simulate
+from memlab.data import batches, stdlib_bytes
+from memlab.model import GPT, PRESETS
+from memlab.trace import Trace
+from memlab.train import TECHNIQUES, Setting, build
+
+Answer = dict[str, Any]
+Task = Callable[[str, bool, bool], Answer]  # which of them, on a small model, in a rehearsal
+FOUR_LENGTHS = 448, 512, 640, 576  # of Day 2's batches
+BILL, SMALL_BILL = Setting("124m", batch=8, seq_len=640), Setting("tiny", batch=2, seq_len=32)
+
+# What a day holds side by side: the step of the running bill, each time with another technique.
+SIDE_BY_SIDE: dict[str, dict[str, str]] = {
+    "day 3": {"all at once": "plain", "one at a time": "accumulation"},
+}
+
+
+def first_day(_: str, small: bool, rehearsal: bool) -> Answer:
+    """The step of Day 1, as the lesson takes it on a reader's GPU."""
+    setting, trace = _step("plain", small, rehearsal)
+    return {
+        "what": str(setting),
+        "peak_bytes": trace.peak_bytes,
+        "peak_in": trace.peak_phase,
+        **{f"{category}_bytes": count for category, count in trace.at_peak.items()},
+        **{name: count for name, count in asdict(trace.memory).items() if count is not None},
+    }
+
+
+def one_of_several(technique: str, small: bool, rehearsal: bool) -> Answer:
+    """The bill's step with a technique: what it allocates, and what the allocator holds."""
+    setting, trace = _step(technique, small, rehearsal)
+    return {
+        "what": str(setting),
+        "peak_bytes": trace.peak_bytes,
+        "reserved_bytes": trace.reserved_bytes,
+    }
+
+
+def _step(technique: str, small: bool, rehearsal: bool) -> tuple[Setting, Trace]:
+    setting = replace(SMALL_BILL if small else BILL, device="cuda")
+
+    def built() -> tuple[Any, ...]:
+        training = build(setting, TECHNIQUES[technique])
+        return training.step, training.model, training.optimizer
+
+    if rehearsal:
+        return setting, memlab.predict(built)
+    step, model, optimizer = built()
+    step()
+    return setting, memlab.measure(step, model=model, optimizer=optimizer)
+
+
+def second_day(_: str, small: bool, rehearsal: bool) -> Answer:
+    """The four steps of Day 2, of four lengths: allocated, reserved, and in use on the card."""
+    preset, batch, lengths = ("tiny", 2, (8, 64)) if small else ("124m", 8, FOUR_LENGTHS)
+
+    def built() -> tuple[Any, ...]:
+        with torch.device("cuda"):
+            model = GPT(PRESETS[preset])
+        optimizer = torch.optim.AdamW(model.parameters())
+        text = stdlib_bytes("64 KiB")
+
+        def steps() -> None:
+            for seq_len in lengths:
+                tokens, targets = next(batches(text, batch, seq_len, seed=0))
+                optimizer.zero_grad()
+                model(tokens.to("cuda"), targets.to("cuda")).backward()
+                optimizer.step()
+
+        return steps, model, optimizer
+
+    what = f"{preset}, {batch} × {', '.join(map(str, lengths))} tokens, float32"
+    if rehearsal:
+        blocks = simulate(memlab.predict(built, steps=1))
+        return {"what": what, "allocated_bytes": blocks.allocated_bytes,
+                "reserved_bytes": blocks.reserved_bytes}  # fmt: skip
+    steps, *_ = built()
+    before = torch.cuda.mem_get_info()
+    steps()
+    torch.cuda.synchronize()
+    left, total = torch.cuda.mem_get_info()
+    return {
+        "what": what,
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "in_use_on_the_card_bytes": total - left,
+        "context_and_other_processes_bytes": total - left - torch.cuda.memory_reserved(),
+        "in_use_before_the_first_step_bytes": before[1] - before[0],
+    }
+
+
+TASKS: dict[str, Task] = {
+    "day 1": first_day,
+    "day 2": second_day,
+    "step": one_of_several,
+}
