@@ -278,8 +278,8 @@ for parts in (1, 4, 8):
 # %% [markdown]
 # ## In bfloat16, sums drift
 #
-# Autograd adds to `.grad` in the dtype of the weights, and bfloat16 has 8 significant bits: the next
-# number after 128 is 129. Add 0.4 to 128 as often as you like.
+# Autograd adds to `.grad` in the dtype of the weights, and bfloat16 has 8 significant bits: the
+# next number after 128 is 129. Add 0.4 to 128 as often as you like.
 
 # %%
 total = torch.zeros((), dtype=torch.bfloat16)
