@@ -8,6 +8,7 @@
     allocator  the allocator's histories under its settings, replayed decision by decision
     meter      a metered step against the allocator's own figures, for three dozen kinds of step
     day 1 …    what the days show to a reader who has no GPU
+    time       what precision and checkpointing cost, alone on the card
     verdict    "fits" and "out of memory", tried a little above and below the predicted edge
 
 A section is a row of SECTIONS: a function that is given a Bench and returns a Report.
@@ -69,6 +70,7 @@ SECTIONS: dict[str, Section] = {
         day: Section(f"what {day.capitalize()} shows without a GPU", day_sections.compared)
         for day in SIDE_BY_SIDE
     },
+    "time": Section("what precision and checkpointing cost in time", day_sections.timed),
     "verdict": Section("fits or not, around the predicted edge", verdict_section.run),
 }
 

@@ -12,11 +12,11 @@ from common import RESULTS, ROOT, heading, save, table
 
 from memlab import plot
 from memlab.allocator import simulate
-from memlab.cli.choices import SUITABLE
+from memlab.cli.choices import SUITABLE, choose_techniques
 from memlab.cli.measure import measured_rows
 from memlab.cli.report import progress
 from memlab.cli.rows import Row
-from memlab.train import TECHNIQUES
+from memlab.train import combined
 from memlab.units import format_bytes
 
 SETTING = SUITABLE["cpu"]
@@ -32,7 +32,7 @@ def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
     """A line of the README's table: what it is, peak, saved, where the peak lies, time; CUDA's."""
     saved = 1 - row.trace.peak_bytes / plain.trace.peak_bytes
     return (
-        f"{row.name}: {TECHNIQUES[row.name].summary}",
+        f"{row.name}: {combined(row.name).summary}",
         format_bytes(row.trace.peak_bytes),
         "" if row is plain else f"{saved:+.1%}",
         row.trace.peak_phase,
@@ -43,9 +43,10 @@ def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
 
 
 def main() -> None:
-    with progress(stages=3 * len(TECHNIQUES)) as announce:
-        rows = measured_rows(SETTING, TECHNIQUES, False, announce)
-        predicted = measured_rows(ON_CUDA, TECHNIQUES, True, announce)
+    chosen = choose_techniques(None)
+    with progress(stages=3 * len(chosen)) as announce:
+        rows = measured_rows(SETTING, chosen, False, announce)
+        predicted = measured_rows(ON_CUDA, chosen, True, announce)
     print(heading(f"Savings: {SETTING}"), end="\n\n")
     lines = [cells(row, rows[0], on_cuda) for row, on_cuda in zip(rows, predicted, strict=True)]
     print(table(HEADER, lines))

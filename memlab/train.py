@@ -2,21 +2,32 @@
 
 A technique is a row of TECHNIQUES, and each row fills one or more of the plugs: a function in place
 of a function (attention, loss), a change of the model (a wrapper around each block, a layer in
-place of a layer), a `with` around the forward pass, the size of a micro-batch, an optimizer. Delete
-the row and the technique is gone.
+place of a layer), a `with` around the forward pass, the size of a micro-batch, a scaler of the
+loss, an optimizer. Delete the row and the technique is gone. Rows combine, as long as no two fill
+the same plug: `combined("checkpointing+autocast")`.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from memlab.accumulation import accumulate, split
 from memlab.attention import attention_reference
+from memlab.checkpointing import (
+    ATTENTION,
+    MATMULS,
+    checkpoint,
+    checkpoint_blocks,
+    selective,
+    sqrt_schedule,
+    uniform_schedule,
+)
+from memlab.checkpointing.schedules import Schedule
 from memlab.data import batches, stdlib_bytes
 from memlab.lora import add_lora
 from memlab.metering import dry_run, measure, predict
@@ -28,12 +39,14 @@ from memlab.model import (
     cross_entropy,
     scaled_dot_product_attention,
 )
+from memlab.precision import LossScaler, MasterWeights, RoundedAdamW
 from memlab.trace import Trace
 
 SEED = 0
 TEXT = "1 MiB"
 
-OptimizerFunction = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+Optimizer = torch.optim.Optimizer | MasterWeights
+OptimizerFunction = Callable[[Iterable[nn.Parameter]], Optimizer]
 one_by_one_adamw = partial(torch.optim.AdamW, foreach=False)
 
 
@@ -73,16 +86,21 @@ class Technique:
     change_model: Callable[[nn.Module], object] = lambda model: None  # in place
     around_forward: Callable[[str], AbstractContextManager[object]] = lambda device: nullcontext()
     micro_batch: int | None = None  # sequences at once, their gradients added; None: all
+    scaler: Callable[[], LossScaler] | None = None
     optimizer: OptimizerFunction = one_by_one_adamw
 
 
 @dataclass(frozen=True)
 class Training:
-    """A step that can be run again and again, and what it trains."""
+    """A step that can be run again and again, what it trains, and who holds its state.
+
+    `update` is the part of the step after backward: it makes new weights of gradients.
+    """
 
     step: Callable[[], None]
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    update: Callable[[], object]
 
 
 def build(setting: Setting, technique: Technique) -> Training:
@@ -101,17 +119,27 @@ def build(setting: Setting, technique: Technique) -> Training:
         )
     technique.change_model(model)
     optimizer = technique.optimizer(model.parameters())
+    scaler = technique.scaler() if technique.scaler else None
     text = stdlib_bytes(TEXT)
     tokens, targets = next(batches(text, setting.batch, setting.seq_len, SEED))
     tokens, targets = tokens.to(device), targets.to(device)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
         with technique.around_forward(device):
-            return model(tokens, targets)
+            loss = model(tokens, targets)
+        return scaler.scale(loss) if scaler else loss
 
-    def sum_of_losses(part: tuple[Tensor, ...]) -> tuple[Tensor, int]:
-        _, its_targets = part
-        return loss_of(*part) * its_targets.numel(), its_targets.numel()
+    def share_of_loss(part: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+        # Not a sum over tokens and their number: scaled, that overflows float16.
+        share = part[1].numel() / targets.numel()
+        return loss_of(*part) * share, share
+
+    def update() -> None:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
 
     def step() -> None:
         optimizer.zero_grad()
@@ -119,10 +147,11 @@ def build(setting: Setting, technique: Technique) -> Training:
             loss_of(tokens, targets).backward()
         else:
             parts = split((tokens, targets), technique.micro_batch)
-            accumulate(parts, sum_of_losses, model.parameters())
-        optimizer.step()
+            accumulate(parts, share_of_loss, model.parameters())
+        update()
 
-    return Training(step, model, optimizer)
+    holder = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+    return Training(step, model, holder, update)
 
 
 def measured(training: Training) -> Trace:
@@ -140,7 +169,7 @@ def dry_trace(setting: Setting, technique: Technique) -> Trace:
         training = build(setting, technique)
         for parameter in training.model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        training.optimizer.step()
+        training.update()
         return measured(training)
 
 
@@ -155,31 +184,103 @@ def predicted_trace(setting: Setting, technique: Technique) -> Trace:
     return predict(parts, target=setting.device)
 
 
-def each_block(wrap: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-    """The change of a model that wraps every block of it."""
+def scheduled(
+    schedule: Callable[[int], Schedule], using: Callable[..., Any] = checkpoint
+) -> Callable[[nn.Module], None]:
+    """The change of a model that runs its blocks by the schedule for their number."""
 
     def change(model: nn.Module) -> None:
-        for block in model.blocks:
-            wrap(block)
+        checkpoint_blocks(model, schedule(len(model.blocks)), using=using)
 
     return change
 
 
-def checkpoint_block(block: nn.Module) -> None:
-    """Let `block` drop its activations and compute them again in backward."""
-    forward = block.forward
-    block.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)
+each_block = partial(uniform_schedule, every=1)
+
+
+def to_bfloat16(model: nn.Module) -> None:
+    """Give the model weights of two bytes, and with them activations and gradients."""
+    model.to(torch.bfloat16)
+
+
+def combined(names: str) -> Technique:
+    """The technique of several rows at once, their names joined by "+".
+
+    Raises KeyError for a name that is no row, and ValueError where two rows fill one plug.
+    """
+    parts = {name: TECHNIQUES[name] for name in names.split("+")}
+    plugs: dict[str, Any] = {}
+    for plug in (field for field in fields(Technique) if field.name != "summary"):
+        filled = {name: getattr(part, plug.name) for name, part in parts.items()}
+        filled = {name: value for name, value in filled.items() if value is not plug.default}
+        if len(filled) > 1 and plug.name not in _JOINED:
+            raise ValueError(
+                f"{' and '.join(filled)} each bring their own {plug.name.replace('_', ' ')}; "
+                f"leave one of them out"
+            )
+        if filled:
+            first, *others = filled.values()
+            plugs[plug.name] = _JOINED[plug.name]([first, *others]) if others else first
+    return Technique(", ".join(part.summary for part in parts.values()), **plugs)
+
+
+def _one_after_another(changes: Sequence[Callable[[nn.Module], object]]) -> Any:
+    def change(model: nn.Module) -> None:
+        for each in changes:
+            each(model)
+
+    return change
+
+
+def _one_inside_another(arounds: Sequence[Callable[[str], AbstractContextManager[object]]]) -> Any:
+    @contextmanager
+    def around(device: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for each in arounds:
+                stack.enter_context(each(device))
+            yield
+
+    return around
+
+
+# Plugs that take more than one, and how.
+_JOINED: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "change_model": _one_after_another,
+    "around_forward": _one_inside_another,
+}
 
 
 TECHNIQUES: dict[str, Technique] = {
     "plain": Technique("AdamW, fused attention, everything kept"),
     "checkpointing": Technique(
-        "torch's activation checkpointing around every block",
-        change_model=each_block(checkpoint_block),
+        "the activations of every block forgotten, and computed again",
+        change_model=scheduled(each_block),
+    ),
+    "sqrt-checkpointing": Technique(
+        "the same for segments of about √L of the L blocks", change_model=scheduled(sqrt_schedule)
+    ),
+    "selective-checkpointing": Technique(
+        "the same for every block, but for its matrix products and attention, which are kept",
+        change_model=scheduled(each_block, using=selective(MATMULS | ATTENTION)),
     ),
     "autocast": Technique(
         "torch's autocast to bfloat16 in the forward pass",
         around_forward=lambda device: torch.autocast(device, torch.bfloat16),
+    ),
+    "loss-scaling": Technique(
+        "autocast to float16, the loss scaled so that its gradients stay in float16's range",
+        around_forward=lambda device: torch.autocast(device, torch.float16),
+        scaler=LossScaler,
+    ),
+    "bfloat16": Technique(
+        "everything in bfloat16, weights and AdamW's moments too, rounded at random",
+        change_model=to_bfloat16,
+        optimizer=RoundedAdamW,
+    ),
+    "master-weights": Technique(
+        "a bfloat16 model, stepped by float32 copies of its weights",
+        change_model=to_bfloat16,
+        optimizer=partial(MasterWeights, optimizer=one_by_one_adamw),
     ),
     "eager-attention": Technique(
         "attention with its score matrix in memory", attention=attention_reference
@@ -198,3 +299,6 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "sgd": Technique("torch's SGD: no state at all", optimizer=partial(torch.optim.SGD, lr=0.01)),
 }
+
+# Shown beside the rows: what people turn on together.
+COMBINATIONS = ("checkpointing+autocast",)

@@ -248,7 +248,7 @@ print(f"the copied loop is off by more than 10 % of the gradient: {off[1] > 0.1}
 # %% [markdown]
 # ## Learn something
 #
-# Your loop trains the tiny model on 256 pieces, twice: a window has 4 micro-batches of 4. Then its
+# Your loop trains the tiny model on 192 pieces, twice: a window has 4 micro-batches of 4. Then its
 # bytes: the most that activations took at one moment of a window of 16 pieces, cut into 1, 4 and 8
 # micro-batches.
 
@@ -256,7 +256,7 @@ print(f"the copied loop is off by more than 10 % of the gradient: {off[1] > 0.1}
 torch.manual_seed(0)
 model = GPT(PRESETS["tiny"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-epoch = micro_batches(1000, 64, size=4)
+epoch = micro_batches(1000, 48, size=4)
 losses = [loss for _ in range(2) for loss in train_epoch(model, optimizer, epoch, 4, 1.0)]
 
 
@@ -497,7 +497,7 @@ def in_capitals(tokens, targets):
     return [torch.where((t >= 97) & (t <= 122), t - 32, t) for t in (tokens, targets)]
 
 
-capitals = [in_capitals(*part) for part in micro_batches(1000, 24, size=4)]
+capitals = [in_capitals(*part) for part in micro_batches(1000, 16, size=4)]
 first, *_, last = (sum(train_epoch(model, small_adam, capitals, 4, 1.0)) for _ in range(3))
 with_lora = held(model, small_adam)
 for kind in with_lora:

@@ -18,7 +18,7 @@ from memlab.allocator import Allocator, Settings, history, recording
 from memlab.course.elsewhere import stored_on_a_gpu
 from memlab.metering.prediction import EVERYTHING_NOTE
 from memlab.trace import Event, Trace
-from memlab.train import TECHNIQUES, predicted_trace
+from memlab.train import combined, predicted_trace
 from memlab.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -847,9 +847,17 @@ def test_a_day_s_techniques_stand_side_by_side(rehearsal, day):
     setting = replace(day_jobs.SMALL_BILL, device="cuda")
     assert f"  what: {setting}" in shown
     for words, technique in day_jobs.SIDE_BY_SIDE[day].items():
-        trace = predicted_trace(setting, TECHNIQUES[technique])
+        trace = predicted_trace(setting, combined(technique))
         assert f"  {words}, peak: {format_bytes(trace.peak_bytes)}" in shown
         assert f"  {words}, reserved: {format_bytes(trace.reserved_bytes)}" in shown
+
+
+def test_what_is_timed_stands_beside_the_plain_step(rehearsal, monkeypatch, capsys):
+    monkeypatch.setattr(day_jobs, "TIMED", ("checkpointing", "autocast"))
+    monkeypatch.setattr(day_jobs, "in_turn", lambda ours, plain: [(3.0, 2.0), (5.0, 2.0)])
+    assert gpu.run(rehearsal, ["time"])
+    assert "| checkpointing | 2.00 × |" in capsys.readouterr().out
+    assert "  autocast: 2.00" in stored_on_a_gpu("time", rehearsal.out)
 
 
 def test_a_day_that_failed_leaves_nothing_to_show(rehearsal):
@@ -920,7 +928,7 @@ def no_gpu(monkeypatch):
 
 def test_an_unknown_section_is_one_sentence(capsys):
     assert gpu.main(["--section", "day 1", "--section", "nosuch"]) == 2
-    known = "'predict', 'allocator', 'meter', 'day 1', 'day 2', 'day 3', 'verdict'"
+    known = ", ".join(map(repr, gpu.SECTIONS))
     assert capsys.readouterr() == (
         "",
         f"error: there is no section 'nosuch'; choose from {known}\n",

@@ -19,7 +19,7 @@ LAYERS = (
         *("lora", "optim", "compression", "attention", "losses", "zero", "offload", "ema"),
     ),
     ("metering", "plot"),
-    ("train", "ledger"),
+    ("train", "ledger", "chain"),
     ("planner",),
     ("course",),
     ("__init__",),

@@ -2,10 +2,14 @@
 as it claims. A technique that does nothing fails its claim."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memlab
 from memlab.lora import LoRALinear, added_weights
@@ -17,9 +21,8 @@ from memlab.train import (
     Setting,
     Technique,
     build,
-    checkpoint_block,
+    combined,
     dry_trace,
-    each_block,
     measured,
 )
 
@@ -32,6 +35,16 @@ B, T = TINY.batch, TINY.seq_len
 CONFIG = PRESETS["tiny"]
 H, L, N = CONFIG.heads, CONFIG.layers, CONFIG.parameters
 STREAM_BYTES = B * T * CONFIG.width * FLOAT32  # what passes from block to block
+
+
+def each_block(wrap: Callable[[nn.Module], None]) -> Callable[[nn.Module], object]:
+    """The change of a model that wraps every block of it."""
+    return lambda model: [wrap(block) for block in model.blocks]
+
+
+def checkpoint_block(block: nn.Module) -> None:
+    """By torch."""
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +90,11 @@ def quadratic_part(technique: Technique, category: str) -> float:
 # The largest difference that rounding explains, for gradients of up to 0.6.
 TOLERANCES = {
     "checkpointing": 0,  # the same kernels on the same numbers
+    "sqrt-checkpointing": 0,
+    "selective-checkpointing": 0,
     "autocast": 0.01,  # bfloat16 keeps 8 bits
+    "loss-scaling": 0.002,  # float16 keeps 11
+    "bfloat16": 0.02,  # weights, too
     "eager-attention": 1e-6,  # another order of sums in float32
     "foreach-adamw": 0,  # these three change what happens after backward
     "fused-adamw": 0,
@@ -98,6 +115,15 @@ def test_lora_has_the_gradients_of_its_two_factors():
         expected = layer.scale * plain[f"{name}.weight"] @ A.T
         torch.testing.assert_close(layer.up.grad, expected, rtol=1e-4, atol=1e-6)
         assert layer.down.grad.count_nonzero() == 0
+
+
+def test_master_weights_have_the_gradients_in_float32():
+    plain, ours = gradients(PLAIN), build(TINY, TECHNIQUES["master-weights"])
+    ours.step()
+    (group,) = ours.optimizer.param_groups
+    for wanted, copy in zip(plain.values(), group["params"], strict=True):
+        assert copy.grad.dtype == torch.float32
+        assert (copy.grad - wanted).abs().max() <= TOLERANCES["bfloat16"]
 
 
 @pytest.mark.parametrize("name", TOLERANCES)
@@ -126,13 +152,54 @@ def blocks_keep_only_their_inputs(technique: Technique) -> None:
     assert grown == 2 * STREAM_BYTES
 
 
-def matrix_products_of_the_forward_pass_are_bfloat16(technique: Technique) -> None:
+def segments_keep_only_their_inputs(technique: Technique) -> None:
+    """Five blocks more are three segments of three in place of two of two: one input more is kept
+    when backward starts, and then a block more at a time."""
+    monkey = pytest.MonkeyPatch()
+    monkey.setitem(PRESETS, "nine", replace(CONFIG, layers=9))
+    nine, four = (alive_before_backward(technique, model) for model in ("nine", "tiny"))
+    monkey.undo()
+    assert nine - four == STREAM_BYTES
+
+
+def blocks_keep_their_products_and_attention(technique: Technique) -> None:
+    """Each block's input, q, k and v, attention's output and log-sum-exp, its projection, and the
+    first two products of the MLP."""
+    deeper, tiny = (alive_before_backward(technique, model) for model in ("deeper", "tiny"))
+    C, KV_D, hidden = CONFIG.width, CONFIG.kv_heads * CONFIG.head_width, CONFIG.hidden
+    a_token = C + (C + 2 * KV_D) + (C + H) + C + 2 * hidden
+    assert deeper - tiny == 2 * B * T * a_token * FLOAT32
+
+
+def alive_before_backward(technique: Technique, model: str) -> int:
+    """Activations, when the first gradient is made."""
+    alive = 0
+    for event in second_step(technique, replace(TINY, model=model)).events:
+        if event.phase == "backward":
+            break
+        alive += event.bytes * (event.category == "activations")
+    return alive
+
+
+def matrix_products_of_the_forward_pass_are(dtype: str, technique: Technique) -> None:
     products = {
         event.dtype
         for event in second_step(technique).events
         if event.operator == "aten.mm.default" and event.phase == "forward" and event.bytes > 0
     }
-    assert products == {"bfloat16"}
+    assert products == {dtype}
+
+
+def weights_gradients_and_state_take(weight: int, gradient: int, state: int):
+    """Bytes for each weight, at the end of a step."""
+
+    def claim(technique: Technique) -> None:
+        at_end = second_step(technique).at_end
+        assert at_end["parameters"] == weight * N
+        assert at_end["gradients"] == gradient * N
+        assert 0 <= at_end["optimizer_state"] - state * N <= FLOAT32 * 9 * (L + 1)  # steps, counted
+
+    return claim
 
 
 def each_head_keeps_its_weights_and_each_block_its_mask(technique: Technique) -> None:
@@ -171,7 +238,12 @@ def gradients_and_state_are_those_of_the_added_weights(technique: Technique) -> 
 
 CLAIMS = {
     "checkpointing": blocks_keep_only_their_inputs,
-    "autocast": matrix_products_of_the_forward_pass_are_bfloat16,
+    "sqrt-checkpointing": segments_keep_only_their_inputs,
+    "selective-checkpointing": blocks_keep_their_products_and_attention,
+    "autocast": partial(matrix_products_of_the_forward_pass_are, "bfloat16"),
+    "loss-scaling": partial(matrix_products_of_the_forward_pass_are, "float16"),
+    "bfloat16": weights_gradients_and_state_take(2, 2, 4),
+    "master-weights": weights_gradients_and_state_take(2 + 4, 4, 8),
     "eager-attention": each_head_keeps_its_weights_and_each_block_its_mask,
     "foreach-adamw": the_optimizer_step_takes_as_much_as_all_weights,
     "fused-adamw": the_optimizer_step_takes_nothing,
@@ -194,7 +266,7 @@ def test_a_technique_that_does_nothing_fails_the_claim(name):
 
 def test_every_technique_has_a_claim_and_a_tolerance():
     assert CLAIMS.keys() == TECHNIQUES.keys() - {"plain"}
-    assert TOLERANCES.keys() == CLAIMS.keys() - {"lora"}  # it has a test of its own
+    assert TOLERANCES.keys() == CLAIMS.keys() - {"lora", "master-weights"}  # in tests of their own
 
 
 def test_the_plain_adamw_takes_twice_the_largest_weight():
@@ -222,10 +294,11 @@ def test_every_technique_takes_a_model_with_an_unembedding_of_its_own(name, monk
 
 
 def calls_of_each_block(technique: Technique) -> list[int]:
-    """How often each block's MLP began in one step: torch stops a recomputation as soon as it has
-    what backward needs, so the last module does not come to its end."""
+    """How often each block's MLP began in one step: a recomputation stops as soon as it has what
+    backward needs, so the last module does not come to its end."""
     training, calls = build(TINY, technique), Counter()
-    for index, block in enumerate(training.model.blocks):
+    for index in range(L):
+        block = training.model.blocks[index]
         block.mlp.register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
     training.step()
     return [calls[index] for index in range(L)]
@@ -237,6 +310,12 @@ def test_the_plain_step_computes_each_block_once():
 
 def test_checkpointing_computes_each_block_twice():
     assert calls_of_each_block(TECHNIQUES["checkpointing"]) == [2] * L
+    assert calls_of_each_block(TECHNIQUES["sqrt-checkpointing"]) == [2] * L
+
+
+def test_checkpointing_has_the_bytes_of_torch_s():
+    torchs = replace(NOTHING, change_model=each_block(checkpoint_block))
+    assert second_step(TECHNIQUES["checkpointing"]).peak_bytes == second_step(torchs).peak_bytes
 
 
 def test_a_wrapper_that_only_calls_the_block_does_not_pass_as_checkpointing():
@@ -273,7 +352,9 @@ def test_every_technique_starts_from_the_same_weights():
 
     torch.manual_seed(SEED + 1)
     plain = weights(PLAIN)
-    assert all(torch.equal(weights(technique), plain) for technique in TECHNIQUES.values())
+    for technique in TECHNIQUES.values():
+        ours = weights(technique)
+        assert torch.equal(ours, plain.to(ours.dtype))
 
 
 def test_a_step_changes_the_weights():
@@ -337,3 +418,45 @@ def test_a_setting_that_cannot_be_says_what_was_got_and_what_is_wanted(wrong, me
 
 def test_a_setting_reads_as_a_title():
     assert str(TINY) == "tiny, 4 × 64 tokens, float32, cpu"
+
+
+# ------------------------------------------------------------------ several at once
+
+
+def test_techniques_combine_plug_by_plug():
+    """Checkpointing in autocast's forward pass, one sequence at a time: the bytes of all three."""
+    technique = combined("checkpointing+autocast+accumulation")
+    matrix_products_of_the_forward_pass_are("bfloat16", technique)
+    assert technique.micro_batch == 1
+    alone = [most(second_step(combined(n)), "activations") for n in technique_names(technique)]
+    assert most(second_step(technique), "activations") < min(alone)
+    plain, ours = gradients(PLAIN), gradients(technique)
+    assert max((ours[n] - plain[n]).abs().max().item() for n in plain) <= TOLERANCES["autocast"]
+
+
+def technique_names(technique: Technique) -> list[str]:
+    return [n for n, row in TECHNIQUES.items() if n != "plain" and row.summary in technique.summary]
+
+
+def test_two_changes_of_the_model_are_both_made():
+    model = build(TINY, combined("lora+bfloat16")).model
+    assert any(isinstance(module, LoRALinear) for module in model.modules())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_combined_with_nothing_a_technique_is_itself():
+    assert combined("autocast") == TECHNIQUES["autocast"]
+    assert replace(combined("plain+autocast"), summary="") == replace(
+        TECHNIQUES["autocast"], summary=""
+    )
+
+
+def test_two_techniques_for_one_plug_are_refused():
+    with pytest.raises(ValueError, match="fused-adamw and sgd each bring their own optimizer"):
+        combined("fused-adamw+autocast+sgd")
+
+
+def test_a_scaled_loss_in_micro_batches_overflows_no_more_than_in_one():
+    training = build(TINY, combined("loss-scaling+accumulation"))
+    training.step()
+    assert training.optimizer.state  # the first step was taken, not skipped

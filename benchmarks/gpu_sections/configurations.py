@@ -14,7 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from memlab.model import GPT, GPTConfig
+from memlab.train import Setting, build, combined
 
 Step = Callable[[], object]
 Built = tuple[Step, nn.Module, Optimizer | None]
@@ -617,6 +618,27 @@ def gpt2(size: Size, device: str) -> Built:
         bos_token_id=0,
         eos_token_id=1,
     )
+
+
+# ------------------------------------------------------------------ memlab's own techniques
+
+
+def own(technique: str) -> None:
+    """A step of memlab/train.py, as `memlab measure` takes it."""
+
+    def build_it(size: Size, device: str) -> Built:
+        setting = Setting("25m", 8, 512) if size.width > SMALL.width else Setting("tiny", 2, 32)
+        taken = build(replace(setting, device=device), combined(technique))
+        return taken.step, taken.model, taken.optimizer
+
+    configuration(f"memlab: {technique}")(build_it)
+
+
+for _technique in (
+    *("accumulation", "lora", "loss-scaling", "bfloat16", "master-weights", "checkpointing"),
+    *("sqrt-checkpointing", "selective-checkpointing", "checkpointing+autocast"),
+):
+    own(_technique)
 
 
 # ------------------------------------------------------------------ for the allocator

@@ -1,5 +1,6 @@
 """The steps that the days show of a GPU: each runs in a process of its own, or is predicted."""
 
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -8,10 +9,11 @@ import torch
 
 import memlab
 from memlab.allocator import simulate
+from memlab.cli.rows import in_turn
 from memlab.data import batches, stdlib_bytes
 from memlab.model import GPT, PRESETS
 from memlab.trace import Trace
-from memlab.train import TECHNIQUES, Setting, build
+from memlab.train import Setting, build, combined
 
 Answer = dict[str, Any]
 Task = Callable[[str, bool, bool], Answer]  # which of them, on a small model, in a rehearsal
@@ -21,7 +23,27 @@ BILL, SMALL_BILL = Setting("124m", batch=8, seq_len=640), Setting("tiny", batch=
 # What a day holds side by side: the step of the running bill, each time with another technique.
 SIDE_BY_SIDE: dict[str, dict[str, str]] = {
     "day 3": {"all at once": "plain", "one at a time": "accumulation"},
+    "day 4": {
+        "float32": "accumulation",
+        "autocast": "accumulation+autocast",
+        "bfloat16": "accumulation+bfloat16",
+    },
+    "day 5": {
+        "everything kept": "plain",
+        "every block again": "checkpointing",
+        "segments of √L": "sqrt-checkpointing",
+    },
+    "day 6": {
+        "nothing kept": "checkpointing",
+        "products and attention kept": "selective-checkpointing",
+    },
 }
+
+# What is timed beside the plain step, on a card that does nothing else.
+TIMED = (
+    *("autocast", "loss-scaling", "bfloat16", "master-weights"),
+    *("checkpointing", "sqrt-checkpointing", "selective-checkpointing", "checkpointing+autocast"),
+)
 
 
 def first_day(_: str, small: bool, rehearsal: bool) -> Answer:
@@ -50,7 +72,7 @@ def _step(technique: str, small: bool, rehearsal: bool) -> tuple[Setting, Trace]
     setting = replace(SMALL_BILL if small else BILL, device="cuda")
 
     def built() -> tuple[Any, ...]:
-        training = build(setting, TECHNIQUES[technique])
+        training = build(setting, combined(technique))
         return training.step, training.model, training.optimizer
 
     if rehearsal:
@@ -58,6 +80,25 @@ def _step(technique: str, small: bool, rehearsal: bool) -> tuple[Setting, Trace]
     step, model, optimizer = built()
     step()
     return setting, memlab.measure(step, model=model, optimizer=optimizer)
+
+
+def times(_: str, small: bool, rehearsal: bool) -> Answer:
+    """Each technique's step over the plain one, round by round in turn; a rehearsal takes them on
+    the CPU."""
+    setting = replace(SMALL_BILL if small else BILL, device="cpu" if rehearsal else "cuda")
+    plain = _warm(setting, "plain")
+    ratios = {}
+    for technique in TIMED:
+        rounds = in_turn(_warm(setting, technique), plain)
+        ratios[technique] = statistics.median(ours / theirs for ours, theirs in rounds)
+    return {"what": str(setting), **ratios}
+
+
+def _warm(setting: Setting, technique: str) -> Callable[[], None]:
+    step = build(setting, combined(technique)).step
+    for _ in range(3):  # the optimizer's state, and whatever kernels are tuned or compiled
+        step()
+    return step
 
 
 def second_day(_: str, small: bool, rehearsal: bool) -> Answer:
@@ -103,4 +144,5 @@ TASKS: dict[str, Task] = {
     "day 1": first_day,
     "day 2": second_day,
     "step": one_of_several,
+    "time": times,
 }

@@ -48,6 +48,14 @@ def compared(bench: Bench) -> Report:
     return _report(sentence, found)
 
 
+def timed(bench: Bench) -> Report:
+    """What precision and checkpointing cost in time, beside the plain step."""
+    found = _measured(bench, "time")
+    what = f"{found['what']}; the step's time over the plain one's"
+    lines = [(name, f"{ratio:.2f} ×") for name, ratio in found.items() if name != "what"]
+    return Report(f"Steps of {what}.", table(("", "time"), lines), found)
+
+
 def _measured(bench: Bench, day: str) -> dict[str, Any]:
     return _or_raise(bench.submit(day).result())
 

@@ -64,7 +64,10 @@ def measure_command(
     ] = None,
     technique: Annotated[
         list[str] | None,
-        typer.Option(help="Only this one, beside plain; may be given again.", metavar="NAME"),
+        typer.Option(
+            help="Only this one, beside plain; a+b is both at once. May be given again.",
+            metavar="NAME",
+        ),
     ] = None,
     device: Annotated[
         str | None,

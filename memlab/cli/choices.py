@@ -13,7 +13,7 @@ from memlab.cli.machine import devices_present, memory_of
 from memlab.cli.rows import dry_row
 from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS
-from memlab.train import TECHNIQUES, Setting, Technique
+from memlab.train import COMBINATIONS, TECHNIQUES, Setting, Technique, combined
 from memlab.units import format_bytes
 
 SUITABLE = {
@@ -77,9 +77,17 @@ def choose_setting(
 
 
 def choose_techniques(names: list[str] | None) -> dict[str, Technique]:
-    """The plain step, and those asked for, or all."""
-    wanted = {_known("--technique", name, TECHNIQUES) for name in names or TECHNIQUES}
-    return {name: t for name, t in TECHNIQUES.items() if name in wanted | {"plain"}}
+    """The plain step, and those asked for, or all; "a+b" is both at once. Single ones come in the
+    order of their table."""
+    wanted = dict.fromkeys(names or (*TECHNIQUES, *COMBINATIONS))
+    for part in (part for name in wanted for part in name.split("+")):
+        _known("--technique", part, TECHNIQUES)
+    single = [name for name in TECHNIQUES if name == "plain" or name in wanted]
+    several = [name for name in wanted if name not in TECHNIQUES]
+    try:
+        return {name: combined(name) for name in (*single, *several)}
+    except ValueError as error:
+        raise UsageError(f"got --technique {' and '.join(several)}: {error}") from error
 
 
 def choose_folder(out: str) -> Path:

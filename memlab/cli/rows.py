@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from memlab.cli.errors import is_out_of_memory
 from memlab.trace import Trace
@@ -80,7 +79,7 @@ class SideBySide:
         _clear_memory(self._setting)
         announce(f"{name}: bytes")
         training = self._started(technique)
-        difference, largest = self._compare(training.model)
+        difference, largest = self._compare(training)
         trace = measured(training)
         announce(f"{name}: time")
         rounds = self._rounds(training, technique)
@@ -92,12 +91,12 @@ class SideBySide:
         training.step()
         return training
 
-    def _compare(self, model: nn.Module) -> tuple[float | None, float | None]:
+    def _compare(self, training: Training) -> tuple[float | None, float | None]:
         """The largest difference from the plain gradients, and the largest gradient.
 
         Weights that the plain model does not have, or that keep no gradient, are left out.
         """
-        gradients = _copied_gradients(model)
+        gradients = _copied_gradients(training)
         self._gradients = self._gradients or gradients
         both = [name for name in gradients if name in self._gradients]
         differences = (gradients[name] - self._gradients[name] for name in both)
@@ -156,12 +155,16 @@ def _seconds(step: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _copied_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+def _copied_gradients(training: Training) -> dict[str, torch.Tensor]:
     """Copies: the gradients themselves, held here, would stay alive in the measured step.
 
-    They are widened on the CPU: on a device, that would take memory between the two steps.
+    They are widened on the CPU: on a device, that would take memory between the two steps. Where
+    the optimizer steps copies of the weights, those have the gradients.
     """
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    names = [name for name, p in training.model.named_parameters() if p.requires_grad]
+    groups = training.optimizer.param_groups
+    stepped = [p for group in groups for p in group["params"] if p.requires_grad]
+    gradients = {n: p.grad for n, p in zip(names, stepped, strict=True) if p.grad is not None}
     return {name: g.to("cpu", copy=True).float() for name, g in gradients.items()}
 
 

@@ -1,10 +1,11 @@
 """The running bill: one training step of a 124M-parameter model, and what each day takes off it.
 
-A day's notebook measures its own line. Those of the days before it takes from bill.json, which
+The lines stand in bill.json, which
 
     python -m memlab.course.build --bill
 
-measures and writes: sixteen steps would be more than a notebook's time. A test measures them again.
+measures and writes: sixteen steps, or one of eight micro-batches whose blocks run twice, would be
+more than a notebook's time. A test measures them again.
 """
 
 import json
@@ -28,9 +29,9 @@ STORED = Path(__file__).with_name("bill.json")
 
 
 def running_bill(day: int, today: Trace | None = None) -> "Figure":
-    """Print the line of each day up to this one, whose own is measured; the picture shows them.
+    """Print the line of each day up to this one; the picture shows them.
 
-    `today` is this day's line where it was measured already.
+    `today` is this day's line where the notebook has measured it.
     """
     from memlab import plot  # checks and commands need no matplotlib
 
@@ -38,9 +39,10 @@ def running_bill(day: int, today: Trace | None = None) -> "Figure":
     for number in days.numbers():
         if number <= day:
             bill = days.day(number).bill
-            traces[bill.label] = (today or bill.measure()) if number == day else _stored(bill)
+            traces[bill.label] = today if today and number == day else _stored(bill)
             print(_line(bill.label, traces))
-    return plot.breakdown(traces, title=f"The running bill: {SETTING}")
+    what = f"{SETTING.model}, {SETTING.batch} × {SETTING.seq_len} tokens"
+    return plot.breakdown(traces, title=f"The running bill: {what}")
 
 
 @cache

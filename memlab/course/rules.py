@@ -129,6 +129,44 @@ RULES: dict[str, Rule] = {
     "12": Rule(
         "If memory is still insufficient: freeze some layers during fine-tuning.", _DREAMS, 3
     ),
+    "13a": Rule("Mixed precision (FP16, BF16) halves activation and gradient memory.", _DAY_19, 4),
+    "13b": Rule(
+        "BF16 in place of FP16: better numerical stability, same memory usage.", _PLATFORMS, 4
+    ),
+    "13c": Rule("Mixed precision uses tensor cores: up to 8 × faster.", _DAY_19, 4),
+    "13d": Rule(
+        "BF16 saves on all memory and costs nothing, if the hardware supports it.", _DAY_19, 4
+    ),
+    "14a": Rule(
+        "Training in BF16, under autocast or with model.to(torch.bfloat16), goes through a "
+        "GradScaler.",
+        _MEMORY_GUIDE,
+        4,
+    ),
+    "14b": Rule("In BF16 training gradients are in FP32, for stability.", _MEMORY_GUIDE, 4),
+    "14c": Rule(
+        "Loss scaling is required for FP16, to prevent underflow, and not needed for BF16.",
+        _DAY_19,
+        4,
+    ),
+    "15a": Rule(
+        "Checkpointing stores only a few activations, such as the input of each block: memory goes "
+        "from O(N) to O(√N).",
+        _DAY_19,
+        5,
+    ),
+    "15b": Rule(
+        "Checkpointing increases compute by about 33 %: one extra forward pass.", _DAY_19, 5
+    ),
+    "15c": Rule(
+        "With checkpointing, training runs at about 0.7–0.8 × the speed: 20–30 % slower.",
+        _PLATFORMS,
+        5,
+    ),
+    "15d": Rule("Checkpointing allows training with 3–4 × larger batches.", _DAY_19, 5),
+    "15e": Rule(
+        "Gradient checkpointing: about 50–70 % reduction in activation memory.", _PLATFORMS, 5
+    ),
 }
 
 verdicts: list[Verdict] = []  # of this process, in the order they were reached

@@ -90,8 +90,7 @@ class LossScaler:
                 "got gradients in float16, where unscaled ones would vanish; keep the weights in "
                 "float32 under autocast, or step float32 copies of them (MasterWeights)"
             )
-        largest = [torch.linalg.vector_norm(gradient, torch.inf) for gradient in gradients]
-        self._overflowed[id(optimizer)] = not all(isfinite(number.item()) for number in largest)
+        self._overflowed[id(optimizer)] = not all(map(_is_finite, gradients))
         inverse = _float32(1 / self._scale)
         for gradient in gradients:
             gradient.mul_(inverse)
@@ -170,6 +169,11 @@ class LossScaler:
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     groups = optimizer.param_groups
     return [p.grad for group in groups for p in group["params"] if p.grad is not None]
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    """In one pass that takes no memory: an inf is an extreme, and of a nan both extremes are."""
+    return not gradient.numel() or all(isfinite(n.item()) for n in torch.aminmax(gradient))
 
 
 def _float32(number: float) -> float:

@@ -28,7 +28,14 @@ from memlab.cli.rows import Row, SideBySide, dry_row, in_turn, silent
 from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS, cross_entropy
 from memlab.trace import DeviceMemory, Event, Trace
-from memlab.train import TECHNIQUES, Setting, Technique, build, each_block, predicted_trace
+from memlab.train import (
+    COMBINATIONS,
+    TECHNIQUES,
+    Setting,
+    Technique,
+    build,
+    predicted_trace,
+)
 from memlab.units import format_bytes
 
 TINY = Setting("tiny", batch=2, seq_len=32)
@@ -172,7 +179,7 @@ def test_one_gradient_that_is_no_number_is_seen():
     def break_one(block):
         block.mlp.up.weight.register_hook(lambda gradient: gradient * math.nan)
 
-    broken = replace(PLAIN, change_model=each_block(break_one))
+    broken = replace(PLAIN, change_model=lambda model: break_one(model.blocks[0]))
     _, row = measured_rows(TINY, {"plain": PLAIN, "broken": broken}, False, silent)
     assert math.isnan(row.gradient_difference)
 
@@ -190,6 +197,10 @@ def test_a_technique_that_keeps_no_gradients_has_none_to_compare():
     _, row = measured_rows(TINY, {"plain": PLAIN, "forgetful": forgetful}, False, silent)
     assert row.gradient_difference is None
     assert row.failure is None
+
+
+def test_gradients_that_the_optimizer_has_of_its_own_copies_are_compared(real_rows):
+    assert 0 < real_rows["master-weights"].gradient_difference < 0.02
 
 
 # ------------------------------------------------------------------ time
@@ -342,6 +353,12 @@ def test_sequences_are_as_long_as_the_model_takes():
         (["--model", "25"], "got --model 25; did you mean 25m? There are tiny, 25m"),
         (["--model", "gpt"], "got --model gpt; choose from tiny, 25m"),
         (["--technique", "sgdd"], "got --technique sgdd; did you mean sgd? There are plain, "),
+        (["--technique", "lora+sgdd"], "got --technique sgdd; did you mean sgd?"),
+        (["--technique", "lora+"], "got --technique ; choose from plain, "),
+        (
+            ["--technique", "bfloat16+sgd"],
+            "got --technique bfloat16+sgd: bfloat16 and sgd each bring their own optimizer; leave",
+        ),
         (["--dtype", "int8"], "got --dtype int8; choose from float32, bfloat16, float16"),
         (["--batch", "0"], "got a batch of 0 sequences; give at least 1"),
         (["--batch", "-3"], "got a batch of -3 sequences; give at least 1"),
@@ -361,8 +378,18 @@ def test_techniques_are_measured_in_the_order_of_the_table_after_the_plain_step(
     assert list(choose_techniques(["sgd", "checkpointing"])) == ["plain", "checkpointing", "sgd"]
 
 
+def test_techniques_joined_by_a_plus_are_measured_at_once():
+    chosen = choose_techniques(["autocast+lora", "sgd"])
+    assert list(chosen) == ["plain", "sgd", "autocast+lora"]
+    _, both = measured_rows(TINY, {"plain": PLAIN, "both": chosen["autocast+lora"]}, True, silent)
+    for one in ("autocast", "lora"):
+        assert both.trace.peak_bytes < second_step(TECHNIQUES[one]).peak_bytes
+
+
 def test_without_a_choice_every_technique_is_measured():
-    assert choose_techniques(None) == TECHNIQUES
+    chosen = choose_techniques(None)
+    assert list(chosen) == [*TECHNIQUES, *COMBINATIONS]
+    assert {name: chosen[name] for name in TECHNIQUES} == TECHNIQUES
 
 
 def test_the_accelerator_is_found_by_itself(monkeypatch):

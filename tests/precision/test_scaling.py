@@ -243,6 +243,31 @@ def test_settings_that_cannot_be_are_refused(wrong):
         LossScaler(**wrong)
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("place", [0, 517, 999])
+def test_one_number_that_is_not_finite_is_found_wherever_it_is(value, place):
+    for weight in (nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(1000).bfloat16())):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(0)), weight], lr=1.0)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        weight.grad[place] = value
+        scaler = LossScaler(8.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (scaler.get_scale(), weight.count_nonzero()) == (4.0, 0)
+
+
+def test_the_largest_numbers_of_float32_are_no_overflow():
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3e38, -3e38])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = LossScaler(8.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    assert weight.count_nonzero() == 2
+
+
 def test_looking_at_gradients_takes_no_memory():
     import memlab
 

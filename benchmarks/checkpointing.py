@@ -1,0 +1,250 @@
+"""Checkpointing on trial: beside torch's own, in bytes and in time.
+
+    against torch   forward and backward of a small GPT, and of a chain of tiny blocks that shows
+                    nothing but the cost of the mechanism: plainly, with torch's checkpoint around
+                    every block (`use_reentrant=False`), and with memlab's. Both peaks must agree;
+                    memlab's time may be 1.05 times torch's
+
+    python benchmarks/checkpointing.py [--section "against torch"] [--quick]
+
+Prints Markdown, and writes a section each to `benchmarks/results/<machine>.json`.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import RESULTS, Spread, heading, progress, ratios, save, set_environment, side_by_side
+from common import table as markdown_table
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import memlab
+from memlab.checkpointing import checkpoint
+from memlab.data import batches, stdlib_bytes
+from memlab.metering.cycles import no_cycle_collection
+from memlab.model import GPT, PRESETS
+from memlab.units import format_bytes
+
+Call = Callable[..., Any]  # how a block is called: call(block, x)
+Pass = Callable[[], None]  # forward and backward
+
+MOST = 1.05  # times torch's, in time
+
+
+class Report(NamedTuple):
+    """What a section has to say."""
+
+    sentence: str  # for the summary
+    markdown: str
+    plain: dict[str, Any]  # for the results
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is run."""
+
+    preset: str
+    batch: int
+    seq_len: int
+    tiny_blocks: int
+    rounds: int
+
+
+FULL = Plan(preset="25m", batch=2, seq_len=256, tiny_blocks=200, rounds=15)
+QUICK = Plan(preset="tiny", batch=4, seq_len=64, tiny_blocks=5, rounds=2)
+
+
+# ------------------------------------------------------------------ against torch
+
+WAYS: dict[str, Call] = {
+    "plain": lambda fn, *args: fn(*args),
+    "torch": partial(torch_checkpoint, use_reentrant=False),
+    "memlab": checkpoint,
+}
+
+
+def gpt(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
+    """A model, and its passes by the way in which blocks are called."""
+    torch.manual_seed(0)
+    model = GPT(PRESETS[plan.preset])
+    tokens, targets = next(batches(stdlib_bytes("1 MiB"), plan.batch, plan.seq_len, 0))
+
+    def pass_of(call: Call) -> Pass:
+        def run() -> None:
+            hidden = model.embedding(tokens)
+            for block in model.blocks:
+                hidden = call(block, hidden)
+            model.loss(model.norm(hidden), model.unembedding_weight, targets).backward()
+
+        return run
+
+    return model, pass_of
+
+
+def chain(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
+    """Blocks so small that a call costs more than its arithmetic."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(
+        *[nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(plan.tiny_blocks)]
+    )
+    x = torch.randn(32, 16, requires_grad=True)
+
+    def pass_of(call: Call) -> Pass:
+        def run() -> None:
+            y: Tensor = x
+            for block in blocks:
+                y = call(block, y)
+            y.sum().backward()
+
+        return run
+
+    return blocks, pass_of
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One model, in every way."""
+
+    seconds: dict[str, list[float]]
+    peak_bytes: dict[str, int]
+
+    def ratio(self, of: str, to: str) -> Spread:
+        return ratios(self.seconds[of], self.seconds[to])
+
+    @property
+    def verdict(self) -> str:
+        """Whether the aim is met: torch's peak, and at most `MOST` times its time."""
+        if self.peak_bytes["memlab"] != self.peak_bytes["torch"]:
+            return "missed: another peak"
+        return "met" if self.ratio("memlab", "torch").median <= MOST else "missed"
+
+
+def timed(run: Pass) -> float:
+    """How long one core works on a pass, in which no cycle of Python objects is searched for; what
+    other processes do meanwhile does not count."""
+    with no_cycle_collection():
+        start = time.process_time()
+        run()
+        return time.process_time() - start
+
+
+def peak_bytes(run: Pass, model: nn.Module) -> int:
+    """The most bytes alive at once, weights and all, from no gradient on."""
+    model.zero_grad()
+    return memlab.measure(run, model=model).peak_bytes
+
+
+def compared(
+    model: nn.Module, pass_of: Callable[[Call], Pass], rounds: Iterable[int]
+) -> Comparison:
+    """Every way's peak, then all ways in turn; the measured pass has warmed them up."""
+    passes = {name: pass_of(call) for name, call in WAYS.items()}
+    peaks = {name: peak_bytes(run, model) for name, run in passes.items()}
+    return Comparison(
+        side_by_side({name: partial(timed, run) for name, run in passes.items()}, rounds), peaks
+    )
+
+
+def against_torch(plan: Plan, bar: Progress) -> Report:
+    builders = {
+        f"{plan.preset}, {plan.batch} × {plan.seq_len} tokens": gpt,
+        f"{plan.tiny_blocks} blocks of Linear(16, 16), GELU and Tanh": chain,
+    }
+    found = {
+        name: compared(*build(plan), bar.track(range(plan.rounds), description=name))
+        for name, build in builders.items()
+    }
+    return Report(torch_sentence(found), torch_table(found), torch_numbers(found))
+
+
+def torch_sentence(found: dict[str, Comparison]) -> str:
+    times = " and ".join(
+        f"{row.ratio('memlab', 'torch').median:.2f} × ({name})" for name, row in found.items()
+    )
+    same = all(row.peak_bytes["memlab"] == row.peak_bytes["torch"] for row in found.values())
+    return (
+        f"memlab's checkpoint takes {times} torch's time, at {'its' if same else 'another'} peak."
+    )
+
+
+def torch_table(found: dict[str, Comparison]) -> str:
+    rows = [
+        (
+            name,
+            *(format_bytes(row.peak_bytes[way]) for way in WAYS),
+            f"{row.ratio('torch', 'plain')} ×",
+            f"{row.ratio('memlab', 'plain')} ×",
+            f"{row.ratio('memlab', 'torch')} ×",
+            f"≤ {MOST} × {row.verdict}",
+        )
+        for name, row in found.items()
+    ]
+    header = (
+        *("forward and backward", *(f"peak, {way}" for way in WAYS)),
+        *("torch / plain", "memlab / plain", "memlab / torch", "aim"),
+    )
+    return markdown_table(header, rows)
+
+
+def torch_numbers(found: dict[str, Comparison]) -> dict[str, Any]:
+    return {
+        name: {
+            "peak_bytes": row.peak_bytes,
+            "seconds": row.seconds,
+            "memlab_to_torch": row.ratio("memlab", "torch")._asdict(),
+            "memlab_to_plain": row.ratio("memlab", "plain")._asdict(),
+            "verdict": row.verdict,
+        }
+        for name, row in found.items()
+    }
+
+
+# ------------------------------------------------------------------ the command
+
+SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {"against torch": against_torch}
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--section",
+        action="append",
+        choices=SECTIONS,
+        help="run this section only (may be given more than once)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny models, to see that it runs; nothing is written"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the folder of the results (%(default)s)"
+    )
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    set_environment()
+    given = arguments(words)
+    torch.set_num_threads(1)  # of a kernel: the time of one core is the time that passes
+    print(heading("Checkpointing"))
+    with progress() as bar:
+        for name in given.section or SECTIONS:
+            report = SECTIONS[name](QUICK if given.quick else FULL, bar)
+            print(f"\n## {name}\n\n{report.sentence}\n\n{report.markdown}")
+            if not given.quick:
+                content = {"summary": report.sentence, **report.plain}
+                save(given.results, "checkpointing", name, content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""What 16 bits save and lose: bytes of each policy, gradients below float16's range, two ratios.
+
+    python benchmarks/precision.py
+
+Bytes are measured on real steps of the tiny model; gradients are those of it, trained for a hundred
+steps on the standard library's source. Times are ratios, taken side by side: our LossScaler to
+torch's GradScaler, our stochastic rounding to torch's rounding to the nearest, and to torchao's
+where that is installed. Prints Markdown, and writes `benchmarks/results/<machine>.json`.
+"""
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import RESULTS, Spread, heading, ratios, save, set_environment, side_by_side, table
+from torch import Tensor, nn
+
+import memlab
+from memlab.course.checks.day04 import POLICIES
+from memlab.data import batches, stdlib_bytes
+from memlab.model import GPT, PRESETS
+from memlab.precision import LossScaler, MasterWeights, RoundedAdamW
+from memlab.rounding import stochastic_round_
+from memlab.trace import Trace
+
+ROUNDS = 15
+STEPS = 100  # of the training whose gradients are looked at
+TOKENS = (8, 64), (80, 64)  # batch and length: the mean of so many
+SCALES = (1.0, 2.0**10, 2.0**16)
+SMALLEST_NORMAL = 2.0**-14  # of float16
+TENSORS = (16, 2**18)  # of gradients that a scaler looks at: how many, how large
+NUMBERS = 2**22  # that are rounded
+CONFIG = PRESETS["tiny"]
+
+adamw = partial(torch.optim.AdamW, foreach=False)
+
+
+# ------------------------------------------------------------------ bytes
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("float32", "autocast", "bfloat16"), adamw),
+    "master": partial(MasterWeights, optimizer=adamw),
+    "master32": partial(MasterWeights, optimizer=adamw, gather_at_once=True),
+    "rounded": RoundedAdamW,
+}
+KINDS = ("parameters", "gradients", "optimizer_state")
+
+
+def second_step(policy: str) -> Trace:
+    """Of the tiny model on 8 × 64 tokens."""
+    torch.manual_seed(0)
+    low = torch.float32 if policy in ("float32", "autocast") else torch.bfloat16
+    model = GPT(CONFIG, dtype=low)
+    optimizer = OPTIMIZERS[policy](model.parameters())
+    tokens, targets = next(batches(stdlib_bytes("64 KiB"), *TOKENS[0], seed=0))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=policy == "autocast"):
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+
+    step()
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return memlab.measure(step, model=model, optimizer=inner)
+
+
+def bytes_of(policy: str) -> dict[str, int]:
+    """What is there when backward ends, and the activations when it begins."""
+    trace = second_step(policy)
+    last = max(n for n, event in enumerate(trace.events) if event.phase == "backward")
+    held = Trace(trace.events[: last + 1]).at_end
+    found = {kind: held[kind] for kind in KINDS}
+    return found | {"activations": trace.at_peak["activations"], "peak": trace.peak_bytes}
+
+
+def bytes_table(found: dict[str, dict[str, int]]) -> str:
+    """Bytes a weight, and what is left of float32's activations and peak."""
+    whole = found["float32"]
+    lines = []
+    for policy, held in found.items():
+        a_weight = [held[kind] / CONFIG.parameters for kind in KINDS]
+        shares = [held[kind] / whole[kind] for kind in ("activations", "peak")]
+        numbers = [f"{number:.2f}" for number in (*a_weight, sum(a_weight), *shares)]
+        lines.append((policy, *numbers))
+    header = ("policy", "weights", "gradients", "state", "bytes a weight", "activations", "peak")
+    return table(header, lines)
+
+
+# ------------------------------------------------------------------ float16's range
+
+
+def trained(steps: int) -> GPT:
+    """The tiny model after so many steps in float32."""
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    optimizer = adamw(model.parameters(), lr=3e-3)
+    drawn = batches(stdlib_bytes("256 KiB"), *TOKENS[0], seed=0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(*next(drawn)).backward()
+        optimizer.step()
+    model.zero_grad()
+    return model
+
+
+def gradients_of(model: GPT, batch: int, seq_len: int) -> dict[str, Tensor]:
+    """In float32: that of the logits, and those of all weights."""
+    tokens, targets = next(batches(stdlib_bytes("256 KiB"), batch, seq_len, seed=1))
+    logits = model(tokens)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    first, *others = torch.autograd.grad(loss, [logits, *model.parameters()])
+    return {"logits": first.flatten(), "weights": torch.cat([g.flatten() for g in others])}
+
+
+def lost(gradient: Tensor, scale: float) -> dict[str, float]:
+    """The shares that are zero, subnormal and infinite in float16."""
+    scaled = gradient * scale
+    low = scaled.half()
+    kinds = {
+        "zero": (low == 0) & (gradient != 0),
+        "subnormal": (low != 0) & (scaled.abs() < SMALLEST_NORMAL),
+        "infinite": low.isinf(),
+    }
+    return {kind: found.double().mean().item() for kind, found in kinds.items()}
+
+
+def range_rows(steps: int) -> dict[str, dict[str, float]]:
+    """By tokens, gradient and scale."""
+    model, rows = trained(steps), {}
+    for batch, seq_len in TOKENS:
+        for name, gradient in gradients_of(model, batch, seq_len).items():
+            for scale in SCALES:
+                key = f"{name}, {batch * seq_len:,} tokens, × {scale:,.0f}"
+                rows[key] = lost(gradient, scale)
+    return rows
+
+
+def range_table(rows: dict[str, dict[str, float]]) -> str:
+    """The shares as Markdown."""
+    lines = [(name, *(f"{share:.2%}" for share in row.values())) for name, row in rows.items()]
+    return table(("gradients of", "zero", "subnormal", "infinite"), lines)
+
+
+# ------------------------------------------------------------------ time
+
+
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """A run that says how long it took."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def scaler_runs(tensors: int, numbers: int) -> dict[str, Callable[[], float]]:
+    """The part of a step that is the scaler's: unscale, step (by nothing), update."""
+    weights = [nn.Parameter(torch.zeros(numbers)) for _ in range(tensors)]
+    optimizer = torch.optim.SGD(weights, lr=0.0)
+    optimizer.step = lambda *args: None  # type: ignore[method-assign]
+    scalers = {"LossScaler": LossScaler(1.0), "GradScaler": torch.amp.GradScaler("cpu", 1.0)}
+    for weight in weights:
+        weight.grad = torch.ones(numbers)
+
+    def run(scaler: Any) -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    scalers["GradScaler"].scale(torch.ones(()))  # it makes its state when it is first used
+    return {name: timed(partial(run, scaler)) for name, scaler in scalers.items()}
+
+
+def rounding_runs(numbers: int) -> dict[str, Callable[[], float]]:
+    """The same numbers rounded at random, to the nearest, and by torchao where it is."""
+    precise = torch.randn(numbers)
+    out = torch.empty(numbers, dtype=torch.bfloat16)
+    runs = {
+        "stochastic_round_": timed(lambda: stochastic_round_(out, precise)),
+        "to the nearest": timed(lambda: out.copy_(precise)),
+    }
+    if theirs := torchaos():
+        runs["torchao's"] = timed(lambda: theirs(precise))
+    return runs
+
+
+def torchaos() -> Callable[[Tensor], Tensor] | None:
+    """torchao's rounding, uncompiled; None where it is not installed."""
+    if importlib.util.find_spec("torchao") is None:
+        return None
+    from torchao.optim.quant_utils import _fp32_to_bf16_sr
+
+    return _fp32_to_bf16_sr
+
+
+def compared(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
+    """How many times as long as each of the others the first takes."""
+    for run in runs.values():
+        run()
+    first, *others = runs
+    seconds = side_by_side(runs, range(rounds))
+    return {name: ratios(seconds[first], seconds[name]) for name in others}
+
+
+# ------------------------------------------------------------------ the command
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each comparison of times")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of training, before gradients")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    set_environment()
+    given = arguments(words)
+    print(heading("Precision"), end="\n\n")
+    assert set(POLICIES) < set(OPTIMIZERS)
+    held = {policy: bytes_of(policy) for policy in OPTIMIZERS}
+    print(bytes_table(held), end="\n\n")
+    rows = range_rows(given.steps)
+    print(range_table(rows), end="\n\n")
+    times = {
+        "LossScaler": compared(scaler_runs(*TENSORS), given.rounds),
+        "stochastic_round_": compared(rounding_runs(NUMBERS), given.rounds),
+    }
+    lines = [(name, of, str(ratio)) for name, row in times.items() for of, ratio in row.items()]
+    print(table(("time of", "against", "ratio (quartiles)"), lines))
+    if torchaos() is None:
+        print("\ntorchao is not installed; its rounding was not compared.")
+    save(given.results, "precision", "bytes", held)
+    save(given.results, "precision", "float16", rows)
+    medians = {name: {of: r.median for of, r in row.items()} for name, row in times.items()}
+    save(given.results, "precision", "times", medians)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Operations of matrix products and attention: two for each product that is added to a sum.
+
+The rest of a block (norms, activations, sums) reads and writes memory and hardly computes; torch's
+`FlopCounterMode` leaves it out, too, and its formulas are used here.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+MATMULS = frozenset(
+    {
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+        *(aten._scaled_mm.default, aten.convolution.default),
+    }
+)
+ATTENTION = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+# torch counts the attention of accelerators; the CPU's takes the same first arguments.
+_FORMULAS = flop_registry | {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        aten._scaled_dot_product_flash_attention
+    ],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Those of one call of an operator; 0 where it is no product."""
+    formula = _FORMULAS.get(func.overloadpacket)
+    return formula(*args, **kwargs, out_val=result) if formula else 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts what runs inside `with`, in sections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sections = [0]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sections)
+
+    def begin_section(self) -> None:
+        self.sections.append(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.sections[-1] += operations(func, args, kwargs, result)
+        return result

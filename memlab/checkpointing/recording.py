@@ -1,0 +1,216 @@
+"""A function's operators, written down in one run and played again in another.
+
+Both are dispatch modes: they see what runs below autograd. A *value* is what a storage holds until
+it is written over, as a number; a view has the value of its base.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from memlab.checkpointing.operations import operations
+from memlab.checkpointing.recompute import CheckpointError
+
+DETACH = torch.ops.aten.detach.default
+
+
+class Operator(NamedTuple):
+    """One call of an operator within a function: what keeping its outputs takes, and saves."""
+
+    number: int
+    func: Any  # such as torch.ops.aten.mm.default
+    bytes: int
+    operations: int
+
+
+@dataclass(eq=False)
+class Output:
+    """A tensor that a call made, on a storage of its own."""
+
+    value: int
+    make_alike: Callable[[], Tensor]  # the same shape and strides, and any content
+    tensor: Tensor | None  # where it may be kept
+    is_overwritten: bool = False
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of an operator, as the first run saw it."""
+
+    operator: Operator
+    reads: frozenset[int]
+    writes: frozenset[int]  # new values, of storages that it wrote over
+    outputs: list[Output | None]  # as the tree's leaves
+    structure: TreeSpec
+    must_run: bool  # for more than its outputs
+    is_chosen: bool
+    is_played: bool = False  # in the second run its outputs are handed out
+
+    @property
+    def is_playable(self) -> bool:
+        """Whether handing out tensors does for it: a view is made anew, a random number drawn."""
+        return any(self.outputs) and not self.writes and not self.must_run
+
+    @property
+    def makes(self) -> set[int]:
+        return {output.value for output in self.outputs if output} | self.writes
+
+
+class Recording(TorchDispatchMode):
+    """Writes down every operator inside `with`, and holds the outputs of those that are chosen."""
+
+    def __init__(self, choose: Callable[[Operator], bool]) -> None:
+        super().__init__()
+        self.choose = choose
+        self.calls: list[Call] = []
+        self.wanted: set[int] = set()  # values that backward wants
+        self._values: dict[int, int] = {}  # of storages, by address
+        self._made: dict[int, Output] = {}  # by value; other values come from outside
+        self._numbers = count()
+
+    def want(self, tensor: Tensor) -> None:
+        """Backward wants the tensor as it is now."""
+        self.wanted.add(self._value(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _makes_nothing(func):
+            return func(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        written = list(_written(func, args, kwargs))
+        reads = frozenset(map(self._value, inputs))
+        writes_outside = any(self._value(tensor) not in self._made for tensor in written)
+        for tensor in written:
+            self._copy_what_is_held_of(tensor)
+        result = func(*args, **kwargs)
+        leaves, structure = tree_flatten(result)
+        fresh = [leaf for leaf in leaves if _is_fresh(leaf, inputs)]
+        operator = Operator(
+            len(self.calls),
+            func,
+            sum(tensor.untyped_storage().nbytes() for tensor in fresh),
+            operations(func, args, kwargs, result),
+        )
+        must_run = (
+            is_random(func, args, kwargs)
+            or writes_outside
+            or any(not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves)
+            or any(tensor.layout is not torch.strided for tensor in fresh)
+            or (bool(fresh) and len(fresh) < sum(isinstance(leaf, Tensor) for leaf in leaves))
+            or (bool(written) and not all(tensor.is_floating_point() for tensor in inputs))
+        )
+        is_chosen = bool(fresh) and not must_run and not written and self.choose(operator)
+        call = Call(
+            operator,
+            reads,
+            frozenset(self._overwritten(tensor) for tensor in written),
+            [self._output(leaf, is_chosen) if _is_fresh(leaf, inputs) else None for leaf in leaves],
+            structure,
+            must_run,
+            is_chosen,
+        )
+        self.calls.append(call)
+        return result
+
+    def _value(self, tensor: Tensor) -> int:
+        return self._values.setdefault(_address(tensor), -1 - len(self._values))
+
+    def _output(self, tensor: Tensor, is_chosen: bool) -> Output:
+        make_alike = partial(
+            torch.empty_strided,
+            tensor.shape,
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+        )
+        held = _alias(tensor) if is_chosen else None
+        output = Output(next(self._numbers), make_alike, held)
+        self._values[_address(tensor)] = output.value
+        self._made[output.value] = output
+        return output
+
+    def _overwritten(self, tensor: Tensor) -> int:
+        """The new value of a storage that has been written over."""
+        made = self._made.get(self._value(tensor))
+        value = self._values[_address(tensor)] = next(self._numbers)
+        if made is not None:
+            self._made[value] = Output(value, made.make_alike, None)
+        return value
+
+    def _copy_what_is_held_of(self, tensor: Tensor) -> None:
+        output = self._made.get(self._value(tensor))
+        if output is not None and not output.is_overwritten:
+            output.is_overwritten = True
+            output.tensor = None if output.tensor is None else output.tensor.clone()
+
+
+class Playing(TorchDispatchMode):
+    """Runs the same operators again, but hands out the outputs of those that are played."""
+
+    def __init__(self, calls: list[Call], kept: dict[Output, Tensor]) -> None:
+        super().__init__()
+        self.calls, self.kept = iter(calls), kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _makes_nothing(func):
+            return func(*args, **(kwargs or {}))
+        call = next(self.calls, None)
+        if call is not None and call.operator.func is not func:
+            raise CheckpointError(
+                f"when it ran again for backward, a function called {func} where it had called "
+                f"{call.operator.func}; a checkpointed function must do the same in both runs"
+            )
+        if call is None or not call.is_played:
+            return func(*args, **(kwargs or {}))
+        leaves = [None if output is None else self._play(output) for output in call.outputs]
+        return tree_unflatten(leaves, call.structure)
+
+    def _play(self, output: Output) -> Tensor:
+        tensor = self.kept.get(output)
+        if tensor is None:
+            return output.make_alike()  # nobody will read it
+        return tensor.clone() if output.is_overwritten else tensor.detach()
+
+
+def _makes_nothing(func: Any) -> bool:
+    """Hooks detach, and a fake tensor is asked for its device (prim), and not in both runs."""
+    return func is DETACH or func.namespace == "prim"
+
+
+def is_random(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call draws random numbers: attention does only if its dropout is not 0."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return given.get("dropout_p", 0.0) > 0 if "dropout_p" in names else True
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that a call writes over."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The tensor without the graph that autograd will hang on it, and with its count of writes: in
+    a dispatch mode, a plain detach begins one of its own."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _is_fresh(leaf: Any, inputs: list[Tensor]) -> bool:
+    return isinstance(leaf, Tensor) and _address(leaf) not in map(_address, inputs)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,64 @@
+"""The benchmark of checkpointing computes what it prints: a slow or greedy checkpoint shows up."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = str(Path(__file__).parents[2] / "benchmarks")
+
+if FOLDER not in sys.path:
+    sys.path.insert(0, FOLDER)
+benchmark = importlib.import_module("checkpointing")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The full plan is as small as the quick one, so that something is written."""
+    monkeypatch.setattr(benchmark, "FULL", benchmark.QUICK)
+
+
+def row(memlab_seconds: float, memlab_bytes: int = 70) -> object:
+    seconds = {"plain": [1.0, 2.0], "torch": [2.0, 4.0]}
+    seconds["memlab"] = [memlab_seconds, 2 * memlab_seconds]
+    return benchmark.Comparison(seconds, {"plain": 100, "torch": 70, "memlab": memlab_bytes})
+
+
+@pytest.mark.parametrize(
+    ("comparison", "verdict"),
+    [
+        (row(2.0), "met"),
+        (row(2.1), "met"),
+        (row(2.2), "missed"),
+        (row(1.0, memlab_bytes=71), "missed: another peak"),
+    ],
+)
+def test_the_aim_is_torchs_peak_and_nearly_its_time(comparison, verdict):
+    assert comparison.verdict == verdict
+
+
+def test_it_prints_both_models_in_all_ways_and_writes_them(quick, tmp_path, capsys):
+    assert benchmark.main(["--section", "against torch", "--results", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# Checkpointing: CPU")
+    [results] = tmp_path.glob("*.json")
+    section = json.loads(results.read_text(encoding="utf-8"))["checkpointing"]["against torch"]
+    for name in ("tiny, 4 × 64 tokens", "5 blocks of Linear(16, 16), GELU and Tanh"):
+        assert f"\n| {name} |" in printed
+        assert section[name]["peak_bytes"]["memlab"] == section[name]["peak_bytes"]["torch"]
+        assert section[name]["peak_bytes"]["memlab"] < section[name]["peak_bytes"]["plain"]
+        assert section[name]["seconds"].keys() == benchmark.WAYS.keys()
+
+
+def test_a_checkpoint_that_saves_nothing_shows_up(quick, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(benchmark.WAYS, "memlab", benchmark.WAYS["plain"])
+    benchmark.main(["--section", "against torch", "--results", str(tmp_path)])
+    assert "missed: another peak" in capsys.readouterr().out
+
+
+def test_a_quick_run_writes_nothing(tmp_path, capsys):
+    assert benchmark.main(["--quick", "--results", str(tmp_path)]) == 0
+    assert "memlab's checkpoint takes" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []

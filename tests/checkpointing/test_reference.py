@@ -1,0 +1,137 @@
+"""checkpoint_reference: what the fifteen lines do, and each thing that they say they cannot do."""
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import memlab
+from memlab.checkpointing import checkpoint, checkpoint_reference
+
+
+def net(*extra: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.GELU(), *extra, nn.Linear(8, 8))
+
+
+def plainly(fn, *args):
+    return fn(*args)
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 8, requires_grad=True)
+
+
+# ------------------------------------------------------------------ what it does
+
+
+def observed(call) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(net(nn.Dropout()), net(nn.Dropout())), batch()
+    y = call(model[1], call(model[0], x))
+    y.square().sum().backward()
+    return [y, torch.rand(3), x.grad, *(p.grad for p in model.parameters())]
+
+
+def test_values_gradients_and_later_random_numbers_are_those_of_the_plain_call():
+    assert all(map(torch.equal, observed(checkpoint_reference), observed(plainly)))
+
+
+def test_several_inputs_and_outputs_each_get_their_gradients():
+    def found(call) -> list[Tensor]:
+        torch.manual_seed(0)
+        a, b = batch(), batch()
+        first, second = call(lambda a, b: ((a * b).tanh(), a.exp()), a, b)
+        (first * second).sum().backward()
+        return [first, second, a.grad, b.grad]
+
+    assert all(map(torch.equal, found(checkpoint_reference), found(plainly)))
+
+
+def test_it_keeps_its_inputs_and_nothing_else():
+    blocks, x = [net() for _ in range(4)], batch()
+    with memlab.meter() as running:
+        y = x
+        for block in blocks:
+            y = checkpoint_reference(block, y)
+    between = 4 * 8 * 4
+    assert running.trace.at_end["activations"] == (3 + 1) * between  # and the result
+
+
+def test_activations_die_with_backward():
+    storages = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        storages.append(weakref.ref(y.untyped_storage()))
+        return y.exp().tanh()
+
+    checkpoint_reference(fn, batch()).sum().backward()
+    assert [storage() for storage in storages] == [None, None]
+
+
+# ------------------------------------------------------------------ what it cannot do
+
+
+def test_it_takes_no_keyword_arguments():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'p'"):
+        checkpoint_reference(F.dropout, batch(), p=0.5)
+
+
+def test_it_takes_no_tensors_in_a_list():
+    with pytest.raises(TypeError, match="argument 1 is of type list"):
+        checkpoint_reference(lambda x, more: x * more[0], batch(), [batch()])
+
+
+@pytest.mark.parametrize(("call", "has_graph"), [(checkpoint_reference, False), (checkpoint, True)])
+def test_weights_get_no_gradient_where_no_input_wants_one(call, has_graph):
+    assert call(net(), batch().detach()).requires_grad == has_graph
+
+
+@pytest.mark.parametrize(("call", "fills"), [(checkpoint_reference, True), (checkpoint, False)])
+def test_autograd_grad_fills_the_gradients_of_all_weights(call, fills):
+    model, x = net(), batch()
+    torch.autograd.grad(call(model, x).sum(), x)
+    assert (model[0].weight.grad is not None) == fills
+
+
+def test_it_has_no_second_derivative():
+    x = batch()
+    y = checkpoint_reference(lambda x: x.sin().exp(), x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert not slope.requires_grad
+
+
+@pytest.mark.parametrize(("call", "runs_to_its_end"), [(checkpoint_reference, 2), (checkpoint, 1)])
+def test_it_runs_the_function_to_its_end(call, runs_to_its_end):
+    ends = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin() * 2
+        ends.append(y.shape)
+        return y
+
+    call(fn, batch()).sum().backward()
+    assert len(ends) == runs_to_its_end
+
+
+@pytest.mark.parametrize(("call", "counted"), [(checkpoint_reference, 2), (checkpoint, 1)])
+def test_batch_norm_counts_its_batch_twice(call, counted):
+    norm = nn.BatchNorm1d(8)
+    call(lambda x: norm(x).tanh(), batch()).sum().backward()
+    assert norm.num_batches_tracked == counted
+
+
+def test_autocast_is_forgotten():
+    dtypes = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x @ x.mT
+        dtypes.append(y.dtype)
+        return y.float()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        y = checkpoint_reference(fn, batch())
+    y.sum().backward()
+    assert dtypes == [torch.bfloat16, torch.float32]

@@ -1,0 +1,480 @@
+"""Selective checkpointing: values, the operators that run again, and the bytes that are kept.
+
+torch's own stands beside it as an oracle, on all three.
+"""
+
+import copy
+from collections import Counter
+from functools import partial
+from itertools import chain, combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.flop_counter import flop_registry
+
+import memlab
+from memlab.checkpointing.operations import ATTENTION, MATMULS, Operations
+from memlab.checkpointing.recompute import CheckpointError, checkpoint
+from memlab.checkpointing.recording import Operator
+from memlab.checkpointing.selection import best_within, operators_of, selective
+from memlab.model import GPT, PRESETS
+
+aten = torch.ops.aten
+ROWS, WIDTH = 32, 64
+TENSOR = 4 * ROWS * WIDTH  # bytes
+
+
+def everything(operator: Operator) -> bool:
+    return True
+
+
+KEEP = {
+    "nothing": (),
+    "matmuls": MATMULS,
+    "attention": ATTENTION,
+    "both": MATMULS | ATTENTION,
+    "silu": {aten.silu.default},
+    "every third": lambda operator: operator.number % 3 == 0,
+    "everything": everything,
+}
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def matmuls(self) -> int:
+        return sum(self.count[func] for func in MATMULS)
+
+
+def plain(fn, *args):
+    return fn(*args)
+
+
+def torchs(policy):
+    """torch's selective checkpoint; `policy` is a function of an operator."""
+
+    def call(fn, *args):
+        def decide(ctx, op, *_, **__):
+            return CheckpointPolicy.MUST_SAVE if policy(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, decide)
+        return torch_checkpoint(fn, *args, use_reentrant=False, context_fn=contexts)
+
+    return call
+
+
+def block_and_input() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    block = GPT(PRESETS["tiny"]).blocks[1]
+    return block, torch.randn(2, 16, 32, requires_grad=True)
+
+
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    """W2 relu(W1 x), without biases."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+    return model, torch.randn(ROWS, WIDTH, requires_grad=True)
+
+
+def gradients(wrap, fn, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    x.grad = None
+    parameters = list(fn.parameters()) if isinstance(fn, nn.Module) else []
+    for parameter in parameters:
+        parameter.grad = None
+    wrap(fn, x).square().sum().backward()
+    return [x.grad, *(parameter.grad for parameter in parameters)]
+
+
+def matmuls_of_backward(wrap, fn, x: torch.Tensor) -> int:
+    y = wrap(fn, x).square().sum()
+    with Calls() as calls:
+        y.backward()
+    return calls.matmuls
+
+
+def kept_bytes(wrap, fn, x: torch.Tensor) -> int:
+    """What is alive for backward, without the result."""
+    results = []
+    with memlab.meter() as running:
+        results.append(wrap(fn, x))
+    born = [event for event in running.trace.events if event.phase != "before"]
+    result = results[0].untyped_storage().nbytes()
+    return sum(event.bytes for event in born) - result
+
+
+# ------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_gradients_of_a_transformer_block_are_those_of_the_plain_run(name):
+    block, x = block_and_input()
+    expected = gradients(plain, block, x)
+    assert all(map(torch.equal, gradients(selective(KEEP[name]), block, x), expected))
+
+
+@pytest.mark.parametrize("keep", [MATMULS, ATTENTION, MATMULS | ATTENTION])
+def test_torchs_own_selection_has_the_same_gradients(keep):
+    block, x = block_and_input()
+    expected = gradients(torchs(lambda op: op in keep), block, x)
+    assert all(map(torch.equal, gradients(selective(keep), block, x), expected))
+
+
+@given(st.sets(st.integers(0, 70)))
+def test_whatever_calls_are_kept_the_gradients_stay(numbers):
+    block, x = block_and_input()
+    expected = gradients(plain, block, x)
+    assert all(map(torch.equal, gradients(selective(numbers), block, x), expected))
+
+
+def with_dropout(x):
+    """The second dropout must not draw the numbers of the first."""
+    x, _ = torch.native_dropout(x.sin(), 0.3, True)
+    return nn.functional.dropout(x.cos(), 0.6).exp()
+
+
+@pytest.mark.parametrize(
+    "keep", [everything, {aten.native_dropout.default}, {aten.bernoulli_.float}]
+)
+def test_random_numbers_are_the_same_in_both_runs_whatever_is_kept(keep):
+    x = torch.randn(64, requires_grad=True)
+    expected, expected_next = gradients(plain, with_dropout, x), torch.rand(2)
+    found, found_next = gradients(selective(keep), with_dropout, x), torch.rand(2)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found_next, expected_next)
+
+
+def test_torchs_keeps_a_dropout_and_draws_its_numbers_for_the_next_one():
+    """No error, and another gradient: why no operator that draws numbers is kept here."""
+    x = torch.randn(64, requires_grad=True)
+    expected = gradients(plain, with_dropout, x)
+    found = gradients(torchs(lambda op: op is aten.native_dropout.default), with_dropout, x)
+    assert not torch.equal(found[0], expected[0])
+
+
+def written_over(x):
+    y = (x @ x).relu_()  # the product is kept, and written over
+    z = (y @ x).add_(1.0)
+    z[0].mul_(2.0)  # through a view
+    return (z @ y).mul_(0.5)
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_what_is_kept_may_be_written_over_by_the_function(name):
+    x = torch.randn(8, 8, requires_grad=True)
+    expected = gradients(plain, written_over, x)
+    assert torch.equal(gradients(selective(KEEP[name]), written_over, x)[0], expected[0])
+    assert matmuls_of_backward(selective(MATMULS), written_over, x) == matmuls_of_backward(
+        plain, written_over, x
+    )
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_the_second_run_leaves_what_is_kept_as_it_was_for_a_third(name):
+    x = torch.randn(8, 8, requires_grad=True)
+    y = selective(KEEP[name])(written_over, x).sum()
+    once = torch.autograd.grad(y, x, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(y, x)[0], once[0])
+
+
+def test_what_is_kept_must_not_be_written_over_afterwards():
+    x = torch.randn(8, 8, requires_grad=True)
+    kept = []
+
+    def leaks(x):
+        kept.append(x @ x)
+        return kept[0].sin()
+
+    y = selective(MATMULS)(leaks, x)
+    with torch.no_grad():
+        kept[0].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def reads_a_value(x):
+    y = x @ x
+    return y.sin() if y.sum().item() > 0 else y.cos()
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_a_function_may_branch_on_a_value(name):
+    for sign in (1.0, -1.0):
+        x = (sign * torch.eye(4)).requires_grad_()
+        with torch.no_grad():
+            x[0, 1] = 50.0 * sign
+        expected = gradients(plain, reads_a_value, x)
+        assert torch.equal(gradients(selective(KEEP[name]), reads_a_value, x)[0], expected[0])
+
+
+def calls_of_backward(keep, fn, x: torch.Tensor) -> Counter:
+    y = selective(keep)(fn, x).sum()
+    with Calls() as calls:
+        y.backward()
+    return calls.count
+
+
+@pytest.mark.parametrize("keep", [(), everything])
+def test_what_a_branch_depends_on_runs_again_though_backward_does_not_want_it(keep):
+    count = calls_of_backward(keep, reads_a_value, torch.eye(4).requires_grad_())
+    assert count[aten._local_scalar_dense.default] == 1
+    assert count[aten.sum.default] == (0 if keep is everything else 1)  # kept, or run again
+
+
+def test_what_is_written_outside_of_the_function_is_written_in_both_runs():
+    """As with every checkpoint: a buffer is counted twice, but never filled with anything else."""
+    total = torch.zeros(())
+
+    def adds_up(x):
+        total.add_((x.detach() @ x.detach()).sum())
+        return x.sin().exp()
+
+    x = torch.eye(4).requires_grad_()
+    count = calls_of_backward((), adds_up, x)
+    assert count[aten.mm.default] == 1
+    assert total.item() == 2 * 4
+
+
+def test_an_index_that_is_written_at_runs_again_though_backward_does_not_want_it():
+    """Without it, a write at a place that was never computed could be one far outside."""
+
+    def marks(x):
+        marked = torch.zeros(8)
+        marked[x.detach().argsort()] = 1.0
+        return x.sin().exp()
+
+    count = calls_of_backward((), marks, torch.randn(8, requires_grad=True))
+    assert count[aten.sort.default] + count[aten.argsort.default] + count[aten.sort.stable] == 1
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_a_retained_graph_goes_backward_twice_and_so_do_second_derivatives(name):
+    """torch's selective checkpoint refuses both."""
+
+    def cubes(x):
+        return (x @ x @ x).sin()
+
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    y = selective(KEEP[name])(cubes, x).sum()
+    once = torch.autograd.grad(y, x, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], once[0])
+    assert torch.autograd.gradgradcheck(partial(selective(KEEP[name]), cubes), x)
+
+
+@pytest.mark.parametrize("outer", [checkpoint, selective(()), selective(MATMULS)])
+@pytest.mark.parametrize("inner", [checkpoint, selective(MATMULS), selective(everything)])
+def test_it_nests_with_itself_and_with_checkpoint_either_way_round(outer, inner):
+    block, x = block_and_input()
+    follower = copy.deepcopy(block)
+
+    def both(x):
+        return follower(inner(block, inner(block, x)))
+
+    expected = gradients(plain, lambda x: follower(block(block(x))), x)
+    assert torch.equal(gradients(outer, both, x)[0], expected[0])
+
+
+def test_without_gradients_nothing_is_kept():
+    model, x = mlp()
+    with torch.no_grad():
+        assert kept_bytes(selective(everything), model, x) == 0
+
+
+# ------------------------------------------------------------------ what runs again
+
+
+def test_kept_matmuls_run_again_never_and_forgotten_ones_up_to_the_last_that_backward_needs():
+    """W2 relu(W1 x): backward has 4 products, and 5 with a checkpoint that stops early."""
+    model, x = mlp()
+    assert matmuls_of_backward(plain, model, x) == 4
+    assert matmuls_of_backward(checkpoint, model, x) == 5
+    assert matmuls_of_backward(selective(()), model, x) == 5
+    assert matmuls_of_backward(selective(MATMULS), model, x) == 4
+    assert matmuls_of_backward(torchs(lambda op: op in MATMULS), model, x) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "again"), [("nothing", 7), ("matmuls", 1), ("attention", 6), ("both", 0)]
+)
+def test_of_a_transformer_block_what_is_kept_does_not_run_again(name, again):
+    """Seven products, of which early stop spares the last, and one attention."""
+    block, x = block_and_input()
+    y = selective(KEEP[name])(block, x).sum()
+    with Calls() as calls:
+        y.backward()
+    plain_matmuls = matmuls_of_backward(plain, block, x)
+    attentions = sum(calls.count[func] for func in ATTENTION)
+    assert calls.matmuls - plain_matmuls + attentions == again
+
+
+def test_with_everything_kept_nothing_but_views_and_writes_in_place_run_again():
+    block, x = block_and_input()
+
+    def backward(wrap) -> Counter:
+        y = wrap(block, x).sum()
+        with Calls() as calls:
+            y.backward()
+        return calls.count
+
+    again = backward(selective(everything)) - backward(plain)
+    views = {func for func in again if func.is_view or func is aten._unsafe_view.default}
+    alike = {aten.empty_strided.default, aten.detach.default}
+    in_place = {aten.add_.Scalar}  # of the norm: + eps
+    assert set(again) <= views | alike | in_place
+
+
+# ------------------------------------------------------------------ what is kept
+
+
+def test_the_bytes_kept_are_those_of_the_chosen_outputs_that_are_needed():
+    model, x = mlp()
+    assert kept_bytes(plain, model, x) == TENSOR  # relu's result
+    assert kept_bytes(checkpoint, model, x) == 0
+    assert kept_bytes(selective(()), model, x) == 0
+    assert kept_bytes(selective(MATMULS), model, x) == TENSOR  # W1 x, in its place
+
+
+def test_of_a_block_matmuls_and_attention_are_kept_to_the_byte():
+    block, x = block_and_input()
+    config = PRESETS["tiny"]
+    C, KV_D, H = config.width, config.kv_heads * config.head_width, config.heads
+    per_token = {
+        "matmuls": C + 2 * KV_D + C + 2 * config.hidden,  # but the last: nobody needs it
+        "attention": C + H,  # and its log-sum-exp
+    }
+    per_token["both"] = sum(per_token.values())
+    for name, numbers in per_token.items():
+        assert kept_bytes(selective(KEEP[name]), block, x) == 4 * 2 * 16 * numbers
+
+
+def test_keeping_everything_keeps_what_a_run_without_checkpoint_does_where_torch_keeps_more():
+    model, x = mlp()
+    assert kept_bytes(selective(everything), model, x) == kept_bytes(plain, model, x) == TENSOR
+    assert kept_bytes(torchs(lambda op: True), model, x) == 2 * TENSOR
+    block, x = block_and_input()
+    assert kept_bytes(selective(everything), block, x) == kept_bytes(plain, block, x)
+
+
+@pytest.mark.parametrize("name", KEEP)
+def test_an_outer_checkpoint_forgets_what_an_inner_one_keeps(name):
+    block, x = block_and_input()
+    inner = partial(selective(KEEP[name]), block)
+    assert kept_bytes(checkpoint, inner, x) == 0
+
+
+def test_what_was_kept_dies_with_the_graph():
+    model, x = mlp()
+    with memlab.meter() as running:
+        y = selective(everything)(model, x)
+        y.sum().backward()
+        del y
+    gradients_bytes = TENSOR + 2 * 4 * WIDTH * WIDTH
+    born = [event for event in running.trace.events if event.phase != "before"]
+    assert sum(event.bytes for event in born) == gradients_bytes
+
+
+# ------------------------------------------------------------------ a budget
+
+
+def five_products(x):
+    """Each product's output is the next one's input."""
+    for weight in WEIGHTS:
+        x = x @ weight
+    return x.sin()  # wants the last output, too
+
+
+WEIGHTS = [torch.full((WIDTH, WIDTH), 0.1, requires_grad=True) for _ in range(5)]
+
+
+@pytest.mark.parametrize("tenths", range(11))
+def test_of_an_even_chain_as_many_products_are_kept_as_fit_and_the_others_run_again(tenths):
+    """k tenths of ten tensors: k are kept, and 5 - k run again."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    numbers = best_within(operators_of(five_products, x), 10 * TENSOR * tenths // 10)
+    wrap = selective(numbers)
+    kept = min(tenths, 5)
+    assert kept_bytes(wrap, five_products, x) == kept * TENSOR
+    again = matmuls_of_backward(wrap, five_products, x)
+    assert again - matmuls_of_backward(plain, five_products, x) == 5 - kept
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=9), st.integers(0, 60))
+def test_the_knapsack_is_that_of_brute_force_and_never_over_its_budget(items, budget_bytes):
+    operators = [Operator(n, None, *item) for n, item in enumerate(items)]
+    subsets = chain.from_iterable(combinations(operators, n) for n in range(len(items) + 1))
+    fitting = (s for s in subsets if sum(o.bytes for o in s) <= budget_bytes)
+    best = max(sum(o.operations for o in s) for s in fitting)
+    numbers = best_within(operators, budget_bytes)
+    assert sum(operators[n].operations for n in numbers) == best
+    assert sum(operators[n].bytes for n in numbers) <= budget_bytes
+
+
+def test_a_byte_too_much_is_too_much():
+    """torch's dynamic programme rounds each of these to a tenth, and takes all ten."""
+    operators = [Operator(n, None, 10_004, 1) for n in range(10)]
+    assert len(best_within(operators, 100_000)) == 9
+
+
+def test_any_budget_of_a_block_is_kept_to_and_spares_what_it_says():
+    block, x = block_and_input()
+    operators = operators_of(block, x)
+
+    def again(wrap) -> int:
+        y = wrap(block, x).sum()
+        with Operations() as counter:
+            y.backward()
+        return counter.total
+
+    nothing, spared = again(checkpoint), []
+    for budget_bytes in range(0, 60_000, 5_000):
+        numbers = best_within(operators, budget_bytes)
+        wrap = selective(numbers)
+        assert kept_bytes(wrap, block, x) <= budget_bytes
+        spared.append(sum(o.operations for o in operators if o.number in numbers))
+        assert nothing - again(wrap) == spared[-1]
+    assert spared == sorted(spared)
+    assert spared[-1] == nothing - again(plain)
+
+
+def test_a_negative_budget_is_an_error():
+    with pytest.raises(ValueError, match="got a budget of -1 bytes; give 0 or more"):
+        best_within([], -1)
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+def test_a_function_that_calls_something_else_the_second_time_is_an_error():
+    turns = iter((True, False))
+
+    def fickle(x):
+        return x.sin().exp() if next(turns) else x.cos().exp()
+
+    x = torch.randn(4, requires_grad=True)
+    y = selective(())(fickle, x)
+    with pytest.raises(CheckpointError, match=r"called aten\.cos\.default where it had"):
+        y.sum().backward()
+
+
+def test_the_attention_of_the_cpu_is_counted_where_torch_leaves_it_out():
+    assert aten._scaled_dot_product_flash_attention_for_cpu not in flop_registry
+    q = torch.ones(2, 4, 8, 16)
+    with Operations() as counter:
+        nn.functional.scaled_dot_product_attention(q, q, q)
+    assert counter.total == 2 * 2 * 2 * 4 * 8 * 8 * 16

@@ -1,0 +1,185 @@
+"""Day 4's checks let right answers of another make pass, and its formulas are the meter's."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import nn
+
+import memlab
+from memlab.course import days
+from memlab.course.checks.day04 import POLICIES, held_bytes
+from memlab.course.exercises import OK, WRONG, judge
+from memlab.data import batches, stdlib_bytes
+from memlab.model import GPT, PRESETS
+from memlab.precision import LossScaler, MasterWeights
+
+HELD_BYTES, SCALER, ROUND, MASTER_STEP = days.day(4).exercises
+adamw = partial(torch.optim.AdamW, foreach=False)
+
+
+# ------------------------------------------------------------------ right in another way
+
+
+class ByTheLibrary:
+    """The library's own scaler, whose floor is out of the way."""
+
+    def __init__(self, scale, interval):
+        self.scaler = LossScaler(scale, growth_interval=interval, floor=0.0)
+
+    @property
+    def scale(self):
+        return self.scaler.get_scale()
+
+    @property
+    def fine_steps(self):
+        return self.scaler.state_dict()["_growth_tracker"]
+
+    def train(self, optimizer, losses, max_norm):
+        optimizer.zero_grad()
+        for loss in losses:
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_(optimizer)
+        stepped = not self.scaler._overflowed[id(optimizer)]
+        nn.utils.clip_grad_norm_([w for g in optimizer.param_groups for w in g["params"]], max_norm)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return stepped
+
+
+class ByNorms:
+    """A norm is finite only if all numbers are; new gradients in place of the old, one by one."""
+
+    def __init__(self, scale, interval):
+        self.scale, self.left, self.interval = torch.tensor(scale), interval, interval
+
+    @property
+    def fine_steps(self):
+        return self.interval - self.left
+
+    def train(self, optimizer, losses, max_norm):
+        weights = [w for group in optimizer.param_groups for w in group["params"]]
+        for weight in weights:
+            weight.grad = None
+        for loss in losses:
+            (self.scale * loss).backward()
+        weights = [weight for weight in weights if weight.grad is not None]
+        largest = torch.stack([weight.grad.abs().max() for weight in weights]).max()
+        if not torch.isfinite(largest):
+            self.scale, self.left = self.scale * 0.5, self.interval
+            return False
+        for weight in weights:
+            weight.grad = weight.grad / self.scale
+        nn.utils.clip_grad_norm_(weights, max_norm)
+        optimizer.step()
+        self.left -= 1
+        if self.left == 0:
+            grown = 2 * self.scale
+            self.scale = grown if torch.isfinite(grown) else self.scale
+            self.left = self.interval
+        return True
+
+
+def by_shifts(numbers, generator):
+    """Random bits drawn in place, and the lower half shifted out and in again."""
+    bits = torch.empty(numbers.shape, dtype=torch.int32).random_(0, 2**16, generator=generator)
+    bits += numbers.view(torch.int32)
+    bits = bits.bitwise_right_shift_(16).bitwise_left_shift_(16).view(torch.float32)
+    special = ~numbers.isfinite()
+    bits[special] = numbers[special]
+    return bits.to(torch.bfloat16)
+
+
+def one_by_one(weights, copies, optimizer, scale):
+    """A multiplication in place of the division, and .data in place of no_grad."""
+    for weight, copy in zip(weights, copies, strict=True):
+        gradient, weight.grad = weight.grad, None
+        copy.grad = None if gradient is None else gradient.to(torch.float32).mul_(1 / scale)
+        del gradient
+    optimizer.step()
+    optimizer.zero_grad()
+    for weight, copy in zip(weights, copies, strict=True):
+        weight.data.copy_(copy.data)
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer"),
+    [
+        (SCALER, ByTheLibrary),
+        (SCALER, ByNorms),
+        (ROUND, by_shifts),
+        (MASTER_STEP, one_by_one),
+    ],
+    ids=lambda value: getattr(value, "__name__", getattr(value, "id", None)),
+)
+def test_another_right_answer_passes(exercise, answer):
+    verdict = judge(exercise, answer)
+    assert verdict.status == OK, verdict
+
+
+# ------------------------------------------------------------------ wrong in another way
+
+
+def test_a_scaler_without_its_numbers_is_told_which_are_missing():
+    class Nameless:
+        def __init__(self, scale, interval):
+            self._scale = scale
+
+        def train(self, optimizer, losses, max_norm):
+            return True
+
+    verdict = judge(SCALER, Nameless)
+    assert verdict.status == WRONG
+    assert "without scale, fine_steps; wanted a Scaler." in verdict.text
+
+
+def test_rounding_at_random_now_and_then_is_not_enough():
+    def by_seed(numbers, generator):
+        nearest = generator.initial_seed() % 2
+        return numbers.bfloat16() if nearest else by_shifts(numbers, generator)
+
+    verdict = judge(ROUND, by_seed)
+    assert verdict.status == WRONG
+    assert "away from zero" in verdict.text
+
+
+# ------------------------------------------------------------------ held against the meter
+
+
+def step_by(config, policy):
+    """The trace of a second step with this policy."""
+    dtype = torch.float32 if policy in ("float32", "autocast") else torch.bfloat16
+    model = GPT(config, dtype=dtype)
+    masters = partial(MasterWeights, optimizer=adamw, gather_at_once=policy == "master32")
+    optimizer = (masters if policy.startswith("master") else adamw)(model.parameters())
+    tokens, targets = next(batches(stdlib_bytes("64 KiB"), 2, 64, seed=0))
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=policy == "autocast"):
+            loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+
+    step()
+    return memlab.measure(step, model=model, optimizer=getattr(optimizer, "optimizer", optimizer))
+
+
+def most_casts(trace):
+    """The most bytes of matrices cast to bfloat16 in forward that are alive at one moment."""
+    kind = ("aten._to_copy.default", "bfloat16", 2, "forward")
+    made = {e.storage for e in trace.events if (e.operator, e.dtype, len(e.shape), e.phase) == kind}
+    return max(accumulate(e.bytes if e.storage in made else 0 for e in trace.events))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_bytes_of_a_policy_are_those_of_the_meter(policy, tied):
+    config = replace(PRESETS["tiny"], tied=tied)
+    trace = step_by(config, policy)
+    last = max(n for n, event in enumerate(trace.events) if event.phase == "backward")
+    held = memlab.Trace(trace.events[: last + 1]).at_end
+    found = {kind: held[kind] for kind in ("parameters", "gradients", "optimizer_state")}
+    assert found | {"casts": most_casts(trace)} == held_bytes(config, policy)
