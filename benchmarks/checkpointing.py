@@ -4,6 +4,9 @@
                     nothing but the cost of the mechanism: plainly, with torch's checkpoint around
                     every block (`use_reentrant=False`), and with memlab's. Both peaks must agree;
                     memlab's time may be 1.05 times torch's
+    schedules       what a GPT's blocks keep: uniform, √L, checkpoint_sequential's rule, the optimal
+                    schedule in the same memory, and by operator. Peaks as predicted and metered,
+                    operations as predicted and counted, time beside the plain step
 
     python benchmarks/checkpointing.py [--section "against torch"] [--quick]
 
@@ -14,7 +17,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +30,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memlab
-from memlab.checkpointing import checkpoint
+from memlab.chain import chain_costs
+from memlab.checkpointing import (
+    ATTENTION,
+    MATMULS,
+    Chain,
+    checkpoint,
+    checkpoint_blocks,
+    optimal_schedule,
+    plain_schedule,
+    predicted_peak_bytes,
+    recomputed,
+    selective,
+    sqrt_schedule,
+    uniform_schedule,
+)
+from memlab.checkpointing.operations import Operations
+from memlab.checkpointing.schedules import Schedule
 from memlab.data import batches, stdlib_bytes
 from memlab.metering.cycles import no_cycle_collection
 from memlab.model import GPT, PRESETS
@@ -60,6 +79,8 @@ class Plan:
 
 FULL = Plan(preset="25m", batch=2, seq_len=256, tiny_blocks=200, rounds=15)
 QUICK = Plan(preset="tiny", batch=4, seq_len=64, tiny_blocks=5, rounds=2)
+# With few tokens every schedule peaks at the end of backward, where all gradients are there.
+FULL_OF_SCHEDULES = replace(FULL, batch=8, rounds=5)
 
 
 # ------------------------------------------------------------------ against torch
@@ -207,9 +228,138 @@ def torch_numbers(found: dict[str, Comparison]) -> dict[str, Any]:
     }
 
 
+# ------------------------------------------------------------------ schedules
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the blocks of a model run: a schedule, and what runs its segments."""
+
+    schedule: Schedule
+    using: Call = checkpoint
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of it. Of what is kept by operator, no cost is predicted: None."""
+
+    peak_bytes: int
+    predicted_peak_bytes: int | None
+    again: int  # operations, counted
+    predicted_again: int | None
+    seconds: list[float]
+
+    @property
+    def is_as_predicted(self) -> bool | None:
+        if self.predicted_peak_bytes is None:
+            return None
+        found, predicted = (
+            (self.peak_bytes, self.again),
+            (
+                self.predicted_peak_bytes,
+                self.predicted_again,
+            ),
+        )
+        return found == predicted
+
+
+def sequential_schedule(stages: int, segments: int) -> Schedule:
+    """torch's checkpoint_sequential: the last segment takes the remainder, and keeps everything."""
+    size = stages // segments
+    border = size * (segments - 1)
+    checkpointed = (tuple(range(start, start + size)) for start in range(0, border, size))
+    return (*checkpointed, *range(border, stages))
+
+
+def ways_of(costs: Chain) -> dict[str, Way]:
+    """Schedules for the chain, the plain one first."""
+    blocks = len(costs.stages)
+    every_block = uniform_schedule(blocks, every=1)
+    ways = {
+        "everything kept": Way(plain_schedule(blocks)),
+        "every second block": Way(tuple((i,) if i % 2 else i for i in range(blocks))),
+        "every block": Way(every_block),
+        "segments of √L": Way(sqrt_schedule(blocks)),
+    }
+    for segments in sorted({2, max(2, blocks // 2)}):
+        schedule = sequential_schedule(blocks, segments)
+        budget = predicted_peak_bytes(schedule, costs)
+        ways[f"checkpoint_sequential, {segments} segments"] = Way(schedule)
+        ways[f"optimal in the memory of {segments}"] = Way(optimal_schedule(costs, budget))
+    ways["products and attention kept"] = Way(every_block, selective(MATMULS | ATTENTION))
+    return ways
+
+
+def outcomes(plan: Plan, bar: Progress) -> dict[str, Outcome]:
+    """Every way's peak and operations, then all ways in turn by the clock."""
+    torch.manual_seed(0)
+    model = GPT(PRESETS[plan.preset])
+    tokens, targets = next(batches(stdlib_bytes("1 MiB"), plan.batch, plan.seq_len, 0))
+    costs = chain_costs(model, tokens, targets)
+    ways = ways_of(costs)
+
+    def pass_of(way: Way) -> Pass:
+        def run() -> None:
+            with checkpoint_blocks(model, way.schedule, using=way.using):
+                model(tokens, targets).backward()
+
+        return run
+
+    passes = {name: pass_of(way) for name, way in ways.items()}
+    peaks = {name: peak_bytes(run, model) for name, run in passes.items()}
+    operations = {name: counted(run) for name, run in passes.items()}
+    rounds = bar.track(range(plan.rounds), description="schedules")
+    seconds = side_by_side({n: partial(timed, run) for n, run in passes.items()}, rounds)
+    found = {}
+    for name, way in ways.items():
+        is_predicted = way.using is checkpoint
+        found[name] = Outcome(
+            peaks[name],
+            predicted_peak_bytes(way.schedule, costs) if is_predicted else None,
+            operations[name] - operations["everything kept"],
+            recomputed(way.schedule, costs) if is_predicted else None,
+            seconds[name],
+        )
+    return found
+
+
+def counted(run: Pass) -> int:
+    """Operations of matrix products and attention, forward and backward."""
+    with Operations() as counter:
+        run()
+    return counter.total
+
+
+def schedules(plan: Plan, bar: Progress) -> Report:
+    plan = FULL_OF_SCHEDULES if plan is FULL else plan
+    found = outcomes(plan, bar)
+    plain = found["everything kept"]
+    judged = [outcome.is_as_predicted for outcome in found.values()]
+    sentence = (
+        f"{plan.preset}, {plan.batch} × {plan.seq_len} tokens: {judged.count(True)} of "
+        f"{len(judged) - judged.count(None)} schedules have the predicted peak, to the byte, and "
+        f"the predicted operations."
+    )
+    rows = [
+        (
+            name,
+            format_bytes(outcome.peak_bytes),
+            {None: "", True: "yes", False: "no"}[outcome.is_as_predicted],
+            f"{outcome.again / 1e9:.2f}",
+            f"{ratios(outcome.seconds, plain.seconds)} ×",
+        )
+        for name, outcome in found.items()
+    ]
+    header = ("blocks", "peak", "as predicted", "10⁹ operations again", "time / everything kept")
+    return Report(sentence, markdown_table(header, rows), {n: asdict(o) for n, o in found.items()})
+
+
 # ------------------------------------------------------------------ the command
 
-SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {"against torch": against_torch}
+SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
+    "against torch": against_torch,
+    "schedules": schedules,
+}
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -62,3 +62,31 @@ def test_a_quick_run_writes_nothing(tmp_path, capsys):
     assert benchmark.main(["--quick", "--results", str(tmp_path)]) == 0
     assert "memlab's checkpoint takes" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_schedules_come_out_as_they_were_predicted(quick, tmp_path, capsys):
+    assert benchmark.main(["--section", "schedules", "--results", str(tmp_path)]) == 0
+    assert "tokens: 6 of 6 schedules have the predicted peak" in capsys.readouterr().out
+    [results] = tmp_path.glob("*.json")
+    section = json.loads(results.read_text(encoding="utf-8"))["checkpointing"]["schedules"]
+    plain, every = (section[name] for name in ("everything kept", "every block"))
+    torchs, ours = (
+        section[name]
+        for name in ("checkpoint_sequential, 2 segments", "optimal in the memory of 2")
+    )
+    kept = section["products and attention kept"]
+    assert plain["again"] == kept["again"] == 0 < every["again"]
+    assert every["peak_bytes"] < kept["peak_bytes"] < plain["peak_bytes"]
+    assert ours["peak_bytes"] <= torchs["peak_bytes"]
+    assert ours["again"] <= torchs["again"]
+
+
+def test_a_prediction_that_is_off_by_a_byte_is_no_success():
+    assert benchmark.Outcome(100, 100, 7, 7, []).is_as_predicted
+    assert benchmark.Outcome(100, 101, 7, 7, []).is_as_predicted is False
+    assert benchmark.Outcome(100, 100, 7, 8, []).is_as_predicted is False
+    assert benchmark.Outcome(100, None, 7, None, []).is_as_predicted is None
+
+
+def test_the_rule_of_checkpoint_sequential():
+    assert benchmark.sequential_schedule(12, 5) == ((0, 1), (2, 3), (4, 5), (6, 7), 8, 9, 10, 11)

@@ -1,0 +1,61 @@
+"""The benchmark of precision computes what it prints: a lost gradient and a wrong byte show up."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memlab.course.checks.day04 import POLICIES, held_bytes
+from memlab.model import PRESETS
+
+FOLDER = str(Path(__file__).parents[2] / "benchmarks")
+
+if FOLDER not in sys.path:
+    sys.path.insert(0, FOLDER)
+benchmark = importlib.import_module("precision")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_s_bytes_are_those_of_the_formula(policy):
+    wanted = held_bytes(PRESETS["tiny"], policy)
+    found = benchmark.bytes_of(policy)
+    assert {kind: found[kind] for kind in benchmark.KINDS} == {
+        kind: wanted[kind] for kind in benchmark.KINDS
+    }
+
+
+def test_what_float16_loses_is_counted_by_kind():
+    gradient = torch.tensor([0.0, 1.0, 2.0**-14, 2.0**-15, 2.0**-24, 2.0**-26, 70_000.0, -1e-9])
+    assert benchmark.lost(gradient, 1.0) == {"zero": 2 / 8, "subnormal": 2 / 8, "infinite": 1 / 8}
+    assert benchmark.lost(gradient, 2.0**16) == {"zero": 0, "subnormal": 0, "infinite": 2 / 8}
+
+
+def test_the_first_run_is_set_against_each_of_the_others():
+    seconds = {"ours": 3.0, "theirs": 2.0, "another": 6.0}
+    runs = {name: lambda name=name: seconds[name] for name in seconds}
+    found = benchmark.compared(runs, rounds=2)
+    assert {name: spread.median for name, spread in found.items()} == {
+        "theirs": 1.5,
+        "another": 0.5,
+    }
+
+
+def test_it_prints_three_tables_and_writes_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "TENSORS", (2, 8))
+    monkeypatch.setattr(benchmark, "NUMBERS", 64)
+    arguments = ["--rounds", "1", "--steps", "1", "--results", str(tmp_path)]
+    assert benchmark.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# Precision: CPU")
+    for line in (
+        "| float32 | 4.00 |",
+        "| logits, 512 tokens, × 1 |",
+        "| LossScaler | GradScaler |",
+    ):
+        assert f"\n{line}" in printed
+    [results] = tmp_path.glob("*.json")
+    sections = json.loads(results.read_text(encoding="utf-8"))["precision"]
+    assert {"bytes", "float16", "times"} <= sections.keys()
