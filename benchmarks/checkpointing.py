@@ -75,12 +75,13 @@ class Plan:
     seq_len: int
     tiny_blocks: int
     rounds: int
+    larger: int  # times the batch, for schedules
+    fewer_rounds: int  # of these
 
 
-FULL = Plan(preset="25m", batch=2, seq_len=256, tiny_blocks=200, rounds=15)
-QUICK = Plan(preset="tiny", batch=4, seq_len=64, tiny_blocks=5, rounds=2)
 # With few tokens every schedule peaks at the end of backward, where all gradients are there.
-FULL_OF_SCHEDULES = replace(FULL, batch=8, rounds=5)
+FULL = Plan("25m", batch=2, seq_len=256, tiny_blocks=200, rounds=15, larger=4, fewer_rounds=5)
+QUICK = Plan("tiny", batch=4, seq_len=64, tiny_blocks=5, rounds=2, larger=1, fewer_rounds=1)
 
 
 # ------------------------------------------------------------------ against torch
@@ -331,7 +332,7 @@ def counted(run: Pass) -> int:
 
 
 def schedules(plan: Plan, bar: Progress) -> Report:
-    plan = FULL_OF_SCHEDULES if plan is FULL else plan
+    plan = replace(plan, batch=plan.larger * plan.batch, rounds=plan.fewer_rounds)
     found = outcomes(plan, bar)
     plain = found["everything kept"]
     judged = [outcome.is_as_predicted for outcome in found.values()]

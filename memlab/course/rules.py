@@ -167,6 +167,20 @@ RULES: dict[str, Rule] = {
     "15e": Rule(
         "Gradient checkpointing: about 50–70 % reduction in activation memory.", _PLATFORMS, 5
     ),
+    "16a": Rule(
+        "Checkpointing half of the layers (a ratio of 50 %) saves 40–50 % of memory.",
+        _MEMORY_GUIDE,
+        6,
+    ),
+    "16b": Rule(
+        "Checkpointing all layers (a ratio of 100 %) saves 60–80 % of memory.", _MEMORY_GUIDE, 6
+    ),
+    "16c": Rule(
+        "Checkpointing none, half or all of the layers costs 0, 15–20 or 30–40 % more compute.",
+        _MEMORY_GUIDE,
+        6,
+    ),
+    "16d": Rule("Selective checkpointing: checkpoint every other layer.", _MEMORY_GUIDE, 6),
 }
 
 verdicts: list[Verdict] = []  # of this process, in the order they were reached

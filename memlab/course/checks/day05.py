@@ -1,0 +1,943 @@
+"""Day 5: gradient checkpointing."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate, pairwise
+from math import isqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memlab.checkpointing import checkpoint, checkpoint_reference
+from memlab.checkpointing.execution import run
+from memlab.checkpointing.schedules import Schedule, check_schedule
+from memlab.course.bill import SETTING
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.metering import dry_run, measure
+from memlab.precision.rounded import new_state
+from memlab.trace import Trace
+from memlab.train import build, combined, measured
+
+Forgetting = Callable[..., Tensor]  # forgetting(fn, *inputs)
+
+# ------------------------------------------------------------------ a chain of blocks, run
+
+ROWS, WIDTH = 8, 16
+BLOCKS = 4
+OUTPUT_BYTES = 4 * ROWS * WIDTH
+
+
+class _Block(nn.Module):
+    """A residual MLP that notes how often it ran, and whether a graph was made."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = dropout
+        self.graphs: list[bool] = []
+
+    def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
+        self.graphs.append(torch.is_grad_enabled())
+        hidden = F.gelu(self.up(x if rows is None else x[rows]))
+        hidden = F.dropout(hidden, self.dropout, self.training)
+        return x + self.down(hidden)
+
+
+@dataclass
+class _Pass:
+    """A forward and a backward pass through a chain, and what came of it."""
+
+    output: Tensor
+    gradients: dict[str, Tensor | None]
+    runs: list[int]  # of each block
+    drawn_after: Tensor
+
+
+def _chain(blocks: int, dropout: float, requires_grad: bool) -> tuple[nn.ModuleList, Tensor]:
+    torch.manual_seed(0)
+    chain = nn.ModuleList(_Block(dropout) for _ in range(blocks))
+    return chain, torch.randn(ROWS, WIDTH, requires_grad=requires_grad)
+
+
+def _forward(
+    answer: Forgetting, chain: nn.ModuleList, x: Tensor, *others: Tensor, case: str = ""
+) -> Tensor:
+    for block in chain:
+        x = answer(block, x, *others)
+        kind = type(x).__name__
+        require(
+            isinstance(x, Tensor),
+            f"{case} gave {kind}; wanted what fn returns, a Tensor."
+            f"{' Is there a return?' if x is None else ''}",
+        )
+    return x
+
+
+def _passed(
+    answer: Forgetting,
+    *others: Tensor,
+    case: str = "",
+    blocks: int = 1,
+    dropout: float = 0.0,
+    requires_grad: bool = True,
+    backwards: int = 1,
+) -> _Pass:
+    """Through so many blocks and back; later backward passes begin with no gradients."""
+    chain, x = _chain(blocks, dropout, requires_grad)
+    output = _forward(answer, chain, x, *others, case=case)
+    require(
+        output.requires_grad,
+        f"{case} gave a tensor without a graph (requires_grad is False); no gradient can pass.",
+    )
+    loss = output.square().sum()
+    for n in range(backwards):
+        x.grad = None
+        chain.zero_grad()
+        _backward(loss, chain, case, retain_graph=n < backwards - 1)
+    gradients = {"x": x.grad} if requires_grad else {}
+    gradients |= {name: weight.grad for name, weight in chain.named_parameters()}
+    runs = [len(block.graphs) for block in chain]
+    return _Pass(output.detach(), gradients, runs, torch.rand(4))
+
+
+# What torch says where the second run made no graph, or where a slot stayed empty.
+_NO_GRAPH = "does not require grad"
+_NO_TENSOR = "unpack_hook"
+
+
+def _backward(loss: Tensor, chain: nn.ModuleList, case: str, retain_graph: bool) -> None:
+    try:
+        loss.backward(retain_graph=retain_graph)
+    except (RuntimeError, TypeError) as error:
+        if not any(words in str(error) for words in (_NO_GRAPH, _NO_TENSOR)):
+            raise
+        later = [graph for block in chain for graph in block.graphs[1:]]
+        how = "did not run again" if not later else f"ran again {_with_gradients(later[0])}"
+        first_line = str(error).splitlines()[0].rstrip(".")
+        raise Wrong(f"{case}: in backward fn {how}, and torch says: {first_line}.") from None
+
+
+def _with_gradients(enabled: bool) -> str:
+    return f"with gradients switched {'on' if enabled else 'off'}"
+
+
+def _plainly(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    return fn(*inputs)
+
+
+def _check_values(answer: Forgetting, name: str) -> None:
+    """The output and every gradient are those of the plain pass, to the bit; and so are the random
+    numbers drawn later."""
+    rows = torch.arange(ROWS).flip(0)
+    for case, others, settings in (
+        ("one block", (), {}),
+        ("one block that takes a table of rows, too", (rows,), {}),
+        ("2 blocks with dropout", (), {"blocks": 2, "dropout": 0.25}),
+    ):
+        case = f"{name} of {case}"
+        got = _passed(answer, *others, case=case, **settings)
+        wanted = _passed(_plainly, *others, **settings)
+        _same(case, got, wanted)
+        require(
+            torch.equal(got.drawn_after, wanted.drawn_after),
+            f"{case}: after backward torch draws other random numbers than after the plain pass.",
+        )
+
+
+def _same(case: str, got: _Pass, wanted: _Pass) -> None:
+    require(
+        got.output.shape == wanted.output.shape,
+        f"{case} gave a tensor {tuple(got.output.shape)}; wanted {tuple(wanted.output.shape)}.",
+    )
+    require(
+        torch.equal(got.output, wanted.output),
+        f"{case} gave other values than fn, up to {_furthest(got.output, wanted.output):.2e} off.",
+    )
+    missing = [name for name, gradient in got.gradients.items() if gradient is None]
+    require(not missing, f"{case}: after backward there is no gradient of {_some(missing)}.")
+    off = {
+        name: _furthest(gradient, wanted.gradients[name])
+        for name, gradient in got.gradients.items()
+        if not torch.equal(gradient, wanted.gradients[name])
+    }
+    require(
+        not off,
+        f"{case}: the gradients of {_some(list(off))} are not those of the plain pass, up to "
+        f"{max(off.values(), default=0):.2e} off.",
+    )
+
+
+def _furthest(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def _some(names: list[str]) -> str:
+    return f"all {len(names)} tensors" if len(names) > 4 else ", ".join(names)
+
+
+# ------------------------------------------------------------------ bytes and counts
+
+
+def _held(answer: Forgetting) -> tuple[int, list[int]]:
+    """Bytes that wait for backward, and how often each block ran in the whole pass."""
+    chain, x = _chain(BLOCKS, 0.0, True)
+    kept: list[Tensor] = []
+    trace = measure(lambda: kept.append(_forward(answer, chain, x)), model=chain)
+    held = sum(e.bytes for e in trace.events if e.category not in ("parameters", "inputs"))
+    kept.pop().sum().backward()
+    return held, [len(block.graphs) for block in chain]
+
+
+def _peak(answer: Forgetting) -> int:
+    """The most bytes of a forward and a backward pass, beyond the weights and x."""
+    chain, x = _chain(BLOCKS, 0.0, True)
+    trace = measure(lambda: _forward(answer, chain, x).sum().backward(), model=chain)
+    always = sum(e.bytes for e in trace.events if e.phase == "before")
+    return trace.peak_bytes - always
+
+
+def _check_costs(answer: Forgetting, name: str) -> str:
+    held, runs = _held(answer)
+    wanted = BLOCKS * OUTPUT_BYTES  # x is the caller's; of each block the output, the next's input
+    require(
+        held <= wanted,
+        f"{name} of {BLOCKS} blocks holds {held:,} bytes between forward and backward; wanted "
+        f"{wanted:,}, the blocks' outputs. The blocks ran {_times(runs)}, and of a block's tensors "
+        f"{len(_saved_by_autograd(answer)[1])} were saved by autograd's own way.",
+    )
+    require(
+        runs == [2] * BLOCKS,
+        f"{name} ran the blocks {_times(runs)}; wanted twice each: once forward, once for "
+        f"backward.",
+    )
+    return (
+        f"gradients equal to the bit, with dropout · {held:,} bytes held for {BLOCKS} blocks · "
+        f"each ran twice"
+    )
+
+
+def _check_peak(answer: Forgetting, name: str, like: Forgetting) -> None:
+    peak, allowed = _peak(answer), _allowed_peak(like)
+    require(
+        peak <= allowed,
+        f"{name} of {BLOCKS} blocks takes {peak:,} bytes at its fullest; wanted at most "
+        f"{allowed:,}: the inputs, and the activations of one block.",
+    )
+
+
+@cache
+def _allowed_peak(like: Forgetting) -> int:
+    return _peak(like) + OUTPUT_BYTES
+
+
+def _saved_by_autograd(answer: Forgetting) -> tuple[Tensor, list[int]]:
+    """A block's input, and where the tensors lie that a hook outside of the answer sees."""
+    chain, x = _chain(1, 0.0, True)
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.data_ptr())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        answer(chain[0], x)
+    return x, seen
+
+
+def _times(runs: list[int]) -> str:
+    if len(set(runs)) > 1:
+        return f"{', '.join(map(str, runs))} times"
+    return "once each" if runs[0] == 1 else f"{runs[0]} times each"
+
+
+# ------------------------------------------------------------------ 5.1: an autograd Function
+
+
+def _check_function(answer: Forgetting) -> str:
+    _check_values(answer, "forget")
+    evidence = _check_costs(answer, "forget")
+    _check_saved(answer)
+    _check_peak(answer, "forget", checkpoint_reference)
+    return evidence
+
+
+def _check_saved(answer: Forgetting) -> None:
+    """Inputs are saved as autograd saves tensors, so that whoever has hooks there sees them."""
+    x, seen = _saved_by_autograd(answer)
+    require(
+        x.data_ptr() in seen,
+        f"forget keeps its input where no hook for saved tensors sees it ({len(seen)} tensors went "
+        f"through one); wanted it saved as autograd saves tensors.",
+    )
+
+
+def _all(outputs: Tensor, gradient: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
+    torch.autograd.backward(outputs, gradient)
+    return [x.grad for x in inputs]
+
+
+def _of_inputs_alone(
+    outputs: Tensor, gradient: Tensor, inputs: list[Tensor]
+) -> list[Tensor | None]:
+    wanting = [x for x in inputs if x.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanting, gradient))
+    return [next(found) if x.requires_grad else None for x in inputs]
+
+
+def _of_ones(outputs: Tensor, gradient: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
+    return _all(outputs, torch.ones_like(outputs), inputs)
+
+
+def _function_but(
+    back: Callable[[Tensor, Tensor, list[Tensor]], list[Tensor | None]] = _all,
+    *,
+    save: bool = True,
+    state: str = "before",
+    fork: Callable[..., AbstractContextManager[Any]] = torch.random.fork_rng,
+    graph: Callable[[], AbstractContextManager[Any]] = torch.enable_grad,
+    detach: bool = True,
+    wanting: bool = True,
+    keep_second: bool = False,
+    keep_first: str = "",
+) -> Forgetting:
+    """The right Function with something in it that is not."""
+
+    class Forget(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+            ctx.fn, ctx.inputs = fn, () if save else inputs
+            if save:
+                ctx.save_for_backward(*inputs)
+            if state == "seed":
+                torch.manual_seed(0)
+            ctx.state = torch.get_rng_state()
+            if keep_first:
+                ctx.own = _on_its_own(inputs)
+                with torch.enable_grad():
+                    ctx.output = fn(*ctx.own)
+                return ctx.output.detach()
+            output = fn(*inputs)
+            if state == "after":
+                ctx.state = torch.get_rng_state()
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            if keep_first == "used":
+                return None, *back(ctx.output, gradient, ctx.own)
+            inputs = ctx.saved_tensors if save else ctx.inputs
+            if detach:
+                inputs = _on_its_own(inputs) if wanting else [x.detach() for x in inputs]
+            with fork([]), graph():
+                if state != "never":
+                    torch.set_rng_state(ctx.state)
+                outputs = ctx.fn(*inputs)
+            if keep_second:
+                ctx.outputs = outputs
+            return None, *back(outputs, gradient, inputs)
+
+    return Forget.apply
+
+
+def _on_its_own(inputs: Any) -> list[Tensor]:
+    return [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+
+
+def _no_fork(devices: list[int]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _without_dropout(fn: nn.Module, *inputs: Tensor) -> Tensor:
+    return _function_but()(fn.eval(), *inputs)
+
+
+def _without_graph(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        return fn(*inputs)
+
+
+_FUNCTION = Exercise(
+    id="5.1",
+    title="Forget, and compute again",
+    minutes=20,
+    difficulty=4,
+    hints=(
+        "Forward has three things to keep: fn, the inputs (ctx.save_for_backward) and the state of "
+        "the random numbers. What fn computes on its way is gone by itself: a Function's forward "
+        "makes no graph.",
+        "In backward, run fn again with a graph (torch.enable_grad), on inputs that are detached "
+        "from the old graph and want a gradient if the old ones did; then "
+        "torch.autograd.backward(output, gradient) fills .grad of these inputs and of the weights.",
+        "inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]; with "
+        "torch.random.fork_rng([]), torch.enable_grad(): torch.set_rng_state(ctx.state); output = "
+        "ctx.fn(*inputs). Then torch.autograd.backward(output, gradient); return None, *(x.grad "
+        "for x in inputs).",
+    ),
+    reference=checkpoint_reference,
+    check=_check_function,
+    wrong_answers=(
+        WrongAnswer(
+            _plainly,
+            "This is x = block(x): the right numbers, and everything is kept.",
+        ),
+        WrongAnswer(
+            _function_but(keep_first="used"),
+            "The first run's graph is kept on ctx, and with it all activations.",
+        ),
+        WrongAnswer(
+            _function_but(keep_first="too"),
+            "It runs again, and the first run's graph is kept all the same: run forward without "
+            "one.",
+        ),
+        WrongAnswer(
+            _without_graph,
+            "no_grad alone forgets, and nobody knows any more how to compute again.",
+        ),
+        WrongAnswer(
+            _function_but(graph=nullcontext),
+            "Inside backward no graph is made unless you ask for it: torch.enable_grad().",
+        ),
+        WrongAnswer(
+            _function_but(state="never"),
+            "The second run drew another dropout mask: keep the random state, and put it back.",
+        ),
+        WrongAnswer(
+            _function_but(state="after"),
+            "The random state was read too late, after fn had drawn from it.",
+        ),
+        WrongAnswer(
+            _function_but(state="seed"),
+            "With a fixed seed both runs agree, and every block has the same dropout mask.",
+        ),
+        WrongAnswer(
+            _without_dropout,
+            "eval() lets both runs agree by switching dropout off: then it is not there at all.",
+        ),
+        WrongAnswer(
+            _function_but(fork=_no_fork),
+            "What comes after backward gets random numbers that were drawn before: "
+            "torch.random.fork_rng puts the stream back where it was.",
+        ),
+        WrongAnswer(
+            _function_but(_of_inputs_alone),
+            "torch.autograd.grad of the inputs gives the weights nothing, and they never learn.",
+        ),
+        WrongAnswer(
+            _function_but(_of_ones),
+            "The gradient that comes from above is to be sent on, not ones.",
+        ),
+        WrongAnswer(
+            _function_but(wanting=False),
+            "A detached input wants no gradient unless it is told to: requires_grad_.",
+        ),
+        WrongAnswer(
+            _function_but(detach=False),
+            "The second run is tied to the old graph: detach its inputs.",
+        ),
+        WrongAnswer(
+            _function_but(keep_second=True),
+            "The second run's graph stays on ctx when its backward is done: let it go.",
+        ),
+        WrongAnswer(
+            _function_but(save=False),
+            "Inputs on ctx are out of reach for an outer checkpoint, or for one that moves what is "
+            "saved to the host (Day 14): ctx.save_for_backward.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 5.2: hooks for saved tensors
+
+
+def _check_hooks(answer: Forgetting) -> str:
+    _check_values(answer, "forget_by_hooks")
+    evidence = _check_costs(answer, "forget_by_hooks")
+    _check_without_gradient(answer)
+    _check_retained(answer)
+    _check_peak(answer, "forget_by_hooks", _hooks_but())
+    return evidence
+
+
+def _check_without_gradient(answer: Forgetting) -> None:
+    """Where no input wants a gradient, the weights still do."""
+    case = "forget_by_hooks of 2 blocks, x.requires_grad=False"
+    settings = {"blocks": 2, "dropout": 0.25, "requires_grad": False}
+    _same(case, _passed(answer, case=case, **settings), _passed(_plainly, **settings))
+
+
+def _check_retained(answer: Forgetting) -> None:
+    """A retained graph can be walked twice, and holds no more after the first walk."""
+    case = "forget_by_hooks of 2 blocks, a second backward through a retained graph"
+    settings = {"blocks": 2, "dropout": 0.25, "backwards": 2}
+    got = _passed(answer, case=case, **settings)
+    _same(case, got, _passed(_plainly, **settings))
+    held = _held_when_retained(answer)
+    wanted = BLOCKS * OUTPUT_BYTES
+    require(
+        held <= wanted,
+        f"forget_by_hooks of {BLOCKS} blocks holds {held:,} bytes after a backward pass that "
+        f"retains the graph (and {got.runs[0]} runs after two); wanted {wanted:,}, as before it.",
+    )
+
+
+def _held_when_retained(answer: Forgetting) -> int:
+    chain, x = _chain(BLOCKS, 0.0, True)
+    kept: list[Tensor] = []
+
+    def step() -> None:
+        kept.append(_forward(answer, chain, x))
+        torch.autograd.backward(kept[0], torch.ones_like(x), retain_graph=True)
+
+    trace = measure(step, model=chain)
+    counted = ("parameters", "inputs", "gradients")
+    held = sum(e.bytes for e in trace.events if e.category not in counted)
+    kept.clear()
+    return held
+
+
+def _hooks_but(
+    *,
+    keeps: bool = False,
+    each_time: bool = False,
+    clear: bool = True,
+    fills: bool = True,
+    copies: bool = True,
+    graph: Callable[[], AbstractContextManager[Any]] = torch.enable_grad,
+    fork: Callable[..., AbstractContextManager[Any]] = torch.random.fork_rng,
+    state: bool = True,
+) -> Forgetting:
+    """The right hooks with something in them that is not."""
+
+    def forget_by_hooks(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        slots: list[Tensor | None] = []
+        before = torch.get_rng_state()
+
+        def leave_a_slot(tensor: Tensor) -> int:
+            slots.append(tensor.detach() if keeps else None)
+            return len(slots) - 1
+
+        def run_again() -> None:
+            found: list[Tensor] = []
+
+            def note(tensor: Tensor) -> Tensor:
+                found.append(tensor.detach() if copies else tensor)
+                return found[-1]
+
+            hooks = saved_tensors_hooks(note, lambda tensor: tensor) if fills else nullcontext()
+            with fork([]), graph(), hooks:
+                if state:
+                    torch.set_rng_state(before)
+                fn(*inputs)
+            slots[: len(found)] = found
+
+        def tensor_of(number: int) -> Tensor | None:
+            if slots[number] is None or each_time:
+                run_again()
+            tensor = slots[number]
+            if clear:
+                slots[number] = None
+            if each_time:
+                slots[:] = [None] * len(slots)
+            return tensor
+
+        with saved_tensors_hooks(leave_a_slot, tensor_of):
+            return fn(*inputs)
+
+    return forget_by_hooks
+
+
+_HOOKS = Exercise(
+    id="5.2",
+    title="The same by hooks for saved tensors",
+    minutes=18,
+    difficulty=4,
+    hints=(
+        "The first hook gets a tensor and returns a number: the place of an empty slot in a list. "
+        "The second gets the number, and has to come up with the tensor.",
+        "If the slot is empty, run fn again inside other hooks, whose first one puts the n-th "
+        "tensor that fn saves into the n-th slot. That fills all slots at once; hand out one, and "
+        "empty it. As in 5.1: torch.enable_grad, and the random numbers.",
+        "def tensor_of(n): if slots[n] is None: slots.clear(); def fill(t): slots.append("
+        "t.detach()); return None; with fork_rng([]), enable_grad(), saved_tensors_hooks(fill, "
+        "lambda t: t): set_rng_state(state); fn(*inputs). Then tensor, slots[n] = slots[n], None; "
+        "return tensor.",
+    ),
+    reference=checkpoint,
+    check=_check_hooks,
+    wrong_answers=(
+        WrongAnswer(_plainly, "No hook is set: everything is kept, as ever."),
+        WrongAnswer(
+            _hooks_but(keeps=True), "A slot with the tensor in it is not empty: nothing is saved."
+        ),
+        WrongAnswer(
+            _hooks_but(each_time=True),
+            "fn runs again for every single tensor: fill all slots in one run.",
+        ),
+        WrongAnswer(
+            _hooks_but(fills=False),
+            "In backward the hooks of the first run are no longer set: the second run needs its "
+            "own, to fill the slots.",
+        ),
+        WrongAnswer(
+            _hooks_but(graph=nullcontext),
+            "Without a graph nothing is saved in the second run either: torch.enable_grad().",
+        ),
+        WrongAnswer(
+            _hooks_but(clear=False),
+            "Slots that stay full keep their tensors as long as the graph: take the tensor out.",
+        ),
+        WrongAnswer(
+            _hooks_but(copies=False),
+            "A tensor in a slot brings the second run's graph along: t.detach().",
+        ),
+        WrongAnswer(
+            _hooks_but(state=False),
+            "The second run drew another dropout mask than the first.",
+        ),
+        WrongAnswer(
+            _hooks_but(fork=_no_fork),
+            "After the second run the stream of random numbers has to stand where it stood.",
+        ),
+        WrongAnswer(
+            _function_but(),
+            "This is 5.1's Function: where no input wants a gradient, autograd does not ask it for "
+            "those of the weights.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 5.3: how many segments
+
+
+def best_segments(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
+    """How many segments hold the least, and how much that is; the fewest if several are as good."""
+    return min(
+        ((n, _held_in(n, blocks, input_bytes, block_bytes)) for n in range(1, blocks + 1)),
+        key=lambda found: found[1],
+    )
+
+
+def _held_in(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
+    return segments * input_bytes + -(-blocks // segments) * block_bytes
+
+
+_CHAINS = (
+    # blocks, an input's bytes, a block's
+    (4, 10, 10),
+    (1, 10, 90),
+    (16, 10, 10),
+    (10, 10, 10),
+    (100, 10, 90),
+    (7, 100, 30),
+    (12, 1, 24),
+    (32, 16, 365),
+    (126, 256, 6000),
+)
+BestSegments = Callable[[int, int, int], tuple[int, int]]
+
+
+def _check_best_segments(answer: BestSegments) -> str:
+    for blocks, input_bytes, block_bytes in _CHAINS:
+        call = f"best_segments({blocks}, {input_bytes}, {block_bytes})"
+        equal(
+            call,
+            answer(blocks, input_bytes, block_bytes),
+            best_segments(blocks, input_bytes, block_bytes),
+        )
+    return f"{len(_CHAINS)} chains, the last of 126 blocks in {best_segments(*_CHAINS[-1])[0]}"
+
+
+def _best_but(
+    held: Callable[[int, int, int, int], int] = _held_in,
+    among: Callable[[int], range] = lambda blocks: range(1, blocks + 1),
+    *,
+    of_ties: int = 1,
+) -> BestSegments:
+    def answer(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
+        all_held = [(held(n, blocks, input_bytes, block_bytes), of_ties * n) for n in among(blocks)]
+        least, segments = min(all_held)
+        return abs(segments), least
+
+    return answer
+
+
+def _always_the_root(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
+    segments = isqrt(blocks)
+    return segments, _held_in(segments, blocks, input_bytes, block_bytes)
+
+
+def _root_of_the_ratio(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
+    segments = max(1, round((blocks * block_bytes / input_bytes) ** 0.5))
+    return segments, _held_in(segments, blocks, input_bytes, block_bytes)
+
+
+def _rounded_down(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
+    return segments * input_bytes + blocks // segments * block_bytes
+
+
+def _in_fractions(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
+    return round(segments * input_bytes + blocks / segments * block_bytes)
+
+
+def _no_inputs(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
+    return -(-blocks // segments) * block_bytes
+
+
+def _last_plain(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
+    return _held_in(segments, blocks, input_bytes, block_bytes) - input_bytes
+
+
+def _swapped(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
+    return _held_in(segments, blocks, block_bytes, input_bytes)
+
+
+_BEST_SEGMENTS = Exercise(
+    id="5.3",
+    title="How many segments?",
+    minutes=8,
+    difficulty=2,
+    hints=(
+        "Two terms: one grows with the number of segments, one shrinks with it. Which bytes are in "
+        "which?",
+        "Kept all the time is one input a segment. While the longest segment goes back, all of its "
+        "blocks' activations are there: it has blocks / segments of them, rounded up.",
+        "held = segments * input_bytes + -(-blocks // segments) * block_bytes for each number of "
+        "segments from 1 to blocks; return the number with the least, and that.",
+    ),
+    reference=best_segments,
+    check=_check_best_segments,
+    wrong_answers=(
+        WrongAnswer(
+            _always_the_root,
+            "√n is best only where a block keeps as much as its input: try all numbers.",
+        ),
+        WrongAnswer(
+            _root_of_the_ratio,
+            "√(n · block / input) is about right, and has to be a whole number, n at most: try all "
+            "numbers.",
+        ),
+        WrongAnswer(
+            _best_but(_rounded_down),
+            "If the blocks don't divide evenly, the longest segment has one more: round up.",
+        ),
+        WrongAnswer(_best_but(_in_fractions), "There are no fractions of a block."),
+        WrongAnswer(_best_but(_no_inputs), "Each segment keeps its input, too."),
+        WrongAnswer(
+            _best_but(_last_plain),
+            "The last segment's input is one of those that are kept: every segment has one.",
+        ),
+        WrongAnswer(_best_but(_swapped), "The bytes of an input and of a block are exchanged."),
+        WrongAnswer(_best_but(of_ties=-1), "If several numbers are as good, the smallest."),
+        WrongAnswer(
+            _best_but(among=lambda blocks: range(2, blocks + 1) if blocks > 1 else range(1, 2)),
+            "One segment around everything is a choice, too.",
+        ),
+        WrongAnswer(
+            _best_but(among=lambda blocks: range(1, max(2, blocks))),
+            "A segment around every single block is a choice, too.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 5.4: a schedule
+
+Segmenting = Callable[[int, int], Schedule]
+
+
+def even_schedule(blocks: int, segments: int) -> Schedule:
+    """All blocks in so many segments, as even as they can be, the longer ones first."""
+    size, longer = divmod(blocks, segments)
+    sizes = [size + 1] * longer + [size] * (segments - longer)
+    borders = pairwise(accumulate(sizes, initial=0))
+    return tuple(tuple(range(start, end)) for start, end in borders)
+
+
+_SEGMENTINGS = ((5, 2), (1, 1), (4, 4), (5, 1), (7, 3), (12, 5), (9, 6), (16, 4))
+
+
+def _check_schedule(answer: Segmenting) -> str:
+    for blocks, segments in _SEGMENTINGS:
+        case = f"even_schedule({blocks}, {segments})"
+        schedule = answer(blocks, segments)
+        try:
+            check_schedule(schedule, blocks)
+        except (TypeError, ValueError) as error:
+            raise Wrong(f"{case}: {error}.") from None
+        peak, runs = _run_by(schedule, blocks)
+        wanted = even_schedule(blocks, segments)
+        allowed, _ = _run_by(wanted, blocks)
+        require(
+            peak <= allowed and runs == [2] * blocks and len(schedule) == segments,
+            f"{case} gave {_in_sizes(schedule)}: peak {peak:,} bytes, wanted at most {allowed:,}; "
+            f"blocks run {_times(runs)}, wanted twice each; parts {len(schedule)}, wanted "
+            f"{segments}.",
+        )
+    return (
+        f"{len(_SEGMENTINGS)} chains of real blocks · the last holds {peak:,} bytes at its peak · "
+        f"each block ran twice"
+    )
+
+
+def _in_sizes(schedule: Schedule) -> str:
+    """How many blocks each part has: "3, 3, then 2 kept"."""
+    sizes = [str(len(part)) for part in schedule if isinstance(part, tuple)]
+    plain = sum(isinstance(part, int) for part in schedule)
+    nested = any(isinstance(i, tuple) for part in schedule if isinstance(part, tuple) for i in part)
+    words = f"segments of {', '.join(sizes)}" if sizes else "no segments"
+    words += " with segments in them" if nested else ""
+    return f"{words} and {plain} kept" if plain else words
+
+
+@cache
+def _run_by(schedule: Schedule, blocks: int) -> tuple[int, list[int]]:
+    """The peak beyond weights, gradients and x, and how often each block ran."""
+    chain, x = _chain(blocks, 0.0, True)
+
+    def step() -> None:
+        y = x
+        for part in schedule:
+            y = run(part, chain, y)
+        y.sum().backward()
+
+    trace = measure(step, model=chain)
+    return most_for_tokens(trace), [len(block.graphs) for block in chain]
+
+
+def most_for_tokens(trace: Trace) -> int:
+    """The most bytes at one moment that belong to tokens, not to weights: what forward keeps, and
+    what either pass makes for itself."""
+    kinds = ("activations", "forward_temporaries", "backward_temporaries")
+    return max(accumulate(e.bytes for e in trace.events if e.category in kinds))
+
+
+def _sized(sizes_of: Callable[[int, int], list[int]], *, last_plain: bool = False) -> Segmenting:
+    def answer(blocks: int, segments: int) -> Schedule:
+        borders = list(pairwise(accumulate(sizes_of(blocks, segments), initial=0)))
+        parts: list[Any] = [tuple(range(start, end)) for start, end in borders]
+        if last_plain:
+            parts[-1:] = parts[-1]
+        return tuple(parts)
+
+    return answer
+
+
+def _even_sizes(blocks: int, segments: int) -> list[int]:
+    return [len(segment) for segment in even_schedule(blocks, segments)]
+
+
+def _rest_last(blocks: int, segments: int) -> list[int]:
+    size = blocks // segments
+    return [size] * (segments - 1) + [blocks - size * (segments - 1)]
+
+
+def _rest_dropped(blocks: int, segments: int) -> list[int]:
+    return [blocks // segments] * segments
+
+
+def _by_the_longest(blocks: int, segments: int) -> list[int]:
+    size = -(-blocks // segments)
+    return [min(size, blocks - start) for start in range(0, blocks, size)]
+
+
+def _rest_on_top(blocks: int, segments: int) -> list[int]:
+    size, rest = divmod(blocks, segments)
+    return [size] * segments + [rest] * (rest > 0)
+
+
+def _backwards(blocks: int, segments: int) -> Schedule:
+    return even_schedule(blocks, segments)[::-1]
+
+
+def _dealt(blocks: int, segments: int) -> Schedule:
+    return tuple(tuple(range(start, blocks, segments)) for start in range(segments))
+
+
+def _all_kept(blocks: int, segments: int) -> Schedule:
+    return tuple(range(blocks))
+
+
+def _one_around_all(blocks: int, segments: int) -> Schedule:
+    return (even_schedule(blocks, segments),)
+
+
+def _in_lists(blocks: int, segments: int) -> Any:
+    return [list(segment) for segment in even_schedule(blocks, segments)]
+
+
+_SCHEDULE = Exercise(
+    id="5.4",
+    title="A schedule of even segments",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "7 blocks in 3 segments: 3, 2 and 2. How many segments are one longer than the others, and "
+        "how long are those?",
+        "size, longer = divmod(blocks, segments): `longer` segments have size + 1 blocks, the "
+        "others size. Count up where each begins.",
+        "start, parts = 0, []; for n in range(segments): end = start + size + (n < longer); "
+        "parts.append(tuple(range(start, end))); start = end. Return tuple(parts).",
+    ),
+    reference=even_schedule,
+    check=_check_schedule,
+    wrong_answers=(
+        WrongAnswer(
+            _sized(_even_sizes, last_plain=True),
+            "The last segment is not checkpointed: all that it saves is there when backward "
+            "begins, beside the loss.",
+        ),
+        WrongAnswer(
+            _sized(_rest_last, last_plain=True),
+            "This is checkpoint_sequential: the last segment takes the rest, and is kept.",
+        ),
+        WrongAnswer(
+            _sized(_rest_last),
+            "The last segment takes the whole rest: spread it, one block to a segment.",
+        ),
+        WrongAnswer(_sized(_rest_dropped), "The rest of the division is dropped: blocks vanish."),
+        WrongAnswer(_sized(_rest_on_top), "The rest makes one segment more than there are to be."),
+        WrongAnswer(
+            _sized(_by_the_longest),
+            "Rounded up, the blocks are used up early: the last segment is short, or missing.",
+        ),
+        WrongAnswer(_backwards, "Forward runs in the schedule's order: the first block first."),
+        WrongAnswer(_dealt, "A segment is a run of neighbours: blocks are not dealt like cards."),
+        WrongAnswer(_all_kept, "A plain number is a block that is kept: make tuples of them."),
+        WrongAnswer(
+            _one_around_all,
+            "One segment around all the others: when it runs again, each of them runs once more.",
+        ),
+        WrongAnswer(
+            _sized(lambda blocks, segments: [1] * blocks),
+            "One segment a block, however many were asked for.",
+        ),
+        WrongAnswer(
+            _sized(lambda blocks, segments: [blocks]),
+            "One segment holds all blocks at once when it runs again.",
+        ),
+        WrongAnswer(_in_lists, "A schedule is made of tuples, not of lists: tuple(...)."),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+
+def checkpointed(batch: int = SETTING.batch) -> Trace:
+    """The bill's step with the activations of every block forgotten, on top of days 3 and 4; its
+    moments are there before it."""
+    with dry_run():
+        setting = replace(SETTING, batch=batch)
+        training = build(setting, combined("accumulation+bfloat16+checkpointing"))
+        for weight in training.model.parameters():
+            training.optimizer.state[weight] = new_state(weight)
+        return measured(training)
+
+
+DAY = Day(
+    exercises=(_FUNCTION, _HOOKS, _BEST_SEGMENTS, _SCHEDULE),
+    bill=Bill("day 5: every block computed again", checkpointed),
+)

@@ -1,0 +1,181 @@
+"""Day 5's checks let right answers of another make pass, and its formula is the meter's."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from memlab.checkpointing.schedules import sqrt_schedule
+from memlab.course import days
+from memlab.course.checks import day05
+from memlab.course.checks.day05 import best_segments, checkpointed, even_schedule
+from memlab.course.exercises import OK, WRONG, judge
+from memlab.train import Setting, combined, dry_trace
+
+FUNCTION, HOOKS, BEST_SEGMENTS, SCHEDULE = days.day(5).exercises
+
+# ------------------------------------------------------------------ right in another way
+
+
+class ByHand(torch.autograd.Function):
+    """The stream put back by hand, inputs by what needs a gradient, backward called on the
+    output."""
+
+    @staticmethod
+    def forward(ctx, fn, *inputs):
+        ctx.save_for_backward(torch.get_rng_state(), *inputs)
+        ctx.fn = fn
+        with torch.no_grad():
+            return fn(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        state, *inputs = ctx.saved_tensors
+        inputs = [x.detach() for x in inputs]
+        for x, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True):
+            x.requires_grad = needed
+        now = torch.get_rng_state()
+        torch.set_rng_state(state)
+        with torch.set_grad_enabled(True):
+            ctx.fn(*inputs).backward(gradient)
+        torch.set_rng_state(now)
+        return None, *[x.grad if x.requires_grad else None for x in inputs]
+
+
+def by_hand(fn, *inputs):
+    return ByHand.apply(fn, *inputs)
+
+
+def with_slots_of_a_class(fn, *inputs):
+    """Slots are objects, each with its place; the second run empties what nobody asks for."""
+
+    class Slot:
+        tensor = None
+
+    slots, state = [], torch.get_rng_state()
+
+    def leave(tensor):
+        slots.append(Slot())
+        return slots[-1]
+
+    def take(slot):
+        if slot.tensor is None:
+            waiting = iter(slots)
+
+            def fill(tensor):
+                next(waiting).tensor = tensor.detach()
+
+            now = torch.get_rng_state()
+            torch.set_rng_state(state)
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(fill, lambda _: _):
+                fn(*inputs)
+            torch.set_rng_state(now)
+        tensor, slot.tensor = slot.tensor, None
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(leave, take):
+        return fn(*inputs)
+
+
+def by_halving(blocks, segments):
+    """Borders by division, then longest first."""
+    borders = [blocks * n // segments for n in range(segments + 1)]
+    sizes = sorted((b - a for a, b in pairwise(borders)), reverse=True)
+    parts, stages = [], iter(range(blocks))
+    for size in sizes:
+        parts.append(tuple(next(stages) for _ in range(size)))
+    return tuple(parts)
+
+
+def by_number_of_blocks(blocks, input_bytes, block_bytes):
+    """Looks at the lengths of the longest segment, and takes the fewest segments for each."""
+    held = []
+    for longest in range(1, blocks + 1):
+        segments = -(-blocks // longest)
+        held.append((segments * input_bytes + -(-blocks // segments) * block_bytes, segments))
+    return min(held)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer"),
+    [
+        (FUNCTION, by_hand),
+        (FUNCTION, partial(torch_checkpoint, use_reentrant=True)),
+        (FUNCTION, partial(torch_checkpoint, use_reentrant=False)),
+        (HOOKS, with_slots_of_a_class),
+        (HOOKS, partial(torch_checkpoint, use_reentrant=False)),
+        (BEST_SEGMENTS, by_number_of_blocks),
+        (SCHEDULE, by_halving),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_another_right_answer_passes(exercise, answer):
+    verdict = judge(exercise, answer)
+    assert verdict.status == OK, verdict
+
+
+def test_hooks_whose_inputs_are_in_a_closure_are_no_answer_to_the_first_exercise():
+    """They are right about every value, byte and count, until something wants to move the
+    inputs."""
+    verdict = judge(FUNCTION, with_slots_of_a_class)
+    assert verdict.status == WRONG
+    assert "no hook for saved tensors sees it" in verdict.text
+
+
+# ------------------------------------------------------------------ held against the meter
+
+
+INPUT = day05.OUTPUT_BYTES
+BLOCK = 9 * INPUT  # its input; and, each 4 times as wide, what GELU reads and what it makes
+
+
+def metered(blocks, segments):
+    return day05._run_by(even_schedule(blocks, segments), blocks)[0]
+
+
+@pytest.mark.parametrize(("blocks", "segments"), [(4, 2), (6, 3), (6, 2), (9, 3), (5, 5), (8, 1)])
+def test_the_formula_of_equal_segments_is_the_meters_but_for_what_a_single_block_has(
+    blocks, segments
+):
+    formula = segments * INPUT + blocks // segments * BLOCK
+    assert metered(blocks, segments) - formula == metered(1, 1) - (INPUT + BLOCK)
+
+
+@pytest.mark.parametrize(("blocks", "segments"), [(7, 3), (5, 2), (12, 5)])
+def test_segments_that_are_not_equal_hold_less_than_the_formula_for_the_longer_come_first(
+    blocks, segments
+):
+    formula = segments * INPUT + -(-blocks // segments) * BLOCK
+    assert metered(blocks, segments) - formula < metered(1, 1) - (INPUT + BLOCK)
+
+
+@pytest.mark.parametrize("blocks", [4, 12, 36])
+def test_no_other_number_of_equal_segments_has_a_lower_peak(blocks):
+    peaks = {n: metered(blocks, n) for n in range(1, blocks + 1) if blocks % n == 0}
+    best, _ = best_segments(blocks, INPUT, BLOCK)
+    assert peaks[best] == min(peaks.values())
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, 12, 32, 126])
+def test_the_librarys_square_root_is_a_schedule_of_even_segments(blocks):
+    schedule = sqrt_schedule(blocks)
+    assert even_schedule(blocks, len(schedule)) == schedule
+
+
+# ------------------------------------------------------------------ the bill
+
+
+def test_from_the_second_sequence_on_the_bills_step_holds_the_same_but_for_its_tokens():
+    two, three = (checkpointed(batch=batch).at_peak for batch in (2, 3))
+    tokens = 2 * 640 * 8  # a sequence and its targets, in int64
+    assert three == two | {"inputs": two["inputs"] + tokens}
+
+
+def test_a_state_made_before_the_step_takes_what_one_made_by_a_step_takes(monkeypatch):
+    """The bill's line, made quicker than `dry_trace` does, for the tiny model."""
+    setting = Setting("tiny", batch=2, seq_len=64)
+    monkeypatch.setattr(day05, "SETTING", setting)
+    wanted = dry_trace(setting, combined("accumulation+bfloat16+checkpointing"))
+    assert checkpointed(batch=2).at_peak == wanted.at_peak
