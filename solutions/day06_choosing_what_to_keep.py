@@ -1,0 +1,778 @@
+# %% [markdown]
+# # Day 6: Choosing what to keep
+#
+# **Which activations are worth their bytes?**
+#
+# After today you can find, for a budget of bytes, the schedule that computes the least again; you
+# know why whole blocks are not what to choose from; and you can say what `torch.compile` chooses.
+#
+# About 85 minutes, 59 of them for four exercises. You need a laptop; a GPU is welcome and not
+# needed. Nothing is downloaded.
+
+# %% [markdown]
+# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
+# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
+# stuck, type `memlab hint 6.1` in a terminal. An exercise left open blocks nothing.
+
+# %%
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+from torch.utils import checkpoint as torchs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+import memlab
+from memlab import checkpointing
+from memlab.chain import chain_costs
+from memlab.checkpointing import ATTENTION, MATMULS, checkpoint, checkpoint_blocks, selective
+from memlab.checkpointing.operations import Operations
+from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.bill import SETTING
+from memlab.data import batches, stdlib_bytes
+from memlab.model import GPT, PRESETS, Block, scaled_dot_product_attention
+from memlab.train import TECHNIQUES, build, combined, dry_trace, measured, to_bfloat16
+from memlab.units import format_bytes
+
+# %% [markdown]
+# ## The question
+#
+# Yesterday every block forgot everything, and every block ran twice. A guide's advice for less:
+# *checkpoint every other layer*. That is all or nothing, block by block. But a block is made of
+# dozens of operators, and they are not alike: a matrix product computes for long, a norm hardly
+# computes at all, and what they make is as large.
+
+# %% [markdown]
+# ## Guess
+#
+# Take a block of the 124M model. It is to forget everything but two things: what its **matrix
+# products** made and what **attention** made. The rest (norms, rotations, SiLU, sums) is computed
+# again from these. How many percent of the block's activations go? And of the operations of its
+# forward pass, how many percent run again? (An operation: one multiplication or addition of a
+# product, as everybody counts.)
+
+# %%
+### BEGIN SOLUTION
+guess("6.1", gone_percent=20, again_percent=20)  # the products' outputs must be most of it
+### END SOLUTION
+### BEGIN STUB
+# guess("6.1", gone_percent=..., again_percent=...)
+### END STUB
+
+# %% [markdown]
+# ## Measure
+#
+# One block on 8 × 640 tokens, on fake tensors, in three ways: plain; selectively, by the library;
+# and yesterday's `checkpoint`. What is held when forward is over, by who made it, and how many
+# operations forward and backward have.
+
+
+# %%
+KINDS = {".mm": "matrix products", "scaled_dot": "attention"}
+
+
+def held_and_run(call, block, x):
+    """What call(block, x) holds for backward; operations there, and there and back."""
+    outputs = []
+    trace = memlab.measure(lambda: outputs.append(call(block, x)), model=block)
+    with Operations() as counter:
+        y = call(block, x).sum()
+        counter.begin_section()
+        y.backward()
+    block.zero_grad()
+    return [e for e in trace.alive() if e.phase != "before"], counter.sections[0], counter.total
+
+
+def plainly(block, x):
+    return block(x)
+
+
+keep_dear = selective(MATMULS | ATTENTION)
+ways = {"everything kept": plainly, "products, attention": keep_dear, "checkpoint": checkpoint}
+with memlab.dry_run():
+    block, x = GPT(replace(PRESETS["124m"], layers=1)).blocks[0], torch.randn(8, 640, 768)
+    found = {name: held_and_run(call, block, x.requires_grad_()) for name, call in ways.items()}
+
+# %%
+kinds = [*KINDS.values(), "all else"]
+fig, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
+bytes_of, again_of = {}, {}
+_, forward, once = found["everything kept"]
+for name, (events, _, operations) in found.items():
+    by_kind = dict.fromkeys(kinds, 0)
+    for e in events:
+        by_kind[next((k for part, k in KINDS.items() if part in e.operator), "all else")] += e.bytes
+    bytes_of[name] = sum(by_kind.values())
+    again_of[name] = (operations - once) / forward
+    left = 0
+    for kind, colour in zip(kinds, ("#4477aa", "#cc6677", "#ccbb88"), strict=True):
+        axes.barh(name, by_kind[kind] / 2**20, left=left, color=colour)
+        left += by_kind[kind] / 2**20
+    axes.text(left + 4, name, f"{again_of[name]:.0%} of forward again", va="center")
+axes.legend(kinds, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+axes.set(xlabel="MiB held for backward, by what made it", xlim=(0, 400))
+axes.invert_yaxis()
+selected = "products, attention"
+gone = 1 - bytes_of[selected] / bytes_of["everything kept"]
+reveal("6.1", gone_percent=100 * gone, again_percent=100 * again_of[selected])
+
+# %% [markdown]
+# **Nearly half of the activations go, and no product runs again.** The gap in the first guess is
+# made of what a plain block keeps and nobody would miss: normalised copies, SiLU's result, sums.
+# All operations are in what stays. (Not all time: cheap operators read and write once more.)
+#
+# So the day has two parts: how well can one choose among whole blocks; and what is gained by
+# looking inside.
+
+# %% [markdown]
+# ## Unequal blocks
+#
+# If all blocks are alike, an even schedule is hard to beat. Real models often are not: OpenELM
+# (2024) lets its MLPs grow from block to block. So does today's patient: the tiny model with nine
+# blocks, `hidden` from 32 to 288. It reads the standard library's source.
+
+# %%
+torch.manual_seed(0)
+config = PRESETS["tiny"]
+model = GPT(config)
+model.blocks = nn.ModuleList(
+    Block(replace(config, hidden=32 * n), model.rotary, scaled_dot_product_attention, torch.float32)
+    for n in range(1, 10)
+)
+model.initialize_()
+tokens, targets = next(batches(stdlib_bytes("64 KiB"), batch=8, seq_len=64, seed=0))
+chain = chain_costs(model, tokens, targets)  # measured: four steps
+for n in (0, 4, 8):
+    stage = chain.stages[n]
+    print(f"block {n}: saves {format_bytes(stage.saved_bytes)}, hands on ", end="")
+    print(f"{format_bytes(stage.output_bytes)}, {stage.forward / 1e6:.0f} million operations")
+
+# %% [markdown]
+# `chain` has the **costs** of each block, a *stage*:
+#
+# | | |
+# | --- | --- |
+# | `forward` | operations of its forward pass |
+# | `output_bytes` | what it hands on |
+# | `saved_bytes` | what it keeps if it is plain: its output too, not its input |
+# | `tail` | the end of `forward`, behind the last tensor that backward needs: no rerun goes there |
+#
+# A **schedule** is a tuple: an int is a plain stage, a tuple a segment that forgets. `(0, (1, 2))`:
+# stage 0 is plain; 1 and 2 keep nothing but what 2 hands on, and run again when backward comes.
+
+# %% [markdown]
+# ### Exercise 6.1: what a schedule takes
+#
+# About 12 minutes. For a schedule of plain stages and segments (none inside another): the bytes
+# **held** when forward is over; the **most** at one moment of backward, when a segment has run
+# again and is there in full, and all behind it has gone; the operations that run **again**. Leave
+# out temporaries and gradients.
+
+
+# %%
+def what_it_takes(schedule, stages):
+    """(held, most, again) of a schedule: two numbers of bytes, one of operations."""
+    ### BEGIN SOLUTION
+    held = most = again = 0
+    for part in schedule:
+        segment = (part,) if isinstance(part, int) else part
+        in_full = sum(stages[i].saved_bytes for i in segment)
+        most = max(most, held + in_full)
+        if isinstance(part, int):
+            held += in_full
+        else:
+            held += stages[segment[-1]].output_bytes
+            again += sum(stages[i].forward for i in segment) - stages[segment[-1]].tail
+    return held, most, again
+    ### END SOLUTION
+
+
+# %%
+what_it_takes = exercise("6.1", what_it_takes)
+
+# %% [markdown]
+# Held against the meter. The whole peak has temporaries and gradients on top; the library's
+# `predicted_peak_bytes` knows them, too. "Every other block" is the guide's advice.
+# `checkpoint_sequential` is torch's: its last segment is plain, whatever you ask.
+
+
+# %%
+def metered(loss_of):
+    """A trace of forward and backward, and the operations counted."""
+    trace = memlab.measure(lambda: loss_of().backward(), model=model)
+    model.zero_grad()
+    with Operations() as counter:
+        loss_of().backward()
+    model.zero_grad()
+    return trace, counter.total
+
+
+def loss_of():
+    return model(tokens, targets)
+
+
+def by_torch():
+    x = model.embedding(tokens)
+    x = torchs.checkpoint_sequential(model.blocks, 3, x, use_reentrant=False)
+    return model.loss(model.norm(x), model.unembedding_weight, targets)
+
+
+# %%
+schedules = {
+    "everything kept": checkpointing.plain_schedule(9),
+    "every block": checkpointing.uniform_schedule(9, every=1),
+    "every 2 blocks": checkpointing.uniform_schedule(9, every=2),
+    "√9 segments": checkpointing.sqrt_schedule(9),
+    "every other block": tuple((n,) if n % 2 else n for n in range(9)),
+    "checkpoint_sequential": ((0, 1, 2), (3, 4, 5), 6, 7, 8),
+}
+
+# %%
+points, exact = {}, []
+ends = chain.first.saved_bytes + chain.last.saved_bytes  # the embedding, the norm and the loss
+for name, schedule in schedules.items():
+    with checkpoint_blocks(model, schedule):
+        trace, operations = metered(loss_of)
+    peak, after_forward = trace.peak_bytes, [e.bytes for e in trace.events if e.phase == "forward"]
+    held, _, again = what_it_takes(schedule, chain.stages)
+    exact += [
+        held + ends == sum(after_forward),
+        again == operations - chain.operations,
+        peak == checkpointing.predicted_peak_bytes(schedule, chain),
+    ]
+    points[name] = peak, operations / chain.operations - 1
+    print(f"{name:22}{format_bytes(held):>12} held, peak {format_bytes(peak):>9}, ", end="")
+    print(f"{points[name][1]:6.1%} run again")
+print(f"held, again and the predicted peak are the meter's, to the byte: {all(exact)}")
+trace, by_torch_operations = metered(by_torch)
+as_predicted = trace.peak_bytes == peak and by_torch_operations == operations
+print(f"torch's own takes what the last line says: {as_predicted}")
+
+# %% [markdown]
+# (Percent of all operations of the step: forward, backward and loss.) Look at the first two
+# columns: √9 segments *hold* least, and their peak is nearly twice that of every block. In backward
+# a segment of three wide blocks is there in full. What runs again in longer segments is more, too:
+# a rerun is spared the tail of its last block alone.
+
+# %% [markdown]
+# ## The best schedule
+#
+# When a segment runs again, it may run by a schedule of its own: segments inside of segments. Which
+# of all schedules is best for a budget? One of stages i … j begins
+#
+# - with stage i, **plain**; what remains is a schedule of i+1 … j; or
+# - with a **segment** i … k−1; what remains is a schedule *inside* of it, and one of k … j.
+#
+# So the best of long rows are made of the best of shorter ones: dynamic programming.
+
+# %% [markdown]
+# What each adds to a peak, `chain` knows (why: [costs.py](../memlab/checkpointing/costs.py)). Its
+# last stage, number `len(chain.stages)`, is the loss, and plain.
+#
+# | | |
+# | --- | --- |
+# | `chain.if_last(j)` | the peak of stage j alone |
+# | `chain.if_plain(i, j, rest)` | i plain, and i+1 … j have the peak `rest` |
+# | `chain.if_segment(i, k, j, own, rest)` | segment i … k−1 has `own`, k … j has `rest` |
+# | `chain.rerun(i, k)` | operations of running i … k−1 again |
+# | `chain.in_all(peak)` | with weights and embedding: what a budget is for |
+#
+# One best schedule for each row is not enough: it depends on the bytes that are left. Keep all that
+# no other beats in *both* numbers.
+
+
+# %%
+def unbeaten(choices):
+    """Of (bytes, again, how): by growing bytes, each that runs less again than all before it."""
+    best = []
+    for choice in sorted(choices, key=lambda choice: choice[:2]):
+        if not best or choice[1] < best[-1][1]:
+            best.append(choice)
+    return best
+
+
+print(unbeaten([(10, 5, "a"), (8, 7, "b"), (12, 5, "c"), (9, 9, "d")]))
+
+# %% [markdown]
+# ### Exercise 6.2: the best schedule within a budget
+#
+# About 20 minutes. `choices(i, j)` gives the unbeaten (peak, again, schedule) of the stages i … j.
+# Write what the list `found` consists of. The lines around are given: they take from the choices of
+# the whole chain the last that fits, or None.
+
+
+# %%
+def best_schedule(chain, budget_bytes):
+    """The schedule within the budget that runs the least again; None if none fits."""
+
+    @cache
+    def choices(i, j):
+        if i == j:
+            return [(chain.if_last(j), 0, (j,))]
+        ### BEGIN SOLUTION
+        found = []
+        for peak, again, rest in choices(i + 1, j):
+            found.append((chain.if_plain(i, j, peak), again, (i, *rest)))
+        for k in range(i + 1, j + 1):
+            for own, rest in product(choices(i, k - 1), choices(k, j)):
+                peak = chain.if_segment(i, k, j, own[0], rest[0])
+                found.append((peak, chain.rerun(i, k) + own[1] + rest[1], (own[2], *rest[2])))
+        ### END SOLUTION
+        return unbeaten(found)
+
+    fitting = [c for c in choices(0, len(chain.stages)) if chain.in_all(c[0]) <= budget_bytes]
+    return fitting[-1][2][:-1] if fitting else None
+
+
+# %%
+best_schedule = exercise("6.2", best_schedule)
+
+# %% [markdown]
+# Three budgets. What the schedule takes is measured, and the last column is the library's answer:
+# its `tradeoffs` are all the unbeaten schedules at once, the **Pareto front**.
+
+# %%
+front = checkpointing.tradeoffs(chain)
+for mib in (5, 6, 9):
+    budget = int(mib * 2**20)
+    schedule = best_schedule(chain, budget)
+    with checkpoint_blocks(model, schedule):
+        trace, operations = metered(loss_of)
+    peak, again = trace.peak_bytes, operations - chain.operations
+    same = again == min(t.recomputed for t in front if t.peak_bytes <= budget)
+    print(f"{mib:4} MiB: {again / chain.operations:5.1%} again, ", end="")
+    print(f"peak {format_bytes(peak)}, in budget: {peak <= budget}, optimal: {same}")
+    print(f"          {schedule}")
+
+
+# %%
+def picture(points, lines, title):
+    """Peaks against what runs again: named points, and lines of (bytes, share) by name."""
+    _, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    for (name, line), style in zip(lines.items(), ("k-", "r.--"), strict=False):
+        axes.plot([x / 2**20 for x, _ in line], [100 * y for _, y in line], style, label=name)
+    for name, (peak, share) in points.items():
+        axes.plot(peak / 2**20, 100 * share, "o", color="tab:blue")
+        offset = (-64, -4) if name == "every block" else (6, 5)
+        axes.annotate(name, (peak / 2**20, 100 * share), offset, textcoords="offset points")
+    axes.set(xlabel="MiB at the peak", ylabel="% of operations run again", title=title)
+    axes.set(xlim=(3, 21.5), ylim=(-2, 42))
+    axes.legend(frameon=False, loc="upper right")
+
+
+best_of_blocks = {t.peak_bytes: t.recomputed / chain.operations for t in front}.items()
+picture(points, {"the best of whole blocks": best_of_blocks}, "Nine unequal blocks")
+
+# %% [markdown]
+# Nothing made of whole blocks lies below the line. `checkpoint_sequential` is far above it, "every
+# other block" nearly on it: here the right *number* of plain blocks is most of the matter. Left of
+# "every block" are schedules with segments inside of segments, for whoever must.
+#
+# The line is nearly straight: byte for byte all blocks are worth the same. That is what makes
+# choosing among them a poor business, and why we look inside.
+
+# %% [markdown]
+# ## Inside a block
+#
+# Yesterday's `checkpoint` runs a block twice, and the second run makes what backward wants. If the
+# second run is *handed* what the dear operators made, only the cheap ones run again.
+#
+# A `TorchDispatchMode` sees every operator that runs inside `with`, below autograd. `func` is the
+# operator, such as `torch.ops.aten.mm.default`; `func(*args, **kwargs)` runs it. Whatever the mode
+# returns is the operator's result. Both runs call the same operators in the same order.
+
+
+# %%
+def keeping(chosen, block, x):
+    mode = Choosing(chosen)
+
+    def run(x):
+        with mode:
+            return block(x)
+
+    y = checkpoint(run, x)  # yesterday's: forgets what `run` saves, and runs it again
+    mode.is_second = True
+    return y
+
+
+# %% [markdown]
+# ### Exercise 6.3: keep what chosen operators made
+#
+# About 15 minutes. In the first run, remember in `self.kept` what each operator in `self.chosen`
+# makes; in the second, hand it out, and do not run the operator. `made` may be a tuple (attention
+# makes two tensors): `tree_map_only(torch.Tensor, f, made)` applies f to each. Beware: autograd
+# hangs its graph on a tensor that you return. Keep it *detached*.
+
+
+# %%
+class Choosing(TorchDispatchMode):
+    def __init__(self, chosen):
+        super().__init__()
+        self.chosen, self.kept, self.is_second = chosen, [], False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        ### BEGIN SOLUTION
+        if self.is_second and func in self.chosen:
+            return self.kept.pop(0)
+        made = func(*args, **(kwargs or {}))
+        if func in self.chosen:
+            self.kept.append(tree_map_only(torch.Tensor, torch.Tensor.detach, made))
+        return made
+        ### END SOLUTION
+
+
+# %%
+Choosing = exercise("6.3", Choosing)
+
+# %% [markdown]
+# Yours, the library's and torch's, and how much a chosen output can be worth: the last block of the
+# nine, on 8 × 64 tokens.
+
+# %%
+from functorch.compile import aot_module, make_boxed_func, min_cut_rematerialization_partition
+from torch._functorch import config as compiler
+
+DEAR = MATMULS | ATTENTION
+
+
+def torch_selective(block, x):
+    contexts = partial(torchs.create_selective_checkpoint_contexts, list(DEAR))
+    return torchs.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+def print_way(name, call):
+    events, _, operations = held_and_run(call, last_block, x)
+    again = (operations - last_stage.forward - last_stage.backward) / last_stage.forward
+    held = format_bytes(sum(e.bytes for e in events))
+    print(f"{name:34}{held:>12} held, {again:4.0%} of forward again")
+
+
+last_block, last_stage = model.blocks[8], chain.stages[8]
+x = torch.randn(8, 64, 32, requires_grad=True)
+print_way("everything kept", plainly)
+print_way("nothing kept: checkpoint", checkpoint)
+print_way("products and attention: yours", partial(keeping, DEAR))
+print_way("  torch's", torch_selective)
+print_way("  the library's", selective(DEAR))
+
+# %% [markdown]
+# The library's holds less than yours and torch's: it writes the first run down, and then drops what
+# nobody will ask for. The last product (`down`) is chosen, yet backward needs its inputs, not its
+# output. In exchange it also takes the numbers of single *calls*: `selective({8, 42})`.
+
+# %% [markdown]
+# ## What torch.compile saves instead
+#
+# A compiler sees forward and backward as one graph, and has to cut it in two. What the cut passes
+# through is saved. torch looks for a **minimum cut**, the fewest bytes, where products may not run
+# again, nor anything that would not fuse into backward's kernels (reductions, long chains).
+# `activation_memory_budget` moves it: 1 is that cut, 0 saves the inputs alone, and in between a
+# knapsack decides. Here nothing is compiled: the two graphs run as they are.
+
+
+# %%
+def as_it_is(graph, _):
+    return make_boxed_func(graph.forward)
+
+
+def cut(budget, block):
+    """The block as two graphs, cut by torch's partitioner."""
+    partition = min_cut_rematerialization_partition
+    with compiler.patch(activation_memory_budget=budget):
+        graphs = aot_module(block, as_it_is, partition_fn=partition)
+        graphs(x).sum().backward()  # they are made by the first call
+        block.zero_grad()
+    return graphs
+
+
+for budget in (1.0, 0.5, 0.0):
+    graphs = cut(budget, last_block)
+    print_way(f"torch.compile, budget {budget}", lambda block, x, graphs=graphs: graphs(x))
+
+# %% [markdown]
+# Its cut at 1 keeps more than products and attention: what is computed again shall cost no *time*.
+# At 0.5 it drops products, too. Which ones? Each that it could keep has its bytes, and operations
+# that it spares, and a budget is to be filled: a **knapsack**.
+
+# %% [markdown]
+# ### Exercise 6.4: what to keep within a budget
+#
+# About 12 minutes. Each operator `o` has a number `o.number`, `o.bytes` if it is kept, and
+# `o.operations` that run again if it is not. Return the numbers of those to keep: at most
+# `budget_bytes` in all, and the fewest operations again. `unbeaten` is at hand. Trying all sets is
+# no way: there are 2⁶³ for the nine blocks.
+
+
+# %%
+def best_operators(operators, budget_bytes):
+    """The numbers of the operators whose outputs are to be kept."""
+    ### BEGIN SOLUTION
+    choices = [(0, sum(o.operations for o in operators), frozenset())]
+    for o in operators:
+        with_it = [
+            (taken + o.bytes, again - o.operations, numbers | {o.number})
+            for taken, again, numbers in choices
+            if taken + o.bytes <= budget_bytes
+        ]
+        choices = unbeaten(choices + with_it)
+    return choices[-1][2]
+    ### END SOLUTION
+
+
+# %%
+best_operators = exercise("6.4", best_operators)
+
+# %% [markdown]
+# Now for the nine blocks at once. `operators_of` lists what a checkpoint of a block runs again, and
+# could keep instead. Four budgets, from nothing to all products and attention; each is run, and
+# metered.
+
+
+# %%
+@contextmanager
+def each_block(call_of):
+    """Within: block n is run by call_of(n)(block, x)."""
+    for n, block in enumerate(model.blocks):
+        block.forward = partial(call_of(n), block.forward)
+    yield
+    for block in model.blocks:
+        del block.forward
+
+
+operators = [
+    o._replace(number=1000 * n + o.number)  # numbers of its own for each block
+    for n, block in enumerate(model.blocks)
+    for o in checkpointing.operators_of(block, x)
+    if o.operations
+]
+
+
+def kept_of_each(numbers):
+    return lambda n: selective({number - 1000 * n for number in numbers if number // 1000 == n})
+
+
+# %%
+by_operator = []
+all_of_them = sum(o.bytes for o in operators)
+for part in (0, 1 / 3, 2 / 3, 1):
+    numbers = best_operators(operators, int(part * all_of_them))
+    with each_block(kept_of_each(numbers)):
+        trace, operations = metered(loss_of)
+    by_operator.append((trace.peak_bytes, operations / chain.operations - 1))
+    taken = f"{len(numbers):2} of {len(operators)} operators kept"
+    print(f"{taken}: peak {format_bytes(trace.peak_bytes):>9}, {by_operator[-1][1]:5.1%} run again")
+points["products and attention"] = by_operator[-1]
+
+# %%
+lines = {"the best of whole blocks": best_of_blocks, "the best operators": by_operator}
+picture(points, lines, "The same model, chosen block by block, and operator by operator")
+
+# %% [markdown]
+# The red line begins at "every block" and comes down to **zero**, with a third of the peak saved.
+# From there on bytes spare the cheap half only, which takes time and no operations. Operators beat
+# blocks, but for the first MiB: that is best spent on the last block, which is there in full anyway
+# when backward begins. Below "every block" only segments of several blocks go.
+#
+# (Flash attention, Day 10, is this idea inside of one kernel: scores forgotten, and made again.)
+
+# %% [markdown]
+# ## It learns the same
+#
+# Six steps of AdamW, from the same weights, in three ways: plain, the best schedule within 6 MiB,
+# and operators chosen.
+
+
+# %%
+def trained(around):
+    """The losses of six steps, from the weights that the model has now."""
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+    text, losses = batches(stdlib_bytes("64 KiB"), batch=8, seq_len=64, seed=1), []
+    with around:
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = model(*next(text))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    model.load_state_dict(start)
+    model.zero_grad()
+    return losses
+
+
+plain_losses = trained(each_block(lambda n: lambda block, x: block(x)))
+by_schedule = trained(checkpoint_blocks(model, best_schedule(chain, 6 * 2**20)))
+by_choice = trained(each_block(lambda n: partial(keeping, DEAR)))
+print(f"the loss went down: {plain_losses[-1] < plain_losses[0]}")
+print(f"the same losses, to the bit: {plain_losses == by_schedule == by_choice}")
+
+# %% [markdown]
+# ## At scale: seven billion
+#
+# A block of Llama 2 7B on 1 × 4096 tokens in bfloat16, on fake tensors, times 32. And a budget: the
+# best operators for 4 GiB, beside the 1 GiB that blocks hand on.
+
+# %%
+seven_ways = ways | {"attention alone": selective(ATTENTION)}
+seven, L = {}, PRESETS["llama-2-7b"].layers
+with memlab.dry_run():
+    small = replace(PRESETS["llama-2-7b"], layers=1)
+    big_block = GPT(small, dtype=torch.bfloat16).blocks[0]
+    x = torch.randn(1, 4096, 4096, dtype=torch.bfloat16, requires_grad=True)
+    choice = best_operators(checkpointing.operators_of(big_block, x), 4 * 2**30 // L)
+    for name, call in (seven_ways | {"4 GiB of operators": selective(choice)}).items():
+        events, _, operations = held_and_run(call, big_block, x)
+        seven[name] = L * sum(e.bytes for e in events), operations
+for name, (held, operations) in seven.items():
+    again = operations / seven["everything kept"][1] - 1
+    print(f"{name:20}{format_bytes(held):>11} held in {L} blocks, {again:5.1%} of operations again")
+
+# %% [markdown]
+# Weights in bfloat16 are 12.6 GiB. On a card of 24 GiB, yesterday's checkpoint leaves room. Whoever
+# has a few GiB to spare need not give them to a larger batch: they buy back the second run.
+#
+# ## On your GPU
+#
+# Where there is a GPU, this takes the bill's step on it, checkpointed and with attention and
+# products kept.
+
+# %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
+if torch.cuda.is_available():
+    on_gpu = replace(SETTING, device="cuda")
+
+    def choose_dear(model):
+        for block in model.blocks:
+            block.forward = partial(selective(DEAR), block.forward)
+
+    selectively = replace(TECHNIQUES["plain"], change_model=choose_dear)
+    for name, how in (("every block", TECHNIQUES["checkpointing"]), ("selective", selectively)):
+        training = build(on_gpu, how)
+        training.step()
+        trace = measured(training)
+        print(f"{name}: {format_bytes(trace.peak_bytes)}, ", end="")
+        print(f"reserved {format_bytes(trace.reserved_bytes or 0)}")
+        del training
+else:
+    print(stored_on_a_gpu("day 6"))
+
+# %% [markdown]
+# ## Rules on trial
+#
+# One guide has a table: memory saved and compute added for 0, 50 and 100 % of the layers. Tried on
+# the bill's model, 124M on 8 × 640 tokens in float32. Its twelve blocks are alike, so one of them
+# is measured.
+
+# %%
+config = PRESETS["124m"]
+with memlab.dry_run():
+    one = GPT(replace(config, layers=1))
+    batch = torch.zeros(8, 640, dtype=torch.long)
+    measured_one = chain_costs(one, batch, batch)
+[stage] = measured_one.stages
+more_weights = (config.layers - 1) * stage.gradient_bytes  # a gradient is as large as its weight
+twelve = replace(
+    measured_one,
+    stages=12 * (stage,),
+    held_bytes=measured_one.held_bytes + more_weights + 8 * config.parameters,  # and Adam's moments
+)
+
+# %%
+nothing = checkpointing.plain_schedule(12)
+half = tuple((n,) if n % 2 else n for n in range(12))
+everything = checkpointing.uniform_schedule(12, every=1)
+
+
+def saved(schedule):
+    """The shares that go of the blocks' activations, of all, and of the peak with AdamW."""
+    ends = twelve.first.saved_bytes + twelve.last.saved_bytes
+    of_blocks, kept = (what_it_takes(s, twelve.stages)[0] for s in (nothing, schedule))
+    peaks = [checkpointing.predicted_peak_bytes(s, twelve) for s in (nothing, schedule)]
+    return 1 - kept / of_blocks, 1 - (kept + ends) / (of_blocks + ends), 1 - peaks[1] / peaks[0]
+
+
+def in_words(shares):
+    words = "{:.0%} of the blocks' activations, {:.0%} with the logits', {:.0%} of the peak"
+    return words.format(*shares)
+
+
+# %%
+verdict(
+    "16a",
+    0.4 <= saved(half)[0] <= 0.5,
+    in_words(saved(half)),
+    condition="for the blocks' activations; weights, Adam and logits stay",
+)
+
+# %%
+verdict(
+    "16b",
+    0.6 <= saved(everything)[1] <= 0.8,
+    in_words(saved(everything)),
+    condition="for all activations, logits among them; of the blocks' own it is more",
+)
+
+# %%
+costs = [checkpointing.recomputed(s, twelve) / twelve.operations for s in (half, everything)]
+blocks_alone = 12 * (stage.forward + stage.backward)
+of_blocks = [checkpointing.recomputed(s, twelve) / blocks_alone for s in (half, everything)]
+verdict(
+    "16c",
+    0.15 <= costs[0] <= 0.2 and 0.3 <= costs[1] <= 0.4,
+    f"{costs[0]:.0%} and {costs[1]:.0%} of all operations, {of_blocks[0]:.0%} and "
+    f"{of_blocks[1]:.0%} of the blocks'",
+    otherwise="forward is a third of the operations, so a whole second one is the most; the logits "
+    "do not run again, nor does each block's last product; what is beyond a third is no operation, "
+    "but time for reading and writing",
+)
+
+# %%
+verdict(
+    "16d",
+    costs[0] <= again_of[selected] or gone < 0.4,
+    f"every other block: {saved(half)[0]:.0%} of the blocks' activations less, {costs[0]:.0%} more "
+    f"operations; products and attention kept in every block: {gone:.0%} less, "
+    f"{again_of[selected]:.0%} more",
+    otherwise="the word is for choosing operators: nearly as much goes, and no product runs again",
+)
+
+# %% [markdown]
+# ## What you can do now
+#
+# | if it does not fit | do | for the 124M model's blocks |
+# | --- | --- | --- |
+# | by less than half of the blocks' activations | keep products and attention | −45 %, none again |
+# | by more | the knapsack: fill what there is | in between |
+# | by nearly all of them | every block | −95 %, four fifths of forward again |
+# | still | a schedule with segments inside of segments | the last few percent, dear |
+#
+# Count before you choose: bytes of what is kept, operations of what runs again, and the **peak**,
+# which may lie elsewhere. What is below the peak anyway is free.
+
+# %% [markdown]
+# ## The running bill
+#
+# One training step of 124M weights on 8 × 640 tokens. Yesterday's peak lies at the end of backward,
+# where the last gradients are made and no activation is left. What is kept below it is free. There
+# is room for what attention makes, the most operations for its bytes; all products would pass it.
+#
+# Two of the eight sequences are enough to measure: from the second on, each is like the last.
+
+
+# %%
+def keep_attention(model):
+    to_bfloat16(model)
+    for block in model.blocks:
+        block.forward = partial(selective(ATTENTION), block.forward)
+
+
+so_far = combined("accumulation+bfloat16")
+today = dry_trace(replace(SETTING, batch=2), replace(so_far, change_model=keep_attention))
+print(f"activations at the peak: {format_bytes(today.at_peak['activations'])}")
+
+# %%
+running_bill(6, today=today)
