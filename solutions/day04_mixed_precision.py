@@ -19,6 +19,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
+from math import log2
 
 import matplotlib.pyplot as plt
 import torch
@@ -125,25 +126,28 @@ print(f"made anew {times} times: once in each micro-batch")
 # %% [markdown]
 # Forward makes them, layer by layer, and autocast keeps each in a *cache* until its `with` ends: a
 # matrix that is used twice is cast once. After that backward holds on to them, for it multiplies by
-# the same matrices, and lets each go when its layer is through. So they are all there when backward
-# begins, where the peak is: **2 bytes for each weight** that something is multiplied by, for the
-# time of a micro-batch.
+# the same matrices, and lets each go when its layer is through. So all are there when backward
+# begins, where the peak is: **2 bytes for each weight** that something is multiplied by.
 #
-# With many tokens, activations outweigh that. With 640 they do not.
+# With more tokens, what activations save outweighs that: here from about 980, and at 1024 by 0.3 %.
 
 # %% [markdown]
 # ## The formats
 #
 # A number has a sign, an *exponent* (its range) and a *mantissa* (its digits). The 16 bits can be
-# spent in two ways, and FP8 has two, too.
+# spent in two ways. FP8 has two, too, and says them in its names: e4m3 is 4 bits of exponent and 3
+# of mantissa.
 
 # %%
 formats = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-print(f"{'':15}{'bytes':>5}{'largest':>10}{'smallest':>10}{'1 and a step':>15}")
+print(f"{'':15}{'bytes':>5}{'exponent + mantissa':>21}", end="")
+print(f"{'largest':>10}{'smallest':>10}{'1 and a step':>14}")
 for name in formats:
     info = torch.finfo(getattr(torch, name))
-    print(f"{name:15}{info.bits // 8:5}{info.max:10.3g}", end="")
-    print(f"{info.smallest_normal * info.eps:10.2g}{1 + info.eps:15.8g}")
+    mantissa = round(-log2(info.eps))
+    split = f"{info.bits - 1 - mantissa} + {mantissa}"  # one bit is the sign
+    print(f"{name:15}{info.bits // 8:5}{split:>21}{info.max:10.3g}", end="")
+    print(f"{info.smallest_normal * info.eps:10.2g}{1 + info.eps:14.8g}")
 
 # %% [markdown]
 # **float16** has the digits and lacks the range: nothing above 65,504, nothing below 6e-8.
@@ -166,13 +170,17 @@ for name in formats:
 # Such a copy is a *master weight*: the optimizer steps it, and the model gets it rounded.
 
 # %% [markdown]
+# Torch makes each gradient in its weight's dtype. In `"master32"` it is turned to float32, and
+# *gathered* in the copy's gradient, as soon as it is made.
+
+# %% [markdown]
 # ### Exercise 4.1: bytes of each policy
 #
 # About 12 minutes. What is there when backward ends (master copies count as parameters), and the
 # casts that are there when it begins. `config.parameters` is N. Adam's counters are 4 bytes for
 # each tensor: a block has 9, and outside are 2, or 3 if untied. What is cast are the matrices that
-# something is multiplied by: not the norms, C weights each; the embedding (V × C) only where it
-# scores the tokens too, that is if `config.tied`.
+# something is multiplied by: not the norms, C weights each (2 in a block, 1 at the end); the
+# embedding (V × C) only where it scores the tokens too, that is if `config.tied`.
 
 
 # %%
@@ -237,8 +245,11 @@ for policy in POLICIES:
     kinds = ("parameters", "gradients", "optimizer_state")
     found[policy] = {kind: held[kind] for kind in kinds} | {"casts": max(casts_alive(trace))}
     equal = found[policy] == held_bytes(PRESETS["tiny"], policy)
-    a_weight = sum(found[policy][kind] for kind in kinds) / PRESETS["tiny"].parameters
-    print(f"{policy:9} formula = meter, to the byte: {equal}; {a_weight:.2f} bytes a weight")
+    ended, stepped = (
+        sum(at[kind] for kind in kinds) / PRESETS["tiny"].parameters for at in (held, trace.at_end)
+    )
+    print(f"{policy:9} formula = meter, to the byte: {equal}; {ended:.2f} bytes a weight", end="")
+    print("" if stepped == ended else f", {stepped:.2f} when the optimizer has stepped")
     found[policy]["activations"] = trace.at_peak["activations"] - found[policy]["casts"]
 
 # %%
@@ -259,11 +270,14 @@ for policy in ("autocast", "bfloat16"):
     print(f"{policy}: {share:.2f} of the activations, without casts")
 
 # %% [markdown]
-# Only **bfloat16** throughout halves weights, gradients and moments. Master weights halve gradients
-# alone, and pay with the copy: 16 bytes again. Autocast halves none of the three.
+# Only **bfloat16** throughout halves weights, gradients and moments. Of the three, `"master"`
+# halves only gradients, and pays with the copy: 16 bytes again. While the optimizer steps, the
+# copies' gradients are float32: then `"master"` holds 18 bytes, too. Autocast halves none of the
+# three.
 #
-# Activations never halve here. Autocast keeps norms, sums and log-probabilities in float32; and the
-# CPU's norm of bfloat16 numbers keeps a float32 version of them. CUDA's does not: more below.
+# Activations never halve here. Autocast keeps norms, the sums after attention and MLP, and
+# log-probabilities in float32; and the CPU's norm of bfloat16 numbers keeps a float32 version of
+# them. CUDA's does not: more below.
 
 # %% [markdown]
 # ## What float16 loses
@@ -362,10 +376,18 @@ _ = panels[1].set_xlabel("log₂ of the size")
 
 # %%
 in_bfloat16 = of_weights(torch.bfloat16)
-gradients = of_weights(torch.float16), of_weights(torch.float16, 2.0**10), in_bfloat16
+gradients = of_weights(torch.float16), of_weights(torch.float16, 2.0**16), in_bfloat16
 unscaled, scaled, brain = (((g - exact).norm() / exact.norm()).item() for g in gradients)
+fig, axes = plt.subplots(figsize=(9, 1.8), layout="constrained")
+names, errors = ("float16", "float16, times 2¹⁶", "bfloat16"), (unscaled, scaled, brain)
+colours = ("#d1495b", "#00798c", "#edae49")
+bars = axes.barh(names, [100 * error for error in errors], color=colours)
+axes.bar_label(bars, [f"{100 * error:.2g} %" for error in errors], padding=4)
+axes.invert_yaxis()
+axes.margins(x=0.1)
+axes.set(xlabel="% off", title="The gradient of all weights, under autocast, against float32's")
 print(f"float16 is off by more than 2 %: {unscaled > 0.02}")
-print(f"float16 times 2¹⁰, by less than 0.5 %: {scaled < 0.005}")
+print(f"float16 times 2¹⁶, by less than 0.5 %: {scaled < 0.005}")
 print(f"bfloat16, by less than 2 %: {brain < 0.02}, and more than scaled float16: {brain > scaled}")
 
 # %% [markdown]
@@ -379,7 +401,8 @@ print(f"bfloat16, by less than 2 %: {brain < 0.02}, and more than scaled float16
 # 3. else no step, scale × ½;
 # 4. after `interval` steps in a row (`fine_steps` counts), scale × 2, at most 2¹²⁷.
 #
-# `losses` is any iterable. Return whether it stepped. Make no second copy of the gradients.
+# `losses` is any iterable. Never hold two micro-batches' graphs, nor a second copy of the
+# gradients. Return whether it stepped.
 
 
 # %%
@@ -453,10 +476,10 @@ print(f"the loss went down: {half_losses[-1] < half_losses[0]}")
 # %% [markdown]
 # ## What bfloat16 loses
 #
-# 1 + 1/1000 is 1, however often. So is 256 + 1, yesterday's drift of sums: the next bfloat16 after
-# 256 is 258. And Adam's second moment, which loses a thousandth in a step, never falls. A remedy
-# that costs no byte: **round at random**, up with the probability of how far the number is on its
-# way up. In the mean, nothing is lost.
+# 1 + 1/1000 is 1, however often. 256 + 1 is 256 (yesterday's drift): the next bfloat16 after 256 is
+# 258. And Adam's second moment, which loses a thousandth in a step, never falls. A remedy that
+# costs no byte: **round at random**, up with a probability equal to the fraction of the way to the
+# next number. In the mean, nothing is lost.
 
 # %%
 one = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -469,7 +492,7 @@ print(f"0.999 · 1.5 = {(0.999 * (1.5 * one)).item()}")
 # About 12 minutes. `numbers` is float32 of any shape; return bfloat16. The upper 16 bits of a
 # float32 are a bfloat16; the lower 16 say how far it is to the next, as a fraction of 2¹⁶. Random
 # numbers come from `generator` only. inf and nan stay what they are; `numbers` is left as it is.
-# At most 16 bytes a number meanwhile.
+# Meanwhile at most 24 bytes a number, and no tensor in a dtype of 8 bytes.
 
 
 # %%
@@ -488,13 +511,14 @@ stochastic_round = exercise("4.3", stochastic_round)
 
 # %% [markdown]
 # Tried beside **Kahan's** sum, which keeps what rounding took away in a second bfloat16 and adds it
-# to the next update: 2 bytes a weight, and no chance. Weights of 1 get 1000 updates of 1/1000.
+# to the next update: 2 bytes a weight, and nothing left to chance. 4096 weights of 1 get 1000
+# updates of 1/1000.
 
 # %%
 generator = torch.Generator().manual_seed(0)
-nearest, chance, kahan = (torch.ones(64, dtype=torch.bfloat16) for _ in range(3))
+nearest, chance, kahan = (torch.ones(4096, dtype=torch.bfloat16) for _ in range(3))
 taken, update = torch.zeros_like(kahan), torch.full_like(kahan, 1e-3)
-paths = {"to the nearest": [], "at random, the mean of 64": [], "one of them": [], "Kahan": []}
+paths = {"to the nearest": [], "at random, the mean": [], "one of them": [], "Kahan": []}
 for _ in range(1000):
     nearest += update
     chance = stochastic_round(chance.float() + 1e-3, generator)
@@ -503,7 +527,7 @@ for _ in range(1000):
     for path, value in zip(paths.values(), now, strict=True):
         path.append(value.item())
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-for (name, path), width in zip(paths.items(), (2, 2.5, 0.8, 1.2), strict=True):
+for (name, path), width in zip(paths.items(), (2, 5, 0.8, 1.2), strict=True):
     axes.plot(path, label=name, linewidth=width)
 axes.set(xlabel="updates of 1/1000", ylabel="the weight", title="A weight of 1 in bfloat16")
 axes.legend(frameon=False)
@@ -515,10 +539,11 @@ print(f"to the nearest {ends[0]:.2f}, at random {ends[1]:.2f} in the mean, Kahan
 #
 # ### Exercise 4.4: a step of master weights
 #
-# About 12 minutes. `weights` are a model's, in 16 bits; `copies` their float32 copies, which
-# `optimizer` steps. Backward of the loss times `scale` is done, without overflow. Take the step:
-# gradients up to the copies, divided; step; the result down, rounded. Some weights may have no
-# gradient. At the end none is left, and at no time are all of them there twice.
+# About 12 minutes. `weights` is a list of a model's, in 16 bits; `copies` the list of their float32
+# copies, which `optimizer` steps. Backward of the loss times `scale` is done, without overflow.
+# Take the step: gradients up to the copies, divided; step; the result down, rounded. Some weights
+# may have no gradient. At the end no gradient is left, neither the weights' nor the copies'; at no
+# time are all gradients there in both dtypes.
 
 
 # %%
@@ -569,6 +594,8 @@ ways = {
     "bfloat16, master weights": (torch.bfloat16, ByMasters),
     "bfloat16, at random": (torch.bfloat16, at_random),
 }
+# Three of the four lie on one another: a broad one below, a dashed one above.
+styles = {"float32": {"linewidth": 5, "alpha": 0.4}, "bfloat16, at random": {"linestyle": "--"}}
 
 # %%
 capitals = torch.where((text >= 97) & (text <= 122), text - 32, text)
@@ -587,7 +614,7 @@ for name, (dtype, make) in ways.items():
             curve.append(judge(*held_out).item())
     changed = [(b != w).flatten() for b, w in zip(before, learning.parameters(), strict=True)]
     reached[name], moved[name] = curve[-1], torch.cat(changed).float().mean().item()
-    axes.plot(range(4, 25, 4), curve, label=name, linestyle="--" if "random" in name else "-")
+    axes.plot(range(4, 25, 4), curve, label=name, **styles.get(name, {}))
     print(f"{name}: within 0.02 nats of float32: {reached[name] < reached['float32'] + 0.02}")
 axes.set(xlabel="step", ylabel="loss in nats, held out", title="Learning CAPITALS at a low rate")
 axes.legend(frameon=False)
@@ -597,8 +624,8 @@ print(f"to the nearest, more than a quarter of the weights never moved: {lost > 
 # %% [markdown]
 # To the nearest it learns less: an update below half a step of its weight is lost, and more are the
 # lower the rate is. Master weights and rounding at random learn what float32 learns; the one for 16
-# bytes a weight, the other for 8. So this is today's line of the bill: everything in bfloat16,
-# rounded at random.
+# bytes a weight, 18 during the step, the other for 8. So this is today's line of the bill: weights
+# and moments in bfloat16, rounded at random.
 
 # %% [markdown]
 # ## At scale: seven billion
@@ -643,9 +670,10 @@ casts_of_seven = format_bytes(of_seven["autocast"]["casts"])
 print(f"and under autocast, when backward begins, {casts_of_seven} of casts")
 
 # %% [markdown]
-# Only bfloat16 throughout fits a card of 80 GB, and there is room for activations: yesterday's dry
-# run of that whole step, on 2048 tokens, took 50.50 GiB. The 24 GB of Day 16 are still far. Moments
-# are next (Days 8 and 9), and gradients, which need not all be there at once.
+# Only bfloat16 throughout fits a card of 80 GiB, and there is room for activations: yesterday's dry
+# run of that whole step, on 2048 tokens, took 50.50 GiB. While the optimizer steps, `"master"`
+# needs the 112.96 GiB of `"master32"`. The 24 GiB of Day 16 are still far. Moments are next (Days 8
+# and 9), and gradients, which need not all be there at once.
 
 # %% [markdown]
 # ## On your GPU
@@ -757,7 +785,8 @@ verdict(
     f"{gap > 0.02}; rounded at random within 0.02: "
     f"{reached['bfloat16, at random'] < reached['float32'] + 0.02}",
     otherwise="it costs the updates that are too small for its digits; master weights save them "
-    "for 16 bytes a weight, as in float32, rounding at random for 8 and noise",
+    "for 16 bytes a weight, as in float32, and 18 during the step; rounding at random does for 8 "
+    "and noise",
 )
 
 # %%
@@ -777,8 +806,9 @@ verdict(
     f"bytes a weight: {found['autocast']['gradients'] / PRESETS['tiny'].parameters:.0f} under "
     f"autocast, {found['bfloat16']['gradients'] / PRESETS['tiny'].parameters:.0f} with "
     f"model.to(torch.bfloat16), scaler or not",
-    condition="under autocast, because the weights are float32: a gradient has its weight's dtype; "
-    "with bfloat16 weights it does not hold, and float32 pays where gradients are summed (Day 3)",
+    condition="under autocast, because the weights are float32: torch makes a gradient in its "
+    "weight's dtype; with bfloat16 weights it does not hold, unless each is gathered in float32, "
+    "which is worth it where gradients are summed (Day 3)",
 )
 
 # %%
@@ -788,7 +818,7 @@ verdict(
     f"tiny model, mean over 5,120 tokens: in float16 more than a third of the logits' gradients is "
     f"zero: {zero > 1 / 3}, times 2¹⁶ less than a thousandth: {scaled_zero < 0.001}; the weights' "
     f"gradient is more than 2 % off without a scale: "
-    f"{unscaled > 0.02}, less than 0.5 % with 2¹⁰: {scaled < 0.005}; bfloat16, without: less than "
+    f"{unscaled > 0.02}, less than 0.5 % with 2¹⁶: {scaled < 0.005}; bfloat16, without: less than "
     f"2 %: {brain < 0.02}",
     condition="the more so the more tokens the mean is over",
 )
@@ -803,15 +833,17 @@ verdict(
 # | moments | no | yes | no |
 # | activations | what products make | yes (CUDA; most of it on a CPU) | as bfloat16 |
 # | needs | a scaler in float16 | rounding at random | a scaler in float16 |
-#
+
+# %% [markdown]
 # **Half the bits are half the bytes if the weights have them.** Then range (float16) or digits
 # (bfloat16) are missing: scale the loss for the one; for the other round at random, or keep copies.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. Today: everything in bfloat16, rounded at
-# random. (The gradients' sums over the sequences are float32, for sums drift.)
+# One training step of 124M weights on 8 × 640 tokens. Today: weights and moments in bfloat16,
+# rounded at random. The gradients' sums over the sequences are float32, for sums drift: so it is
+# 2 + 4 + 4 = 10 bytes a weight, not 8.
 
 # %%
 running_bill(4)

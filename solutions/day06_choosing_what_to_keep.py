@@ -18,14 +18,12 @@
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 
 import matplotlib.pyplot as plt
 import torch
 from torch import nn
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 import memlab
 from memlab import checkpointing
@@ -319,7 +317,8 @@ def best_schedule(chain, budget_bytes):
         for peak, again, rest in choices(i + 1, j):
             found.append((chain.if_plain(i, j, peak), again, (i, *rest)))
         for k in range(i + 1, j + 1):
-            for own, rest in product(choices(i, k - 1), choices(k, j)):
+            pairs = ((own, rest) for own in choices(i, k - 1) for rest in choices(k, j))
+            for own, rest in pairs:
                 peak = chain.if_segment(i, k, j, own[0], rest[0])
                 found.append((peak, chain.rerun(i, k) + own[1] + rest[1], (own[2], *rest[2])))
         ### END SOLUTION
@@ -405,11 +404,14 @@ def keeping(chosen, block, x):
 #
 # About 15 minutes. In the first run, remember in `self.kept` what each operator in `self.chosen`
 # makes; in the second, hand it out, and do not run the operator. `made` may be a tuple (attention
-# makes two tensors): `tree_map_only(torch.Tensor, f, made)` applies f to each. Beware: autograd
-# hangs its graph on a tensor that you return. Keep it *detached*.
+# makes two tensors): `tree.tree_map_only(torch.Tensor, f, made)` applies f to each. Beware:
+# autograd hangs its graph on a tensor that you return. Keep it *detached*.
 
 
 # %%
+tree = torch.utils._pytree
+
+
 class Choosing(TorchDispatchMode):
     def __init__(self, chosen):
         super().__init__()
@@ -421,7 +423,7 @@ class Choosing(TorchDispatchMode):
             return self.kept.pop(0)
         made = func(*args, **(kwargs or {}))
         if func in self.chosen:
-            self.kept.append(tree_map_only(torch.Tensor, torch.Tensor.detach, made))
+            self.kept.append(tree.tree_map_only(torch.Tensor, torch.Tensor.detach, made))
         return made
         ### END SOLUTION
 
