@@ -8,8 +8,8 @@ Source   Gupta et al. 2015, arXiv 1502.02551 (stochastic rounding); Kahan 1965, 
 A bfloat16 near 1 moves in steps of 1/128 upwards. An update of 1/1000 is rounded away, however
 often it comes: 1 + 1/1000 is 1. Two ways out:
 
-    stochastic  round up with the probability of how far the number is on the way up: after 128
-                such updates the weight has moved by 1 in the mean
+    stochastic  round up with a probability equal to the fraction of the way to the next number:
+                after 1000 such updates the weight has moved by 1 in the mean
     Kahan       keep in a second bfloat16 what rounding took away, and add it to the next update
 
 A float32 has the sign, 8 bits of exponent and 23 of mantissa; a bfloat16 is its upper half. So the

@@ -3,7 +3,8 @@
 Saves    half of the activations and, while backward runs, half of the gradients: the model is low
          precision throughout.
 Costs    a float32 copy of every weight. 2 bytes of weight, 2 of gradient, 4 of copy and 8 of Adam
-         are 16 a weight, as many as in float32; 18 where gradients are kept in float32.
+         are 16 a weight when backward ends, as many as in float32; 18 in the step, which makes the
+         gradients float32, and always where they are gathered at once.
 Source   Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
 
 A weight of 1 in bfloat16 does not move by 1/1000, however often (see memlab.rounding): the updates

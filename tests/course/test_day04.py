@@ -92,6 +92,23 @@ def by_shifts(numbers, generator):
     return bits.to(torch.bfloat16)
 
 
+def by_fraction(numbers, generator):
+    """Up with a probability equal to the fraction of the way, as the lesson says it."""
+    bits = numbers.view(torch.int32)
+    fraction = (bits & 0xFFFF) / 2**16
+    up = torch.rand(numbers.shape, generator=generator) < fraction
+    rounded = ((bits & ~0xFFFF) + 65536 * up.int()).view(torch.float32)
+    return torch.where(numbers.isfinite(), rounded, numbers).bfloat16()
+
+
+def by_neighbours(numbers, generator):
+    """In numbers, not in bits: both neighbours, and how far it is from the one to the other."""
+    down = numbers.view(torch.int32) & ~0xFFFF
+    below, above = down.view(torch.float32), (down + 65536).view(torch.float32)
+    up = torch.rand(numbers.shape, generator=generator) < (numbers - below) / (above - below)
+    return torch.where(numbers.isfinite(), torch.where(up, above, below), numbers).bfloat16()
+
+
 def one_by_one(weights, copies, optimizer, scale):
     """A multiplication in place of the division, and .data in place of no_grad."""
     for weight, copy in zip(weights, copies, strict=True):
@@ -110,6 +127,8 @@ def one_by_one(weights, copies, optimizer, scale):
         (SCALER, ByTheLibrary),
         (SCALER, ByNorms),
         (ROUND, by_shifts),
+        (ROUND, by_fraction),
+        (ROUND, by_neighbours),
         (MASTER_STEP, one_by_one),
     ],
     ids=lambda value: getattr(value, "__name__", getattr(value, "id", None)),
@@ -133,6 +152,38 @@ def test_a_scaler_without_its_numbers_is_told_which_are_missing():
     verdict = judge(SCALER, Nameless)
     assert verdict.status == WRONG
     assert "without scale, fine_steps; wanted a Scaler." in verdict.text
+
+
+@pytest.mark.parametrize("keep", [list, lambda losses: [torch.stack(list(losses)).sum()]])
+def test_a_scaler_that_keeps_the_graphs_is_told_however_it_does(keep):
+    class Keeping(SCALER.reference):
+        def train(self, optimizer, losses, max_norm):
+            return super().train(optimizer, keep(losses), max_norm)
+
+    verdict = judge(SCALER, Keeping)
+    assert verdict.status == WRONG
+    assert "All micro-batches' graphs are alive at once" in verdict.text
+
+
+@pytest.mark.parametrize("width", [2**-13, 2**-10, 2**-9, 2**-8])
+def test_noise_that_is_too_narrow_is_not_called_rounding_to_the_nearest(width):
+    def narrow(numbers, generator):
+        return (numbers + width * (torch.rand(numbers.shape, generator=generator) - 0.5)).bfloat16()
+
+    verdict = judge(ROUND, narrow)
+    assert verdict.status == WRONG
+    assert "wanted chance for each, over the whole step" in verdict.text
+    assert "nearest" not in verdict.text
+
+
+def test_rounding_that_keeps_all_it_makes_is_told_what_to_do():
+    def hoarding(numbers, generator):
+        copies = [numbers.clone() for _ in range(4)]
+        return by_shifts(copies[0], generator)
+
+    verdict = judge(ROUND, hoarding)
+    assert verdict.status == WRONG
+    assert "wanted at most 24: let tensors go" in verdict.text
 
 
 def test_rounding_at_random_now_and_then_is_not_enough():

@@ -13,8 +13,9 @@ from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, req
 from memlab.metering import measure
 from memlab.model import PRESETS, GPTConfig
 from memlab.rounding import stochastic_round_
-from memlab.trace import Trace
+from memlab.trace import Event, Trace
 from memlab.train import combined, dry_trace
+from memlab.units import format_bytes
 
 # ------------------------------------------------------------------ 4.1: bytes of each policy
 
@@ -43,8 +44,8 @@ def _check_held_bytes(answer: HeldBytes) -> str:
         for policy in POLICIES:
             case = (
                 f"held_bytes of V={config.vocab_size} C={config.width} L={config.layers} "
-                f"H={config.heads} KV={config.kv_heads} hidden={config.hidden}"
-                f"{'' if config.tied else ', untied'}, {policy!r}"
+                f"H={config.heads} KV={config.kv_heads} hidden={config.hidden}, "
+                f"{'tied' if config.tied else 'untied'}, {policy!r}"
             )
             got, wanted = answer(config, policy), held_bytes(config, policy)
             require(
@@ -71,10 +72,14 @@ def _norm_weights(config: GPTConfig) -> int:
     return (2 * config.layers + 1) * config.width
 
 
+def _looked_up(config: GPTConfig) -> int:
+    return config.vocab_size * config.width
+
+
 def _multiplied(config: GPTConfig) -> int:
     """Weights of the matrices that something is multiplied by."""
-    looked_up = 0 if config.tied else config.vocab_size * config.width
-    return config.parameters - _norm_weights(config) - looked_up
+    only_looked_up = 0 if config.tied else _looked_up(config)
+    return config.parameters - _norm_weights(config) - only_looked_up
 
 
 def _held_bytes_but(
@@ -104,8 +109,8 @@ _HELD_BYTES = Exercise(
     difficulty=2,
     hints=(
         "Two of the four are simple products with N. Read the table for the dtype of each, and "
-        "remember who makes what: a gradient has the dtype of its weight, a moment that of the "
-        "weight that the optimizer steps.",
+        "remember who makes what: a gradient has the dtype of its weight (unless gathered in "
+        "float32), a moment that of the weight that the optimizer steps.",
         "Adam's counters are float32 whatever the weights are, one for each tensor: 9 a block and "
         "2 (tied) or 3 (untied) outside. Autocast lowers what is multiplied: every matrix, but no "
         "norm, and an embedding only if it scores the tokens too.",
@@ -159,6 +164,16 @@ _HELD_BYTES = Exercise(
         WrongAnswer(
             _held_bytes_but(cast=lambda config: config.parameters - _norm_weights(config)),
             "To look rows up is no product: an untied embedding is not cast.",
+        ),
+        WrongAnswer(
+            _held_bytes_but(
+                cast=lambda config: config.parameters - _norm_weights(config) - _looked_up(config)
+            ),
+            "A tied embedding scores the tokens, so it is cast.",
+        ),
+        WrongAnswer(
+            _held_bytes_but(cast=lambda config: _multiplied(config) + config.width),
+            "The last norm is one, too: 2 in each block, and 1 at the end.",
         ),
     ),
 )
@@ -230,6 +245,13 @@ def _check_scaler(answer: ScalerClass) -> str:
                 f"torch's has {_told(wanted)}.",
             )
             decisions += 1
+    # Of two, not of one: with the second, a gradient is made beside the sum.
+    eight, two = _micro_batch_bytes(answer, 8), _micro_batch_bytes(answer, 2)
+    require(
+        eight <= two + WIDE,
+        f"a step of 8 micro-batches takes {format_bytes(eight)} at its fullest, of 2 "
+        f"{format_bytes(two)}; wanted as much: never more than one micro-batch's graph alive.",
+    )
     many, one = _scratch_bytes(answer, 8), _scratch_bytes(answer, 1)
     require(
         many <= one + WIDE,
@@ -276,6 +298,19 @@ def _told(after: _After) -> str:
     scale, fine, stepped, weights = after
     numbers = ", ".join(f"{number:.6g}" for number in weights)
     return f"scale {scale:g}, fine_steps {fine}, returned {stepped!r}, weights {numbers}"
+
+
+def _micro_batch_bytes(answer: ScalerClass, micro_batches: int) -> int:
+    """What a step takes at its fullest, where each graph keeps a tensor as large as the weights."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(WIDE))])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    scaler = answer(8.0, 100)
+
+    def step() -> None:
+        losses = ((2 * model[0]).square().sum() for _ in range(micro_batches))
+        scaler.train(optimizer, losses, NO_CLIP)
+
+    return measure(step, model=model, optimizer=optimizer).peak_bytes
 
 
 def _scratch_bytes(answer: ScalerClass, tensors: int) -> int:
@@ -350,6 +385,10 @@ def _losses_finite(gradients: list[Tensor], losses: list[Tensor]) -> bool:
     return all(bool(loss.isfinite()) for loss in losses)
 
 
+def _first_group(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [weight.grad for weight in optimizer.param_groups[0]["params"] if weight.requires_grad]
+
+
 def _first_group_finite(gradients: list[Tensor], losses: list[Tensor]) -> bool:
     return bool(gradients[0].isfinite().all())
 
@@ -366,6 +405,9 @@ def _scaler_but(
     grow_after: int = 0,
     most: float = MOST,
     per: str = "step",
+    send_back: str = "each",
+    divided: Callable[[torch.optim.Optimizer], list[Tensor]] = _gradients,
+    returns: Callable[[bool], bool | None] = bool,
 ) -> ScalerClass:
     class Scaler:
         def __init__(self, scale: float, interval: int) -> None:
@@ -376,8 +418,8 @@ def _scaler_but(
         ) -> bool:
             if zero == "always":
                 optimizer.zero_grad()
-            noted = []
-            for loss in losses:
+            noted: list[Tensor] = []
+            for loss in [sum(losses)] if send_back == "sum" else losses:
                 (loss * self.scale).backward()
                 noted.append(loss.detach())
                 if unscale == "each":
@@ -397,10 +439,10 @@ def _scaler_but(
                     optimizer.zero_grad()
             if per == "step":
                 self.update(is_fine)
-            return is_fine
+            return returns(is_fine)
 
         def divide(self, optimizer: torch.optim.Optimizer) -> None:
-            for gradient in _gradients(optimizer):
+            for gradient in divided(optimizer):
                 gradient /= self.scale
 
         def update(self, is_fine: bool) -> None:
@@ -493,6 +535,18 @@ _SCALER = Exercise(
             _scaler_but(fine=_joined_finite),
             "All gradients in one tensor are a second copy of them, just to be looked at.",
         ),
+        WrongAnswer(
+            _scaler_but(divided=_first_group),
+            "The gradients of all groups are looked at and divided, not the first group's alone.",
+        ),
+        WrongAnswer(
+            _scaler_but(returns=lambda is_fine: None),
+            "Return True when it stepped, and False when not.",
+        ),
+        WrongAnswer(
+            _scaler_but(send_back="sum"),
+            "All micro-batches' graphs are alive at once: send each back before you take the next.",
+        ),
     ),
 )
 
@@ -501,9 +555,14 @@ _SCALER = Exercise(
 Round = Callable[[Tensor, torch.Generator], Tensor]
 LOW_BITS = 0xFFFF  # of a float32, that a bfloat16 does not have
 DRAWS = 2**18
-ROUNDED_BYTES = 16  # for each number, beside what is given
+ROUNDED_BYTES = 24  # for each number, beside what is given
 SEEDS = 8
-_NUMBERS = ((1.001, 1.006, 1.0078), (-1.001, 3.14159), (0.001, -270_000.123), (1 + 2**-7 / 512,))
+_NUMBERS = (
+    (1.001, 1.00391, 1.006, 1.0078),
+    (-1.001, 3.14159),
+    (0.001, -270_000.123),
+    (1 + 2**-7 / 512,),
+)
 
 
 def _check_round(answer: Round) -> str:
@@ -519,11 +578,18 @@ def _check_round(answer: Round) -> str:
         _check_means(answer, numbers)
     _check_seeds(answer)
     _check_kept(answer)
-    bytes_ = _round_bytes(answer)
+    trace, bytes_ = _rounding(answer)
+    wide = {event.dtype for event in trace.events if _is_wide(event)}
+    require(
+        not wide,
+        f"stochastic_round makes a tensor of {', '.join(sorted(wide))}, 8 bytes a number; wanted "
+        f"dtypes of 4 at most.",
+    )
     require(
         bytes_ <= ROUNDED_BYTES,
         f"stochastic_round takes {bytes_:.0f} bytes for each number at its fullest; wanted at "
-        f"most {ROUNDED_BYTES}.",
+        f"most {ROUNDED_BYTES}: let tensors go that you are through with, or work in place in "
+        f"those that you made.",
     )
     return (
         f"means right for {sum(map(len, _NUMBERS))} numbers · {bytes_:.0f} bytes a number meanwhile"
@@ -540,6 +606,7 @@ def _rounded(answer: Round, numbers: Tensor, seed: int = 0) -> Any:
 
 def _check_means(answer: Round, numbers: Sequence[float]) -> None:
     shares = [_share_away(answer, number) for number in numbers]
+    _require_chance(numbers, shares)
     # The share of DRAWS coins is within five standard errors of what it should be.
     errors = [5 * (wanted * (1 - wanted) / DRAWS) ** 0.5 for _, wanted in shares]
     pairs = zip(shares, errors, strict=True)
@@ -548,6 +615,19 @@ def _check_means(answer: Round, numbers: Sequence[float]) -> None:
         f"stochastic_round of {', '.join(f'{n:.7g}' for n in numbers)} went away from zero in "
         f"{', '.join(f'{share:.3%}' for share, _ in shares)} of {DRAWS:,} draws; wanted "
         f"{', '.join(f'{wanted:.3%}' for _, wanted in shares)}, so that the mean is the number.",
+    )
+
+
+def _require_chance(numbers: Sequence[float], shares: list[tuple[float, float]]) -> None:
+    """For some numbers, so for all: a noise that is too narrow moves only those halfway."""
+    pairs = list(zip(numbers, shares, strict=True))
+    always = [f"{number:.7g}" for number, (share, _) in pairs if share in (0, 1)]
+    others = [f"{number:.7g}" for number, (share, _) in pairs if share not in (0, 1)]
+    require(
+        not (always and others),
+        f"stochastic_round went one way in all of {DRAWS:,} draws of {', '.join(always)}, and at "
+        f"random with {', '.join(others)}; wanted chance for each, over the whole step from one "
+        f"bfloat16 to the next.",
     )
 
 
@@ -586,7 +666,8 @@ def _check_kept(answer: Round) -> None:
         require(
             got[:2] == [INF, -INF] and all(number != number for number in got[2:]),
             f"stochastic_round of inf, -inf, nan, nan, nan gave "
-            f"{', '.join(f'{number:g}' for number in got)}; wanted them as they are.",
+            f"{', '.join(f'{number:g}' for number in got)}; wanted them as they are: give back "
+            f"the number itself where it is not finite.",
         )
 
 
@@ -614,10 +695,15 @@ def _check_seeds(answer: Round) -> None:
     )
 
 
-def _round_bytes(answer: Round) -> float:
-    numbers, generator = torch.ones(2**16), torch.Generator().manual_seed(0)
+def _rounding(answer: Round) -> tuple[Trace, float]:
+    """Its trace, and its bytes for each number at its fullest."""
+    numbers, generator = torch.ones(WIDE), torch.Generator().manual_seed(0)
     trace = measure(lambda: answer(numbers, generator))
-    return (trace.peak_bytes - numbers.nbytes) / numbers.numel()
+    return trace, (trace.peak_bytes - numbers.nbytes) / WIDE
+
+
+def _is_wide(event: Event) -> bool:
+    return event.bytes >= 8 * WIDE and event.dtype in ("int64", "float64")
 
 
 def _low_bits(numbers: Tensor, generator: torch.Generator) -> Tensor:
@@ -687,6 +773,19 @@ def _a_fixed_noise(numbers: Tensor, generator: torch.Generator) -> Tensor:
     return (numbers + noise * 2**-7).bfloat16()
 
 
+def _a_narrow_noise(numbers: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.rand(numbers.shape, generator=generator) - 0.5
+    return (numbers * (1 + noise * 2**-9)).bfloat16()
+
+
+def _by_fractions(numbers: Tensor, generator: torch.Generator) -> Tensor:
+    """Of a NaN the fraction is NaN, so it goes down, to where one with low bits only is inf."""
+    down = numbers.view(torch.int32) & ~LOW_BITS
+    below, above = down.view(torch.float32), (down + LOW_BITS + 1).view(torch.float32)
+    up = torch.rand(numbers.shape, generator=generator) < (numbers - below) / (above - below)
+    return torch.where(up, above, below).bfloat16()
+
+
 def _by_the_library(numbers: Tensor, generator: torch.Generator) -> Tensor:
     out = torch.empty_like(numbers, dtype=torch.bfloat16)
     return stochastic_round_(out, numbers, generator=generator)
@@ -735,7 +834,15 @@ _ROUND = Exercise(
             _a_fixed_noise,
             "The step of a bfloat16 grows with the number: the same noise fits one size only.",
         ),
+        WrongAnswer(
+            _a_narrow_noise,
+            "The noise is narrower than a step of bfloat16: a number near a neighbour never leaves "
+            "it.",
+        ),
         WrongAnswer(_round_but(guard=False), "NaN carries over into what looks like a number."),
+        WrongAnswer(
+            _by_fractions, "A NaN that only its low bits tell from inf is cut down to inf."
+        ),
         WrongAnswer(
             _round_but(_torchs_own_bits),
             "Give the generator to torch.randint: generator=generator.",
