@@ -740,8 +740,8 @@ _CHOOSING = Exercise(
         "self.kept, detached, and return made. Second run: a chosen func does not run; the first "
         "of self.kept is its result. Whatever is not chosen runs in both.",
         "if self.is_second and func in self.chosen: return self.kept.pop(0); made = func(*args, "
-        "**(kwargs or {})); if func in self.chosen: self.kept.append(tree.tree_map_only(torch.Tensor, "
-        "torch.Tensor.detach, made)); return made.",
+        "**(kwargs or {})); if func in self.chosen: self.kept.append("
+        "tree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)); return made.",
     ),
     reference=_Choosing,
     check=_check_choosing,
