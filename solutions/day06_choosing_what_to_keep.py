@@ -404,14 +404,11 @@ def keeping(chosen, block, x):
 #
 # About 15 minutes. In the first run, remember in `self.kept` what each operator in `self.chosen`
 # makes; in the second, hand it out, and do not run the operator. `made` may be a tuple (attention
-# makes two tensors): `tree.tree_map_only(torch.Tensor, f, made)` applies f to each. Beware:
-# autograd hangs its graph on a tensor that you return. Keep it *detached*.
+# makes two tensors): `torch.utils._pytree.tree_map_only(torch.Tensor, f, made)` applies f to each.
+# Beware: autograd hangs its graph on a tensor that you return. Keep it *detached*.
 
 
 # %%
-tree = torch.utils._pytree
-
-
 class Choosing(TorchDispatchMode):
     def __init__(self, chosen):
         super().__init__()
@@ -423,7 +420,8 @@ class Choosing(TorchDispatchMode):
             return self.kept.pop(0)
         made = func(*args, **(kwargs or {}))
         if func in self.chosen:
-            self.kept.append(tree.tree_map_only(torch.Tensor, torch.Tensor.detach, made))
+            detached = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)
+            self.kept.append(detached)
         return made
         ### END SOLUTION
 

@@ -741,7 +741,7 @@ _CHOOSING = Exercise(
         "of self.kept is its result. Whatever is not chosen runs in both.",
         "if self.is_second and func in self.chosen: return self.kept.pop(0); made = func(*args, "
         "**(kwargs or {})); if func in self.chosen: self.kept.append("
-        "tree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)); return made.",
+        "torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)); return made.",
     ),
     reference=_Choosing,
     check=_check_choosing,
