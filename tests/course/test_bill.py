@@ -97,9 +97,7 @@ def test_the_picture_has_a_bar_for_each_line(measured, monkeypatch):
 
     monkeypatch.setattr("memlab.plot.breakdown", breakdown)
     assert running_bill(2) == "the figure"
-    assert drawn == [
-        ({"day 1: new": 8, "day 2: new": 6}, "The running bill: 124m, 8 × 640 tokens")
-    ]
+    assert drawn == [({"day 1: new": 8, "day 2: new": 6}, "The running bill: 124m, 8 × 640 tokens")]
 
 
 def test_every_day_has_a_label_of_its_own():
