@@ -85,18 +85,17 @@ plot.timeline(every_block, title=f"Every block computed again: {setting}")
 # %% [markdown]
 # What stays: 13 tensors of 15 MiB, the inputs of the blocks and the last one's output; the last
 # norm; and the **logits**, which belong to no block: 982 MiB, and at the peak backward's two copies
-# of them. The gaps of both guesses are made of
-# those (Day 11 takes them on).
+# of them. If you guessed a twelfth, your gaps are made of those (Day 11 takes them on).
 #
 # Behind the peak there are twelve teeth. In each a block has run again: **one** block's activations
-# in place of twelve.
+# in place of twelve. (The meter calls them backward temporaries, as they are made in backward.)
 
 # %% [markdown]
 # ## Build
 #
 # How does one forget? Inside an autograd *Function* no graph is made: what `forward` computes on
 # its way dies. `backward` gets the gradient of the output and returns one for each input of
-# `forward`.
+# `forward`: `None` where it is no tensor.
 #
 # - `ctx.save_for_backward(...)` keeps tensors; other things go on `ctx` by name.
 # - `backward` runs without a graph, too, unless `torch.enable_grad()` is around it.
@@ -111,10 +110,11 @@ plot.timeline(every_block, title=f"Every block computed again: {setting}")
 # %% [markdown]
 # ### Exercise 5.1: forget, and compute again
 #
-# About 20 minutes. `forget(fn, *inputs)` gives what `fn(*inputs)` gives, one tensor. All
-# gradients, the weights' in `fn` too, are those of the plain call to the bit, with dropout. Between
-# forward and backward nothing but the inputs is held; `fn` runs twice in all. An input may want no
-# gradient (a table of integers, say).
+# About 20 minutes. Write the Function: `forget(fn, *inputs)` gives what `fn(*inputs)` gives, one
+# tensor. All gradients, the weights' in `fn` too, are those of the plain call to the bit, with
+# dropout. Between forward and backward nothing is held but the inputs, by `save_for_backward`, and
+# the random state (5,056 bytes a call, not counted here); `fn` runs twice in all. An input may want
+# no gradient (a table of integers, say).
 
 
 # %%
@@ -196,11 +196,14 @@ y.sum().backward()
 
 # %% [markdown]
 # A matrix product saves both factors, transposed at times: of those the weights are there anyway.
-#
+# `(2, 8)` comes twice and is one tensor, not two: relu saves its result, the next product its
+# factor.
+
+# %% [markdown]
 # So: in forward the first hook returns the **number of an empty slot**, and the tensor dies. When
 # backward wants the first one back, run `fn` again, with other hooks: the n-th tensor that it saves
 # now belongs into the n-th slot. One run fills all. The inner graph is of no use: its hook may
-# return `None`.
+# return `None`, as `slots.append` does.
 
 # %% [markdown]
 # ### Exercise 5.2: the same by hooks
@@ -208,7 +211,7 @@ y.sum().backward()
 # About 18 minutes. As in 5.1, and besides: weights get their gradients where no input wants one;
 # and a slot is empty again once its tensor was handed out, so that a graph that is retained
 # (`backward(retain_graph=True)`) holds no more than before, and can be walked again. `fn` runs once
-# for each backward pass.
+# forward, and once for each backward pass.
 
 
 # %%
@@ -226,7 +229,7 @@ def forget_by_hooks(fn, *inputs):
             with (
                 torch.random.fork_rng([]),
                 torch.enable_grad(),
-                saved_tensors_hooks(lambda t: slots.append(t.detach()), lambda nothing: nothing),
+                saved_tensors_hooks(slots.append, lambda nothing: nothing),
             ):
                 torch.set_rng_state(state)
                 fn(*inputs)
@@ -326,9 +329,9 @@ more = {name: count / operations["plain"] - 1 for name, count in operations.item
 print(f"to the end {more['to the end']:+.1%}, with an early stop {more['early']:+.1%}")
 
 # %% [markdown]
-# One extra forward pass is a third, for backward is twice a forward. The early stop saves the MLP's
-# last matrix. (Where an MLP has two matrices, 4 times as wide inside, that one is a third of the
-# block: +22 % remain.)
+# One extra forward pass is a third, for backward is twice a forward; here a little less, for
+# attention's backward is 2½ times its forward. The early stop saves the MLP's last matrix. (Where
+# an MLP has two matrices, 4 times as wide inside, that one is a third of the block: +22 % remain.)
 #
 # ## What goes wrong
 #
@@ -365,8 +368,10 @@ for name in ("torch", "memlab"):
 # %% [markdown]
 # The wrong gradient comes without a word: shapes are the same, so nothing is noticed. Name what you
 # draw from, `random=("torch", "python", "numpy")`, or have values compared: `check="hash"` keeps 64
-# bits of every tensor.
-#
+# bits of every tensor. BatchNorm counts once with the library, as its second run works on copies of
+# the norm's buffers, and throws them away.
+
+# %% [markdown]
 # ## From N to √N
 #
 # With a checkpoint around every block, memory still grows with N, the number of blocks: an input
@@ -399,8 +404,9 @@ def best_segments(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int,
 best_segments = exercise("5.3", best_segments)
 
 # %% [markdown]
-# By hand: s · x + (n / s) · a is least at s = √(n · a / x). If a block keeps as much as its input
-# (a = x), that is √n, and 2 · x · √n bytes are held: the famous O(√N).
+# By hand: s · x + (n / s) · a is least at s = √(n · a / x); roughly, for where n / s is no whole
+# number the best may be another. If a block keeps as much as its input (a = x), that is √n, and
+# 2 · x · √n bytes are held: the famous O(√N).
 #
 # A *schedule* says which blocks belong together, in nested tuples: `((0, 1), (2, 3))` are two
 # segments; a plain number is a block that is kept.
@@ -478,19 +484,22 @@ fig, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
 slopes = {}
 for name, schedule in schedules.items():
     held = [held_by(schedule(n), n) / 512 for n in counts]  # in inputs of a block
-    axes.loglog(counts, held, "o-", label=name)
+    line = "o--" if name.startswith("the best") else "o-"  # at first it lies on "every block"
+    axes.loglog(counts, held, line, label=f"{name}: {held[-1]:.0f} at N = 100")
     ends = torch.tensor([counts[-2:], held[-2:]]).log()
     slopes[name] = ((ends[1, 1] - ends[1, 0]) / (ends[0, 1] - ends[0, 0])).item()
     print(f"{name:28}{held[-1]:6.0f} inputs at N = 100, slope {slopes[name]:.2f}")
 axes.set(xlabel="blocks", ylabel="held, in inputs of a block", title="What tokens hold in a chain")
 axes.set_xticks(counts, map(str, counts), minor=False)
+heights = (10, 20, 50, 100, 200, 500, 1000)
+axes.set_yticks(heights, map(str, heights), minor=False)
 axes.minorticks_off()
 _ = axes.legend(frameon=False)
 
 # %% [markdown]
-# All kept: slope 1. Segments: ½. Every block: towards 1 in the end, and yet **below** √N's line
-# until 81 blocks, for beside the inputs it never holds more than one block. So √N is about growth.
-# What is best for *your* N?
+# All kept: slope 1. Segments: ½. Every block: towards 1 in the end, and yet **below** √N's line up
+# to some 80 blocks, for beside the inputs it never holds more than one block. (80, as a block keeps
+# 9 inputs here; with 20 it is 400.) So √N is about growth. What is best for *your* N?
 #
 # A block of a transformer keeps some twenty times its input (Day 1). By your formula:
 
@@ -507,9 +516,10 @@ for name in ("25m", "124m", "llama-2-7b", "llama-3-70b", "llama-3-405b"):
     print(f"best in {segments:3} segments of {-(-shape.layers // segments)}")
 
 # %% [markdown]
-# Up to some forty blocks: each by itself. There is one exception, where something else makes the
-# peak. In the step of the guess it is the logits. While they are there no segment runs again, and
-# only its inputs count: the fewer the better, as long as a segment fits into the logits' room.
+# Up to some forty blocks, no number of segments is better than each by itself. There is one
+# exception, where something else makes the peak. In the step of the guess it is the logits. While
+# they are there no segment runs again, and only its inputs count: the fewer the better, as long as
+# a segment fits into the logits' room.
 
 # %%
 by_root = dry_trace(setting, combined(f"{fused}+sqrt-checkpointing"))
@@ -587,18 +597,23 @@ def waiting(trace) -> int:
 seven = Setting("llama-2-7b", batch=1, seq_len=2048, dtype=torch.bfloat16)
 logits = 2 * seven.seq_len * PRESETS[seven.model].vocab_size
 all_of_it = waiting(passes(seven, "plain", backward=False)) + 2 * logits
-again = passes(seven, "checkpointing", backward=True)
+again, eight = (passes(replace(seven, batch=n), "checkpointing", backward=True) for n in (1, 8))
 tokens_7b = all_of_it, most_for_tokens(again)
 for name, held in zip(("all kept", "every block again"), tokens_7b, strict=True):
     print(f"{name:18}{format_bytes(held):>12} for a sequence, at its fullest")
+each_adds = (eight.peak_bytes - again.peak_bytes) // 7
+print(f"again, at the peak: {format_bytes(again.peak_bytes)}, ", end="")
+print(f"and {format_bytes(each_adds)} for each further sequence, up to 8")
 plot.timeline(again, title="Llama 2 7B in bfloat16, 1 × 2048 tokens: every block again")
 
 # %% [markdown]
-# On Days 3 and 4 its step took 50.50 GiB, 12.46 of them activations. Now they are gone, and the
-# step takes 50.22 GiB: the peak has moved to the end of backward, to the **floor**, where weights,
-# all gradients and Adam's moments are. With one sequence nothing seems to be saved; but each
-# further one costs a thirteenth. What is left belongs to weights, and to Days 8, 9 and 12.
-#
+# On Days 3 and 4 its step took 50.50 GiB, with 12.46 of these 12.83 at the peak. Now it takes 25.12
+# + 25.10 GiB: the peak has moved to the end of backward, to the **floor**, where weights, all
+# gradients and Adam's moments are. With one sequence nothing seems to be saved; but each further
+# one adds 0.5 GiB, in place of 12.8. (Its fullest moment comes early in backward, when few
+# gradients are there.) What is left belongs to weights, and to Days 8, 9 and 12.
+
+# %% [markdown]
 # ## On your GPU
 #
 # Where there is a GPU, this takes the question's step on it.
@@ -627,8 +642,9 @@ verdict(
     f"slopes in a chain of N blocks, from 49 to 100: all kept {slopes['all kept']:.2f}, in √N "
     f"segments {slopes['√N segments']:.2f}, every block by itself {slopes['every block']:.2f}; "
     f"for the {', '.join(map(str, each_alone))} blocks of our models up to 7B that holds the least",
-    condition="for √N segments; an input kept for each block is O(N), with a term so small that it "
-    "beats √N up to some forty blocks; logits grow with neither",
+    condition="for √N segments; an input kept for each block is O(N), with a term so small that "
+    "for transformers it beats √N segments up to some 400 blocks, and every other number of "
+    "segments up to forty; logits grow with neither",
 )
 
 # %%
@@ -642,7 +658,9 @@ verdict(
 )
 
 # %% [markdown]
-# How much slower? A time is no number to keep: here is a ratio, on this machine, of three rounds.
+# How much slower? A time is no number to keep: here is a ratio, on this machine, of three rounds,
+# with an early stop. It need not be that of the operations: norms, activations and sums run again,
+# too, and none of them is a product.
 
 # %% tags=["nbval-ignore-output"] reason="a time"
 import time
@@ -669,11 +687,11 @@ print(f"forward and backward take {ratio:.2f} × the time: {1 / ratio:.2f} × th
 speeds = {name: 1 / (1 + share) for name, share in more.items()}
 verdict(
     "15c",
-    0.7 <= speeds["to the end"] <= 0.8,
+    all(0.7 <= speeds[name] <= 0.8 for name in ("to the end", "early")),
     f"if time goes as operations do, the blocks run at {speeds['to the end']:.2f} × the speed to "
     f"the end, at {speeds['early']:.2f} × with an early stop (times: benchmarks/checkpointing.py)",
-    condition="for a second run to the end, where blocks are most of the time; with an early stop, "
-    "and with logits and optimizer in the step, less is lost",
+    condition="for the blocks, with an early stop and without; with logits and optimizer in the "
+    "step, less is lost",
 )
 
 # %%
@@ -684,7 +702,8 @@ verdict(
     "15d",
     tokens_7b[0] / tokens_7b[1] >= 3,
     f"in the room of 8 sequences of 640 tokens the 124M model has {sequences:.1f} "
-    f"({sequences / 8:.1f} ×); a sequence of 7B takes {tokens_7b[0] / tokens_7b[1]:.0f} × less",
+    f"({sequences / 8:.1f} ×); a sequence of 7B holds {tokens_7b[0] / tokens_7b[1]:.0f} × less "
+    f"at its fullest, and adds {tokens_7b[0] / each_adds:.0f} × less to the peak",
     condition="for large models, and then far more than 4 ×, once the floor of weights, gradients "
     "and Adam's state fits; where logits are half of it, 2 ×",
 )

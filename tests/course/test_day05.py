@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from memlab.checkpointing import checkpoint
 from memlab.checkpointing.schedules import sqrt_schedule
 from memlab.course import days
 from memlab.course.checks import day05
@@ -102,26 +103,62 @@ def by_number_of_blocks(blocks, input_bytes, block_bytes):
     ("exercise", "answer"),
     [
         (FUNCTION, by_hand),
-        (FUNCTION, partial(torch_checkpoint, use_reentrant=True)),
-        (FUNCTION, partial(torch_checkpoint, use_reentrant=False)),
         (HOOKS, with_slots_of_a_class),
-        (HOOKS, partial(torch_checkpoint, use_reentrant=False)),
         (BEST_SEGMENTS, by_number_of_blocks),
         (SCHEDULE, by_halving),
     ],
 )
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_another_right_answer_passes(exercise, answer):
     verdict = judge(exercise, answer)
     assert verdict.status == OK, verdict
 
 
-def test_hooks_whose_inputs_are_in_a_closure_are_no_answer_to_the_first_exercise():
-    """They are right about every value, byte and count, until something wants to move the
-    inputs."""
-    verdict = judge(FUNCTION, with_slots_of_a_class)
+@pytest.mark.parametrize(
+    "answer",
+    [with_slots_of_a_class, checkpoint, partial(torch_checkpoint, use_reentrant=False)],
+    ids=["one's own", "the library's", "torch's"],
+)
+def test_hooks_are_no_answer_to_the_first_exercise(answer):
+    """They are right about every value, byte and count."""
+    verdict = judge(FUNCTION, answer)
     assert verdict.status == WRONG
-    assert "no hook for saved tensors sees it" in verdict.text
+    assert "Use an autograd Function" in verdict.text
+
+
+def without_a_graph(fn, *inputs):
+    """As one writes 5.2, and forgets enable_grad: backward looks for a slot that is not there."""
+    slots = []
+
+    def leave(tensor):
+        slots.append(None)
+        return len(slots) - 1
+
+    def take(number):
+        slots.clear()
+        with torch.autograd.graph.saved_tensors_hooks(slots.append, lambda nothing: nothing):
+            fn(*inputs)
+        return slots[number]
+
+    with torch.autograd.graph.saved_tensors_hooks(leave, take):
+        return fn(*inputs)
+
+
+def test_a_second_run_without_a_graph_is_named_whatever_error_it_ends_in():
+    assert "torch.enable_grad()" in judge(HOOKS, without_a_graph).text
+
+
+def test_only_what_is_wrong_with_a_schedule_is_told():
+    """Not that each block ran twice, nor that there are as many segments as wanted."""
+
+    def shorter_first(blocks, segments):
+        sizes = [len(segment) for segment in even_schedule(blocks, segments)][::-1]
+        stages = iter(range(blocks))
+        return tuple(tuple(next(stages) for _ in range(size)) for size in sizes)
+
+    told = judge(SCHEDULE, shorter_first).text
+    assert "peak" in told
+    assert "run" not in told.partition(".")[0]
+    assert "parts" not in told
 
 
 # ------------------------------------------------------------------ held against the meter

@@ -1,17 +1,21 @@
 """Day 5: gradient checkpointing."""
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from math import isqrt
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from memlab.checkpointing import checkpoint, checkpoint_reference
 from memlab.checkpointing.execution import run
@@ -113,17 +117,18 @@ _NO_TENSOR = "unpack_hook"
 def _backward(loss: Tensor, chain: nn.ModuleList, case: str, retain_graph: bool) -> None:
     try:
         loss.backward(retain_graph=retain_graph)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, LookupError) as error:
+        later = [graph for block in chain for graph in block.graphs[1:]]
+        if later and not later[0]:
+            raise Wrong(
+                f"{case}: in backward fn ran again with gradients switched off, so that it made no "
+                f"graph and saved nothing."
+            ) from None
         if not any(words in str(error) for words in (_NO_GRAPH, _NO_TENSOR)):
             raise
-        later = [graph for block in chain for graph in block.graphs[1:]]
-        how = "did not run again" if not later else f"ran again {_with_gradients(later[0])}"
+        how = "ran again with gradients switched on" if later else "did not run again"
         first_line = str(error).splitlines()[0].rstrip(".")
         raise Wrong(f"{case}: in backward fn {how}, and torch says: {first_line}.") from None
-
-
-def _with_gradients(enabled: bool) -> str:
-    return f"with gradients switched {'on' if enabled else 'off'}"
 
 
 def _plainly(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -203,12 +208,13 @@ def _peak(answer: Forgetting) -> int:
 
 def _check_costs(answer: Forgetting, name: str) -> str:
     held, runs = _held(answer)
-    wanted = BLOCKS * OUTPUT_BYTES  # x is the caller's; of each block the output, the next's input
+    wanted = BLOCKS * OUTPUT_BYTES
     require(
         held <= wanted,
         f"{name} of {BLOCKS} blocks holds {held:,} bytes between forward and backward; wanted "
-        f"{wanted:,}, the blocks' outputs. The blocks ran {_times(runs)}, and of a block's tensors "
-        f"{len(_saved_by_autograd(answer)[1])} were saved by autograd's own way.",
+        f"{wanted:,}: {BLOCKS - 1} inputs (the first is the caller's) and the result. The blocks "
+        f"ran {_times(runs)}, and of a block's tensors {len(_saved_by_autograd(answer)[1])} were "
+        f"saved by autograd's own way.",
     )
     require(
         runs == [2] * BLOCKS,
@@ -216,8 +222,8 @@ def _check_costs(answer: Forgetting, name: str) -> str:
         f"backward.",
     )
     return (
-        f"gradients equal to the bit, with dropout · {held:,} bytes held for {BLOCKS} blocks · "
-        f"each ran twice"
+        f"gradients equal to the bit, with dropout · {held:,} bytes held for {BLOCKS} blocks, "
+        f"random states aside · each ran twice"
     )
 
 
@@ -226,13 +232,19 @@ def _check_peak(answer: Forgetting, name: str, like: Forgetting) -> None:
     require(
         peak <= allowed,
         f"{name} of {BLOCKS} blocks takes {peak:,} bytes at its fullest; wanted at most "
-        f"{allowed:,}: the inputs, and the activations of one block.",
+        f"{allowed:,}: the inputs, and the activations of one block. Something holds tensors that "
+        f"no graph holds, or holds them too long.",
     )
 
 
 @cache
 def _allowed_peak(like: Forgetting) -> int:
     return _peak(like) + OUTPUT_BYTES
+
+
+def _of_one_block(answer: Forgetting) -> Tensor:
+    chain, x = _chain(1, 0.0, True)
+    return answer(chain[0], x)
 
 
 def _saved_by_autograd(answer: Forgetting) -> tuple[Tensor, list[int]]:
@@ -261,9 +273,24 @@ def _times(runs: list[int]) -> str:
 def _check_function(answer: Forgetting) -> str:
     _check_values(answer, "forget")
     evidence = _check_costs(answer, "forget")
+    _check_is_a_function(answer)
     _check_saved(answer)
     _check_peak(answer, "forget", checkpoint_reference)
     return evidence
+
+
+def _check_is_a_function(answer: Forgetting) -> None:
+    node = _of_one_block(answer).grad_fn
+    name = type(node).__name__
+    require(
+        isinstance(node, BackwardCFunction),
+        f"forget gave a tensor whose grad_fn is {name}; wanted an autograd Function's.",
+    )
+    home = node._forward_cls.__module__
+    require(
+        not home.startswith("torch."),
+        f"forget gave a tensor whose grad_fn is {name}, of {home}; wanted your own Function's.",
+    )
 
 
 def _check_saved(answer: Forgetting) -> None:
@@ -448,6 +475,15 @@ _FUNCTION = Exercise(
             "Inputs on ctx are out of reach for an outer checkpoint, or for one that moves what is "
             "saved to the host (Day 14): ctx.save_for_backward.",
         ),
+        WrongAnswer(
+            checkpoint,
+            "Use an autograd Function: the library's checkpoint, torch's with use_reentrant=False, "
+            "and 5.2 are made of hooks.",
+        ),
+        WrongAnswer(
+            partial(torch_checkpoint, use_reentrant=True),
+            "This is torch's Function, and it is right: now build yours.",
+        ),
     ),
 )
 
@@ -459,8 +495,36 @@ def _check_hooks(answer: Forgetting) -> str:
     evidence = _check_costs(answer, "forget_by_hooks")
     _check_without_gradient(answer)
     _check_retained(answer)
-    _check_peak(answer, "forget_by_hooks", _hooks_but())
+    _check_peak(answer, "forget_by_hooks", forget_by_hooks)
+    _check_are_hooks(answer)
     return evidence
+
+
+def _check_are_hooks(answer: Forgetting) -> None:
+    homes = _homes_of_hooks(answer)
+    require(
+        bool(homes),
+        "forget_by_hooks made no torch.autograd.graph.saved_tensors_hooks in forward; wanted fn's "
+        "own graph, and hooks for what it saves.",
+    )
+    require(
+        not homes[0].startswith(("torch.", "memlab.checkpointing.")),
+        f"forget_by_hooks has its hooks made by {homes[0]}; wanted hooks of your own.",
+    )
+
+
+def _homes_of_hooks(answer: Forgetting) -> list[str]:
+    """The modules that make hooks for saved tensors while the answer calls a block."""
+    homes: list[str] = []
+    as_ever = saved_tensors_hooks.__init__
+
+    def note(self: saved_tensors_hooks, *hooks: Any, **named_hooks: Any) -> None:
+        homes.append(sys._getframe(1).f_globals["__name__"])
+        as_ever(self, *hooks, **named_hooks)
+
+    with patch.object(saved_tensors_hooks, "__init__", note):
+        _of_one_block(answer)
+    return homes
 
 
 def _check_without_gradient(answer: Forgetting) -> None:
@@ -551,6 +615,15 @@ def _hooks_but(
     return forget_by_hooks
 
 
+forget_by_hooks = _hooks_but()
+
+
+def _function_that_is_asked(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """5.1's Function, with an input that wants a gradient whatever the others want."""
+    asked = torch.zeros(0, requires_grad=True)
+    return _function_but()(lambda _, *others: fn(*others), asked, *inputs)
+
+
 _HOOKS = Exercise(
     id="5.2",
     title="The same by hooks for saved tensors",
@@ -562,12 +635,12 @@ _HOOKS = Exercise(
         "If the slot is empty, run fn again inside other hooks, whose first one puts the n-th "
         "tensor that fn saves into the n-th slot. That fills all slots at once; hand out one, and "
         "empty it. As in 5.1: torch.enable_grad, and the random numbers.",
-        "def tensor_of(n): if slots[n] is None: slots.clear(); def fill(t): slots.append("
-        "t.detach()); return None; with fork_rng([]), enable_grad(), saved_tensors_hooks(fill, "
-        "lambda t: t): set_rng_state(state); fn(*inputs). Then tensor, slots[n] = slots[n], None; "
-        "return tensor.",
+        "def tensor_of(n): if slots[n] is None: slots.clear(); with fork_rng([]), enable_grad(), "
+        "saved_tensors_hooks(slots.append, lambda nothing: nothing): set_rng_state(state); "
+        "fn(*inputs). (slots.append returns None.) Then tensor, slots[n] = slots[n], None; return "
+        "tensor.",
     ),
-    reference=checkpoint,
+    reference=forget_by_hooks,
     check=_check_hooks,
     wrong_answers=(
         WrongAnswer(_plainly, "No hook is set: everything is kept, as ever."),
@@ -585,7 +658,7 @@ _HOOKS = Exercise(
         ),
         WrongAnswer(
             _hooks_but(graph=nullcontext),
-            "Without a graph nothing is saved in the second run either: torch.enable_grad().",
+            "Backward runs without a graph, and there no hook is called: torch.enable_grad().",
         ),
         WrongAnswer(
             _hooks_but(clear=False),
@@ -593,7 +666,8 @@ _HOOKS = Exercise(
         ),
         WrongAnswer(
             _hooks_but(copies=False),
-            "A tensor in a slot brings the second run's graph along: t.detach().",
+            "A tensor in a slot brings the second run's graph along, and what that one saved: let "
+            "the second run's hook return None, or put t.detach() into the slot.",
         ),
         WrongAnswer(
             _hooks_but(state=False),
@@ -607,6 +681,18 @@ _HOOKS = Exercise(
             _function_but(),
             "This is 5.1's Function: where no input wants a gradient, autograd does not ask it for "
             "those of the weights.",
+        ),
+        WrongAnswer(
+            _function_that_is_asked,
+            "An input more that wants a gradient gets a Function asked; but here the graph stays, "
+            "and hooks forget what hangs on it.",
+        ),
+        WrongAnswer(
+            checkpoint, "This is the library's checkpoint, and it is right: now build yours."
+        ),
+        WrongAnswer(
+            partial(torch_checkpoint, use_reentrant=False),
+            "This is torch's checkpoint, and it is right: write the hooks yourself.",
         ),
     ),
 )
@@ -629,13 +715,13 @@ def _held_in(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> 
 _CHAINS = (
     # blocks, an input's bytes, a block's
     (4, 10, 10),
-    (1, 10, 90),
+    (100, 10, 90),
+    (12, 1, 24),
     (16, 10, 10),
     (10, 10, 10),
-    (100, 10, 90),
     (7, 100, 30),
-    (12, 1, 24),
     (32, 16, 365),
+    (1, 10, 90),
     (126, 256, 6000),
 )
 BestSegments = Callable[[int, int, int], tuple[int, int]]
@@ -653,7 +739,7 @@ def _check_best_segments(answer: BestSegments) -> str:
 
 
 def _best_but(
-    held: Callable[[int, int, int, int], int] = _held_in,
+    held: Callable[[int, int, int, int], float] = _held_in,
     among: Callable[[int], range] = lambda blocks: range(1, blocks + 1),
     *,
     of_ties: int = 1,
@@ -672,8 +758,13 @@ def _always_the_root(blocks: int, input_bytes: int, block_bytes: int) -> tuple[i
 
 
 def _root_of_the_ratio(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
-    segments = max(1, round((blocks * block_bytes / input_bytes) ** 0.5))
+    root = round((blocks * block_bytes / input_bytes) ** 0.5)
+    segments = max(1, min(blocks, root))
     return segments, _held_in(segments, blocks, input_bytes, block_bytes)
+
+
+def _bytes_first(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
+    return best_segments(blocks, input_bytes, block_bytes)[::-1]
 
 
 def _rounded_down(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
@@ -682,6 +773,10 @@ def _rounded_down(segments: int, blocks: int, input_bytes: int, block_bytes: int
 
 def _in_fractions(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
     return round(segments * input_bytes + blocks / segments * block_bytes)
+
+
+def _with_a_slash(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> float:
+    return segments * input_bytes + blocks / segments * block_bytes
 
 
 def _no_inputs(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
@@ -714,18 +809,23 @@ _BEST_SEGMENTS = Exercise(
     wrong_answers=(
         WrongAnswer(
             _always_the_root,
-            "√n is best only where a block keeps as much as its input: try all numbers.",
+            "√n is best only where a block keeps as much as its input, and n is a square: try them "
+            "all.",
         ),
         WrongAnswer(
             _root_of_the_ratio,
-            "√(n · block / input) is about right, and has to be a whole number, n at most: try all "
-            "numbers.",
+            "A formula is right only for numbers that divide evenly: try all numbers.",
         ),
         WrongAnswer(
             _best_but(_rounded_down),
             "If the blocks don't divide evenly, the longest segment has one more: round up.",
         ),
         WrongAnswer(_best_but(_in_fractions), "There are no fractions of a block."),
+        WrongAnswer(
+            _best_but(_with_a_slash),
+            "A / gives a float, and fractions of a block: -(-a // b) is a / b rounded up.",
+        ),
+        WrongAnswer(_bytes_first, "First the number of segments, then the bytes."),
         WrongAnswer(_best_but(_no_inputs), "Each segment keeps its input, too."),
         WrongAnswer(
             _best_but(_last_plain),
@@ -738,8 +838,8 @@ _BEST_SEGMENTS = Exercise(
             "One segment around everything is a choice, too.",
         ),
         WrongAnswer(
-            _best_but(among=lambda blocks: range(1, max(2, blocks))),
-            "A segment around every single block is a choice, too.",
+            _best_but(among=lambda blocks: range(1, blocks)),
+            "A segment around every single block is a choice, too: range(1, blocks + 1).",
         ),
     ),
 )
@@ -757,7 +857,7 @@ def even_schedule(blocks: int, segments: int) -> Schedule:
     return tuple(tuple(range(start, end)) for start, end in borders)
 
 
-_SEGMENTINGS = ((5, 2), (1, 1), (4, 4), (5, 1), (7, 3), (12, 5), (9, 6), (16, 4))
+_SEGMENTINGS = ((7, 4), (5, 2), (1, 1), (4, 4), (5, 1), (7, 3), (12, 5), (9, 6), (16, 4))
 
 
 def _check_schedule(answer: Segmenting) -> str:
@@ -769,14 +869,15 @@ def _check_schedule(answer: Segmenting) -> str:
         except (TypeError, ValueError) as error:
             raise Wrong(f"{case}: {error}.") from None
         peak, runs = _run_by(schedule, blocks)
-        wanted = even_schedule(blocks, segments)
-        allowed, _ = _run_by(wanted, blocks)
-        require(
-            peak <= allowed and runs == [2] * blocks and len(schedule) == segments,
-            f"{case} gave {_in_sizes(schedule)}: peak {peak:,} bytes, wanted at most {allowed:,}; "
-            f"blocks run {_times(runs)}, wanted twice each; parts {len(schedule)}, wanted "
-            f"{segments}.",
-        )
+        allowed, _ = _run_by(even_schedule(blocks, segments), blocks)
+        faults = {
+            f"parts: {len(schedule)}, wanted {segments}": len(schedule) != segments,
+            "wanted numbers of blocks in each": _is_nested(schedule),
+            f"blocks run {_times(runs)}, wanted twice each": runs != [2] * blocks,
+            f"peak {peak:,} bytes, wanted at most {allowed:,}": peak > allowed,
+        }
+        found = "; ".join(fault for fault, is_there in faults.items() if is_there)
+        require(not found, f"{case} gave {_in_sizes(schedule)}: {found}.")
     return (
         f"{len(_SEGMENTINGS)} chains of real blocks · the last holds {peak:,} bytes at its peak · "
         f"each block ran twice"
@@ -787,10 +888,14 @@ def _in_sizes(schedule: Schedule) -> str:
     """How many blocks each part has: "3, 3, then 2 kept"."""
     sizes = [str(len(part)) for part in schedule if isinstance(part, tuple)]
     plain = sum(isinstance(part, int) for part in schedule)
-    nested = any(isinstance(i, tuple) for part in schedule if isinstance(part, tuple) for i in part)
     words = f"segments of {', '.join(sizes)}" if sizes else "no segments"
-    words += " with segments in them" if nested else ""
+    words += " with segments in them" if _is_nested(schedule) else ""
     return f"{words} and {plain} kept" if plain else words
+
+
+def _is_nested(schedule: Schedule) -> bool:
+    segments = (part for part in schedule if isinstance(part, tuple))
+    return any(isinstance(item, tuple) for segment in segments for item in segment)
 
 
 @cache
@@ -835,6 +940,10 @@ def _rest_last(blocks: int, segments: int) -> list[int]:
     return [size] * (segments - 1) + [blocks - size * (segments - 1)]
 
 
+def _shorter_first(blocks: int, segments: int) -> list[int]:
+    return _even_sizes(blocks, segments)[::-1]
+
+
 def _rest_dropped(blocks: int, segments: int) -> list[int]:
     return [blocks // segments] * segments
 
@@ -863,6 +972,10 @@ def _all_kept(blocks: int, segments: int) -> Schedule:
 
 def _one_around_all(blocks: int, segments: int) -> Schedule:
     return (even_schedule(blocks, segments),)
+
+
+def _nested_twice(blocks: int, segments: int) -> Schedule:
+    return tuple((segment,) for segment in even_schedule(blocks, segments))
 
 
 def _in_lists(blocks: int, segments: int) -> Any:
@@ -898,6 +1011,11 @@ _SCHEDULE = Exercise(
             _sized(_rest_last),
             "The last segment takes the whole rest: spread it, one block to a segment.",
         ),
+        WrongAnswer(
+            _sized(_shorter_first),
+            "The longer segments come first: while they run again, the inputs of the later ones "
+            "are gone.",
+        ),
         WrongAnswer(_sized(_rest_dropped), "The rest of the division is dropped: blocks vanish."),
         WrongAnswer(_sized(_rest_on_top), "The rest makes one segment more than there are to be."),
         WrongAnswer(
@@ -910,6 +1028,10 @@ _SCHEDULE = Exercise(
         WrongAnswer(
             _one_around_all,
             "One segment around all the others: when it runs again, each of them runs once more.",
+        ),
+        WrongAnswer(
+            _nested_twice,
+            "A pair of brackets too many around each segment: (0, 1), not ((0, 1),).",
         ),
         WrongAnswer(
             _sized(lambda blocks, segments: [1] * blocks),
