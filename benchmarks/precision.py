@@ -198,9 +198,7 @@ def torchaos() -> Callable[[Tensor], Tensor] | None:
     """torchao's rounding, uncompiled; None where it is not installed."""
     if importlib.util.find_spec("torchao") is None:
         return None
-    from torchao.optim.quant_utils import _fp32_to_bf16_sr
-
-    return _fp32_to_bf16_sr
+    return importlib.import_module("torchao.optim.quant_utils")._fp32_to_bf16_sr
 
 
 def compared(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:

@@ -12,7 +12,7 @@ from common import RESULTS, ROOT, heading, save, table
 
 from memlab import plot
 from memlab.allocator import simulate
-from memlab.cli.choices import SUITABLE, choose_techniques
+from memlab.cli.choices import SLOW_ON_A_CPU, SUITABLE, choose_techniques
 from memlab.cli.measure import measured_rows
 from memlab.cli.report import progress
 from memlab.cli.rows import Row
@@ -43,7 +43,7 @@ def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
 
 
 def main() -> None:
-    chosen = choose_techniques(None)
+    chosen = choose_techniques(None, left_out=SLOW_ON_A_CPU)
     with progress(stages=3 * len(chosen)) as announce:
         rows = measured_rows(SETTING, chosen, False, announce)
         predicted = measured_rows(ON_CUDA, chosen, True, announce)

@@ -13,7 +13,7 @@ from memlab.host import anonymous_bytes
 
 MIB = 2**20
 LARGE = 64 * MIB
-SLACK = 4 * MIB  # what the interpreter takes and gives back meanwhile
+SLACK = 8 * MIB  # what the interpreter takes and gives back meanwhile
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 

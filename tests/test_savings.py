@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memlab.cli.choices import SUITABLE, choose_techniques
+from memlab.cli.choices import SLOW_ON_A_CPU, SUITABLE, choose_techniques
 from memlab.cli.rows import dry_row
 from memlab.train import predicted_trace
 from memlab.units import format_bytes
@@ -18,7 +18,7 @@ ON_CUDA = {
         r"^\| ([a-z0-9+-]+): .*\| ([0-9.]+ [KMG]iB) \| ([0-9.]+ [KMG]iB) \|$", README, re.M
     )
 }
-CHOSEN = choose_techniques(None)
+CHOSEN = choose_techniques(None, left_out=SLOW_ON_A_CPU)
 ROWS = dict(re.findall(r"^\| ([a-z0-9+-]+): [^|]*\| ([0-9.]+ [KMG]iB) \|", README, re.M))
 
 

@@ -8,7 +8,13 @@ from itertools import chain
 import torch
 
 from memlab.cli import report
-from memlab.cli.choices import choose_device, choose_folder, choose_setting, choose_techniques
+from memlab.cli.choices import (
+    SLOW_ON_A_CPU,
+    choose_device,
+    choose_folder,
+    choose_setting,
+    choose_techniques,
+)
 from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row, SideBySide, dry_row, predicted_row
@@ -28,16 +34,18 @@ def measure_techniques(
     out: str,
 ) -> int:
     """Measure, print a table, write pictures and numbers; 1 if a technique failed, else 0."""
-    chosen = choose_techniques(names)
+    choose_techniques(names)  # bad names are told first
     folder = choose_folder(out)
     setting = choose_setting(model, batch, seq_len, dtype, choose_device(device, dry), dry)
+    slow = SLOW_ON_A_CPU if setting.device == "cpu" and not dry and not names else ()
+    chosen = choose_techniques(names, left_out=slow)
     on_cuda = replace(setting, device="cuda") if setting.device == "cpu" else None
     stages = (1 if dry else 2) + (on_cuda is not None)
     report.say(report.headline(setting, dry) + "\n")
     with report.progress(stages * len(chosen)) as announce:
         rows = measured_rows(setting, chosen, dry, announce)
         predicted = measured_rows(on_cuda, chosen, True, announce) if on_cuda else []
-    _show(rows, report.legend(rows), report.remarks(rows))
+    _show(rows, report.legend(rows), report.remarks(rows), report.left_out(slow))
     report.say(f"\nplain: {rows[0].trace}")
     if predicted:
         report.say("\nThe same steps on CUDA, predicted:\n")

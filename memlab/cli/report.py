@@ -111,6 +111,12 @@ def failures(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{row.name}: {row.failure}"
 
 
+def left_out(names: Sequence[str]) -> Iterator[str]:
+    """Techniques that nobody waits for."""
+    for name in names:
+        yield f"{name}: left out, for a CPU takes minutes for it; --technique {name} measures it"
+
+
 def notes(row: Row) -> Iterator[str]:
     """What its trace cannot promise."""
     return (f"{row.name}: {note}" for note in (row.trace.notes if row.trace else ()))

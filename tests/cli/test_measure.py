@@ -392,6 +392,24 @@ def test_without_a_choice_every_technique_is_measured():
     assert {name: chosen[name] for name in TECHNIQUES} == TECHNIQUES
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_there"),
+    [([], False), (["--dry-run"], True), (["--technique", "loss-scaling"], True)],
+)
+def test_what_takes_a_cpu_minutes_is_left_out_unless_asked_for(
+    memlab_command, tmp_path, monkeypatch, arguments, is_there
+):
+    few = {name: TECHNIQUES[name] for name in ("plain", "loss-scaling")}
+    monkeypatch.setattr(choices, "TECHNIQUES", few)
+    monkeypatch.setattr(choices, "COMBINATIONS", ())
+    small = ("--model", "tiny", "--batch", "2", "--out", tmp_path)
+    outcome = memlab_command("measure", *small, *arguments)
+    measured = json.loads((tmp_path / "measure.json").read_text(encoding="utf-8"))
+    names = [row["technique"] for row in measured["rows"]]
+    assert ("loss-scaling" in names) == is_there
+    assert ("loss-scaling: left out" in outcome.out) != is_there
+
+
 def test_the_accelerator_is_found_by_itself(monkeypatch):
     monkeypatch.setattr(choices, "devices_present", lambda: ["cpu", "xpu"])
     assert choose_device(None, dry=False) == "xpu"
