@@ -123,6 +123,12 @@ reveal("6.1", gone_percent=100 * gone, again_percent=100 * again_of[selected])
 # **Nearly half of the activations go, and no product runs again.** The gap in the first guess is
 # made of what a plain block keeps and nobody would miss: normalised copies, SiLU's result, sums.
 # All operations are in what stays. (Not all time: cheap operators read and write once more.)
+
+# %% [markdown]
+# The products' part *grows*, from 95 to 140 MiB: q and k are kept as they were made, for the
+# rotated ones come from them, and so is attention's projection. The 15 MiB of "all else" in the
+# two lower bars are the block's output. Its input stays as well; it was there before, and is not
+# counted.
 #
 # So the day has two parts: how well can one choose among whole blocks; and what is gained by
 # looking inside.
@@ -158,7 +164,10 @@ for n in (0, 4, 8):
 # | `forward` | operations of its forward pass |
 # | `output_bytes` | what it hands on |
 # | `saved_bytes` | what it keeps if it is plain: its output too, not its input |
-# | `tail` | the end of `forward`, behind the last tensor that backward needs: no rerun goes there |
+# | `tail` | the end of `forward`, behind the last tensor that backward needs |
+#
+# A rerun stops early and spares a tail, but only that of its *last* stage: the others must hand
+# their outputs on.
 #
 # A **schedule** is a tuple: an int is a plain stage, a tuple a segment that forgets. `(0, (1, 2))`:
 # stage 0 is plain; 1 and 2 keep nothing but what 2 hands on, and run again when backward comes.
@@ -167,9 +176,9 @@ for n in (0, 4, 8):
 # ### Exercise 6.1: what a schedule takes
 #
 # About 12 minutes. For a schedule of plain stages and segments (none inside another): the bytes
-# **held** when forward is over; the **most** at one moment of backward, when a segment has run
-# again and is there in full, and all behind it has gone; the operations that run **again**. Leave
-# out temporaries and gradients.
+# **held** when forward is over; the **most** at one moment of backward; the operations that run
+# **again**. When backward comes to a part, plain or segment, it is there in full, with all that is
+# held before it; all behind it has gone. Leave out temporaries and gradients.
 
 
 # %%
@@ -255,7 +264,7 @@ print(f"torch's own takes what the last line says: {as_predicted}")
 # (Percent of all operations of the step: forward, backward and loss.) Look at the first two
 # columns: √9 segments *hold* least, and their peak is nearly twice that of every block. In backward
 # a segment of three wide blocks is there in full. What runs again in longer segments is more, too:
-# a rerun is spared the tail of its last block alone.
+# fewer segments, fewer tails spared.
 
 # %% [markdown]
 # ## The best schedule
@@ -310,7 +319,7 @@ def best_schedule(chain, budget_bytes):
 
     @cache
     def choices(i, j):
-        if i == j:
+        if i == j:  # its backward follows at once: nothing is spared if it forgets, so it is plain
             return [(chain.if_last(j), 0, (j,))]
         ### BEGIN SOLUTION
         found = []
@@ -325,7 +334,7 @@ def best_schedule(chain, budget_bytes):
         return unbeaten(found)
 
     fitting = [c for c in choices(0, len(chain.stages)) if chain.in_all(c[0]) <= budget_bytes]
-    return fitting[-1][2][:-1] if fitting else None
+    return fitting[-1][2][:-1] if fitting else None  # the loss is no block
 
 
 # %%
@@ -368,12 +377,13 @@ best_of_blocks = {t.peak_bytes: t.recomputed / chain.operations for t in front}.
 picture(points, {"the best of whole blocks": best_of_blocks}, "Nine unequal blocks")
 
 # %% [markdown]
-# Nothing made of whole blocks lies below the line. `checkpoint_sequential` is far above it, "every
-# other block" nearly on it: here the right *number* of plain blocks is most of the matter. Left of
+# Nothing made of whole blocks lies below the line. "Every other block" is on it,
+# `checkpoint_sequential` two points above it: the right *number* of plain blocks is most of the
+# matter. Far above are segments of equal length, 8 points (every 2 blocks) and 15 (√9). Left of
 # "every block" are schedules with segments inside of segments, for whoever must.
 #
-# The line is nearly straight: byte for byte all blocks are worth the same. That is what makes
-# choosing among them a poor business, and why we look inside.
+# The line is nearly straight: byte for byte all blocks are worth the same. So to choose among them
+# is a poor business, and we look inside.
 
 # %% [markdown]
 # ## Inside a block
@@ -403,9 +413,10 @@ def keeping(chosen, block, x):
 # ### Exercise 6.3: keep what chosen operators made
 #
 # About 15 minutes. In the first run, remember in `self.kept` what each operator in `self.chosen`
-# makes; in the second, hand it out, and do not run the operator. `made` may be a tuple (attention
-# makes two tensors): `torch.utils._pytree.tree_map_only(torch.Tensor, f, made)` applies f to each.
-# Beware: autograd hangs its graph on a tensor that you return. Keep it *detached*.
+# makes. In the second, hand it out, and let go of it; the operator does not run. `made` may be a
+# tuple (attention makes two tensors): `torch.utils._pytree.tree_map_only(torch.Tensor, f, made)`
+# applies f to each. Beware: autograd hangs its graph on a tensor that you return. Keep it
+# *detached*.
 
 
 # %%
@@ -496,21 +507,23 @@ for budget in (1.0, 0.5, 0.0):
 
 # %% [markdown]
 # Its cut at 1 keeps more than products and attention: what is computed again shall cost no *time*.
-# At 0.5 it drops products, too. Which ones? Each that it could keep has its bytes, and operations
-# that it spares, and a budget is to be filled: a **knapsack**.
+# 0.5 is half of the way from the input alone to that cut, about 1.1 MiB. It drops products, too,
+# and stays below: what it holds and one more of 576 KiB would be above. Which ones should go? Each
+# that it could keep has its bytes, and operations that it spares, and a budget is to be filled: a
+# **knapsack**.
 
 # %% [markdown]
 # ### Exercise 6.4: what to keep within a budget
 #
 # About 12 minutes. Each operator `o` has a number `o.number`, `o.bytes` if it is kept, and
-# `o.operations` that run again if it is not. Return the numbers of those to keep: at most
-# `budget_bytes` in all, and the fewest operations again. `unbeaten` is at hand. Trying all sets is
-# no way: there are 2⁶³ for the nine blocks.
+# `o.operations` that run again if it is not. Return the numbers of those to keep, as a set: at
+# most `budget_bytes` in all, and the fewest operations again. `unbeaten` is at hand. Trying all
+# sets is no way: there are 2⁶³ for the nine blocks.
 
 
 # %%
 def best_operators(operators, budget_bytes):
-    """The numbers of the operators whose outputs are to be kept."""
+    """The set of the numbers of the operators whose outputs are to be kept."""
     ### BEGIN SOLUTION
     choices = [(0, sum(o.operations for o in operators), frozenset())]
     for o in operators:
@@ -633,9 +646,13 @@ for name, (held, operations) in seven.items():
     print(f"{name:20}{format_bytes(held):>11} held in {L} blocks, {again:5.1%} of operations again")
 
 # %% [markdown]
-# Weights in bfloat16 are 12.6 GiB. On a card of 24 GiB, yesterday's checkpoint leaves room. Whoever
-# has a few GiB to spare need not give them to a larger batch: they buy back the second run.
+# The last line is the 1 GiB that blocks hand on, and 3.70 of the 4 GiB: no further product fits.
 #
+# Weights in bfloat16 are 12.6 GiB. If they are frozen (LoRA, Day 3), a card of 24 GiB has room for
+# the checkpoint and a few GiB more. These need not go into a larger batch: they buy back the second
+# run. Gradients of all weights at once, 12.6 GiB again, would not fit at all.
+
+# %% [markdown]
 # ## On your GPU
 #
 # Where there is a GPU, this takes the bill's step on it, checkpointed and with attention and
@@ -718,16 +735,17 @@ verdict(
 
 # %%
 costs = [checkpointing.recomputed(s, twelve) / twelve.operations for s in (half, everything)]
-blocks_alone = 12 * (stage.forward + stage.backward)
-of_blocks = [checkpointing.recomputed(s, twelve) / blocks_alone for s in (half, everything)]
+of_block = stage.forward + stage.backward
+early = [share * (stage.forward - stage.tail) / of_block for share in (0.5, 1)]
+to_the_end = [share * stage.forward / of_block for share in (0.5, 1)]
 verdict(
     "16c",
-    0.15 <= costs[0] <= 0.2 and 0.3 <= costs[1] <= 0.4,
-    f"{costs[0]:.0%} and {costs[1]:.0%} of all operations, {of_blocks[0]:.0%} and "
-    f"{of_blocks[1]:.0%} of the blocks'",
-    otherwise="forward is a third of the operations, so a whole second one is the most; the logits "
-    "do not run again, nor does each block's last product; what is beyond a third is no operation, "
-    "but time for reading and writing",
+    0.15 <= to_the_end[0] <= 0.2 and 0.3 <= to_the_end[1] <= 0.4,
+    f"to their end, blocks run {to_the_end[0]:.0%} and {to_the_end[1]:.0%} of their operations "
+    f"again; with an early stop {early[0]:.0%} and {early[1]:.0%}, which is {costs[0]:.0%} and "
+    f"{costs[1]:.0%} of all",
+    condition="for blocks that run again to their end, and of the blocks' own operations; an early "
+    "stop spares each block's last product, and the logits never run again",
 )
 
 # %%
@@ -758,7 +776,8 @@ verdict(
 #
 # One training step of 124M weights on 8 × 640 tokens. Yesterday's peak lies at the end of backward,
 # where the last gradients are made and no activation is left. What is kept below it is free. There
-# is room for what attention makes, the most operations for its bytes; all products would pass it.
+# is room for what attention makes, the most operations for its bytes. All products, too, would take
+# 1.46 GiB. So the bar stays, and what goes is operations.
 #
 # Two of the eight sequences are enough to measure: from the second on, each is like the last.
 
@@ -773,6 +792,12 @@ def keep_attention(model):
 so_far = combined("accumulation+bfloat16")
 today = dry_trace(replace(SETTING, batch=2), replace(so_far, change_model=keep_attention))
 print(f"activations at the peak: {format_bytes(today.at_peak['activations'])}")
+with memlab.dry_run():
+    one_block, x = GPT(replace(config, layers=1)).blocks[0], torch.randn(8, 640, 768)
+    for name, call in {"yesterday": checkpoint, "today": selective(ATTENTION)}.items():
+        again = 12 * (held_and_run(call, one_block, x.requires_grad_())[2] - of_block)
+        share = again / twelve.operations
+        print(f"{name}: {again / 1e12:.2f} × 10¹² operations run again, {share:.1%} of all")
 
 # %%
 running_bill(6, today=today)

@@ -15,6 +15,7 @@ from memlab.checkpointing import (
     ATTENTION,
     MATMULS,
     Costs,
+    best_within,
     checkpoint_blocks,
     optimal_schedule,
     predicted_peak_bytes,
@@ -26,16 +27,19 @@ from memlab.checkpointing.execution import run
 from memlab.checkpointing.operations import Operations
 from memlab.course import days
 from memlab.course.bill import SETTING
+from memlab.course.checks import day06
 from memlab.course.checks.day06 import (
     every_schedule,
     keep_of_each_block,
     random_chain,
+    takes_as_told,
     unbeaten,
     what_it_takes,
 )
-from memlab.course.exercises import OK, judge
+from memlab.course.exercises import OK, WRONG, judge
 from memlab.model import GPT, PRESETS
 from memlab.train import combined, dry_trace
+from memlab.units import format_bytes
 
 WHAT_IT_TAKES, BEST_SCHEDULE, CHOOSING, BEST_OPERATORS = days.day(6).exercises
 
@@ -64,45 +68,44 @@ def from_the_back(schedule, stages):
 
 
 def by_trying_all(chain, budget_bytes):
-    """As long as the chain is short; the library for the others."""
+    """All, as long as the chain is short; a table where it is not."""
     stages = len(chain.stages)
     if stages > 4:
-        try:
-            return optimal_schedule(chain, budget_bytes)
-        except ValueError:
-            return None
-    fitting = [
-        schedule
-        for schedule in every_schedule(0, stages)
-        if predicted_peak_bytes(schedule, chain) <= budget_bytes
-    ]
-    return min(fitting, key=lambda s: recomputed(s, chain), default=None)
+        return bottom_up(chain, budget_bytes)
+    takes = {s: takes_as_told((*s, stages), chain) for s in ending_plain(every_schedule(0, stages))}
+    fitting = [s for s, (peak, _) in takes.items() if chain.in_all(peak) <= budget_bytes]
+    return min(fitting, key=lambda s: takes[s][1], default=None)
 
 
-def by_what_is_left(chain, budget_bytes):
-    """Top down: each row of stages is given the bytes that are left for it."""
+def ending_plain(schedules):
+    """Without those that have a segment at the end of a segment: the same can be had plain."""
 
-    @cache
-    def best(i, j, left):
-        """(operations run again, schedule) of i … j with a peak of at most `left`, or None."""
-        if i == j:
-            return (0, (j,)) if chain.if_last(j) <= left else None
-        found = []
-        rest = best(i + 1, j, left - chain.row[i].saved_bytes)
-        if rest and chain.if_plain(i, j, 0) <= left:
-            found.append((rest[0], (i, *rest[1])))
-        for k in range(i + 1, j + 1):
-            running, behind, above = chain.segment_terms(i, k, j)
-            own, rest = best(i, k - 1, left - behind), best(k, j, left - above)
-            if running <= left and own and rest:
-                found.append((chain.rerun(i, k) + own[0] + rest[0], (own[1], *rest[1])))
-        return min(found, key=lambda pair: pair[0], default=None)
+    def is_told(part, is_outermost=False):
+        inside = all(isinstance(p, int) or is_told(p) for p in part)
+        return inside and (is_outermost or isinstance(part[-1], int))
 
-    if chain.in_all(0) > budget_bytes:
-        return None
-    left = budget_bytes - chain.held_bytes - chain.first.saved_bytes
-    found = best(0, len(chain.stages), left)
-    return found[1][:-1] if found else None
+    return [s for s in schedules if is_told(s, is_outermost=True)]
+
+
+def bottom_up(chain, budget_bytes):
+    """No recursion: a table of all rows of stages, the short ones first, the longest k first."""
+    stages = len(chain.stages)
+    table = {(i, i): [(chain.if_last(i), 0, (i,))] for i in range(stages + 1)}
+    for length in range(1, stages + 1):
+        for i in range(stages + 1 - length):
+            j = i + length
+            found = {
+                (chain.if_plain(i, j, peak), again): (i, *rest)
+                for peak, again, rest in table[i + 1, j]
+            }
+            for k in range(j, i, -1):
+                for own, own_again, inside in table[i, k - 1]:
+                    for peak, again, rest in table[k, j]:
+                        takes = chain.if_segment(i, k, j, own, peak)
+                        found[takes, own_again + again + chain.rerun(i, k)] = (inside, *rest)
+            table[i, j] = unbeaten((*takes, how) for takes, how in found.items())
+    fitting = [c for c in table[0, stages] if chain.in_all(c[0]) <= budget_bytes]
+    return min(fitting, key=lambda c: c[1])[2][:-1] if fitting else None
 
 
 class ByCall(TorchDispatchMode):
@@ -131,10 +134,31 @@ class ByCall(TorchDispatchMode):
         return made
 
 
-def all_sets(operators, budget_bytes):
-    sets = [s for size in range(len(operators) + 1) for s in combinations(operators, size)]
-    fitting = [s for s in sets if sum(o.bytes for o in s) <= budget_bytes]
-    return [o.number for o in max(fitting, key=lambda s: sum(o.operations for o in s))]
+def by_bytes_left(operators, budget_bytes):
+    """The textbook's table: for each number of bytes the best so far."""
+    best = [(0, ())] * (budget_bytes + 1)
+    for o in operators:
+        for left in range(budget_bytes, o.bytes - 1, -1):
+            spared, numbers = best[left - o.bytes]
+            best[left] = max(best[left], (spared + o.operations, (*numbers, o.number)))
+    return list(best[-1][1])
+
+
+def with_or_without(operators, budget_bytes):
+    """Top down, from the first operator."""
+
+    @cache
+    def best(n, left):
+        if n == len(operators):
+            return 0, frozenset()
+        o = operators[n]
+        without = best(n + 1, left)
+        if o.bytes > left:
+            return without
+        spared, numbers = best(n + 1, left - o.bytes)
+        return max(without, (spared + o.operations, numbers | {o.number}), key=lambda c: c[0])
+
+    return best(0, budget_bytes)[1]
 
 
 @pytest.mark.parametrize(
@@ -142,15 +166,77 @@ def all_sets(operators, budget_bytes):
     [
         (WHAT_IT_TAKES, from_the_back),
         (BEST_SCHEDULE, by_trying_all),
-        (BEST_SCHEDULE, by_what_is_left),
+        (BEST_SCHEDULE, bottom_up),
         (CHOOSING, ByCall),
-        (BEST_OPERATORS, all_sets),
+        (BEST_OPERATORS, best_within),
+        (BEST_OPERATORS, by_bytes_left),
+        (BEST_OPERATORS, with_or_without),
     ],
     ids=lambda value: getattr(value, "__name__", getattr(value, "id", None)),
 )
 def test_another_right_answer_passes(exercise, answer):
     verdict = judge(exercise, answer)
     assert verdict.status == OK, verdict
+
+
+# ------------------------------------------------------------------ wrong in another way
+
+
+def with_the_librarys_search(chain, budget_bytes):
+    return optimal_schedule(chain, budget_bytes)
+
+
+def with_a_sum_of_peaks(chain, budget_bytes):
+    """The lesson's, where a segment's peak and the rest's are added."""
+
+    @cache
+    def choices(i, j):
+        if i == j:
+            return [(chain.if_last(j), 0, (j,))]
+        found = [
+            (chain.if_plain(i, j, p), again, (i, *rest)) for p, again, rest in choices(i + 1, j)
+        ]
+        for k in range(i + 1, j + 1):
+            for own in choices(i, k - 1):
+                for rest in choices(k, j):
+                    again = chain.rerun(i, k) + own[1] + rest[1]
+                    found.append((own[0] + rest[0], again, (own[2], *rest[2])))
+        return unbeaten(found)
+
+    fitting = [c for c in choices(0, len(chain.stages)) if chain.in_all(c[0]) <= budget_bytes]
+    return fitting[-1][2][:-1] if fitting else None
+
+
+def of_all_sets(operators, budget_bytes):
+    sets = (s for size in range(len(operators) + 1) for s in combinations(operators, size))
+    fitting = (s for s in sets if sum(o.bytes for o in s) <= budget_bytes)
+    return [o.number for o in max(fitting, key=lambda s: sum(o.operations for o in s))]
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "said"),
+    [
+        (BEST_SCHEDULE, with_the_librarys_search, "the check's knows stages, if_last, if_plain"),
+        (BEST_SCHEDULE, with_a_sum_of_peaks, "Its own and the rest's never add up."),
+        (BEST_OPERATORS, of_all_sets, "Each operator doubles the sets"),
+    ],
+)
+def test_a_mistake_of_another_make_is_told_the_same(exercise, answer, said):
+    verdict = judge(exercise, answer)
+    assert verdict.status == WRONG
+    assert said in verdict.text
+
+
+@pytest.mark.parametrize("answer", [lambda chain, budget: None, lambda chain, budget: (0, 1, 2, 3)])
+def test_a_return_is_missed_only_where_no_budget_gave_a_schedule(answer):
+    asked = "Is there a return?" in judge(BEST_SCHEDULE, answer).text
+    assert asked == (answer(None, 0) is None)
+
+
+def test_who_drops_the_beaten_needs_few_additions(monkeypatch):
+    """The check says fewer than 5,000."""
+    monkeypatch.setattr(day06, "MOST_ADDITIONS", 4_999)
+    assert judge(BEST_OPERATORS, best_within).status == OK
 
 
 # ------------------------------------------------------------------ held against the meter
@@ -246,5 +332,5 @@ def test_below_the_bills_peak_is_room_for_attention_and_not_for_all_products():
     attention = trace_of(partial(keep_of_each_block, keep=ATTENTION))
     products = trace_of(partial(keep_of_each_block, keep=MATMULS | ATTENTION))
     assert attention.at_peak == every.at_peak
-    assert products.peak_bytes > every.peak_bytes
+    assert [format_bytes(t.peak_bytes) for t in (attention, products)] == ["1.37 GiB", "1.46 GiB"]
     assert every.at_peak["activations"] < 100  # the loss

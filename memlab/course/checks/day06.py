@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain as chained
-from itertools import combinations, product
+from itertools import combinations, count, product
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from memlab.checkpointing import (
     uniform_schedule,
 )
 from memlab.checkpointing.recording import Operator
-from memlab.checkpointing.schedules import Schedule, check_schedule, plain_schedule
+from memlab.checkpointing.schedules import Schedule, check_schedule, flat, plain_schedule
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.metering import measure
@@ -48,16 +48,16 @@ _UNEQUAL = [
     Costs(forward, 2 * forward, output_bytes=8, saved_bytes=saved, tail=tail)
     for forward, saved, tail in ((10, 20, 1), (30, 50, 3), (5, 90, 2), (40, 31, 7), (20, 64, 4))
 ]
-_SCHEDULES: tuple[tuple[str, list[Costs], Schedule], ...] = (
-    ("equal", _EQUAL[:1], (0,)),
-    ("equal", _EQUAL[:4], (0, 1, 2, 3)),
-    ("equal", _EQUAL[:4], ((0, 1), 2, 3)),
-    ("equal", _EQUAL[:4], ((0,), (1,), (2,), (3,))),
-    ("equal", _EQUAL[:4], ((0, 1), (2, 3))),
-    ("equal", _EQUAL[:6], ((0,), 1, (2,), 3, (4,), 5)),
-    ("unequal", _UNEQUAL, (0, 1, 2, 3, 4)),
-    ("unequal", _UNEQUAL, ((0, 1, 2), 3, (4,))),
-    ("unequal", _UNEQUAL, (0, (1, 2), (3, 4))),
+_SCHEDULES: tuple[tuple[list[Costs], Schedule], ...] = (
+    (_EQUAL[:1], (0,)),
+    (_EQUAL[:4], (0, 1, 2, 3)),
+    (_EQUAL[:4], ((0, 1), 2, 3)),
+    (_EQUAL[:4], ((0,), (1,), (2,), (3,))),
+    (_EQUAL[:4], ((0, 1), (2, 3))),
+    (_EQUAL[:6], ((0,), 1, (2,), 3, (4,), 5)),
+    (_UNEQUAL, (0, 1, 2, 3, 4)),
+    (_UNEQUAL, ((0, 1, 2), 3, (4,))),
+    (_UNEQUAL, (0, (1, 2), (3, 4))),
 )
 
 
@@ -83,14 +83,28 @@ def what_it_takes(schedule: Schedule, stages: Stages) -> tuple[int, int, int]:
 
 
 def _check_what_it_takes(answer: WhatItTakes) -> str:
-    for kind, stages, schedule in _SCHEDULES:
-        case = f"what_it_takes({schedule}, {len(stages)} {kind} stages)"
+    for stages, schedule in _SCHEDULES:
+        case = f"what_it_takes({schedule}, stages), {_in_words(stages)},"
         equal(case, answer(schedule, stages), what_it_takes(schedule, stages))
-    held, most, again = what_it_takes(_SCHEDULES[-1][2], _UNEQUAL)
+    held, most, again = what_it_takes(_SCHEDULES[-1][1], _UNEQUAL)
     return (
         f"{len(_SCHEDULES)} schedules: held, most and again · of the last {held} and {most} bytes, "
         f"{again} operations"
     )
+
+
+def _in_words(stages: Stages) -> str:
+    """All that the case is made of, so that whoever got another number can follow."""
+    columns = {
+        "saved_bytes": [stage.saved_bytes for stage in stages],
+        "output_bytes": [stage.output_bytes for stage in stages],
+        "forward": [stage.forward for stage in stages],
+        "tail": [stage.tail for stage in stages],
+    }
+    alike = all(len(set(numbers)) == 1 for numbers in columns.values())
+    words = (f"{name} {numbers[0] if alike else numbers}" for name, numbers in columns.items())
+    each = "each of" if alike and len(stages) > 1 else "of"
+    return f"{len(stages)} stage{'s' * (len(stages) > 1)} {each} {', '.join(words)}"
 
 
 def _of_the_last(stages: Stages, part: Schedule) -> int:
@@ -101,6 +115,8 @@ def _what_it_takes_but(
     *,
     segment_keeps: Callable[[Stages, Schedule], int] = _of_the_last,
     twice: Callable[[Stages, Schedule], int] = lambda stages, part: 0,
+    more_saved: Callable[[Costs], int] = lambda stage: 0,
+    plain_is_skipped: bool = False,
     beside: str = "before",
     rerun_fills: bool = True,
     spared: str = "tail of the last",
@@ -113,12 +129,13 @@ def _what_it_takes_but(
         held = most = again = largest = 0
         for place, item in enumerate(schedule):
             part = (item,) if isinstance(item, int) else item
-            full = sum(stages[i].saved_bytes for i in part)
+            full = sum(stages[i].saved_bytes + more_saved(stages[i]) for i in part)
             is_plain = isinstance(item, int) or (keeps_the_last and place == len(schedule) - 1)
             own = full if is_plain else segment_keeps(stages, part)
             at_once = full if is_plain or rerun_fills else own
             above = {"before": held, "nothing": 0, "before and own": held + own * (not is_plain)}
-            most = max(most, above.get(beside, held) + at_once)
+            if not (is_plain and plain_is_skipped):
+                most = max(most, above.get(beside, held) + at_once)
             largest = max(largest, 0 if is_plain else full)
             held += own + (twice(stages, part) if is_plain else 0)
             if not is_plain or of_all:
@@ -128,7 +145,7 @@ def _what_it_takes_but(
                     "nothing": 0,
                     "all tails": sum(stages[i].tail for i in part),
                 }[spared]
-        return held, held + largest if beside == "all" else max(most, held), again
+        return held, held + largest if beside == "all" else most, again
 
     return takes
 
@@ -173,6 +190,14 @@ _WHAT_IT_TAKES = Exercise(
             "The output is part of saved_bytes already: here plain stages count it twice.",
         ),
         WrongAnswer(
+            _what_it_takes_but(more_saved=lambda stage: stage.output_bytes),
+            "saved_bytes is all that a stage keeps, its output too: add nothing to it.",
+        ),
+        WrongAnswer(
+            _what_it_takes_but(plain_is_skipped=True),
+            "The most can lie at a plain stage as well: backward comes to each part.",
+        ),
+        WrongAnswer(
             _what_it_takes_but(beside="before and own"),
             "When a segment has run again, its own output is among its saved_bytes: it is counted "
             "twice.",
@@ -184,7 +209,7 @@ _WHAT_IT_TAKES = Exercise(
         ),
         WrongAnswer(
             _what_it_takes_but(beside="nothing"),
-            "While a segment is there in full, all that was kept before it is there, too.",
+            "While a part is there in full, all that was kept before it is there, too.",
         ),
         WrongAnswer(
             _what_it_takes_but(rerun_fills=False),
@@ -212,7 +237,7 @@ _WHAT_IT_TAKES = Exercise(
 
 # ------------------------------------------------------------------ 6.2: the best schedule
 
-BestSchedule = Callable[[Chain, int], Schedule | None]
+BestSchedule = Callable[[Any, int], Schedule | None]  # of a chain, or of one that is AsTold
 Pair = tuple[int, int, Any]  # peak, operations run again, how
 
 
@@ -296,52 +321,119 @@ def _cases() -> tuple[tuple[int, Chain, int, Schedule | None], ...]:
     return tuple(found)
 
 
+class AsTold:
+    """A chain that answers what the lesson tells of it, and nothing else: no library's search."""
+
+    TOLD = ("stages", "if_last", "if_plain", "if_segment", "rerun", "in_all")
+
+    def __init__(self, chain: Chain) -> None:
+        self._told = {name: getattr(chain, name) for name in self.TOLD}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self._told:
+            raise Wrong(
+                f"best_schedule asked the chain for .{name}; the check's knows "
+                f"{', '.join(self.TOLD)}: search with these alone."
+            )
+        return self._told[name]
+
+
 def _check_best_schedule(answer: BestSchedule) -> str:
-    for stages, chain, budget, wanted in _cases():
-        case = f"best_schedule(a chain of {stages}, {budget:,} bytes)"
-        got = answer(chain, budget)
-        if wanted is None:
-            require(got is None, f"{case} gave {got}; no schedule fits: wanted None.")
-            continue
-        least = recomputed(wanted, chain)
-        wants = f"wanted one that runs {least:,} operations again, such as {wanted}"
-        _require_schedule(case, got, stages, wants)
-        peak, again = predicted_peak_bytes(got, chain), recomputed(got, chain)
-        require(
-            peak <= budget, f"{case} gave {got}, which takes {peak:,} bytes: over budget; {wants}."
-        )
-        require(
-            again == least, f"{case} gave {got}, which runs {again:,} operations again; {wants}."
-        )
-    return f"{len(_cases())} budgets, each within it and with the least run again"
+    tried = [
+        (f"best_schedule(a chain of {stages}, {budget:,} bytes)", stages, chain, budget, wanted)
+        for stages, chain, budget, wanted in _cases()
+    ]
+    gave = [answer(AsTold(chain), budget) for _, _, chain, budget, _ in tried]
+    faults = [_fault(*case, got) for case, got in zip(tried, gave, strict=True)]
+    if any(faults):
+        first = next(n for n, fault in enumerate(faults) if fault)
+        forgotten = " Is there a return?" if all(got is None for got in gave) else ""
+        raise Wrong(f"{_told(*tried[first], gave[first])} {_of_all(faults)}{forgotten}")
+    return f"{len(tried)} budgets, each within it and with the least run again"
 
 
-def _require_schedule(case: str, got: Any, stages: int, wants: str) -> None:
-    if got is None:
-        raise Wrong(f"{case} gave None; {wants}. Is there a return?")
+def _fault(case: str, stages: int, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
+    """What is wrong, in a word or two; nothing if nothing is."""
+    if got is None or wanted is None:
+        return "" if got is wanted else ("None" if got is None else "not None")
     try:
         check_schedule(got, stages)
     except (TypeError, ValueError) as error:
         raise Wrong(f"{case} gave no schedule: {error}.") from None
+    above = predicted_peak_bytes(got, chain) - budget
+    if above > 0:
+        return f"{above:,} B over"
+    more = recomputed(got, chain) - recomputed(wanted, chain)
+    return f"{more:,} more again" if more else ""
 
 
-def _cheapest_fitting(choices: list[Pair], chain: Chain, budget: int) -> Schedule | None:
+def _told(case: str, stages: int, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
+    """What is wrong, in a sentence."""
+    if wanted is None:
+        return f"{case} gave {got}; no schedule fits: wanted None."
+    least = recomputed(wanted, chain)
+    wants = f"wanted one that runs {least:,} operations again, such as {wanted}"
+    if got is None:
+        return f"{case} gave None; {wants}."
+    peak, again = predicted_peak_bytes(got, chain), recomputed(got, chain)
+    if peak > budget:
+        return f"{case} gave {got}, which takes {peak:,} bytes: over budget; {wants}."
+    return f"{case} gave {got}, which runs {again:,} operations again; {wants}."
+
+
+def _of_all(faults: list[str]) -> str:
+    """Every budget's fault, by its number: two mistakes can agree in one budget, seldom in all."""
+    wrong = [f"{n}: {fault}" for n, fault in enumerate(faults, start=1) if fault]
+    return f"Wrong in {len(wrong)} of {len(faults)} budgets ({', '.join(wrong)})."
+
+
+def _cheapest_fitting(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
     fitting = [choice for choice in choices if chain.in_all(choice[0]) <= budget]
     return fitting[-1][2] if fitting else None
 
 
+def takes_as_told(parts: Schedule, chain: Any) -> tuple[int, int]:
+    """(peak, operations run again) of a row whose last part, and each segment's, is plain: by what
+    the lesson tells of a chain."""
+    *before, j = parts
+    assert isinstance(j, int)
+    peak, again, end = chain.if_last(j), 0, j
+    for part in reversed(before):
+        if isinstance(part, int):
+            start, peak = part, chain.if_plain(part, j, peak)
+        else:
+            own, own_again = takes_as_told(part, chain)
+            start = next(flat(part))
+            peak = chain.if_segment(start, end, j, own, peak)
+            again += own_again + chain.rerun(start, end)
+        end = start
+    return peak, again
+
+
+def _fits(schedule: Schedule, chain: Any, budget: int) -> bool:
+    return bool(chain.in_all(_with_the_loss(schedule, chain)[0]) <= budget)
+
+
+def _with_the_loss(schedule: Schedule, chain: Any) -> tuple[int, int]:
+    return takes_as_told((*schedule, len(chain.stages)), chain)
+
+
 def _best_schedule_but(
     *,
-    if_plain: Callable[[Chain, int, int, int], int] | None = Chain.if_plain,
-    if_segment: Callable[[Chain, int, int, int, int, int], int] = Chain.if_segment,
-    again: Callable[[Chain, int, int, int, int], int] = lambda chain, i, k, own, rest: (
+    if_plain: Callable[..., int] | None = lambda chain, *costs: chain.if_plain(*costs),
+    if_segment: Callable[..., int] = lambda chain, *costs: chain.if_segment(*costs),
+    again: Callable[[Any, int, int, int, int], int] = lambda chain, i, k, own, rest: (
         chain.rerun(i, k) + own + rest
     ),
     inside: str = "all",
     longest: int = 99,
-    choose: Callable[[list[Pair], Chain, int], Schedule | None] = _cheapest_fitting,
+    last_k: int = 0,  # from j
+    join: Callable[[Any, Any], Schedule] = lambda own, rest: (own, *rest),
+    choose: Callable[[list[Pair], Any, int], Schedule | None] = _cheapest_fitting,
 ) -> BestSchedule:
-    def best_schedule(chain: Chain, budget_bytes: int) -> Schedule | None:
+    def best_schedule(chain: Any, budget_bytes: int) -> Schedule | None:
         @cache
         def choices(i: int, j: int, is_plain: bool = False) -> list[Pair]:
             if i == j:
@@ -352,14 +444,15 @@ def _best_schedule_but(
                     (if_plain(chain, i, j, peak), again, (i, *rest))
                     for peak, again, rest in choices(i + 1, j, is_plain)
                 ]
-            for k in [] if is_plain else range(i + 1, min(j, i + longest) + 1):
-                pairs = product(choices(i, k - 1, inside == "plain"), choices(k, j))
+            for k in [] if is_plain else range(i + 1, min(j + last_k, i + longest) + 1):
+                within = choices(i, k - 1, inside == "plain")
+                pairs = product(within[:1] if inside == "least memory" else within, choices(k, j))
                 for (own_peak, own_again, own), (peak, rest_again, rest) in pairs:
                     found.append(
                         (
                             if_segment(chain, i, k, j, own_peak, peak),
                             again(chain, i, k, own_again, rest_again),
-                            (own, *rest),
+                            join(own, rest),
                         )
                     )
             return unbeaten(found)
@@ -370,71 +463,68 @@ def _best_schedule_but(
     return best_schedule
 
 
-def _one_input_forgotten(chain: Chain, i: int, k: int, j: int, own: int, rest: int) -> int:
-    running, behind, _ = chain.segment_terms(i, k, j)
-    return max(running, behind + own, rest)
+def _one_input_forgotten(chain: Any, i: int, k: int, j: int, own: int, rest: int) -> int:
+    """if_segment adds the segment's output to `rest`: take it off before."""
+    return int(chain.if_segment(i, k, j, own, rest - chain.stages[k - 1].output_bytes))
 
 
-def _added(chain: Chain, i: int, k: int, j: int, own: int, rest: int) -> int:
-    return chain.if_segment(i, k, j, own, rest) + min(own, rest)
+def _swapped(chain: Any, i: int, k: int, j: int, own: int, rest: int) -> int:
+    return int(chain.if_segment(i, k, j, rest, own))
 
 
-def _whatever_it_takes(choices: list[Pair], chain: Chain, budget: int) -> Schedule | None:
+def _larger(chain: Any, i: int, k: int, j: int, own: int, rest: int) -> int:
+    return max(own, rest)
+
+
+def _whatever_it_takes(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
     return choices[-1][2]
 
 
-def _least_memory(choices: list[Pair], chain: Chain, budget: int) -> Schedule | None:
+def _least_memory(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
     return choices[0][2] if chain.in_all(choices[0][0]) <= budget else None
 
 
-def _without_what_is_held(choices: list[Pair], chain: Chain, budget: int) -> Schedule | None:
+def _without_what_is_held(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
     fitting = [choice for choice in choices if choice[0] <= budget]
     return fitting[-1][2] if fitting else None
 
 
-def _by_the_slot(choices: list[Pair], chain: Chain, budget: int) -> Schedule | None:
+def _by_the_slot(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
     """Bytes rounded to the nearest of slots, as torch's memory budget does."""
     slot = max(1, budget // 40)
     fitting = [c for c in choices if round(chain.in_all(c[0]) / slot) <= round(budget / slot)]
     return fitting[-1][2] if fitting else None
 
 
-def _below(choices: list[Pair], chain: Chain, budget: int) -> Schedule | None:
+def _below(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
     return _cheapest_fitting(choices, chain, budget - 1)
 
 
-def _always_some(choices: list[Pair], chain: Chain, budget: int) -> Schedule | None:
+def _always_some(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
     return _cheapest_fitting(choices, chain, budget) or choices[0][2]
 
 
-def _largest_first(chain: Chain, budget_bytes: int) -> Schedule | None:
+def _largest_first(chain: Any, budget_bytes: int) -> Schedule | None:
     """Forgets one stage after the other, what saved most first, until it fits."""
-    schedule = list(plain_schedule(len(chain.stages)))
+    schedule: list[Any] = list(plain_schedule(len(chain.stages)))
     for i in sorted(schedule, key=lambda i: -chain.stages[i].saved_bytes):
-        if predicted_peak_bytes(tuple(schedule), chain) <= budget_bytes:
+        if _fits(tuple(schedule), chain, budget_bytes):
             break
         schedule[i] = (i,)
-    fits = predicted_peak_bytes(tuple(schedule), chain) <= budget_bytes
-    return tuple(schedule) if fits else None
+    return tuple(schedule) if _fits(tuple(schedule), chain, budget_bytes) else None
 
 
-def _best_uniform(chain: Chain, budget_bytes: int) -> Schedule | None:
+def _best_uniform(chain: Any, budget_bytes: int) -> Schedule | None:
     """Every k-th input kept, or everything."""
     stages = len(chain.stages)
     uniform = [uniform_schedule(stages, every) for every in range(1, stages + 1)]
-    fitting = [
-        (recomputed(s, chain), s)
-        for s in (plain_schedule(stages), *uniform)
-        if predicted_peak_bytes(s, chain) <= budget_bytes
-    ]
-    return min(fitting, key=lambda pair: pair[0])[1] if fitting else None
+    fitting = [s for s in (plain_schedule(stages), *uniform) if _fits(s, chain, budget_bytes)]
+    return min(fitting, key=lambda s: _with_the_loss(s, chain)[1], default=None)
 
 
-def _reference_schedule(chain: Chain, budget_bytes: int) -> Schedule | None:
-    try:
-        return optimal_schedule(chain, budget_bytes)
-    except ValueError:  # no schedule fits
-        return None
+def _all_plain(chain: Any, budget_bytes: int) -> Schedule | None:
+    schedule = plain_schedule(len(chain.stages))
+    return schedule if _fits(schedule, chain, budget_bytes) else None
 
 
 _BEST_SCHEDULE = Exercise(
@@ -454,10 +544,15 @@ _BEST_SCHEDULE = Exercise(
         "again, rest) in product(choices(i, k - 1), choices(k, j)): found.append((chain.if_segment("
         "i, k, j, own_peak, peak), chain.rerun(i, k) + own_again + again, (own, *rest))).",
     ),
-    reference=_reference_schedule,
+    reference=_best_schedule_but(),
     check=_check_best_schedule,
     wrong_answers=(
         WrongAnswer(_largest_first, "Greedy: to forget the largest first is not what costs least."),
+        WrongAnswer(
+            _all_plain,
+            "Plain stages alone come out. Is each segment i … k-1 among found, with "
+            "chain.if_segment as its peak? Its own and the rest's never add up.",
+        ),
         WrongAnswer(_best_uniform, "Every k-th input alone: unequal stages want unequal segments."),
         WrongAnswer(
             _best_schedule_but(inside="plain"),
@@ -468,16 +563,33 @@ _BEST_SCHEDULE = Exercise(
         ),
         WrongAnswer(
             _best_schedule_but(longest=1),
-            "A segment may have several stages: k goes up to j.",
+            "A segment may have several stages: k is not only i + 1.",
+        ),
+        WrongAnswer(
+            _best_schedule_but(last_k=-1),
+            "The last segment may end right before j: range(i + 1, j + 1), for k reaches j.",
+        ),
+        WrongAnswer(
+            _best_schedule_but(inside="least memory"),
+            "Of the inside, only the first choice was taken: all of choices(i, k - 1) are asked "
+            "for, and which is best depends on the rest.",
+        ),
+        WrongAnswer(
+            _best_schedule_but(if_segment=_swapped),
+            "own and rest have changed places: in chain.if_segment(i, k, j, own, rest), own is the "
+            "peak of i … k-1.",
+        ),
+        WrongAnswer(
+            _best_schedule_but(if_segment=_larger),
+            "The larger of two peaks is not all: chain.if_segment knows what is held beside each.",
+        ),
+        WrongAnswer(
+            _best_schedule_but(join=lambda own, rest: (*own, *rest)),
+            "A segment is a tuple in the schedule, (own, *rest): flattened, its stages are plain.",
         ),
         WrongAnswer(
             _best_schedule_but(if_segment=_one_input_forgotten),
             "While the rest runs, the segment's output is there for it: chain.if_segment adds it.",
-        ),
-        WrongAnswer(
-            _best_schedule_but(if_segment=_added),
-            "A segment and what follows it are there one after the other: the larger peak counts, "
-            "not the sum.",
         ),
         WrongAnswer(
             _best_schedule_but(again=lambda chain, i, k, own, rest: chain.rerun(i, k) + rest),
@@ -543,6 +655,13 @@ def _attention_block() -> list[nn.Module]:
     return [GPT(PRESETS["tiny"]).blocks[1]]
 
 
+class _Attention(nn.Module):
+    """Of x with itself, and its scale is not the usual one: that is handed over by its name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, scale=2.0)
+
+
 # What a case has: its blocks, x's shape, what is chosen, and bytes that may be held: the chosen
 # outputs and each block's output.
 _SELECTIONS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], Any, int]] = {
@@ -566,6 +685,13 @@ _SELECTIONS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], Any
         (2, 16, 32),
         MATMULS | ATTENTION,
         4 * 2 * 16 * (3 * 32 + 2 * 16 + 2 * 96 + (32 + 4) + 32),
+    ),
+    # Two heads of eight tokens: attention's output, which is the block's, and its log-sum-exp.
+    "1 block of attention with scale=2.0, chosen": (
+        lambda: [_Attention()],
+        (1, 2, ROWS, WIDTH),
+        ATTENTION,
+        4 * 2 * ROWS * (WIDTH + 1),
     ),
 }
 
@@ -601,9 +727,15 @@ def _check_choosing(answer: Choosing) -> str:
         f"Choosing around 2 blocks leaves {left:,} bytes behind when their output is dropped; "
         f"wanted none.",
     )
+    left = _left_by_backward(answer)
+    require(
+        left == 0,
+        f"Choosing around 2 blocks, with their 4 products of {TENSOR} bytes chosen: when backward "
+        f"is over, {left:,} bytes are left beside the output; wanted none.",
+    )
     return (
-        f"gradients equal to the bit · {held:,} bytes held of a transformer's block · no product "
-        f"ran again"
+        f"{len(_SELECTIONS)} selections · gradients equal to the bit · no more held than was "
+        f"chosen, and nothing behind backward · no chosen operator ran again"
     )
 
 
@@ -682,8 +814,24 @@ def _left(answer: Choosing) -> int:
     return _born(measure(forward, model=nn.ModuleList(blocks)))
 
 
+def _left_by_backward(answer: Choosing) -> int:
+    """Bytes alive when backward is over and the output still there, beside the output."""
+    blocks, x = _layers(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    outputs: list[Tensor] = []
+
+    def there_and_back() -> None:
+        outputs.append(_forward("", answer, MATMULS, blocks, x))
+        torch.autograd.grad(outputs[0].sum(), x)
+
+    return _born(measure(there_and_back, model=nn.ModuleList(blocks))) - TENSOR
+
+
 def _detached(made: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, made)
+
+
+def _cloned(made: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), made)
 
 
 class _Choosing(TorchDispatchMode):
@@ -696,9 +844,11 @@ class _Choosing(TorchDispatchMode):
         store: Callable[[Any], Any] = _detached,
         hand_out: Callable[[list[Any]], Any] | None = lambda kept: kept.pop(0),
         kept: list[Any] | None = None,
+        hands_on_names: bool = True,
     ) -> None:
         super().__init__()
         self.chosen, self.store, self.hand_out = chosen, store, hand_out
+        self.hands_on_names = hands_on_names
         self.kept: list[Any] = [] if kept is None else kept
         self.is_second = False
 
@@ -706,10 +856,22 @@ class _Choosing(TorchDispatchMode):
         is_chosen = func in self.chosen
         if is_chosen and self.is_second and self.hand_out:
             return self.hand_out(self.kept)
-        made = func(*args, **(kwargs or {}))
+        made = func(*args, **((kwargs or {}) if self.hands_on_names else {}))
         if is_chosen:
             self.kept.append(self.store(made))
         return made
+
+
+class _ByPlace(_Choosing):
+    """Hands out by a place that it counts, and lets go of nothing."""
+
+    def __init__(self, chosen: Collection[Any]) -> None:
+        super().__init__(chosen, hand_out=self._next)
+        self.place = -1
+
+    def _next(self, kept: list[Any]) -> Any:
+        self.place += 1
+        return kept[self.place]
 
 
 class _Everything(frozenset[Any]):
@@ -769,6 +931,15 @@ _CHOOSING = Exercise(
             "list: a circle that nobody frees. Keep it detached.",
         ),
         WrongAnswer(
+            partial(_Choosing, store=_cloned),
+            "A clone is a second copy; a detached tensor shares the memory.",
+        ),
+        WrongAnswer(
+            partial(_Choosing, hands_on_names=False),
+            "An operator can be called with keywords: func(*args, **(kwargs or {})).",
+        ),
+        WrongAnswer(_ByPlace, "What was handed out is still in your list: pop it."),
+        WrongAnswer(
             partial(_Choosing, kept=_ONE_LIST),
             "One list for all blocks: backward comes to the last block first. Each call has a list "
             "of its own.",
@@ -804,22 +975,73 @@ _KNAPSACKS: tuple[tuple[list[Operator], int], ...] = (
     (_operators(*[(10_004, 1)] * 10), 100_000),
     (_many(8, 0), 120),
     (_many(10, 1), 200),
+    (_many(9, 0), 150),
 )
+MOST_ADDITIONS = 100_000  # 2²⁰ sets take one each at least; who drops the beaten, some 2,000
 
 
 def _check_best_operators(answer: BestOperators) -> str:
     for operators, budget in _KNAPSACKS:
-        listed = ", ".join(f"{o.number}: {o.bytes:,} B {o.operations}" for o in operators[:3])
-        more = f", … {len(operators)} in all" if len(operators) > 3 else ""
-        case = f"best_operators([{listed}{more}], {budget:,} bytes)"
-        got = answer(operators, budget)
-        _require_numbers(case, got, {o.number for o in operators})
-        taken, spared = _sums(operators, got)
         best = max(_every_sum_within(operators, budget))
-        words = f"{case} gave {sorted(got)}, {taken:,} bytes that spare {spared:,} operations"
-        require(taken <= budget, f"{words}: over budget.")
-        require(spared == best, f"{words}; {best:,} can be spared.")
-    return f"{len(_KNAPSACKS)} budgets, none passed by a byte, each with the most operations spared"
+        _check_a_knapsack(answer, operators, budget, best)
+    many, budget = _many(20, 2), 400
+    best = _sums(many, best_within(many, budget))[1]
+    _check_a_knapsack(answer, _counted(many), budget, best)
+    return (
+        f"{len(_KNAPSACKS) + 1} budgets, none passed by a byte, each with the most operations "
+        f"spared, and of {len(many)} operators not all 2²⁰ sets tried"
+    )
+
+
+def _check_a_knapsack(
+    answer: BestOperators, operators: list[Operator], budget: int, best: int
+) -> None:
+    listed = ", ".join(f"{o.number}: {o.bytes:,} B {o.operations}" for o in operators[:3])
+    more = f", … {len(operators)} in all" if len(operators) > 3 else ""
+    case = f"best_operators([{listed}{more}], {budget:,} bytes)"
+    given = list(operators)
+    try:
+        got = answer(given, budget)
+    except _TooManyAdditions:
+        raise Wrong(
+            f"{case} was stopped after {MOST_ADDITIONS:,} additions of bytes and operations; "
+            f"fewer than 5,000 do."
+        ) from None
+    require(given == operators, f"{case} has changed the list that it was given, or its order.")
+    _require_numbers(case, got, {o.number for o in operators})
+    taken, spared = _sums(operators, got)
+    words = f"{case} gave {sorted(got)}, {taken:,} bytes that spare {spared:,} operations"
+    require(taken <= budget, f"{words}: over budget.")
+    require(spared == best, f"{words}; {best:,} can be spared.")
+
+
+class _TooManyAdditions(BaseException):
+    """No Exception, for an answer may catch those."""
+
+
+def _counted(operators: list[Operator]) -> list[Operator]:
+    """The same, of numbers that count how often one is added or subtracted: they stop an answer
+    that would never come to its end, and no clock is asked."""
+    so_far = count(1)
+
+    class Counted(int):
+        def _tick(self, result: int) -> "Counted":
+            if next(so_far) > MOST_ADDITIONS:
+                raise _TooManyAdditions
+            return Counted(result)
+
+        def __add__(self, other: int) -> "Counted":
+            return self._tick(int(self) + int(other))
+
+        def __sub__(self, other: int) -> "Counted":
+            return self._tick(int(self) - int(other))
+
+        def __rsub__(self, other: int) -> "Counted":
+            return self._tick(int(other) - int(self))
+
+        __radd__ = __add__
+
+    return [o._replace(bytes=Counted(o.bytes), operations=Counted(o.operations)) for o in operators]
 
 
 def _require_numbers(case: str, got: Any, numbers: set[int]) -> None:
@@ -831,7 +1053,11 @@ def _require_numbers(case: str, got: Any, numbers: set[int]) -> None:
     strangers = [number for number in got if number not in numbers]
     require(
         not strangers,
-        f"{case} gave {list(got)}; no operator has the number {strangers[:1]}.",
+        f"{case} gave {list(got)}; no operator has a number of {strangers}.",
+    )
+    require(
+        len(set(got)) == len(got),
+        f"{case} gave {list(got)}; wanted each number once.",
     )
 
 
@@ -888,6 +1114,41 @@ def _per_byte(operator: Operator) -> float:
     return -operator.operations / operator.bytes
 
 
+def _by_operations(operator: Operator) -> float:
+    return -operator.operations
+
+
+def _by_bytes(operator: Operator) -> float:
+    return operator.bytes
+
+
+def _best_greedy(operators: Sequence[Operator], budget_bytes: int) -> set[int]:
+    found = [_greedy(o)(operators, budget_bytes) for o in (_per_byte, _by_operations, _by_bytes)]
+    return max(found, key=lambda numbers: _sums(operators, numbers)[1])
+
+
+def _all_sets(operators: Sequence[Operator], budget_bytes: int) -> set[int]:
+    """Each operator in or out, and nothing dropped but what is over the budget."""
+    choices: list[tuple[int, int, frozenset[int]]] = [(0, 0, frozenset())]
+    for o in operators:
+        choices += [
+            (taken + o.bytes, spared + o.operations, numbers | {o.number})
+            for taken, spared, numbers in choices
+            if taken + o.bytes <= budget_bytes
+        ]
+    return set(max(choices, key=lambda choice: choice[1])[2])
+
+
+def _twice(operators: Sequence[Operator], budget_bytes: int) -> list[int]:
+    return 2 * sorted(best_within(operators, budget_bytes))
+
+
+def _sorted_in_place(operators: Sequence[Operator], budget_bytes: int) -> Collection[int]:
+    if isinstance(operators, list):
+        operators.sort(key=_per_byte)
+    return best_within(operators, budget_bytes)
+
+
 _BEST_OPERATORS = Exercise(
     id="6.4",
     title="What to keep within a budget",
@@ -913,11 +1174,11 @@ _BEST_OPERATORS = Exercise(
             "Greedy: the most operations a byte first can leave room that nothing fits into.",
         ),
         WrongAnswer(
-            _greedy(lambda operator: -operator.operations),
+            _greedy(_by_operations),
             "The most operations first: one large operator can cost more than two small ones.",
         ),
         WrongAnswer(
-            _greedy(lambda operator: operator.bytes),
+            _greedy(_by_bytes),
             "The smallest first: what is small may spare nothing.",
         ),
         WrongAnswer(
@@ -925,6 +1186,18 @@ _BEST_OPERATORS = Exercise(
         ),
         WrongAnswer(_below_the_budget, "The last byte of the budget may be used: <=, not <."),
         WrongAnswer(_places, "An operator has a number; its place in the list is another."),
+        WrongAnswer(
+            _best_greedy, "Three greedy ways, and the best of them: all three can miss the best."
+        ),
+        WrongAnswer(
+            _all_sets,
+            "Each operator doubles the sets: drop those that another beats, after each operator.",
+        ),
+        WrongAnswer(_twice, "To keep an output twice spares nothing: a set has each number once."),
+        WrongAnswer(
+            _sorted_in_place,
+            "The lesson goes on with that list: sorted(operators, …) makes one of your own.",
+        ),
         WrongAnswer(
             _rounded,
             "Rounded bytes: ten small roundings can come out above the budget.",
