@@ -44,12 +44,12 @@ class Accumulated(NamedTuple):
     tokens there are."""
 
     loss: Tensor
-    tokens: int | Tensor
+    tokens: float | Tensor
 
 
 def accumulate(
     micro_batches: Iterable[Batch],
-    sum_of_losses: Callable[[Batch], tuple[Tensor, int | Tensor]],
+    sum_of_losses: Callable[[Batch], tuple[Tensor, float | Tensor]],
     parameters: Iterable[nn.Parameter],
     *,
     no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
@@ -57,7 +57,8 @@ def accumulate(
     """Leave in `.grad` the gradient of the mean loss over all tokens of all micro-batches.
 
     `sum_of_losses(micro_batch)` returns the sum of the losses of its tokens, such as
-    `F.cross_entropy(logits, targets, reduction="sum")`, and the number of tokens in that sum. A
+    `F.cross_entropy(logits, targets, reduction="sum")`, and the number of tokens in that sum; or
+    both divided by one number, where a sum that is scaled would overflow float16. A
     micro-batch whose tokens are all masked counts nothing; where all are, gradients and loss are
     zero. `no_sync` is that of DistributedDataParallel: all micro-batches but the last are inside.
 
@@ -105,7 +106,7 @@ def split(batch: tuple[Tensor, ...], size: int) -> list[tuple[Tensor, ...]]:
     return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
 
 
-def _with_one_more(window: Accumulated | None, loss: Tensor, tokens: int | Tensor) -> Accumulated:
+def _with_one_more(window: Accumulated | None, loss: Tensor, tokens: float | Tensor) -> Accumulated:
     """The sums of losses and tokens after this micro-batch, whose graph goes with its own loss."""
     loss.backward()
     with torch.no_grad():
@@ -131,7 +132,7 @@ def _in_turn(
 
 
 @torch.no_grad()
-def _divide(gradients: Iterable[Tensor], divisor: int | Tensor) -> None:
+def _divide(gradients: Iterable[Tensor], divisor: float | Tensor) -> None:
     for gradient in gradients:
         gradient.div_(divisor)
 
@@ -162,7 +163,7 @@ class _Float32Sums:
         else:
             self._sums[parameter] = gradient.float()
 
-    def hand_over(self, divisor: int | Tensor) -> None:
+    def hand_over(self, divisor: float | Tensor) -> None:
         """Give each parameter its sum, divided and only then rounded, as its gradient."""
         while self._sums:
             parameter, total = self._sums.popitem()
