@@ -7,7 +7,7 @@ loss, an optimizer. Delete the row and the technique is gone. Rows combine, as l
 the same plug: `combined("checkpointing+autocast")`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memlab import optim
 from memlab.accumulation import accumulate, split
 from memlab.attention import attention_reference
 from memlab.checkpointing import (
@@ -46,8 +47,16 @@ SEED = 0
 TEXT = "1 MiB"
 
 Optimizer = torch.optim.Optimizer | MasterWeights
-OptimizerFunction = Callable[[Iterable[nn.Parameter]], Optimizer]
+OptimizerFunction = Callable[[nn.Module], Optimizer]
+
+
+def of_all_weights(made: Callable[..., Optimizer], **settings: Any) -> OptimizerFunction:
+    """Makes such an optimizer, with these settings, of all the weights of a model."""
+    return lambda model: made(model.parameters(), **settings)
+
+
 one_by_one_adamw = partial(torch.optim.AdamW, foreach=False)
+plain_optimizer = of_all_weights(one_by_one_adamw)
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class Technique:
     around_forward: Callable[[str], AbstractContextManager[object]] = lambda device: nullcontext()
     micro_batch: int | None = None  # sequences at once, their gradients added; None: all
     scaler: Callable[[], LossScaler] | None = None
-    optimizer: OptimizerFunction = one_by_one_adamw
+    optimizer: OptimizerFunction = plain_optimizer
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ def build(setting: Setting, technique: Technique) -> Training:
             dtype=setting.dtype,
         )
     technique.change_model(model)
-    optimizer = technique.optimizer(model.parameters())
+    optimizer = technique.optimizer(model)
     scaler = technique.scaler() if technique.scaler else None
     text = stdlib_bytes(TEXT)
     tokens, targets = next(batches(text, setting.batch, setting.seq_len, SEED))
@@ -275,29 +284,34 @@ TECHNIQUES: dict[str, Technique] = {
     "bfloat16": Technique(
         "everything in bfloat16, weights and AdamW's moments too, rounded at random",
         change_model=to_bfloat16,
-        optimizer=RoundedAdamW,
+        optimizer=of_all_weights(RoundedAdamW),
     ),
     "master-weights": Technique(
         "a bfloat16 model, stepped by float32 copies of its weights",
         change_model=to_bfloat16,
-        optimizer=partial(MasterWeights, optimizer=one_by_one_adamw),
+        optimizer=of_all_weights(MasterWeights, optimizer=one_by_one_adamw),
     ),
     "eager-attention": Technique(
         "attention with its score matrix in memory", attention=attention_reference
     ),
     "foreach-adamw": Technique(
         "torch's AdamW on all weights at once",
-        optimizer=partial(torch.optim.AdamW, foreach=True),
+        optimizer=of_all_weights(torch.optim.AdamW, foreach=True),
     ),
     "fused-adamw": Technique(
-        "torch's AdamW in one kernel", optimizer=partial(torch.optim.AdamW, fused=True)
+        "torch's AdamW in one kernel", optimizer=of_all_weights(torch.optim.AdamW, fused=True)
     ),
     "accumulation": Technique("one sequence at a time, their gradients added", micro_batch=1),
     "lora": Technique(
         "frozen weights, and a trained change of rank 8 beside each matrix",
         change_model=partial(add_lora, rank=8, where=lambda name: name.startswith("blocks.")),
     ),
-    "sgd": Technique("torch's SGD: no state at all", optimizer=partial(torch.optim.SGD, lr=0.01)),
+    "adam8bit": Technique("AdamW with moments of 8 bits", optimizer=of_all_weights(optim.Adam8bit)),
+    "lion": Technique("Lion: one moment, in float32", optimizer=of_all_weights(optim.Lion)),
+    "lion8bit": Technique("Lion: one moment, in 8 bits", optimizer=of_all_weights(optim.Lion8bit)),
+    "sgd": Technique(
+        "torch's SGD: no state at all", optimizer=of_all_weights(torch.optim.SGD, lr=0.01)
+    ),
 }
 
 # Shown beside the rows: what people turn on together.

@@ -24,6 +24,7 @@ from memlab.train import (
     combined,
     dry_trace,
     measured,
+    of_all_weights,
 )
 
 FLOAT32 = 4
@@ -99,6 +100,9 @@ TOLERANCES = {
     "foreach-adamw": 0,  # these three change what happens after backward
     "fused-adamw": 0,
     "accumulation": 1e-6,  # another order of sums
+    "adam8bit": 0,
+    "lion": 0,
+    "lion8bit": 0,
     "sgd": 0,
 }
 
@@ -202,6 +206,21 @@ def weights_gradients_and_state_take(weight: int, gradient: int, state: int):
     return claim
 
 
+def moments_take(in_8_bits: int, in_float32: int, codes: int):
+    """A moment of each weight of 4096 numbers and more is a byte, and a scale for each 256. A code
+    is 1 KiB, and its look-up table, by which 16 bits find the nearest, 65."""
+
+    def claim(technique: Technique) -> None:
+        sizes = [p.numel() for p in build(TINY, PLAIN).model.parameters()]
+        large = [n for n in sizes if n >= 4096]
+        small = sum(sizes) - sum(large) if in_8_bits else sum(sizes)
+        scales = sum(-(-n // 256) for n in large)
+        expected = in_8_bits * (sum(large) + FLOAT32 * scales) + in_float32 * FLOAT32 * small
+        assert second_step(technique).at_end["optimizer_state"] == expected + 66 * 1024 * codes
+
+    return claim
+
+
 def each_head_keeps_its_weights_and_each_block_its_mask(technique: Technique) -> None:
     assert quadratic_part(technique, "activations") == L * (B * H * FLOAT32 + 1)
 
@@ -248,6 +267,9 @@ CLAIMS = {
     "foreach-adamw": the_optimizer_step_takes_as_much_as_all_weights,
     "fused-adamw": the_optimizer_step_takes_nothing,
     "accumulation": the_most_activations_are_those_of_one_sequence,
+    "adam8bit": moments_take(in_8_bits=2, in_float32=2, codes=2),
+    "lion": moments_take(in_8_bits=0, in_float32=1, codes=0),
+    "lion8bit": moments_take(in_8_bits=1, in_float32=1, codes=1),
     "lora": gradients_and_state_are_those_of_the_added_weights,
     "sgd": the_peak_is_without_two_moments_and_a_count_of_steps,
 }
@@ -380,7 +402,7 @@ def events_of(trace):
 
 def test_the_second_step_does_not_add_to_the_gradients_of_the_first():
     """With a learning rate of 0 both steps are the same."""
-    standing = replace(PLAIN, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    standing = replace(PLAIN, optimizer=of_all_weights(torch.optim.SGD, lr=0.0))
     training = build(TINY, standing)
     training.step()
     first = [p.grad.clone() for p in training.model.parameters()]

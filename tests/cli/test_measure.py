@@ -34,6 +34,7 @@ from memlab.train import (
     Setting,
     Technique,
     build,
+    of_all_weights,
     predicted_trace,
 )
 from memlab.units import format_bytes
@@ -193,7 +194,7 @@ class ForgetfulSGD(torch.optim.SGD):
 
 
 def test_a_technique_that_keeps_no_gradients_has_none_to_compare():
-    forgetful = replace(PLAIN, optimizer=ForgetfulSGD)
+    forgetful = replace(PLAIN, optimizer=of_all_weights(ForgetfulSGD))
     _, row = measured_rows(TINY, {"plain": PLAIN, "forgetful": forgetful}, False, silent)
     assert row.gradient_difference is None
     assert row.failure is None
