@@ -1,7 +1,20 @@
 """Optimizers whose state takes fewer bytes; each is torch's Optimizer with one loop, in base.py."""
 
 from memlab.optim.adam8bit import Adam8bit
+from memlab.optim.adam_mini import AdamMini, ByRules, gpt_partition, llama_partition
 from memlab.optim.adamw import AdamW
+from memlab.optim.in_backward import InBackward, step_in_backward
 from memlab.optim.lion import Lion, Lion8bit
 
-__all__ = ["Adam8bit", "AdamW", "Lion", "Lion8bit"]
+__all__ = [
+    "Adam8bit",
+    "AdamMini",
+    "AdamW",
+    "ByRules",
+    "InBackward",
+    "Lion",
+    "Lion8bit",
+    "gpt_partition",
+    "llama_partition",
+    "step_in_backward",
+]
