@@ -3,8 +3,8 @@
 A technique is a row of TECHNIQUES, and each row fills one or more of the plugs: a function in place
 of a function (attention, loss), a change of the model (a wrapper around each block, a layer in
 place of a layer), a `with` around the forward pass, the size of a micro-batch, a scaler of the
-loss, an optimizer. Delete the row and the technique is gone. Rows combine, as long as no two fill
-the same plug: `combined("checkpointing+autocast")`.
+loss, an optimizer, and who steps it. Delete the row and the technique is gone. Rows combine, as
+long as no two fill the same plug: `combined("checkpointing+autocast")`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,7 @@ from memlab.trace import Trace
 SEED = 0
 TEXT = "1 MiB"
 
-Optimizer = torch.optim.Optimizer | MasterWeights
+Optimizer = torch.optim.Optimizer | MasterWeights | optim.InBackward
 OptimizerFunction = Callable[[nn.Module], Optimizer]
 
 
@@ -97,6 +97,7 @@ class Technique:
     micro_batch: int | None = None  # sequences at once, their gradients added; None: all
     scaler: Callable[[], LossScaler] | None = None
     optimizer: OptimizerFunction = plain_optimizer
+    stepping: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer  # who steps it, when
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def build(setting: Setting, technique: Technique) -> Training:
             dtype=setting.dtype,
         )
     technique.change_model(model)
-    optimizer = technique.optimizer(model)
+    optimizer = technique.stepping(technique.optimizer(model))
     scaler = technique.scaler() if technique.scaler else None
     text = stdlib_bytes(TEXT)
     tokens, targets = next(batches(text, setting.batch, setting.seq_len, SEED))
@@ -159,7 +160,7 @@ def build(setting: Setting, technique: Technique) -> Training:
             accumulate(parts, share_of_loss, model.parameters())
         update()
 
-    holder = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+    holder = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
     return Training(step, model, holder, update)
 
 
@@ -210,6 +211,12 @@ each_block = partial(uniform_schedule, every=1)
 def to_bfloat16(model: nn.Module) -> None:
     """Give the model weights of two bytes, and with them activations and gradients."""
     model.to(torch.bfloat16)
+
+
+def adam_mini(model: nn.Module) -> optim.AdamMini:
+    """Adam-mini of all the weights of our GPT."""
+    partition = optim.gpt_partition(model.config.head_width)
+    return optim.AdamMini(model.named_parameters(), partition=partition)
 
 
 def combined(names: str) -> Technique:
@@ -309,6 +316,11 @@ TECHNIQUES: dict[str, Technique] = {
     "adam8bit": Technique("AdamW with moments of 8 bits", optimizer=of_all_weights(optim.Adam8bit)),
     "lion": Technique("Lion: one moment, in float32", optimizer=of_all_weights(optim.Lion)),
     "lion8bit": Technique("Lion: one moment, in 8 bits", optimizer=of_all_weights(optim.Lion8bit)),
+    "adam-mini": Technique("AdamW with a second moment for each row or head", optimizer=adam_mini),
+    "step-in-backward": Technique(
+        "AdamW, each weight stepped as soon as its gradient is there",
+        stepping=optim.step_in_backward,
+    ),
     "sgd": Technique(
         "torch's SGD: no state at all", optimizer=of_all_weights(torch.optim.SGD, lr=0.01)
     ),

@@ -103,6 +103,7 @@ TOLERANCES = {
     "adam8bit": 0,
     "lion": 0,
     "lion8bit": 0,
+    "adam-mini": 0,
     "sgd": 0,
 }
 
@@ -128,6 +129,15 @@ def test_master_weights_have_the_gradients_in_float32():
     for wanted, copy in zip(plain.values(), group["params"], strict=True):
         assert copy.grad.dtype == torch.float32
         assert (copy.grad - wanted).abs().max() <= TOLERANCES["bfloat16"]
+
+
+def test_stepped_in_backward_the_weights_are_those_of_the_plain_step():
+    ours, plain = (build(TINY, TECHNIQUES[name]) for name in ("step-in-backward", "plain"))
+    for training in (ours, plain):
+        training.step()
+        training.step()
+    pairs = zip(ours.model.parameters(), plain.model.parameters(), strict=True)
+    assert all(torch.equal(our, their) for our, their in pairs)
 
 
 @pytest.mark.parametrize("name", TOLERANCES)
@@ -221,6 +231,19 @@ def moments_take(in_8_bits: int, in_float32: int, codes: int):
     return claim
 
 
+def the_second_moment_is_one_for_each_row_or_head(technique: Technique) -> None:
+    C, KV_D, D, hidden = CONFIG.width, CONFIG.kv_heads * CONFIG.head_width, CONFIG.head_width, 96
+    of_a_block = C // D + KV_D // D + KV_D + C + 2 * hidden + C + 2  # q, k, v, output, MLP, norms
+    blocks = CONFIG.vocab_size + 1 + L * of_a_block
+    assert second_step(technique).at_end["optimizer_state"] == FLOAT32 * (N + blocks)
+
+
+def no_gradient_is_left_and_no_two_are_there_at_once(technique: Technique) -> None:
+    trace = second_step(technique)
+    assert "gradients" not in trace.at_end
+    assert most(trace, "gradients") == CONFIG.vocab_size * CONFIG.width * FLOAT32  # the largest
+
+
 def each_head_keeps_its_weights_and_each_block_its_mask(technique: Technique) -> None:
     assert quadratic_part(technique, "activations") == L * (B * H * FLOAT32 + 1)
 
@@ -270,6 +293,8 @@ CLAIMS = {
     "adam8bit": moments_take(in_8_bits=2, in_float32=2, codes=2),
     "lion": moments_take(in_8_bits=0, in_float32=1, codes=0),
     "lion8bit": moments_take(in_8_bits=1, in_float32=1, codes=1),
+    "adam-mini": the_second_moment_is_one_for_each_row_or_head,
+    "step-in-backward": no_gradient_is_left_and_no_two_are_there_at_once,
     "lora": gradients_and_state_are_those_of_the_added_weights,
     "sgd": the_peak_is_without_two_moments_and_a_count_of_steps,
 }
@@ -288,7 +313,8 @@ def test_a_technique_that_does_nothing_fails_the_claim(name):
 
 def test_every_technique_has_a_claim_and_a_tolerance():
     assert CLAIMS.keys() == TECHNIQUES.keys() - {"plain"}
-    assert TOLERANCES.keys() == CLAIMS.keys() - {"lora", "master-weights"}  # in tests of their own
+    in_tests_of_their_own = {"lora", "master-weights", "step-in-backward"}
+    assert TOLERANCES.keys() == CLAIMS.keys() - in_tests_of_their_own
 
 
 def test_the_plain_adamw_takes_twice_the_largest_weight():
@@ -397,7 +423,10 @@ def test_a_dry_trace_is_that_of_a_second_step(name):
 
 
 def events_of(trace):
-    return [(event.bytes, event.category, event.phase, event.module) for event in trace.events]
+    """What was there before, in whatever order it was made; then each event in its order."""
+    events = [(event.bytes, event.category, event.phase, event.module) for event in trace.events]
+    before = [event for event in events if event[2] == "before"]
+    return sorted(before), [event for event in events if event[2] != "before"]
 
 
 def test_the_second_step_does_not_add_to_the_gradients_of_the_first():

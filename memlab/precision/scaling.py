@@ -80,11 +80,16 @@ class LossScaler:
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note if any is not finite.
 
-        Raises ValueError for gradients in float16, which would vanish again, and RuntimeError where
-        it was done already.
+        Raises ValueError for gradients in float16, which would vanish again, and where there are
+        none, and RuntimeError where it was done already.
         """
         self._require(optimizer, Stage.READY, "unscale_() was called already")
         gradients = _gradients(optimizer)
+        if not gradients:
+            raise ValueError(
+                "no weight of the optimizer has a gradient to unscale; call it after backward, and "
+                "with no optimizer that steps inside backward: it has stepped by scaled gradients"
+            )
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError(
                 "got gradients in float16, where unscaled ones would vanish; keep the weights in "

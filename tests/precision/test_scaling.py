@@ -276,3 +276,12 @@ def test_looking_at_gradients_takes_no_memory():
     weight.grad = torch.ones(2**20)
     trace = memlab.measure(lambda: LossScaler().unscale_(optimizer), optimizer=optimizer)
     assert trace.peak_bytes <= 2 * 4 * 2**20 + 64
+
+
+def test_an_optimizer_that_has_stepped_in_backward_is_refused():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), LossScaler()
+    scaler.scale(weight.sum()).backward()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="steps inside backward"):
+        scaler.step(optimizer)
