@@ -1,8 +1,10 @@
 """Adam with moments of 8 bits: a code a number, and a scale for each block of 256.
 
-Saves    three quarters of AdamW's state: 2N + 8⌈N/256⌉ bytes, not 8N, and 2 KiB for the two codes.
-         Weights of fewer than 4096 numbers keep theirs in float32.
-Costs    a decoding and an encoding of both moments in every step, and their rounding errors.
+Saves    three quarters of AdamW's state: 2N + 8⌈N/256⌉ bytes, not 8N. Weights of fewer than 4096
+         numbers keep theirs in float32.
+Costs    a decoding and an encoding of both moments in every step, and their rounding errors. Once
+         for all weights, 2 KiB of codes and 130 KiB of tables by which a code is found; on the way
+         8 MiB for a piece.
 Source   Dettmers et al. 2021, arXiv 2110.02861; bitsandbytes' and torchao's optimizers. The zero
          point: Li et al. 2023, arXiv 2309.01507, section 4.1, who found it in 4 bits.
 
@@ -12,9 +14,10 @@ a millionth of that no more than its sign.
 
 Second moments are squares, and spread over twice as many decades as first ones. In one block the
 nearest code to a small v is 0 while its m is not, and m/√v has no bound but m/eps: a step of
-hundreds or millions of times lr. Here a positive v never becomes 0. It may become too large, up to
-the smallest number of the code, and the step too short; never long. And a weight whose gradients
-are all zero has moments of exactly zero, and stays where it is.
+hundreds or millions of times lr. Here a positive v never becomes 0: it becomes the smallest number
+of the code, if anything too large, and the step too short. What is left is the rounding of two
+codes, which makes a step longer than any of exact Adam's only where gradients are made for it. And
+a weight whose gradients are all zero has moments of exactly zero, and stays where it is.
 """
 
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memlab.optim.base import Optimizer, require_settings
+from memlab.optim.base import Optimizer
 from memlab.optim.moments import Float, Moment
 
 
@@ -33,9 +33,19 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         **base: Any,
     ) -> None:
-        require_settings(lr, betas, weight_decay, eps)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, **base)
+
+    def require_group(self, group: dict[str, Any]) -> None:
+        """Of torch's states too: neither AMSGrad nor a decay that is part of the gradient."""
+        super().require_group(group)
+        if group.get("amsgrad"):
+            raise ValueError("got a state of AMSGrad, which keeps a third moment; give AdamW's")
+        if group["weight_decay"] and not group.get("decoupled_weight_decay", True):
+            raise ValueError(
+                "got a state of torch.optim.Adam, whose weight_decay is part of the gradient; give "
+                "AdamW's, or one with weight_decay=0"
+            )
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
         """Both in float32."""

@@ -12,24 +12,26 @@ updated: a pure function of float32 tensors. Because a piece is small, what is m
 in the processor's cache, and takes a few MiB however large the weight: an optimizer that decoded a
 whole tensor of 8-bit moments would need, for a moment, more than one that never encoded them.
 
-Gradients that are not finite pass into the weight and its moments, as in torch's optimizers, and
-stay there to be seen; a moment in 8 bits takes its block of 256 with it. To leave such a step out,
-look before it: `LossScaler`, or `clip_grad_norm_(..., error_if_nonfinite=True)`.
+A gradient that is not finite passes into its moments, as in torch's optimizers, and stays there to
+be seen. In 8 bits it takes the scale of its block of 256: at this step the others of the block are
+stepped as ever, from the next on all their moments are NaN. No other block knows of it. To leave
+such a step out, look before it: `LossScaler`, or `clip_grad_norm_(..., error_if_nonfinite=True)`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.optim.moments import Moment, Piece
+from memlab.optim.moments import Moment, Piece, State
 from memlab.rounding import stochastic_round_
 
-PIECE = {"cpu": 2**18}  # numbers at a time: 1 MiB of float32
-PIECE_ELSEWHERE = 2**24  # where it costs more to begin an operation than to run it
+# Numbers at a time: on a CPU 1 MiB of float32, for its cache; on an accelerator, which begins each
+# operator anew, 16 MiB. A prediction's tensors are on the CPU's device 0 and count as CUDA's.
+PIECE, PIECE_ELSEWHERE = 2**18, 2**22
+_CPU = torch.device("cpu")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -38,10 +40,11 @@ class Optimizer(torch.optim.Optimizer):
     `maximize` steps up the gradient. `rounding` says how a step reaches a bfloat16 weight: to the
     nearest, which loses steps of less than half a step of bfloat16, or "stochastic", which keeps
     them in the mean; float32 weights don't need it. `generator` draws for that. `piece` is how many
-    numbers are stepped at a time: 2¹⁸ on a CPU, 2²⁴ elsewhere.
+    numbers are stepped at a time: 2¹⁸ on a CPU, 2²² elsewhere. A weight that is no contiguous run
+    of numbers (channels_last, transposed) is copied to one, whole, and back.
 
-    Raises TypeError for weights of integers or complex numbers, and for stochastic rounding to
-    float16, and in step() for a sparse gradient.
+    Raises ValueError for settings that nothing can step by; TypeError for weights of integers or
+    complex numbers and for stochastic rounding to float16, and in step() for a sparse gradient.
     """
 
     def __init__(
@@ -54,8 +57,6 @@ class Optimizer(torch.optim.Optimizer):
         generator: torch.Generator | None = None,
         piece: int | None = None,
     ) -> None:
-        if rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"got rounding={rounding!r}; give 'nearest' or 'stochastic'")
         if piece is not None and piece < 1:
             raise ValueError(f"got pieces of {piece} numbers; give at least 1")
         self.generator, self.piece = generator, piece
@@ -70,7 +71,8 @@ class Optimizer(torch.optim.Optimizer):
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
     ) -> None:
-        """One step of a piece, in place; all are float32, `step` begins at 1."""
+        """One step of a piece, in place, `step` begins at 1: flat, and float32 or, of a float64
+        weight, that."""
         raise NotImplementedError
 
     def block(self, weight: Tensor, group: dict[str, Any]) -> int:
@@ -96,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
         _require_dense(weight.grad)
         moments, state = self.moments(weight, group), self.state[weight]
         if not state:
-            state.update(self._new_state(weight, group))
+            state.update(self._new_state(weight, group, self.state.values()))
         state["step"] += 1
         flat = weight.contiguous().view(-1)  # a copy only of channels_last and its like
         gradient = weight.grad.reshape(-1)
@@ -115,11 +117,16 @@ class Optimizer(torch.optim.Optimizer):
         group: dict[str, Any],
     ) -> None:
         precision = torch.promote_types(weight.dtype, torch.float32)
-        exact, gradient = weight.to(precision), gradient.to(precision)
-        if group["maximize"]:
-            gradient = -gradient
-        values = [moment.read(state, piece) for moment in moments]
-        self.update_(exact, gradient, *values, step=state["step"], group=group)
+        exact = weight.to(precision)
+        values = [moment.read(state, piece).to(precision) for moment in moments]
+        self.update_(
+            exact,
+            # No name for it: it is gone before the moments are encoded.
+            (-gradient if group["maximize"] else gradient).to(precision),
+            *values,
+            step=state["step"],
+            group=group,
+        )
         for moment, value in zip(moments, values, strict=True):
             moment.write(state, piece, value)
         if exact is weight:
@@ -131,66 +138,81 @@ class Optimizer(torch.optim.Optimizer):
 
     def _pieces(self, weight: Tensor, group: dict[str, Any]) -> Iterator[Piece]:
         count, block = weight.numel(), self.block(weight, group)
-        wanted = self.piece or PIECE.get(weight.device.type, PIECE_ELSEWHERE)
+        wanted = self.piece or (PIECE if weight.device == _CPU else PIECE_ELSEWHERE)
         size = max(1, wanted // block) * block
-        starts = range(0, count, size)
-        if isinstance(weight, FakeTensor) and len(starts) > 2:
-            starts = (starts[0], starts[-1])  # the others take the same bytes, one after another
+        starts: Iterable[int] = range(0, count, size)
+        if isinstance(weight, FakeTensor):  # all but the last take the same bytes
+            starts = sorted({*starts[:1], *starts[-1:]})
         return (Piece(start, min(start + size, count)) for start in starts)
 
     # -------------------------------------------------------------- groups and states
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, for weights that can be stepped."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+    def require_group(self, group: dict[str, Any]) -> None:
+        """Raises for settings, or weights, that this optimizer cannot step by."""
+        require_settings(**{name: group[name] for name in _SETTINGS if name in group})
+        if group["rounding"] not in ("nearest", "stochastic"):
+            raise ValueError(f"got rounding={group['rounding']!r}; give 'nearest' or 'stochastic'")
         for weight in group["params"]:
-            if not weight.is_floating_point():
-                raise TypeError(f"got weights of {weight.dtype}; give floating-point numbers")
-            if group["rounding"] == "stochastic" and weight.dtype == torch.float16:
-                raise TypeError(
-                    "got weights of torch.float16 to round at random; give bfloat16 weights, or "
-                    "rounding='nearest'"
-                )
+            _require_floats(weight, group["rounding"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, for what can be stepped."""
+        super().add_param_group(param_group)
+        try:
+            self.require_group(self.param_groups[-1])
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, copied to where each weight is now, in the dtype it is kept in.
+        """Go on from a state: copied to where each weight is now, in the dtype it is kept in.
 
         torch's own casts every tensor of a state to its weight's dtype: codes would become floats,
-        and float32 moments of a bfloat16 weight would be rounded. ValueError for a state of other
-        weights, or of another optimizer.
+        and float32 moments of a bfloat16 weight would be rounded. A setting that the state has no
+        word for stays. ValueError, and nothing has changed, for a state of other weights or of
+        another optimizer.
         """
-        super().load_state_dict({**state_dict, "state": {}})
-        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        weights = [(weight, group) for group in self.param_groups for weight in group["params"]]
-        for index, (weight, group) in zip(indices, weights, strict=True):
-            if index in state_dict["state"]:
-                self.state[weight] = self._loaded(weight, group, state_dict["state"][index])
+        with self.register_load_state_dict_pre_hook(type(self)._with_states_by_weight):
+            super().load_state_dict(state_dict)
 
-    def _loaded(
-        self, weight: Tensor, group: dict[str, Any], state: dict[str, Any]
-    ) -> dict[str, Any]:
-        wanted = self._new_state(weight.detach().to("meta"), group)
-        shapes = {name: getattr(value, "shape", ()) for name, value in wanted.items()}
-        got = {name: getattr(value, "shape", ()) for name, value in state.items()}
-        if got != shapes:
+    def _with_states_by_weight(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state dict after the user's own hooks; torch leaves a state alone whose key is no
+        weight's number, so here the keys are the weights themselves."""
+        saved = state_dict["param_groups"]
+        _require_as_many_weights(saved, self.param_groups)
+        groups = [{**now, **then} for now, then in zip(self.param_groups, saved, strict=True)]
+        states: dict[Tensor, dict[str, Any]] = {}
+        for group, now in zip(groups, self.param_groups, strict=True):
+            self.require_group({**group, "params": now["params"]})
+            for index, weight in zip(group["params"], now["params"], strict=True):
+                if state := state_dict["state"].get(index):
+                    states[weight] = self._copied(state, weight, group, states.values())
+        return {"state": states, "param_groups": groups}
+
+    def _copied(
+        self, state: dict[str, Any], weight: Tensor, group: dict[str, Any], others: Iterable[State]
+    ) -> State:
+        copy = self._new_state(weight, group, others)
+        wanted, got = _shapes(copy), _shapes(state)
+        if got != wanted:
             raise ValueError(
                 f"got a state of {_listed(got)} for a weight of shape {tuple(weight.shape)}, whose "
-                f"state has {_listed(shapes)}; give the state of {type(self).__name__} on the same "
+                f"state has {_listed(wanted)}; give the state of {type(self).__name__} on the same "
                 f"weights in the same order"
             )
-        loaded = {"step": int(state["step"])}
-        for name, like in wanted.items():
-            if name != "step":
-                loaded[name] = state[name].to(weight.device, like.dtype, copy=True)
-        return loaded
+        for name, kept in copy.items():
+            copy[name] = kept.copy_(state[name]) if isinstance(kept, Tensor) else int(state[name])
+        return copy
 
-    def _new_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        others = [state for state in self.state.values() if state]
-        state: dict[str, Any] = {"step": 0}
+    def _new_state(self, weight: Tensor, group: dict[str, Any], others: Iterable[State]) -> State:
+        state: State = {"step": 0}
         for moment in self.moments(weight, group):
             state.update(moment.new(weight, others))
         return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: torch's, and what is ours."""
+        return {**super().__getstate__(), "generator": self.generator, "piece": self.piece}
 
 
 def _require_dense(gradient: Tensor) -> None:
@@ -201,8 +223,36 @@ def _require_dense(gradient: Tensor) -> None:
         )
 
 
-def _listed(shapes: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {tuple(shape)}" if shape else name for name, shape in shapes.items())
+def _require_floats(weight: Tensor, rounding: str) -> None:
+    if not weight.is_floating_point():
+        raise TypeError(f"got weights of {weight.dtype}; give floating-point numbers")
+    if rounding == "stochastic" and weight.dtype == torch.float16:
+        raise TypeError(
+            "got weights of torch.float16 to round at random; give bfloat16 weights, or "
+            "rounding='nearest'"
+        )
+
+
+def _require_as_many_weights(
+    saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]
+) -> None:
+    got, wanted = ([len(group["params"]) for group in found] for found in (saved, groups))
+    if got != wanted:
+        raise ValueError(
+            f"got a state of groups of {got} weights for groups of {wanted}; give the state of an "
+            f"optimizer of the same groups"
+        )
+
+
+def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
+
+
+def _listed(shapes: dict[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {shape}" if shape else name for name, shape in shapes.items())
+
+
+_SETTINGS = ("lr", "betas", "weight_decay", "eps")
 
 
 def require_settings(
@@ -212,6 +262,5 @@ def require_settings(
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
         if not value >= 0:
             raise ValueError(f"got {name}={value}; give at least 0")
-    for n, beta in enumerate(betas, start=1):
-        if not 0 <= beta < 1:
-            raise ValueError(f"got {beta} as beta {n}; give at least 0 and less than 1")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"got betas={betas}; give two of at least 0 and less than 1")

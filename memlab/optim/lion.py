@@ -1,6 +1,7 @@
 """Lion: keep one momentum a weight, and step by its sign.
 
-Saves    half of AdamW's state: 4N bytes of float32, and N + 4⌈N/256⌉ in 8 bits, not 8N.
+Saves    half of AdamW's state: 4N bytes of float32, and N + 4⌈N/256⌉ in 8 bits, not 8N. What
+         Adam8bit says of small weights, codes and tables holds of 8 bits here.
 Costs    a search for its learning rate, 3 to 10 times below AdamW's, with a weight decay that is as
          many times above.
 Source   Chen et al. 2023, arXiv 2302.06675, Algorithm 2.
@@ -8,6 +9,8 @@ Source   Chen et al. 2023, arXiv 2302.06675, Algorithm 2.
 Every weight moves by lr at each step, up or down; where momentum and gradient are both zero it
 stays. Two betas for one momentum: the step looks at a mix in which today's gradient weighs 1 − β1,
 and what is kept is another, in which it weighs 1 − β2.
+
+A momentum that is NaN has no sign: its weight stands still from then on, without a word.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memlab.optim.base import Optimizer, require_settings
+from memlab.optim.base import Optimizer
 from memlab.optim.moments import BLOCK, Dynamic, Float, Moment, in_8_bits
 
 
@@ -30,7 +33,6 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
         **base: Any,
     ) -> None:
-        require_settings(lr, betas, weight_decay)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, **base)
 

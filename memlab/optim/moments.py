@@ -4,7 +4,7 @@
     Dynamic     a code of 8 bits a weight, and a float32 scale for each 256
     PerBlock    one number for all the weights of a block
 
-Each can make itself anew (zeros), give a piece of itself in float32, and take the piece back. The
+Each can make itself anew (zeros), give a piece of itself as numbers, and take the piece back. The
 tensors lie in the optimizer's state by name: `exp_avg`, or `exp_avg_codes` with its scales and the
 code by which they are read, which all weights share.
 """
@@ -45,14 +45,28 @@ class Moment(Protocol):
         """Zeros, for a weight; what weights can share is taken from the other weights' states."""
 
     def read(self, state: State, piece: Piece) -> Tensor:
-        """The piece in float32 (float64 of a float64 weight), to be updated in place."""
+        """The piece as numbers: a view to be updated in place, or decoded to float32."""
 
     def write(self, state: State, piece: Piece, value: Tensor) -> None:
-        """Keep the piece; nothing is left to do where `read` gave a view."""
+        """Keep the piece; nothing is left to do where `value` is the view that `read` gave."""
+
+
+class _Updated:
+    """What `read` gives as a view, so that an update of it is kept already."""
+
+    name: str
+
+    def read(self, state: State, piece: Piece) -> Tensor:
+        raise NotImplementedError
+
+    def write(self, state: State, piece: Piece, value: Tensor) -> None:
+        """Nothing, unless the weight has another dtype now than when this was made."""
+        if value.dtype != state[self.name].dtype:
+            self.read(state, piece).copy_(value)
 
 
 @dataclass(frozen=True)
-class Float:
+class Float(_Updated):
     """One number a weight, in float32 at least."""
 
     name: str
@@ -67,16 +81,12 @@ class Float:
         """A view."""
         return state[self.name].view(-1)[piece.span]
 
-    def write(self, state: State, piece: Piece, value: Tensor) -> None:
-        """Nothing: it was a view."""
-
 
 @dataclass(frozen=True)
 class Dynamic:
     """One byte a weight, by the dynamic code (memlab.quantize), and a scale for each 256.
 
-    Without a sign, a positive number never gets code 0: it would come back as zero, and a weight
-    whose second moment is zero while its first is not takes a step of any size.
+    Without a sign, what is positive stays positive: see `kept_positive`.
     """
 
     name: str
@@ -99,10 +109,8 @@ class Dynamic:
     def write(self, state: State, piece: Piece, value: Tensor) -> None:
         """Encoded, each number by the nearest of the code."""
         kept = self._kept(state, piece)
-        new = quantize_blockwise(value, block=BLOCK, code=kept.code)
-        if not self.signed:
-            torch.maximum(new.codes, (value > 0).view(torch.uint8), out=new.codes)
-        kept.codes.copy_(new.codes)
+        new = quantize_blockwise(value.float(), block=BLOCK, code=kept.code)
+        kept.codes.copy_(new.codes if self.signed else kept_positive(new.codes, value))
         kept.scales.copy_(new.scales)
 
     def _kept(self, state: State, piece: Piece) -> Quantized:
@@ -118,13 +126,22 @@ class Dynamic:
         return dynamic_code(self.signed).to(device) if found is None else found
 
 
+def kept_positive(codes: Tensor, numbers: Tensor) -> Tensor:
+    """Code 1 in place of code 0 for each number that is not zero; there are no negative ones.
+
+    Code 0 of a second moment would come back as zero, and the step of a weight whose first moment
+    is not zero would have no bound but its share of eps.
+    """
+    return torch.maximum(codes, numbers.bool().view(torch.uint8))
+
+
 def in_8_bits(weight: Tensor) -> bool:
     """Whether a weight's moments are worth encoding."""
     return weight.numel() >= SMALLEST
 
 
 @dataclass(frozen=True)
-class PerBlock:
+class PerBlock(_Updated):
     """One number for each `size` neighbours of a flattened weight, in float32 at least."""
 
     name: str
@@ -139,6 +156,3 @@ class PerBlock:
     def read(self, state: State, piece: Piece) -> Tensor:
         """A view, (blocks, 1)."""
         return state[self.name][piece.blocks(self.size)].view(-1, 1)
-
-    def write(self, state: State, piece: Piece, value: Tensor) -> None:
-        """Nothing: it was a view."""

@@ -1,0 +1,107 @@
+"""The benchmark of optimizers computes what it prints: drift, long steps and bytes show up."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memlab.optim import AdamW
+
+FOLDER = str(Path(__file__).parents[2] / "benchmarks")
+
+if FOLDER not in sys.path:
+    sys.path.insert(0, FOLDER)
+benchmark = importlib.import_module("optim")
+
+PLAN = benchmark.Plan(
+    timed=2**13, followed=2**13, steps=3, spreads=(1.0,), idle_steps=5, rounds=1, threads=(1,)
+)
+TORCHS = benchmark.CONTENDERS[benchmark.LOOP]
+
+
+class Wild(AdamW):
+    """One weight of every step goes ten times as far; so do those without a gradient."""
+
+    def update_(self, weight, gradient, *moments, step, group):
+        super().update_(weight, gradient, *moments, step=step, group=group)
+        weight[0] += 10 * group["lr"]
+
+
+WILD = benchmark.of_ours(Wild)
+
+
+def test_torchs_adamw_drifts_from_itself_by_nothing():
+    assert benchmark.drift(TORCHS, PLAN) == 0
+    assert benchmark.idle_way(TORCHS, PLAN) == 0
+
+
+def test_a_weight_that_goes_astray_shows_up_in_each_column():
+    """30 · lr after three steps, of a way of about √8192 · 3 · lr / 2."""
+    assert 0.1 < benchmark.drift(WILD, PLAN) < 0.3
+    assert 9 < benchmark.longest_steps(WILD, PLAN)[1.0] < 11.1
+    assert benchmark.idle_way(WILD, PLAN) == pytest.approx(50, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        (benchmark.LOOP, 8 + 4 / 2**13),
+        ("memlab AdamW", 8),
+        ("memlab Adam8bit", 2 + 8 / 256 + 2048 / 2**13),
+        ("memlab Lion8bit", 1 + 4 / 256 + 1024 / 2**13),
+        ("memlab AdamMini", 4 + 4 / 1024),
+    ],
+)
+def test_state_is_bytes_a_weight(name, state):
+    assert benchmark.bytes_of(benchmark.CONTENDERS[name], PLAN)["state"] == state
+
+
+def test_on_the_way_is_the_root_that_adamw_makes():
+    """And some numbers of Python, which are tensors for a moment."""
+    root = 4 * PLAN.timed
+    found = benchmark.bytes_of(benchmark.CONTENDERS["memlab AdamW"], PLAN)["on the way"]
+    assert root <= found < root + 64
+
+
+def test_a_tensor_subclass_is_the_tensors_that_it_is_made_of():
+    contender = benchmark.CONTENDERS["torchao AdamW8bit"]
+    if not contender.is_there:
+        pytest.skip("torchao is not installed")
+    with torch.compiler.set_stance("force_eager"):
+        found = benchmark.bytes_of(contender, PLAN)["state"]
+    assert found == 2 + 8 / 256 + (2048 + 4) / 2**13
+
+
+def test_numbers_are_short_and_zero_is_exact():
+    numbers = (0.0, 0.02195, 1.234567, 99.9999, 123456.7, float("nan"))
+    words = ["0", "0.022", "1.23", "100", "1.2e+05", "nan"]
+    assert [benchmark.short(number) for number in numbers] == words
+
+
+def test_absent_packages_are_named(monkeypatch):
+    absent = benchmark.Contender(TORCHS.build, package="no_such_package")
+    monkeypatch.setattr(benchmark, "CONTENDERS", {**benchmark.CONTENDERS, "another": absent})
+    assert "Not installed, and left out: no_such_package." in " ".join(benchmark.sentences({}))
+
+
+def test_it_prints_a_line_for_each_and_writes_them(tmp_path, monkeypatch, capsys):
+    ours = {
+        name: each
+        for name, each in benchmark.CONTENDERS.items()
+        if each.package in ("torch", "bitsandbytes") or name == "torchao AdamW8bit"
+    }
+    without_torchao = benchmark.Contender(TORCHS.build, package="no_such_package")
+    monkeypatch.setattr(benchmark, "CONTENDERS", {**ours, "torchao AdamW8bit": without_torchao})
+    assert benchmark.main(["--results", str(tmp_path)], PLAN) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# Optimizers: CPU")
+    assert f"\n| {benchmark.LOOP} | 8.000 | 0 |" in printed
+    assert "| 1.00 (1.00–1.00) |" in printed
+    assert "Not installed, and left out: no_such_package." in printed
+    [results] = tmp_path.glob("*.json")
+    found = json.loads(results.read_text(encoding="utf-8"))["optim"]["optimizers"]
+    assert {"rows", "times"} <= found.keys()
+    assert found["times"]["1"][benchmark.LOOP] == 1.0
