@@ -26,7 +26,8 @@ import memlab
 from memlab.course.checks.day04 import POLICIES
 from memlab.data import batches, stdlib_bytes
 from memlab.model import GPT, PRESETS
-from memlab.precision import LossScaler, MasterWeights, RoundedAdamW
+from memlab.optim import RoundedAdamW
+from memlab.precision import LossScaler, MasterWeights
 from memlab.rounding import stochastic_round_
 from memlab.trace import Trace
 

@@ -40,7 +40,7 @@ from memlab.model import (
     cross_entropy,
     scaled_dot_product_attention,
 )
-from memlab.precision import LossScaler, MasterWeights, RoundedAdamW
+from memlab.precision import LossScaler, MasterWeights
 from memlab.trace import Trace
 
 SEED = 0
@@ -291,7 +291,7 @@ TECHNIQUES: dict[str, Technique] = {
     "bfloat16": Technique(
         "everything in bfloat16, weights and AdamW's moments too, rounded at random",
         change_model=to_bfloat16,
-        optimizer=of_all_weights(RoundedAdamW),
+        optimizer=of_all_weights(optim.RoundedAdamW),
     ),
     "master-weights": Technique(
         "a bfloat16 model, stepped by float32 copies of its weights",

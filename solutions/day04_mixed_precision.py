@@ -33,13 +33,12 @@ from memlab.course.bill import STORED
 from memlab.data import batches, stdlib_bytes
 from memlab.ledger import state_bytes
 from memlab.model import GPT, PRESETS, GPTConfig
-from memlab.precision import MasterWeights, RoundedAdamW
+from memlab.optim import RoundedAdamW
+from memlab.precision import MasterWeights
 from memlab.rounding import kahan_add_
 from memlab.trace import Trace
 from memlab.train import TECHNIQUES, Setting, Technique, build, measured
 from memlab.units import format_bytes
-
-adamw = partial(torch.optim.AdamW, foreach=False)
 
 # %% [markdown]
 # ## The question
@@ -215,6 +214,7 @@ held_bytes = exercise("4.1", held_bytes)
 # %%
 POLICIES = ("float32", "autocast", "bfloat16", "master", "master32")
 tokens, targets = next(batches(stdlib_bytes("64 KiB"), 8, 64, seed=0))
+adamw = partial(torch.optim.AdamW, foreach=False)
 
 
 def step_by(policy: str, dtype=torch.bfloat16, config=PRESETS["tiny"]) -> Trace:
@@ -685,7 +685,7 @@ print(f"and under autocast, when backward begins, {casts_of_seven} of casts")
 if torch.cuda.is_available():
     on_gpu = replace(two, batch=8, device="cuda")
     low = replace(on_gpu, dtype=torch.bfloat16)
-    rounded = replace(one_at_a_time, optimizer=RoundedAdamW)
+    rounded = replace(one_at_a_time, optimizer=TECHNIQUES["bfloat16"].optimizer)
     for name, where, how in (
         ("float32", on_gpu, one_at_a_time),
         ("autocast", on_gpu, lowered),

@@ -5,6 +5,7 @@ from memlab.optim.adam_mini import AdamMini, ByRules, gpt_partition, llama_parti
 from memlab.optim.adamw import AdamW
 from memlab.optim.in_backward import InBackward, step_in_backward
 from memlab.optim.lion import Lion, Lion8bit
+from memlab.optim.rounded import RoundedAdamW
 
 __all__ = [
     "Adam8bit",
@@ -14,6 +15,7 @@ __all__ = [
     "InBackward",
     "Lion",
     "Lion8bit",
+    "RoundedAdamW",
     "gpt_partition",
     "llama_partition",
     "step_in_backward",

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from memlab.optim.adamw import AdamW
-from memlab.optim.moments import BLOCK, Dynamic, Float, Moment, in_8_bits
+from memlab.optim.moments import BLOCK, Dynamic, Moment, in_8_bits
 
 
 class Adam8bit(AdamW):
@@ -39,7 +39,7 @@ class Adam8bit(AdamW):
         """Both in 8 bits, where that is worth it."""
         if in_8_bits(weight):
             return Dynamic("exp_avg", signed=True), Dynamic("exp_avg_sq", signed=False)
-        return Float("exp_avg"), Float("exp_avg_sq")
+        return self.number("exp_avg", group), self.number("exp_avg_sq", group)
 
     def block(self, weight: Tensor, group: dict[str, Any]) -> int:
         """Those that share a scale."""

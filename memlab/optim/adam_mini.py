@@ -31,7 +31,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from memlab.optim.adamw import AdamW, adam_settings
-from memlab.optim.moments import Float, Moment, PerBlock
+from memlab.optim.moments import Moment, PerBlock
 
 Share = Literal["number", "row", "head", "tensor"]  # what shares one second moment
 Partition = Mapping[str, int] | Callable[[str, Sequence[int]], int]
@@ -190,7 +190,7 @@ class AdamMini(AdamW):
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
         """The first for each number, the second for each block."""
-        return Float("exp_avg"), PerBlock("exp_avg_sq", self.block(weight, group))
+        return self.number("exp_avg", group), PerBlock("exp_avg_sq", self.block(weight, group))
 
     def block(self, weight: Tensor, group: dict[str, Any]) -> int:
         """Those that share a second moment."""

@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from memlab.optim.base import Optimizer
-from memlab.optim.moments import Float, Moment
+from memlab.optim.moments import Moment
 
 
 class AdamW(Optimizer):
     """AdamW with moments of float32: torch.optim.AdamW's arguments, steps and names of states.
 
-    What else it takes is the base's: maximize, rounding, generator, piece.
+    What else it takes is the base's: maximize, rounding, moment_dtype, generator, piece.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class AdamW(Optimizer):
             )
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
-        """Both in float32."""
-        return Float("exp_avg"), Float("exp_avg_sq")
+        """Both, a number a weight."""
+        return self.number("exp_avg", group), self.number("exp_avg_sq", group)
 
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.optim.moments import Moment, Piece, State
+from memlab.optim.moments import Float, Moment, Piece, State
 from memlab.rounding import stochastic_round_
 
 # Numbers at a time: on a CPU 1 MiB of float32, for its cache; on an accelerator, which begins each
@@ -39,9 +39,11 @@ class Optimizer(torch.optim.Optimizer):
 
     `maximize` steps up the gradient. `rounding` says how a step reaches a bfloat16 weight: to the
     nearest, which loses steps of less than half a step of bfloat16, or "stochastic", which keeps
-    them in the mean; float32 weights don't need it. `generator` draws for that. `piece` is how many
-    numbers are stepped at a time: 2¹⁸ on a CPU, 2²² elsewhere. A weight that is no contiguous run
-    of numbers (channels_last, transposed) is copied to one, whole, and back.
+    them in the mean; float32 weights don't need it. `moment_dtype` is for moments that are neither
+    encoded nor shared: None is float32 at least; bfloat16 halves them, and they are rounded at
+    random. `generator` draws for both. `piece` is how many numbers are stepped at a time: 2¹⁸ on a
+    CPU, 2²² elsewhere. A weight that is no contiguous run of numbers (channels_last, transposed) is
+    copied to one, whole, and back.
 
     Raises ValueError for settings that nothing can step by; TypeError for weights of integers or
     complex numbers and for stochastic rounding to float16, and in step() for a sparse gradient.
@@ -54,19 +56,25 @@ class Optimizer(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         rounding: Literal["nearest", "stochastic"] = "nearest",
+        moment_dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
         piece: int | None = None,
     ) -> None:
         if piece is not None and piece < 1:
             raise ValueError(f"got pieces of {piece} numbers; give at least 1")
         self.generator, self.piece = generator, piece
-        super().__init__(params, {**defaults, "maximize": maximize, "rounding": rounding})
+        own = {"maximize": maximize, "rounding": rounding, "moment_dtype": moment_dtype}
+        super().__init__(params, {**defaults, **own})
 
     # -------------------------------------------------------------- what each brings
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
         """What is kept of a weight between steps."""
         raise NotImplementedError
+
+    def number(self, name: str, group: dict[str, Any]) -> Float:
+        """The moment of that name, one number a weight."""
+        return Float(name, group["moment_dtype"], self.generator)
 
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
@@ -152,6 +160,11 @@ class Optimizer(torch.optim.Optimizer):
         require_settings(**{name: group[name] for name in _SETTINGS if name in group})
         if group["rounding"] not in ("nearest", "stochastic"):
             raise ValueError(f"got rounding={group['rounding']!r}; give 'nearest' or 'stochastic'")
+        if group["moment_dtype"] not in _MOMENT_DTYPES:
+            raise ValueError(
+                f"got moment_dtype={group['moment_dtype']}; give torch.bfloat16, torch.float32, "
+                f"torch.float64 or None: in float16 squares of small gradients vanish"
+            )
         for weight in group["params"]:
             _require_floats(weight, group["rounding"])
 
@@ -252,6 +265,7 @@ def _listed(shapes: dict[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {shape}" if shape else name for name, shape in shapes.items())
 
 
+_MOMENT_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)
 _SETTINGS = ("lr", "betas", "weight_decay", "eps")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from memlab.optim.base import Optimizer
-from memlab.optim.moments import BLOCK, Dynamic, Float, Moment, in_8_bits
+from memlab.optim.moments import BLOCK, Dynamic, Moment, in_8_bits
 
 
 class Lion(Optimizer):
@@ -37,8 +37,8 @@ class Lion(Optimizer):
         super().__init__(params, defaults, **base)
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
-        """One, in float32."""
-        return (Float("exp_avg"),)
+        """One, a number a weight."""
+        return (self.number("exp_avg", group),)
 
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
@@ -53,7 +53,9 @@ class Lion8bit(Lion):
 
     def moments(self, weight: Tensor, group: dict[str, Any]) -> Sequence[Moment]:
         """One, in 8 bits where that is worth it."""
-        return (Dynamic("exp_avg", signed=True) if in_8_bits(weight) else Float("exp_avg"),)
+        return (
+            Dynamic("exp_avg", signed=True) if in_8_bits(weight) else self.number("exp_avg", group),
+        )
 
     def block(self, weight: Tensor, group: dict[str, Any]) -> int:
         """Those that share a scale."""

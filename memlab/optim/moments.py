@@ -1,6 +1,6 @@
 """What an optimizer keeps of a weight between steps, and in how many bits.
 
-    Float       a number a weight: 4 bytes of float32
+    Float       a number a weight: 4 bytes of float32, or 2 of bfloat16, rounded at random
     Dynamic     a code of 8 bits a weight, and a float32 scale for each 256
     PerBlock    one number for all the weights of a block
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from memlab.quantize import Quantized, dequantize_blockwise, dynamic_code, quantize_blockwise
+from memlab.rounding import stochastic_round_
 
 State = dict[str, Any]
 BLOCK = 256
@@ -51,35 +52,35 @@ class Moment(Protocol):
         """Keep the piece; nothing is left to do where `value` is the view that `read` gave."""
 
 
-class _Updated:
-    """What `read` gives as a view, so that an update of it is kept already."""
-
-    name: str
-
-    def read(self, state: State, piece: Piece) -> Tensor:
-        raise NotImplementedError
-
-    def write(self, state: State, piece: Piece, value: Tensor) -> None:
-        """Nothing, unless the weight has another dtype now than when this was made."""
-        if value.dtype != state[self.name].dtype:
-            self.read(state, piece).copy_(value)
-
-
 @dataclass(frozen=True)
-class Float(_Updated):
-    """One number a weight, in float32 at least."""
+class Float:
+    """One number a weight, in float32 at least unless `dtype` says otherwise.
+
+    In bfloat16 it is rounded at random: to the nearest, a second moment would never fall. In a step
+    it loses a thousandth, and half a step of bfloat16 is at least two.
+    """
 
     name: str
+    dtype: torch.dtype | None = None
+    generator: torch.Generator | None = None
 
     def new(self, weight: Tensor, others: Iterable[State]) -> State:
         """(the weight's shape)"""
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        dtype = self.dtype or torch.promote_types(weight.dtype, torch.float32)
         zeros = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
         return {self.name: zeros}
 
     def read(self, state: State, piece: Piece) -> Tensor:
         """A view."""
         return state[self.name].view(-1)[piece.span]
+
+    def write(self, state: State, piece: Piece, value: Tensor) -> None:
+        """Rounded; nothing where it was updated in place."""
+        kept = self.read(state, piece)
+        if kept.dtype == torch.bfloat16:
+            stochastic_round_(kept, value.float(), generator=self.generator)
+        elif kept.dtype != value.dtype:  # the weight's has changed since this was made
+            kept.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def in_8_bits(weight: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class PerBlock(_Updated):
+class PerBlock:
     """One number for each `size` neighbours of a flattened weight, in float32 at least."""
 
     name: str
@@ -156,3 +157,9 @@ class PerBlock(_Updated):
     def read(self, state: State, piece: Piece) -> Tensor:
         """A view, (blocks, 1)."""
         return state[self.name][piece.blocks(self.size)].view(-1, 1)
+
+    def write(self, state: State, piece: Piece, value: Tensor) -> None:
+        """Nothing, unless the weight has another dtype now than when this was made."""
+        kept = self.read(state, piece)
+        if kept.dtype != value.dtype:
+            kept.copy_(value)

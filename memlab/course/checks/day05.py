@@ -22,10 +22,9 @@ from memlab.checkpointing.execution import run
 from memlab.checkpointing.schedules import Schedule, check_schedule
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
-from memlab.metering import dry_run, measure
-from memlab.precision.rounded import new_state
+from memlab.metering import measure
 from memlab.trace import Trace
-from memlab.train import build, combined, measured
+from memlab.train import combined, dry_trace
 
 Forgetting = Callable[..., Tensor]  # forgetting(fn, *inputs)
 
@@ -1049,14 +1048,9 @@ _SCHEDULE = Exercise(
 
 
 def checkpointed(batch: int = SETTING.batch) -> Trace:
-    """The bill's step with the activations of every block forgotten, on top of days 3 and 4; its
-    moments are there before it."""
-    with dry_run():
-        setting = replace(SETTING, batch=batch)
-        training = build(setting, combined("accumulation+bfloat16+checkpointing"))
-        for weight in training.model.parameters():
-            training.optimizer.state[weight] = new_state(weight)
-        return measured(training)
+    """The bill's step with the activations of every block forgotten, on top of days 3 and 4."""
+    technique = combined("accumulation+bfloat16+checkpointing")
+    return dry_trace(replace(SETTING, batch=batch), technique)
 
 
 DAY = Day(
