@@ -9,6 +9,7 @@
     meter      a metered step against the allocator's own figures, for three dozen kinds of step
     day 1 …    what the days show to a reader who has no GPU
     time       what precision and checkpointing cost, alone on the card
+    optim      8-bit optimizers beside bitsandbytes' kernels, where those are installed
     verdict    "fits" and "out of memory", tried a little above and below the predicted edge
 
 A section is a row of SECTIONS: a function that is given a Bench and returns a Report.
@@ -39,6 +40,7 @@ from gpu_sections import (
     archive,
     day_sections,
     meter_section,
+    optim_section,
     predict_section,
     verdict_section,
 )
@@ -71,6 +73,7 @@ SECTIONS: dict[str, Section] = {
         for day in SIDE_BY_SIDE
     },
     "time": Section("what precision and checkpointing cost in time", day_sections.timed),
+    "optim": Section("8-bit optimizers beside bitsandbytes' kernels", optim_section.run),
     "verdict": Section("fits or not, around the predicted edge", verdict_section.run),
 }
 

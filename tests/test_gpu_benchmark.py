@@ -44,6 +44,7 @@ archive, bench, configurations, day_jobs, jobs, meter_kinds, predictions, record
 allocator_section, meter_section, predict_section, verdict_section = (
     part(f"gpu_sections.{name}_section") for name in ("allocator", "meter", "predict", "verdict")
 )
+optim_jobs = part("gpu_sections.optim_jobs")
 CONFIGURATIONS, SMALL = configurations.CONFIGURATIONS, configurations.SMALL
 FEW = ("AdamW, fused", "no_grad")
 
@@ -858,6 +859,29 @@ def test_what_is_timed_stands_beside_the_plain_step(rehearsal, monkeypatch, caps
     assert gpu.run(rehearsal, ["time"])
     assert "| checkpointing | 2.00 × |" in capsys.readouterr().out
     assert "  autocast: 2.00" in stored_on_a_gpu("time", rehearsal.out)
+
+
+def test_8_bit_optimizers_stand_beside_those_of_bitsandbytes(rehearsal, monkeypatch, capsys):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(optim_jobs, "in_turn", lambda ours, theirs: [(3.0, 2.0), (5.0, 2.0)])
+    assert gpu.run(rehearsal, ["optim"])
+    told = capsys.readouterr().out
+    assert "our step takes: Adam8bit 2.00 ×, Lion8bit 2.00 × the time" in told
+    _, timed = optim_jobs.SIZES[True]
+    rows = [[cell.strip() for cell in line.split("|")] for line in told.splitlines()]
+    lines = {row[1]: row[2:4] for row in rows if len(row) > 3}
+    for who in ("memlab", "bitsandbytes"):
+        codes_and_scales = timed + 4 * timed // 256 + 1024
+        wanted = [format_bytes(count * codes_and_scales) for count in (2, 1)]
+        assert lines[f"{who}, state_bytes"] == wanted
+    assert float(lines["exp_avg_codes that differ after 1 step"][0]) < 0.01
+    assert float(lines["memlab, longest step over lr, σ = 3"][0]) < 3.5
+
+
+def test_without_bitsandbytes_that_section_says_so(rehearsal, monkeypatch, capsys):
+    monkeypatch.setattr(optim_jobs.importlib.util, "find_spec", lambda name: None)
+    assert not gpu.run(rehearsal, ["optim"])
+    assert "Adam8bit: bitsandbytes is not installed: pip install" in capsys.readouterr().err
 
 
 def test_a_day_that_failed_leaves_nothing_to_show(rehearsal):

@@ -37,12 +37,26 @@ SIDE_BY_SIDE: dict[str, dict[str, str]] = {
         "nothing kept": "checkpointing",
         "products and attention kept": "selective-checkpointing",
     },
+    "day 7": {
+        "everything kept": "plain",
+        "in 8 bits": "int8-activations",
+        "nothing but blocks' inputs": "checkpointing",
+        "and those in 8 bits": "checkpointing+int8-activations",
+    },
+    "day 8": {
+        "AdamW": "plain",
+        "Adam-mini": "adam-mini",
+        "Lion": "lion",
+        "AdamW, stepped in backward": "step-in-backward",
+    },
+    "day 9": {"AdamW": "plain", "Adam8bit": "adam8bit", "Lion8bit": "lion8bit"},
 }
 
 # What is timed beside the plain step, on a card that does nothing else.
 TIMED = (
     *("autocast", "loss-scaling", "bfloat16", "master-weights"),
     *("checkpointing", "sqrt-checkpointing", "selective-checkpointing", "checkpointing+autocast"),
+    *("int8-activations", "adam8bit", "lion8bit", "adam-mini", "step-in-backward"),
 )
 
 

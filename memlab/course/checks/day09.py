@@ -1,0 +1,976 @@
+"""Day 9: eight-bit Adam."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from math import log10
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memlab.checkpointing import ATTENTION
+from memlab.course.bill import SETTING
+from memlab.course.checks.day06 import keep_of_each_block
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, require
+from memlab.metering import measure
+from memlab.optim import Lion8bit
+from memlab.trace import Trace
+from memlab.train import combined, dry_trace, of_all_weights
+
+BLOCK = 256
+SMALLEST = 4096  # numbers of a weight whose moments are encoded
+
+Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+# ------------------------------------------------------------------ what is built
+
+
+def dynamic_code(signed: bool) -> Tensor:
+    """256 numbers of −1 … 1, or of 0 … 1: the middles of the parts of seven decades, 0 and 1."""
+    numbers = [torch.tensor([0.0, 1.0])]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, (2**i if signed else 2 ** (i + 1)) + 1)
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)
+        numbers += [middles, -middles] if signed else [middles]
+    return torch.cat(numbers).sort().values
+
+
+def encode(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (n,), and the largest |x| of each block of 256 (⌈n/256⌉,)."""
+    n = x.numel()
+    blocks = F.pad(x.flatten(), (0, -n % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    fractions = blocks / scales.where(scales > 0, 1).view(-1, 1)
+    codes = torch.bucketize(fractions, (code[:-1] + code[1:]) / 2, out_int32=True)
+    return codes.to(torch.uint8).flatten()[:n].clone(), scales
+
+
+def decode(codes: Tensor, scales: Tensor, code: Tensor) -> Tensor:
+    """float32 (n,)"""
+    return code[codes.int()] * scales.repeat_interleave(BLOCK)[: len(codes)]
+
+
+def encode_positive(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    """As `encode`, of what is never below zero: what is above it never gets code 0."""
+    codes, scales = encode(x, code)
+    return codes.maximum((x.flatten() > 0).to(torch.uint8)), scales
+
+
+class Adam8bit(torch.optim.Optimizer):
+    """Adam whose moments are codes: of m signed, of v unsigned."""
+
+    codes = dynamic_code(True), dynamic_code(False)
+    encode_v = staticmethod(encode)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.step_weight(weight, weight.grad.flatten(), self.state[weight], group)
+
+    def step_weight(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
+        signed, unsigned = self.codes
+        if not state:
+            m, v = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        elif len(gradient) < SMALLEST:
+            m, v = state["m"], state["v"]
+        else:
+            m, v = decode(*state["m"], signed), decode(*state["v"], unsigned)
+        state["step"] = t = state.get("step", 0) + 1
+        m = beta1 * m + (1 - beta1) * gradient
+        v = beta2 * v + (1 - beta2) * gradient**2
+        root = (v / (1 - beta2**t)).sqrt() + eps
+        weight -= lr * (m / (1 - beta1**t) / root).view_as(weight)
+        if len(gradient) >= SMALLEST:
+            m, v = encode(m, signed), self.encode_v(v, unsigned)
+        state["m"], state["v"] = m, v
+
+
+# ------------------------------------------------------------------ one's own work
+
+# Modules that do what is to be built.
+_BUILT_ELSEWHERE = ("memlab.quantize", "memlab.optim", "bitsandbytes", "torchao")
+
+
+@contextmanager
+def _own_work(call: str) -> Iterator[None]:
+    """Wrong if what runs inside calls a library that has the answer."""
+    asked: list[str] = []
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        home = frame.f_globals.get("__name__", "")
+        if event == "call" and not asked and home.startswith(_BUILT_ELSEWHERE):
+            asked.append(f"{frame.f_code.co_name} of {home}")
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    require(not asked, f"{call} calls {''.join(asked)}; wanted your own lines.")
+
+
+def _require_tensor(what: str, got: Any, dtype: torch.dtype, count: int) -> None:
+    kind = type(got).__name__
+    require(
+        isinstance(got, Tensor),
+        f"{what} is {kind}; wanted a Tensor.{' Is there a return?' if got is None else ''}",
+    )
+    require(
+        got.shape == (count,),
+        f"{what} is of shape {tuple(got.shape)}; wanted {count:,} numbers, ({count},).",
+    )
+    require(got.dtype == dtype, f"{what} is of {got.dtype}; wanted {dtype}.")
+
+
+# ------------------------------------------------------------------ 9.1: the dynamic code
+
+
+def _check_code(answer: Callable[[bool], Tensor]) -> str:
+    for signed in (True, False):
+        call = f"dynamic_code(signed={signed})"
+        with _own_work(call):
+            got = answer(signed)
+        _require_tensor(f"what {call} gave", got, torch.float32, 256)
+        _require_rising(call, got)
+        _require_numbers(call, got, dynamic_code(signed))
+    return "2 × 256 numbers, equal to the bit · zero is number 127 with signs, number 0 without"
+
+
+def _require_rising(call: str, got: Tensor) -> None:
+    falls = (got.diff() <= 0).nonzero().flatten().tolist()
+    if falls:
+        k = falls[0]
+        raise Wrong(
+            f"{call} is not in rising order: number {k} is {got[k]:.6g}, number {k + 1} is "
+            f"{got[k + 1]:.6g}."
+        )
+
+
+def _require_numbers(call: str, got: Tensor, wanted: Tensor) -> None:
+    off = ((got - wanted).abs() > 1e-6 * wanted.abs()).nonzero().flatten().tolist()
+    if off:
+        k = off[0]
+        raise Wrong(
+            f"{call}: number {k} is {got[k]:.6g}, wanted {wanted[k]:.6g}; {len(off)} of 256 are "
+            f"off."
+        )
+    count = (got != wanted).sum().item()
+    require(
+        not count,
+        f"{call}: {count} of 256 numbers differ in their last bits from those that all files of "
+        f"8-bit states were written with.",
+    )
+
+
+def _coded(
+    parts: Callable[[int, bool], int] = lambda i, signed: 2**i if signed else 2 ** (i + 1),
+    cut: Callable[[Tensor], Tensor] = lambda edges: (edges[:-1] + edges[1:]) / 2,
+    power: Callable[[int], float] = lambda i: 10.0 ** (i - 6),
+    dtype: torch.dtype = torch.float32,
+    others: tuple[float, ...] = (0.0, 1.0),
+    is_sorted: bool = True,
+) -> Callable[[bool], Tensor]:
+    """The right code with something in it that is not."""
+
+    def code(signed: bool) -> Tensor:
+        numbers = []
+        for i in range(7):
+            edges = torch.linspace(0.1, 1, parts(i, signed) + 1, dtype=dtype)
+            middles = cut(edges) * power(i)
+            numbers += [middles, -middles] if signed else [middles]
+        whole = torch.cat([*numbers, torch.tensor(others, dtype=dtype)]).float()
+        return whole.sort().values if is_sorted else whole
+
+    return code
+
+
+def _even_steps(signed: bool) -> Tensor:
+    return torch.arange(-127, 129) / 128 if signed else torch.arange(256) / 255
+
+
+def _even_exponents(signed: bool) -> Tensor:
+    positive = torch.logspace(-7, 0, 128 if signed else 255)
+    zero = torch.zeros(1)
+    return torch.cat([-positive[:-1].flip(0), zero, positive] if signed else [zero, positive])
+
+
+_CODE = Exercise(
+    id="9.1",
+    title="256 numbers for seven decades",
+    minutes=12,
+    difficulty=2,
+    hints=(
+        "Collect the middles of one decade after another in a list; torch.cat and sort come last. "
+        "How many are there in all? 1 + 2 + 4 + … + 64, with both signs.",
+        "For one decade: edges = torch.linspace(0.1, 1, parts + 1); the middles are the means of "
+        "neighbours, (edges[:-1] + edges[1:]) / 2.",
+        "for i in range(7): parts = 2**i if signed else 2 ** (i + 1); middles = … * 10.0 ** "
+        "(i - 6); then torch.cat([*all_of_them, torch.tensor([0.0, 1.0])]).sort().values, where "
+        "-middles are in the list, too, if signed.",
+    ),
+    reference=dynamic_code,
+    check=_check_code,
+    wrong_answers=(
+        WrongAnswer(
+            _even_steps,
+            "These are even steps. The code's are fine near zero, and coarse near 1.",
+        ),
+        WrongAnswer(
+            _even_exponents,
+            "Here each decade has as many numbers; the top one is to have half of them.",
+        ),
+        WrongAnswer(
+            _coded(parts=lambda i, signed: 2**i),
+            "Without signs there is room for twice as many parts: 2 ** (i + 1).",
+        ),
+        WrongAnswer(
+            _coded(parts=lambda i, signed: 2 ** (6 - i) if signed else 2 ** (7 - i)),
+            "The decades are the wrong way round: the lowest, 10⁻⁷ … 10⁻⁶, has the fewest parts.",
+        ),
+        WrongAnswer(
+            _coded(cut=lambda edges: edges[:-1]),
+            "These are the parts' lower edges; wanted their middles.",
+        ),
+        WrongAnswer(
+            _coded(cut=lambda edges: edges[1:], others=(0.0, 1e-7)),
+            "These are the parts' upper edges, not their middles.",
+        ),
+        WrongAnswer(_coded(others=()), "Two numbers are missing: 0 and 1."),
+        WrongAnswer(
+            _coded(others=(-1.0, 0.0, 1.0)),
+            "There is no room for −1: the lowest is −0.993, and one number more makes 257.",
+        ),
+        WrongAnswer(
+            _coded(power=lambda i: 10.0 ** (i - 7)),
+            "The top decade is 0.1 … 1, and its power of ten 0: i − 6.",
+        ),
+        WrongAnswer(
+            _coded(is_sorted=False),
+            "They come decade by decade: sort them, so that the nearest can be searched for.",
+        ),
+        WrongAnswer(
+            _coded(dtype=torch.float64),
+            "Computed in float64 and rounded once: every step has to be taken in float32.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 9.2: a block quantizer
+
+MOST_BYTES = 64  # that encode may take on its way, for each number
+
+
+def _cases() -> dict[str, tuple[Tensor, Tensor]]:
+    """Numbers and codes, the small ones first."""
+    signed, unsigned = dynamic_code(True), dynamic_code(False)
+    random = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random)
+
+    uneven = normal(3, BLOCK) * torch.tensor([[1.0], [1e-4], [300.0]])
+    return {
+        "[0.5, −2.0, 0.01, 0.0]": (torch.tensor([0.5, -2.0, 0.01, 0.0]), signed),
+        "256 numbers": (normal(BLOCK), signed),
+        "3 blocks of different size, (3, 256)": (uneven, signed),
+        "a block of numbers and one of zeros": (torch.cat([normal(256), torch.zeros(256)]), signed),
+        "256 squares, without signs": (normal(BLOCK) ** 2, unsigned),
+        "256 squares, all below 10⁻¹⁹": (1e-20 * normal(BLOCK) ** 2, unsigned),
+        "300 numbers": (normal(300), signed),
+        "3 ⋅ 700 numbers over many decades": ((3 * normal(3, 700)).exp(), unsigned),
+    }
+
+
+def _check_encode(answer: Encode) -> str:
+    for name, (x, code) in _cases().items():
+        codes, scales = _encoded("encode", answer, name, x, code)
+        _require_scales(f"encode of {name}", x, scales)
+        _require_nearest(f"encode of {name}", x, codes, scales, code)
+    on_the_way = _bytes_on_the_way(answer)
+    require(
+        on_the_way <= MOST_BYTES,
+        f"encode takes {on_the_way:,.0f} bytes on its way for each number; wanted at most "
+        f"{MOST_BYTES}.",
+    )
+    return (
+        f"each number by the nearest of its code · 300 numbers in 308 bytes · zeros stay zeros · "
+        f"at most {MOST_BYTES} bytes a number on the way"
+    )
+
+
+def _encoded(
+    name: str, answer: Encode, what: str, x: Tensor, code: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales, of the right types and shapes; x is what it was."""
+    call = f"{name} of {what}"
+    mine, mine_code = x.clone(), code.clone()
+    with _own_work(call):
+        got = _called(call, answer, mine, mine_code)
+    require(
+        isinstance(got, tuple) and len(got) == 2,
+        f"{call} gave {type(got).__name__}; wanted a tuple of codes and scales."
+        f"{' Is there a return?' if got is None else ''}",
+    )
+    count = x.numel()
+    _require_tensor(f"{call}: the first, the codes,", got[0], torch.uint8, count)
+    _require_tensor(f"{call}: the second, the scales,", got[1], torch.float32, -(-count // BLOCK))
+    require(
+        torch.equal(mine, x) and torch.equal(mine_code, code),
+        f"{call} changed the numbers that it was given.",
+    )
+    kept, most = _storage_bytes(got), len(got[1]) * (BLOCK + 4)
+    require(
+        kept <= most,
+        f"{call} gave tensors that hold on to {kept:,} bytes; wanted {count + 4 * len(got[1]):,}.",
+    )
+    return got
+
+
+def _called(call: str, answer: Encode, x: Tensor, code: Tensor) -> Any:
+    """Blocks that do not come out even are a case, not an accident."""
+    if x.numel() % BLOCK == 0:
+        return answer(x, code)
+    try:
+        return answer(x, code)
+    except NotImplementedError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        first_line = str(error).splitlines()[0].rstrip(".")
+        raise Wrong(f"{call} raised {type(error).__name__}: {first_line}.") from None
+
+
+def _storage_bytes(tensors: tuple[Tensor, ...]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _require_scales(call: str, x: Tensor, scales: Tensor) -> None:
+    for n, block in enumerate(x.flatten().split(BLOCK)):
+        wanted, got = block.abs().max().item(), scales[n].item()
+        if wanted and got != wanted:
+            raise Wrong(f"{call}: the scale of block {n} is {got:.4g}, wanted {wanted:.4g}.")
+
+
+def _require_nearest(call: str, x: Tensor, codes: Tensor, scales: Tensor, code: Tensor) -> None:
+    """By distance, in float64: at a tie either neighbour is right."""
+    flat, exact = x.flatten().double(), code.double()
+    each = scales.double().repeat_interleave(BLOCK)[: len(flat)]
+    got = exact[codes.long()] * each
+    nan = (~got.isfinite()).sum().item()
+    require(not nan, f"{call} comes back with {nan} numbers that are NaN or infinite.")
+    nearest = exact[(flat.view(-1, 1) - exact * each.view(-1, 1)).abs().argmin(1)] * each
+    further = (got - flat).abs() - (nearest - flat).abs()
+    off = (further > 1e-5 * flat.abs()).nonzero().flatten().tolist()
+    if off:
+        k = off[0]
+        raise Wrong(
+            f"{call}: {flat[k]:.4g} comes back as {got[k]:.4g}, wanted {nearest[k]:.4g}; "
+            f"{len(off)} of {len(flat)} numbers are off."
+        )
+
+
+def _bytes_on_the_way(answer: Encode) -> float:
+    x, code = torch.linspace(-1, 1, 2**14), dynamic_code(True)
+    trace = measure(lambda: answer(x, code))
+    return trace.peak_bytes / x.numel()
+
+
+def _encoder(
+    blocks_of: Callable[[Tensor], Tensor] = lambda x: F.pad(x, (0, -len(x) % BLOCK)),
+    largest: Callable[[Tensor], Tensor] = lambda blocks: blocks.abs().amax(1),
+    fractions: Callable[[Tensor, Tensor], Tensor] = (
+        lambda blocks, scales: blocks / scales.where(scales > 0, 1).view(-1, 1)
+    ),
+    find: Callable[[Tensor, Tensor], Tensor] = (
+        lambda x, code: torch.bucketize(x, (code[:-1] + code[1:]) / 2, out_int32=True)
+    ),
+    dtype: torch.dtype = torch.uint8,
+    end: Callable[[Tensor, int], Tensor] = lambda codes, n: codes[:n].clone(),
+) -> Encode:
+    """The right quantizer with something in it that is not."""
+
+    def answer(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = blocks_of(x.flatten()).view(-1, BLOCK)
+        scales = largest(blocks)
+        codes = find(fractions(blocks, scales), code)
+        return end(codes.to(dtype).flatten(), x.numel()), scales
+
+    return answer
+
+
+def _one_scale(blocks: Tensor) -> Tensor:
+    return blocks.abs().amax().expand(len(blocks)).clone()
+
+
+def _over_the_largest_fraction(blocks: Tensor) -> Tensor:
+    """The scale by which the largest of a block comes back as itself."""
+    largest = blocks.abs().amax(1)
+    return largest * (largest / largest)
+
+
+def _by_clamped(blocks: Tensor) -> Tensor:
+    return blocks.abs().amax(1).clamp(min=1e-12)
+
+
+def _matrix(x: Tensor, code: Tensor) -> Tensor:
+    return (x.unsqueeze(-1) - code).abs().argmin(-1)
+
+
+def _zeros_by_code_0(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = encode(x, code)
+    codes[x.flatten() == 0] = 0
+    return codes, scales
+
+
+def _by_even_steps(x: Tensor, code: Tensor) -> Tensor:
+    return (x * 127).round() + 127 if code[0] < 0 else (x * 255).round()
+
+
+_ENCODE = Exercise(
+    id="9.2",
+    title="The nearest number, block by block",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "F.pad(x, (0, missing)) appends zeros, so that .view(-1, 256) works whatever n is; "
+        "-n % 256 is how many are missing. Zeros stretch no scale.",
+        "What is nearest changes in the middle between two numbers of the code. "
+        "torch.bucketize(fractions, middles) counts the middles below each fraction: that is the "
+        "code's number. And what is 0 / 0?",
+        "scales = blocks.abs().amax(1); fractions = blocks / scales.where(scales > 0, "
+        "1).view(-1, 1); codes = torch.bucketize(fractions, (code[:-1] + code[1:]) / 2); then "
+        ".to(torch.uint8).flatten()[:n].clone().",
+    ),
+    reference=encode,
+    check=_check_encode,
+    wrong_answers=(
+        WrongAnswer(
+            _encoder(largest=_one_scale),
+            "One scale for the whole tensor: each block of 256 has its own.",
+        ),
+        WrongAnswer(
+            _encoder(largest=lambda blocks: blocks.amax(1)),
+            "The largest x is not the largest |x|: a scale is never negative.",
+        ),
+        WrongAnswer(
+            _encoder(blocks_of=lambda x: x),
+            "The last block may be short: pad it, and drop what was padded.",
+        ),
+        WrongAnswer(
+            _encoder(blocks_of=lambda x: F.pad(x, (0, BLOCK - len(x) % BLOCK))),
+            "Where nothing is missing, BLOCK − n % BLOCK pads a whole block: −n % BLOCK pads none.",
+        ),
+        WrongAnswer(
+            _encoder(end=lambda codes, n: codes),
+            "The padding is still there: as many codes as numbers, [:n].",
+        ),
+        WrongAnswer(
+            _encoder(largest=_over_the_largest_fraction),
+            "A block of zeros is divided by its largest, and 0 / 0 is NaN: divide by 1 there.",
+        ),
+        WrongAnswer(
+            _encoder(largest=_by_clamped),
+            "Second moments are squares, and 10⁻¹² is not small for them: scales may be tiny.",
+        ),
+        WrongAnswer(
+            _zeros_by_code_0,
+            "Code 0 is zero only without signs; in the signed code zero is number 127.",
+        ),
+        WrongAnswer(
+            _encoder(find=_by_even_steps),
+            "These are even steps, not the nearest number of the code that was given.",
+        ),
+        WrongAnswer(
+            _encoder(find=lambda x, code: torch.bucketize(x, code, right=True) - 1),
+            "The number below is not the nearest: compare with the middles.",
+        ),
+        WrongAnswer(
+            _encoder(find=lambda x, code: torch.bucketize(x, code).clamp(max=255)),
+            "The number above is not the nearest: compare with the middles of neighbours.",
+        ),
+        WrongAnswer(
+            _encoder(fractions=lambda blocks, scales: blocks),
+            "The code ends at 1: divide by the block's scale before you look for the nearest.",
+        ),
+        WrongAnswer(
+            _encoder(dtype=torch.int64),
+            "Codes of int64 take 8 bytes each; eight bits are torch.uint8.",
+        ),
+        WrongAnswer(
+            _encoder(find=_matrix),
+            "All distances at once are a kilobyte for each number: more than is ever saved.",
+        ),
+        WrongAnswer(
+            lambda x, code: encode(x.abs(), code),
+            "The signs are lost: only the scale is made of |x|.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 9.3: Adam
+
+LR, STEPS = 0.01, 6
+SETTINGS = {"lr": LR, "betas": (0.8, 0.9), "eps": 1e-3}
+SHAPES = {"(64, 80)": (64, 80), "(37, 139)": (37, 139), "(4095,)": (4095,), "(4096,)": (4096,)}
+
+
+def _check_adam(answer: type[torch.optim.Optimizer]) -> str:
+    for name, shape in SHAPES.items():
+        got, held, marks = _stepped(answer, name, shape)
+        _require_first_step(name, got[0], _reference_steps(shape)[0])
+        _require_state(name, shape, held)
+        _require_steps(name, got, _reference_steps(shape))
+        wanted_marks = STEPS if torch.Size(shape).numel() >= SMALLEST else 0
+        require(
+            marks == wanted_marks,
+            f"Adam8bit on a weight {name}: in {STEPS} steps self.encode_v was called {marks} "
+            f"times; wanted {wanted_marks}.",
+        )
+    return (
+        f"{STEPS} steps of {len(SHAPES)} weights as they should be · state 2n + 8⌈n/256⌉ bytes "
+        f"from n = {SMALLEST:,}, 8n below · ragged ends, too"
+    )
+
+
+def _gradients(shape: tuple[int, ...]) -> list[Tensor]:
+    """Of many sizes, eps among them, some of them always zero."""
+    random = torch.Generator().manual_seed(0)
+    size = torch.randn(shape, generator=random).exp() * 3e-3
+    size.view(-1)[:8] = 0
+    return [torch.randn(shape, generator=random) * size for _ in range(STEPS)]
+
+
+def _stepped(answer: Any, name: str, shape: tuple[int, ...]) -> tuple[list[Tensor], int, int]:
+    """The weight after each step; bytes of state that are left; how often encode_v was called."""
+    weight, gradients = nn.Parameter(torch.zeros(shape)), _gradients(shape)
+    optimizer = answer([weight], **SETTINGS)
+    marks = _marked(optimizer)
+    after: list[Tensor] = []
+
+    def run() -> None:
+        for gradient in gradients:
+            weight.grad = gradient
+            optimizer.step()
+            after.append(weight.detach().clone())
+
+    with _own_work("Adam8bit.step"):
+        trace = measure(run)
+    require(
+        all(map(torch.equal, gradients, _gradients(shape))),
+        f"Adam8bit on a weight {name}: step changed the gradient.",
+    )
+    return after, _born(trace) - sum(copy.nbytes for copy in after), len(marks)
+
+
+def _marked(optimizer: Any) -> list[int]:
+    """A list that grows by one with each call of the optimizer's encode_v."""
+    require(
+        isinstance(optimizer, torch.optim.Optimizer),
+        f"Adam8bit([weight], …) gave {type(optimizer).__name__}; wanted an optimizer.",
+    )
+    encode_v, marks = getattr(optimizer, "encode_v", None), []
+    require(callable(encode_v), "Adam8bit has lost its encode_v; leave the lines around as given.")
+
+    def marked(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+        marks.append(1)
+        return encode_v(x, code)
+
+    optimizer.encode_v = marked
+    return marks
+
+
+def _born(trace: Trace) -> int:
+    """Bytes alive at the end that were not there before."""
+    return sum(event.bytes for event in trace.alive() if event.phase != "before")
+
+
+@cache
+def _reference_steps(shape: tuple[int, ...]) -> list[Tensor]:
+    weight = nn.Parameter(torch.zeros(shape))
+    optimizer, after = Adam8bit([weight], **SETTINGS), []
+    for gradient in _gradients(shape):
+        weight.grad = gradient
+        optimizer.step()
+        after.append(weight.detach().clone())
+    return after
+
+
+def _require_first_step(name: str, got: Tensor, wanted: Tensor) -> None:
+    off = (got - wanted).abs().max().item() / LR
+    require(
+        off < 1e-3,
+        f"Adam8bit on a weight {name}: the first step is up to {off:.1g} ⋅ lr off; from moments of "
+        f"zero it is that of Adam in 32 bits.",
+    )
+
+
+def _require_state(name: str, shape: tuple[int, ...], held: int) -> None:
+    n = torch.Size(shape).numel()
+    wanted = 2 * n + 8 * -(-n // BLOCK) if n >= SMALLEST else 8 * n
+    how = "2n + 8⌈n/256⌉" if n >= SMALLEST else "8n"
+    slack = 64 + 2 * (-n % BLOCK)  # a count of steps that is a tensor; the last block padded
+    require(
+        wanted <= held <= wanted + slack,
+        f"Adam8bit on a weight {name} of {n:,} numbers: {held:,} bytes are left behind {STEPS} "
+        f"steps; wanted {wanted:,}, {how}.",
+    )
+
+
+def _require_steps(name: str, got: list[Tensor], wanted: list[Tensor]) -> None:
+    """Of neighbours in the code either may be right, by the last bit: 1 of 100 may be off."""
+    for n, (a, b) in enumerate(zip(got, wanted, strict=True), start=1):
+        off = (a - b).abs() / LR
+        share = (off > 1e-3).float().mean().item()
+        require(
+            share < 0.01,
+            f"Adam8bit on a weight {name}: after step {n}, {share:.0%} of the numbers are more "
+            f"than lr / 1000 off, the furthest by {off.max():.1g} ⋅ lr.",
+        )
+
+
+class _Variant(Adam8bit):
+    """The right one, with one part that a subclass gets wrong."""
+
+    def step_weight(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        (beta1, beta2), n = group["betas"], len(gradient)
+        m, v = self.read(state, n) if state else self.zeros(n)
+        state["step"] = t = state.get("step", 0) + 1
+        m = beta1 * m + (1 - beta1) * gradient
+        v = beta2 * v + (1 - beta2) * gradient**2
+        m, v, up, down = self.used(m, v, 1 - beta1**t, 1 - beta2**t, group["eps"])
+        weight -= group["lr"] * (up / down).view_as(weight)
+        self.write(state, m, v)
+
+    def zeros(self, n: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(n), torch.zeros(n)
+
+    def in_8_bits(self, n: int) -> bool:
+        return n >= SMALLEST
+
+    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
+        return m, v, m / c1, (v / c2).sqrt() + eps
+
+    def read(self, state: dict[str, Any], n: int) -> tuple[Tensor, Tensor]:
+        if not self.in_8_bits(n):
+            return state["m"], state["v"]
+        return decode(*state["m"], self.codes[0]), decode(*state["v"], self.codes[1])
+
+    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
+        if self.in_8_bits(len(m)):
+            state["m"], state["v"] = encode(m, self.codes[0]), self.encode_v(v, self.codes[1])
+        else:
+            state["m"], state["v"] = m, v
+
+
+class _Shadow(_Variant):
+    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
+        super().write(state, m, v)
+        state["exact"] = m, v
+
+    def read(self, state: dict[str, Any], n: int) -> tuple[Tensor, Tensor]:
+        return state["exact"]
+
+
+class _Float32(_Variant):
+    def in_8_bits(self, n: int) -> bool:
+        return False
+
+
+class _TwoBytes(_Float32):
+    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
+        state["m"], state["v"] = m.bfloat16(), v.bfloat16()
+
+
+class _AllIn8Bits(_Variant):
+    def in_8_bits(self, n: int) -> bool:
+        return True
+
+
+class _RaggedIn32Bits(_Variant):
+    def in_8_bits(self, n: int) -> bool:
+        return n >= SMALLEST and n % BLOCK == 0
+
+
+class _AboveSmallest(_Variant):
+    def in_8_bits(self, n: int) -> bool:
+        return n > SMALLEST
+
+
+class _EncodedFirst(_Variant):
+    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
+        if self.in_8_bits(len(m)):
+            m = decode(*encode(m, self.codes[0]), self.codes[0])
+            v = decode(*encode(v, self.codes[1]), self.codes[1])
+        return m, v, m / c1, (v / c2).sqrt() + eps
+
+
+class _CorrectedStates(_Variant):
+    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
+        m, v = m / c1, v / c2
+        return m, v, m, v.sqrt() + eps
+
+
+class _Uncorrected(_Variant):
+    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
+        return m, v, m, v.sqrt() + eps
+
+
+class _EpsInTheRoot(_Variant):
+    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
+        return m, v, m / c1, (v / c2 + eps).sqrt()
+
+
+class _ZeroIsCode0(_Variant):
+    """Begins with codes of zeros and scales of one."""
+
+    def zeros(self, n: int) -> tuple[Tensor, Tensor]:
+        if not self.in_8_bits(n):
+            return super().zeros(n)
+        codes, scales = torch.zeros(n, dtype=torch.uint8), torch.ones(-(-n // BLOCK))
+        return decode(codes, scales, self.codes[0]), decode(codes, scales, self.codes[1])
+
+
+class _SignedOnly(_Variant):
+    """Both moments by the signed code."""
+
+    def read(self, state: dict[str, Any], n: int) -> tuple[Tensor, Tensor]:
+        if not self.in_8_bits(n):
+            return state["m"], state["v"]
+        return decode(*state["m"], self.codes[0]), decode(*state["v"], self.codes[0])
+
+    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
+        super().write(state, m, v)
+        if self.in_8_bits(len(v)):
+            state["v"] = encode(v, self.codes[0])
+
+
+class _EncodeForBoth(_Variant):
+    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
+        super().write(state, m, v)
+        if self.in_8_bits(len(m)):
+            state["v"] = encode(v, self.codes[1])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "encode_v":
+            super().__setattr__(name, value)
+
+
+_ADAM = Exercise(
+    id="9.3",
+    title="Adam on two bytes",
+    minutes=20,
+    difficulty=4,
+    hints=(
+        "Three parts. Get m and v as float32: zeros at the first step, then from the state. Adam's "
+        "step, as ever. Put m and v back. Only the first and the last part know of codes.",
+        "The weight is stepped by the m and v of float32 that you have just computed; encode comes "
+        "last. What is kept are m and v without bias correction. len(gradient) >= 4096 decides.",
+        "m = beta1 * m + (1 - beta1) * gradient; v = beta2 * v + (1 - beta2) * gradient**2; root = "
+        "(v / (1 - beta2**t)).sqrt() + eps; weight -= lr * (m / (1 - beta1**t) / "
+        'root).view_as(weight); then state["m"] = encode(m, signed), state["v"] = '
+        'self.encode_v(v, unsigned). The next step begins with decode(*state["m"], signed).',
+    ),
+    reference=Adam8bit,
+    check=_check_adam,
+    wrong_answers=(
+        WrongAnswer(
+            _Shadow,
+            "The codes are there, and the float32 moments still are as well: nothing is saved.",
+        ),
+        WrongAnswer(_Float32, "Both moments are kept in float32: this is Adam, of 8 bytes."),
+        WrongAnswer(
+            _TwoBytes,
+            "Moments of two bytes each (bfloat16, float16): wanted one byte, and a scale a block.",
+        ),
+        WrongAnswer(
+            _AllIn8Bits,
+            "Small weights are encoded, too; below 4,096 numbers moments stay in float32.",
+        ),
+        WrongAnswer(
+            _RaggedIn32Bits,
+            "A weight whose blocks do not come out even is left in 32 bits; encode can do it.",
+        ),
+        WrongAnswer(_AboveSmallest, "From 4,096 numbers on: >=, not >."),
+        WrongAnswer(
+            _EncodedFirst,
+            "The weight is stepped by moments that were rounded first: step, then encode.",
+        ),
+        WrongAnswer(
+            _CorrectedStates,
+            "The bias correction has got into the state: next time it is corrected once more.",
+        ),
+        WrongAnswer(_Uncorrected, "There is no bias correction: the first step is not lr long."),
+        WrongAnswer(_EpsInTheRoot, "eps is added to the root, not under it."),
+        WrongAnswer(
+            _ZeroIsCode0,
+            "Zeros as codes are no zero moment: code 0 of the signed code is −0.993, zero is 127.",
+        ),
+        WrongAnswer(
+            _SignedOnly,
+            "v has no sign: by the signed code half of the 256 numbers are never used.",
+        ),
+        WrongAnswer(
+            _EncodeForBoth,
+            "v goes through self.encode_v: the rule that comes next is put there.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 9.4: the rule
+
+BOUND = 3.5  # the longest step that is right, over lr, within 100 steps
+
+
+def _check_rule(answer: Encode) -> str:
+    unsigned = dynamic_code(False)
+    random = torch.Generator().manual_seed(0)
+    many = (4 * torch.randn(3 * BLOCK, generator=random)).exp()
+    for name, x in {
+        "[10⁻²⁰, 10⁻³⁰, 0.0]": torch.tensor([1e-20, 1e-30, 0.0]),
+        "[1.0, 10⁻⁹, 0.0]": torch.tensor([1.0, 1e-9, 0.0]),
+        "256 zeros": torch.zeros(BLOCK),
+        "3 ⋅ 256 numbers over many decades": many,
+        "700 numbers, some of them 0": F.relu(many[:700] - 0.5),
+    }.items():
+        codes, scales = _encoded("encode_positive", answer, name, x, unsigned)
+        _require_scales(f"encode_positive of {name}", x, scales)
+        _require_rule(f"encode_positive of {name}", x, codes, unsigned)
+    longest, without = longest_step(answer), longest_step(encode)
+    require(
+        longest <= BOUND,
+        f"with encode_positive the longest of 60 steps is {longest:.3g} ⋅ lr; wanted at most "
+        f"{BOUND} ⋅ lr.",
+    )
+    return (
+        f"no positive number comes back as 0, no zero as more · the longest of 60 steps is below "
+        f"{BOUND} ⋅ lr, without the rule beyond {10 ** int(log10(without)):,} ⋅ lr"
+    )
+
+
+def _require_rule(call: str, x: Tensor, codes: Tensor, code: Tensor) -> None:
+    """Of neighbours in the code either may be right, by the last bit: 1 of 100 may be off."""
+    flat = x.flatten()
+    lost = ((flat > 0) & (codes == 0)).sum().item()
+    require(
+        not lost, f"{call}: {lost} of {len(flat)} numbers are positive and get code 0; wanted none."
+    )
+    lifted = ((flat == 0) & (codes != 0)).sum().item()
+    require(
+        not lifted,
+        f"{call}: {lifted} of {len(flat)} numbers are zero and get another code than 0.",
+    )
+    off = (codes.int() - encode_positive(x, code)[0].int()).abs()
+    count = off.count_nonzero().item()
+    require(
+        off.max().item() <= 1 and count < 0.01 * len(flat),
+        f"{call}: {count} of {len(flat)} numbers have another code than the nearest, where the "
+        f"nearest is not 0.",
+    )
+
+
+def longest_step(encode_v: Encode, n: int = 2 * SMALLEST, steps: int = 60) -> float:
+    """Over lr: gradients whose sizes differ by decades from weight to weight, always the same."""
+    random = torch.Generator().manual_seed(0)
+    size = (2 * torch.randn(n, generator=random)).exp()
+    weight, lr, longest = nn.Parameter(torch.zeros(n)), 1e-3, 0.0
+    optimizer = Adam8bit([weight], lr=lr)
+    optimizer.encode_v = encode_v
+    for _ in range(steps):
+        before = weight.detach().clone()
+        weight.grad = size * torch.randn(n, generator=random)
+        optimizer.step()
+        longest = max(longest, (weight.detach() - before).abs().max().item() / lr)
+    return longest
+
+
+def _lift_all(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = encode(x, code)
+    return codes.clamp(min=1), scales
+
+
+def _shift(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = encode(x, code)
+    return (codes.int() + (x.flatten() > 0).int()).clamp(max=255).to(torch.uint8), scales
+
+
+def _add(x: Tensor, code: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    return encode(x.where(x == 0, x.clamp(min=floor)), code)
+
+
+def _clamped(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    return encode(x.clamp(min=code[1].item()), code)
+
+
+_RULE = Exercise(
+    id="9.4",
+    title="The rule that stops it",
+    minutes=6,
+    difficulty=1,
+    hints=(
+        "encode does all but one thing. Which codes are to be changed, and to what?",
+        "Where x is above zero and its code is 0, the code becomes 1. A zero keeps its 0.",
+        "codes, scales = encode(x, code); codes[(x.flatten() > 0) & (codes == 0)] = 1; return "
+        "codes, scales.",
+    ),
+    reference=encode_positive,
+    check=_check_rule,
+    wrong_answers=(
+        WrongAnswer(
+            encode, "The nearest number alone: small second moments become 0, and explode."
+        ),
+        WrongAnswer(
+            _lift_all,
+            "Zeros are lifted, too: a weight that never had a gradient now has a second moment.",
+        ),
+        WrongAnswer(_shift, "Every code is one up: only those are to change that would be 0."),
+        WrongAnswer(
+            partial(_add, floor=1e-12),
+            "10⁻¹² is small beside one block and huge beside another: ask for the code, not for x.",
+        ),
+        WrongAnswer(
+            _clamped,
+            "The code's smallest number is a fraction of a scale; x is none, and zeros rise, too.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+
+def momentum_in_8_bits() -> Trace:
+    """Day 6's step, and Lion with a momentum of 8 bits on bfloat16 weights rounded at random."""
+    technique = combined("accumulation+bfloat16")
+
+    def change(model: nn.Module) -> None:
+        technique.change_model(model)
+        keep_of_each_block(model, ATTENTION)
+
+    lion = of_all_weights(Lion8bit, rounding="stochastic")
+    return dry_trace(SETTING, replace(technique, change_model=change, optimizer=lion))
+
+
+DAY = Day(
+    exercises=(_CODE, _ENCODE, _ADAM, _RULE),
+    bill=Bill("day 9: and its momentum in 8 bits", momentum_in_8_bits),
+)

@@ -1,0 +1,855 @@
+# %% [markdown]
+# # Day 9: Eight-bit Adam
+#
+# **Two bytes instead of eight?**
+#
+# After today you have built an optimizer whose state is a quarter of Adam's, know which 256 numbers
+# it needs and why, have seen one of them blow a training up, and know the line that stops it.
+#
+# About 85 minutes, 53 of them for four exercises. You need a laptop; a GPU is welcome and not
+# needed. Nothing is downloaded.
+
+# %% [markdown]
+# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
+# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
+# stuck, type `memlab hint 9.1` in a terminal. An exercise left open blocks nothing.
+
+# %%
+import importlib
+import io
+import logging
+import re
+import time
+import warnings
+from collections import Counter
+from contextlib import redirect_stderr
+from dataclasses import replace
+from functools import partial
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+
+import memlab
+from memlab import optim
+from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.bill import SETTING
+from memlab.data import batches, stdlib_bytes
+from memlab.model import GPT, PRESETS
+from memlab.quantize import quantize_blockwise
+from memlab.train import TECHNIQUES, build, measured
+from memlab.units import format_bytes
+
+# %% [markdown]
+# ## The question
+#
+# Adam keeps two moments of each weight: m, a mean of its gradients, and v, a mean of their squares.
+# In float32 that is 8 bytes a weight, twice the weights themselves. Lion and Adam-mini drop half of
+# it. Today both moments stay, and get **one byte** each.
+#
+# A byte is a number from 0 to 255. What should the 256 stand for?
+
+# %% [markdown]
+# ## Guess
+#
+# A small text model of 123,200 weights, 30 steps of Adam. How many KiB does its state take if each
+# moment takes a byte (and what else it needs)? Then the obvious way to write v: cut the range from
+# 0 to the largest of 256 neighbours into 255 even steps. How many percent of the second moments
+# become exactly 0?
+
+# %%
+### BEGIN SOLUTION
+guess("9.1", state_kib=241, zeros_percent=0.5)  # two bytes a weight; hardly any
+### END SOLUTION
+### BEGIN STUB
+# guess("9.1", state_kib=..., zeros_percent=...)
+### END STUB
+
+# %% [markdown]
+# ## Measure
+#
+# The model reads the standard library's source, once with 32-bit Adam and once with the library's
+# 8-bit one.
+
+# %%
+CONFIG = replace(PRESETS["tiny"], width=64, layers=2, kv_heads=4, hidden=192)
+TEXT = stdlib_bytes("256 KiB")
+
+
+def learn(make, steps=30):
+    """The losses of the model, made anew, and its optimizer."""
+    torch.manual_seed(0)
+    model, losses = GPT(CONFIG), []
+    optimizer, drawn = make(model), batches(TEXT, 8, 64, seed=1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(*next(drawn))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+def state_bytes(optimizer):
+    return memlab.measure(lambda: None, optimizer=optimizer).at_end["optimizer_state"]
+
+
+# %%
+learnt = {
+    "32-bit Adam": learn(lambda model: optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0)),
+    "8-bit Adam": learn(lambda model: optim.Adam8bit(model.parameters(), lr=3e-3, weight_decay=0)),
+}
+exact, eight = (optimizer for _, optimizer in learnt.values())
+print(f"in 32 bits: {format_bytes(state_bytes(exact))}")
+
+# %%
+moments = [state["exp_avg_sq"].flatten() for state in exact.state.values()]
+blocks = torch.cat([v.view(-1, 256) for v in moments if len(v) >= 4096])
+fractions = blocks / blocks.amax(1, keepdim=True)  # of the largest of each block
+zeros = (fractions * 255).round() == 0
+gone = round(100 * zeros.float().mean().item())
+reveal("9.1", state_kib=state_bytes(eight), zeros_percent=gone)
+
+# %% [markdown]
+# 241 KiB are two bytes a weight. The gap: a *scale* of 4 bytes for each 256 numbers of each moment,
+# 2 KiB of tables, and weights of fewer than 4096 numbers (here five norms), which stay in float32:
+# nothing is to be won there.
+#
+# And 1 % of the v's are gone. Is that little? Adam divides by √v.
+
+# %% [markdown]
+# ## What v looks like
+#
+# All 122,880 second moments, each as a fraction of the largest of its block, on a logarithmic
+# scale; below, where the 256 even steps lie.
+
+# %%
+fig, (above, below) = plt.subplots(
+    2, sharex=True, figsize=(9, 3.2), height_ratios=(4, 1), layout="constrained"
+)
+decades = torch.logspace(-6, 0, 61).tolist()
+above.hist(fractions.flatten().tolist(), bins=decades, color="#4477aa")
+above.set(ylabel="second moments", title="v as a fraction of the largest of its block of 256")
+below.vlines(torch.arange(1, 256) / 255, 0, 1, color="#cc6677", linewidth=0.8)
+below.axvspan(1e-6, 0.5 / 255, color="#cc6677", alpha=0.25, linewidth=0)
+below.text(3e-6, 0.4, "all of this becomes 0", color="#882233")
+below.set(yticks=[], xscale="log", xlim=(1e-6, 1), xlabel="fraction of the largest")
+_ = below.set_ylabel("even steps", rotation=0, ha="right", va="center")
+
+# %% [markdown]
+# Squares spread twice as far as what is squared: a gradient of a hundredth of its neighbour's has a
+# v of a ten-thousandth. Day 7's activations could live with even steps. Moments want steps that are
+# fine near zero and coarse near the top: an error **relative** to the number.
+#
+# Floating-point does that with a fixed number of bits for the exponent. A *dynamic* code lets the
+# number of bits vary: large numbers get more of them.
+
+# %% [markdown]
+# ### Exercise 9.1: 256 numbers for seven decades
+#
+# About 12 minutes. Decade i = 0 … 6 reaches from 0.1 · 10^(i−6) to 10^(i−6). Cut 0.1 … 1 into 2^i
+# equal parts (`signed=False`: 2^(i+1)). The code has their middles, times 10.0 ** (i − 6); if
+# `signed`, with both signs; and 0 and 1. Give the 256 numbers as float32, rising.
+#
+# Compute in float32, in that order: edges (`torch.linspace`), means of two, power of ten. Then they
+# are to the bit those of bitsandbytes, with which files of 8-bit states were written.
+
+
+# %%
+def dynamic_code(signed):
+    ### BEGIN SOLUTION
+    numbers = [torch.tensor([0.0, 1.0])]
+    for i in range(7):
+        parts = 2**i if signed else 2 ** (i + 1)
+        edges = torch.linspace(0.1, 1, parts + 1)
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)
+        numbers += [middles, -middles] if signed else [middles]
+    return torch.cat(numbers).sort().values
+    ### END SOLUTION
+
+
+# %%
+dynamic_code = exercise("9.1", dynamic_code)
+
+# %%
+SIGNED, UNSIGNED = dynamic_code(True), dynamic_code(False)
+EVEN = torch.arange(256) / 255
+fig, axes = plt.subplots(3, sharex=True, figsize=(9, 2.6), layout="constrained")
+rows = {"dynamic, for v": UNSIGNED, "dynamic, for m": SIGNED, "even steps": EVEN}
+for one, (name, code), colour in zip(axes, rows.items(), ("C0", "C2", "#cc6677"), strict=True):
+    one.vlines(code[code > 0], 0, 1, color=colour, linewidth=0.7)
+    one.set(yticks=[], xscale="log", xlim=(1e-7, 1.2))
+    one.set_ylabel(name, rotation=0, ha="right", va="center")
+axes[0].set_title("What the 256 codes stand for (of m's, the positive half)")
+axes[2].set_xlabel("fraction of the largest in the block")
+for name, code in rows.items():
+    print(f"{name:15} smallest above zero {code[code > 0][0]:.2g}, lowest {code[0]:.3f}")
+
+# %% [markdown]
+# Half of the numbers are in the top decade, and one or two are left for the seventh. m's lowest is
+# −0.993: there is no −1, and a −1 loses 0.7 %. Zero is number 127 of the signed code, number 0 of
+# the other.
+#
+# How wrong can each be? The worst relative error of the nearest number, decade by decade:
+
+
+# %%
+def worst_by_decade(code):
+    """The largest |x − nearest| / x in each of the seven decades below 1."""
+    middles = ((code[:-1] + code[1:]) / 2).double()
+    x = torch.logspace(-7, 0, 70_001, dtype=torch.float64)
+    error = (code.double()[torch.bucketize(x, middles)] - x).abs() / x
+    return error[:-1].view(7, -1).amax(1)
+
+
+fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
+at = torch.arange(7)
+for shift, (name, code), colour in zip(
+    (-0.27, 0, 0.27), rows.items(), ("C0", "C2", "#cc6677"), strict=True
+):
+    worst = worst_by_decade(code)
+    axes.bar(at + shift, 100 * worst, width=0.25, color=colour, label=name)
+    print(f"{name:15}", "  ".join(f"{100 * e:5.1f} %" for e in worst))
+axes.set_xticks(at, [f"$10^{{{d - 7}}}$ … $10^{{{d - 6}}}$" for d in range(7)])
+axes.set(xlabel="fraction of the largest", ylabel="worst error in %", ylim=(0, 119))
+_ = axes.legend(frameon=False, ncols=3, loc="upper right")
+
+# %% [markdown]
+# At the very top even steps are the better ones. Two decades below they are no use, and the dynamic
+# codes still know a number to a fifth or a tenth. An error of 100 % means: it becomes 0.
+#
+# A code reaches from −1 to 1. So each **block** of 256 neighbours is divided by its largest |x|,
+# and that is kept, as the block's *scale*. An outlier spoils no more than its own block. Decoding
+# is a look-up and a product:
+
+
+# %%
+def decode(codes, scales, code):
+    """float32 (n,): code number codes[k], times the scale of its block."""
+    each = scales.repeat_interleave(256)[: len(codes)]
+    return code[codes.int()] * each
+
+
+# %% [markdown]
+# ### Exercise 9.2: the nearest number, block by block
+#
+# About 15 minutes. `x`: float32, any shape, n numbers, flattened; `code`: 256 rising numbers up to
+# 1, zero among them. Return `(codes, scales)`: uint8 (n,) and float32 (⌈n/256⌉,). A scale is its
+# block's largest |x|; `decode` gives for each number the nearest there is (at a tie, either). The
+# last block may be short. A block of zeros comes back as zeros.
+#
+# On the way take at most 64 bytes a number: no table of all distances. `torch.bucketize(a, b)`
+# counts the numbers of a sorted `b` below each `a`.
+
+
+# %%
+def encode(x, code):
+    ### BEGIN SOLUTION
+    n = x.numel()
+    blocks = F.pad(x.flatten(), (0, -n % 256)).view(-1, 256)
+    scales = blocks.abs().amax(1)
+    fractions = blocks / scales.where(scales > 0, 1).view(-1, 1)
+    middles = (code[:-1] + code[1:]) / 2
+    codes = torch.bucketize(fractions, middles, out_int32=True).to(torch.uint8)
+    return codes.flatten()[:n].clone(), scales
+    ### END SOLUTION
+
+
+# %%
+encode = exercise("9.2", encode)
+
+# %% [markdown]
+# Held against the library's, which looks its codes up and takes chunks of 1 MiB: the same codes and
+# scales? (The last bit may tip a number that lies in the middle.)
+
+# %%
+numbers = torch.randn(100_003) ** 3
+codes, scales = encode(numbers, SIGNED)
+library = quantize_blockwise(numbers, code=SIGNED)
+equal = (codes == library.codes).float().mean().item()
+print(f"more than 99.9 % of the codes are equal: {equal > 0.999}")
+print(f"all scales are equal: {torch.equal(scales, library.scales)}")
+print(f"{numbers.nbytes:,} bytes are {codes.nbytes:,} + {scales.nbytes:,}")
+
+# %% [markdown]
+# ## Adam on two bytes
+#
+# A step decodes both moments, brings them up to date, steps the weight, and encodes them again. The
+# order matters: the weight is stepped by the *exact* new moments, and only what is kept is rounded.
+# An error then lasts, but never counts twice in one step.
+
+# %% [markdown]
+# ### Exercise 9.3: Adam on two bytes
+#
+# About 20 minutes. Write one weight's step, in place. `gradient` is flat, `state` a dict that is
+# empty at first and yours to fill. From 4096 numbers on keep `encode(m, signed)` and
+# `self.encode_v(v, unsigned)` (that is `encode`, for now): 2n + 8⌈n/256⌉ bytes. Below, m and v in
+# float32. At step t = 1, 2, … from moments of zero:
+#
+# m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g², w ← w − lr · (m / (1−β₁ᵗ)) / (√(v / (1−β₂ᵗ)) + eps)
+
+
+# %%
+class ByWeight(torch.optim.Optimizer):
+    """The loop over weights; a subclass brings `step_weight`."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.step_weight(weight, weight.grad.flatten(), self.state[weight], group)
+
+
+# %%
+class Adam8bit(ByWeight):
+    codes = dynamic_code(True), dynamic_code(False)
+    encode_v = staticmethod(encode)
+
+    def step_weight(self, weight, gradient, state, group):
+        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
+        signed, unsigned = self.codes
+        ### BEGIN SOLUTION
+        if not state:
+            m, v = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        elif len(gradient) < 4096:
+            m, v = state["m"], state["v"]
+        else:
+            m, v = decode(*state["m"], signed), decode(*state["v"], unsigned)
+        state["step"] = t = state.get("step", 0) + 1
+        m = beta1 * m + (1 - beta1) * gradient
+        v = beta2 * v + (1 - beta2) * gradient**2
+        root = (v / (1 - beta2**t)).sqrt() + eps
+        weight -= lr * (m / (1 - beta1**t) / root).view_as(weight)
+        if len(gradient) >= 4096:
+            m, v = encode(m, signed), self.encode_v(v, unsigned)
+        state["m"], state["v"] = m, v
+        ### END SOLUTION
+
+
+# %%
+Adam8bit = exercise("9.3", Adam8bit)
+
+# %% [markdown]
+# It reads the standard library, beside the same with even steps for both moments.
+
+
+# %%
+class EvenSteps(Adam8bit):
+    codes = torch.arange(-127, 129) / 128, EVEN
+
+
+def within(loss, percent):
+    """Whether the mean of the last five losses is that of 32-bit Adam, nearly."""
+    wanted = sum(learnt["32-bit Adam"][0][-5:])
+    return abs(sum(loss[-5:]) / wanted - 1) < percent / 100
+
+
+nearest = learn(lambda model: Adam8bit(model.parameters(), lr=3e-3))
+even = learn(lambda model: EvenSteps(model.parameters(), lr=3e-3), steps=12)
+print(f"8 bits: {format_bytes(state_bytes(nearest[1]))} of state")
+lost = (fractions < UNSIGNED[1] / 2).sum().item()
+print(f"second moments that the dynamic code loses: {lost} of {fractions.numel():,}")
+print(f"dynamic code: the loss is within 1 % of 32-bit Adam's: {within(nearest[0], 1)}")
+print(f"even steps: the loss began at 5.3, and after 12 steps is above 50: {even[0][-1] > 50}")
+
+# %% [markdown]
+# With the dynamic code the losses of 8 and 32 bits are nearly one curve. With even steps 1 % of
+# zeros was enough: the training is lost within a dozen steps. (The two tables, 2 KiB, are the
+# class's here, and not counted.)
+
+# %% [markdown]
+# ## The zero that explodes
+#
+# What does a zero do? Let g be a weight's gradient, and its v forgotten. At the next step v is
+# (1−β₂)g² of *today's* gradient alone, while m remembers the last ten. If today's happens to be
+# small, m is divided by next to nothing. Nothing bounds that step but m / eps.
+
+# %% [markdown]
+# The dynamic code has a zero, too. A v below 1.6 · 10⁻⁷ of its block's largest becomes 0. That is a
+# gradient of 1 / 2500 of the largest; but the m of such a gradient is still known, down to
+# 3 · 10⁻⁷. Between the two are three decades of weights with an m and no v.
+#
+# So: 8192 weights, each with gradients of a size of its own, exp(2z) with z normal (*heavy
+# tails*: the largest of a block is ten thousands of times its smallest).
+
+
+# %%
+def longest_steps(make, steps=100):
+    """The longest step of any weight, over lr, at each step; and the weights at the end."""
+    random, lr = torch.Generator().manual_seed(0), 1e-3
+    size = (2 * torch.randn(8192, generator=random)).exp()
+    weight, longest = torch.nn.Parameter(torch.zeros(8192)), []
+    optimizer = make([weight], lr=lr)
+    for _ in range(steps):
+        before = weight.detach().clone()
+        weight.grad = size * torch.randn(8192, generator=random)
+        optimizer.step()
+        longest.append(((weight.detach() - before).abs().max() / lr).item())
+    return longest, weight.detach()
+
+
+heavy = {"32-bit Adam": longest_steps(partial(optim.AdamW, weight_decay=0))}
+heavy["8 bits, nearest codes"] = longest_steps(Adam8bit)
+for name, (longest, _) in heavy.items():
+    above = [bound for bound in (1, 10, 100, 1000, 10_000) if max(longest) > bound]
+    print(f"{name:22} the longest of 100 steps is above {above[-1]:,} · lr")
+
+# %% [markdown]
+# Exact Adam never steps further than 7.27 · lr, whatever the gradients are, and 2.24 · lr within
+# the first 100 steps. That is what makes lr a number one can choose.
+#
+# ### Exercise 9.4: the rule that stops it
+#
+# About 6 minutes. As `encode`, for an `x` that is never negative and a code whose number 0 is zero:
+# **a positive number never gets code 0**; it gets 1. A zero still gets 0, and all other codes are
+# the nearest.
+
+
+# %%
+def encode_positive(x, code):
+    ### BEGIN SOLUTION
+    codes, scales = encode(x, code)
+    codes[(x.flatten() > 0) & (codes == 0)] = 1
+    return codes, scales
+    ### END SOLUTION
+
+
+# %%
+encode_positive = exercise("9.4", encode_positive)
+
+
+# %%
+class SafeAdam8bit(Adam8bit):
+    encode_v = staticmethod(encode_positive)
+
+
+heavy["8 bits, with the rule"] = longest_steps(SafeAdam8bit)
+fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+for (name, (longest, _)), colour in zip(heavy.items(), ("k", "#cc6677", "C0"), strict=True):
+    axes.semilogy(longest, color=colour, label=name, linewidth=1.4)
+axes.set(xlabel="step", ylabel="longest step of any weight, in lr", ylim=(0.5, 1e6))
+axes.set_title("Gradients whose sizes differ by decades")
+axes.legend(frameon=False, ncols=3, loc="upper center")
+_, to_32 = heavy["32-bit Adam"]
+_, ruled = heavy["8 bits, with the rule"]
+print(f"with the rule: at most {max(heavy['8 bits, with the rule'][0]):.1f} · lr")
+drift = ((ruled - to_32).norm() / to_32.norm()).item()
+print(f"after 100 steps {drift:.0%} of the way are off 32-bit Adam's")
+
+# %% [markdown]
+# No byte more, and no explosion. What the rule gives instead of a v that is too small is one that
+# is too large: 3 · 10⁻⁷ of the block's largest. Such a step is too *short*. That is the price, and
+# with tails like these a third of the way is off. A small error in a safe direction.
+#
+# Was it the coarseness of even steps, or their zero? The rule fits them, too:
+
+
+# %%
+class SafeEvenSteps(EvenSteps):
+    encode_v = staticmethod(encode_positive)
+
+
+safe_even = learn(lambda model: SafeEvenSteps(model.parameters(), lr=3e-3))
+print(f"even steps, with the rule: within 3 % of 32-bit Adam's loss: {within(safe_even[0], 3)}")
+
+# %% [markdown]
+# It was the zero.
+#
+# ## Does it happen in real training?
+#
+# Rarely. The text model above has no v below the dynamic code's smallest: nearest codes did it no
+# harm. What it takes is tails *and* gradients that are large against eps, as m / eps is the limit.
+#
+# Here is a model with tails: word vectors (*skip-gram*: from a word guess one nearby). Rare words
+# have rare gradients. The loss is once the mean over the batch, once the sum.
+
+# %%
+WORDS, WIDTH, BATCH = 1024, 16, 512
+words = re.findall(r"[A-Za-z_]+", bytes(TEXT.tolist()).decode(errors="ignore"))
+common = {word: n for n, (word, _) in enumerate(Counter(words).most_common(WORDS - 1))}
+ids = torch.tensor([common.get(word, WORDS - 1) for word in words])
+
+
+def skip_gram(make, reduction, steps=40):
+    """The last loss of a word, and the longest step of any weight over lr."""
+    random, longest, lr = torch.Generator().manual_seed(0), 0.0, 1e-2
+    pair = [torch.nn.Parameter(0.1 * torch.randn(WORDS, WIDTH, generator=random)) for _ in "io"]
+    optimizer = make(pair, lr=lr)
+    for _ in range(steps):
+        at = torch.randint(len(ids) - 2, (BATCH,), generator=random)
+        near = at + torch.randint(1, 3, (BATCH,), generator=random)
+        loss = F.cross_entropy(pair[0][ids[at]] @ pair[1].T, ids[near], reduction=reduction)
+        optimizer.zero_grad()
+        loss.backward()
+        before = [weight.detach().clone() for weight in pair]
+        optimizer.step()
+        moved = max((w - b).abs().max().item() for w, b in zip(pair, before, strict=True))
+        longest = max(longest, moved / lr)
+    return loss.item() / (BATCH if reduction == "sum" else 1), longest
+
+
+# %%
+near = {}  # whether the loss is within 1 % of 32-bit Adam's
+for reduction in ("mean", "sum"):
+    whole, _ = skip_gram(torch.optim.Adam, reduction)
+    for name, make in {"nearest codes": Adam8bit, "with the rule": SafeAdam8bit}.items():
+        loss, longest = skip_gram(make, reduction)
+        print(f"{reduction:4} of losses, {name}: steps beyond 10 · lr: {longest > 10}, ", end="")
+        near[reduction, name] = abs(loss / whole - 1) < 0.01
+        print(f"loss within 1 % of 32-bit Adam's: {near[reduction, name]}")
+
+# %% [markdown]
+# With a **mean**, as nearly everybody trains, there are long steps with nearest codes, and the loss
+# does not mind. With a **sum** gradients are 512 times as large, eps is nothing beside them, and
+# the training is lost. (32-bit Adam takes both alike.)
+#
+# So production's 8-bit optimizers are not broken: most people's loss is a mean, and most models'
+# tails are short. It is a rare danger, and it costs nothing to avoid.
+
+# %% [markdown]
+# ## Four optimizers
+#
+# The text model again, with the bytes of each state. Lion has a learning rate of its own: the
+# better of 1 and 2 · 10⁻³. (30 steps are no verdict about optimizers.)
+
+# %%
+rates = (1e-3, 2e-3)
+lions = [learn(lambda model, lr=lr: optim.Lion(model.parameters(), lr=lr)) for lr in rates]
+partition = optim.gpt_partition(CONFIG.width // CONFIG.heads)
+learnt["8-bit Adam"] = learn(lambda model: SafeAdam8bit(model.parameters(), lr=3e-3))
+learnt["Lion"] = min(lions, key=lambda found: sum(found[0][-5:]))
+learnt["Adam-mini"] = learn(
+    lambda model: optim.AdamMini(
+        model.named_parameters(), partition=partition, lr=3e-3, weight_decay=0
+    )
+)
+
+# %%
+fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), width_ratios=(3, 2), layout="constrained")
+styles = {"32-bit Adam": ("0.75", 5), "8-bit Adam": ("C0", 1.5)}
+styles |= {"Lion": ("#cc6677", 1.5), "Adam-mini": ("C2", 1.5)}
+for n, (name, (losses, optimizer)) in enumerate(learnt.items()):
+    colour, width = styles[name]
+    left.plot(losses, color=colour, linewidth=width, label=name)
+    held = state_bytes(optimizer)
+    right.barh(name, held / 1024, color=colour)
+    right.text(held / 1024 + 15, n, f"{held / 1024:.0f} KiB", va="center")
+    print(f"{name:12}{format_bytes(held):>11}, {held / 123_200:.2f} bytes a weight")
+left.set(xlabel="step", ylabel="loss in nats", title="Loss on the standard library's source")
+left.legend(frameon=False)
+right.set(xlabel="KiB of state", xlim=(0, 1300), title="What is kept between steps")
+right.invert_yaxis()
+
+# %% [markdown]
+# The blue line lies on the grey one: a quarter of the bytes, and the same losses. Lion and
+# Adam-mini halve the state by keeping less; 8 bits keep it all, coarsely. They go together: Lion's
+# one moment in 8 bits is one byte a weight.
+#
+# ## Held against bitsandbytes and torchao
+#
+# Both are optional here: `pip install -e ".[oracles]"` in the repository's folder brings them.
+
+
+# %%
+def imported(name):
+    """The module without the warnings it prints, or None where it is not installed."""
+    logging.disable()
+    try:
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError:
+        return None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+bnb, ao = imported("bitsandbytes.optim"), imported("torchao.optim")
+MISSING = 'not installed: pip install -e ".[oracles]" in the repository\'s folder'
+
+# %% tags=["nbval-ignore-output"] reason="the packages are optional"
+if bnb:
+    create = importlib.import_module("bitsandbytes.functional").create_dynamic_map
+    print(f"bitsandbytes' signed code, to the bit: {torch.equal(create(True), SIGNED)}")
+    print(f"bitsandbytes' unsigned code, to the bit: {torch.equal(create(False), UNSIGNED)}")
+else:
+    print(f"bitsandbytes is {MISSING}")
+if ao:
+    create = importlib.import_module("torchao.optim.quant_utils").create_dynamic_map
+    print(f"torchao's signed code, to the bit: {torch.equal(torch.tensor(create(True)), SIGNED)}")
+else:
+    print(f"torchao is {MISSING}")
+
+# %% [markdown]
+# Now all of them on 8192 weights for 100 steps: bytes of state; how far they end from 32-bit Adam
+# when all gradients are of one size (normal); and the longest step when they are not. torchao
+# compiles its step; here it runs as it is written.
+
+
+# %%
+def compared(make):
+    """Bytes; the share of the way that is off with normal gradients; the longest heavy step."""
+    ends = []
+    for one in (partial(optim.AdamW, weight_decay=0), make):
+        random, weight = torch.Generator().manual_seed(1), torch.nn.Parameter(torch.zeros(8192))
+        optimizer = one([weight], lr=1e-3)
+        for _ in range(100):
+            weight.grad = torch.randn(8192, generator=random)
+            optimizer.step()
+        ends.append(weight.detach())
+    off = ((ends[1] - ends[0]).norm() / ends[0].norm()).item()
+    return state_bytes(optimizer), off, max(longest_steps(make)[0])
+
+
+# %% tags=["nbval-ignore-output"] reason="the packages are optional"
+rivals = {"nearest codes": Adam8bit, "with the rule": SafeAdam8bit}
+rivals["memlab"] = partial(optim.Adam8bit, weight_decay=0)
+rivals |= {"bitsandbytes": bnb.Adam8bit} if bnb else {}
+rivals |= {"torchao": ao.Adam8bit} if ao else {}
+with torch.compiler.set_stance("force_eager"):
+    for name, make in rivals.items():
+        held, off, longest = compared(make)
+        print(f"{name:14}{held:>7,} bytes, {off:.1%} off, longest step {longest:,.1f} · lr")
+
+# %% [markdown]
+# One state, one rounding error; bitsandbytes and torchao agree with yours to a tenth of a percent.
+# torchao's nearest codes explode as yours did. bitsandbytes' do **not** on a CPU. Why? Its
+# quantizer there looks fractions up in a table of 65,536 even steps, and what lies below
+# 1.5 · 10⁻⁵ all gets one code, that is not zero. (On a GPU it takes the nearest, zero included; not
+# measured here.)
+
+# %% [markdown]
+# That has a price of its own: not even an exact 0 comes back as 0. So what becomes of weights whose
+# gradient is *always* zero, such as the rows of tokens that never occur? 4096 of them, 1000 steps.
+# In the first block of 256 every second weight has gradients; in the second a single one; the rest
+# of the blocks have none.
+
+
+# %%
+def strayed(make):
+    """How far, over lr, weights go that never have a gradient: beside many, beside one, alone."""
+    random, weight = torch.Generator().manual_seed(0), torch.nn.Parameter(torch.zeros(4096))
+    lives = torch.zeros(4096)
+    lives[0:256:2], lives[256] = 1, 1
+    optimizer = make([weight], lr=1e-3)
+    for _ in range(1000):
+        weight.grad = lives * torch.randn(4096, generator=random)
+        optimizer.step()
+    parts = weight.detach()[1:256:2], weight.detach()[257:512], weight.detach()[512:]
+    return [part.abs().max().item() / 1e-3 for part in parts]
+
+
+print("with the rule: {:.1f}, {:.1f} and {:.1f} · lr".format(*strayed(SafeAdam8bit)))
+
+# %% tags=["nbval-ignore-output"] reason="the package is optional"
+if bnb:
+    print("bitsandbytes: {:.1f}, {:.1f} and {:.1f} · lr".format(*strayed(bnb.Adam8bit)))
+    functional = importlib.import_module("bitsandbytes.functional")
+    block = F.one_hot(torch.tensor(0), 256).float()  # 1, and zeros
+    for name, code in {"signed": SIGNED, "unsigned": UNSIGNED}.items():
+        codes, scale = functional.quantize_blockwise(block, code=code, blocksize=256)
+        zero = functional.dequantize_blockwise(codes, scale)[1]
+        print(f"{name}: a 0 beside a 1 comes back as {zero:.2e}")
+else:
+    print(f"bitsandbytes is {MISSING}")
+
+# %% [markdown]
+# One to three steps' worth after a thousand steps, and nothing at all where a whole block has no
+# gradients. Harmless for most; good to know when rows have to stay what they are.
+#
+# ## At scale: seven billion
+#
+# The state of a 7B model's optimizer, by formula, and by a dry run. Its 32 blocks are alike, so
+# models of one and of two are enough.
+
+
+# %%
+def moments_bytes(sizes, moments, tables):
+    """In 8 bits from 4096 numbers on, in float32 below; and a table of 1 KiB for each code."""
+    one = (n + 4 * -(-n // 256) if n >= 4096 else 4 * n for n in sizes)
+    return moments * sum(one) + 1024 * tables
+
+
+def dry_state(make, layers):
+    """State bytes of a first step, and the most that it takes on the way."""
+    with memlab.dry_run():
+        model = GPT(replace(PRESETS["llama-2-7b"], layers=layers), dtype=torch.bfloat16)
+        optimizer = make(model.parameters())
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        trace = memlab.measure(optimizer.step, model=model, optimizer=optimizer)
+        return trace.at_end["optimizer_state"], trace.at_peak["optimizer_temporaries"]
+
+
+# %%
+with memlab.dry_run():
+    sizes = [w.numel() for w in GPT(PRESETS["llama-2-7b"], dtype=torch.bfloat16).parameters()]
+formulas = {
+    optim.AdamW: 8 * sum(sizes),
+    optim.Adam8bit: moments_bytes(sizes, 2, 2),
+    optim.Lion8bit: moments_bytes(sizes, 1, 1),
+}
+at_7b = {}
+for make, formula in formulas.items():
+    (one, way), (two, _) = (dry_state(make, layers) for layers in (1, 2))
+    at_7b[make] = held = one + 31 * (two - one)
+    print(f"{make.__name__:9}{format_bytes(held):>10}, {held / sum(sizes):.2f} bytes ", end="")
+    print(f"a weight; the formula's: {at_7b[make] == formula}; {format_bytes(way)} on the way")
+
+# %% [markdown]
+# 50 GiB become 13. What is left are weights and gradients in bfloat16, 12.6 GiB each, and 38 GiB in
+# all: the state has become as small as they are. With Lion in 8 bits it is half of that.
+#
+# "On the way": the library steps 262,144 numbers at a time. Yours decodes whole tensors. For the
+# embedding alone, 131 million numbers:
+
+# %%
+with memlab.dry_run():
+    embedding = torch.nn.Parameter(torch.zeros(32_000, 4096))
+    embedding.grad = torch.zeros_like(embedding)
+    whole = SafeAdam8bit([embedding])
+    trace = memlab.measure(whole.step, optimizer=whole)
+print(f"yours: {format_bytes(trace.at_peak['optimizer_temporaries'])} on the way", end="")
+print(f" to a state of {format_bytes(trace.at_end['optimizer_state'])}")
+
+# %% [markdown]
+# An 8-bit optimizer that decodes a large tensor at once takes more at its peak than one that never
+# encoded it: Adam's two moments of this embedding are 1 GiB in float32. Whether a library does so
+# is worth a measurement.
+
+# %% [markdown]
+# ## On your GPU
+#
+# Where there is a GPU, this takes the bill's step on it, with three optimizers.
+
+# %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
+if torch.cuda.is_available():
+    for name in ("plain", "adam8bit", "lion8bit"):
+        training = build(replace(SETTING, device="cuda"), TECHNIQUES[name])
+        training.step()
+        trace = measured(training)
+        print(f"{name}: {format_bytes(trace.peak_bytes)}, ", end="")
+        print(f"reserved {format_bytes(trace.reserved_bytes or 0)}")
+        del training
+else:
+    print(stored_on_a_gpu("day 9"))
+
+# %% [markdown]
+# ## Rules on trial
+#
+# Two guides, and two numbers for the same thing. The difference is a float32 copy of the weights,
+# Day 4's *master weights*: who counts it with the optimizer has 12 bytes before.
+
+# %%
+per_weight = {make: held / sum(sizes) for make, held in at_7b.items()}
+before, after = per_weight[optim.AdamW], per_weight[optim.Adam8bit]
+in_words = (
+    f"a 7B model's moments: {before:.2f} bytes a parameter in 32 bits, {after:.2f} in 8; with a "
+    f"float32 master copy beside them {before + 4:.2f} and {after + 4:.2f}"
+)
+verdict(
+    "19a",
+    abs(after - 8) < 0.1 or abs(after + 4 - 8) < 0.1,
+    in_words,
+    otherwise=f"12 counts a float32 master copy; then it is {after + 4:.2f} instead of 12, "
+    f"otherwise {after:.2f} instead of 8",
+)
+
+# %%
+saved_gb = 1e9 * (before - after) / 1e9
+verdict(
+    "19b",
+    abs(after - 2) < 0.05 and abs(saved_gb - 6) < 0.05,
+    f"{in_words}; for 1B parameters {saved_gb:.2f} GB less",
+    condition="for weights of 4096 numbers and more (the scales take 0.03 bytes each); the guide's "
+    "12 bytes of Adam, elsewhere, count a master copy",
+)
+
+# %%
+verdict(
+    "19c",
+    within(learnt["8-bit Adam"][0], 1) and within(nearest[0], 1),
+    f"a text model's loss after 30 steps within 1 % of 32-bit Adam's: "
+    f"{within(learnt['8-bit Adam'][0], 1)}, with nearest codes too: {within(nearest[0], 1)}; word "
+    f"vectors' with a loss that is a sum: {near['sum', 'with the rule']}, with nearest codes: "
+    f"{near['sum', 'nearest codes']}",
+    condition="if no positive second moment becomes 0, or if gradients are small against eps, as "
+    "with a loss that is a mean",
+)
+
+# %% [markdown]
+# "CPU overhead": the work is done where the weights are, on a GPU mostly. How much is it? It does
+# not grow with the tokens of a step, but forward and backward do. So as a number of tokens: how
+# many more of them would take as long?
+
+
+# %%
+def seconds(call):
+    """The least of seven."""
+    found = []
+    for _ in range(7):
+        start = time.process_time()
+        call()
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+model = GPT(CONFIG)
+tokens, targets = next(batches(TEXT, 8, 64, seed=0))
+a_pass = seconds(lambda: model(tokens, targets).backward())
+whole, codes = (make(model.parameters()) for make in (optim.AdamW, optim.Adam8bit))
+step_32, step_8 = seconds(whole.step), seconds(codes.step)
+more_tokens = (step_8 - step_32) / (a_pass / tokens.numel())
+
+# %% tags=["nbval-ignore-output"] reason="a time"
+print(f"the optimizer's step takes {step_8 / step_32:.1f} × the time of the same loop in 32 bits")
+print(f"the difference is as long as forward and backward of {more_tokens:.0f} tokens")
+
+# %%
+verdict(
+    "19d",
+    more_tokens < 2000,
+    f"on a CPU the optimizer's own step takes more than twice as long as in 32 bits: "
+    f"{step_8 > 2 * step_32}; the difference is less than forward and backward of 2,000 tokens "
+    f"take: {more_tokens < 2000} (times: benchmarks/optim.py); not "
+    f"measured: a GPU",
+    condition="for steps of many thousand tokens; the optimizer's own step takes several times as "
+    "long, and with few tokens that is felt",
+)
+
+# %% [markdown]
+# ## What you can do now
+#
+# | optimizer | bytes a weight | of it in 7B |
+# | --- | --- | --- |
+# | Adam, 32 bits | 8 | 50.2 GiB |
+# | Lion, 32 bits | 4 | 25.1 GiB |
+# | Adam, 8 bits | 2.03 | 12.7 GiB |
+# | Lion, 8 bits | 1.02 | 6.4 GiB |
+#
+# You can say what a code spends its numbers on, why a scale belongs to a block, and what to look
+# for in an 8-bit optimizer: ragged ends, small tensors, what it decodes at once, and its zero.
+#
+# Tomorrow: where did N² go?
+
+# %% [markdown]
+# ## The running bill
+#
+# One training step of 124M weights on 8 × 640 tokens. Today the momentum of Day 8's Lion gets 8
+# bits, and its weights, in bfloat16, are still rounded at random. Why not 8-bit Adam? It keeps two
+# moments: a byte a weight more. On the bill what counts is the peak; in your own training, Adam's
+# learning rate that you know may be worth that byte.
+
+# %%
+with memlab.dry_run():
+    small = [weight.numel() for weight in GPT(PRESETS["124m"]).parameters()]
+lion, adam = moments_bytes(small, 1, 1), moments_bytes(small, 2, 2)
+print(f"Lion in 8 bits keeps {format_bytes(lion)}, {lion / sum(small):.2f} bytes a weight")
+print(f"Adam in 8 bits keeps {format_bytes(adam)}, {adam / sum(small):.2f}: ", end="")
+print(f"the bar would be {(adam - lion) / 2**30:.2f} GiB longer")
+
+# %%
+running_bill(9)
