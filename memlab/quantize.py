@@ -20,10 +20,9 @@ Why blocks: an outlier costs precision, but only to the numbers that share its s
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +31,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 Mode = Literal["nearest", "stochastic"]
 
-CHUNK = 2**18  # numbers at a time: 1 MiB in float32
+# Numbers at a time: on a CPU 1 MiB of float32, for its cache; on an accelerator, which begins each
+# operator anew, 16 MiB. A prediction's tensors are on the CPU's device 0 and count as CUDA's.
+CHUNK, CHUNK_ELSEWHERE = 2**18, 2**22
+_CPU = torch.device("cpu")
 _DECADES = 7
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -106,13 +108,8 @@ def quantize_blockwise(
     """
     _check(x, block, bits, code, mode)
     kept = _empty(x, block, bits, code)
-    for part, views in zip(x.reshape(-1).split(_chunk(block)), _parts(kept), strict=True):
-        blocks = _in_blocks(part, block)  # (blocks, block)
-        if code is None:
-            codes = _write_affine(blocks, bits, mode, generator, *views[1:])
-        else:
-            codes = _write_by_code(blocks, code, mode, generator, views[1])
-        views[0].copy_(_pack(codes.view(-1), bits, len(part)))
+    for part, *views in _chunks(kept, x.reshape(-1)):
+        _quantize_into(part, *views, kept, mode, generator)
     return kept
 
 
@@ -120,7 +117,7 @@ def dequantize_blockwise(quantized: Quantized) -> Tensor:
     """The numbers again, in their first shape and dtype, each as near as its code is."""
     q = quantized
     out = torch.empty(q.shape, dtype=q.dtype, device=q.codes.device)
-    for part, views in zip(out.view(-1).split(_chunk(q.block)), _parts(q), strict=True):
+    for part, *views in _chunks(q, out.view(-1)):
         part.copy_(_dequantized(q, *views).view(-1)[: len(part)])
     return out
 
@@ -136,17 +133,40 @@ def _empty(x: Tensor, block: int, bits: int, code: Tensor | None) -> Quantized:
     return Quantized(codes, scales, offsets, code, x.shape, x.dtype, bits, block)
 
 
-def _chunk(block: int) -> int:
-    """Numbers at a time, in whole blocks: what is made of them meanwhile fits in the cache."""
-    return max(1, CHUNK // block) * block
+def _chunks(
+    q: Quantized, numbers: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Views of numbers, codes, scales and offsets, a chunk of whole blocks at a time.
+
+    Of fake tensors the first and the last: the others would take the same bytes again.
+    """
+    size = max(1, (CHUNK if numbers.device == _CPU else CHUNK_ELSEWHERE) // q.block) * q.block
+    starts: Iterable[int] = range(0, len(numbers), size)
+    if isinstance(numbers, FakeTensor):
+        starts = sorted({*starts[:1], *starts[-1:]})
+    for start in starts:
+        codes = slice(start * q.bits // 8, (start + size) * q.bits // 8)
+        blocks = slice(start // q.block, (start + size) // q.block)
+        offsets = None if q.offsets is None else q.offsets[blocks]
+        yield numbers[start : start + size], q.codes[codes], q.scales[blocks], offsets
 
 
-def _parts(q: Quantized) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Views of codes, scales and offsets, a chunk of numbers at a time."""
-    codes = q.codes.split(_chunk(q.block) * q.bits // 8)
-    scales = q.scales.split(_chunk(q.block) // q.block)
-    offsets = repeat(None) if q.offsets is None else q.offsets.split(_chunk(q.block) // q.block)
-    return zip(codes, scales, offsets, strict=False)  # None has no end
+def _quantize_into(
+    part: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    q: Quantized,
+    mode: Mode,
+    generator: torch.Generator | None,
+) -> None:
+    """One chunk: nothing that it takes is there when the next one begins."""
+    blocks = _in_blocks(part, q.block)  # (blocks, block)
+    if q.code is None:
+        codes = _write_affine(blocks, q.bits, mode, generator, scales, offsets)
+    else:
+        codes = _write_by_code(blocks, q.code, mode, generator, scales)
+    packed.copy_(_pack(codes.view(-1), q.bits, len(part)))
 
 
 def _write_by_code(
@@ -255,14 +275,14 @@ def nearest_code(numbers: Tensor, code: Tensor) -> Tensor:
     At a tie, the lower. Right to the last bit: the thresholds are the middles in float64, rounded
     down to float32, and no float32 lies between the two.
     """
-    return _Lookup.of(code).nearest.count_below(numbers)
+    return _Lookup.of(code, "nearest").count_below(numbers)
 
 
 def _encode(numbers: Tensor, code: Tensor, mode: Mode, generator: torch.Generator | None) -> Tensor:
     """The index of the nearest, or of one of the two neighbours, with odds by the distance."""
     if mode == "nearest":
         return nearest_code(numbers, code)
-    down = _Lookup.of(code).below.count_below(numbers)
+    down = _Lookup.of(code, "below").count_below(numbers)
     index = down.view(-1).int()
     lower = code.index_select(0, index).view_as(numbers)
     upper = code.index_select(0, index.add_(1)).view_as(numbers)
@@ -304,21 +324,29 @@ def _interval_ends(device: torch.device) -> Tensor:
     return torch.where(upper < 0, ends.flip(0), ends).view(torch.float32)
 
 
+def _middles_between(code: Tensor) -> Tensor:
+    """The thresholds of the nearest: float64 middles, rounded down."""
+    exact = code.double()
+    return _float32_down((exact[:-1] + exact[1:]) / 2)
+
+
+def _inner(code: Tensor) -> Tensor:
+    """The thresholds of the number below: the code's own, but for its ends."""
+    return code[1:-1].clone()
+
+
 class _Lookup:
-    """The thresholds of a code: its middles for the nearest, its numbers for the one below."""
+    """The thresholds of each code, of either kind: made when they are first asked for."""
 
-    _known = WeakTensorKeyDictionary()  # 131 KiB a code, as long as the code itself lives
-
-    def __init__(self, code: Tensor):
-        exact = code.double()
-        self.nearest = _Thresholds(_float32_down((exact[:-1] + exact[1:]) / 2))
-        self.below = _Thresholds(code[1:-1].clone())
+    _known = WeakTensorKeyDictionary()  # 131 KiB a kind, as long as the code itself lives
+    _of_kind: ClassVar = {"nearest": _middles_between, "below": _inner}
 
     @classmethod
-    def of(cls, code: Tensor) -> "_Lookup":
-        if code not in cls._known:
-            cls._known[code] = cls(code)
-        return cls._known[code]
+    def of(cls, code: Tensor, kind: str) -> _Thresholds:
+        made = cls._known.setdefault(code, {})
+        if kind not in made:
+            made[kind] = _Thresholds(cls._of_kind[kind](code))
+        return made[kind]
 
 
 def _float32_down(numbers: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from memlab.checkpointing import (
     uniform_schedule,
 )
 from memlab.checkpointing.schedules import Schedule
+from memlab.compression import compressed_activations
 from memlab.data import batches, stdlib_bytes
 from memlab.lora import add_lora
 from memlab.metering import dry_run, measure, predict
@@ -279,6 +280,14 @@ TECHNIQUES: dict[str, Technique] = {
         "the same for every block, but for its matrix products and attention, which are kept",
         change_model=scheduled(each_block, using=selective(MATMULS | ATTENTION)),
     ),
+    "int8-activations": Technique(
+        "what is kept for backward, in 8 bits",
+        around_forward=lambda device: compressed_activations(bits=8),
+    ),
+    "int4-activations": Technique(
+        "what is kept for backward, in 4 bits, rounded at random",
+        around_forward=lambda device: compressed_activations(bits=4),
+    ),
     "autocast": Technique(
         "torch's autocast to bfloat16 in the forward pass",
         around_forward=lambda device: torch.autocast(device, torch.bfloat16),
@@ -327,4 +336,7 @@ TECHNIQUES: dict[str, Technique] = {
 }
 
 # Shown beside the rows: what people turn on together.
-COMBINATIONS = ("checkpointing+autocast",)
+COMBINATIONS = (
+    *("checkpointing+autocast", "checkpointing+int8-activations"),
+    "checkpointing+lion8bit+step-in-backward",
+)

@@ -93,6 +93,8 @@ TOLERANCES = {
     "checkpointing": 0,  # the same kernels on the same numbers
     "sqrt-checkpointing": 0,
     "selective-checkpointing": 0,
+    "int8-activations": 0.001,
+    "int4-activations": 0.02,
     "autocast": 0.01,  # bfloat16 keeps 8 bits
     "loss-scaling": 0.002,  # float16 keeps 11
     "bfloat16": 0.02,  # weights, too
@@ -164,6 +166,20 @@ def blocks_keep_only_their_inputs(technique: Technique) -> None:
     deeper = second_step(technique, replace(TINY, model="deeper"))
     grown = most(deeper, "activations") - most(second_step(technique), "activations")
     assert grown == 2 * STREAM_BYTES
+
+
+def a_block_keeps_its_activations_in(bits: int):
+    """21 times its input's numbers, of 32 bits each, and two for each 256 of them; queries, keys
+    and values in 8 at least. The norms' and attention's sums for each token stay in 32."""
+
+    def claim(technique: Technique) -> None:
+        deeper = second_step(technique, replace(TINY, model="deeper"))
+        grown = most(deeper, "activations") - most(second_step(technique), "activations")
+        sums = (2 + H) / CONFIG.width
+        inputs = 21 * (bits / 32 + 1 / 256) + 2 * (8 - bits) / 32 + sums
+        assert grown == 2 * inputs * STREAM_BYTES
+
+    return claim
 
 
 def segments_keep_only_their_inputs(technique: Technique) -> None:
@@ -282,6 +298,8 @@ CLAIMS = {
     "checkpointing": blocks_keep_only_their_inputs,
     "sqrt-checkpointing": segments_keep_only_their_inputs,
     "selective-checkpointing": blocks_keep_their_products_and_attention,
+    "int8-activations": a_block_keeps_its_activations_in(bits=8),
+    "int4-activations": a_block_keeps_its_activations_in(bits=4),
     "autocast": partial(matrix_products_of_the_forward_pass_are, "bfloat16"),
     "loss-scaling": partial(matrix_products_of_the_forward_pass_are, "float16"),
     "bfloat16": weights_gradients_and_state_take(2, 2, 4),

@@ -1,0 +1,284 @@
+"""What activations in 8, 4 and 2 bits save, and what they do to gradients, to time and to training.
+
+    python benchmarks/activation_compression.py
+
+Bytes are metered between forward and backward of one block, ours and torch's; gradients are held
+against exact ones. Times are ratios, taken side by side: our encoding and decoding to that of
+bitsandbytes where it is installed (blocks of 256), a compressed step to a plain one. Losses are
+those of a training on the standard library's source. Prints Markdown, and writes
+`benchmarks/results/<machine>.json`.
+"""
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import RESULTS, Spread, heading, ratios, save, set_environment, side_by_side, table
+from torch import Tensor, nn
+
+import memlab
+from memlab.compression import compressed_activations
+from memlab.data import batches, stdlib_bytes
+from memlab.model import GPT, PRESETS, GPTConfig
+from memlab.quantize import dequantize_blockwise, quantize_blockwise
+from memlab.units import format_bytes
+
+BITS = (8, 4, 2)
+MODES = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How large everything is."""
+
+    batch: int = 8
+    seq_len: int = 128
+    width: int = 128
+    draws: int = 16  # of stochastic rounding, whose gradients are averaged
+    numbers: int = 2**24  # that are encoded and decoded against the clock
+    rounds: int = 15
+    preset: str = "tiny"
+    steps: int = 150  # of training
+    seeds: int = 2
+
+    @property
+    def config(self) -> GPTConfig:
+        C = self.width
+        return GPTConfig(256, C, layers=1, heads=4, kv_heads=2, hidden=3 * C, seq_len=self.seq_len)
+
+
+# ------------------------------------------------------------------ bytes and gradients
+
+
+def our_block(plan: Plan) -> nn.Module:
+    return GPT(plan.config).blocks[0]
+
+
+def torchs_block(plan: Plan) -> nn.Module:
+    """With ReLU and dropout."""
+    C = plan.width
+    return nn.TransformerEncoderLayer(C, 4, dim_feedforward=3 * C, batch_first=True).train()
+
+
+BLOCKS: dict[str, Callable[[Plan], nn.Module]] = {
+    "memlab's Block": our_block,
+    "nn.TransformerEncoderLayer": torchs_block,
+}
+
+
+class Gradients(NamedTuple):
+    """All gradients in a row, and the activations between forward and backward."""
+
+    numbers: Tensor
+    activation_bytes: int
+
+
+def gradients(make: Callable[[Plan], nn.Module], plan: Plan, around: Any) -> Gradients:
+    """Of the same block and data every time, with the same masks of dropout."""
+    torch.manual_seed(0)
+    block = make(plan)
+    x, towards = torch.randn(2, plan.batch, plan.seq_len, plan.width).unbind()
+    x.requires_grad_()
+    held: list[Tensor] = []
+
+    def forward() -> None:
+        with around:
+            held.append(block(x))
+
+    trace = memlab.measure(forward, model=block)
+    found = torch.autograd.grad(held[0], [x, *block.parameters()], towards)
+    numbers = torch.cat([gradient.flatten().double() for gradient in found])
+    return Gradients(numbers, trace.at_end["activations"])
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def gradient_rows(plan: Plan) -> list[dict[str, Any]]:
+    """By block, bits and mode."""
+    rows = []
+    for name, make in BLOCKS.items():
+        exact = gradients(make, plan, nullcontext())
+        for bits in BITS:
+            for mode in MODES:
+                draws = [
+                    gradients(make, plan, compressed_activations(bits, mode=mode))
+                    for _ in range(plan.draws if mode == "stochastic" else 1)
+                ]
+                mean = torch.stack([draw.numbers for draw in draws]).mean(0)
+                first = draws[0].numbers
+                row = {
+                    "block": name,
+                    "bits": bits,
+                    "mode": mode,
+                    "bytes": draws[0].activation_bytes,
+                    "share": draws[0].activation_bytes / exact.activation_bytes,
+                    "error": relative_error(first, exact.numbers),
+                    "cosine": torch.cosine_similarity(first, exact.numbers, dim=0).item(),
+                    "error of the mean": relative_error(mean, exact.numbers),
+                }
+                rows.append(row)
+    return rows
+
+
+def gradient_table(rows: list[dict[str, Any]], draws: int) -> str:
+    lines = [
+        (
+            *(row["block"], str(row["bits"]), row["mode"]),
+            *(format_bytes(row["bytes"]), f"{row['share']:.3f}"),
+            *(f"{row['error']:.4f}", f"{row['cosine']:.6f}"),
+            f"{row['error of the mean']:.4f}" if row["mode"] == "stochastic" else "",
+        )
+        for row in rows
+    ]
+    header = ("block", "bits", "rounding", "activations", "of exact", "error", "cosine")
+    return table((*header, f"mean of {draws}"), lines)
+
+
+# ------------------------------------------------------------------ time
+
+
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """A run that says how long it took."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def there_and_back(numbers: Tensor, **settings: Any) -> Tensor:
+    return dequantize_blockwise(quantize_blockwise(numbers, **settings))
+
+
+def coding_runs(plan: Plan) -> dict[str, Callable[[], float]]:
+    """Encode and decode, ours first; bitsandbytes where it is."""
+    numbers = torch.randn(plan.numbers)
+    runs = {f"{bits} bits": timed(partial(there_and_back, numbers, bits=bits)) for bits in BITS}
+    if theirs := bitsandbytes():
+        runs["bitsandbytes"] = timed(
+            lambda: theirs.dequantize_blockwise(*theirs.quantize_blockwise(numbers, blocksize=256))
+        )
+    return runs
+
+
+def bitsandbytes() -> Any:
+    """Its functions; None where it is not installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return None
+    return importlib.import_module("bitsandbytes.functional")
+
+
+def step_runs(plan: Plan) -> dict[str, Callable[[], float]]:
+    """Forward and backward of a block, by bits; plain last."""
+    torch.manual_seed(0)
+    block = our_block(plan)
+    x = torch.randn(plan.batch, plan.seq_len, plan.width)
+
+    def step(bits: int | None) -> None:
+        with compressed_activations(bits) if bits else nullcontext():
+            loss = block(x).sum()
+        loss.backward()
+
+    runs = {f"{bits} bits": timed(partial(step, bits)) for bits in BITS}
+    return runs | {"plain": timed(partial(step, None))}
+
+
+def against_the_last(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
+    """How many times as long as the last of them each of the others takes."""
+    for run in runs.values():
+        run()
+    seconds = side_by_side(runs, range(rounds))
+    *others, last = runs
+    return {name: ratios(seconds[name], seconds[last]) for name in others}
+
+
+# ------------------------------------------------------------------ training
+
+
+def final_loss(plan: Plan, around: Callable[[], Any], seed: int) -> float:
+    """The mean loss of the last tenth of the steps; the same weights and batches for each."""
+    torch.manual_seed(seed)
+    config = PRESETS[plan.preset]
+    model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    drawn = batches(stdlib_bytes("1 MiB"), plan.batch, min(plan.seq_len, config.seq_len), seed)
+    losses = []
+    for _ in range(plan.steps):
+        optimizer.zero_grad()
+        with around():
+            loss = model(*next(drawn))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    last = losses[-max(1, plan.steps // 10) :]
+    return sum(last) / len(last)
+
+
+def training_losses(plan: Plan) -> dict[str, list[float]]:
+    """By bits, one for each seed."""
+    ways: dict[str, Callable[[], Any]] = {"exact": nullcontext}
+    ways |= {f"{bits} bits": partial(compressed_activations, bits) for bits in BITS}
+    seeds = range(plan.seeds)
+    return {name: [final_loss(plan, way, seed) for seed in seeds] for name, way in ways.items()}
+
+
+def training_table(losses: dict[str, list[float]]) -> str:
+    exact = losses["exact"]
+    lines = []
+    for name, found in losses.items():
+        excess = [loss / right - 1 for loss, right in zip(found, exact, strict=True)]
+        lines.append((name, f"{sum(found) / len(found):.4f}", *(f"{e:+.2%}" for e in excess)))
+    return table(("kept in", "loss", *(f"seed {n}" for n in range(len(exact)))), lines)
+
+
+# ------------------------------------------------------------------ the command
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of each comparison")
+    parser.add_argument("--steps", type=int, default=Plan.steps, help="of each training")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None, plan: Plan | None = None) -> int:
+    set_environment()
+    given = arguments(words)
+    plan = replace(plan or Plan(), rounds=given.rounds, steps=given.steps)
+    print(heading("Activation compression"), end="\n\n")
+    rows = gradient_rows(plan)
+    print(gradient_table(rows, plan.draws), end="\n\n")
+    times = {"a step, to a plain one": against_the_last(step_runs(plan), plan.rounds)}
+    if bitsandbytes() is None:
+        print("bitsandbytes is not installed; its coding was not compared.", end="\n\n")
+    else:
+        coding = against_the_last(coding_runs(plan), plan.rounds)
+        times["encode and decode, to bitsandbytes at 8 bits"] = coding
+    lines = [(of, name, str(ratio)) for of, row in times.items() for name, ratio in row.items()]
+    print(table(("time of", "at", "ratio (quartiles)"), lines), end="\n\n")
+    losses = training_losses(plan)
+    print(training_table(losses))
+    save(given.results, "compression", "gradients", {"plan": asdict(plan), "rows": rows})
+    medians = {of: {name: r.median for name, r in row.items()} for of, row in times.items()}
+    save(given.results, "compression", "times", medians)
+    save(given.results, "compression", "losses", losses)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The benchmark of activation compression computes what it prints."""
+
+import importlib
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memlab.saved import encoded
+
+FOLDER = str(Path(__file__).parents[1] / "benchmarks")
+
+if FOLDER not in sys.path:
+    sys.path.insert(0, FOLDER)
+benchmark = importlib.import_module("activation_compression")
+
+SMALL = benchmark.Plan(batch=2, seq_len=32, width=32, draws=2, numbers=2000, seeds=1)
+
+
+def test_a_relative_error_is_of_the_exact_gradient_s_length():
+    exact = torch.tensor([3.0, 4.0])
+    assert benchmark.relative_error(exact, exact) == 0
+    assert benchmark.relative_error(torch.tensor([3.0, 4.5]), exact) == pytest.approx(0.1)
+
+
+def test_a_form_that_loses_nothing_has_exact_gradients_and_all_the_bytes():
+    for make in benchmark.BLOCKS.values():
+        exact = benchmark.gradients(make, SMALL, torch.enable_grad())
+        copied = benchmark.gradients(
+            make, SMALL, encoded(lambda facts: lambda numbers: numbers.clone().clone)
+        )
+        assert torch.equal(exact.numbers, copied.numbers)
+        assert copied.activation_bytes >= exact.activation_bytes > 0
+
+
+def test_fewer_bits_take_less_and_err_more():
+    rows = [row for row in benchmark.gradient_rows(SMALL) if row["mode"] == "nearest"]
+    for first, second in itertools.pairwise(rows):
+        if first["block"] == second["block"]:
+            assert first["bytes"] > second["bytes"]
+            assert first["error"] < second["error"]
+
+
+def test_each_run_is_set_against_the_last():
+    runs = {name: lambda s=s: s for name, s in {"a": 3.0, "b": 1.0, "last": 2.0}.items()}
+    found = benchmark.against_the_last(runs, rounds=2)
+    assert {name: spread.median for name, spread in found.items()} == {"a": 1.5, "b": 0.5}
+
+
+def test_losses_are_told_as_the_excess_over_exact_ones():
+    printed = benchmark.training_table({"exact": [2.0, 4.0], "8 bits": [2.1, 4.0]})
+    assert "| 8 bits | 3.0500 | +5.00% | +0.00% |" in printed
+
+
+def test_it_prints_three_tables_and_writes_them(tmp_path, capsys):
+    arguments = ["--rounds", "1", "--steps", "2", "--results", str(tmp_path)]
+    assert benchmark.main(arguments, SMALL) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# Activation compression: CPU")
+    for line in (
+        "| memlab's Block | 8 | nearest |",
+        "| nn.TransformerEncoderLayer | 2 | stochastic |",
+        "| a step, to a plain one | 4 bits |",
+        "| exact |",
+    ):
+        assert f"\n{line}" in printed
+    [results] = tmp_path.glob("*.json")
+    sections = json.loads(results.read_text(encoding="utf-8"))["compression"]
+    assert {"gradients", "times", "losses"} <= sections.keys()
