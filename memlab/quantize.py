@@ -313,7 +313,7 @@ class _Thresholds:
         flat = numbers.reshape(-1)
         upper_bits = flat.view(torch.int32).bitwise_right_shift(16).bitwise_and_(0xFFFF)
         count = self.count_at_low_end.index_select(0, upper_bits)
-        count += flat > self.next.index_select(0, count.int())
+        count += self.next.index_select(0, count.int()).lt_(flat).bool()  # in place: 0 or 1
         return count.view(numbers.shape)
 
 

@@ -181,6 +181,22 @@ RULES: dict[str, Rule] = {
         6,
     ),
     "16d": Rule("Selective checkpointing: checkpoint every other layer.", _MEMORY_GUIDE, 6),
+    "17a": Rule("INT8 activations: 50 % reduction.", _MEMORY_GUIDE, 7),
+    "17b": Rule(
+        "INT8 activations combined with checkpointing: 70–80 % reduction.", _MEMORY_GUIDE, 7
+    ),
+    "18a": Rule("AdamW takes 12 bytes a parameter.", _MEMORY_GUIDE, 8),
+    "18b": Rule("Adam-mini takes 6 bytes a parameter.", _MEMORY_GUIDE, 8),
+    "18c": Rule("Lion takes 8 bytes a parameter: it has no v.", _MEMORY_GUIDE, 8),
+    "18d": Rule("Adam-mini shares m and v across parameters in the same layer.", _MEMORY_GUIDE, 8),
+    "19a": Rule("8-bit Adam takes 8 bytes a parameter instead of 12.", _MEMORY_GUIDE, 9),
+    "19b": Rule(
+        "8-bit Adam takes 2 bytes a parameter instead of 8: for 1B parameters it saves 6 GB.",
+        _DAY_19,
+        9,
+    ),
+    "19c": Rule("8-bit optimizers: a negligible drop in performance.", _DAY_19, 9),
+    "19d": Rule("8-bit Adam costs a slight CPU overhead.", _DAY_19, 9),
 }
 
 verdicts: list[Verdict] = []  # of this process, in the order they were reached

@@ -1,0 +1,1201 @@
+"""Day 7: activation compression."""
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memlab.course.checks.day06 import attention_kept
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.metering import measure
+
+GROUP = 256
+Round = Callable[[Tensor], Tensor]
+
+# ------------------------------------------------------------------ 7.1: groups on even steps
+
+Quantize = Callable[[Tensor, int, Round], tuple[Tensor, Tensor, Tensor]]
+
+
+def as_bfloat16(numbers: Tensor, towards: float) -> Tensor:
+    """The lesson's: rounded in one direction, down or up."""
+    nearest = numbers.bfloat16()
+    beyond = torch.nextafter(nearest, torch.full_like(nearest, towards))
+    passed = nearest.float() > numbers if towards < 0 else nearest.float() < numbers
+    return torch.where(passed, beyond, nearest)
+
+
+def dequantize(codes: Tensor, smallest: Tensor, step: Tensor) -> Tensor:
+    """The lesson's: float32 (groups, 256)."""
+    return smallest.float() + codes * step.float()
+
+
+def _rounded_codes(steps: Tensor, levels: int, round: Round) -> Tensor:
+    return round(steps).clamp(0, levels).to(torch.uint8)
+
+
+def _quantize_but(
+    codes_of: Callable[[Tensor, int, Round], Tensor] = _rounded_codes,
+    *,
+    scope: str = "group",
+    span: Callable[[int], int] = lambda levels: levels,
+    kept: torch.dtype = torch.bfloat16,
+    ends: str = "down and up",
+    reckoned_from: str = "what is kept",
+    divisor: Callable[[Tensor], Tensor] = lambda step: torch.where(step == 0, 1, step),
+    is_symmetric: bool = False,
+    in_place: bool = False,
+) -> Quantize:
+    def keep(numbers: Tensor, towards: float) -> Tensor:
+        if kept is torch.bfloat16 and ends == "down and up":
+            return as_bfloat16(numbers, towards)
+        return numbers.to(kept)
+
+    def quantize(
+        groups: Tensor, levels: int, round: Round = torch.round
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        low, high = groups.aminmax(dim=1, keepdim=True)
+        if scope == "tensor":
+            low, high = groups.min().expand_as(low), groups.max().expand_as(high)
+        if is_symmetric:
+            high = torch.maximum(high.abs(), low.abs())
+            low = -high
+        smallest = keep(low, -math.inf)
+        start = smallest.float() if reckoned_from == "what is kept" else low
+        step = keep((high - start) / span(levels), math.inf)
+        size = step.float() if reckoned_from == "what is kept" else (high - low) / span(levels)
+        target = groups if in_place else groups.clone()
+        steps = target.sub_(start).div_(divisor(size))
+        return codes_of(steps, levels, round), smallest, step
+
+    return quantize
+
+
+quantize = _quantize_but()
+
+_RNG_SEED = 7
+
+
+def _groups(*spans: tuple[float, float]) -> Tensor:
+    """(len(spans), 256): random numbers between each two ends, which are among them."""
+    generator = torch.Generator().manual_seed(_RNG_SEED)
+    rows = []
+    for low, high in spans:
+        row = low + (high - low) * torch.rand(GROUP, generator=generator)
+        row[17], row[101] = low, high
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def _outlier() -> Tensor:
+    groups = _groups(*[(-1.0, 1.0)] * 4)
+    groups[2, 40] = 50.0
+    return groups
+
+
+_QUANTIZED: dict[str, tuple[Callable[[], Tensor], int]] = {
+    "2 groups, 0, 1, … 255 and its tenths": (
+        lambda: torch.stack([torch.arange(256.0), torch.arange(256.0) / 10]),
+        255,
+    ),
+    "a group of numbers from -1.3 to 2.9": (lambda: _groups((-1.3, 2.9)), 255),
+    "a group of numbers from -0.1 to 2.9": (lambda: _groups((-0.1, 2.9)), 255),
+    "a group of numbers from 100.3 to 100.4": (lambda: _groups((100.3, 100.4)), 255),
+    "a group of zeros": (lambda: torch.zeros(1, GROUP), 255),
+    "4 groups from -1 to 1, one with an outlier of 50": (_outlier, 255),
+    "2 groups, from -1 to 1 and from 0 to 0.001": (lambda: _groups((-1, 1), (0, 1e-3)), 255),
+    "a group of numbers from -1.3 to 2.9, at 15 levels,": (lambda: _groups((-1.3, 2.9)), 15),
+}
+
+
+def _check_quantize(answer: Quantize) -> str:
+    found = {}
+    for name, (make, levels) in _QUANTIZED.items():
+        case = f"quantize of {name}"
+        groups = make()
+        given = groups.clone()
+        handed: list[Tensor] = []
+        found[name] = _as_kept(case, answer(groups, levels, _noting(handed)), len(groups))
+        require(torch.equal(groups, given), f"{case} has changed the numbers that it was given.")
+        require(
+            all(bool(steps.isfinite().all()) for steps in handed),
+            f"{case} hands round numbers that are not finite.",
+        )
+        _require_half_a_step(case, found[name], given, levels)
+        largest = int(found[name][0].max())
+        require(
+            largest <= levels,
+            f"{case} gave codes up to {largest}; wanted {levels} at most.",
+        )
+    groups = _groups((-1.3, 2.9))
+    down, _, _ = answer(groups, 255, torch.floor)
+    nearest, _, _ = found["a group of numbers from -1.3 to 2.9"]
+    same = int((down == nearest).sum())
+    require(
+        same < GROUP,
+        "quantize with round=torch.floor gives the same codes as with torch.round: it does not "
+        "use the round that it is handed.",
+    )
+    kept = found["4 groups from -1 to 1, one with an outlier of 50"]
+    held = sum({t.untyped_storage(): t.untyped_storage().nbytes() for t in kept}.values())
+    wanted = 4 * GROUP + 4 * 4
+    require(
+        held == wanted,
+        f"quantize of 4 groups holds {held:,} bytes; wanted {wanted:,}: a byte a number, and 4 a "
+        f"group.",
+    )
+    return (
+        f"{len(_QUANTIZED)} tensors: no number more than half a step off, an outlier costs its own "
+        f"group alone · {held:,} bytes for 4 × 256 numbers"
+    )
+
+
+def _noting(handed: list[Tensor]) -> Round:
+    """torch.round, and what it was handed."""
+
+    def round(steps: Tensor) -> Tensor:
+        handed.append(steps.clone())
+        return torch.round(steps)
+
+    return round
+
+
+def _as_kept(case: str, kept: Any, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = {
+        "codes": (torch.uint8, (groups, GROUP)),
+        "smallest": (torch.bfloat16, (groups, 1)),
+        "step": (torch.bfloat16, (groups, 1)),
+    }
+    is_three = isinstance(kept, (tuple, list)) and len(kept) == 3
+    require(
+        is_three and all(isinstance(part, Tensor) for part in kept),
+        f"{case} gave {_briefly(kept)}; wanted three tensors: codes, smallest, step."
+        f"{' Is there a return?' if kept is None else ''}",
+    )
+    for (name, (dtype, shape)), part in zip(wanted.items(), kept, strict=True):
+        require(
+            part.dtype == dtype and tuple(part.shape) == shape,
+            f"{case} gave {name} of {_kind(part)}; wanted {_dtype(dtype)} {shape}.",
+        )
+    return tuple(kept)
+
+
+def _require_half_a_step(
+    case: str, kept: tuple[Tensor, Tensor, Tensor], numbers: Tensor, levels: int
+) -> None:
+    low, high = numbers.aminmax(dim=1, keepdim=True)
+    step = as_bfloat16((high - as_bfloat16(low, -math.inf).float()) / levels, math.inf).float()
+    off = (dequantize(*kept) - numbers).abs()  # (groups, 256)
+    bad = ~(off <= step / 2 * (1 + 1e-5) + 1e-6 * numbers.abs())  # NaN is bad, too
+    if not bad.any():
+        return
+    group, place = (int(n) for n in bad.nonzero()[0])
+    back = dequantize(*kept)[group, place].item()
+    raise Wrong(
+        f"{case}: {int(bad.sum())} of {numbers.numel()} numbers come back more than half a step "
+        f"off, the first {numbers[group, place].item():.4g} as {back:.4g}; a step of its group is "
+        f"{step[group].item():.2g}."
+    )
+
+
+def _briefly(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {_kind(value)}"
+    if isinstance(value, (tuple, list)):
+        return f"{len(value)} values"
+    return repr(value)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{_dtype(tensor.dtype)} {tuple(tensor.shape)}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cut_off(steps: Tensor, levels: int, round: Round) -> Tensor:
+    """As `astype` does."""
+    return steps.clamp(0, levels).to(torch.uint8)
+
+
+def _unclamped(steps: Tensor, levels: int, round: Round) -> Tensor:
+    return round(steps).to(torch.int32).to(torch.uint8)
+
+
+def _always_nearest(steps: Tensor, levels: int, round: Round) -> Tensor:
+    return _rounded_codes(steps, levels, torch.round)
+
+
+def _as_floats(steps: Tensor, levels: int, round: Round) -> Tensor:
+    return round(steps).clamp(0, levels)
+
+
+def _always_eight_bits(steps: Tensor, levels: int, round: Round) -> Tensor:
+    return _rounded_codes(steps, 255, round)
+
+
+_QUANTIZE = Exercise(
+    id="7.1",
+    title="Numbers on even steps, group by group",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "A group's smallest and largest number: groups.aminmax(dim=1, keepdim=True). How large is "
+        "a step if `levels` of them lead from one to the other? And how many steps above the "
+        "smallest does a number lie?",
+        "Round the smallest down and the step up, as_bfloat16(…, -inf) and as_bfloat16(…, inf), "
+        "and reckon with what came out, in float32: the step from high - smallest.float(), the "
+        "codes from (groups - smallest.float()) / step.float(). A group of equal numbers can have "
+        "a step of 0: divide by 1 there.",
+        "low, high = groups.aminmax(dim=1, keepdim=True); smallest = as_bfloat16(low, -inf); "
+        "step = as_bfloat16((high - smallest.float()) / levels, inf); steps = (groups - "
+        "smallest.float()) / torch.where(step == 0, 1, step.float()); return "
+        "round(steps).clamp(0, levels).to(torch.uint8), smallest, step.",
+    ),
+    reference=quantize,
+    check=_check_quantize,
+    wrong_answers=(
+        WrongAnswer(
+            _quantize_but(scope="tensor"),
+            "One scale for all: an outlier makes the steps of every group coarse, not only of its "
+            "own.",
+        ),
+        WrongAnswer(
+            _quantize_but(scope="tensor", is_symmetric=True),
+            "This is the guide's `tensor / scale`: one scale for all, and from -largest to "
+            "largest.",
+        ),
+        WrongAnswer(
+            _quantize_but(is_symmetric=True),
+            "Steps from -largest to largest: where a group is not centred on zero, codes are "
+            "wasted. Begin at its smallest number.",
+        ),
+        WrongAnswer(
+            _quantize_but(_cut_off),
+            ".to(torch.uint8) alone cuts the fraction off: an error of up to a whole step, always "
+            "downwards. Round first.",
+        ),
+        WrongAnswer(
+            _quantize_but(_always_nearest), "Use `round` where you round: 7.2 hands in another."
+        ),
+        WrongAnswer(
+            _quantize_but(ends="nearest"),
+            "Rounded to the nearest bfloat16, smallest can lie above the numbers and the last step "
+            "below: as_bfloat16 down for the one, up for the other.",
+        ),
+        WrongAnswer(
+            _quantize_but(reckoned_from="the exact"),
+            "The codes are reckoned from a smallest and a step that are not the ones kept: take "
+            "the rounded ones, dequantize has no others.",
+        ),
+        WrongAnswer(
+            _quantize_but(_unclamped, span=lambda levels: levels + 1),
+            "256 codes have 255 steps between them: divide the range by levels.",
+        ),
+        WrongAnswer(
+            _quantize_but(divisor=lambda step: step),
+            "A group of equal numbers: 0 / 0. Where the step is 0, divide by 1.",
+        ),
+        WrongAnswer(
+            _quantize_but(_always_eight_bits, span=lambda levels: 255),
+            "255 is not always the number of steps: use `levels`.",
+        ),
+        WrongAnswer(
+            _quantize_but(kept=torch.float32),
+            "Two float32 a group are 8 bytes; in bfloat16 they are 4.",
+        ),
+        WrongAnswer(_quantize_but(_as_floats), "Codes in float32 save nothing: .to(torch.uint8)."),
+        WrongAnswer(
+            _quantize_but(in_place=True),
+            "The forward pass still needs its numbers: sub_ and div_ write into them.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 7.2: rounding at random
+
+RoundAtRandom = Callable[[Tensor, torch.Generator], Tensor]
+DRAWS = 16_384
+CLOSE = 0.02  # five standard deviations of the mean of so many draws, at a fraction of a half
+
+
+def round_at_random(steps: Tensor, generator: torch.Generator) -> Tensor:
+    """Up with a probability equal to the fraction."""
+    down = steps.floor()
+    return down + (torch.rand(steps.shape, generator=generator) < steps - down)
+
+
+def _check_round_at_random(answer: RoundAtRandom) -> str:
+    case = "round_at_random"
+    means = {number: _mean(case, answer, number) for number in (3.0, 2.25, 2.5, 2.9, 0.1)}
+    calls = [answer(torch.full((DRAWS,), 2.5), _seeded(seed)) for seed in range(8)]
+    found = sorted({n for rounded in calls for n in rounded.tolist()})
+    require(
+        len(found) == 1 or max(len(set(rounded.tolist())) for rounded in calls) > 1,
+        f"{case} of {DRAWS:,} times 2.5 gave one number for all of them, in one call {found[0]:g} "
+        f"and in the next {found[-1]:g}.",
+    )
+    off = {number: mean for number, mean in means.items() if abs(mean - number) >= CLOSE}
+    require(
+        not off,
+        f"{case} of {DRAWS:,} times {_listed(off)} has a mean of about "
+        f"{_listed(f'{mean:.1f}' for mean in off.values())}; wanted the number itself.",
+    )
+    steps = torch.linspace(0, 255, 1021).view(1, -1)
+    generator = _seeded(2)
+    first, second = answer(steps, generator), answer(steps, generator)
+    require(
+        first.shape == steps.shape,
+        f"{case} of a tensor (1, 1021) gives another shape, {tuple(first.shape)}.",
+    )
+    require(
+        not torch.equal(first, second),
+        f"{case} called twice rounds alike both times; wanted `generator` to go on.",
+    )
+    require(
+        torch.equal(first, answer(steps, _seeded(2))),
+        f"{case} with the same seed of `generator` rounds otherwise the second time.",
+    )
+    return (
+        f"means of {DRAWS:,} draws are right to {CLOSE} · whole numbers stay · nobody else's "
+        f"random numbers drawn"
+    )
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _mean(case: str, answer: RoundAtRandom, number: float) -> float:
+    """Of many roundings of a number, all of them to one of its two neighbours."""
+    steps = torch.full((DRAWS,), number)
+    before = torch.get_rng_state()
+    rounded = answer(steps, _seeded(1))
+    require(
+        isinstance(rounded, Tensor) and rounded.shape == steps.shape,
+        f"{case} gave {_briefly(rounded)}; wanted a tensor {tuple(steps.shape)}."
+        f"{' Is there a return?' if rounded is None else ''}",
+    )
+    require(
+        bool((steps == number).all()),
+        f"{case} has changed the numbers that it was given.",
+    )
+    require(
+        torch.equal(torch.get_rng_state(), before),
+        f"{case} has drawn from torch's own random numbers; wanted it to draw from `generator` "
+        f"alone.",
+    )
+    found, neighbours = rounded.unique().tolist(), sorted({math.floor(number), math.ceil(number)})
+    gave = _listed(f"{n:g}" for n in found) if len(found) < 4 else "numbers between"
+    require(
+        set(found) <= set(neighbours),
+        f"{case} of {number} gave {gave}; wanted {' or '.join(map(str, neighbours))} alone.",
+    )
+    return rounded.mean().item()
+
+
+def _inverted(steps: Tensor, generator: torch.Generator) -> Tensor:
+    down = steps.floor()
+    is_up = (torch.rand(steps.shape, generator=generator) > steps - down) & (steps > down)
+    return down + is_up
+
+
+def _even_odds(steps: Tensor, generator: torch.Generator) -> Tensor:
+    down = steps.floor()
+    is_up = (torch.rand(steps.shape, generator=generator) < 0.5) & (steps > down)
+    return down + is_up
+
+
+def _one_draw(steps: Tensor, generator: torch.Generator) -> Tensor:
+    down = steps.floor()
+    return down + (torch.rand((), generator=generator) < steps - down)
+
+
+def _users_stream(steps: Tensor, generator: torch.Generator) -> Tensor:
+    down = steps.floor()
+    return down + (torch.rand(steps.shape) < steps - down)
+
+
+def _seeded_anew(steps: Tensor, generator: torch.Generator) -> Tensor:
+    return round_at_random(steps, torch.Generator().manual_seed(0))
+
+
+def _down(steps: Tensor, generator: torch.Generator) -> Tensor:
+    return steps.floor()
+
+
+def _nearest(steps: Tensor, generator: torch.Generator) -> Tensor:
+    return steps.round()
+
+
+def _noise_then_floor(steps: Tensor, generator: torch.Generator) -> Tensor:
+    return (steps + torch.rand(steps.shape, generator=generator) - 0.5).floor()
+
+
+def _noise_then_nearest(steps: Tensor, generator: torch.Generator) -> Tensor:
+    return (steps + torch.rand(steps.shape, generator=generator)).round()
+
+
+def _not_rounded(steps: Tensor, generator: torch.Generator) -> Tensor:
+    return steps + torch.rand(steps.shape, generator=generator) - 0.5
+
+
+def _round_in_place(steps: Tensor, generator: torch.Generator) -> Tensor:
+    return steps.copy_(round_at_random(steps, generator))
+
+
+_ROUND_AT_RANDOM = Exercise(
+    id="7.2",
+    title="Round at random, right in the mean",
+    minutes=8,
+    difficulty=2,
+    hints=(
+        "Between floor and ceil, 2.25 has gone a quarter of the way. In how many of all cases must "
+        "it come out as 3, so that the mean is 2.25?",
+        "torch.rand(steps.shape, generator=generator) gives a number from 0 to 1 for each: below a "
+        "fraction f it is with probability f. steps - steps.floor() is the fraction.",
+        "down = steps.floor(); return down + (torch.rand(steps.shape, generator=generator) < "
+        "steps - down).",
+    ),
+    reference=round_at_random,
+    check=_check_round_at_random,
+    wrong_answers=(
+        WrongAnswer(
+            _nearest, "This is the nearest: 2.25 becomes 2 every time, and its mean is not 2.25."
+        ),
+        WrongAnswer(_down, "Always down: the fraction is lost, and all means are too small."),
+        WrongAnswer(
+            _inverted, "The odds are the wrong way round: the larger the fraction, the oftener up."
+        ),
+        WrongAnswer(_even_odds, "Half up, half down is right for a fraction of a half alone."),
+        WrongAnswer(
+            _one_draw,
+            "One draw for all: each number needs its own, or all errors go the same way and none "
+            "cancel.",
+        ),
+        WrongAnswer(
+            _users_stream,
+            "torch.rand without generator= draws from the user's stream: dropout after it would "
+            "draw others.",
+        ),
+        WrongAnswer(
+            _seeded_anew,
+            "A generator seeded anew in each call errs the same way in each call, and over many "
+            "steps nothing cancels.",
+        ),
+        WrongAnswer(
+            _noise_then_floor,
+            "Noise of -½ to ½ belongs before round(); before floor() it is 0 to 1.",
+        ),
+        WrongAnswer(
+            _noise_then_nearest,
+            "Noise of 0 to 1 belongs before floor(); before round() it is -½ to ½.",
+        ),
+        WrongAnswer(_not_rounded, "Noise alone rounds nothing: codes are whole numbers."),
+        WrongAnswer(
+            _round_in_place, "It writes into the steps of whoever called it: make a new tensor."
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 7.3: bits in bytes
+
+Pack = Callable[[Tensor, int], Tensor]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes (n,) side by side in ⌈n·bits/8⌉ bytes, the first in the lowest bits."""
+    return _pack_but(codes, bits)
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The lesson's: `count` codes again, uint8."""
+    per_byte = 8 // bits
+    codes = torch.empty(count, dtype=torch.uint8, device=packed.device)
+    for place in range(per_byte):
+        part = codes[place::per_byte]
+        part.copy_((packed[: len(part)] >> place * bits) & (2**bits - 1))
+    return codes
+
+
+def _pack_but(
+    codes: Tensor,
+    bits: int,
+    *,
+    spare: int = 0,
+    place_of: Callable[[int, int], int] = lambda place, per_byte: place,
+    size: Callable[[int, int], int] = lambda count, per_byte: -(-count // per_byte),
+    dtype: torch.dtype = torch.uint8,
+) -> Tensor:
+    per_byte = 8 // bits
+    packed = torch.zeros(size(len(codes), per_byte) + spare, dtype=dtype, device=codes.device)
+    for place in range(per_byte):
+        part = codes[place::per_byte][: len(packed)]
+        packed[: len(part)] |= part.to(dtype) << place_of(place, per_byte) * bits
+    return packed
+
+
+def _check_pack(answer: Pack) -> str:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(count: int, bits: int) -> list[int]:
+        return torch.randint(2**bits, (count,), generator=generator).tolist()
+
+    cases = [([1, 2], 4), ([3, 0, 2, 1], 2), ([15, 15, 15, 15], 4), ([1, 2, 3], 4)]
+    cases += [([3, 3, 3, 3, 3], 2), ([200, 7, 255], 8)]
+    cases += [(random(count, bits), bits) for bits in (8, 4, 2) for count in (512, 1001)]
+    for numbers, bits in cases:
+        shown = numbers if len(numbers) < 8 else f"{len(numbers):,} codes"
+        case = f"pack({shown}, {bits})"
+        longer = torch.tensor([*numbers, *[0] * (-len(numbers) % GROUP)], dtype=torch.uint8)
+        codes = longer[: len(numbers)]
+        packed = answer(codes, bits)
+        _require_packed(case, packed, bits, len(numbers))
+        require(codes.tolist() == numbers, f"{case} has changed the codes that it was given.")
+        got = unpack(packed, bits, len(numbers)).tolist()
+        off = [n for n, (a, b) in enumerate(zip(got, numbers, strict=True)) if a != b]
+        require(
+            not off,
+            f"{case} comes back with {len(off):,} of {len(numbers):,} codes changed, the first at "
+            f"place {off[:1]}; its bytes begin {[f'{b:08b}' for b in packed[:2].tolist()]}.",
+        )
+        held = packed.untyped_storage().nbytes()
+        require(
+            held == len(packed),
+            f"{case} gave {len(packed):,} bytes of a storage of {held:,}, which stays with them.",
+        )
+    return f"{len(cases)} rows of codes come back · ⌈n·bits/8⌉ bytes, none beside them"
+
+
+def _require_packed(case: str, packed: Any, bits: int, count: int) -> None:
+    wanted = -(-count * bits // 8)
+    require(
+        isinstance(packed, Tensor),
+        f"{case} gave {_briefly(packed)}; wanted a tensor uint8 ({wanted},)."
+        f"{' Is there a return?' if packed is None else ''}",
+    )
+    require(
+        packed.dtype == torch.uint8 and tuple(packed.shape) == (wanted,),
+        f"{case} gave {_kind(packed)}; wanted uint8 ({wanted},).",
+    )
+
+
+def _pack_in_a_row(codes: Tensor, bits: int) -> Tensor:
+    """The first half of the codes in the low bits, the second half in the high ones."""
+    per_byte = 8 // bits
+    size = -(-len(codes) // per_byte)
+    packed = torch.zeros(size, dtype=torch.uint8)
+    for place in range(per_byte):
+        part = codes[place * size : (place + 1) * size]
+        packed[: len(part)] |= part << place * bits
+    return packed
+
+
+def _pack_in_place(codes: Tensor, bits: int) -> Tensor:
+    per_byte = 8 // bits
+    for place in range(1, per_byte):
+        part = codes[place::per_byte]
+        codes[::per_byte][: len(part)] |= part << place * bits
+    return codes[::per_byte].clone()
+
+
+def _as_it_is(codes: Tensor, bits: int) -> Tensor:
+    return codes if bits == 8 else pack(codes, bits)
+
+
+def _strided(codes: Tensor, bits: int) -> Tensor:
+    return codes.clone()
+
+
+_PACK = Exercise(
+    id="7.3",
+    title="Two codes a byte, or four",
+    minutes=8,
+    difficulty=2,
+    hints=(
+        "codes[0::2] are the first codes of all bytes, codes[1::2] the second ones. Which of them "
+        "must move, and by how many bits?",
+        "part << k moves a byte's bits up by k, a |= b puts both together. Begin with zeros of "
+        "⌈n / per_byte⌉ bytes. The last byte may have fewer codes: codes[place::per_byte] is then "
+        "one shorter than the zeros.",
+        "per_byte = 8 // bits; packed = torch.zeros(-(-len(codes) // per_byte), "
+        "dtype=torch.uint8); for place in range(per_byte): part = codes[place::per_byte]; "
+        "packed[:len(part)] |= part << place * bits; return packed.",
+    ),
+    reference=pack,
+    check=_check_pack,
+    wrong_answers=(
+        WrongAnswer(_strided, "A byte for each code: nothing is packed, and nothing saved."),
+        WrongAnswer(
+            partial(_pack_but, place_of=lambda place, per_byte: per_byte - 1 - place),
+            "The first code belongs into the lowest bits; here it is in the highest.",
+        ),
+        WrongAnswer(
+            partial(_pack_but, place_of=lambda place, per_byte: 0),
+            "All codes of a byte lie on top of each other: shift them by place * bits.",
+        ),
+        WrongAnswer(
+            partial(_pack_but, size=lambda count, per_byte: count // per_byte),
+            "The last codes are lost where they do not fill a byte: round the number of bytes up.",
+        ),
+        WrongAnswer(
+            _pack_in_a_row,
+            "Neighbours share a byte: codes[place::per_byte], not one part of the row after the "
+            "other.",
+        ),
+        WrongAnswer(
+            partial(_pack_but, dtype=torch.int32), "Four bytes for what fits into one: torch.uint8."
+        ),
+        WrongAnswer(
+            _as_it_is,
+            "At 8 bits the codes are a view of a longer tensor, and a view keeps all of it alive: "
+            "make a new one.",
+        ),
+        WrongAnswer(_pack_in_place, "The codes are the caller's: |= writes into them."),
+    ),
+)
+
+# ------------------------------------------------------------------ 7.4: what is there to gain
+
+BytesKept = Callable[[Sequence[Tensor], Iterable[Tensor], int], tuple[int, int]]
+
+
+def bytes_kept(saved: Sequence[Tensor], weights: Iterable[Tensor], bits: int) -> tuple[int, int]:
+    """Bytes that wait for backward as they are, and in so many bits."""
+    return _bytes_kept_but()(saved, weights, bits)
+
+
+def _in_bits(count: int, bits: int) -> int:
+    return -(-count * bits // 8) + 4 * -(-count // GROUP)
+
+
+def _bytes_kept_but(
+    *,
+    key: Callable[[Tensor], Any] = lambda t: t.untyped_storage(),
+    counts_weights: bool = False,
+    eligible: Callable[[Tensor, int], bool] = lambda t, n: t.requires_grad and n >= GROUP,
+    numbers: Callable[[Tensor], int] = lambda t: t.untyped_storage().nbytes() // t.itemsize,
+    encoded: Callable[[int, int], int] = _in_bits,
+    left_alone: bool = True,
+) -> BytesKept:
+    def kept(saved: Sequence[Tensor], weights: Iterable[Tensor], bits: int) -> tuple[int, int]:
+        seen = set() if counts_weights else {key(weight) for weight in weights}
+        before = after = 0
+        for tensor in saved:
+            if key(tensor) in seen:
+                continue
+            seen.add(key(tensor))
+            count = numbers(tensor)
+            is_eligible = eligible(tensor, count)
+            if left_alone or is_eligible:
+                before += count * tensor.itemsize
+                after += encoded(count, bits) if is_eligible else count * tensor.itemsize
+        return before, after
+
+    return kept
+
+
+class _Saved(NamedTuple):
+    """What a case has: tensors that autograd handed over, and the weights."""
+
+    tensors: list[Tensor]
+    weights: list[Tensor]
+
+
+def _made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As an operator makes it: it has a gradient, and is no leaf."""
+    return torch.zeros(shape, dtype=dtype, requires_grad=True) + 0
+
+
+def _saved_cases() -> dict[str, _Saved]:
+    h, weight = _made(40, 64), torch.zeros(64, 64, requires_grad=True)
+    first, second = h.chunk(2, dim=-1)
+    return {
+        "a tensor (40, 64)": _Saved([h], []),
+        "a tensor (7, 41)": _Saved([_made(7, 41)], []),
+        "a tensor (40, 64) twice": _Saved([h, h], []),
+        "a tensor (40, 64) and its transpose": _Saved([h, h.T], []),
+        "the two halves of a tensor (40, 64), with no other view of it,": _Saved(
+            [first, second], []
+        ),
+        "a tensor in bfloat16": _Saved([_made(40, 64, dtype=torch.bfloat16)], []),
+        "a tensor, and a weight's transpose": _Saved([h, weight.T], [weight]),
+        "tensors (40, 64) and (40, 1), and int64 (512,)": _Saved(
+            [h, _made(40, 1), torch.zeros(512, dtype=torch.int64)], []
+        ),
+        "a tensor (40, 64), and a float32 (512,) without a gradient": _Saved(
+            [h, torch.zeros(512)], []
+        ),
+    }
+
+
+def _check_bytes_kept(answer: BytesKept) -> str:
+    cases = _saved_cases()
+    for name, (tensors, weights) in cases.items():
+        for bits in (8, 2):
+            case = f"bytes_kept of {name} at {bits} bits"
+            equal(case, answer(tensors, iter(weights), bits), bytes_kept(tensors, weights, bits))
+    block, x = _Gated(), _input()
+    with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        seen: list[Tensor] = []
+        block(x)
+    weights = list(block.parameters())
+    before, after = bytes_kept(seen, weights, 8)
+    case = f"bytes_kept of {len(seen)} tensors of a layer with index, mask and halves, at 8 bits"
+    equal(case, answer(seen, block.parameters(), 8), (before, after))
+    return f"{2 * len(cases) + 1} cases · of the last {before:,} bytes {after:,} are left"
+
+
+_BYTES_KEPT = Exercise(
+    id="7.4",
+    title="What waits for backward, and what of it can shrink",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Two tensors that share a storage are one piece of memory. Which have you seen already, "
+        "and which belong to the weights?",
+        "Keep a set of storages, and begin it with those of the weights: tensor.untyped_storage(). "
+        "A storage has storage.nbytes() // tensor.itemsize numbers. One that is eligible takes "
+        "⌈n·bits/8⌉ + 4·⌈n/256⌉ bytes, any other what it took before.",
+        "seen = {w.untyped_storage() for w in weights}; for tensor in saved: storage = "
+        "tensor.untyped_storage(); if it is in seen: continue; add it; n = storage.nbytes() // "
+        "tensor.itemsize; before += storage.nbytes(); after += -(-n * bits // 8) + 4 * -(-n // "
+        "256) if tensor.requires_grad and n >= 256 else storage.nbytes().",
+    ),
+    reference=bytes_kept,
+    check=_check_bytes_kept,
+    wrong_answers=(
+        WrongAnswer(
+            _bytes_kept_but(key=id),
+            "A sum over tensors: one storage is saved by several operators, and is one piece of "
+            "memory.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(key=Tensor.data_ptr, numbers=Tensor.numel),
+            "data_ptr() is where a view begins: two views of one storage begin at two places, and "
+            "a view can be smaller than what it keeps.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(numbers=Tensor.numel),
+            "A view keeps its whole storage alive, however few of its numbers it shows.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(counts_weights=True),
+            "Weights are there anyway: that autograd keeps them, too, takes nothing.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(eligible=lambda t, n: True),
+            "Not everything can shrink: what has no gradient and what is small stays as it is.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(eligible=lambda t, n: t.requires_grad),
+            "Small storages stay as they are: fewer than 256 numbers.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(eligible=lambda t, n: n >= GROUP),
+            "What has no gradient stays as it is: indices, masks, tables.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(eligible=lambda t, n: t.is_floating_point() and n >= GROUP),
+            "Not every float has a gradient: requires_grad says it.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(encoded=lambda n, bits: -(-n * bits // 8)),
+            "Each group has a smallest and a step besides: 4 bytes.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(encoded=lambda n, bits: n * bits // 8 + 4 * (n // GROUP)),
+            "The last group may be short, and the last byte not full: round both up.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(encoded=lambda n, bits: n + 4 * -(-n // GROUP)),
+            "A byte a number is right at 8 bits alone: ⌈n · bits / 8⌉.",
+        ),
+        WrongAnswer(
+            _bytes_kept_but(left_alone=False),
+            "What is left alone waits for backward as well: it counts in both sums.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 7.5: the hooks
+
+Compress = Callable[[Tensor], Any]
+Decompress = Callable[[Any], Tensor]
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+MakeHooks = Callable[[Iterable[Tensor], Compress, Decompress], Hooks]
+ROWS, WIDTH = 600, 16
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The lesson's: all numbers of a tensor's storage, flat and without a graph."""
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((count,), (1,), 0)
+
+
+class Compressed(NamedTuple):
+    """What the lesson's `compress` makes of numbers (n,)."""
+
+    packed: Tensor
+    smallest: Tensor
+    step: Tensor
+    bits: int
+    count: int
+    dtype: torch.dtype
+
+
+def in_groups(numbers: Tensor) -> Tensor:
+    """The lesson's: (groups, 256), the last number repeated to fill the last group."""
+    missing = -len(numbers) % GROUP
+    return torch.cat([numbers, numbers[-1:].expand(missing)]).view(-1, GROUP)
+
+
+def compress(numbers: Tensor, bits: int = 8, round: Round = torch.round) -> Compressed:
+    codes, smallest, step = quantize(in_groups(numbers.float()), 2**bits - 1, round)
+    packed = pack(codes.view(-1)[: len(numbers)], bits)
+    return Compressed(packed, smallest, step, bits, len(numbers), numbers.dtype)
+
+
+def decompress(kept: Compressed) -> Tensor:
+    codes = in_groups(unpack(kept.packed, kept.bits, kept.count))
+    numbers = dequantize(codes, kept.smallest, kept.step)
+    return numbers.view(-1)[: kept.count].to(kept.dtype)
+
+
+class _Gated(nn.Module):
+    """Halves of one tensor, a table of rows, a mask, and one number a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
+        self.frozen = nn.Linear(WIDTH, 2 * WIDTH, bias=False).requires_grad_(False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.register_buffer("rows", torch.arange(512).flip(0) * 599 // 511)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.up(x).chunk(2, dim=-1)  # two views of one storage
+        picked = (first.sigmoid() * second)[self.rows] * self.scale
+        wide = self.frozen(picked).tanh()
+        gate = wide[:8, :1].exp().repeat(64, 1)
+        return self.down(torch.where(wide > 0.01, wide * gate, wide))
+
+
+def _input() -> Tensor:
+    """Data, without a gradient."""
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+class _Run(NamedTuple):
+    gradients: list[Tensor]
+    asked: Counter[str]  # what was compressed, in words
+    held: int  # bytes, between forward and backward
+
+
+def _hooks_of(answer: MakeHooks, weights: Iterable[Tensor], *both: Any) -> Hooks:
+    made = answer(weights, *both)
+    require(
+        isinstance(made, (tuple, list)) and len(made) == 2 and all(map(callable, made)),
+        f"hooks(weights, compress, decompress) gave {_briefly(made)}; wanted two functions, pack "
+        f"and unpack.{' Is there a return?' if made is None else ''}",
+    )
+    return made[0], made[1]
+
+
+def _run_with(answer: MakeHooks | None, compress: Compress, decompress: Decompress) -> _Run:
+    """Forward once, backward twice."""
+    layer, x, asked = _Gated(), _input(), Counter[str]()
+    kept: list[Tensor] = []
+
+    def compress_and_note(numbers: Tensor) -> Any:
+        asked[_kind(numbers)] += 1
+        return compress(numbers)
+
+    def forward() -> None:
+        if answer is None:
+            kept.append(layer(x))
+            return
+        hooks = _hooks_of(answer, layer.parameters(), compress_and_note, decompress)
+        with saved_tensors_hooks(*hooks):
+            kept.append(layer(x))
+
+    trace = measure(forward, model=layer)
+    held = sum(e.bytes for e in trace.events if e.phase != "before") - kept[0].nbytes
+    gradients: list[Tensor] = []
+    for _ in range(2):
+        learnt = [weight for weight in layer.parameters() if weight.requires_grad]
+        gradients += torch.autograd.grad(kept[0].square().sum(), learnt, retain_graph=True)
+    return _Run(gradients, asked, held)
+
+
+def _exactly(numbers: Tensor) -> Tensor:
+    return numbers.clone()
+
+
+def _itself(kept: Tensor) -> Tensor:
+    return kept
+
+
+def _saved_by_plain() -> list[Tensor]:
+    seen: list[Tensor] = []
+    layer = _Gated()
+    with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        layer(_input())
+    weights = {weight.untyped_storage() for weight in layer.parameters()}
+    return [t for t in seen if t.untyped_storage() not in weights]
+
+
+def _check_hooks(answer: MakeHooks) -> str:
+    case = "hooks around a layer with index, mask and halves"
+    _require_nobody_elses(answer)
+    plain, exact = _run_with(None, _exactly, _itself), _run_with(answer, _exactly, _itself)
+    wanted = _run_with(hooks, _exactly, _itself)
+    require(
+        bool(exact.asked) and exact.asked == wanted.asked,
+        f"{case} compressed {_in_words(exact.asked)}; wanted {_in_words(wanted.asked)}.",
+    )
+    far = max((a - b).abs().max().item() for a, b in zip(exact[0], plain[0], strict=True))
+    require(
+        far == 0,
+        f"{case}, with a compress that keeps every digit: gradients are up to {far:.1e} off those "
+        f"of the plain layer.",
+    )
+    coarse, allowed, left = _run_with(answer, compress, decompress), _allowed(), _left(answer)
+    require(
+        coarse.held == allowed,
+        f"{case} holds {coarse.held:,} bytes between forward and backward; wanted {allowed:,}, of "
+        f"the {plain.held:,} without them. When the output is dropped, {left:,} bytes stay.",
+    )
+    off = _relative(coarse.gradients, plain.gradients)
+    require(
+        0 < off < 0.02,
+        f"{case}: gradients are {off:.1%} off those of the plain layer; at 8 bits about 1 % is to "
+        f"be expected, and more than nothing.",
+    )
+    require(
+        left == 0,
+        f"{case} leave {left:,} bytes behind when the output is dropped; wanted none.",
+    )
+    return (
+        f"exact where compress is exact · {plain.held:,} bytes held without, {coarse.held:,} with "
+        f"8 bits · each storage compressed once"
+    )
+
+
+def _allowed() -> int:
+    """Bytes of each storage once, but for x, rows, which are there anyway: by the formula."""
+    x, rows = _input().nbytes, 512 * 8
+    before, after = bytes_kept(_saved_by_plain(), [], 8)
+    assert before > x + rows
+    return after - x - rows
+
+
+def _relative(gradients: list[Tensor], exact: list[Tensor]) -> float:
+    """The error's length by the gradient's."""
+    pairs = list(zip(gradients, exact, strict=True))
+    error = sum((a - b).square().sum().item() for a, b in pairs)
+    return (error / sum(b.square().sum().item() for _, b in pairs)) ** 0.5
+
+
+def _in_words(asked: Counter[str]) -> str:
+    each = [f"{kind}{f' {n} times' if n > 1 else ''}" for kind, n in sorted(asked.items())]
+    return ", ".join(each) or "nothing"
+
+
+def _require_nobody_elses(answer: MakeHooks) -> None:
+    """Two tensors, the second at the address of the first, which has died."""
+    place = torch.zeros(512).numpy()
+    pack, unpack = _hooks_of(answer, [], _exactly, _itself)
+    first = torch.from_numpy(place).requires_grad_()
+    kept = pack(first)
+    del first
+    place += 1
+    second = torch.from_numpy(place).requires_grad_()
+    got = unpack(pack(second))
+    require(
+        torch.equal(got, second),
+        "hooks: a tensor died, another took its address, and comes back with the first one's "
+        "numbers.",
+    )
+    del kept
+
+
+def _left(answer: MakeHooks) -> int:
+    """Bytes alive when the output was dropped, with the hooks still there."""
+    layer, x = _Gated(), _input()
+    both: list[Hooks] = []
+
+    def there_and_gone() -> None:
+        both.append(_hooks_of(answer, layer.parameters(), compress, decompress))
+        with saved_tensors_hooks(*both[0]):
+            layer(x)
+
+    trace = measure(there_and_gone, model=layer)
+    return sum(e.bytes for e in trace.events if e.phase != "before")
+
+
+def hooks(weights: Iterable[Tensor], compress: Compress, decompress: Decompress) -> Hooks:
+    """Pack and unpack: what has a gradient and is no weight is compressed, each storage once."""
+    return _hooks_but()(weights, compress, decompress)
+
+
+def _by_storage(tensor: Tensor) -> Any:
+    return tensor.untyped_storage()
+
+
+def _hooks_but(
+    *,
+    is_left_alone: Callable[[Tensor], bool] = lambda t: (
+        not t.requires_grad or len(whole(t)) < GROUP
+    ),
+    spares_weights: bool = True,
+    numbers_of: Callable[[Tensor], Tensor] = whole,
+    once: bool = True,
+    known: Callable[[], Any] = weakref.WeakKeyDictionary,
+    key: Callable[[Tensor], Any] = _by_storage,
+    keeps: bool = False,
+    as_left: Callable[[Tensor], Tensor] = Tensor.detach,
+    gives_back: str = "the view",
+) -> MakeHooks:
+    def make(weights: Iterable[Tensor], compress: Compress, decompress: Decompress) -> Hooks:
+        left_alone = {w.untyped_storage() for w in weights} if spares_weights else set()
+        made = known()
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.untyped_storage() in left_alone or is_left_alone(tensor):
+                return as_left(tensor)
+            if not once or key(tensor) not in made:
+                made[key(tensor)] = compress(numbers_of(tensor))
+            view = tensor.size(), tensor.stride(), tensor.storage_offset()
+            return made[key(tensor)], view, tensor.detach() if keeps else None
+
+        def unpack(kept: Any) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            compressed, (size, stride, offset), _ = kept
+            numbers = decompress(compressed)
+            if gives_back == "the first of them":
+                return numbers[: size.numel()].view(size)
+            return numbers.as_strided(size, stride, offset)
+
+        return pack, unpack
+
+    return make
+
+
+def _each_view(weights: Iterable[Tensor], compress: Compress, decompress: Decompress) -> Hooks:
+    """Every tensor by itself."""
+    left_alone = {w.untyped_storage() for w in weights}
+
+    def pack(tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if storage in left_alone or not tensor.requires_grad or tensor.numel() < GROUP:
+            return tensor.detach()
+        return compress(tensor.detach().flatten()), tensor.shape
+
+    def unpack(kept: Any) -> Tensor:
+        return kept if isinstance(kept, Tensor) else decompress(kept[0]).view(kept[1])
+
+    return pack, unpack
+
+
+def _untouched(weights: Iterable[Tensor], compress: Compress, decompress: Decompress) -> Hooks:
+    return _itself, _itself
+
+
+_HOOKS = Exercise(
+    id="7.5",
+    title="The hooks",
+    minutes=18,
+    difficulty=4,
+    hints=(
+        "pack is handed each tensor that is about to be saved, and what it returns is kept. Which "
+        "three kinds does it return as they are? And what must it return of the others, so that "
+        "unpack can make the same view again?",
+        "left_alone = {w.untyped_storage() for w in weights} and known = "
+        "weakref.WeakKeyDictionary() stand outside of pack. In it: if the storage is not in known, "
+        "known[storage] = compress(whole(tensor)). Return known[storage], and the tensor's size(), "
+        "stride() and storage_offset().",
+        "def pack(tensor): storage = tensor.untyped_storage(); if storage in left_alone or not "
+        "tensor.requires_grad or len(whole(tensor)) < 256: return tensor.detach(); if storage not "
+        "in known: "
+        "known[storage] = compress(whole(tensor)); return known[storage], tensor.size(), "
+        "tensor.stride(), tensor.storage_offset(). def unpack(kept): if isinstance(kept, "
+        "torch.Tensor): return kept; compressed, *view = kept; return "
+        "decompress(compressed).as_strided(*view).",
+    ),
+    reference=hooks,
+    check=_check_hooks,
+    wrong_answers=(
+        WrongAnswer(_untouched, "Nothing is compressed: the hooks hand on what they get."),
+        WrongAnswer(
+            _hooks_but(keeps=True),
+            "The original is kept beside its codes: as long as anything refers to it, nothing is "
+            "saved, and the codes come on top.",
+        ),
+        WrongAnswer(
+            _hooks_but(known=dict),
+            "A plain dict keeps its keys, and a storage is the memory itself: "
+            "weakref.WeakKeyDictionary.",
+        ),
+        WrongAnswer(
+            _hooks_but(spares_weights=False),
+            "Weights are compressed: they stay in memory anyway, and their codes come on top.",
+        ),
+        WrongAnswer(
+            _hooks_but(is_left_alone=lambda t: len(whole(t)) < GROUP),
+            "Tensors without a gradient are compressed, too: an index is another row then, and a "
+            "mask another mask.",
+        ),
+        WrongAnswer(
+            _hooks_but(is_left_alone=lambda t: not t.is_floating_point() or len(whole(t)) < GROUP),
+            "Floats without a gradient are compressed: data, tables and the like are held "
+            "elsewhere anyway.",
+        ),
+        WrongAnswer(
+            _hooks_but(is_left_alone=lambda t: not t.requires_grad),
+            "Small tensors are compressed: there is nothing to gain.",
+        ),
+        WrongAnswer(
+            _hooks_but(once=False),
+            "One storage is compressed for each operator that saves it: look whether it is known.",
+        ),
+        WrongAnswer(
+            _each_view,
+            "Each view is compressed by itself: two halves of a storage are one storage, and a "
+            "tensor saved twice is one tensor.",
+        ),
+        WrongAnswer(
+            _hooks_but(known=dict, key=lambda t: t.untyped_storage().data_ptr()),
+            "An address is no name: when a tensor dies the next one gets its place. Ask for the "
+            "storage as an object, by weakref.WeakKeyDictionary.",
+        ),
+        WrongAnswer(
+            _hooks_but(gives_back="the first of them"),
+            "A view begins somewhere in its storage, and has its own strides: as_strided(size, "
+            "stride, offset).",
+        ),
+        WrongAnswer(
+            _hooks_but(as_left=lambda tensor: tensor),
+            "What is left alone is kept with its graph: a result that its own operator saves holds "
+            "the operator, which holds it. Keep it detached.",
+        ),
+    ),
+)
+
+DAY = Day(
+    exercises=(_QUANTIZE, _ROUND_AT_RANDOM, _PACK, _BYTES_KEPT, _HOOKS),
+    bill=Bill("day 7: eight bits tried, and not taken", attention_kept),
+)

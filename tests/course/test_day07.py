@@ -1,0 +1,321 @@
+"""Day 7's checks let right answers of another make pass, and what they want is the meter's."""
+
+import math
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdKeyDictionary
+
+import memlab
+from memlab.checkpointing import checkpoint
+from memlab.compression import compressed_activations
+from memlab.course import days
+from memlab.course.bill import SETTING
+from memlab.course.checks import day07
+from memlab.course.checks.day07 import (
+    as_bfloat16,
+    attention_kept,
+    bytes_kept,
+    compress,
+    decompress,
+    hooks,
+    pack,
+    quantize,
+    round_at_random,
+    unpack,
+    whole,
+)
+from memlab.course.exercises import OK, WRONG, judge
+from memlab.model import GPT, PRESETS
+from memlab.quantize import dequantize_blockwise, quantize_blockwise
+from memlab.train import combined, dry_trace
+from memlab.units import format_bytes
+
+QUANTIZE, ROUND, PACK, BYTES_KEPT, HOOKS = days.day(7).exercises
+
+
+# ------------------------------------------------------------------ right in another way
+
+
+def group_by_group(groups, levels, round=torch.round):
+    """A loop, the step found from bfloat16 numbers, ends kept by min and max."""
+    parts = []
+    for group in groups:
+        smallest = as_bfloat16(group.min().view(1), -math.inf)
+        step = as_bfloat16((group.max() - smallest.float()) / levels, math.inf)
+        steps = (group - smallest.float()) / step.float().clamp(min=torch.finfo(torch.float32).tiny)
+        codes = round(steps).clamp(min=0).clamp(max=levels).byte()
+        parts.append((codes, smallest, step))
+    return tuple(torch.stack(each) for each in zip(*parts, strict=True))
+
+
+def by_noise(steps, generator):
+    return (steps + torch.rand(steps.shape, generator=generator)).floor()
+
+
+def by_noise_around_zero(steps, generator):
+    """ActNN's way."""
+    return (steps + torch.rand(steps.shape, generator=generator) - 0.5).round()
+
+
+def by_bernoulli(steps, generator):
+    return steps.floor() + torch.bernoulli(steps.frac(), generator=generator)
+
+
+def in_columns(codes, bits):
+    """Filled up with zeros, a row for each byte."""
+    per_byte = 8 // bits
+    filled = torch.cat([codes, codes.new_zeros(-len(codes) % per_byte)]).view(-1, per_byte)
+    weights = torch.tensor([2 ** (bits * place) for place in range(per_byte)])
+    return (filled.int() * weights).sum(1).to(torch.uint8)
+
+
+def by_a_dict_of_storages(saved, weights, bits):
+    weights = {w.untyped_storage()._cdata for w in weights}
+    found = {t.untyped_storage()._cdata: t for t in saved}
+    before = after = 0
+    for key, tensor in found.items():
+        if key in weights:
+            continue
+        flat = whole(tensor)
+        before += flat.nbytes
+        if tensor.requires_grad and len(flat) >= 256:
+            after += math.ceil(len(flat) * bits / 8) + 4 * math.ceil(len(flat) / 256)
+        else:
+            after += flat.nbytes
+    return before, after
+
+
+def with_classes(weights, compress, decompress):
+    """torch's own weak dictionary, a class for what is kept, and codes held by the graph alone."""
+    weights, known = [w.untyped_storage() for w in weights], WeakIdKeyDictionary()
+
+    class Kept:
+        def __init__(self, compressed, view):
+            self.compressed, self.view = compressed, view
+
+    class Shared:
+        def __init__(self, numbers):
+            self.compressed = compress(numbers)
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        is_weight = any(storage is weight for weight in weights)
+        if is_weight or not tensor.requires_grad or storage.nbytes() < 256 * tensor.itemsize:
+            return tensor.detach()
+        shared = known[storage]() if storage in known else None
+        if shared is None:
+            shared = Shared(whole(tensor))
+            known[storage] = weakref.ref(shared)
+        return Kept(shared, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+
+    def unpack(kept):
+        if isinstance(kept, Kept):
+            return torch.as_strided(decompress(kept.compressed.compressed), *kept.view)
+        return kept
+
+    return pack, unpack
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer"),
+    [
+        (QUANTIZE, group_by_group),
+        (ROUND, by_noise),
+        (ROUND, by_noise_around_zero),
+        (ROUND, by_bernoulli),
+        (PACK, in_columns),
+        (BYTES_KEPT, by_a_dict_of_storages),
+        (HOOKS, with_classes),
+    ],
+    ids=lambda value: getattr(value, "__name__", getattr(value, "id", None)),
+)
+def test_another_right_answer_passes(exercise, answer):
+    verdict = judge(exercise, answer)
+    assert verdict.status == OK, verdict
+
+
+# ------------------------------------------------------------------ wrong in another way
+
+
+def by_the_library(groups, levels, round=torch.round):
+    q = quantize_blockwise(groups, bits=8)
+    return q.codes.view(-1, 256), q.offsets.view(-1, 1), q.scales.view(-1, 1)
+
+
+def cut_off_by_int(groups, levels, round=torch.round):
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    smallest = as_bfloat16(low, -math.inf)
+    step = as_bfloat16((high - smallest.float()) / levels, math.inf)
+    steps = (groups - smallest.float()) / torch.where(step == 0, 1, step.float())
+    return steps.to(torch.int32).clamp(0, levels).to(torch.uint8), smallest, step
+
+
+def a_list_beside(weights, compress, decompress):
+    """The original is referred to by a list in the closure."""
+    originals = []
+
+    def compress_and_keep(numbers):
+        originals.append(numbers)
+        return compress(numbers)
+
+    return hooks(weights, compress_and_keep, decompress)
+
+
+def exact_below(weights, compress, decompress):
+    """Codes that nobody reads: the tensors come back as they were."""
+    held = {}
+    pack, _ = hooks(weights, compress, decompress)
+
+    def pack_both(tensor):
+        held[len(held)] = tensor.detach()
+        return pack(tensor), len(held) - 1
+
+    return pack_both, lambda kept: held[kept[1]]
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "said"),
+    [
+        (QUANTIZE, by_the_library, "wanted 15 at most"),
+        (QUANTIZE, cut_off_by_int, "cuts the fraction off"),
+        (HOOKS, a_list_beside, "368,876 bytes"),
+        (HOOKS, exact_below, "bytes between forward and backward"),
+    ],
+)
+def test_a_mistake_of_another_make_is_told(exercise, answer, said):
+    verdict = judge(exercise, answer)
+    assert verdict.status == WRONG
+    assert said in verdict.text
+
+
+# ------------------------------------------------------------------ held against the library
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("count", [256, 1000, 5 * 256 + 1])
+def test_the_lessons_codes_are_the_librarys(bits, count):
+    x = torch.randn(count, generator=torch.Generator().manual_seed(count)) * 3 + 1
+    kept, by_library = compress(x, bits), quantize_blockwise(x, bits=bits)
+    assert torch.equal(kept.packed, by_library.codes)
+    assert torch.equal(decompress(kept), dequantize_blockwise(by_library))
+    assert sum(part.nbytes for part in kept[:3]) == by_library.nbytes
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_what_is_packed_comes_back(bits):
+    codes = torch.randint(2**bits, (1001,), dtype=torch.uint8)
+    assert torch.equal(unpack(pack(codes, bits), bits, 1001), codes)
+
+
+def test_rounding_at_random_is_right_in_the_mean():
+    """Five standard deviations of the mean of 100,000 draws."""
+    steps = torch.linspace(0, 3, 13).repeat_interleave(100_000)
+    rounded = round_at_random(steps, torch.Generator().manual_seed(0))
+    means = rounded.view(13, -1).mean(1)
+    assert (means - torch.linspace(0, 3, 13)).abs().max() < 5 * 0.5 / 100_000**0.5
+
+
+def test_the_step_reaches_the_largest_number():
+    groups = torch.randn(64, 256) * 10 + 100
+    _, smallest, step = quantize(groups, 255)
+    low, high = groups.aminmax(dim=1, keepdim=True)
+    assert (smallest.float() <= low).all()
+    assert (smallest.float() + 255 * step.float() >= high - 1e-5).all()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+def test_the_lessons_count_of_bytes_is_the_meters():
+    """Beside them there is the output, and x itself, which the test holds."""
+    layer, x, seen = Layer(), torch.randn(32, 64, requires_grad=True), []
+    with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        layer(x)
+    _, after = bytes_kept(seen, layer.parameters(), 8)
+    seen.clear()
+    outputs = []
+
+    def forward():
+        with saved_tensors_hooks(*hooks(layer.parameters(), compress, decompress)):
+            outputs.append(layer(x))
+
+    trace = memlab.measure(forward, model=layer)
+    held = sum(e.bytes for e in trace.events if e.phase != "before") - outputs[0].nbytes
+    assert held == after
+
+
+# ------------------------------------------------------------------ what the lesson says
+
+
+def parts(config, call, around, batch, seq_len, dtype, device):
+    model = GPT(config, dtype=dtype).to(device)
+    for block in model.blocks:
+        block.forward = partial(call, block.forward)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(batch, seq_len, dtype=torch.long).to(device)
+
+    def step():
+        optimizer.zero_grad()
+        with around():
+            loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+
+    return step, model, optimizer
+
+
+def predicted(layers, call, around):
+    config = replace(PRESETS["llama-2-7b"], layers=layers)
+    trace = memlab.predict(partial(parts, config, call, around, 1, 4096, torch.bfloat16, "cuda"))
+    running = accumulate(e.bytes for e in trace.events if e.category == "activations")
+    return max(running), trace.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", [nullcontext, compressed_activations])
+@pytest.mark.parametrize("call", [lambda fn, x: fn(x), checkpoint])
+def test_every_block_of_seven_billion_adds_the_same(call, around):
+    """The lesson measures two and three of the 32 blocks, or one and two."""
+    is_eight_bits_alone = call is not checkpoint and around is compressed_activations
+    first = 2 if is_eight_bits_alone else 1
+    one, two = (predicted(layers, call, around) for layers in (first, first + 1))
+    all_of_them = predicted(32, call, around)
+    more = 32 - first - 1
+    assert all_of_them == tuple(b + more * (b - a) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.slow
+def test_eight_bits_in_place_of_a_second_run_are_dearer_than_yesterdays_bill():
+    """On two of the bill's eight sequences: from the second on, each is like the last."""
+    setting, technique = replace(SETTING, batch=2), combined("accumulation+bfloat16")
+
+    def in_eight_bits(checkpointed):
+        def change(model):
+            technique.change_model(model)
+            for block in model.blocks[:checkpointed]:
+                block.forward = partial(checkpoint, block.forward)
+
+        around = replace(
+            technique, change_model=change, around_forward=lambda device: compressed_activations()
+        )
+        return format_bytes(dry_trace(setting, around).peak_bytes)
+
+    assert [in_eight_bits(blocks) for blocks in (0, 9, 12)] == ["1.45 GiB", "1.37 GiB", "1.37 GiB"]
+
+
+def test_the_bills_line_is_yesterdays():
+    assert day07.DAY.bill.measure is attention_kept is days.day(6).bill.measure
