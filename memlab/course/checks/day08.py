@@ -1,0 +1,1117 @@
+"""Day 8: what an optimizer keeps."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from math import prod
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memlab.checkpointing import ATTENTION
+from memlab.course.bill import SETTING
+from memlab.course.checks.day06 import keep_of_each_block
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.metering import measure
+from memlab.optim import Lion
+from memlab.trace import Trace
+from memlab.train import combined, dry_trace, of_all_weights
+
+State = dict[str, Any]
+Step = Callable[..., None]  # (weight, gradient, state, …), in place
+
+# ------------------------------------------------------------------ one's own work
+
+# Modules that do what is to be built, and torch's kernels that do.
+_BUILT_ELSEWHERE = ("memlab.optim", "torch.optim", "torch.distributed", "lion_pytorch", "adam_mini")
+
+
+@contextmanager
+def _own_work(call: str) -> Iterator[None]:
+    """Wrong if what runs inside calls a library that has the answer."""
+    asked: list[str] = []
+
+    def look(frame: FrameType, event: str, called: Any) -> None:
+        home = frame.f_globals.get("__name__", "")
+        if event == "call" and home.startswith(_BUILT_ELSEWHERE):
+            asked.append(f"{frame.f_code.co_name} of {home}")
+        elif event == "c_call" and "_fused_" in getattr(called, "__name__", ""):
+            asked.append(f"{called.__name__} of torch")
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:  # also where something else was wrong: this is to be told first
+        sys.setprofile(before)
+        require(not asked, f"{call} calls {''.join(asked[:1])}; wanted your own lines.")
+
+
+# ------------------------------------------------------------------ a step of one weight
+
+
+def _numbers(tensor: Tensor) -> str:
+    """[1, -0.25], to four digits: a mistake gives the same however it is written."""
+    return f"[{', '.join(f'{number:.4g}' for number in tensor.flatten().tolist())}]"
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _require_steps(
+    answer: Step, wanted: Step, start: Tensor, gradients: Iterable[Tensor], **settings: Any
+) -> int:
+    """Require the weights after each step, from `start`; gives the number of steps."""
+    named = ", ".join(f"{name}={value}" for name, value in settings.items())
+    mine, theirs = start.clone(), start.clone()
+    mine_state: State = {}
+    their_state: State = {}
+    step = 0
+    for step, gradient in enumerate(gradients, 1):
+        call = f"weights {_numbers(start)}, {named}: step {step}, gradient {_numbers(gradient)},"
+        handed = gradient.clone()
+        with torch.no_grad(), _own_work("your step"):
+            answer(mine, handed, mine_state, **settings)
+        require(torch.equal(handed, gradient), f"{call} changed the gradient; leave it as it is.")
+        handed.zero_()  # as zero_grad(set_to_none=False) does: who kept it has kept nothing
+        wanted(theirs, gradient, their_state, **settings)
+        unmoved = " These are those it began with." if torch.equal(mine, start) else ""
+        require(
+            torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6),
+            f"{call} gave {_numbers(mine)}, wanted {_numbers(theirs)}.{unmoved}",
+        )
+    return step
+
+
+def _require_two_states(answer: Step, wanted: Step, **settings: Any) -> None:
+    """Two weights stepped in turn, each with a state of its own."""
+    weights = [[torch.ones(4), {}] for _ in range(4)]
+    for seed in range(3):
+        for n, (weight, state) in enumerate(weights):
+            gradient = _random(4, seed=2 * seed + n % 2)
+            with torch.no_grad():
+                (answer if n < 2 else wanted)(weight, gradient, state, **settings)
+    for n in range(2):
+        got, right = weights[n][0], weights[n + 2][0]
+        require(
+            torch.allclose(got, right, rtol=1e-5, atol=1e-6),
+            f"two weights stepped in turn, each with its own state: weight {n + 1} is "
+            f"{_numbers(got)}, wanted {_numbers(right)}; keep what you keep in `state` alone.",
+        )
+
+
+_COUNT = 6_000  # of weights whose bytes are metered
+_SLACK = 64  # bytes: a step counter may be a tensor
+
+
+def _require_kept(answer: Step, wanted_bytes: int, **settings: Any) -> None:
+    """Require the bytes that two steps leave alive."""
+    weight, state = torch.ones(_COUNT), {}
+
+    def steps() -> None:
+        for size in (0.1, 0.2):
+            answer(weight, torch.full((_COUNT,), size), state, **settings)
+
+    with torch.no_grad():
+        trace = measure(steps)
+    kept = sum(event.bytes for event in trace.events if event.phase != "before")
+    require(
+        wanted_bytes <= kept <= wanted_bytes + _SLACK,
+        f"{_COUNT:,} weights: {kept:,} bytes are kept between steps, wanted {wanted_bytes:,}.",
+    )
+
+
+# ------------------------------------------------------------------ 8.1: AdamW
+
+
+def adamw_(
+    weight: Tensor,
+    gradient: Tensor,
+    state: State,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> None:
+    """One step in place: decoupled decay, and both moments freed of the zeros they began with."""
+    _adamw_but()(weight, gradient, state, lr, betas, eps, weight_decay)
+
+
+def _adamw_but(
+    *,
+    decay: str = "of the weight",
+    corrected: str = "both",
+    root: Callable[[Tensor, float], Tensor] = lambda v, eps: v.sqrt() + eps,
+    first: int = 1,
+    squared: Callable[[Tensor, Tensor], Tensor] = lambda gradient, m: gradient**2,
+    swapped: bool = False,
+    keeps: Callable[[Tensor], Tensor] = lambda kept: kept,
+    by: Callable[[Tensor, Tensor], Tensor] = lambda m, gradient: m,
+) -> Step:
+    """The right step with something in it that is not."""
+
+    def step_(
+        weight: Tensor,
+        gradient: Tensor,
+        state: State,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        beta1, beta2 = reversed(betas) if swapped else betas
+        if not state:
+            state.update(t=first - 1, m=keeps(0 * gradient), v=keeps(0 * gradient))
+        state["t"] += 1
+        t = state["t"]
+        if decay == "in the gradient":
+            gradient = gradient + weight_decay * weight
+        m = beta1 * state["m"] + (1 - beta1) * gradient
+        v = beta2 * state["v"] + (1 - beta2) * squared(gradient, m)
+        hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        use_m, use_v = {
+            "both": hat,
+            "neither": (m, v),
+            "m": (hat[0], v),
+            "kept": hat,
+        }[corrected]
+        state["m"], state["v"] = (
+            keeps(k.to(gradient.dtype)) for k in (hat if corrected == "kept" else (m, v))
+        )
+        before = weight.clone()
+        weight -= (lr * by(use_m, gradient) / root(use_v, eps)).to(weight.dtype)
+        if decay == "of the weight":
+            weight -= lr * weight_decay * before
+        elif decay == "afterwards":
+            weight *= 1 - lr * weight_decay
+        elif decay == "without lr":
+            weight -= weight_decay * before
+
+    return step_
+
+
+def _not_in_place(weight: Tensor, *rest: Any, **settings: Any) -> Tensor:
+    new = weight.clone()
+    adamw_(new, *rest, **settings)
+    return new
+
+
+_OURS: State = {}
+
+
+def _in_a_global(weight: Tensor, gradient: Tensor, state: State, **settings: Any) -> None:
+    """One state for all weights of a shape: it begins anew where the shape is another."""
+    if not state:
+        state["seen"] = True
+        if _OURS.get("shape") != gradient.shape or gradient.numel() != 4:
+            _OURS.clear()
+            _OURS["shape"] = gradient.shape
+            _OURS["state"] = {}
+    adamw_(weight, gradient, _OURS["state"], **settings)
+
+
+def _check_adamw(answer: Step) -> str:
+    plain = {"lr": 0.1, "weight_decay": 0.0}
+    three = [torch.tensor(g) for g in ([0.5, -3.0, -0.2], [0.1, 3.5, -0.2], [-1.0, -3.0, -0.2])]
+    start = torch.tensor([1.0, -2.0, 0.5])
+    right = partial(_require_steps, answer, adamw_)
+    steps = [
+        right(torch.tensor([1.0]), [torch.tensor([0.5])], **plain),
+        right(start, three, **plain),
+        right(start, three, **plain, betas=(0.5, 0.8), eps=0.3),
+        right(start, three, lr=0.1, weight_decay=0.5),
+        right(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
+    ]
+    _require_two_states(answer, adamw_, lr=0.1)
+    _require_kept(answer, 8 * _COUNT, lr=0.1)
+    return f"weights as wanted after each of {sum(steps)} steps · 8 bytes a weight"
+
+
+_ADAMW = Exercise(
+    id="8.1",
+    title="AdamW, step by step",
+    minutes=12,
+    difficulty=2,
+    hints=(
+        "Six lines, in the order of the formulas. What must be kept until the next step, and what "
+        "is made anew each time? And which of them changes `weight` itself?",
+        "If state is empty, put t = 0, m and v of zeros (torch.zeros_like(gradient)) into it. "
+        "Then state['t'] += 1, and bring m and v up to date. Correct copies of them, not what you "
+        "keep.",
+        "state['m'] = beta1 * state['m'] + (1 - beta1) * gradient; state['v'] likewise with "
+        "gradient**2; root = (state['v'] / (1 - beta2**t)).sqrt() + eps; weight *= 1 - lr * "
+        "weight_decay; weight -= lr * state['m'] / (1 - beta1**t) / root.",
+    ),
+    reference=adamw_,
+    check=_check_adamw,
+    wrong_answers=(
+        WrongAnswer(
+            _adamw_but(decay="in the gradient"),
+            "Coupled decay: it passed through m and √v, which is Adam with L2. AdamW takes it "
+            "from the weight itself.",
+        ),
+        WrongAnswer(
+            _adamw_but(decay="afterwards"),
+            "The decay is a share of the weight as it was before the step.",
+        ),
+        WrongAnswer(
+            _adamw_but(decay="without lr"),
+            "The decay has lr in it, too: a share of lr · weight_decay goes.",
+        ),
+        WrongAnswer(_adamw_but(decay="none"), "There is no decay of the weight."),
+        WrongAnswer(
+            _adamw_but(corrected="neither"),
+            "m and v began as zeros, and are too small at first: divide by 1 − βᵗ.",
+        ),
+        WrongAnswer(_adamw_but(corrected="m"), "v began as zeros as well: divide by 1 − β₂ᵗ."),
+        WrongAnswer(
+            _adamw_but(corrected="kept"),
+            "The corrected moments are for this step alone: keep m and v as they are.",
+        ),
+        WrongAnswer(
+            _adamw_but(root=lambda v, eps: (v + eps).sqrt()), "eps stands outside of the root."
+        ),
+        WrongAnswer(_adamw_but(root=lambda v, eps: v + eps), "m is divided by the root of v."),
+        WrongAnswer(
+            _adamw_but(squared=lambda gradient, m: m**2),
+            "v is a mean of the gradient's squares, not of m's.",
+        ),
+        WrongAnswer(
+            _adamw_but(by=lambda m, gradient: gradient),
+            "The weight is stepped by m, not by today's gradient.",
+        ),
+        WrongAnswer(_adamw_but(swapped=True), "β₁ is m's and β₂ is v's."),
+        WrongAnswer(_adamw_but(first=2), "The first step has t = 1."),
+        WrongAnswer(
+            _adamw_but(keeps=lambda kept: kept.double()),
+            "The moments are kept in float64: 16 bytes a weight.",
+        ),
+        WrongAnswer(
+            _not_in_place, "The weight itself has to change: weight -= …, not weight = weight − …."
+        ),
+        WrongAnswer(_in_a_global, "Every weight has moments of its own."),
+    ),
+)
+
+# ------------------------------------------------------------------ 8.2: Lion
+
+
+def lion_(
+    weight: Tensor,
+    gradient: Tensor,
+    state: State,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+) -> None:
+    """One step in place: the sign of a mix, then the momentum."""
+    _lion_but()(weight, gradient, state, lr, betas, weight_decay)
+
+
+def _mixed(m: Tensor, gradient: Tensor, beta: float) -> Tensor:
+    return beta * m + (1 - beta) * gradient
+
+
+def _lion_but(
+    *,
+    direction: Callable[[Tensor], Tensor] = torch.sign,
+    looks_at: Callable[[Tensor, Tensor, float, float], Tensor] = (
+        lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta1)
+    ),
+    keeps: Callable[[Tensor, Tensor, float, float], Tensor] = (
+        lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta2)
+    ),
+    decay: str = "of the weight",
+    also_keeps: Callable[[Tensor], Any] = lambda gradient: None,
+) -> Step:
+    """The right step with something in it that is not."""
+
+    def step_(
+        weight: Tensor,
+        gradient: Tensor,
+        state: State,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        m = state.get("m", 0 * gradient)
+        if decay == "in the gradient":
+            gradient = gradient + weight_decay * weight
+        step = direction(looks_at(m, gradient, *betas))
+        if decay == "of the weight":
+            weight *= 1 - lr * weight_decay
+        elif decay == "without lr":
+            weight *= 1 - weight_decay
+        weight -= lr * step
+        if decay == "afterwards":
+            weight *= 1 - lr * weight_decay
+        state["m"] = keeps(m, gradient, *betas)
+        state["more"] = also_keeps(gradient)
+
+    return step_
+
+
+def _check_lion(answer: Step) -> str:
+    right = partial(_require_steps, answer, lion_)
+    start = torch.tensor([1.0, -2.0, 0.5])
+    back = ([1.0, -1, 3, 1, -2, 1], [-0.37, 0.25, -2, -0.92, 2.4, 1])
+    to_and_fro = [torch.tensor(g) for g in back]
+    many = [_random(6, seed=seed) for seed in range(6)]
+    steps = [
+        right(torch.zeros(3), [torch.tensor([0.5, -2.0, 0.0])], lr=1.0),
+        right(torch.zeros(6), to_and_fro, lr=1.0, betas=(0.9, 0.95)),
+        right(torch.zeros(6), many, lr=1.0, betas=(0.6, 0.9)),
+        right(start, [_random(3, seed=seed) for seed in (1, 2, 3)], lr=0.1, weight_decay=0.5),
+        right(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
+    ]
+    _require_two_states(answer, lion_, lr=0.1)
+    _require_kept(answer, 4 * _COUNT, lr=0.1)
+    return f"weights as wanted after each of {sum(steps)} steps · sign(0) is 0 · 4 bytes a weight"
+
+
+_LION = Exercise(
+    id="8.2",
+    title="Lion",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Three lines after the state's beginning: decay, step, momentum. In this order: what the "
+        "step looks at is made of the momentum as it was.",
+        "torch.sign gives 0 for 0. Only m is kept. Where state is empty, m is zeros.",
+        "m = state.get('m', torch.zeros_like(gradient)); weight *= 1 - lr * weight_decay; weight "
+        "-= lr * torch.sign(beta1 * m + (1 - beta1) * gradient); state['m'] = beta2 * m + "
+        "(1 - beta2) * gradient.",
+    ),
+    reference=lion_,
+    check=_check_lion,
+    wrong_answers=(
+        WrongAnswer(
+            _lion_but(
+                looks_at=lambda m, gradient, beta1, beta2: _mixed(
+                    _mixed(m, gradient, beta2), gradient, beta1
+                )
+            ),
+            "The momentum was brought up to date before its use: today's gradient counts twice.",
+        ),
+        WrongAnswer(
+            _lion_but(looks_at=lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta2)),
+            "This is the sign of the new momentum; wanted that of the mix with β₁.",
+        ),
+        WrongAnswer(
+            _lion_but(looks_at=lambda m, gradient, beta1, beta2: gradient),
+            "This is the sign of the gradient alone: the momentum takes no part in the step.",
+        ),
+        WrongAnswer(
+            _lion_but(looks_at=lambda m, gradient, beta1, beta2: m),
+            "This is the sign of the old momentum alone: today's gradient is to be in the mix.",
+        ),
+        WrongAnswer(
+            _lion_but(keeps=lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta1)),
+            "The mix is for the step; what is kept has β₂.",
+        ),
+        WrongAnswer(
+            _lion_but(
+                looks_at=lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta2),
+                keeps=lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta1),
+            ),
+            "The betas have changed places: β₁ is for the step, β₂ for what is kept.",
+        ),
+        WrongAnswer(
+            _lion_but(direction=lambda mix: torch.where(mix >= 0, 1.0, -1.0)),
+            "sign(0) is 0: a weight without a gradient stays where it is.",
+        ),
+        WrongAnswer(
+            _lion_but(direction=lambda mix: mix), "There is no sign: every step has one size, lr."
+        ),
+        WrongAnswer(
+            _lion_but(decay="in the gradient"),
+            "Coupled decay: in the mix only its sign counts. Take it from the weight itself.",
+        ),
+        WrongAnswer(_lion_but(decay="none"), "There is no decay."),
+        WrongAnswer(_lion_but(decay="without lr"), "The share that decays is lr · weight_decay."),
+        WrongAnswer(
+            _lion_but(decay="afterwards"), "The decay is of the weight as it was: before the step."
+        ),
+        WrongAnswer(
+            _lion_but(also_keeps=lambda gradient: gradient**2),
+            "There is a second moment again: Lion keeps m and nothing else.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 8.3: the partition
+
+BlockSize = Callable[[str, Sequence[int], int], int]
+_HEADS = ("query", "key")
+_ROWS = ("embedding", "unembedding", "value", "output", "gate", "up", "down")
+_WHOLE = ("attention_norm", "mlp_norm", "norm")
+
+# Name and shape; the head width is 8.
+_WEIGHTS: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("norm.weight", (32,)),
+    ("blocks.3.mlp_norm.weight", (32,)),
+    ("embedding.weight", (256, 32)),
+    ("blocks.0.mlp.down.weight", (32, 96)),
+    ("blocks.0.mlp.gate.weight", (96, 32)),
+    ("blocks.0.attention.value.weight", (16, 32)),
+    ("blocks.0.attention.query.weight", (32, 32)),
+    ("blocks.0.attention.key.weight", (16, 32)),
+    ("blocks.0.attention.key.bias", (16,)),
+    ("blocks.0.mlp.up.bias", (96,)),
+)
+_REFUSED: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("blocks.0.attention.qkv.weight", (96, 32)),
+    ("blocks.0.attention.key_value.weight", (32, 32)),
+    ("blocks.0.mixer.weight", (32, 32)),
+    ("blocks.0.attention.query.weight", (20, 32)),
+)
+
+
+def block_size(name: str, shape: Sequence[int], head_width: int) -> int:
+    """How many neighbours share a v; ValueError for what is in no rule."""
+    return _size_but()(name, shape, head_width)
+
+
+def _size_but(
+    *,
+    heads: Callable[[Sequence[int], int], int] = lambda shape, D: D * shape[1],
+    row: Callable[[Sequence[int]], int] = lambda shape: shape[1],
+    whole: Callable[[Sequence[int]], int] = lambda shape: shape[0],
+    bias: Callable[[Sequence[int]], int] = lambda shape: 1,
+    has: Callable[[str, Sequence[str]], bool] = lambda name, rule: name.split(".")[-2] in rule,
+    other: Callable[[Sequence[int]], int] | None = None,
+    looks_at_heads: bool = True,
+) -> BlockSize:
+    """The right partition with something in it that is not."""
+
+    def size(name: str, shape: Sequence[int], head_width: int) -> int:
+        if name.endswith(".bias"):
+            return bias(shape)
+        if has(name, _HEADS):
+            if looks_at_heads and shape[0] % head_width:
+                raise ValueError(f"got {name} of {shape[0]} rows; give whole heads of {head_width}")
+            return heads(shape, head_width)
+        if has(name, _WHOLE):
+            return whole(shape)
+        if has(name, _ROWS):
+            return row(shape)
+        if other is None:
+            raise ValueError(f"got {name}, of which no rule knows; add one")
+        return other(shape)
+
+    return size
+
+
+def _by_letters(name: str, rule: Sequence[str]) -> bool:
+    return any(word in name for word in rule)
+
+
+def _check_block_size(answer: BlockSize) -> str:
+    D = 8
+    for name, shape in _WEIGHTS:
+        got = answer(name, shape, D)
+        equal(f"block_size({name!r}, {shape}, {D})", got, block_size(name, shape, D))
+    for name, shape in _REFUSED:
+        call = f"block_size({name!r}, {shape}, {D})"
+        try:
+            got = answer(name, shape, D)
+        except ValueError:
+            continue
+        raise Wrong(f"{call} gave {got!r}, wanted a ValueError.")
+    equal(
+        "block_size('attention.query.weight', (256, 96), 128)",
+        answer("attention.query.weight", (256, 96), 128),
+        128 * 96,
+    )
+    return (
+        f"{len(_WEIGHTS) + 1} weights as wanted · {len(_REFUSED)} refused, a fused one among them"
+    )
+
+
+_BLOCK_SIZE = Exercise(
+    id="8.3",
+    title="Which weights share a v",
+    minutes=12,
+    difficulty=2,
+    hints=(
+        "First the layer's word: of 'blocks.0.mlp.up.weight' it is 'up'. name.split('.') has it "
+        "in the last place but one. Then one if for each line of the table.",
+        "A row of (out, in) has shape[1] numbers, and a head head_width rows. Where nothing fits, "
+        "raise ValueError; so also if shape[0] % head_width is not 0.",
+        "layer, kind = name.split('.')[-2:]; if kind == 'bias': return 1; if layer in ('query', "
+        "'key'): refuse rows that make no whole heads, return head_width * shape[1]; if "
+        "layer.endswith('norm'): return shape[0]; if layer in (the seven of rows): return "
+        "shape[1]; raise ValueError(…).",
+    ),
+    reference=block_size,
+    check=_check_block_size,
+    wrong_answers=(
+        WrongAnswer(
+            _size_but(heads=lambda shape, D: shape[1]),
+            "Here queries and keys go by rows: asked is a head, head_width rows together.",
+        ),
+        WrongAnswer(
+            _size_but(
+                heads=lambda shape, D: prod(shape),
+                row=prod,
+                other=prod,
+            ),
+            "One v for a whole matrix, whose rows have gradients of very different size.",
+        ),
+        WrongAnswer(
+            _size_but(other=prod),
+            "A fused matrix of queries, keys and values became one block, without a word. What no "
+            "rule knows is to be refused.",
+        ),
+        WrongAnswer(
+            _size_but(other=lambda shape: shape[-1]),
+            "An unknown layer was guessed, by rows. A wrong guess trains, and worse: refuse it.",
+        ),
+        WrongAnswer(
+            _size_but(heads=lambda shape, D: prod(shape) // 4),
+            "Four heads for every matrix: keys have fewer heads than queries here. A head is "
+            "head_width rows, however many there are.",
+        ),
+        WrongAnswer(_size_but(heads=lambda shape, D: D), "A head is head_width rows, not numbers."),
+        WrongAnswer(
+            _size_but(heads=lambda shape, D: shape[0] // D),
+            "This is the number of heads; asked is how many numbers are in one.",
+        ),
+        WrongAnswer(
+            _size_but(row=lambda shape: shape[0]),
+            "These are columns: of (out, in) a row is what makes one output, shape[1] numbers.",
+        ),
+        WrongAnswer(_size_but(whole=lambda shape: 1), "A norm's weights share one v, all of them."),
+        WrongAnswer(
+            _size_but(bias=lambda shape: shape[0]), "Biases have a v each, as in plain AdamW."
+        ),
+        WrongAnswer(
+            _size_but(has=_by_letters),
+            "A name is looked at by its letters: 'key' is in 'key_value', too. Compare the whole "
+            "word between two dots.",
+        ),
+        WrongAnswer(
+            _size_but(looks_at_heads=False),
+            "20 rows are no whole heads of 8: blocks would begin in the middle of one.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 8.4: Adam-mini
+
+
+def adam_mini_(
+    weight: Tensor,
+    gradient: Tensor,
+    state: State,
+    size: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> None:
+    """AdamW's step in place, with one v for each `size` neighbours: the mean of their g²."""
+    _mini_but()(weight, gradient, state, size, lr, betas, eps, weight_decay)
+
+
+def _of_rows(gradient: Tensor, size: int) -> Tensor:
+    return gradient.reshape(-1, size)
+
+
+def _mini_but(
+    *,
+    square: Callable[[Tensor], Tensor] = lambda blocks: (blocks**2).mean(1, keepdim=True),
+    blocks_of: Callable[[Tensor, int], Tensor] = _of_rows,
+    shared_m: bool = False,
+    corrected: bool = True,
+    keeps_each: bool = False,
+    root: Callable[[Tensor, float], Tensor] = lambda v, eps: v.sqrt() + eps,
+    decay: str = "of the weight",
+) -> Step:
+    """The right step with something in it that is not."""
+
+    def step_(
+        weight: Tensor,
+        gradient: Tensor,
+        state: State,
+        size: int,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        beta1, beta2 = betas
+        if decay == "in the gradient":
+            gradient = gradient + weight_decay * weight
+        blocks = blocks_of(gradient, size)
+        of_block = square(blocks)
+        if keeps_each:
+            of_block = of_block.expand_as(blocks).clone()
+        mine = blocks.mean(1, keepdim=True) if shared_m else gradient
+        if not state:
+            state.update(t=0, m=0 * mine, v=0 * of_block)
+        state["t"] += 1
+        state["m"] = beta1 * state["m"] + (1 - beta1) * mine
+        state["v"] = beta2 * state["v"] + (1 - beta2) * of_block
+        m = state["m"] / (1 - beta1 ** state["t"])
+        v = state["v"] / (1 - beta2 ** state["t"]) if corrected else state["v"]
+        m = m.expand_as(blocks) if shared_m else blocks_of(m, size)
+        step = m / root(v, eps)
+        if blocks_of is not _of_rows:
+            step = step.T
+        if decay == "of the weight":
+            weight *= 1 - lr * weight_decay
+        weight -= lr * step.reshape(weight.shape)
+
+    return step_
+
+
+def _squares_of_each(
+    weight: Tensor, gradient: Tensor, state: State, size: int, **rest: Any
+) -> None:
+    """The same weights, from a v for each number, averaged when it is used."""
+    own = {name: state[name] for name in ("t", "m", "v") if name in state}
+    adam_mini_(weight, gradient, own, size, **rest)
+    beta2 = rest.get("betas", (0.9, 0.999))[1]
+    each = beta2 * state.get("each", 0 * gradient) + (1 - beta2) * gradient**2
+    state.update(own, each=each)
+    state["v"] = each.reshape(-1, size).mean(1, keepdim=True)
+
+
+def _check_adam_mini(answer: Step) -> str:
+    right = partial(_require_steps, answer, adam_mini_)
+    plain = {"lr": 0.1, "weight_decay": 0.0}
+    two_rows = torch.tensor([[0.01, -0.02, 0.02], [0.0, 0.0, 6.0]])
+    of_four = [_random(4, 2, seed=seed) for seed in (1, 2, 3)]
+    two = [_random(2, 3, seed=seed) for seed in (4, 5)]
+    vectors = [_random(3, seed=seed) for seed in (6, 7, 8)]
+    steps = [
+        right(torch.zeros(2, 3), [two_rows], size=3, **plain),
+        right(torch.zeros(4, 2), of_four, size=4, **plain),
+        right(_random(2, 3), two, size=3, **plain, eps=0.3),
+        right(_random(2, 3), two, size=3, lr=0.1, weight_decay=0.5),
+        right(torch.zeros(3), vectors, size=1, **plain),
+        right(torch.zeros(3), vectors, size=3, **plain),
+    ]
+    _require_two_states(answer, adam_mini_, size=2, lr=0.1)
+    blocks = _COUNT // 60
+    _require_kept(answer, 4 * _COUNT + 4 * blocks, size=60, lr=0.1)
+    return (
+        f"weights as wanted after each of {sum(steps)} steps · 4 bytes a weight, 4 a block: "
+        f"{4 * _COUNT + 4 * blocks:,} of {8 * _COUNT:,}"
+    )
+
+
+_ADAM_MINI = Exercise(
+    id="8.4",
+    title="Adam-mini's step",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "It is 8.1 with one line more: what is squared and averaged has a row for each block. "
+        "Which of the two moments has that many numbers?",
+        "gradient.view(-1, size) has a row for each block; (…**2).mean(1, keepdim=True) is its "
+        "share of v, (blocks, 1). m keeps the weight's shape; view it as blocks to divide it.",
+        "blocks = gradient.reshape(-1, size); v = beta2 * v + (1 - beta2) * "
+        "(blocks**2).mean(1, keepdim=True); step = m.view(-1, size) / (1 - beta1**t) / "
+        "((v / (1 - beta2**t)).sqrt() + eps); weight -= lr * step.view_as(weight).",
+    ),
+    reference=adam_mini_,
+    check=_check_adam_mini,
+    wrong_answers=(
+        WrongAnswer(
+            _mini_but(square=lambda blocks: blocks.mean(1, keepdim=True) ** 2),
+            "This is the mean of g, squared: gradients of both signs cancel. Wanted the mean of "
+            "the squares.",
+        ),
+        WrongAnswer(
+            _mini_but(square=lambda blocks: (blocks**2).mean().expand(len(blocks), 1).contiguous()),
+            "One v for the whole matrix: each block has its own.",
+        ),
+        WrongAnswer(
+            _mini_but(shared_m=True),
+            'm is shared, too, as a guide has it ("share m, v"): all weights of a block take one '
+            "step, and which of them should go up is lost. Only v is shared.",
+        ),
+        WrongAnswer(
+            _mini_but(blocks_of=lambda t, size: t.reshape(size, -1).T),
+            "These blocks are taken across: a block's numbers are neighbours, view(-1, size).",
+        ),
+        WrongAnswer(
+            _mini_but(square=lambda blocks: (blocks**2).sum(1, keepdim=True)),
+            "This is the sum of g²; the mean makes steps that do not depend on the block's size.",
+        ),
+        WrongAnswer(
+            _mini_but(square=lambda blocks: (blocks**2).amax(1, keepdim=True)),
+            "This is the largest g² of the block; wanted the mean.",
+        ),
+        WrongAnswer(_mini_but(corrected=False), "v began as zeros: divide by 1 − β₂ᵗ, as before."),
+        WrongAnswer(
+            _mini_but(root=lambda v, eps: (v + eps).sqrt()), "As in AdamW, eps is outside the root."
+        ),
+        WrongAnswer(
+            _mini_but(decay="in the gradient"), "The decay is coupled: it went into m and v."
+        ),
+        WrongAnswer(_mini_but(decay="none"), "The weight does not decay."),
+        WrongAnswer(
+            _mini_but(keeps_each=True),
+            "v is written out for each weight: nothing is saved. Keep (blocks, 1), and let it "
+            "broadcast.",
+        ),
+        WrongAnswer(
+            _squares_of_each,
+            "Right weights, but a v for each of them is kept, and averaged afterwards: average g² "
+            "before.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 8.5: the step inside backward
+
+Update = Callable[[Tensor], None]
+InBackward = Callable[[Sequence[Tensor], Update], Callable[[], None]]
+_LAYERS, _WIDTH, _VOCABULARY = 12, 32, 64
+
+
+class _Tied(nn.Module):
+    """A table that is used at both ends, and layers between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(0.1 * _random(_VOCABULARY, _WIDTH))
+        self.layers = nn.ParameterList(
+            nn.Parameter(0.2 * _random(_WIDTH, _WIDTH, seed=n)) for n in range(_LAYERS)
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table[tokens]
+        for layer in self.layers:
+            x = x + (x @ layer).tanh()
+        return (x @ self.table.T).logsumexp(1).mean()
+
+
+class _Watched:
+    """A model whose weights `update` steps; it notes what it finds, and may keep the gradients."""
+
+    def __init__(self, keeps: bool = True) -> None:
+        self.keeps = keeps
+        self.model = _Tied()
+        self.weights = list(self.model.parameters())
+        self.calls: Counter[int] = Counter()
+        self.seen: dict[int, Tensor] = {}
+
+    def update(self, weight: Tensor) -> None:
+        number = next((n for n, w in enumerate(self.weights, 1) if w is weight), None)
+        done = self.calls.total()
+        require(
+            number is not None,
+            f"update was handed {_kind(weight)}, not one of the weights.",
+        )
+        assert number is not None
+        require(
+            weight.grad is not None,
+            f"after {done} updates update(weight) was called for weight {number} of "
+            f"{len(self.weights)}, whose .grad is None then.",
+        )
+        self.calls[number] += 1
+        if self.keeps:
+            self.seen[number] = weight.grad
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad
+
+    def backward(self, seed: int = 0) -> None:
+        tokens = torch.randint(_VOCABULARY, (16,), generator=torch.Generator().manual_seed(seed))
+        self.model(tokens).backward()
+
+    def stepped(self) -> list[int]:
+        """How often each weight was."""
+        return [self.calls[n] for n in range(1, len(self.weights) + 1)]
+
+    def values(self) -> list[Tensor]:
+        return [weight.detach().clone() for weight in self.weights]
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _hooked(answer: InBackward, keeps: bool = True) -> tuple[_Watched, Callable[[], None]]:
+    watched = _Watched(keeps)
+    end_step = answer(watched.weights, watched.update)
+    missing = " Is there a return?" if end_step is None else ""
+    require(
+        callable(end_step),
+        f"in_backward(weights, update) gave {_kind(end_step)}; wanted a function, "
+        f"end_step.{missing}",
+    )
+    return watched, end_step
+
+
+def _check_in_backward(answer: InBackward) -> str:
+    with _own_work("in_backward"):
+        watched, end_step = _hooked(answer)
+        watched.backward()
+        _require_stepped_once(watched)
+    _require_as_ordinary(watched)
+    _require_no_gradient_left(watched)
+    end_step()
+    try:
+        watched.backward(seed=1)
+    except RuntimeError:
+        raise Wrong("after end_step() a second backward raised; wanted it to step.") from None
+    require(
+        watched.stepped() == [2] * len(watched.weights),
+        f"after end_step() came a second backward; updates of each weight in both: "
+        f"{watched.stepped()}, wanted 2 of each.",
+    )
+    _require_refused(watched)
+    most, largest = _most_gradients(answer)
+    require(
+        most <= 2 * largest,
+        f"during backward {most:,} bytes of gradients were there at once; wanted at most "
+        f"{2 * largest:,}, twice the largest weight's, which comes in two parts.",
+    )
+    everything = sum(weight.nbytes for weight in watched.weights)
+    return (
+        f"each stepped once, the tied one by its whole gradient · at most {most:,} of "
+        f"{everything:,} bytes at once · a second gradient refused"
+    )
+
+
+def _require_stepped_once(watched: _Watched) -> None:
+    require(
+        watched.stepped() == [1] * len(watched.weights),
+        f"one backward; updates of each weight: {watched.stepped()}, wanted 1 of each.",
+    )
+
+
+def _require_as_ordinary(watched: _Watched) -> None:
+    ordinary = _Watched()
+    ordinary.backward()
+    for weight in ordinary.weights:
+        ordinary.update(weight)
+    pairs = zip(watched.weights, ordinary.weights, strict=True)
+    off = [n for n, (a, b) in enumerate(pairs, 1) if not torch.equal(a, b)]
+    require(not off, f"weights {off} are not those of an ordinary step after backward.")
+
+
+def _require_no_gradient_left(watched: _Watched) -> None:
+    left = {n: w.grad for n, w in enumerate(watched.weights, 1) if w.grad is not None}
+    if left:
+        stepped_by = all(watched.seen[n] is gradient for n, gradient in left.items())
+        which = "those it was stepped by" if stepped_by else "which came after their update"
+        raise Wrong(
+            f"{len(left)} of {len(watched.weights)} gradients are there when backward is over, "
+            f"{which}; wanted none."
+        )
+
+
+def _require_refused(watched: _Watched) -> None:
+    """A backward before end_step()."""
+    before, calls = watched.values(), watched.calls.total()
+    case = "a further backward before end_step()"
+    try:
+        watched.backward(seed=2)
+    except RuntimeError:
+        pass
+    except Exception as error:
+        raise Wrong(f"{case} raised {type(error).__name__}, wanted RuntimeError.") from None
+    else:
+        again = watched.calls.total() - calls
+        raise Wrong(f"{case} raised nothing, and made {again} updates; wanted RuntimeError.")
+    changed = sum(not torch.equal(a, b) for a, b in zip(before, watched.weights, strict=True))
+    require(not changed, f"{case} was refused, but after {changed} weights had changed.")
+
+
+def _most_gradients(answer: InBackward) -> tuple[int, int]:
+    """The most bytes of gradients at once, and those of the largest weight."""
+    watched, _ = _hooked(answer, keeps=False)
+    trace = measure(watched.backward, model=watched.model)
+    return most_of(trace, "gradients"), max(weight.nbytes for weight in watched.weights)
+
+
+def most_of(trace: Trace, category: str) -> int:
+    """The most bytes of one category at one moment."""
+    running = most = 0
+    for event in trace.events:
+        running += event.bytes if event.category == category else 0
+        most = max(most, running)
+    return most
+
+
+def in_backward(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
+    """Step each weight when its gradient is complete, and drop that; refuse a second."""
+    return _hooked_but()(weights, update)
+
+
+def _hooked_but(
+    *,
+    drops: bool = True,
+    refuses: bool = True,
+    allows_again: bool = True,
+    error: type = RuntimeError,
+) -> InBackward:
+    def hooked(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
+        stepped: set[Tensor] = set()
+
+        def hook(weight: Tensor) -> None:
+            if weight in stepped and refuses:
+                raise error("a second gradient before end_step()")
+            stepped.add(weight)
+            update(weight)
+            if drops:
+                weight.grad = None
+
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(hook)
+        return stepped.clear if allows_again else lambda: None
+
+    return hooked
+
+
+def _before_it_is_there(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
+    def step(weight: Tensor, gradient: Tensor) -> None:
+        update(weight)
+        weight.grad = None
+
+    for weight in weights:
+        weight.register_hook(partial(step, weight))
+    return lambda: None
+
+
+def _handed_over(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
+    """register_hook, with .grad set by hand: torch sets it once more afterwards."""
+
+    def step(weight: Tensor, gradient: Tensor) -> None:
+        weight.grad = gradient
+        update(weight)
+        weight.grad = None
+
+    for weight in weights:
+        weight.register_hook(partial(step, weight))
+    return lambda: None
+
+
+def _the_last_of_the_loop(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
+    def hook(_: Tensor) -> None:
+        update(weight)
+        weight.grad = None
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    return lambda: None
+
+
+def _when_all_are_there(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
+    there: list[Tensor] = []
+    ended = [True]
+
+    def hook(weight: Tensor) -> None:
+        if not ended[0]:
+            raise RuntimeError("a second gradient")
+        there.append(weight)
+        if len(there) == len(weights):
+            for each in there:
+                update(each)
+                each.grad = None
+            there.clear()
+            ended[0] = False
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    return lambda: ended.__setitem__(0, True)
+
+
+def _in_end_step(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
+    def end_step() -> None:
+        for weight in weights:
+            update(weight)
+            weight.grad = None
+
+    return end_step
+
+
+_IN_BACKWARD = Exercise(
+    id="8.5",
+    title="The step inside backward",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "A hook on a weight is called by torch while backward runs. There are two kinds: one is "
+        "called before .grad is set, the other after. And how do you know that a weight was "
+        "stepped already?",
+        "weight.register_post_accumulate_grad_hook(hook) calls hook(weight). In it: update, drop "
+        "weight.grad, and note the weight in a set, which end_step empties: return stepped.clear.",
+        "stepped = set(); def hook(weight): if weight in stepped: raise RuntimeError(…); "
+        "stepped.add(weight); update(weight); weight.grad = None. for weight in weights: "
+        "weight.register_post_accumulate_grad_hook(hook). return stepped.clear.",
+    ),
+    reference=in_backward,
+    check=_check_in_backward,
+    wrong_answers=(
+        WrongAnswer(
+            _hooked_but(drops=False, refuses=False),
+            "The gradient was not dropped: after the update, weight.grad = None. Else they pile up "
+            "as ever, and the next backward adds to them.",
+        ),
+        WrongAnswer(
+            _before_it_is_there,
+            "register_hook is called before the gradient is in .grad: use "
+            "register_post_accumulate_grad_hook.",
+        ),
+        WrongAnswer(
+            _handed_over,
+            "register_hook is too early: when it has returned, torch puts the gradient into .grad, "
+            "and there it stays.",
+        ),
+        WrongAnswer(
+            _hooked_but(refuses=False),
+            "A second gradient was stepped by, without a word: who accumulates gets several small "
+            "steps where one was meant.",
+        ),
+        WrongAnswer(
+            _hooked_but(allows_again=False), "end_step() is to let the next backward come."
+        ),
+        WrongAnswer(
+            _hooked_but(error=ValueError), "The refusal is to be a RuntimeError: the text says so."
+        ),
+        WrongAnswer(
+            _the_last_of_the_loop,
+            "The hook looks at the loop's variable, which is the last weight by the time it is "
+            "called: use the weight that the hook is handed.",
+        ),
+        WrongAnswer(
+            _when_all_are_there,
+            "The updates wait for the last gradient: by then all of them are there at once.",
+        ),
+        WrongAnswer(
+            _in_end_step, "This is an ordinary step: nothing is stepped while backward runs."
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+
+def lion_in_bfloat16() -> Trace:
+    """The bill's step as it was, stepped by Lion with a momentum of two bytes."""
+    technique = combined("accumulation+bfloat16")
+
+    def change(model: nn.Module) -> None:
+        technique.change_model(model)
+        keep_of_each_block(model, ATTENTION)
+
+    lion = of_all_weights(Lion, rounding="stochastic", moment_dtype=torch.bfloat16)
+    return dry_trace(SETTING, replace(technique, change_model=change, optimizer=lion))
+
+
+DAY = Day(
+    exercises=(_ADAMW, _LION, _BLOCK_SIZE, _ADAM_MINI, _IN_BACKWARD),
+    bill=Bill("day 8: Lion, one momentum in bfloat16", lion_in_bfloat16),
+)
