@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,12 @@ def test_each_run_is_set_against_the_last():
 def test_losses_are_told_as_the_excess_over_exact_ones():
     printed = benchmark.training_table({"exact": [2.0, 4.0], "8 bits": [2.1, 4.0]})
     assert "| 8 bits | 3.0500 | +5.00% | +0.00% |" in printed
+
+
+def test_runs_that_begin_apart_end_apart_and_those_that_do_not_are_equal():
+    exact = benchmark.final_loss(SMALL, nullcontext, seed=0)
+    assert benchmark.final_loss(SMALL, nullcontext, seed=0) == exact
+    assert benchmark.final_loss(SMALL, nullcontext, seed=0, jitter=0.01) != exact
 
 
 def test_it_prints_three_tables_and_writes_them(tmp_path, capsys):
