@@ -52,8 +52,7 @@ def block_by_block(x, code):
 
 
 def by_neighbours(x, code):
-    """The one above and the one below, and the nearer of the two; zeros divided by a tiny number,
-    the padding left in the storage."""
+    """The one above and the one below, the nearer of the two; zeros divided by a tiny number."""
     n = x.numel()
     blocks = torch.cat([x.flatten(), x.new_zeros(-n % 256)]).view(-1, 256)
     scales = blocks.abs().max(dim=1).values
@@ -61,7 +60,7 @@ def by_neighbours(x, code):
     above = torch.searchsorted(code, fractions).clamp(1, 255)
     below = above - 1
     nearer = fractions - code[below] < code[above] - fractions
-    return torch.where(nearer, below, above).to(torch.uint8).view(-1)[:n], scales
+    return torch.where(nearer, below, above).to(torch.uint8).view(-1)[:n].clone(), scales
 
 
 class InPlace(Adam8bit):
@@ -162,14 +161,14 @@ def through_the_library(x, code):
 def test_who_asks_the_library_is_told_so(exercise, answer):
     verdict = judge(exercise, answer)
     assert verdict.status == WRONG
-    assert "of memlab.quantize; wanted your own lines." in verdict.text
+    assert " uses memlab.quantize; wanted your own lines." in verdict.text
 
 
 def test_who_asks_bitsandbytes_is_told_so():
     functional = pytest.importorskip("bitsandbytes.functional")
     verdict = judge(CODE, lambda signed: functional.create_dynamic_map(signed).clone())
     assert verdict.status == WRONG
-    assert "of bitsandbytes.functional; wanted your own lines." in verdict.text
+    assert " uses bitsandbytes; wanted your own lines." in verdict.text
 
 
 class HiddenInTheClass(Adam8bit):
@@ -210,10 +209,83 @@ class InPythonLists(HiddenInTheClass):
         state["m"], state["v"] = m.tolist(), v.tolist()
 
 
-def test_moments_that_are_no_tensors_are_missed():
+def test_moments_in_lists_are_counted():
     verdict = judge(ADAM, InPythonLists)
     assert verdict.status == WRONG
-    assert "0 bytes are left behind" in verdict.text
+    assert "has 10,244 numbers in its state that are in no tensor" in verdict.text
+
+
+def beside_the_codes(hide):
+    """Right in all it does, and what `hide` makes of the moments is in its state as well."""
+
+    class Hiding(Adam8bit):
+        def step_weight(self, weight, gradient, state, group):
+            hidden = state.pop("hidden", None)
+            super().step_weight(weight, gradient, state, group)
+            state["hidden"] = hidden or hide(gradient.clone())
+
+    return Hiding
+
+
+class Box:
+    def __init__(self, held):
+        self.held = held
+
+
+def with_an_attribute(x):
+    codes = torch.zeros(4)
+    codes.exact = x.numpy().copy()
+    return codes
+
+
+@pytest.mark.parametrize(
+    ("hide", "found"),
+    [
+        (lambda x: [x.numpy().copy()], "has a ndarray in its state"),
+        (lambda x: {"a": x.numpy().tobytes()}, "has a bytes in its state"),
+        (lambda x: int.from_bytes(x.numpy().tobytes()), "has a int in its state"),
+        (lambda x: Box(x.numpy().copy()), "has a ndarray in its state"),
+        (lambda x: lambda: x.numpy(), "has a function in its state"),
+        (lambda x: [with_an_attribute(x)], "has a ndarray in its state"),
+        (lambda x: [torch.from_numpy(x.numpy().copy())], "bytes are left behind"),
+    ],
+    ids=["array", "bytes", "integer", "object", "closure", "attribute", "from_numpy"],
+)
+def test_moments_that_are_no_tensors_are_found_in_the_state(hide, found):
+    verdict = judge(ADAM, beside_the_codes(hide))
+    assert verdict.status == WRONG
+    assert found in verdict.text
+
+
+def test_plain_numbers_and_objects_of_codes_may_be_in_the_state():
+    assert judge(ADAM, beside_the_codes(lambda x: Box(("a", 1, 2.5, None)))).status == OK
+
+
+class NewData(Adam8bit):
+    def step_weight(self, weight, gradient, state, group):
+        before = weight.data
+        weight.data = before.clone()
+        super().step_weight(weight, gradient, state, group)
+
+
+def test_a_weight_that_gets_a_new_storage_is_told_to_step_in_place():
+    assert "step it in place, weight -= …." in judge(ADAM, NewData).text
+
+
+@pytest.mark.parametrize("nowhere", [255, 0])
+def test_a_block_of_zeros_gets_the_code_of_zero(nowhere):
+    """Its scale is 0, so that any code comes back as 0; the rule of 9.4 reads codes."""
+
+    def answer(x, code):
+        codes, scales = encode(x, code)
+        codes[(scales == 0).repeat_interleave(256)[: len(codes)]] = nowhere
+        return codes, scales
+
+    verdict = judge(ENCODE, answer)
+    assert verdict.status == WRONG
+    assert f"256 zeros get another code than 127, that of zero, the first of them {nowhere}." in (
+        verdict.text
+    )
 
 
 def test_codes_that_are_a_view_of_something_larger_are_told_so():

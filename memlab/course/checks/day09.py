@@ -111,13 +111,13 @@ _BUILT_ELSEWHERE = ("memlab.quantize", "memlab.optim", "bitsandbytes", "torchao"
 
 @contextmanager
 def _own_work(call: str) -> Iterator[None]:
-    """Wrong if what runs inside calls a library that has the answer."""
+    """Wrong if what runs inside uses a library that has the answer."""
     asked: list[str] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         home = frame.f_globals.get("__name__", "")
         if event == "call" and not asked and home.startswith(_BUILT_ELSEWHERE):
-            asked.append(f"{frame.f_code.co_name} of {home}")
+            asked.extend(filter(home.startswith, _BUILT_ELSEWHERE))
 
     before = sys.getprofile()
     sys.setprofile(look)
@@ -125,7 +125,7 @@ def _own_work(call: str) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
-    require(not asked, f"{call} calls {''.join(asked)}; wanted your own lines.")
+    require(not asked, f"{call} uses {''.join(asked)}; wanted your own lines.")
 
 
 def _require_tensor(what: str, got: Any, dtype: torch.dtype, count: int) -> None:
@@ -184,6 +184,7 @@ def _require_numbers(call: str, got: Tensor, wanted: Tensor) -> None:
 def _coded(
     parts: Callable[[int, bool], int] = lambda i, signed: 2**i if signed else 2 ** (i + 1),
     cut: Callable[[Tensor], Tensor] = lambda edges: (edges[:-1] + edges[1:]) / 2,
+    of_edges: bool = False,
     power: Callable[[int], float] = lambda i: 10.0 ** (i - 6),
     dtype: torch.dtype = torch.float32,
     others: tuple[float, ...] = (0.0, 1.0),
@@ -195,7 +196,7 @@ def _coded(
         numbers = []
         for i in range(7):
             edges = torch.linspace(0.1, 1, parts(i, signed) + 1, dtype=dtype)
-            middles = cut(edges) * power(i)
+            middles = cut(edges * power(i)) if of_edges else cut(edges) * power(i)
             numbers += [middles, -middles] if signed else [middles]
         whole = torch.cat([*numbers, torch.tensor(others, dtype=dtype)]).float()
         return whole.sort().values if is_sorted else whole
@@ -271,6 +272,10 @@ _CODE = Exercise(
             _coded(dtype=torch.float64),
             "Computed in float64 and rounded once: every step has to be taken in float32.",
         ),
+        WrongAnswer(
+            _coded(of_edges=True),
+            "The power of ten came before the means; means of two first, then the power of ten.",
+        ),
     ),
 )
 
@@ -305,6 +310,7 @@ def _check_encode(answer: Encode) -> str:
         codes, scales = _encoded("encode", answer, name, x, code)
         _require_scales(f"encode of {name}", x, scales)
         _require_nearest(f"encode of {name}", x, codes, scales, code)
+        _require_zeros(f"encode of {name}", x, codes, code)
     on_the_way = _bytes_on_the_way(answer)
     require(
         on_the_way <= MOST_BYTES,
@@ -312,7 +318,7 @@ def _check_encode(answer: Encode) -> str:
         f"{MOST_BYTES}.",
     )
     return (
-        f"each number by the nearest of its code · 300 numbers in 308 bytes · zeros stay zeros · "
+        f"each number by the nearest of its code · 300 numbers in 308 bytes · zeros get its zero · "
         f"at most {MOST_BYTES} bytes a number on the way"
     )
 
@@ -337,10 +343,11 @@ def _encoded(
         torch.equal(mine, x) and torch.equal(mine_code, code),
         f"{call} changed the numbers that it was given.",
     )
-    kept, most = _storage_bytes(got), len(got[1]) * (BLOCK + 4)
+    kept, wanted = _storage_bytes(got), count + 4 * len(got[1])
     require(
-        kept <= most,
-        f"{call} gave tensors that hold on to {kept:,} bytes; wanted {count + 4 * len(got[1]):,}.",
+        kept <= wanted,
+        f"{call} gave tensors that hold on to {kept:,} bytes; wanted {wanted:,}. A slice keeps all "
+        f"that it was cut from; .clone() does not.",
     )
     return got
 
@@ -386,6 +393,17 @@ def _require_nearest(call: str, x: Tensor, codes: Tensor, scales: Tensor, code: 
             f"{call}: {flat[k]:.4g} comes back as {got[k]:.4g}, wanted {nearest[k]:.4g}; "
             f"{len(off)} of {len(flat)} numbers are off."
         )
+
+
+def _require_zeros(call: str, x: Tensor, codes: Tensor, code: Tensor) -> None:
+    """Where the scale is 0 any code comes back as 0, but not by who changes codes."""
+    wanted = code.abs().argmin().item()
+    off = codes[(x.flatten() == 0) & (codes != wanted)]
+    require(
+        not len(off),
+        f"{call}: {len(off)} zeros get another code than {wanted}, that of zero, the first of them "
+        f"{off[:1].sum()}.",
+    )
 
 
 def _bytes_on_the_way(answer: Encode) -> float:
@@ -458,7 +476,7 @@ _ENCODE = Exercise(
         "code's number. And what is 0 / 0?",
         "scales = blocks.abs().amax(1); fractions = blocks / scales.where(scales > 0, "
         "1).view(-1, 1); codes = torch.bucketize(fractions, (code[:-1] + code[1:]) / 2); then "
-        ".to(torch.uint8).flatten()[:n].clone().",
+        ".to(torch.uint8).flatten()[:n].clone(), as a slice alone would keep the padding, too.",
     ),
     reference=encode,
     check=_check_encode,
@@ -484,8 +502,16 @@ _ENCODE = Exercise(
             "The padding is still there: as many codes as numbers, [:n].",
         ),
         WrongAnswer(
+            _encoder(end=lambda codes, n: codes[:n]),
+            "The padding is out of sight, and still in memory.",
+        ),
+        WrongAnswer(
             _encoder(largest=_over_the_largest_fraction),
             "A block of zeros is divided by its largest, and 0 / 0 is NaN: divide by 1 there.",
+        ),
+        WrongAnswer(
+            _encoder(fractions=lambda blocks, scales: blocks / scales.view(-1, 1)),
+            "In a block of zeros x / scale is 0 / 0, which is no number, and gets code 255.",
         ),
         WrongAnswer(
             _encoder(largest=_by_clamped),
@@ -529,6 +555,7 @@ _ENCODE = Exercise(
 # ------------------------------------------------------------------ 9.3: Adam
 
 LR, STEPS = 0.01, 6
+MOST_NUMBERS = 32  # in a state beside its tensors, names included
 SETTINGS = {"lr": LR, "betas": (0.8, 0.9), "eps": 1e-3}
 SHAPES = {"(64, 80)": (64, 80), "(37, 139)": (37, 139), "(4095,)": (4095,), "(4096,)": (4096,)}
 
@@ -562,7 +589,7 @@ def _gradients(shape: tuple[int, ...]) -> list[Tensor]:
 def _stepped(answer: Any, name: str, shape: tuple[int, ...]) -> tuple[list[Tensor], int, int]:
     """The weight after each step; bytes of state that are left; how often encode_v was called."""
     weight, gradients = nn.Parameter(torch.zeros(shape)), _gradients(shape)
-    optimizer = answer([weight], **SETTINGS)
+    optimizer, place = answer([weight], **SETTINGS), weight.data_ptr()
     marks = _marked(optimizer)
     after: list[Tensor] = []
 
@@ -578,7 +605,13 @@ def _stepped(answer: Any, name: str, shape: tuple[int, ...]) -> tuple[list[Tenso
         all(map(torch.equal, gradients, _gradients(shape))),
         f"Adam8bit on a weight {name}: step changed the gradient.",
     )
-    return after, _born(trace) - sum(copy.nbytes for copy in after), len(marks)
+    require(
+        any(copy.any() for copy in after) and weight.data_ptr() == place,
+        f"Adam8bit on a weight {name}: the weight has not moved where it lies; step it in place, "
+        f"weight -= ….",
+    )
+    in_state = _bytes_in_state(name, optimizer.state[weight])
+    return after, max(_born(trace) - sum(copy.nbytes for copy in after), in_state), len(marks)
 
 
 def _marked(optimizer: Any) -> list[int]:
@@ -596,6 +629,50 @@ def _marked(optimizer: Any) -> list[int]:
 
     optimizer.encode_v = marked
     return marks
+
+
+def _bytes_in_state(name: str, state: Any) -> int:
+    """Of the tensors; beside them there may be a few plain numbers, and nothing else."""
+    leaves = list(_leaves(state))
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    strange = [leaf for leaf in others if not _is_plain(leaf)]
+    if strange:
+        raise Wrong(
+            f"Adam8bit on a weight {name} has a {type(strange[0]).__name__} in its state; wanted "
+            f"tensors, and plain numbers such as the count of steps."
+        )
+    require(
+        len(others) <= MOST_NUMBERS,
+        f"Adam8bit on a weight {name} has {len(others):,} numbers in its state that are in no "
+        f"tensor; wanted at most {MOST_NUMBERS}, such as the count of steps.",
+    )
+    return _storage_bytes(tensors)
+
+
+def _leaves(held: Any) -> Iterator[Any]:
+    """What is in dicts, lists, tuples and objects with attributes, and in those in them."""
+    match held:
+        case dict():
+            parts = [*held, *held.values()]
+        case list() | tuple() | set() | frozenset():
+            parts = [*held]
+        case _:
+            parts = [] if callable(held) else [*getattr(held, "__dict__", {}).values()]
+            if isinstance(held, Tensor) or not parts:
+                yield held
+    for part in parts:
+        yield from _leaves(part)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """A number of a machine word, or a short name; of bytes and long integers one holds much."""
+    match leaf:
+        case int():
+            return leaf.bit_length() <= 64
+        case str():
+            return len(leaf) <= 64
+    return leaf is None or isinstance(leaf, float)
 
 
 def _born(trace: Trace) -> int:
@@ -627,7 +704,7 @@ def _require_state(name: str, shape: tuple[int, ...], held: int) -> None:
     n = torch.Size(shape).numel()
     wanted = 2 * n + 8 * -(-n // BLOCK) if n >= SMALLEST else 8 * n
     how = "2n + 8⌈n/256⌉" if n >= SMALLEST else "8n"
-    slack = 64 + 2 * (-n % BLOCK)  # a count of steps that is a tensor; the last block padded
+    slack = 64  # a count of steps that is a tensor
     require(
         wanted <= held <= wanted + slack,
         f"Adam8bit on a weight {name} of {n:,} numbers: {held:,} bytes are left behind {STEPS} "
@@ -736,6 +813,29 @@ class _Uncorrected(_Variant):
         return m, v, m, v.sqrt() + eps
 
 
+class _AlwaysFirst(_Variant):
+    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
+        (beta1, beta2) = SETTINGS["betas"]
+        return super().used(m, v, 1 - beta1, 1 - beta2, eps)
+
+
+class _NewWeight(_Variant):
+    """`weight = weight - …` gives a local name a new tensor."""
+
+    def step_weight(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        super().step_weight(weight.clone(), gradient, state, group)
+
+
+class _InNumpy(_Variant):
+    """As it should be, and float32 moments beside it that are no tensors."""
+
+    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
+        super().write(state, m, v)
+        state["exact"] = m.numpy().copy(), v.numpy().copy()
+
+
 class _EpsInTheRoot(_Variant):
     def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
         return m, v, m / c1, (v / c2 + eps).sqrt()
@@ -821,6 +921,12 @@ _ADAM = Exercise(
             "The bias correction has got into the state: next time it is corrected once more.",
         ),
         WrongAnswer(_Uncorrected, "There is no bias correction: the first step is not lr long."),
+        WrongAnswer(_AlwaysFirst, "t has to count: it is 1 at the first step, 2 at the second."),
+        WrongAnswer(
+            _NewWeight,
+            "weight = weight - … gives the name a new tensor, and leaves the model's as it was.",
+        ),
+        WrongAnswer(_InNumpy, "An array of numpy takes the bytes that a tensor would."),
         WrongAnswer(_EpsInTheRoot, "eps is added to the root, not under it."),
         WrongAnswer(
             _ZeroIsCode0,
@@ -852,6 +958,7 @@ def _check_rule(answer: Encode) -> str:
         "256 zeros": torch.zeros(BLOCK),
         "3 ⋅ 256 numbers over many decades": many,
         "700 numbers, some of them 0": F.relu(many[:700] - 0.5),
+        "10 ⋅ 70 numbers, some of them 0": F.relu(many[:700] - 0.5).view(10, 70),
     }.items():
         codes, scales = _encoded("encode_positive", answer, name, x, unsigned)
         _require_scales(f"encode_positive of {name}", x, scales)
@@ -918,6 +1025,12 @@ def _add(x: Tensor, code: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     return encode(x.where(x == 0, x.clamp(min=floor)), code)
 
 
+def _unflattened(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = encode(x, code)
+    codes[(x > 0) & (codes == 0)] = 1
+    return codes, scales
+
+
 def _clamped(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
     return encode(x.clamp(min=code[1].item()), code)
 
@@ -943,6 +1056,7 @@ _RULE = Exercise(
             _lift_all,
             "Zeros are lifted, too: a weight that never had a gradient now has a second moment.",
         ),
+        WrongAnswer(_unflattened, "x has any shape, the codes are flat: compare x.flatten()."),
         WrongAnswer(_shift, "Every code is one up: only those are to change that would be 0."),
         WrongAnswer(
             partial(_add, floor=1e-12),
