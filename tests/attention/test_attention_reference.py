@@ -23,19 +23,31 @@ def random_qkv(*, heads=H, kv_heads=H, queries=T, keys=T, dtype=torch.float64, g
     ]
 
 
-def by_hand(q, k, v, *, causal):
+def sees(i, j, *, queries, keys, causal=False, alignment="top-left", window=None):
+    """Whether query i sees key j."""
+    if alignment == "bottom-right":
+        i += keys - queries
+    left, right = window or (None, None)
+    return (
+        not (causal and j > i)
+        and (left is None or j >= i - left)
+        and (right is None or j <= i + right)
+    )
+
+
+def by_hand(q, k, v, **settings):
     """One query at a time, in plain Python."""
     out = torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
+    lengths = {"queries": q.shape[2], "keys": k.shape[2]}
     for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
-        keys, values = k[b, h // group].tolist(), v[b, h // group].tolist()
-        if causal:
-            keys, values = keys[: i + 1], values[: i + 1]
+        seen = [j for j in range(k.shape[2]) if sees(i, j, **lengths, **settings)]
+        keys, values = (x[b, h // group, seen].tolist() for x in (k, v))
         query = q[b, h, i].tolist()
         products = [sum(x * y for x, y in zip(query, key, strict=True)) for key in keys]
         scores = [product / math.sqrt(D) for product in products]
         exponentials = [math.exp(score) for score in scores]
-        for d in range(D):
+        for d in range(D) if seen else ():
             weighted = sum(e * value[d] for e, value in zip(exponentials, values, strict=True))
             out[b, h, i, d] = weighted / sum(exponentials)
     return out
@@ -48,6 +60,27 @@ def test_the_reference_equals_the_sum_written_out_by_hand(causal, kv_heads):
     expected = by_hand(q, k, v, causal=causal)
     result = attention_reference(q, k, v, causal=causal)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("window", [None, (2, 1), (0, None), (None, 0), (1, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (2, 5), (5, 2), (6, 0)])
+def test_it_does_in_every_alignment_and_window(queries, keys, alignment, causal, window):
+    q, k, v = random_qkv(queries=queries, keys=keys)
+    settings = {"causal": causal, "alignment": alignment, "window": window}
+    result = attention_reference(q, k, v, **settings)
+    torch.testing.assert_close(result, by_hand(q, k, v, **settings), rtol=0, atol=1e-14)
+
+
+def test_a_query_that_sees_no_key_gets_zero_and_gives_no_gradient():
+    q, k, v = random_qkv(queries=5, keys=2, grad=True)
+    out = attention_reference(q, k, v, causal=True, alignment="bottom-right")
+    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    assert out[:, :, :3].eq(0).all()
+    assert dq[:, :, :3].eq(0).all()
+    assert dk.isfinite().all()
+    assert dv.isfinite().all()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,0 +1,309 @@
+"""Attention by tiles on trial: beside the whole score matrix, and beside torch's fused attention.
+
+    time    forward and backward at 4,096 tokens, 4 heads of 64, float32, two threads. Aims: causal
+            at most 0.4 times the time by way of the score matrix, full at most 0.6 times. The ratio
+            to torch's, and the tile that is fastest here, are for information
+    bytes   the peak above the arguments, by length, and the slope of its logarithm: 2 for the score
+            matrix, 1 for the tiles
+    error   the largest, beside float64, of the result and of each gradient. Aims are those of the
+            flash-attn package: twice the error by way of the score matrix, of gradients three times
+
+    python benchmarks/attention.py [--section time] [--quick]
+
+Prints Markdown, and writes a section each to `benchmarks/results/<machine>.json`.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from common import (
+    RESULTS,
+    THREADS,
+    Spread,
+    heading,
+    progress,
+    ratios,
+    save,
+    set_environment,
+    side_by_side,
+    table,
+)
+from rich.progress import Progress
+from torch import Tensor
+
+import memlab
+from memlab.attention import attention_reference, flash_attention, tiles
+from memlab.metering.cycles import no_cycle_collection
+from memlab.units import format_bytes
+
+Attend = Callable[..., Tensor]  # attend(q, k, v, causal=…)
+
+AIMS = {"causal": 0.4, "full": 0.6}  # times the seconds by way of the score matrix
+WITHIN = {"result": 2, "dq": 3, "dk": 3, "dv": 3}  # times its error
+BEYOND = 1e-5
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def torchs(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+NAIVE, FLASH, TORCH = "score matrix", "tiles", "torch"
+WAYS: dict[str, Attend] = {NAIVE: attention_reference, FLASH: flash_attention, TORCH: torchs}
+
+
+class Report(NamedTuple):
+    """What a section has to say."""
+
+    sentence: str  # for the summary
+    markdown: str
+    plain: dict[str, Any]  # for the results
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is run."""
+
+    seq_len: int
+    heads: int
+    width: int
+    tiles: tuple[int, ...]  # to be compared
+    lengths: tuple[int, ...]  # of the section on bytes
+    length_of_errors: int
+    rounds: int
+
+
+FULL = Plan(4096, 4, 64, (128, 256, 512, 1024), (1024, 2048, 4096, 8192), 512, 9)
+QUICK = Plan(64, 2, 8, (16, 32), (512, 1024), 64, 2)
+
+
+def arguments_of_attention(
+    plan: Plan, length: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], Tensor]:
+    """q, k and v; and the gradient of the result."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, plan.heads, length, plan.width)
+    *qkv, dout = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+    return [x.requires_grad_() for x in qkv], dout
+
+
+def passed(attend: Attend, qkv: list[Tensor], dout: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    """The result, dq, dk and dv."""
+    out = attend(*qkv, causal=causal)
+    return out.detach(), *torch.autograd.grad(out, qkv, dout)
+
+
+# ------------------------------------------------------------------ time
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each way, round by round, with a mask or without."""
+
+    mask: str
+    seconds: dict[str, list[float]]
+
+    def ratio(self, of: str, to: str) -> Spread:
+        return ratios(self.seconds[of], self.seconds[to])
+
+    @property
+    def verdict(self) -> str:
+        return "met" if self.ratio(FLASH, NAIVE).median <= AIMS[self.mask] else "missed"
+
+
+def timed(run: Callable[[], object]) -> float:
+    with no_cycle_collection():
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+
+def times(plan: Plan, mask: str, rounds: Iterable[int]) -> Times:
+    """Every way, and every tile, in turn; the first round only warms up."""
+    qkv, dout = arguments_of_attention(plan, plan.seq_len)
+    ways = WAYS | {f"tiles of {size}": partial(flash_attention, tile=size) for size in plan.tiles}
+    runs = {
+        name: partial(timed, partial(passed, attend, qkv, dout, mask == "causal"))
+        for name, attend in ways.items()
+    }
+    side_by_side(runs, range(1))
+    return Times(mask, side_by_side(runs, rounds))
+
+
+def time_section(plan: Plan, bar: Progress) -> Report:
+    found = {
+        mask: times(plan, mask, bar.track(range(plan.rounds), description=mask)) for mask in AIMS
+    }
+    both = " and ".join(
+        f"{row.ratio(FLASH, NAIVE).median:.2f} × ({mask})" for mask, row in found.items()
+    )
+    sentence = (
+        f"{plan.seq_len} tokens, {plan.heads} heads of {plan.width}: by tiles, forward and "
+        f"backward take {both} the time by way of the score matrix."
+    )
+    header = ("mask", f"{FLASH} / {NAIVE}", "aim", f"{TORCH} / {NAIVE}", f"{FLASH} / {TORCH}")
+    rows = [
+        (
+            mask,
+            f"{row.ratio(FLASH, NAIVE)} ×",
+            f"≤ {AIMS[mask]} × {row.verdict}",
+            f"{row.ratio(TORCH, NAIVE)} ×",
+            f"{row.ratio(FLASH, TORCH)} ×",
+        )
+        for mask, row in found.items()
+    ]
+    markdown = f"{table(header, rows)}\n\n{tile_table(plan, found)}"
+    plain = {
+        mask: {
+            "seconds": row.seconds,
+            "flash_to_naive": row.ratio(FLASH, NAIVE)._asdict(),
+            "flash_to_torch": row.ratio(FLASH, TORCH)._asdict(),
+            "verdict": row.verdict,
+        }
+        for mask, row in found.items()
+    }
+    return Report(sentence, markdown, plain)
+
+
+def tile_table(plan: Plan, found: dict[str, Times]) -> str:
+    rows = []
+    for size in plan.tiles:
+        kinds = [t.kind for t in tiles(plan.seq_len, plan.seq_len, size, causal=True)]
+        visited = 1 - kinds.count("skipped") / len(kinds)
+        to_naive = (f"{row.ratio(f'tiles of {size}', NAIVE)} ×" for row in found.values())
+        rows.append((str(size), f"{visited:.0%}", *to_naive))
+    return table(("tile", "visited if causal", *(f"{mask} / {NAIVE}" for mask in found)), rows)
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def peak_bytes(attend: Attend, plan: Plan, length: int) -> int:
+    """Above q, k, v and the gradient of the result: metered without computing, to the byte."""
+    with memlab.dry_run():
+        qkv, dout = arguments_of_attention(plan, length)
+        trace = memlab.measure(lambda: passed(attend, qkv, dout, causal=True))
+    return trace.peak_bytes - 4 * dout.nbytes
+
+
+def slope(lengths: Sequence[int], sizes: Sequence[int]) -> float:
+    """The exponent of the length, between the last two."""
+    return math.log(sizes[-1] / sizes[-2]) / math.log(lengths[-1] / lengths[-2])
+
+
+def bytes_section(plan: Plan, bar: Progress) -> Report:
+    found = {
+        name: [peak_bytes(WAYS[name], plan, T) for T in bar.track(plan.lengths, description=name)]
+        for name in (NAIVE, FLASH)
+    }
+    slopes = {name: slope(plan.lengths, sizes) for name, sizes in found.items()}
+    sentence = (
+        f"At {plan.lengths[-1]} tokens, tiles take {format_bytes(found[FLASH][-1])} where the "
+        f"score matrix takes {format_bytes(found[NAIVE][-1])}: {plan.heads} heads of {plan.width}, "
+        f"causal, forward and backward, above the arguments."
+    )
+    rows = [
+        (name, *map(format_bytes, sizes), f"{slopes[name]:.2f}") for name, sizes in found.items()
+    ]
+    header = ("peak above the arguments", *(f"{T} tokens" for T in plan.lengths), "last slope")
+    plain = {"lengths": plan.lengths, "peak_bytes": found, "slopes": slopes}
+    return Report(sentence, table(header, rows), plain)
+
+
+# ------------------------------------------------------------------ error
+
+
+def errors(attend: Attend, plan: Plan, dtype: torch.dtype) -> dict[str, float]:
+    """The largest of the result and of each gradient, beside float64."""
+    qkv, dout = arguments_of_attention(plan, plan.length_of_errors, dtype)
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    found = passed(attend, qkv, dout, causal=True)
+    wanted = passed(attention_reference, exact, dout.double(), causal=True)
+    return {
+        name: (a - b).abs().max().item() for name, a, b in zip(WITHIN, found, wanted, strict=True)
+    }
+
+
+def is_within(ours: dict[str, float], naive: dict[str, float]) -> bool:
+    return all(ours[name] <= most * naive[name] + BEYOND for name, most in WITHIN.items())
+
+
+def error_section(plan: Plan, bar: Progress) -> Report:
+    found = {
+        str(dtype).removeprefix("torch."): {
+            name: errors(attend, plan, dtype) for name, attend in WAYS.items()
+        }
+        for dtype in bar.track(DTYPES, description="error")
+    }
+    within = {dtype: is_within(ways[FLASH], ways[NAIVE]) for dtype, ways in found.items()}
+    sentence = (
+        f"By tiles, {sum(within.values())} of {len(within)} dtypes stay within the rule of the "
+        f"flash-attn package at {plan.length_of_errors} tokens."
+    )
+    rows = [
+        (dtype, name, *(f"{error:.1e}" for error in of_way.values()))
+        for dtype, ways in found.items()
+        for name, of_way in ways.items()
+    ]
+    header = ("dtype", "by way of", *WITHIN)
+    return Report(sentence, table(header, rows), {"errors": found, "within": within})
+
+
+# ------------------------------------------------------------------ the command
+
+SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
+    "time": time_section,
+    "bytes": bytes_section,
+    "error": error_section,
+}
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--section",
+        action="append",
+        choices=SECTIONS,
+        help="run this section only (may be given more than once)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="short sequences, to see that it runs; writes nothing"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the folder of the results (%(default)s)"
+    )
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    set_environment()
+    given = arguments(words)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(int(THREADS))
+    print(heading("Attention"))
+    try:
+        with progress() as bar:
+            for name in given.section or SECTIONS:
+                report = SECTIONS[name](QUICK if given.quick else FULL, bar)
+                print(f"\n## {name}\n\n{report.sentence}\n\n{report.markdown}")
+                if not given.quick:
+                    content = {"summary": report.sentence, **report.plain}
+                    save(given.results, "attention", name, content)
+    finally:
+        torch.set_num_threads(threads)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Which tiles are visited, against every pair looked at, and against the closed form."""
+
+from itertools import product
+
+import pytest
+
+from memlab.attention import band, tiles
+
+ALIGNMENTS = ("top-left", "bottom-right")
+WINDOWS = (None, (0, 0), (3, 1), (None, 2), (5, None))
+
+
+def sees(i, j, queries, keys, causal, alignment, window):
+    """Whether query i sees key j."""
+    diagonal = i if alignment == "top-left" else i + keys - queries
+    left, right = window or (None, None)
+    return (
+        not (causal and j > diagonal)
+        and (left is None or j >= diagonal - left)
+        and (right is None or j <= diagonal + right)
+    )
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(12, 12), (5, 13), (13, 5), (1, 9), (9, 1)])
+def test_the_kind_of_each_tile_is_what_its_pairs_say(queries, keys, causal, alignment, window):
+    for tile in (1, 3, 4, 16):
+        plan = tiles(queries, keys, tile, causal=causal, alignment=alignment, window=window)
+        pairs = [pair for t in plan for pair in product(t.queries, t.keys)]
+        assert sorted(pairs) == list(product(range(queries), range(keys)))
+        for t in plan:
+            seen = {
+                sees(i, j, queries, keys, causal, alignment, window)
+                for i, j in product(t.queries, t.keys)
+            }
+            assert t.kind == {(True,): "full", (False,): "skipped"}.get(tuple(seen), "partial")
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 16])
+def test_a_causal_mask_leaves_about_half_of_the_tiles(n):
+    kinds = [t.kind for t in tiles(n * 64, n * 64, 64, causal=True)]
+    assert kinds.count("full") == n * (n - 1) // 2
+    assert kinds.count("partial") == n
+    assert kinds.count("skipped") == n * (n - 1) // 2
+
+
+def test_without_a_mask_every_tile_is_full():
+    assert [t.kind for t in tiles(100, 70, 32)] == ["full"] * 4 * 3
+
+
+def test_the_tiles_in_a_window_grow_with_the_length_and_not_with_its_square():
+    def visited(length):
+        plan = tiles(length, length, 64, causal=True, window=(64, 0))
+        return sum(t.kind != "skipped" for t in plan)
+
+    assert [visited(64 * n) for n in (1, 2, 4, 8, 16)] == [2 * n - 1 for n in (1, 2, 4, 8, 16)]
+
+
+def test_rows_go_down_and_the_last_tiles_are_what_is_left():
+    plan = tiles(5, 3, 2)
+    assert [(t.queries, t.keys) for t in plan] == [
+        (range(0, 2), range(0, 2)),
+        (range(0, 2), range(2, 3)),
+        (range(2, 4), range(0, 2)),
+        (range(2, 4), range(2, 3)),
+        (range(4, 5), range(0, 2)),
+        (range(4, 5), range(2, 3)),
+    ]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (2, 5), (5, 2), (1, 4)])
+def test_a_band_knows_whether_it_hides_and_blinds(queries, keys, causal, alignment, window):
+    limits = band(queries, keys, causal=causal, alignment=alignment, window=window)
+    seen = [
+        [sees(i, j, queries, keys, causal, alignment, window) for j in range(keys)]
+        for i in range(queries)
+    ]
+    assert limits.blinds_some(queries, keys) == (not all(map(any, seen)))
+    assert limits.hides_some(queries, keys) == (not all(map(all, seen)))
+
+
+def test_an_unknown_alignment_is_refused():
+    with pytest.raises(ValueError, match="got alignment='left'; choose 'top-left' or 'bottom-r"):
+        band(4, 4, alignment="left")
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (3,), (1, 2, 3)])
+def test_a_window_that_is_none_is_refused(window):
+    with pytest.raises(ValueError, match="give how many keys a query sees to its left and right"):
+        band(4, 4, window=window)
