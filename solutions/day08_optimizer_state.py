@@ -175,17 +175,18 @@ for name, step_ in {"SGD": sgd_, "momentum": momentum_}.items():
 # %% [markdown]
 # The noisy weight decides how large lr may be, and the steady one has to live with it: to go
 # 100 · lr it needs ten thousand steps. Momentum smooths the noise; it makes nothing larger.
+# (torch's SGD adds up and does not average: both weights go ten times as far.)
 #
 # **AdamW** divides m by √v, the gradient's typical size: the steady weight's own 0.01, the noisy
-# one's 1. Each gets a step of its own length. (The W: *weight decay* that is taken from the weight
-# itself, not put into its gradient.)
+# one's 1. Each gets steps of its own scale. (The W: *weight decay*, taken from the weight itself,
+# not put into its gradient.)
 
 # %% [markdown]
 # ### Exercise 8.1: AdamW, step by step
 #
 # About 12 minutes. Write one step of one weight, **in place**: `weight` and `gradient` of one
-# shape, float32; `state`, a dict, empty at first and yours to fill: m, v and t, no more. With
-# t = 1, 2, … and m, v from zeros:
+# shape, float32; `state`, a dict, empty at first: keep `state["m"]`, `state["v"]`, of that shape,
+# and `state["t"]`, no more. `betas` is (β₁, β₂). With t = 1, 2, … and m, v from zeros:
 #
 # - m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²
 # - w ← w − lr · weight_decay · w (of the w before the step)
@@ -196,8 +197,8 @@ for name, step_ in {"SGD": sgd_, "momentum": momentum_}.items():
 
 # %%
 def adamw_(weight, gradient, state, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
-    beta1, beta2 = betas
     ### BEGIN SOLUTION
+    beta1, beta2 = betas
     if not state:
         state.update(t=0, m=torch.zeros_like(gradient), v=torch.zeros_like(gradient))
     state["t"] += 1
@@ -232,8 +233,8 @@ print(f"AdamW: the steady weight went {paths['AdamW'][-1, 1].abs():.1f} · lr")
 
 # %% [markdown]
 # A hundred times as far, and the noisy weight goes about as far as it did. That is what v is for:
-# **the direction comes from m, the length from v**. Keep that in mind; today's two optimizers each
-# give up a part of the second.
+# **the direction comes from m, and v sets the scale**. Keep that in mind; of today's two optimizers
+# one gives v up, the other most of it.
 #
 # Held against torch's, on a small text model that reads the standard library. `Stepping` calls your
 # function for every weight.
@@ -293,8 +294,8 @@ print(f"after 5 steps: max difference below 1e-6: {farthest(ours, torchs) < 1e-6
 # %% [markdown]
 # ## One number: Lion
 #
-# Must the length of a step be known for each weight? Lion (2023) was found by a program that tried
-# optimizers. It says: **no length at all**. Take the sign of a mean of gradients; every weight goes
+# Must each weight have a scale of its own? Lion (2023) was found by a program that tried
+# optimizers. It says: **no scale at all**. Take the sign of a mean of gradients; every weight goes
 # by lr, up or down. v is not needed.
 #
 # Two betas for one m: the step looks at a *mix* in which today's gradient weighs 1 − β₁ = 0.1; what
@@ -303,7 +304,7 @@ print(f"after 5 steps: max difference below 1e-6: {farthest(ours, torchs) < 1e-6
 # %% [markdown]
 # ### Exercise 8.2: Lion
 #
-# About 10 minutes. As in 8.1; what you keep is m alone, from zeros. In this order:
+# About 10 minutes. As in 8.1; what you keep is `state["m"]` alone, from zeros. In this order:
 #
 # - u = sign(β₁m + (1−β₁)g), with sign(0) = 0
 # - w ← w − lr · weight_decay · w (of the w before the step)
@@ -313,8 +314,8 @@ print(f"after 5 steps: max difference below 1e-6: {farthest(ours, torchs) < 1e-6
 
 # %%
 def lion_(weight, gradient, state, lr, betas=(0.9, 0.99), weight_decay=0.0):
-    beta1, beta2 = betas
     ### BEGIN SOLUTION
+    beta1, beta2 = betas
     m = state.get("m", torch.zeros_like(gradient))
     u = torch.sign(beta1 * m + (1 - beta1) * gradient)
     weight *= 1 - lr * weight_decay
@@ -362,7 +363,8 @@ _ = axes.set_title(f"How far {len(lengths):,} weights go in step 40")
 # trains four optimizers side by side.)
 
 # %% [markdown]
-# `sign(0) = 0` matters for weights without a gradient: a token that never came stays where it is.
+# `sign(0) = 0` matters for weights without a gradient: of an untied embedding, a token that never
+# came stays where it is. (Here the embedding is tied: every token has a gradient.)
 #
 # Held against lion-pytorch, which is optional: `pip install -e ".[oracles]"` in the repository's
 # folder brings it, and the package below.
@@ -393,8 +395,8 @@ else:
 # %% [markdown]
 # ## One v for many: Adam-mini
 #
-# Lion gives up all lengths. Adam-mini (2024) keeps them, but not one for each weight: weights that
-# work together see gradients of about one size, and may share a v. Who works together with whom?
+# Lion gives v up. Adam-mini (2024) keeps it, but not one for each weight: weights that work
+# together see gradients of about one size, and may share a v. Who works together with whom?
 # Here are AdamW's √v after 40 steps, in three matrices of the text model. The shape is (out, in): a
 # **row** is all that makes one output.
 
@@ -405,7 +407,7 @@ shown = ("mlp.gate", "attention.query", "mlp.down")
 fig, axes = plt.subplots(1, 3, figsize=(9, 4.2), width_ratios=(1, 1, 3), layout="constrained")
 for one, part in zip(axes, shown, strict=True):
     root = roots[f"blocks.0.{part}.weight"].log10()
-    picture = one.imshow(root, vmin=-4.5, vmax=-2.5, cmap="viridis", aspect="equal")
+    picture = one.imshow(root, vmin=-5.25, vmax=-3, cmap="viridis", aspect="equal")
     rows, columns = root.shape
     one.set(title=f"{part}\n({rows}, {columns})", xticks=[], yticks=[])
     one.set(xlabel="inputs", ylabel="outputs")
@@ -440,7 +442,7 @@ for name in names:
     print(f"{name:32}" + "  ".join(f"{off_by(*way):4.1f} ×" for way in ways))
 
 # %% [markdown]
-# The embedding: one v for all is off by 7 ×, for rare tokens have rare gradients. By **row**, that
+# The embedding: one v for all is off by 7 ×, for rare tokens have small gradients. By **row**, that
 # is by token, 1.5 ×. In `gate` and `up` rows do it, too. In `down` they do not: there columns
 # would.
 
@@ -457,11 +459,11 @@ for name in names:
 #
 # | layer | share a v |
 # | --- | --- |
+# | first: any whose name ends in `.bias` | none: 1 |
 # | `query`, `key` | a head: `head_width` rows |
 # | `embedding`, `unembedding`, `value`, `output`, `gate`, `up`, `down` | a row |
 # | `attention_norm`, `mlp_norm`, `norm`; shape (n,) | all |
-# | any whose name ends in `.bias` | none: 1 |
-# | any other; rows that make no whole heads | ValueError |
+# | any other, `q_norm`, too; rows that make no whole heads | ValueError |
 
 
 # %%
@@ -487,20 +489,19 @@ block_size = exercise("8.3", block_size)
 
 # %% [markdown]
 # Why an error, and no guess? Many models hold queries, keys and values in **one** fused matrix. As
-# one block it would have one v; it trains without a word, and worse. Adam-mini is only as good as
-# its partition.
+# one block it would have one v; it trains without a word, and worse.
 #
 # ### Exercise 8.4: Adam-mini's step
 #
 # About 10 minutes. AdamW's step, where each block of `size` neighbours (of the flattened weight,
 # whose number `size` divides) has one v: v ← β₂v + (1−β₂) · **mean of g²** over the block. Every
-# weight keeps its m. All else is as in 8.1: 4 bytes a weight, and 4 a block.
+# weight keeps its m. All else is as in 8.1, the three keys, too: 4 bytes a weight, and 4 a block.
 
 
 # %%
 def adam_mini_(weight, gradient, state, size, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
-    beta1, beta2 = betas
     ### BEGIN SOLUTION
+    beta1, beta2 = betas
     squares = gradient.reshape(-1, size) ** 2  # (blocks, size)
     mean = squares.mean(1, keepdim=True)  # (blocks, 1)
     if not state:
@@ -606,12 +607,12 @@ else:
 # ### Exercise 8.5: the step inside backward
 #
 # About 15 minutes. `weights`: a list of parameters; `update(weight)` steps one by its `.grad`.
-# Write `in_backward`, after which every `loss.backward()` calls `update` once for each weight, as
-# soon as its gradient is complete, and leaves no gradient.
+# Write `in_backward`, after which every `loss.backward()` calls `update` once for each weight that
+# the loss uses, as soon as its gradient is complete, and leaves no gradient.
 #
 # It returns a function `end_step()`. If a weight gets a second gradient before that is called, a
-# RuntimeError is raised, and nothing is stepped by it. Somebody is accumulating: the first part has
-# been stepped by already, and is gone.
+# RuntimeError is raised, nothing is stepped by that gradient, and it is dropped. Somebody is
+# accumulating: the first part has been stepped by already, and is gone.
 
 
 # %%
@@ -621,6 +622,7 @@ def in_backward(weights, update):
 
     def hook(weight):
         if weight in stepped:
+            weight.grad = None
             raise RuntimeError("got a second gradient; call end_step() after each backward")
         stepped.add(weight)
         update(weight)
@@ -668,6 +670,7 @@ except RuntimeError as error:
 
 
 # %%
+ARROW = {"arrowstyle": "->"}
 KINDS = {"activations": "#4477aa", "temporaries": "#ccbb88", "gradients": "#cc6677"}
 
 
@@ -690,15 +693,19 @@ for one, (name, trace) in zip(
 ):
     stacked = heights_in_backward(trace)
     along = [100 * n / len(stacked[0]) for n in range(len(stacked[0]))]
-    one.stackplot(along, stacked, colors=KINDS.values(), labels=KINDS, step="post")
+    bands = one.stackplot(along, stacked, colors=KINDS.values(), labels=KINDS, step="post")
+    for n, band in enumerate(bands):  # an edge: a single allocation is too thin to be seen
+        band.set(edgecolor="face", linewidth=0.8, zorder=-n)  # and a kind of 0 MiB shows none
     one.set(title=name, xlabel="backward and step, % of their allocations", xlim=(0, 100))
+    highest, at = max(zip(map(sum, zip(*stacked, strict=True)), along, strict=True))
+    one.annotate("peak", (at, highest), (50, highest), va="center", arrowprops=ARROW)
 axes[0].set_ylabel("MiB beside weights and state")
 axes[1].legend(frameon=False, loc="upper right")
 for name, trace in {"after": ordinary, "inside": in_turn}.items():
     print(f"{name:7} peak {format_bytes(trace.peak_bytes)}")
 
 # %% [markdown]
-# On the left the red piles up while the blue goes; on the right there is a thin red line. (The pale
+# On the left the red piles up while the blue goes; on the right there are specks of red. (The pale
 # band is the unembedding's share of the tied matrix: it waits for the embedding's. The spike is
 # their sum: for a moment all three are there.)
 #
@@ -782,9 +789,11 @@ axes.invert_yaxis()
 _ = axes.legend(["weights", "gradients", "state", "all else"], frameon=False, loc="lower right")
 
 # %% [markdown]
-# Of 75 GiB, m and v are two thirds. Half of them is 25 GiB; the step inside backward takes another
-# 12, and of the gradients one matrix is left. Both together: half of what it was, and a third of
-# that are the weights themselves. Day 9 makes a quarter of the moment that is left.
+# Of 75 GiB, m and v are two thirds. Half of them is 25 GiB. The step inside backward takes another
+# 11.5: 12.5 of gradients, of which one matrix is left, less a GiB (grey), for the peak is now in
+# backward, where the blocks' inputs still wait, and temporaries. Both together: half of what it
+# was, and a third of that are the weights themselves. Day 9 makes a quarter of the moment that is
+# left.
 
 # %% [markdown]
 # ## On your GPU
@@ -805,6 +814,11 @@ if torch.cuda.is_available():
         del training
 else:
     print(stored_on_a_gpu("day 8"))
+
+# %% [markdown]
+# By a dry run, the last line has AdamW's own peak, to the byte: where backward begins there are no
+# gradients that could be dropped. Adam-mini and Lion take less there: AdamW's state is present at
+# every moment.
 
 # %% [markdown]
 # ## Rules on trial
@@ -853,10 +867,10 @@ verdict(
 #
 # | | keeps | bytes a weight | gives up |
 # | --- | --- | --- | --- |
-# | SGD, with momentum | nothing, m | 0, 4 | lengths of steps |
+# | SGD, with momentum | nothing, m | 0, 4 | a scale for each weight |
 # | AdamW | m, v | 8 | |
 # | Adam-mini | m, v for a block | 4.01 | a partition that fits is needed |
-# | Lion | m | 4 | lengths; its own learning rate |
+# | Lion | m | 4 | a scale for each weight; needs its own lr |
 # | step inside backward | | −2 to −4: gradients | accumulation, clipping, skipped steps |
 #
 # Halved by dtype, too: moments of bfloat16, if rounded at random (Day 4). Tomorrow: both moments,

@@ -25,34 +25,40 @@ ADAMW, LION, BLOCK_SIZE, ADAM_MINI, IN_BACKWARD = days.day(8).exercises
 
 
 def adamw_as_torch_writes_it(weight, gradient, state, lr, betas, eps=1e-8, weight_decay=0.01):
-    """In place, lerp and addcdiv, a counter that is a tensor, names of one's own."""
-    if "exp_avg" not in state:
-        state["step"] = torch.tensor(0.0)
-        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
-    state["step"] += 1
-    step = state["step"].item()
+    """In place, lerp and addcdiv, a counter that is a tensor."""
+    if "m" not in state:
+        state["t"] = torch.tensor(0.0)
+        state["m"], state["v"] = torch.zeros_like(weight), torch.zeros_like(weight)
+    state["t"] += 1
+    step = state["t"].item()
     weight.mul_(1 - lr * weight_decay)
-    state["exp_avg"].lerp_(gradient, 1 - betas[0])
-    state["exp_avg_sq"].mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
-    root = (state["exp_avg_sq"].sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
-    weight.addcdiv_(state["exp_avg"], root, value=-lr / (1 - betas[0] ** step))
+    state["m"].lerp_(gradient, 1 - betas[0])
+    state["v"].mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    root = (state["v"].sqrt() / (1 - betas[1] ** step) ** 0.5).add_(eps)
+    weight.addcdiv_(state["m"], root, value=-lr / (1 - betas[0] ** step))
 
 
 def adamw_in_one_update(weight, gradient, state, lr, betas, eps=1e-8, weight_decay=0.01):
-    """The decay in the same line as the step; a pair under one key."""
-    m, v, t = state.get("all", (torch.zeros_like(gradient), torch.zeros_like(gradient), 0))
-    m, v, t = torch.lerp(gradient, m, betas[0]), torch.lerp(gradient**2, v, betas[1]), t + 1
+    """The decay in the same line as the step; numbers for zeros."""
+    m, v, t = (state.get(name, 0) for name in "mvt")
+    m, v, t = betas[0] * m + (1 - betas[0]) * gradient, betas[1] * v, t + 1
+    v = v + (1 - betas[1]) * gradient**2
     m_hat, v_hat = m / (1 - betas[0] ** t), v / (1 - betas[1] ** t)
     weight.copy_(weight - lr * (m_hat / (v_hat.sqrt() + eps) + weight_decay * weight))
-    state["all"] = m, v, t
+    state |= {"m": m, "v": v, "t": t}
 
 
 def with_default_betas(step_):
     return lambda *args, betas=(0.9, 0.999), **settings: step_(*args, betas=betas, **settings)
 
 
+def adamw_through_data(weight, gradient, state, **settings):
+    """Past autograd's notes: `.data` is the weight, too."""
+    adamw_(weight.data, gradient, state, **settings)
+
+
 def lion_in_place(weight, gradient, state, lr, betas=(0.9, 0.99), weight_decay=0.0):
-    m = state.setdefault("momentum", torch.zeros_like(gradient))
+    m = state.setdefault("m", torch.zeros_like(gradient))
     mix = m.lerp(gradient, 1 - betas[0])
     weight.sub_(weight * (lr * weight_decay) + lr * mix.sign_())
     m.lerp_(gradient, 1 - betas[1])
@@ -60,10 +66,10 @@ def lion_in_place(weight, gradient, state, lr, betas=(0.9, 0.99), weight_decay=0
 
 def lion_by_comparing(weight, gradient, state, lr, betas=(0.9, 0.99), weight_decay=0.0):
     """Two comparisons for a sign."""
-    m = state.get(0, 0.0)
+    m = state.get("m", 0.0)
     mix = betas[0] * m + (1 - betas[0]) * gradient
     weight -= lr * ((mix > 0).float() - (mix < 0).float() + weight_decay * weight)
-    state[0] = betas[1] * m + (1 - betas[1]) * gradient
+    state["m"] = betas[1] * m + (1 - betas[1]) * gradient
 
 
 def block_size_by_cases(name, shape, head_width):
@@ -129,6 +135,7 @@ def in_backward_with_flags(weights, update):
     [
         (ADAMW, with_default_betas(adamw_as_torch_writes_it)),
         (ADAMW, with_default_betas(adamw_in_one_update)),
+        (ADAMW, adamw_through_data),
         (LION, lion_in_place),
         (LION, lion_by_comparing),
         (BLOCK_SIZE, block_size_by_cases),
@@ -168,6 +175,53 @@ def through_the_gradient(weight, gradient, state, **settings):
     gradient.zero_()
 
 
+def under(names, step_):
+    """The right step, kept under other names."""
+
+    def renamed_(weight, gradient, state, *rest, **settings):
+        own = {name: state[other] for name, other in names.items() if other in state}
+        step_(weight, gradient, own, *rest, **settings)
+        state.update((names[name], value) for name, value in own.items())
+
+    return renamed_
+
+
+TORCHS = {"m": "exp_avg", "v": "exp_avg_sq", "t": "step"}
+
+
+def adamw_in_a_tuple(weight, gradient, state, **settings):
+    own = dict(zip("mvt", state.get("all", ()), strict=False))
+    adamw_(weight, gradient, own, **settings)
+    state["all"] = tuple(own[name] for name in "mvt")
+
+
+def adamw_flat(weight, gradient, state, **settings):
+    adamw_(weight.view(-1), gradient.reshape(-1), state, **settings)
+
+
+def lion_decayed_in_place(weight, gradient, state, lr, betas=(0.9, 0.99), weight_decay=0.0):
+    """The decay is in place, the step is not."""
+    weight *= 1 - lr * weight_decay
+    lion_(weight.clone(), gradient, state, lr, betas)
+
+
+def mini_with_each_v_in(key):
+    """A v for every weight, as an array of numpy, whose bytes no tensor has."""
+
+    def step_(weight, gradient, state, size, lr, betas=(0.9, 0.999), **rest):
+        array = state.pop(key, None)
+        before = 0 * gradient if array is None else torch.from_numpy(array)
+        own = {name: state[name] for name in "mt" if name in state}
+        if own:
+            own["v"] = before.reshape(-1, size).mean(1, keepdim=True)
+        adam_mini_(weight, gradient, own, size, lr, betas, **rest)
+        each = betas[1] * before + (1 - betas[1]) * gradient**2
+        state.update(own)
+        state[key] = each.numpy().copy()
+
+    return step_
+
+
 HIDDEN = []
 
 
@@ -205,16 +259,43 @@ def refused_when_all_were_stepped(weights, update):
     return lambda: count.__setitem__(0, 0)
 
 
+def refused_by_a_full_set(weights, update):
+    """It knows the weights, and looks only whether all were stepped."""
+    stepped = set()
+
+    def hook(weight):
+        gradient, weight.grad = weight.grad, None
+        if len(stepped) == len(weights):
+            raise RuntimeError("again")
+        stepped.add(weight)
+        weight.grad = gradient
+        update(weight)
+        weight.grad = None
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    return stepped.clear
+
+
 @pytest.mark.parametrize(
     ("exercise", "answer", "said"),
     [
         (ADAMW, by_torch, "of torch.optim"),
         (ADAMW, by_the_library, "of memlab.optim.adamw; wanted your own lines."),
         (ADAMW, through_the_gradient, "changed the gradient; leave it as it is."),
+        (ADAMW, under(TORCHS, adamw_), "keys ['exp_avg', 'exp_avg_sq', 'step'], wanted ['m', 't'"),
+        (ADAMW, adamw_in_a_tuple, "state['all'] is a tuple; wanted tensors, and numbers,"),
+        (ADAMW, adamw_flat, "state['m'] is of shape (6000,), wanted the weight's, (100, 60)."),
+        (LION, under({"m": "exp_avg"}, lion_), "has the keys ['exp_avg'], wanted ['m']: what"),
+        (LION, lion_decayed_in_place, "weight -= …, not weight = weight − …."),
+        (ADAM_MINI, under(TORCHS, adam_mini_), "wanted ['m', 't', 'v']: what comes later looks"),
+        (ADAM_MINI, mini_with_each_v_in("each"), "state['each'] is a ndarray; wanted tensors,"),
+        (ADAM_MINI, mini_with_each_v_in("v"), "state['v'] is a ndarray; wanted tensors,"),
         (LION, with_a_copy_elsewhere, "72,000 bytes are kept between steps, wanted 24,000."),
         (LION, sign_of_the_new_momentum, "brought up to date before its use"),
         (BLOCK_SIZE, rows_for_all, "queries and keys go by rows"),
-        (IN_BACKWARD, refused_when_all_were_stepped, "but after 1 weights had changed."),
+        (IN_BACKWARD, refused_when_all_were_stepped, "but had changed 1 of 13 weights by then."),
+        (IN_BACKWARD, refused_by_a_full_set, "one weight, a further backward before end_step()"),
         (
             IN_BACKWARD,
             lambda weights, update: optim.step_in_backward(torch.optim.SGD(weights)).step,
@@ -285,6 +366,17 @@ def test_the_partition_is_the_librarys():
     partition = optim.gpt_partition(TINY.head_width)
     for name, weight in GPT(TINY).named_parameters():
         assert block_size(name, weight.shape, TINY.head_width) == partition(name, weight.shape)
+
+
+def test_a_refused_gradient_does_not_come_into_the_next():
+    weight, gradients = torch.nn.Parameter(torch.ones(1)), []
+    end_step = in_backward([weight], lambda w: gradients.append(w.grad.item()))
+    weight.sum().backward()
+    with pytest.raises(RuntimeError):
+        weight.sum().backward()
+    end_step()
+    weight.sum().backward()
+    assert gradients == [1.0, 1.0]
 
 
 def test_what_is_built_steps_inside_backward():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
+from numbers import Number
 from types import FrameType
 from typing import Any
 
@@ -81,12 +82,28 @@ def _require_steps(
         require(torch.equal(handed, gradient), f"{call} changed the gradient; leave it as it is.")
         handed.zero_()  # as zero_grad(set_to_none=False) does: who kept it has kept nothing
         wanted(theirs, gradient, their_state, **settings)
-        unmoved = " These are those it began with." if torch.equal(mine, start) else ""
         require(
             torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6),
-            f"{call} gave {_numbers(mine)}, wanted {_numbers(theirs)}.{unmoved}",
+            f"{call} gave {_numbers(mine)}, wanted {_numbers(theirs)}.",
         )
     return step
+
+
+def _require_in_place(answer: Step, **settings: Any) -> None:
+    """Require that a weight changes at all, if not in the first step: Lion's m is 0 in that."""
+    weight, state = torch.ones(1), {}
+    with torch.no_grad(), _own_work("your step"):
+        for _ in range(2):
+            answer(weight, torch.full((1,), 0.5), state, lr=0.1, weight_decay=0.0, **settings)
+    require(
+        not torch.equal(weight, torch.ones(1)),
+        "weights [1]: two steps, gradient [0.5], left them as they were.",
+    )
+
+
+def _not_in_place(step_: Step) -> Step:
+    """The right step of a new tensor, which nobody sees."""
+    return lambda weight, *rest, **settings: step_(weight.clone(), *rest, **settings)
 
 
 def _require_two_states(answer: Step, wanted: Step, **settings: Any) -> None:
@@ -106,25 +123,44 @@ def _require_two_states(answer: Step, wanted: Step, **settings: Any) -> None:
         )
 
 
-_COUNT = 6_000  # of weights whose bytes are metered
+_SHAPE = (100, 60)  # of the weight whose bytes are metered
+_COUNT = prod(_SHAPE)
 _SLACK = 64  # bytes: a step counter may be a tensor
 
 
-def _require_kept(answer: Step, wanted_bytes: int, **settings: Any) -> None:
-    """Require the bytes that two steps leave alive."""
-    weight, state = torch.ones(_COUNT), {}
+def _require_kept(
+    answer: Step, wanted_bytes: int, names: str, shaped: str = "", **settings: Any
+) -> None:
+    """Require the bytes that two steps leave alive, the names in the state, and of some of them
+    the weight's shape."""
+    weight, state = torch.ones(_SHAPE), {}
 
     def steps() -> None:
-        for size in (0.1, 0.2):
-            answer(weight, torch.full((_COUNT,), size), state, **settings)
+        for each in (0.1, 0.2):
+            answer(weight, torch.full(_SHAPE, each), state, **settings)
 
     with torch.no_grad():
         trace = measure(steps)
+    for name, value in state.items():  # of anything else the bytes are not seen
+        require(
+            isinstance(value, Tensor | Number),
+            f"state[{name!r}] is {_kind(value)}; wanted tensors, and numbers, in `state`.",
+        )
     kept = sum(event.bytes for event in trace.events if event.phase != "before")
     require(
         wanted_bytes <= kept <= wanted_bytes + _SLACK,
         f"{_COUNT:,} weights: {kept:,} bytes are kept between steps, wanted {wanted_bytes:,}.",
     )
+    require(
+        state.keys() == set(names),
+        f"state has the keys {sorted(map(str, state))}, wanted {sorted(names)}: what comes later "
+        f"looks for these.",
+    )
+    for name in shaped:
+        shape = tuple(getattr(state[name], "shape", ()))
+        require(
+            shape == _SHAPE, f"state[{name!r}] is of shape {shape}, wanted the weight's, {_SHAPE}."
+        )
 
 
 # ------------------------------------------------------------------ 8.1: AdamW
@@ -196,12 +232,6 @@ def _adamw_but(
     return step_
 
 
-def _not_in_place(weight: Tensor, *rest: Any, **settings: Any) -> Tensor:
-    new = weight.clone()
-    adamw_(new, *rest, **settings)
-    return new
-
-
 _OURS: State = {}
 
 
@@ -221,6 +251,7 @@ def _check_adamw(answer: Step) -> str:
     three = [torch.tensor(g) for g in ([0.5, -3.0, -0.2], [0.1, 3.5, -0.2], [-1.0, -3.0, -0.2])]
     start = torch.tensor([1.0, -2.0, 0.5])
     right = partial(_require_steps, answer, adamw_)
+    _require_in_place(answer)
     steps = [
         right(torch.tensor([1.0]), [torch.tensor([0.5])], **plain),
         right(start, three, **plain),
@@ -229,7 +260,7 @@ def _check_adamw(answer: Step) -> str:
         right(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
     ]
     _require_two_states(answer, adamw_, lr=0.1)
-    _require_kept(answer, 8 * _COUNT, lr=0.1)
+    _require_kept(answer, 8 * _COUNT, "mvt", shaped="mv", lr=0.1)
     return f"weights as wanted after each of {sum(steps)} steps · 8 bytes a weight"
 
 
@@ -289,11 +320,16 @@ _ADAMW = Exercise(
         WrongAnswer(_adamw_but(swapped=True), "β₁ is m's and β₂ is v's."),
         WrongAnswer(_adamw_but(first=2), "The first step has t = 1."),
         WrongAnswer(
+            _adamw_but(first=0),
+            "t is 1 in the first step, not 0: 1 − β⁰ is 0. Count up before you divide.",
+        ),
+        WrongAnswer(
             _adamw_but(keeps=lambda kept: kept.double()),
             "The moments are kept in float64: 16 bytes a weight.",
         ),
         WrongAnswer(
-            _not_in_place, "The weight itself has to change: weight -= …, not weight = weight − …."
+            _not_in_place(adamw_),
+            "The weight itself has to change: weight -= …, not weight = weight − ….",
         ),
         WrongAnswer(_in_a_global, "Every weight has moments of its own."),
     ),
@@ -328,7 +364,8 @@ def _lion_but(
         lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta2)
     ),
     decay: str = "of the weight",
-    also_keeps: Callable[[Tensor], Any] = lambda gradient: None,
+    begins: Callable[[Tensor], Tensor] = torch.zeros_like,
+    also_keeps: Callable[[Tensor], State] = lambda gradient: {},
 ) -> Step:
     """The right step with something in it that is not."""
 
@@ -340,7 +377,7 @@ def _lion_but(
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        m = state.get("m", 0 * gradient)
+        m = state.get("m", begins(gradient))
         if decay == "in the gradient":
             gradient = gradient + weight_decay * weight
         step = direction(looks_at(m, gradient, *betas))
@@ -351,8 +388,7 @@ def _lion_but(
         weight -= lr * step
         if decay == "afterwards":
             weight *= 1 - lr * weight_decay
-        state["m"] = keeps(m, gradient, *betas)
-        state["more"] = also_keeps(gradient)
+        state.update(also_keeps(gradient), m=keeps(m, gradient, *betas))
 
     return step_
 
@@ -363,15 +399,18 @@ def _check_lion(answer: Step) -> str:
     back = ([1.0, -1, 3, 1, -2, 1], [-0.37, 0.25, -2, -0.92, 2.4, 1])
     to_and_fro = [torch.tensor(g) for g in back]
     many = [_random(6, seed=seed) for seed in range(6)]
+    _require_in_place(answer)
+    turned = [torch.tensor([1.0]), torch.tensor([-5.0])]  # too much for any m but the first's g
     steps = [
         right(torch.zeros(3), [torch.tensor([0.5, -2.0, 0.0])], lr=1.0),
+        right(torch.zeros(1), turned, lr=1.0, betas=(0.9, 0.95)),
         right(torch.zeros(6), to_and_fro, lr=1.0, betas=(0.9, 0.95)),
         right(torch.zeros(6), many, lr=1.0, betas=(0.6, 0.9)),
         right(start, [_random(3, seed=seed) for seed in (1, 2, 3)], lr=0.1, weight_decay=0.5),
         right(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
     ]
     _require_two_states(answer, lion_, lr=0.1)
-    _require_kept(answer, 4 * _COUNT, lr=0.1)
+    _require_kept(answer, 4 * _COUNT, "m", lr=0.1)
     return f"weights as wanted after each of {sum(steps)} steps · sign(0) is 0 · 4 bytes a weight"
 
 
@@ -439,8 +478,13 @@ _LION = Exercise(
             _lion_but(decay="afterwards"), "The decay is of the weight as it was: before the step."
         ),
         WrongAnswer(
-            _lion_but(also_keeps=lambda gradient: gradient**2),
+            _lion_but(also_keeps=lambda gradient: {"v": gradient**2}),
             "There is a second moment again: Lion keeps m and nothing else.",
+        ),
+        WrongAnswer(_lion_but(begins=torch.clone), "m began as the gradient; it begins as zeros."),
+        WrongAnswer(
+            _not_in_place(lion_),
+            "The weight itself has to change: weight -= …, not weight = weight − ….",
         ),
     ),
 )
@@ -469,6 +513,7 @@ _REFUSED: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("blocks.0.attention.qkv.weight", (96, 32)),
     ("blocks.0.attention.key_value.weight", (32, 32)),
     ("blocks.0.mixer.weight", (32, 32)),
+    ("blocks.0.attention.q_norm.weight", (8,)),
     ("blocks.0.attention.query.weight", (20, 32)),
 )
 
@@ -512,11 +557,20 @@ def _by_letters(name: str, rule: Sequence[str]) -> bool:
     return any(word in name for word in rule)
 
 
+def _by_endings(name: str, rule: Sequence[str]) -> bool:
+    layer = name.split(".")[-2]
+    return layer.endswith("norm") if rule is _WHOLE else layer in rule
+
+
 def _check_block_size(answer: BlockSize) -> str:
     D = 8
     for name, shape in _WEIGHTS:
-        got = answer(name, shape, D)
-        equal(f"block_size({name!r}, {shape}, {D})", got, block_size(name, shape, D))
+        call, wanted = f"block_size({name!r}, {shape}, {D})", block_size(name, shape, D)
+        try:
+            got = answer(name, shape, D)
+        except (IndexError, ValueError) as error:
+            raise Wrong(f"{call} raised {type(error).__name__}, wanted {wanted:,}.") from None
+        equal(call, got, wanted)
     for name, shape in _REFUSED:
         call = f"block_size({name!r}, {shape}, {D})"
         try:
@@ -541,12 +595,12 @@ _BLOCK_SIZE = Exercise(
     difficulty=2,
     hints=(
         "First the layer's word: of 'blocks.0.mlp.up.weight' it is 'up'. name.split('.') has it "
-        "in the last place but one. Then one if for each line of the table.",
+        "in the last place but one. Then one if for each line of the table, biases first.",
         "A row of (out, in) has shape[1] numbers, and a head head_width rows. Where nothing fits, "
         "raise ValueError; so also if shape[0] % head_width is not 0.",
         "layer, kind = name.split('.')[-2:]; if kind == 'bias': return 1; if layer in ('query', "
         "'key'): refuse rows that make no whole heads, return head_width * shape[1]; if "
-        "layer.endswith('norm'): return shape[0]; if layer in (the seven of rows): return "
+        "layer in (the three norms): return shape[0]; if layer in (the seven of rows): return "
         "shape[1]; raise ValueError(…).",
     ),
     reference=block_size,
@@ -597,6 +651,14 @@ _BLOCK_SIZE = Exercise(
             "word between two dots.",
         ),
         WrongAnswer(
+            _size_but(has=_by_endings),
+            "It ends in 'norm' and is none of the three: it was guessed. Compare the whole word.",
+        ),
+        WrongAnswer(
+            lambda name, shape, D: block_size(name.replace(".bias", ".weight"), shape, D),
+            "A bias is a vector and has no shape[1]: look for .bias before the layer's word.",
+        ),
+        WrongAnswer(
             _size_but(looks_at_heads=False),
             "20 rows are no whole heads of 8: blocks would begin in the middle of one.",
         ),
@@ -628,8 +690,9 @@ def _mini_but(
     *,
     square: Callable[[Tensor], Tensor] = lambda blocks: (blocks**2).mean(1, keepdim=True),
     blocks_of: Callable[[Tensor, int], Tensor] = _of_rows,
+    back: Callable[[Tensor], Tensor] = lambda blocks: blocks,
     shared_m: bool = False,
-    corrected: bool = True,
+    corrected: str = "both",
     keeps_each: bool = False,
     root: Callable[[Tensor, float], Tensor] = lambda v, eps: v.sqrt() + eps,
     decay: str = "of the weight",
@@ -659,12 +722,10 @@ def _mini_but(
         state["t"] += 1
         state["m"] = beta1 * state["m"] + (1 - beta1) * mine
         state["v"] = beta2 * state["v"] + (1 - beta2) * of_block
-        m = state["m"] / (1 - beta1 ** state["t"])
-        v = state["v"] / (1 - beta2 ** state["t"]) if corrected else state["v"]
+        m = state["m"] if corrected == "neither" else state["m"] / (1 - beta1 ** state["t"])
+        v = state["v"] / (1 - beta2 ** state["t"]) if corrected == "both" else state["v"]
         m = m.expand_as(blocks) if shared_m else blocks_of(m, size)
-        step = m / root(v, eps)
-        if blocks_of is not _of_rows:
-            step = step.T
+        step = back(m / root(v, eps))
         if decay == "of the weight":
             weight *= 1 - lr * weight_decay
         weight -= lr * step.reshape(weight.shape)
@@ -691,6 +752,7 @@ def _check_adam_mini(answer: Step) -> str:
     of_four = [_random(4, 2, seed=seed) for seed in (1, 2, 3)]
     two = [_random(2, 3, seed=seed) for seed in (4, 5)]
     vectors = [_random(3, seed=seed) for seed in (6, 7, 8)]
+    _require_in_place(answer, size=1)
     steps = [
         right(torch.zeros(2, 3), [two_rows], size=3, **plain),
         right(torch.zeros(4, 2), of_four, size=4, **plain),
@@ -701,7 +763,7 @@ def _check_adam_mini(answer: Step) -> str:
     ]
     _require_two_states(answer, adam_mini_, size=2, lr=0.1)
     blocks = _COUNT // 60
-    _require_kept(answer, 4 * _COUNT + 4 * blocks, size=60, lr=0.1)
+    _require_kept(answer, 4 * _COUNT + 4 * blocks, "mvt", size=60, lr=0.1)
     return (
         f"weights as wanted after each of {sum(steps)} steps · 4 bytes a weight, 4 a block: "
         f"{4 * _COUNT + 4 * blocks:,} of {8 * _COUNT:,}"
@@ -740,8 +802,12 @@ _ADAM_MINI = Exercise(
             "step, and which of them should go up is lost. Only v is shared.",
         ),
         WrongAnswer(
-            _mini_but(blocks_of=lambda t, size: t.reshape(size, -1).T),
+            _mini_but(blocks_of=lambda t, size: t.reshape(size, -1).T, back=Tensor.t),
             "These blocks are taken across: a block's numbers are neighbours, view(-1, size).",
+        ),
+        WrongAnswer(
+            _mini_but(blocks_of=lambda t, size: t.reshape(size, -1)),
+            "reshape(size, -1) makes `size` blocks; asked are blocks of `size`: reshape(-1, size).",
         ),
         WrongAnswer(
             _mini_but(square=lambda blocks: (blocks**2).sum(1, keepdim=True)),
@@ -751,7 +817,19 @@ _ADAM_MINI = Exercise(
             _mini_but(square=lambda blocks: (blocks**2).amax(1, keepdim=True)),
             "This is the largest g² of the block; wanted the mean.",
         ),
-        WrongAnswer(_mini_but(corrected=False), "v began as zeros: divide by 1 − β₂ᵗ, as before."),
+        WrongAnswer(
+            _mini_but(square=lambda blocks: blocks.abs().mean(1, keepdim=True) ** 2),
+            "This is the mean of |g|, squared: large ones count too little. Square first.",
+        ),
+        WrongAnswer(_mini_but(corrected="m"), "v began as zeros: divide by 1 − β₂ᵗ, as before."),
+        WrongAnswer(
+            _mini_but(corrected="neither"),
+            "m and v are not freed of the zeros they began with: divide each by its 1 − βᵗ.",
+        ),
+        WrongAnswer(
+            _not_in_place(adam_mini_),
+            "The weight itself has to change: weight -= …, not weight = weight − ….",
+        ),
         WrongAnswer(
             _mini_but(root=lambda v, eps: (v + eps).sqrt()), "As in AdamW, eps is outside the root."
         ),
@@ -789,9 +867,9 @@ class _Tied(nn.Module):
             nn.Parameter(0.2 * _random(_WIDTH, _WIDTH, seed=n)) for n in range(_LAYERS)
         )
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, layers: int = _LAYERS) -> Tensor:
         x = self.table[tokens]
-        for layer in self.layers:
+        for layer in list(self.layers)[:layers]:
             x = x + (x @ layer).tanh()
         return (x @ self.table.T).logsumexp(1).mean()
 
@@ -825,9 +903,9 @@ class _Watched:
         with torch.no_grad():
             weight -= 0.1 * weight.grad
 
-    def backward(self, seed: int = 0) -> None:
+    def backward(self, seed: int = 0, layers: int = _LAYERS) -> None:
         tokens = torch.randint(_VOCABULARY, (16,), generator=torch.Generator().manual_seed(seed))
-        self.model(tokens).backward()
+        self.model(tokens, layers).backward()
 
     def stepped(self) -> list[int]:
         """How often each weight was."""
@@ -870,13 +948,14 @@ def _check_in_backward(answer: InBackward) -> str:
         f"after end_step() came a second backward; updates of each weight in both: "
         f"{watched.stepped()}, wanted 2 of each.",
     )
-    _require_refused(watched)
     most, largest = _most_gradients(answer)
     require(
         most <= 2 * largest,
         f"during backward {most:,} bytes of gradients were there at once; wanted at most "
         f"{2 * largest:,}, twice the largest weight's, which comes in two parts.",
     )
+    _require_refused(watched, "a further backward before end_step()")
+    _require_refused_where_one_is_unused(answer)
     everything = sum(weight.nbytes for weight in watched.weights)
     return (
         f"each stepped once, the tied one by its whole gradient · at most {most:,} of "
@@ -912,12 +991,11 @@ def _require_no_gradient_left(watched: _Watched) -> None:
         )
 
 
-def _require_refused(watched: _Watched) -> None:
+def _require_refused(watched: _Watched, case: str, layers: int = _LAYERS) -> None:
     """A backward before end_step()."""
     before, calls = watched.values(), watched.calls.total()
-    case = "a further backward before end_step()"
     try:
-        watched.backward(seed=2)
+        watched.backward(seed=2, layers=layers)
     except RuntimeError:
         pass
     except Exception as error:
@@ -926,7 +1004,24 @@ def _require_refused(watched: _Watched) -> None:
         again = watched.calls.total() - calls
         raise Wrong(f"{case} raised nothing, and made {again} updates; wanted RuntimeError.")
     changed = sum(not torch.equal(a, b) for a, b in zip(before, watched.weights, strict=True))
-    require(not changed, f"{case} was refused, but after {changed} weights had changed.")
+    of_all = f"{changed} of {len(before)} weights"
+    require(not changed, f"{case} was refused, but had changed {of_all} by then.")
+    left = [n for n, weight in enumerate(watched.weights, 1) if weight.grad is not None]
+    require(not left, f"{case} was refused, but weights {left} have a gradient after it.")
+
+
+def _require_refused_where_one_is_unused(answer: InBackward) -> None:
+    """The last layer takes no part: one gradient fewer than there are weights."""
+    watched, _ = _hooked(answer)
+    watched.backward(layers=_LAYERS - 1)
+    wanted = [1] * _LAYERS + [0]
+    require(
+        watched.stepped() == wanted,
+        f"one backward of a loss without the last weight; updates of each: {watched.stepped()}, "
+        f"wanted {wanted}.",
+    )
+    case = "where the loss does without one weight, a further backward before end_step()"
+    _require_refused(watched, case, layers=_LAYERS - 1)
 
 
 def _most_gradients(answer: InBackward) -> tuple[int, int]:
@@ -953,6 +1048,7 @@ def in_backward(weights: Sequence[Tensor], update: Update) -> Callable[[], None]
 def _hooked_but(
     *,
     drops: bool = True,
+    drops_refused: bool = True,
     refuses: bool = True,
     allows_again: bool = True,
     error: type = RuntimeError,
@@ -962,6 +1058,8 @@ def _hooked_but(
 
         def hook(weight: Tensor) -> None:
             if weight in stepped and refuses:
+                if drops_refused:
+                    weight.grad = None
                 raise error("a second gradient before end_step()")
             stepped.add(weight)
             update(weight)
@@ -1028,6 +1126,23 @@ def _when_all_are_there(weights: Sequence[Tensor], update: Update) -> Callable[[
     return lambda: ended.__setitem__(0, True)
 
 
+def _counted(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
+    """Refuses by number: it does not know which weight comes twice."""
+    calls = [0]
+
+    def hook(weight: Tensor) -> None:
+        calls[0] += 1
+        if calls[0] > len(weights):
+            weight.grad = None
+            raise RuntimeError("a gradient too many")
+        update(weight)
+        weight.grad = None
+
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(hook)
+    return lambda: calls.__setitem__(0, 0)
+
+
 def _in_end_step(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
     def end_step() -> None:
         for weight in weights:
@@ -1048,9 +1163,9 @@ _IN_BACKWARD = Exercise(
         "stepped already?",
         "weight.register_post_accumulate_grad_hook(hook) calls hook(weight). In it: update, drop "
         "weight.grad, and note the weight in a set, which end_step empties: return stepped.clear.",
-        "stepped = set(); def hook(weight): if weight in stepped: raise RuntimeError(…); "
-        "stepped.add(weight); update(weight); weight.grad = None. for weight in weights: "
-        "weight.register_post_accumulate_grad_hook(hook). return stepped.clear.",
+        "stepped = set(); def hook(weight): if weight in stepped: weight.grad = None, and raise "
+        "RuntimeError(…); stepped.add(weight); update(weight); weight.grad = None. for weight in "
+        "weights: weight.register_post_accumulate_grad_hook(hook). return stepped.clear.",
     ),
     reference=in_backward,
     check=_check_in_backward,
@@ -1074,6 +1189,16 @@ _IN_BACKWARD = Exercise(
             _hooked_but(refuses=False),
             "A second gradient was stepped by, without a word: who accumulates gets several small "
             "steps where one was meant.",
+        ),
+        WrongAnswer(
+            _hooked_but(drops_refused=False),
+            "The gradient that was refused is there still, and the next backward adds to it: "
+            "weight.grad = None before the raise.",
+        ),
+        WrongAnswer(
+            _counted,
+            "Counting tells how many gradients came, not which weight's came twice, and a weight "
+            "without a gradient leaves room for one: keep the weights that were stepped.",
         ),
         WrongAnswer(
             _hooked_but(allows_again=False), "end_step() is to let the next backward come."
