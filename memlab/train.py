@@ -327,7 +327,7 @@ TECHNIQUES: dict[str, Technique] = {
     "lion8bit": Technique("Lion: one moment, in 8 bits", optimizer=of_all_weights(optim.Lion8bit)),
     "adam-mini": Technique("AdamW with a second moment for each row or head", optimizer=adam_mini),
     "step-in-backward": Technique(
-        "AdamW, each weight stepped as soon as its gradient is there",
+        "each weight stepped as soon as its gradient is there",
         stepping=optim.step_in_backward,
     ),
     "sgd": Technique(
