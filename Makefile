@@ -40,7 +40,7 @@ measure: $(stamp) ## measure every technique on this machine
 test: $(stamp) ## format, lint, tests, every notebook
 	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m ruff check .
-	@$(VENV_PYTHON) -m pytest -n 2 --dist loadfile
+	@PYTHONHASHSEED=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile
 	@$(MAKE) --no-print-directory lessons
 
 bench: benchmarks-exist $(stamp) ## every number of the README, as Markdown
