@@ -34,8 +34,8 @@ What no rule can see: who divides by a number that was saved, as do the gradient
 and `/`; and who asks for its sign, as `abs`, `clamp` and `leaky_relu` do. Near zero a small error
 is a large one there; `leave_alone` is for that.
 
-Attention is known by torch's functions for it; for another that is fused, below 8 bits, see that
-`leave_alone` has its queries and keys.
+Attention is torch's, or memlab's `flash_attention`; for another that is fused, below 8 bits, see
+that `leave_alone` has its queries and keys.
 
 Of two hooks the inner one counts. Around a checkpoint: its inputs are compressed, and what runs
 again begins with what comes back of them (which `check="hash"` takes for a change). Inside of a
@@ -65,7 +65,8 @@ NUMBERS, RECTIFIED, ATTENDED = "activations", "outputs of ReLU", "queries and ke
 FLAGS, TWO_VALUES = "bool masks", "masks of two values"
 WITHOUT_GRADIENT = "without a gradient"
 
-_OF_ATTENTION = ("ScaledDotProduct", "SafeSoftmax", "Softmax")  # its results: bounded, linear
+# The results of attention: bounded, and gradients are linear in them.
+_OF_ATTENTION = ("ScaledDotProduct", "SafeSoftmax", "Softmax", "FlashAttention")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -216,13 +217,16 @@ def _compressing(compression: "Compression") -> Iterator[Report]:
         yield compression.report
 
 
+_TORCHS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+
+
 class _Attention(TorchFunctionMode):
-    """Knows whether torch's attention is running."""
+    """Knows whether torch's attention is running, or memlab's, by its name."""
 
     runs = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
+        if func not in _TORCHS and getattr(func, "__name__", "") != "flash_attention":
             return func(*args, **(kwargs or {}))
         self.runs = True
         try:

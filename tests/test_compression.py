@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memlab
 from memlab import compression
-from memlab.attention import attention_reference
+from memlab.attention import attention_reference, flash_attention
 from memlab.checkpointing import checkpoint
 from memlab.compression import (
     compressed_activations,
@@ -409,6 +410,24 @@ def test_what_is_exponentiated_would_spoil_the_gradient(monkeypatch, bits, kind,
 
     monkeypatch.setattr(compression, "kind_of", careless)
     assert error(compressed_activations(bits, mode="nearest")) > 1.2 * safe
+
+
+def test_memlab_s_flash_attention_is_known_as_torch_s_is():
+    q, k, v, upstream = (torch.randn(2, 4, 64, 16) for _ in range(4))
+
+    def gradients(attention, around) -> torch.Tensor:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        with around:
+            out = attention(*(x * 1.0 for x in leaves))
+        return torch.cat([g.flatten() for g in torch.autograd.grad(out, leaves, upstream)])
+
+    def error(attention) -> float:
+        compressed = compressed_activations(bits=2, mode="nearest", min_numel=0)
+        return relative_error(gradients(attention, compressed), gradients(attention, nullcontext()))
+
+    torchs = error(partial(F.scaled_dot_product_attention, is_causal=True))
+    assert torchs < 0.5
+    assert error(partial(flash_attention, causal=True)) == pytest.approx(torchs, rel=1e-3)
 
 
 # ------------------------------------------------------------------ random numbers

@@ -593,7 +593,7 @@ def test_everything_is_as_without_a_checkpoint_also_when_functions_run_to_their_
 hashing = Checkpoint(check="hash", random=("torch", "python", "numpy"))
 
 
-@pytest.mark.parametrize("name", CASES.keys() - {"instance_norm"})
+@pytest.mark.parametrize("name", [name for name in CASES if name != "instance_norm"])
 def test_values_are_the_same_in_both_runs(name: str) -> None:
     assert same(observed(CASES[name], hashing), observed(CASES[name], plainly))
 
