@@ -1,5 +1,7 @@
 """Anonymous memory: what a process holds that no file backs."""
 
+import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +18,14 @@ LARGE = 64 * MIB
 SLACK = 8 * MIB  # what the interpreter takes and gives back meanwhile
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_reuse():
+    """Give back what earlier tests let go of: memory that is there already would not be new."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 @pytest.fixture

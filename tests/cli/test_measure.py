@@ -52,9 +52,13 @@ def second_step(technique: Technique, setting: Setting = TINY) -> Trace:
 
 
 def without_numbers(trace: Trace) -> list[Event]:
-    """The events, their storages numbered in the order of the trace."""
+    """The events, their storages numbered in the order of the trace; what was there before in an
+    order of its own: whoever made it first."""
+    before = [event for event in trace.events if event.phase == "before"]
+    after = [event for event in trace.events if event.phase != "before"]
+    before.sort(key=lambda event: str(event._replace(storage=0)))
     numbers: dict[int, int] = {}
-    return [e._replace(storage=numbers.setdefault(e.storage, len(numbers))) for e in trace.events]
+    return [e._replace(storage=numbers.setdefault(e.storage, len(numbers))) for e in before + after]
 
 
 @pytest.fixture(scope="module", autouse=True)
