@@ -55,7 +55,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from memlab.quantize import Mode, Quantized, dequantize_blockwise, quantize_blockwise
+from memlab.quantize import (
+    Mode,
+    Quantized,
+    dequantize_blockwise,
+    pack,
+    quantize_blockwise,
+    unpack,
+)
 from memlab.saved import Decode, Encode, Facts, encoded
 from memlab.units import format_bytes
 
@@ -96,18 +103,13 @@ def kind_of(facts: Facts, min_numel: int, in_attention: bool = False) -> str:
 
 def pack_flags(flags: Tensor) -> Tensor:
     """bool (n,) as uint8 (⌈n/8⌉,): eight in a byte, the first in its lowest bit."""
-    eights = F.pad(flags, (0, -len(flags) % 8)).view(torch.uint8).view(-1, 8)
-    packed = eights[:, 0].clone()
-    for place in range(1, 8):
-        packed |= eights[:, place] << place
-    return packed
+    whole_bytes = F.pad(flags.view(torch.uint8), (0, -len(flags) % 8))
+    return pack(whole_bytes, 1, len(flags))
 
 
 def unpack_flags(packed: Tensor, count: int) -> Tensor:
     """bool (count,) again."""
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    eights = (packed.view(-1, 1) >> places).bitwise_and_(1)  # (⌈n/8⌉, 8)
-    return eights.view(-1)[:count].view(torch.bool)
+    return unpack(packed, 1, 8 * len(packed))[:count].view(torch.bool)
 
 
 def two_values(numbers: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

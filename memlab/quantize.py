@@ -166,7 +166,7 @@ def _quantize_into(
         codes = _write_affine(blocks, q.bits, mode, generator, scales, offsets)
     else:
         codes = _write_by_code(blocks, q.code, mode, generator, scales)
-    packed.copy_(_pack(codes.view(-1), q.bits, len(part)))
+    packed.copy_(pack(codes.view(-1), q.bits, len(part)))
 
 
 def _write_by_code(
@@ -200,7 +200,7 @@ def _write_affine(
 
 def _dequantized(q: Quantized, packed: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
     """float32 (blocks, block)"""
-    codes = _unpack(packed, q.bits, len(scales) * q.block)
+    codes = unpack(packed, q.bits, len(scales) * q.block)
     scales = scales.float().view(-1, 1)
     if offsets is None:
         return q.code.index_select(0, codes.int()).view(-1, q.block).mul_(scales)
@@ -359,8 +359,8 @@ def _float32_down(numbers: Tensor) -> Tensor:
 # ------------------------------------------------------------------ bits in bytes
 
 
-def _pack(codes: Tensor, bits: int, count: int) -> Tensor:
-    """The first `count` codes (uint8, below 2ᵇ) side by side in ⌈count·bits/8⌉ bytes."""
+def pack(codes: Tensor, bits: int, count: int) -> Tensor:
+    """The first `count` codes (uint8, below 2ᵇ, whole bytes of them) in ⌈count·bits/8⌉ bytes."""
     per_byte = 8 // bits
     codes[count:] = 0  # what the last byte has to spare
     in_byte = codes.view(-1, per_byte)
@@ -370,7 +370,7 @@ def _pack(codes: Tensor, bits: int, count: int) -> Tensor:
     return packed[: -(-count // per_byte)]
 
 
-def _unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """`count` codes again; zeros beyond those that were packed."""
     per_byte = 8 // bits
     if missing := count // per_byte - len(packed):
