@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from memlab import optim
 from memlab.accumulation import accumulate, split
-from memlab.attention import attention_reference
+from memlab.attention import attention_reference, flash_attention
 from memlab.checkpointing import (
     ATTENTION,
     MATMULS,
@@ -32,6 +32,7 @@ from memlab.checkpointing.schedules import Schedule
 from memlab.compression import compressed_activations
 from memlab.data import batches, stdlib_bytes
 from memlab.lora import add_lora
+from memlab.losses import chunked_cross_entropy
 from memlab.metering import dry_run, measure, predict
 from memlab.model import (
     GPT,
@@ -278,7 +279,9 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "selective-checkpointing": Technique(
         "the same for every block, but for its matrix products and attention, which are kept",
-        change_model=scheduled(each_block, using=selective(MATMULS | ATTENTION)),
+        change_model=scheduled(
+            each_block, using=selective(MATMULS | ATTENTION | {flash_attention})
+        ),
     ),
     "int8-activations": Technique(
         "what is kept for backward, in 8 bits",
@@ -310,6 +313,13 @@ TECHNIQUES: dict[str, Technique] = {
     "eager-attention": Technique(
         "attention with its score matrix in memory", attention=attention_reference
     ),
+    "flash-attention": Technique(
+        "our attention by tiles, which torch's fused attention is too", attention=flash_attention
+    ),
+    "chunked-loss": Technique(
+        "the logits of some tokens at a time, and their gradients at once",
+        loss=chunked_cross_entropy,
+    ),
     "foreach-adamw": Technique(
         "torch's AdamW on all weights at once",
         optimizer=of_all_weights(torch.optim.AdamW, foreach=True),
@@ -338,5 +348,6 @@ TECHNIQUES: dict[str, Technique] = {
 # Shown beside the rows: what people turn on together.
 COMBINATIONS = (
     *("checkpointing+autocast", "checkpointing+int8-activations"),
+    "checkpointing+flash-attention+chunked-loss",
     "checkpointing+lion8bit+step-in-backward",
 )

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memlab
 from memlab.lora import LoRALinear, added_weights
+from memlab.losses import chunk_rows
 from memlab.model import PRESETS
 from memlab.trace import Trace
 from memlab.train import (
@@ -98,8 +99,10 @@ TOLERANCES = {
     "autocast": 0.01,  # bfloat16 keeps 8 bits
     "loss-scaling": 0.002,  # float16 keeps 11
     "bfloat16": 0.02,  # weights, too
-    "eager-attention": 1e-6,  # another order of sums in float32
-    "foreach-adamw": 0,  # these three change what happens after backward
+    "eager-attention": 1e-6,  # another order of sums in float32, in these three
+    "flash-attention": 1e-6,
+    "chunked-loss": 1e-6,
+    "foreach-adamw": 0,  # these change what happens after backward
     "fused-adamw": 0,
     "accumulation": 1e-6,  # another order of sums
     "adam8bit": 0,
@@ -202,9 +205,14 @@ def blocks_keep_their_products_and_attention(technique: Technique) -> None:
 
 
 def alive_before_backward(technique: Technique, model: str) -> int:
+    """Bytes, in a second step."""
+    return kept_for_backward(second_step(technique, replace(TINY, model=model)))
+
+
+def kept_for_backward(trace: Trace) -> int:
     """Activations, when the first gradient is made."""
     alive = 0
-    for event in second_step(technique, replace(TINY, model=model)).events:
+    for event in trace.events:
         if event.phase == "backward":
             break
         alive += event.bytes * (event.category == "activations")
@@ -264,6 +272,21 @@ def each_head_keeps_its_weights_and_each_block_its_mask(technique: Technique) ->
     assert quadratic_part(technique, "activations") == L * (B * H * FLOAT32 + 1)
 
 
+def attention_keeps_what_torch_s_kernel_does_without_it(technique: Technique) -> None:
+    ours, plain = second_step(technique), second_step(PLAIN)
+    assert kept_for_backward(ours) == kept_for_backward(plain)
+    assert not any("scaled_dot_product" in event.operator for event in ours.events)
+
+
+def the_logits_are_there_a_chunk_at_a_time(technique: Technique) -> None:
+    """And their gradients are kept in their place: of the hidden states, and of the weight."""
+    V, C = CONFIG.vocab_size, CONFIG.width
+    of_the_loss = [e.bytes for e in second_step(technique).events if e.module == "GPT"]
+    assert max(of_the_loss) == chunk_rows(B * T, V, C) * V * FLOAT32
+    plain, ours = kept_for_backward(second_step(PLAIN)), kept_for_backward(second_step(technique))
+    assert plain - ours == (B * T * V - B * T * C - 1) * FLOAT32  # 1: the number of targets
+
+
 def the_optimizer_step_takes_as_much_as_all_weights(technique: Technique) -> None:
     assert most(second_step(technique), "optimizer_temporaries") == N * FLOAT32
 
@@ -305,6 +328,8 @@ CLAIMS = {
     "bfloat16": weights_gradients_and_state_take(2, 2, 4),
     "master-weights": weights_gradients_and_state_take(2 + 4, 4, 8),
     "eager-attention": each_head_keeps_its_weights_and_each_block_its_mask,
+    "flash-attention": attention_keeps_what_torch_s_kernel_does_without_it,
+    "chunked-loss": the_logits_are_there_a_chunk_at_a_time,
     "foreach-adamw": the_optimizer_step_takes_as_much_as_all_weights,
     "fused-adamw": the_optimizer_step_takes_nothing,
     "accumulation": the_most_activations_are_those_of_one_sequence,
@@ -501,6 +526,21 @@ def test_techniques_combine_plug_by_plug():
     assert most(second_step(technique), "activations") < min(alone)
     plain, ours = gradients(PLAIN), gradients(technique)
     assert max((ours[n] - plain[n]).abs().max().item() for n in plain) <= TOLERANCES["autocast"]
+
+
+@pytest.mark.parametrize(
+    "others", ["selective-checkpointing", "checkpointing", "int4-activations", "bfloat16", "lora"]
+)
+def test_flash_attention_keeps_what_torch_s_kernel_does_beside_any_other_technique(others):
+    ours, theirs = combined(f"{others}+flash-attention"), combined(others)
+    assert kept_for_backward(second_step(ours)) == kept_for_backward(second_step(theirs))
+
+
+@pytest.mark.parametrize("others", ["autocast", "loss-scaling", "accumulation", "bfloat16"])
+def test_beside_others_the_chunked_loss_has_their_gradients(others):
+    ours, theirs = gradients(combined(f"{others}+chunked-loss")), gradients(combined(others))
+    bound = max(1e-6, TOLERANCES[others])
+    assert max((ours[n] - theirs[n]).abs().max().item() for n in theirs) <= bound
 
 
 def technique_names(technique: Technique) -> list[str]:

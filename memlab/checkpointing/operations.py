@@ -26,8 +26,11 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-# torch counts the attention of accelerators; the CPU's takes the same first arguments.
+# torch counts the attention of accelerators, and no product that is added in place; these take the
+# same first arguments.
 _FORMULAS = flop_registry | {
+    aten.addmm_: flop_registry[aten.addmm],
+    aten.baddbmm_: flop_registry[aten.baddbmm],
     aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
         aten._scaled_dot_product_flash_attention
     ],

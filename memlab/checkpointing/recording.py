@@ -2,16 +2,22 @@
 
 Both are dispatch modes: they see what runs below autograd. A *value* is what a storage holds until
 it is written over, as a number; a view has the value of its base.
+
+A function that announces itself to torch (`torch.overrides.handle_torch_function`, as
+`memlab.attention.flash_attention` does) is one operator, whatever runs inside: the products of its
+tiles are not for keeping, its results are.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -25,9 +31,9 @@ class Operator(NamedTuple):
     """One call of an operator within a function: what keeping its outputs takes, and saves."""
 
     number: int
-    func: Any  # such as torch.ops.aten.mm.default
-    bytes: int
-    operations: int
+    func: Any  # such as torch.ops.aten.mm.default, or a function that announces itself
+    bytes: int  # of such a function not known before it is over: 0 when it is chosen
+    operations: int  # the same
 
 
 @dataclass(eq=False)
@@ -38,6 +44,34 @@ class Output:
     make_alike: Callable[[], Tensor]  # the same shape and strides, and any content
     tensor: Tensor | None  # where it may be kept
     is_overwritten: bool = False
+    bytes: int = 0
+    whole: "Whole | None" = None
+    value_at_end: int = -1  # of the whole, which may write over it
+    is_needed: bool = False  # at that end
+
+    def as_made(self) -> Tensor:
+        """What is held, in the shape in which the call handed it out."""
+        assert self.tensor is not None
+        if self.whole is None:
+            return self.tensor
+        return self.tensor.as_strided(*self.make_alike.args, storage_offset=0)
+
+
+@dataclass(eq=False)
+class Whole:
+    """One call of a function that is an operator as a whole."""
+
+    number: int
+    func: Any
+    is_chosen: bool
+    must_run: bool = False  # for more than its results
+    operations: int = 0
+    results: set[Output] = field(default_factory=set)  # what it returned, and backward wants
+
+    @property
+    def operator(self) -> Operator:
+        needed = sum(result.bytes for result in self.results if result.is_needed)
+        return Operator(self.number, self.func, needed, self.operations)
 
 
 @dataclass(eq=False)
@@ -50,13 +84,29 @@ class Call:
     outputs: list[Output | None]  # as the tree's leaves
     structure: TreeSpec
     must_run: bool  # for more than its outputs
-    is_chosen: bool
+    is_chosen_alone: bool
+    whole: Whole | None  # in which it runs
     is_played: bool = False  # in the second run its outputs are handed out
 
     @property
     def is_playable(self) -> bool:
         """Whether handing out tensors does for it: a view is made anew, a random number drawn."""
+        if self.whole is not None and not self.whole.must_run:
+            return any(self.outputs) or bool(self.writes)
         return any(self.outputs) and not self.writes and not self.must_run
+
+    @property
+    def is_chosen(self) -> bool:
+        if self.whole is None:
+            return self.is_chosen_alone
+        return self.whole.is_chosen and not self.whole.must_run
+
+    @property
+    def to_choose(self) -> Operator | None:
+        """What somebody may choose to keep: the call, or the whole in which it runs."""
+        if self.whole is None:
+            return self.operator
+        return None if self.whole.must_run else self.whole.operator
 
     @property
     def makes(self) -> set[int]:
@@ -70,6 +120,8 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.choose = choose
         self.calls: list[Call] = []
+        self._whole: Whole | None = None
+        self._announcements = _Announcements(self._as_one)
         self.wanted: set[int] = set()  # values that backward wants
         self._values: dict[int, int] = {}  # of storages, by address
         self._made: dict[int, Output] = {}  # by value; other values come from outside
@@ -78,6 +130,29 @@ class Recording(TorchDispatchMode):
     def want(self, tensor: Tensor) -> None:
         """Backward wants the tensor as it is now."""
         self.wanted.add(self._value(tensor))
+        self._hold_of_a_whole(tensor)
+
+    def __enter__(self) -> "Recording":
+        self._announcements.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._announcements.__exit__(*error)
+
+    def _as_one(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """func(*args, **kwargs), as one operator."""
+        number = len(self.calls)
+        is_chosen = self.choose(Operator(number, func, 0, 0))
+        self._whole = Whole(number, func, is_chosen)
+        try:
+            result = func(*args, **kwargs)
+            for leaf in filter(torch.is_tensor, tree_leaves(result)):
+                self._hold_of_a_whole(leaf)
+        finally:
+            self._whole = None
+        return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,7 +161,9 @@ class Recording(TorchDispatchMode):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = list(_written(func, args, kwargs))
         reads = frozenset(map(self._value, inputs))
-        writes_outside = any(self._value(tensor) not in self._made for tensor in written)
+        writes_outside = not all(map(self._is_made_here, written))
+        for tensor in inputs:
+            self._require_a_result(tensor)
         for tensor in written:
             self._copy_what_is_held_of(tensor)
         result = func(*args, **kwargs)
@@ -98,15 +175,26 @@ class Recording(TorchDispatchMode):
             sum(tensor.untyped_storage().nbytes() for tensor in fresh),
             operations(func, args, kwargs, result),
         )
-        must_run = (
+        tells_of_tensors = bool(inputs) and any(
+            not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves
+        )
+        does_more = (
             is_random(func, args, kwargs)
             or writes_outside
-            or any(not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves)
+            or tells_of_tensors
             or any(tensor.layout is not torch.strided for tensor in fresh)
             or (bool(fresh) and len(fresh) < sum(isinstance(leaf, Tensor) for leaf in leaves))
-            or (bool(written) and not all(tensor.is_floating_point() for tensor in inputs))
         )
-        is_chosen = bool(fresh) and not must_run and not written and self.choose(operator)
+        if self._whole is not None:
+            returns_more = bool(written) and len(leaves) != len(written)
+            is_a_part = any(tensor.storage_offset() for tensor in fresh)
+            self._whole.must_run |= does_more or returns_more or is_a_part
+            self._whole.operations += operator.operations
+        must_run = does_more or (
+            bool(written) and not all(tensor.is_floating_point() for tensor in inputs)
+        )
+        is_asked_about = bool(fresh) and not (must_run or written or self._whole)
+        is_chosen = is_asked_about and self.choose(operator)
         call = Call(
             operator,
             reads,
@@ -115,12 +203,18 @@ class Recording(TorchDispatchMode):
             structure,
             must_run,
             is_chosen,
+            self._whole,
         )
         self.calls.append(call)
         return result
 
     def _value(self, tensor: Tensor) -> int:
         return self._values.setdefault(_address(tensor), -1 - len(self._values))
+
+    def _is_made_here(self, tensor: Tensor) -> bool:
+        """In this function; while a whole runs, in that."""
+        made = self._made.get(self._value(tensor))
+        return made is not None and (self._whole is None or made.whole is self._whole)
 
     def _output(self, tensor: Tensor, is_chosen: bool) -> Output:
         make_alike = partial(
@@ -131,7 +225,9 @@ class Recording(TorchDispatchMode):
             device=tensor.device,
         )
         held = _alias(tensor) if is_chosen else None
-        output = Output(next(self._numbers), make_alike, held)
+        value = next(self._numbers)
+        size = tensor.untyped_storage().nbytes()
+        output = Output(value, make_alike, held, False, size, self._whole, value)
         self._values[_address(tensor)] = output.value
         self._made[output.value] = output
         return output
@@ -140,15 +236,36 @@ class Recording(TorchDispatchMode):
         """The new value of a storage that has been written over."""
         made = self._made.get(self._value(tensor))
         value = self._values[_address(tensor)] = next(self._numbers)
-        if made is not None:
+        if made is None:
+            return value
+        if self._whole is not None and made.whole is self._whole:
+            made.value_at_end = value
+            self._made[value] = made
+        else:
             self._made[value] = Output(value, made.make_alike, None)
         return value
 
+    def _hold_of_a_whole(self, tensor: Tensor) -> None:
+        """A tensor that backward wants, or that the function returns."""
+        output = self._made.get(self._value(tensor))
+        if output is not None and output.whole is not None:
+            output.whole.results.add(output)
+            output.tensor = _alias(tensor) if output.whole.is_chosen else None
+
+    def _require_a_result(self, tensor: Tensor) -> None:
+        """What is read of a whole from outside must be a result, or it has to run again."""
+        output = self._made.get(self._value(tensor))
+        if output is None or output.whole is None or output.whole is self._whole:
+            return
+        output.whole.must_run |= output not in output.whole.results
+
     def _copy_what_is_held_of(self, tensor: Tensor) -> None:
         output = self._made.get(self._value(tensor))
-        if output is not None and not output.is_overwritten:
+        if output is None or output.is_overwritten:
+            return
+        if self._whole is None or output.whole is not self._whole:
             output.is_overwritten = True
-            output.tensor = None if output.tensor is None else output.tensor.clone()
+            output.tensor = None if output.tensor is None else output.as_made().clone()
 
 
 class Playing(TorchDispatchMode):
@@ -169,6 +286,8 @@ class Playing(TorchDispatchMode):
             )
         if call is None or not call.is_played:
             return func(*args, **(kwargs or {}))
+        if call.writes:  # of a whole, whose results hold it already
+            return tree_unflatten(_written(func, args, kwargs or {}), call.structure)
         leaves = [None if output is None else self._play(output) for output in call.outputs]
         return tree_unflatten(leaves, call.structure)
 
@@ -177,6 +296,20 @@ class Playing(TorchDispatchMode):
         if tensor is None:
             return output.make_alike()  # nobody will read it
         return tensor.clone() if output.is_overwritten else tensor.detach()
+
+
+class _Announcements(TorchFunctionMode):
+    """Has functions that announce themselves called by way of `as_one`; torch's own are none."""
+
+    def __init__(self, as_one: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.as_one = as_one
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, FunctionType) and func.__module__.split(".")[0] != "torch":
+            return self.as_one(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def _makes_nothing(func: Any) -> bool:

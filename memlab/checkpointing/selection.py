@@ -9,6 +9,8 @@ Source   Korthikanti et al. 2022, arXiv 2205.05198, section 5. Production's form
     keeping = selective(MATMULS | ATTENTION)
     y = keeping(block, x)                                    # as checkpoint(block, x)
 
+    keeping = selective({flash_attention})                   # a function that announces itself
+
     numbers = best_within(operators_of(block, x), budget_bytes)
     keeping = selective(numbers)                             # what a budget chose
 
@@ -22,10 +24,11 @@ walk back from the tensors that backward wants decides about each operator:
 So to choose everything keeps what a run without checkpoint does, and no more. (torch's keeps all
 that is chosen: of W2(relu(W1 x)), 1.5 times as much.)
 
-An operator that draws random numbers always runs again: those after it would draw others. A kept
-output that the function writes over is copied before. Until the first run is over, all chosen
-outputs are alive. What a function reads past torch (`.numpy()`) nobody sees here; compute that
-outside.
+A function that announces itself (see recording.py) is one operator: its results are kept or not,
+and nothing inside is asked about. An operator that draws random numbers always runs again: those
+after it would draw others. A kept output that the function writes over is copied before. Until the
+first run is over, all chosen outputs are alive. What a function reads past torch (`.numpy()`)
+nobody sees here; compute that outside.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -38,7 +41,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memlab.checkpointing.recompute import AS_USUAL, CheckpointedCall, Inputs
 from memlab.checkpointing.recording import Call, Operator, Output, Playing, Recording
 
-# Operators and numbers of calls; or a function that is asked about each call.
+# Operators, functions that announce themselves, numbers of calls; or a function asked about each.
 Keep: TypeAlias = Collection[Any] | Callable[[Operator], bool]
 
 
@@ -60,7 +63,8 @@ def operators_of(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[O
     selection = _Selection(fn, lambda operator: False)
     with torch.enable_grad():
         selection.first_run(args, kwargs)
-    return [call.operator for call in selection.calls if call.is_playable and not call.is_played]
+    again = [call for call in selection.calls if call.is_playable and not call.is_played]
+    return list(dict.fromkeys(call.to_choose for call in again if call.to_choose))
 
 
 def best_within(operators: Iterable[Operator], budget_bytes: int) -> frozenset[int]:
@@ -115,7 +119,7 @@ class _Selection:
         call.is_over = True
         self.kept_outputs = decide(recording.calls, recording.wanted)
         # As an input of the second run: whoever's hooks are outside may have it.
-        self.kept = Inputs([output.tensor for output in self.kept_outputs])
+        self.kept = Inputs([output.as_made() for output in self.kept_outputs])
         for output in (output for call in recording.calls for output in call.outputs if output):
             output.tensor = None
         self.calls = recording.calls
@@ -132,10 +136,12 @@ def decide(calls: list[Call], wanted: Iterable[int]) -> list[Output]:
     """Mark the calls that need not run again, and return what to keep for that."""
     needed, kept = set(wanted), []
     for call in reversed(calls):
+        for output in filter(None, call.outputs):
+            output.is_needed = output.value_at_end in needed
         is_needed = call.must_run or not call.makes.isdisjoint(needed)
         call.is_played = call.is_playable and (call.is_chosen or not is_needed)
         if call.is_played:
-            kept += [output for output in call.outputs if output and output.value in needed]
+            kept += [output for output in call.outputs if output and output.is_needed]
         elif is_needed:
             needed |= call.reads
     return kept

@@ -13,12 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import flop_registry
 
 import memlab
+from memlab.attention import flash_attention
 from memlab.checkpointing.operations import ATTENTION, MATMULS, Operations
 from memlab.checkpointing.recompute import CheckpointError, checkpoint
 from memlab.checkpointing.recording import Operator
@@ -78,9 +80,9 @@ def torchs(policy):
     return call
 
 
-def block_and_input() -> tuple[nn.Module, torch.Tensor]:
+def block_and_input(**plugs) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    block = GPT(PRESETS["tiny"]).blocks[1]
+    block = GPT(PRESETS["tiny"], **plugs).blocks[1]
     return block, torch.randn(2, 16, 32, requires_grad=True)
 
 
@@ -432,7 +434,10 @@ def test_a_byte_too_much_is_too_much():
 
 
 def test_any_budget_of_a_block_is_kept_to_and_spares_what_it_says():
-    block, x = block_and_input()
+    any_budget_is_kept_to_and_spares_what_it_says(*block_and_input())
+
+
+def any_budget_is_kept_to_and_spares_what_it_says(block: nn.Module, x: torch.Tensor) -> None:
     operators = operators_of(block, x)
 
     def again(wrap) -> int:
@@ -455,6 +460,119 @@ def test_any_budget_of_a_block_is_kept_to_and_spares_what_it_says():
 def test_a_negative_budget_is_an_error():
     with pytest.raises(ValueError, match="got a budget of -1 bytes; give 0 or more"):
         best_within([], -1)
+
+
+# ------------------------------------------------------------------ a function as one operator
+
+BY_TILES = partial(flash_attention, tile=4)  # of 16 tokens: ten tiles
+
+
+def whole(fn):
+    """The function, announcing itself."""
+
+    def announced(x):
+        if has_torch_function((x,)):
+            return handle_torch_function(announced, (x,), x)
+        return fn(x)
+
+    return announced
+
+
+@pytest.mark.parametrize("keep", [*KEEP.values(), {flash_attention}])
+def test_of_flash_attention_results_are_kept_and_tiles_never(keep):
+    """Its name in place of torch's operators, and the bytes are the same."""
+    block, x = block_and_input(attention=BY_TILES)
+    assert all(map(torch.equal, gradients(selective(keep), block, x), gradients(plain, block, x)))
+    by_tiles = keep | {flash_attention} if keep in (ATTENTION, MATMULS | ATTENTION) else keep
+    theirs = ATTENTION if keep == {flash_attention} else keep
+    if not callable(keep):
+        wanted = kept_bytes(selective(theirs), *block_and_input())
+        assert kept_bytes(selective(by_tiles), block, x) == wanted
+
+
+def test_everything_of_a_block_with_flash_attention_is_what_a_plain_run_keeps():
+    block, x = block_and_input(attention=BY_TILES)
+    assert kept_bytes(selective(everything), block, x) == kept_bytes(plain, block, x)
+
+
+def test_flash_attention_runs_again_where_it_is_not_kept_and_only_there():
+    block, x = block_and_input(attention=BY_TILES)
+    products = 10 * 2  # the scores of ten tiles of two sequences; those with values are in place
+    kept, forgotten = (
+        matmuls_of_backward(selective(keep), block, x)
+        for keep in (MATMULS | {flash_attention}, MATMULS)
+    )
+    assert forgotten - kept == products
+
+
+def test_flash_attention_is_one_operator_to_a_budget():
+    block, x = block_and_input(attention=BY_TILES)
+    (attention,) = (o for o in operators_of(block, x) if o.func is flash_attention)
+    config = PRESETS["tiny"]
+    assert attention.bytes == 4 * 2 * 16 * (config.width + config.heads)  # its log-sum-exp
+    assert attention.operations == 2 * 2 * 10 * 2 * config.heads * 4 * 4 * config.head_width
+    any_budget_is_kept_to_and_spares_what_it_says(block, x)
+
+
+def test_flash_attention_that_drops_weights_runs_again_though_it_is_chosen():
+    block, x = block_and_input(attention=partial(BY_TILES, dropout=0.5))
+    keep = MATMULS | {flash_attention}
+    assert all(map(torch.equal, gradients(selective(keep), block, x), gradients(plain, block, x)))
+    assert flash_attention not in {operator.func for operator in operators_of(block, x)}
+    assert kept_bytes(selective(keep), block, x) == kept_bytes(selective(MATMULS), block, x)
+
+
+def in_place(x):
+    return torch.zeros_like(x).add_(x).mul_(3)
+
+
+def in_place_below_a_mask(x):
+    return (x * 2).masked_fill_(x < 0, 0).sin()
+
+
+def a_view(x):
+    return in_place(x)[1:]
+
+
+def two_results(x):
+    y = in_place(x)
+    return y, (y + 1).t()
+
+
+def a_value(x):
+    return x * (2 if x.sum() > 0 else 3)
+
+
+@pytest.mark.parametrize("fn", [in_place, in_place_below_a_mask, a_view, two_results, a_value])
+@pytest.mark.parametrize("is_written_over", [False, True])
+def test_a_whole_is_kept_however_it_comes_by_its_results(fn, is_written_over):
+    announced = whole(fn)
+
+    def function(x):
+        results = announced(x.sin())
+        first, *others = results if isinstance(results, tuple) else (results,)
+        first = first.clone() if not is_written_over else first.mul_(2)
+        return sum((other.sum() for other in others), first.cos().square())
+
+    x = torch.randn(8, 8, requires_grad=True)
+    expected = gradients(plain, function, x)
+    assert all(map(torch.equal, gradients(selective({announced}), function, x), expected))
+
+
+def test_a_whole_whose_inner_values_are_read_from_outside_runs_again():
+    stash = []
+
+    @whole
+    def announced(x):
+        stash[:] = [x.exp()]
+        return stash[0] * 2
+
+    def function(x):
+        return announced(x).sin() * (stash[0] + 1).sin()  # the sum is made again
+
+    x = torch.randn(8, requires_grad=True)
+    expected = gradients(plain, function, x)
+    assert all(map(torch.equal, gradients(selective({announced}), function, x), expected))
 
 
 # ------------------------------------------------------------------ what goes wrong
