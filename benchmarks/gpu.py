@@ -10,6 +10,7 @@
     day 1 …    what the days show to a reader who has no GPU
     time       what precision and checkpointing cost, alone on the card
     optim      8-bit optimizers beside bitsandbytes' kernels, where those are installed
+    fused      attention by tiles and the loss by chunks, beside torch's
     verdict    "fits" and "out of memory", tried a little above and below the predicted edge
 
 A section is a row of SECTIONS: a function that is given a Bench and returns a Report.
@@ -40,7 +41,7 @@ from gpu_sections import (
     archive,
     day_sections,
     meter_section,
-    optim_section,
+    peers_sections,
     predict_section,
     verdict_section,
 )
@@ -73,7 +74,8 @@ SECTIONS: dict[str, Section] = {
         for day in SIDE_BY_SIDE
     },
     "time": Section("what precision and checkpointing cost in time", day_sections.timed),
-    "optim": Section("8-bit optimizers beside bitsandbytes' kernels", optim_section.run),
+    "optim": Section("8-bit optimizers beside bitsandbytes' kernels", peers_sections.optimizers),
+    "fused": Section("attention and the loss by parts, beside torch's", peers_sections.fused),
     "verdict": Section("fits or not, around the predicted edge", verdict_section.run),
 }
 

@@ -44,7 +44,7 @@ archive, bench, configurations, day_jobs, jobs, meter_kinds, predictions, record
 allocator_section, meter_section, predict_section, verdict_section = (
     part(f"gpu_sections.{name}_section") for name in ("allocator", "meter", "predict", "verdict")
 )
-optim_jobs = part("gpu_sections.optim_jobs")
+optim_jobs, fused_jobs = part("gpu_sections.optim_jobs"), part("gpu_sections.fused_jobs")
 CONFIGURATIONS, SMALL = configurations.CONFIGURATIONS, configurations.SMALL
 FEW = ("AdamW, fused", "no_grad")
 
@@ -882,6 +882,30 @@ def test_without_bitsandbytes_that_section_says_so(rehearsal, monkeypatch, capsy
     monkeypatch.setattr(optim_jobs.importlib.util, "find_spec", lambda name: None)
     assert not gpu.run(rehearsal, ["optim"])
     assert "Adam8bit: bitsandbytes is not installed: pip install" in capsys.readouterr().err
+
+
+def test_attention_and_the_loss_stand_beside_torchs_and_beside_the_whole(
+    rehearsal, monkeypatch, capsys
+):
+    monkeypatch.setattr(fused_jobs, "in_turn", lambda ours, theirs: [(3.0, 2.0), (5.0, 2.0)])
+    assert gpu.run(rehearsal, ["fused"])
+    told = capsys.readouterr().out
+    problems = ", ".join(f"{name} 2.00 ×" for name in fused_jobs.PROBLEMS)
+    assert f"Beside torch's own, ours takes: {problems} the time." in told
+    rows = [[cell.strip() for cell in line.split("|")] for line in told.splitlines()]
+    (errors,) = (row[2:5] for row in rows if row[1:2] == ["memlab, error over the whole's"])
+    assert all(0 < float(error) <= 2 for error in errors)
+
+
+def test_a_wrong_way_is_seen_in_its_error(monkeypatch):
+    problem = fused_jobs.PROBLEMS["causal attention"]
+    wrong = {**problem.ways(), fused_jobs.MEMLAB: fused_jobs.attention_ways(False)["memlab"]}
+    monkeypatch.setitem(
+        fused_jobs.PROBLEMS, "causal attention", replace(problem, ways=lambda: wrong)
+    )
+    monkeypatch.setattr(fused_jobs, "in_turn", lambda ours, theirs: [(1.0, 1.0)])
+    found = fused_jobs.beside_torch("causal attention", small=True, rehearsal=True)
+    assert found["memlab, error over the whole's"] > 10
 
 
 def test_a_day_that_failed_leaves_nothing_to_show(rehearsal):

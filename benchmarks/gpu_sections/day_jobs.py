@@ -50,6 +50,16 @@ SIDE_BY_SIDE: dict[str, dict[str, str]] = {
         "AdamW, stepped in backward": "step-in-backward",
     },
     "day 9": {"AdamW": "plain", "Adam8bit": "adam8bit", "Lion8bit": "lion8bit"},
+    "day 10": {
+        "the score matrix": "eager-attention",
+        "torch's attention": "plain",
+        "ours, by tiles": "flash-attention",
+    },
+    "day 11": {
+        "all the logits": "plain",
+        "a chunk at a time": "chunked-loss",
+        "and every block again": "checkpointing+chunked-loss",
+    },
 }
 
 # What is timed beside the plain step, on a card that does nothing else.
@@ -57,6 +67,7 @@ TIMED = (
     *("autocast", "loss-scaling", "bfloat16", "master-weights"),
     *("checkpointing", "sqrt-checkpointing", "selective-checkpointing", "checkpointing+autocast"),
     *("int8-activations", "adam8bit", "lion8bit", "adam-mini", "step-in-backward"),
+    *("eager-attention", "flash-attention", "chunked-loss"),
 )
 
 

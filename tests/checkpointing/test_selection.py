@@ -559,6 +559,19 @@ def test_a_whole_is_kept_however_it_comes_by_its_results(fn, is_written_over):
     assert all(map(torch.equal, gradients(selective({announced}), function, x), expected))
 
 
+def test_the_result_of_a_whole_is_kept_though_it_is_only_read():
+    weight = torch.randn(WIDTH, WIDTH)
+    announced = whole(lambda x: x @ weight)
+
+    def function(x):
+        return (announced(x) + 1).sin()
+
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    again, once = (matmuls_of_backward(w, function, x) for w in (selective({announced}), plain))
+    assert again == once
+    assert kept_bytes(selective({announced}), function, x) == TENSOR
+
+
 def test_a_whole_whose_inner_values_are_read_from_outside_runs_again():
     stash = []
 

@@ -1,0 +1,138 @@
+"""Attention and the loss by parts, beside torch's own and the whole: error, bytes and time."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memlab.attention import attention_reference, flash_attention
+from memlab.cli.rows import in_turn
+from memlab.losses import chunked_cross_entropy
+
+Answer = dict[str, Any]
+Way = Callable[..., Tensor]
+
+DTYPE = torch.bfloat16
+MEMLAB, TORCH, WHOLE = "memlab", "torch", "the whole tensor"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is computed, in which ways, and of which arguments."""
+
+    ways: Callable[[], dict[str, Way]]
+    arguments: Callable[..., list[Tensor]]  # on a device, of these sizes
+    small: dict[str, int]
+    large: dict[str, int]
+
+
+def attention_ways(causal: bool) -> dict[str, Way]:
+    return {
+        MEMLAB: partial(flash_attention, causal=causal, tile=1024),
+        TORCH: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+        WHOLE: partial(attention_reference, causal=causal),
+    }
+
+
+def queries_keys_values(device: str, heads: int, tokens: int, width: int) -> list[Tensor]:
+    shape = (1, heads, tokens, width)
+    return [torch.randn(shape, device=device, dtype=DTYPE) for _ in range(3)]
+
+
+def loss_ways() -> dict[str, Way]:
+    ways: dict[str, Way] = {MEMLAB: chunked_cross_entropy, WHOLE: by_all_logits}
+    if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
+        ways[TORCH] = F.linear_cross_entropy
+    return ways
+
+
+def by_all_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+
+
+def hidden_weight_targets(device: str, tokens: int, width: int, vocab_size: int) -> list[Tensor]:
+    hidden = torch.randn(tokens, width, device=device, dtype=DTYPE)
+    weight = (torch.randn(vocab_size, width, device=device) / width**0.5).to(DTYPE)
+    return [hidden, weight, torch.randint(vocab_size, (tokens,), device=device)]
+
+
+PROBLEMS = {
+    "causal attention": Problem(
+        partial(attention_ways, True),
+        queries_keys_values,
+        {"heads": 2, "tokens": 128, "width": 64},
+        {"heads": 16, "tokens": 8192, "width": 128},
+    ),
+    "full attention": Problem(
+        partial(attention_ways, False),
+        queries_keys_values,
+        {"heads": 2, "tokens": 128, "width": 64},
+        {"heads": 16, "tokens": 8192, "width": 128},
+    ),
+    "loss": Problem(
+        loss_ways,
+        hidden_weight_targets,
+        {"tokens": 64, "width": 32, "vocab_size": 512},
+        {"tokens": 8192, "width": 4096, "vocab_size": 128_256},
+    ),
+}
+
+
+def beside_torch(name: str, small: bool, rehearsal: bool) -> Answer:
+    """All that is known of one problem, in bfloat16; a rehearsal takes the CPU's ways."""
+    device, problem = "cpu" if rehearsal else "cuda", PROBLEMS[name]
+    sizes = problem.small if small or rehearsal else problem.large
+    torch.manual_seed(0)
+    few = problem.arguments(device, **problem.small)
+    many = problem.arguments(device, **sizes)
+    ways = problem.ways()
+    found: Answer = {"what": ", ".join(f"{n.replace('_', ' ')} {x:,}" for n, x in sizes.items())}
+    errors = {who: _error(way, few, ways[WHOLE]) for who, way in ways.items()}
+    for who, way in ways.items():
+        found[f"{who}, error over the whole's"] = errors[who] / errors[WHOLE]
+        found[f"{who}, on the way_bytes"] = _bytes_on_the_way(way, many)
+    warm = {who: _warm(way, many) for who, way in ways.items()}
+    for other in ways.keys() - {MEMLAB}:
+        rounds = in_turn(warm[MEMLAB], warm[other])
+        found[f"time over that of {other}"] = statistics.median(ours / it for ours, it in rounds)
+    return found
+
+
+def _passed(way: Way, arguments: list[Tensor]) -> list[Tensor]:
+    """The result, and the gradients of all but the numbers of tokens."""
+    given = [x.detach().requires_grad_(x.is_floating_point()) for x in arguments]
+    result = way(*given)
+    wanted = [x for x in given if x.requires_grad]
+    return [result.detach(), *torch.autograd.grad(result.square().sum(), wanted)]
+
+
+def _error(way: Way, arguments: list[Tensor], exact: Way) -> float:
+    """The largest of all results and gradients, in shares of their largest number, by float64."""
+    precise = [x.double() if x.is_floating_point() else x for x in arguments]
+    pairs = zip(_passed(way, arguments), _passed(exact, precise), strict=True)
+    return max(((got - it).abs().max() / it.abs().max()).item() for got, it in pairs)
+
+
+def _bytes_on_the_way(way: Way, arguments: list[Tensor]) -> int | None:
+    """The peak beyond the arguments; the allocator's, so only on a GPU."""
+    if not arguments[0].is_cuda:
+        return None
+    _passed(way, arguments)  # workspaces of products, once
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    _passed(way, arguments)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _warm(way: Way, arguments: list[Tensor]) -> Callable[[], object]:
+    run = partial(_passed, way, arguments)
+    for _ in range(3):
+        run()
+    return run
