@@ -197,6 +197,18 @@ RULES: dict[str, Rule] = {
     ),
     "19c": Rule("8-bit optimizers: a negligible drop in performance.", _DAY_19, 9),
     "19d": Rule("8-bit Adam costs a slight CPU overhead.", _DAY_19, 9),
+    "20a": Rule(
+        "Standard attention at length 8192: a matrix of 8192 × 8192 × 4 bytes, 256 MB a head; with "
+        "32 heads 8 GB a layer.",
+        _MEMORY_GUIDE,
+        10,
+    ),
+    "20b": Rule(
+        "Flash attention at length 8192: no attention matrix in memory; O(N), about 100 MB a "
+        "layer.",
+        _MEMORY_GUIDE,
+        10,
+    ),
 }
 
 verdicts: list[Verdict] = []  # of this process, in the order they were reached

@@ -1,0 +1,717 @@
+# %% [markdown]
+# # Day 10: Flash attention
+#
+# **Where did N² go?**
+#
+# After today you have built attention by tiles, forward and backward, can say to the byte what it
+# keeps and what the score matrix would take, and know which half of the tiles a causal mask spares.
+#
+# About 85 minutes, 60 of them for four exercises. You need a laptop; a GPU is welcome and not
+# needed. Nothing is downloaded.
+
+# %% [markdown]
+# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
+# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
+# stuck, type `memlab hint 10.1` in a terminal. An exercise left open blocks nothing.
+
+# %%
+import math
+import time
+from functools import partial
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from matplotlib.patches import Rectangle
+
+import memlab
+from memlab.attention import attention_reference, flash_attention, tiles
+from memlab.checkpointing.operations import Operations
+from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.bill import SETTING
+from memlab.data import batches, stdlib_bytes
+from memlab.model import GPT, PRESETS, scaled_dot_product_attention
+from memlab.train import combined, dry_trace
+from memlab.units import format_bytes
+
+# %% [markdown]
+# ## The question
+#
+# Each query of a sequence is compared with each key: T tokens, T² *scores*. A *softmax* makes a
+# row of them into weights, and the weights mix the values:
+#
+# out = softmax(scale · q kᵀ) v, with scale = 1 / √D
+#
+# T² numbers for every head of every layer. Days 1 and 3 showed what they take ("scores stored"),
+# and said that *fused* attention stores none. But softmax divides by a sum over a **whole row**. So
+# where did N² go?
+
+# %% [markdown]
+# ## Guess
+#
+# One layer of a 7B model: 32 heads of 128, one sequence of 8,192 tokens, in float32, causal. How
+# many GiB does attention by way of the score matrix keep for backward, and how many at its fullest?
+# And how many MiB does torch's fused attention keep, beyond q, k and v?
+
+# %%
+### BEGIN SOLUTION
+guess("10.1", matrix_gib=8, fullest_gib=8, fused_mib=0)  # 32 · 8192² · 4 bytes; nothing
+### END SOLUTION
+### BEGIN STUB
+# guess("10.1", matrix_gib=..., fullest_gib=..., fused_mib=...)
+### END STUB
+
+# %% [markdown]
+# ## Measure
+#
+# A dry run, as nobody has the memory: q, k and v have shapes and no values.
+
+
+# %%
+def of_a_layer(dtype=torch.float32, heads=32, kv_heads=32, T=8192, D=128):
+    """q, k and v, and the gradient of the result."""
+    made = (torch.zeros(1, T, h, D, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads))
+    *qkv, dout = (x.transpose(1, 2) for x in made)
+    return [x.requires_grad_() for x in qkv], dout
+
+
+def kept_bytes(attend_by, **layer):
+    """Beyond q, k and v: what waits for backward, the result among it."""
+    with memlab.dry_run():
+        (qkv, _), kept = of_a_layer(**layer), []
+        trace = memlab.measure(lambda: kept.append(attend_by(*qkv, causal=True)))
+    return trace.live_bytes - sum(x.nbytes for x in qkv)
+
+
+def fullest_bytes(attend_by, **layer):
+    """Beyond q, k, v and dout: the most in both passes."""
+    with memlab.dry_run():
+        qkv, dout = of_a_layer(**layer)
+        trace = memlab.measure(lambda: torch.autograd.grad(attend_by(*qkv, causal=True), qkv, dout))
+    return trace.peak_bytes - sum(x.nbytes for x in (*qkv, dout))
+
+
+# %%
+matrix, fullest = kept_bytes(attention_reference), fullest_bytes(attention_reference)
+fused = kept_bytes(scaled_dot_product_attention)
+reveal("10.1", matrix_gib=matrix, fullest_gib=fullest, fused_mib=fused)
+
+# %% [markdown]
+# 8 GiB are the weights. The gap: the scaled q, the result and the mask of the causal hiding, 128,
+# 128 and 64 MiB. At the fullest moment there are **three** such matrices: the weights, their
+# gradient, and the scores' gradient.
+#
+# Fused attention keeps 129 MiB: the result, 128; and one number for each query of each head, 1.
+# Which number?
+
+# %% [markdown]
+# ## A softmax that runs
+#
+# e^1000 is infinite, so softmax counts from the highest score of a row, its *top*:
+#
+# weight = e^(score − top) / total, with total = Σ e^(score − top)
+#
+# That takes two walks along the row: one for top, one for total. But a sum that counts from a
+# *wrong* top is off by a known factor. So walk once, piece by piece, and where a higher score turns
+# up, **correct** what was summed before, by e^(old top − new top).
+
+# %%
+row = 1.5 * torch.randn(32, generator=torch.Generator().manual_seed(3)) + torch.arange(32) / 16
+top = row.cummax(0).values
+total = torch.stack([(row[: n + 1] - top[n]).exp().sum() for n in range(32)])
+fig, (above, below) = plt.subplots(2, sharex=True, figsize=(9, 3.6), layout="constrained")
+above.bar(range(32), row, color=[f"C{n // 8}" for n in range(32)], width=0.8)
+above.step(range(32), top, where="mid", color="k", label="top so far")
+above.set(ylabel="score", title="A row of scores in four pieces")
+above.legend(frameon=False)
+below.step(range(32), total, where="mid", color="#882233")
+below.set(xlabel="key", ylabel="total so far", ylim=(0, None))
+at_ends = [f"{total[n]:.2f}" for n in (7, 15, 23, 31)]
+print(f"total after each piece, from the top so far: {', '.join(at_ends)}")
+print(f"softmax's own sum, from the last top: {(row - row.max()).exp().sum():.2f}")
+
+# %% [markdown]
+# Where top rises far, total falls: what came before counts for less. At the end it is softmax's
+# own.
+#
+# The mixture of the values runs likewise. A row's state is three things, its length does not
+# matter: top, total, and *mixed* = Σ e^(score − top) · value. At the end the result is
+# mixed / total.
+
+# %% [markdown]
+# ### Exercise 10.1: a softmax that runs
+#
+# About 12 minutes. Given the state so far, of R rows: `top` and `total` (…, R, 1), `mixed`
+# (…, R, D); and a piece: `scores` (…, R, K), `values` (…, K, D). Return the new top, total and
+# mixed, and change nothing that you are given. A row that has seen nothing has top −∞. Scores may
+# be −∞, too: keys that a query may not see. Then top may still be −∞ afterwards, and total and
+# mixed are 0.
+
+
+# %%
+def add_piece(top, total, mixed, scores, values):
+    ### BEGIN SOLUTION
+    higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+    zero = higher.masked_fill(higher == -torch.inf, 0)  # −∞ − (−∞) is NaN
+    weights, correction = (scores - zero).exp(), (top - zero).exp()
+    total = correction * total + weights.sum(-1, keepdim=True)
+    return higher, total, correction * mixed + weights @ values
+    ### END SOLUTION
+
+
+# %%
+add_piece = exercise("10.1", add_piece)
+
+# %% [markdown]
+# ## Tiles
+#
+# So the keys can come in pieces. Queries can anyway: rows don't know each other. What is left of
+# the score matrix is a **tile**, some queries times some keys. It is computed, added to the state
+# of its rows, and forgotten before the next one. Of a causal mask nearly half of the tiles need no
+# visit: nobody sees anything there.
+
+# %%
+noise = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+x = noise.cumsum(0) / 3  # neighbours are alike
+scores = (x @ x.T / 8**0.5).masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -torch.inf)
+weights = (scores - scores.amax(-1, keepdim=True)).exp().sqrt()  # for the eye
+visited = [tile for tile in tiles(64, 64, 16, causal=True) if tile.kind != "skipped"]
+fig, panels = plt.subplots(2, 5, figsize=(9, 3.9), layout="constrained")
+for number, axes in enumerate(panels.flat):
+    for earlier in visited[:number]:
+        corner = earlier.keys.start, earlier.queries.start
+        axes.add_patch(Rectangle(corner, 16, 16, facecolor="0.88", edgecolor="w"))
+    lit = visited[number]
+    extent = (lit.keys.start, lit.keys.stop, lit.queries.stop, lit.queries.start)
+    part = weights[lit.queries.start : lit.queries.stop, lit.keys.start : lit.keys.stop]
+    axes.imshow(part.where(part > 0, torch.nan), extent=extent, cmap="plasma", vmin=0, vmax=1)
+    axes.set(xlim=(0, 64), ylim=(64, 0), xticks=range(0, 65, 16), yticks=range(0, 65, 16))
+    axes.tick_params(labelbottom=False, labelleft=False, length=0)
+    axes.grid(color="0.8", linewidth=0.6)
+    axes.set_title(f"tile {number + 1}", fontsize=9)
+panels[0, 0].set(ylabel="queries")
+panels[1, 0].set(ylabel="queries", xlabel="keys")
+_ = fig.suptitle("64 × 64 scores, causal: one tile is there at a time (lit); grey ones are gone")
+
+# %% [markdown]
+# ## Which diagonal?
+#
+# Where there are as many queries as keys, causal means: query i sees the keys 0 … i. Where there
+# are more keys, as with a *cache* of earlier tokens, there are two conventions. *Top-left*: still
+# 0 … i. That is torch's `is_causal=True`. *Bottom-right*: the last query sees the last key, so
+# query i sees 0 … i + keys − queries. That is the flash-attn package's, since 2.1.
+
+# %%
+kinds = {"top-left": (3, 8), "bottom-right": (3, 8), "bottom-right ": (5, 3)}
+fig, panels = plt.subplots(1, 3, figsize=(9, 2.5), width_ratios=(8, 8, 5), layout="constrained")
+for axes, (name, (queries, keys)) in zip(panels, kinds.items(), strict=True):
+    shift = 0 if name == "top-left" else keys - queries
+    sees = torch.ones(queries, keys).tril(shift)
+    axes.imshow(sees, cmap="Blues", vmin=0, vmax=1.6, aspect="equal")
+    for t in tiles(queries, keys, 2, causal=True, alignment=name.strip()):
+        corner = t.keys.start - 0.5, t.queries.start - 0.5
+        colour = "0.8" if t.kind == "skipped" else "k"
+        size = len(t.keys), len(t.queries)
+        order = 2 if t.kind == "skipped" else 3
+        axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor=colour, zorder=order))
+    axes.set(xticks=range(keys), yticks=range(queries), xlabel="key", ylabel="query")
+    axes.set_title(f"{name.strip()}: shift = {shift}", fontsize=10)
+q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 5, 4)
+marks = torch.eye(5).view(1, 1, 5, 5)
+seen = F.scaled_dot_product_attention(q, k, marks, is_causal=True)[0, 0]
+print(f"torch, 2 queries, 5 keys: they see {seen.count_nonzero(1).tolist()} keys")
+
+# %% [markdown]
+# One number tells them apart, `shift`: **query i sees the keys up to i + shift**, those that there
+# are. 0 is top-left, keys − queries is bottom-right, and keys (or more) hides nothing. With a cache
+# top-left is wrong: of 2 new tokens behind 3 old ones, torch's first sees one key in place of
+# four. No error tells you so. And bottom-right with more queries than keys (at the right) leaves
+# the first ones nothing to see.
+
+# %% [markdown]
+# ### Exercise 10.2: which tiles are visited
+#
+# About 12 minutes. Cut `queries` × `keys` scores into tiles of `tile` × `tile`; the last of a row
+# or column may be smaller. Return a list of rows of tiles, from the top: each a pair of a slice of
+# queries, and the list of the slices of keys that are visited, from the left. Visit a tile if one
+# of its queries sees one of its keys, up to i + `shift`. A row in which nobody sees anything is
+# there, with an empty list.
+
+
+# %%
+def plan(queries, keys, tile, shift):
+    ### BEGIN SOLUTION
+    rows = []
+    for first in range(0, queries, tile):
+        last = min(first + tile, queries)
+        seen = min(last + shift, keys)  # by the last of these queries
+        visited = [slice(n, min(n + tile, keys)) for n in range(0, seen, tile)]
+        rows.append((slice(first, last), visited))
+    return rows
+    ### END SOLUTION
+
+
+# %%
+plan = exercise("10.2", plan)
+
+# %% [markdown]
+# Of n × n tiles a causal mask leaves n · (n + 1) / 2: the diagonal, and half of the rest.
+
+# %%
+for size in (8192, 2048, 512, 128):
+    n = 8192 // size
+    count = sum(len(columns) for _, columns in plan(8192, 8192, size, 0))
+    print(f"tiles of {size:4}: {count:5,} of {n * n:5,}, {count / n**2:4.0%}", end="")
+    print(f"; by the formula: {n * (n + 1) // 2:,}")
+
+# %% [markdown]
+# ## Forward
+#
+# On the diagonal a tile is seen in part. There its hidden scores become −∞:
+
+
+# %%
+def hide(scores, row, column, shift):
+    """scores (…, R, K) of a tile: −∞ where the key is beyond query + shift."""
+    pairs = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    hidden = pairs.triu(row.start - column.start + shift + 1)
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+# %% [markdown]
+# At the end of a row there is one number more, that backward will need: the **log-sum-exp**, of
+# all scores that the query sees:
+#
+# lse = ln Σ e^score = top + ln total
+#
+# With it each weight can be made again from its score alone: e^(score − lse). One number has both
+# top and total in it.
+
+# %% [markdown]
+# ### Exercise 10.3: forward, tile by tile
+#
+# About 16 minutes. q is (…, Tq, D), k and v (…, Tk, D); the scores are q kᵀ / √D. Return `out`
+# (…, Tq, D) and `lse` (…, Tq), in q's dtype, by `plan`, `hide` and `add_piece`. No tensor may have
+# more numbers than q, and no tile stays. A query that sees nothing gets out 0 and lse **+∞** (you
+# will see why). A slice goes into the brackets as it is: `q[..., row, :]`, `lse[..., row]`.
+
+
+# %%
+def attend(q, k, v, tile, shift):
+    ### BEGIN SOLUTION
+    out, lse = torch.empty_like(q), torch.empty_like(q[..., 0])
+    for row, columns in plan(q.shape[-2], k.shape[-2], tile, shift):
+        part = q[..., row, :] * q.shape[-1] ** -0.5
+        top = torch.full_like(part[..., :1], -torch.inf)
+        total, mixed = torch.zeros_like(top), torch.zeros_like(part)
+        for column in columns:
+            scores = hide(part @ k[..., column, :].mT, row, column, shift)
+            top, total, mixed = add_piece(top, total, mixed, scores, v[..., column, :])
+        nothing = total == 0
+        out[..., row, :] = mixed / total.masked_fill(nothing, 1)
+        lse[..., row] = (top + total.log()).masked_fill(nothing, torch.inf).squeeze(-1)
+    return out, lse
+    ### END SOLUTION
+
+
+# %%
+attend = exercise("10.3", attend)
+
+# %% [markdown]
+# That is a forward pass. Will autograd do the rest? 4 heads of 64, 1,024 tokens, causal, by tiles
+# of 128: the bytes that wait for backward, beyond q, k and v.
+
+
+# %%
+def random_qkv(T, heads=4, D=64, dtype=torch.float32):
+    random = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(1, heads, T, D, generator=random).to(dtype) for _ in range(4))
+    *qkv, dout = drawn
+    return [x.requires_grad_() for x in qkv], dout
+
+
+def waiting(call):
+    """Bytes that wait for backward, the result among them."""
+    kept = []
+    trace = memlab.measure(lambda: kept.append(call()))
+    kept.clear()
+    return sum(event.bytes for event in trace.events if event.phase != "before")
+
+
+qkv, _ = random_qkv(1024)
+loop = waiting(lambda: attend(*qkv, 128, 0)[0])
+for name, way in (("score matrix", attention_reference), ("torch", scaled_dot_product_attention)):
+    print(f"{name:19}{format_bytes(waiting(partial(way, *qkv, causal=True))):>10}")
+print(f"{'your loop of tiles':19}{format_bytes(loop):>10}")
+
+# %% [markdown]
+# **N² is back**, in small pieces. Autograd saves what each operator of each tile will need: its
+# mask, its weights, the states in between. Forgetting has to be said. That is Day 5 once more, but
+# a checkpoint around the loop would not do: its second run would have all tiles again. Backward has
+# to go tile by tile, too.
+
+# %% [markdown]
+# ## Backward
+#
+# dout is the gradient of the result. Of one head, with the weights P = e^(scores − lse):
+#
+# | gradient of | is |
+# | --- | --- |
+# | v | dv = Pᵀ dout |
+# | the weights | dP = dout vᵀ |
+# | the scores | dS = P ∘ (dP − delta), delta = rowsum(dout ∘ out) |
+# | q | dq = scale · dS k |
+# | k | dk = scale · dSᵀ q |
+
+# %% [markdown]
+# Softmax's gradient wants Σ P ∘ dP over a **whole row**, which no tile has. But Σⱼ Pᵢⱼ dPᵢⱼ =
+# Σⱼ Pᵢⱼ (doutᵢ · vⱼ) = doutᵢ · outᵢ: the result has that sum in it already. So delta is one number
+# a query, made before any tile is.
+#
+# And a query that sees nothing: lse = +∞ makes its weights e^(−∞ − ∞) = 0, and with them all of its
+# gradients. With lse = −∞ they would be NaN.
+
+# %% [markdown]
+# ### Exercise 10.4: backward, tile by tile
+#
+# About 20 minutes. Write the Function: `flash(q, k, v, tile, shift)` gives `out`. Between forward
+# and backward only q, k, v, out and lse are held, by `save_for_backward`; no tensor ever has more
+# numbers than q. Each visited tile costs 2 products of matrices forward and 5 backward (the scores
+# again, dv, dP, dq, dk). `backward` returns a gradient for each input of `forward`, `None` where it
+# is no tensor, and leaves `dout` as it is.
+
+
+# %%
+class Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, tile, shift):
+        ### BEGIN SOLUTION
+        out, lse = attend(q, k, v, tile, shift)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.tile, ctx.shift = tile, shift
+        return out
+        ### END SOLUTION
+        ### BEGIN STUB
+        # raise NotImplementedError("exercise 10.4, about 4 lines")
+        ### END STUB
+
+    @staticmethod
+    def backward(ctx, dout):
+        ### BEGIN SOLUTION
+        q, k, v, out, lse = ctx.saved_tensors
+        scale, delta = q.shape[-1] ** -0.5, (dout * out).sum(-1, keepdim=True)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for row, columns in plan(q.shape[-2], k.shape[-2], ctx.tile, ctx.shift):
+            for column in columns:
+                scores = scale * q[..., row, :] @ k[..., column, :].mT
+                weights = (hide(scores, row, column, ctx.shift) - lse[..., row, None]).exp()
+                dv[..., column, :] += weights.mT @ dout[..., row, :]
+                dweights = dout[..., row, :] @ v[..., column, :].mT
+                dscores = scale * weights * (dweights - delta[..., row, :])
+                dq[..., row, :] += dscores @ k[..., column, :]
+                dk[..., column, :] += dscores.mT @ q[..., row, :]
+        return dq, dk, dv, None, None
+        ### END SOLUTION
+        ### BEGIN STUB
+        # raise NotImplementedError("exercise 10.4, about 13 lines")
+        ### END STUB
+
+
+# %%
+def flash(q, k, v, tile, shift):
+    return Flash.apply(q, k, v, tile, shift)
+
+
+# %%
+flash = exercise("10.4", flash)
+
+# %% [markdown]
+# ## Held against torch
+#
+# Values first: out, dq, dk and dv beside float64. A rounding error of its own each way has; the
+# flash-attn package asks of itself to be at most twice as far off as the score matrix in the same
+# dtype (gradients three times), and so do we.
+
+
+# %%
+def by_tiles(q, k, v, *, causal, tile=128):
+    return flash(q, k, v, tile, 0 if causal else k.shape[-2])
+
+
+def passes(attend_by, qkv, dout):
+    out = attend_by(*qkv, causal=True)
+    return out.detach(), *torch.autograd.grad(out, qkv, dout)
+
+
+def errors(attend_by, dtype, T=300):
+    """The largest of out, dq, dk and dv."""
+    qkv, dout = random_qkv(T, dtype=dtype)
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    wanted = passes(attention_reference, exact, dout.double())
+    found = passes(attend_by, qkv, dout)
+    return [(a - b).abs().max().item() for a, b in zip(found, wanted, strict=True)]
+
+
+WAYS = {"score matrix": attention_reference, "yours": by_tiles, "memlab": flash_attention}
+WAYS["torch"] = scaled_dot_product_attention
+naive = errors(attention_reference, torch.float32)
+for name, way in WAYS.items():
+    off = errors(way, torch.float32)
+    within = all(a <= most * b + 1e-5 for a, b, most in zip(off, naive, (2, 3, 3, 3), strict=True))
+    print(f"{name:13} off by less than 1e-5: {max(off) < 1e-5}, within the rule: {within}")
+
+# %% [markdown]
+# And bytes and operations: 1,024 tokens, 4 heads of 64, causal; what is kept beyond q, k and v, and
+# the peak of both passes beyond these and dout.
+
+
+# %%
+def peak_bytes(way, qkv, dout):
+    return memlab.measure(partial(passes, way, qkv, dout)).peak_bytes - 4 * dout.nbytes
+
+
+qkv, dout = random_qkv(1024)
+product = 2 * 4 * 1024**2 * 64  # operations of one, over all scores
+for name, way in WAYS.items():
+    held = waiting(partial(way, *qkv, causal=True))
+    with Operations() as counter:
+        passes(way, qkv, dout)
+    print(f"{name:13}keeps {format_bytes(held):>10}, ", end="")
+    print(f"peak {format_bytes(peak_bytes(way, qkv, dout)):>10}, ", end="")
+    print(f"{counter.total / product:.2f} products")
+
+# %% [markdown]
+# Yours keeps what torch's keeps, to the byte: 4 heads × 1,024 queries × (64 + 1) numbers. By way of
+# the matrix it is 6 products: backward has the weights. Tiles make them again, 7, of which the
+# causal mask leaves a little more than half. (Of torch's attention its operations are counted by
+# formula, as if nothing were skipped.) That is Day 6's bargain: the weights are the dearest to keep
+# and among the cheapest to make again.
+
+# %% [markdown]
+# ## Slopes 2 and 1
+#
+# Now the lengths: the peak of both passes, beyond q, k, v and dout. On these axes a power of the
+# length is a straight line, and its slope is the power. Yours is run; the others go further, by dry
+# runs. (There the library visits one tile of each shape, for the same peak; yours visits all.)
+
+# %%
+LENGTHS = [2**n for n in range(9, 15)]
+small = {"heads": 4, "kv_heads": 4, "D": 64}
+peaks = {
+    name: [fullest_bytes(WAYS[name], T=T, **small) for T in LENGTHS]
+    for name in ("score matrix", "memlab", "torch")
+}
+peaks["yours"] = [peak_bytes(by_tiles, *random_qkv(T)) for T in LENGTHS[:3]]
+for name, sizes in peaks.items():
+    longest, slope = LENGTHS[len(sizes) - 1], math.log2(sizes[-1] / sizes[-2])
+    print(f"{name:13} {format_bytes(sizes[-1]):>9} at {longest:6,} tokens, last slope {slope:.2f}")
+
+# %%
+fig, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+looks = {"score matrix": ("o-", "#cc6677"), "memlab": ("o-", "C0"), "torch": ("s--", "0.4")}
+looks["yours"] = ("D-", "#ddaa33")
+for name, (marker, colour) in looks.items():
+    sizes = peaks[name]
+    axes.loglog(LENGTHS[: len(sizes)], sizes, marker, color=colour, label=name)
+axes.text(4096, 1.6e9, "slope 2", color="#882233", rotation=37, ha="center")
+axes.text(9000, 5.2e7, "slope 1", color="C0", rotation=20, ha="center")
+axes.set_xticks(LENGTHS, [f"{T:,}" for T in LENGTHS])
+axes.minorticks_off()
+axes.set_yticks([2**n for n in range(20, 37, 4)], [format_bytes(2**n) for n in range(20, 37, 4)])
+axes.set(xlabel="tokens", ylabel="peak", title="Causal attention, both passes: 4 heads of 64")
+axes.legend(frameon=False, loc="upper left")
+axes.grid(alpha=0.3)
+
+# %% [markdown]
+# At 16,384 tokens 12 GiB against 66 MiB. What is left grows with the length as q does: the result,
+# lse and three gradients. The tiles are a constant, which bends the line at its short end; in
+# torch's kernel they are in the processor's cache, and no tensors.
+
+# %% [markdown]
+# And the time? Here is a ratio, on this machine, of three rounds: 1,024 tokens, causal.
+
+
+# %%
+def seconds(way, qkv, dout):
+    found = []
+    for _ in range(3):
+        start = time.process_time()
+        passes(way, qkv, dout)
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+shorter = random_qkv(1024)
+took = {name: seconds(way, *shorter) for name, way in WAYS.items()}
+
+# %% tags=["nbval-ignore-output"] reason="a time"
+for name, spent in took.items():
+    print(f"{name:13} {spent / took['score matrix']:.2f} × the time of the score matrix")
+
+# %% [markdown]
+# More operations than the matrix, and yet faster as a rule: a tile stays in the cache, half of them
+# is skipped. That is why the name says *flash*: on a GPU the matrix's way to memory and back takes
+# longer than the products.
+#
+# ## In a model
+#
+# The model takes it as it took torch's: 8 steps of the tiny one on the standard library's source.
+
+
+# %%
+def learn(attend_by, steps=8):
+    torch.manual_seed(0)
+    model, losses = GPT(PRESETS["tiny"], attention=attend_by), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    drawn = batches(stdlib_bytes("64 KiB"), 8, 64, seed=0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(*next(drawn))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def repeated(q, k, v, *, causal):
+    """Two query heads share a key here: a copy for each."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return by_tiles(q, k, v, causal=causal, tile=24)
+
+
+mine, torchs = learn(repeated), learn(scaled_dot_product_attention)
+print(f"the loss fell from {mine[0]:.1f} to {mine[-1]:.1f}")
+print(f"all 8 losses equal torch's to 1e-4: {torch.allclose(mine, torchs, atol=1e-4)}")
+
+# %% [markdown]
+# The tiny model's heads are *grouped*: two queries share a key. A copy of k and v for each is one
+# way; the library makes the queries of a group rows of one matrix, and dk and dv sum over the group
+# by themselves. What else `memlab.attention.flash_attention` has: windows, dropout whose mask is
+# made again from a seed, and float32 inside for bfloat16.
+
+# %% [markdown]
+# ## At scale: seven billion
+#
+# What one layer keeps for backward, q, k and v with it, for one sequence of 8,192 tokens, in
+# bfloat16: by formula and by dry runs. Llama 3 8B has 4 queries to a key.
+
+
+# %%
+def kept_by_tiles(config, tokens, element=2):
+    """q and the result; k and v; a float32 for each query of each head."""
+    q, kv = config.width, config.kv_heads * config.head_width
+    return tokens * ((2 * q + 2 * kv) * element + 4 * config.heads)
+
+
+def given_bytes(config, tokens, element=2):
+    return tokens * (config.width + 2 * config.kv_heads * config.head_width) * element
+
+
+for name in ("llama-2-7b", "llama-3-8b"):
+    config, given = PRESETS[name], given_bytes(PRESETS[name], 8192)
+    print(f"{name}: by formula {format_bytes(kept_by_tiles(config, 8192))}")
+    for way in ("score matrix", "memlab", "torch"):
+        layer = {"dtype": torch.bfloat16, "kv_heads": config.kv_heads}
+        held, most = (f(WAYS[way], **layer) for f in (kept_bytes, fullest_bytes))
+        print(f"  {way:13} keeps {format_bytes(held + given):>10}, ", end="")
+        print(f"at its fullest {format_bytes(most + given):>10}")
+
+# %% [markdown]
+# For 32 layers that is 140 GiB against 8, or against 5 with grouped queries. (At the fullest
+# moment all have gradients of q, k and v, too; the library sums dk and dv in float32 and rounds
+# them at the end.)
+#
+# A checkpoint around each block forgets the weights as well; but one block's are there at a time,
+# some 12 GiB at their fullest. Tiles and checkpoints go together.
+
+# %% [markdown]
+# ## On your GPU
+#
+# Where there is a GPU, this takes both passes of attention on it, in bfloat16.
+
+# %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
+if torch.cuda.is_available():
+    qkv, dout = random_qkv(4096, heads=8, D=64, dtype=torch.bfloat16)
+    qkv, dout = [x.detach().cuda().requires_grad_() for x in qkv], dout.cuda()
+    for name, way in WAYS.items():
+        trace = memlab.measure(partial(passes, way, qkv, dout), device="cuda")
+        print(f"{name:13} {format_bytes(trace.peak_bytes - 4 * dout.nbytes)}")
+else:
+    print(stored_on_a_gpu("day 10"))
+
+# %% [markdown]
+# ## Rules on trial
+#
+# A guide has both numbers of this day's question, of one layer at 8,192 tokens. It names no width:
+# 32 heads of 128, as in Llama 2 7B, are meant here. GB are 10⁹ bytes.
+
+# %%
+MB, GB = 10**6, 10**9
+one_head = 8192**2 * 4
+halved = [f(attention_reference, dtype=torch.bfloat16) for f in (kept_bytes, fullest_bytes)]
+verdict(
+    "20a",
+    round(one_head / 2**20) == 256 and abs(matrix / 2**30 - 8) < 0.5,
+    f"one head's matrix: {format_bytes(one_head)} in float32, {format_bytes(one_head // 2)} in "
+    f"bfloat16; kept for backward by 32 heads, with the scaled q, mask and result: "
+    f"{matrix / GB:.1f} GB, in bfloat16 {halved[0] / GB:.1f}; at its fullest {fullest / GB:.1f} "
+    f"and {halved[1] / GB:.1f} GB",
+    condition="for what is kept of one sequence in float32 (8 GiB are 8.6 GB); in bfloat16 it is "
+    "half, and at the fullest moment, in backward, there are three such matrices",
+)
+
+# %%
+in_16, in_32 = (kept_bytes(flash_attention, dtype=d) for d in (torch.bfloat16, torch.float32))
+qkv_bytes = given_bytes(PRESETS["llama-2-7b"], 8192)
+twice = kept_bytes(flash_attention, dtype=torch.bfloat16, T=16384)
+verdict(
+    "20b",
+    in_16 < 100 * MB < in_32 and twice == 2 * in_16,
+    f"beyond q, k and v, the result and lse: {in_16 / MB:.0f} MB in bfloat16, {in_32 / MB:.0f} in "
+    f"float32, at twice the length {twice / in_16:.2f} ×; with q, k and v "
+    f"{(in_16 + qkv_bytes) / MB:.0f} and {(in_32 + 2 * qkv_bytes) / MB:.0f} MB",
+    condition="for what attention adds to q, k and v, between bfloat16 and float32; backward needs "
+    "those, too, and with them it is some 270 MB in bfloat16",
+)
+
+# %% [markdown]
+# ## What you can do now
+#
+# | one layer, for backward | numbers | of 7B at 8,192, bfloat16 |
+# | --- | --- | --- |
+# | q, k, v | T · (C + 2 · KV · D) | 192 MiB |
+# | by tiles: result and lse | T · C + T · H | 65 MiB |
+# | by matrix: the weights | H · T² | 4 GiB, three at the fullest |
+#
+# N² went into time: each score is computed twice, and lives as long as its tile. You can say which
+# tiles a mask spares, which of two diagonals a library means, and why backward needs one number a
+# query.
+#
+# Tomorrow: the largest tensor of a modern model.
+
+# %% [markdown]
+# ## The running bill
+#
+# One training step of 124M weights on 8 × 640 tokens. Today it gets no shorter: torch's attention
+# goes by tiles as well, since Day 1. It was taken off before the first line was written. So here is
+# what Day 1 would have been without:
+
+# %%
+eager = dry_trace(SETTING, combined("fused-adamw+eager-attention"))
+print(f"Day 1's step with the score matrix: {format_bytes(eager.peak_bytes)}", end="")
+print(f", of it activations {format_bytes(eager.at_peak['activations'])}")
+weights_of_all = 12 * 8 * 12 * 640**2 * 4
+print(f"12 layers × 8 × 12 heads × 640² × 4 bytes: {format_bytes(weights_of_all)}")
+
+# %% [markdown]
+# 1.76 GiB more. In today's step it would be nothing: one sequence at a time, every block computed
+# again, and a block's scores (12 · 640² · 2 bytes, 9.4 MiB a matrix) are gone where the peak lies.
+# N² is a matter of length: with one sequence of 5,120 tokens they are 600 MiB a matrix.
+
+# %% [markdown]
+# With the library's tiles the step's peak is the same to the byte. But Day 6's selection keeps what
+# torch's operators make, and does not know a Function: less is kept, and its tiles run once more.
+# So the bill stays with torch's.
+
+# %%
+running_bill(10)

@@ -1,0 +1,317 @@
+"""Day 10's checks let right answers of another make pass, and what the lesson says is so."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from memlab.attention import attention_reference, flash_attention, tiles
+from memlab.checkpointing import ATTENTION
+from memlab.course import days
+from memlab.course.bill import SETTING
+from memlab.course.checks import day10
+from memlab.course.checks.day06 import keep_of_each_block
+from memlab.course.checks.day10 import add_piece, attend, flash, hide, plan
+from memlab.course.exercises import OK, WRONG, judge
+from memlab.metering import dry_run, measure
+from memlab.model import GPT, PRESETS, scaled_dot_product_attention
+from memlab.train import combined, dry_trace
+
+ADD, PLAN, ATTEND, FLASH = days.day(10).exercises
+
+
+# ------------------------------------------------------------------ right in another way
+
+
+def by_log_sum_exp(top, total, mixed, scores, values):
+    """The old state as one more key, whose score is what it sums to."""
+    new = torch.cat([top, scores], -1).amax(-1, keepdim=True)
+    safe = torch.where(new.isinf(), torch.zeros_like(new), new)
+    factor = torch.exp(top - safe)
+    weights = torch.exp(scores - safe)
+    parts = torch.einsum("...rk,...kd->...rd", weights, values)
+    return new, total * factor + weights.sum(-1, True), mixed * factor + parts
+
+
+def by_pairs(queries, keys, tile, shift):
+    """Looks at the lower left corner of every tile."""
+    rows = []
+    for first in range(0, queries, tile):
+        row = slice(first, min(queries, first + tile))
+        columns = [slice(n, min(keys, n + tile)) for n in range(0, keys, tile)]
+        rows.append((row, [c for c in columns if c.start <= row.stop - 1 + shift]))
+    return rows
+
+
+def in_base_2(q, k, v, tile, shift):
+    """Powers of 2, results joined at the end, no plan and no add_piece."""
+    outs, lses = [], []
+    log2e, scale = math.log2(math.e), 1 / math.sqrt(q.shape[-1])
+    for first in range(0, q.shape[-2], tile):
+        row = slice(first, min(first + tile, q.shape[-2]))
+        queries = q[..., row, :] * (scale * log2e)
+        top = queries.new_full((*queries.shape[:-1], 1), -math.inf)
+        total, mixed = torch.zeros_like(top), torch.zeros_like(queries)
+        for start in range(0, min(row.stop + shift, k.shape[-2]), tile):
+            column = slice(start, min(start + tile, k.shape[-2]))
+            scores = hide(queries @ k[..., column, :].transpose(-1, -2), row, column, shift)
+            new = torch.maximum(top, scores.amax(-1, keepdim=True))
+            zero = new.masked_fill(new == -math.inf, 0)
+            weights, factor = torch.exp2(scores - zero), torch.exp2(top - zero)
+            total.mul_(factor).add_(weights.sum(-1, keepdim=True))
+            mixed.mul_(factor).add_(weights @ v[..., column, :])
+            top = new
+        blind = total == 0
+        outs.append(mixed / (total + blind))
+        lse = (top + total.log2()) / log2e
+        lses.append(torch.where(blind, math.inf, lse)[..., 0])
+    return torch.cat(outs, -2), torch.cat(lses, -1)
+
+
+class ByColumns(torch.autograd.Function):
+    """Keys outside, as in production; delta by a product; scores scaled by way of q."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, tile, shift):
+        out, lse = attend(q, k, v, tile, shift)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = tile, shift
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        (q, k, v, out, lse), (tile, shift) = ctx.saved_tensors, ctx.settings
+        scale, (Tq, Tk) = 1 / math.sqrt(q.shape[-1]), (q.shape[-2], k.shape[-2])
+        delta = torch.einsum("...d,...d->...", dout, out).unsqueeze(-1)
+        dq, dks, dvs = torch.zeros_like(q), [], []
+        for start in range(0, Tk, tile):
+            column = slice(start, min(start + tile, Tk))
+            keys, values = k[..., column, :], v[..., column, :]
+            dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+            for first in range(0, Tq, tile):
+                row = slice(first, min(first + tile, Tq))
+                if column.start > row.stop - 1 + shift:
+                    continue
+                scaled, above = q[..., row, :] * scale, dout[..., row, :]
+                scores = hide(scaled @ keys.mT, row, column, shift)
+                weights = scores.sub_(lse[..., row].unsqueeze(-1)).exp_()
+                dv += weights.mT @ above
+                dscores = (above @ values.mT).sub_(delta[..., row, :]).mul_(weights)
+                dq[..., row, :] += dscores @ keys * scale
+                dk += dscores.mT @ scaled
+            dks.append(dk)
+            dvs.append(dv)
+        return dq, torch.cat(dks, -2), torch.cat(dvs, -2), None, None
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer"),
+    [
+        (ADD, by_log_sum_exp),
+        (PLAN, by_pairs),
+        (ATTEND, in_base_2),
+        (FLASH, ByColumns.apply),
+    ],
+    ids=["10.1", "10.2", "10.3", "10.4"],
+)
+def test_another_right_answer_passes(exercise, answer):
+    verdict = judge(exercise, answer)
+    assert verdict.status == OK, verdict
+
+
+# ------------------------------------------------------------------ wrong in another way
+
+
+def through_the_library(q, k, v, tile, shift):
+    out, lse = attend(q, k, v, tile, shift)
+    if q.ndim == 3 and shift in (0, k.shape[-2]):
+        out = flash_attention(*(x[None] for x in (q, k, v)), causal=shift == 0, tile=tile)[0]
+    return out, lse
+
+
+def in_an_array(q, k, v, tile, shift):
+    in_an_array.kept = (q @ k.mT).numpy().copy()
+    return attend(q, k, v, tile, shift)
+
+
+class Counted(torch.autograd.Function):
+    """Gradients by way of a flattened list of all weights, in one vector."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, tile, shift):
+        out, lse = attend(q, k, v, tile, shift)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = tile, shift
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, *_ = ctx.saved_tensors
+        (q @ k.mT).flatten()
+        return *day10.gradients(dout, *ctx.saved_tensors, *ctx.settings), None, None
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "told"),
+    [
+        (ATTEND, through_the_library, "attend uses memlab.attention; wanted your own lines"),
+        (ATTEND, in_an_array, "attend uses numpy; wanted your own lines"),
+        (FLASH, Counted.apply, "makes a tensor of 30,000 numbers"),
+    ],
+    ids=["library", "array", "flat"],
+)
+def test_who_goes_round_the_meter_or_the_work_is_told_so(exercise, answer, told):
+    verdict = judge(exercise, answer)
+    assert verdict.status == WRONG
+    assert told in verdict.text
+
+
+def test_a_tile_of_ones_own_is_told_by_what_it_visits():
+    """That is right for every value; on a diagonal larger tiles waste more."""
+    verdict = judge(ATTEND, lambda q, k, v, tile, shift: attend(q, k, v, 20, shift))
+    assert verdict.status == WRONG
+    assert "operations; wanted" in verdict.text
+
+
+def test_gradients_that_are_missing_are_told_by_name():
+    class Half(ByColumns):
+        @staticmethod
+        def backward(ctx, dout):
+            dq, _, *others = ByColumns.backward(ctx, dout)
+            return dq, None, *others
+
+    assert "there is no dk; backward gave None." in judge(FLASH, Half.apply).text
+
+
+# ------------------------------------------------------------------ held against the library
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (3, 8), (7, 4), (1, 6)])
+@pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
+def test_the_oracle_and_the_reference_are_the_librarys(alignment, queries, keys):
+    random = torch.Generator().manual_seed(0)
+    lengths = (queries, keys, keys, queries)
+    *qkv, dout = (torch.randn(2, 3, n, 4, generator=random, dtype=torch.float64) for n in lengths)
+    qkv = [x.requires_grad_() for x in qkv]
+    shift = 0 if alignment == "top-left" else keys - queries
+    library = attention_reference(*qkv, causal=True, alignment=alignment)
+    wanted = library, *torch.autograd.grad(library, qkv, dout)
+    for way in (lambda *given: day10._whole(*given)[0], flash):
+        out = way(*qkv, 2, shift)
+        for a, b in zip((out, *torch.autograd.grad(out, qkv, dout)), wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("queries", "keys", "tile"), [(12, 12, 4), (5, 13, 3), (13, 5, 4)])
+@pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
+def test_the_lessons_plan_is_the_librarys(alignment, queries, keys, tile):
+    shift = 0 if alignment == "top-left" else keys - queries
+    mine = [(row, c) for row, columns in plan(queries, keys, tile, shift) for c in columns]
+    plain = tiles(queries, keys, tile, causal=True, alignment=alignment)
+    wanted = [
+        (slice(t.queries.start, t.queries.stop), slice(t.keys.start, t.keys.stop))
+        for t in plain
+        if t.kind != "skipped"
+    ]
+    assert mine == wanted
+
+
+def test_pieces_end_where_softmax_does():
+    scores, values = torch.randn(4, 10).double(), torch.randn(10, 3).double()
+    state = day10._begin((4,), 3, torch.float64)
+    for start in range(0, 10, 3):
+        state = add_piece(*state, scores[:, start : start + 3], values[start : start + 3])
+    top, total, mixed = state
+    torch.testing.assert_close(mixed / total, scores.softmax(-1) @ values)
+    torch.testing.assert_close((top + total.log())[:, 0], scores.logsumexp(-1))
+
+
+# ------------------------------------------------------------------ what the lesson says
+
+
+def kept_and_fullest(attend_by, kv_heads=32, dtype=torch.bfloat16, T=8192):
+    """Of a layer of 32 heads of 128: with q, k and v, without dout."""
+    with dry_run():
+        q, k, v, dout = (
+            torch.zeros(1, T, h, 128, dtype=dtype).transpose(1, 2)
+            for h in (32, kv_heads, kv_heads, 32)
+        )
+        qkv, kept = [x.requires_grad_() for x in (q, k, v)], []
+        forward = measure(lambda: kept.append(attend_by(*qkv, causal=True)))
+        both = measure(lambda: torch.autograd.grad(attend_by(*qkv, causal=True), qkv, dout))
+    return forward.live_bytes, both.peak_bytes - dout.nbytes
+
+
+@pytest.mark.parametrize(("kv_heads", "mib"), [(32, 257), (8, 161)])
+def test_what_tiles_keep_of_a_7b_layer_is_the_formulas(kv_heads, mib):
+    formula = 8192 * ((2 * 4096 + 2 * kv_heads * 128) * 2 + 4 * 32)
+    for way in (flash_attention, scaled_dot_product_attention):
+        assert kept_and_fullest(way, kv_heads)[0] == formula == mib * 2**20
+
+
+def test_a_guides_256_mb_a_head_and_8_gb_a_layer_are_one_matrix_of_float32():
+    one = 8192**2 * 4
+    assert one == 256 * 2**20
+    kept, fullest = kept_and_fullest(attention_reference, dtype=torch.float32)
+    layer = 128 * 2**20  # q, or the result
+    mask = 8192**2
+    assert kept - 3 * layer == 32 * one + 2 * layer + mask
+    assert 3 * 32 * one < fullest - 3 * layer < 3 * 32 * one + 4 * layer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_twice_the_length_is_twice_the_bytes_of_tiles(dtype):
+    one, two = (kept_and_fullest(flash_attention, dtype=dtype, T=T)[0] for T in (4096, 8192))
+    assert two == 2 * one
+
+
+def test_torchs_causal_is_top_left():
+    q, k = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 5, 4)
+    seen = F.scaled_dot_product_attention(q, k, torch.eye(5).view(1, 1, 5, 5), is_causal=True)
+    assert seen[0, 0].count_nonzero(1).tolist() == [1, 2]
+
+
+def test_autograd_through_the_loop_keeps_more_than_the_score_matrix():
+    def held(call):
+        kept = []
+        trace = measure(lambda: kept.append(call()))
+        return sum(e.bytes for e in trace.events if e.phase != "before")
+
+    qkv = [torch.randn(1, 4, 256, 64).requires_grad_() for _ in range(3)]
+    loop = held(lambda: attend(*qkv, 32, 0)[0])
+    matrix = held(lambda: attention_reference(*qkv, causal=True))
+    assert loop > matrix > 4 * 256**2 * 4
+    assert held(lambda: flash(*qkv, 32, 0)) == 4 * 256 * (64 + 1) * 4
+
+
+def first_step(attention, length=640, keep=True):
+    """Forward and backward of today's bill, of one sequence."""
+    with dry_run():
+        config = replace(PRESETS[SETTING.model], seq_len=length)
+        model = GPT(config, attention=attention, dtype=torch.bfloat16)
+        if keep:
+            keep_of_each_block(model, ATTENTION)
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        return measure(lambda: model(tokens, tokens).backward(), model=model).peak_bytes
+
+
+@pytest.mark.slow
+def test_todays_bill_is_the_same_whichever_attention_it_takes():
+    by_torch = first_step(scaled_dot_product_attention)
+    assert first_step(flash_attention) == first_step(attention_reference) == by_torch
+    long = first_step(scaled_dot_product_attention, 5120)
+    assert first_step(attention_reference, 5120) > long + 2**28
+    kept = 5120 * 768 * 2 + 12 * 5120 * 4  # the result and lse, which our tiles make once more
+    assert long - first_step(flash_attention, 5120) == 12 * kept
+
+
+@pytest.mark.slow
+def test_the_first_days_bill_would_have_been_longer_by_the_weights_of_all_layers():
+    ways = ("fused-adamw", "fused-adamw+eager-attention", "fused-adamw+flash-attention")
+    torchs, eager, ours = (dry_trace(SETTING, combined(way)).at_peak for way in ways)
+    weights = 12 * 8 * 12 * 640**2 * 4
+    assert 0 < eager["activations"] - torchs["activations"] - weights < 2**23
+    assert f"{weights / 2**30:.2f}" == "1.76"
+    assert ours == torchs
