@@ -1,0 +1,948 @@
+"""Day 11: the logits."""
+
+import sys
+import tracemalloc
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from memlab.course.bill import SETTING
+from memlab.course.checks.day06 import keep_of_each_block
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.metering import measure
+from memlab.optim import Lion8bit
+from memlab.trace import Trace
+from memlab.train import combined, dry_trace, of_all_weights
+
+IGNORED = -100  # the target of a row that counts for nothing
+
+Gradient = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+# ------------------------------------------------------------------ what is built
+
+
+def all_logits_bytes(rows: int, width: int, vocab: int) -> int:
+    """At the peak of the loss by way of all the logits, in float32, forward and backward."""
+    logits, gradients = rows * vocab, (rows + vocab) * width
+    return 4 * max(3 * logits, logits + gradients)
+
+
+def loss_and_gradient_(x: Tensor, targets: Tensor) -> Tensor:
+    """The losses (n,) of logits (n, V), which become the gradients of their sum."""
+    ignored = targets == IGNORED
+    labels = targets.masked_fill(ignored, 0).unsqueeze(1)
+    at_label, top = x.gather(1, labels), x.amax(1, keepdim=True)
+    z = x.sub_(top).exp_().sum(1, keepdim=True)
+    losses = (z.log() + top - at_label).squeeze(1)
+    x.div_(z).scatter_add_(1, labels, -torch.ones_like(z))
+    x.masked_fill_(ignored.unsqueeze(1), 0)
+    return losses.masked_fill(ignored, 0)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The mean loss; its gradients are made in the forward pass, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        total = torch.zeros((), device=hidden.device)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            x = (hidden[rows] @ weight.mT).float()
+            total += loss_and_gradient_(x, targets[rows]).sum()
+            of_hidden[rows] = x.to(weight.dtype) @ weight
+            of_weight.addmm_(x.mT, hidden[rows].float())
+            del x
+        ctx.count = (targets != IGNORED).sum().clamp(min=1)
+        ctx.save_for_backward(of_hidden, of_weight)
+        return total / ctx.count
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return *(g.mul_(upstream / ctx.count) for g in ctx.saved_tensors), None, None
+
+
+def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Cross-entropy of hidden (N, C) @ weightᵀ (C, V), the logits of `chunk` rows at a time."""
+    return ChunkedLoss.apply(hidden, weight, targets, chunk)
+
+
+def chunked_bytes(rows: int, width: int, vocab: int, chunk: int) -> int:
+    """At its peak, in float32: both gradients, and a chunk's logits and gradient of hidden."""
+    return 4 * (rows + vocab) * width + 4 * chunk * (vocab + width)
+
+
+def chunk_rows(rows: int, width: int, vocab: int, budget_bytes: int) -> int:
+    """Rows of a chunk: the fewest chunks that the budget allows, as even as they can be; 0 if it
+    allows none."""
+    room = budget_bytes - chunked_bytes(rows, width, vocab, 0)
+    most = room // (4 * (vocab + width))
+    if most < 1:
+        return 0
+    chunks = -(-rows // most)
+    return -(-rows // chunks)
+
+
+# ------------------------------------------------------------------ one's own work
+
+_FUNCTIONS = {"linear_cross_entropy", "chunked_cross_entropy", "cross_entropy_reference"}
+
+
+@contextmanager
+def _own_work(call: str) -> Iterator[None]:
+    """Wrong if what runs inside calls a function that is the answer."""
+    asked: list[str] = []
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        name, home = frame.f_code.co_name, frame.f_globals.get("__name__", "")
+        is_library = home.startswith(("torch.", "memlab.losses"))
+        if event == "call" and not asked and is_library and name in _FUNCTIONS:
+            asked.append(name)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    require(not asked, f"{call} calls {''.join(asked)}; wanted your own lines.")
+
+
+# ------------------------------------------------------------------ 11.1: what the loss holds
+
+
+def _by_all_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), targets)
+
+
+def _held_at_peak(rows: int, width: int, vocab: int) -> int:
+    """Measured, beyond what is handed in; the loss and the number of rows, a few bytes, aside."""
+    hidden, weight = (torch.zeros(n, width, requires_grad=True) for n in (rows, vocab))
+    targets = torch.zeros(rows, dtype=torch.long)
+    trace = measure(lambda: _by_all_logits(hidden, weight, targets).backward())
+    return (trace.peak_bytes - sum(x.nbytes for x in (hidden, weight, targets))) // 16 * 16
+
+
+# rows, width, vocab: multiples of 4, so that a few bytes more are a remainder.
+SHAPES = ((4, 4, 100), (8, 20, 100), (100, 4, 52), (64, 128, 1024), (256, 16, 2048))
+
+
+def _check_all_logits(answer: Callable[..., int]) -> str:
+    for shape in SHAPES:
+        call = "all_logits_bytes(rows={}, width={}, vocab={})".format(*shape)
+        equal(call, answer(*shape), _held_at_peak(*shape), "bytes")
+    large = (8192, 4096, 128_256)
+    call = "all_logits_bytes(rows={}, width={}, vocab={})".format(*large)
+    equal(call, answer(*large), all_logits_bytes(*large), "bytes")
+    return f"{len(SHAPES)} heads, measured: as many bytes as you say · of both moments the larger"
+
+
+_ALL_LOGITS = Exercise(
+    id="11.1",
+    title="What the loss holds",
+    minutes=8,
+    difficulty=2,
+    hints=(
+        "Two moments can be the fullest. Write down what is alive at each, in numbers, and take "
+        "the larger sum; 4 bytes a number come last.",
+        "When backward begins: three tensors of rows · vocab. When the products' gradients are "
+        "there: one of rows · vocab, and the gradients of hidden (rows · width) and of weight "
+        "(vocab · width).",
+        "4 * max(3 * rows * vocab, rows * vocab + (rows + vocab) * width)",
+    ),
+    reference=all_logits_bytes,
+    check=_check_all_logits,
+    wrong_answers=(
+        WrongAnswer(
+            lambda rows, width, vocab: 4 * rows * vocab,
+            "These are the logits alone: the loss makes more tensors of their size.",
+        ),
+        WrongAnswer(
+            lambda rows, width, vocab: 8 * rows * vocab,
+            "Two tensors of logits: at backward's beginning there is a third.",
+        ),
+        WrongAnswer(
+            lambda rows, width, vocab: 12 * rows * vocab,
+            "With few rows the other moment is the fuller: weight's gradient is larger than them.",
+        ),
+        WrongAnswer(
+            lambda rows, width, vocab: 4 * (3 * rows * vocab + (rows + vocab) * width),
+            "The two moments are added; they never meet, so take the larger of them.",
+        ),
+        WrongAnswer(
+            lambda rows, width, vocab: max(3 * rows * vocab, rows * vocab + (rows + vocab) * width),
+            "These are numbers; a float32 takes 4 bytes.",
+        ),
+        WrongAnswer(
+            lambda rows, width, vocab: 4 * max(3 * rows * vocab, rows * vocab + vocab * width),
+            "The gradient of hidden is missing at the second moment: rows · width.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 11.2: a chunk's gradient
+
+MOST_BYTES_A_ROW = 128
+CHUNK_SHAPE = 64, 1024
+
+
+def _chunks() -> dict[str, tuple[Tensor, Tensor]]:
+    """Logits and targets, the small ones first."""
+    random = torch.Generator().manual_seed(0)
+    many, targets = torch.randn(6, 9, generator=random), torch.tensor([8, 0, 3, 5, 5, 1])
+    some = targets.clone()
+    some[[1, 4]] = IGNORED
+    return {
+        "[[0.0, 1.0, 2.0]] and target 2": (torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([2])),
+        "6 rows of 9 logits": (many, targets),
+        "6 rows, 2 of them ignored": (many, some),
+        "[[−40.0, 80.0]] and target 0": (torch.tensor([[-40.0, 80.0]]), torch.tensor([0])),
+        "[[1.0, 0.0], [900.0, 1000.0]] and targets 0, 0": (
+            torch.tensor([[1.0, 0.0], [900.0, 1000.0]]),
+            torch.tensor([0, 0]),
+        ),
+        "[[−900.0, −1000.0]] and target 0": (torch.tensor([[-900.0, -1000.0]]), torch.tensor([0])),
+        "2 rows, both ignored": (many[:2], torch.tensor([IGNORED, IGNORED])),
+    }
+
+
+def _check_gradient(answer: Gradient) -> str:
+    for name, (x, targets) in _chunks().items():
+        call = f"loss_and_gradient_ of {name}"
+        mine, mine_targets = x.clone(), targets.clone()
+        with _own_work(call):
+            losses = answer(mine, mine_targets)
+        _require_tensor(call, losses, (len(x),))
+        exact = x.double().requires_grad_()
+        wanted = F.cross_entropy(exact, targets, reduction="none", ignore_index=IGNORED)
+        wanted.sum().backward()
+        _require_numbers(f"{call}: the losses are", losses, wanted.detach())
+        require(
+            torch.equal(mine_targets, targets), f"{call} changed the targets that it was given."
+        )
+        require(
+            not (torch.equal(mine, x) and exact.grad.any()),
+            f"{call} left x as it was; wanted the gradients in it, in place.",
+        )
+        _require_rows(f"{call}: x, row", mine, exact.grad)
+    on_the_way = _bytes_a_row(answer)
+    require(
+        on_the_way <= MOST_BYTES_A_ROW,
+        f"loss_and_gradient_ of {CHUNK_SHAPE[1]:,} logits a row takes {on_the_way:,.0f} bytes "
+        f"more for each row; wanted at most {MOST_BYTES_A_ROW}.",
+    )
+    return (
+        f"losses and gradients within 1e-5 of float64's · ignored rows 0 · no overflow at 1,000 · "
+        f"in place, with at most {MOST_BYTES_A_ROW} bytes a row beside x"
+    )
+
+
+def _require_tensor(call: str, got: Any, shape: tuple[int, ...]) -> None:
+    require(
+        isinstance(got, Tensor),
+        f"{call} gave {type(got).__name__}; wanted a Tensor."
+        f"{' Is there a return?' if got is None else ''}",
+    )
+    require(
+        got.shape == shape,
+        f"{call} gave a tensor of shape {tuple(got.shape)}; wanted {shape}.",
+    )
+
+
+def _require_numbers(what: str, got: Tensor, wanted: Tensor) -> None:
+    off = (got.double() - wanted).abs() > 1e-5 * (1 + wanted.abs())
+    require(
+        got.isfinite().all() and not off.any(),
+        f"{what} {_in_words(got)}; wanted {_in_words(wanted)}.",
+    )
+
+
+def _require_rows(what: str, got: Tensor, wanted: Tensor) -> None:
+    for n, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        _require_numbers(f"{what} {n}, is", a, b)
+
+
+def _in_words(x: Tensor) -> str:
+    shown = ", ".join(f"{number:z.3f}" for number in x.flatten()[:9].tolist())
+    return f"[{shown}{', …' if x.numel() > 9 else ''}]"
+
+
+def _bytes_a_row(answer: Gradient) -> float:
+    n, vocab = CHUNK_SHAPE
+    x, targets = torch.linspace(-1, 1, n * vocab).view(n, vocab), torch.arange(n)
+    trace = measure(lambda: answer(x, targets))
+    return (trace.peak_bytes - x.nbytes - targets.nbytes) / n
+
+
+def _gradient_but(
+    top: Callable[[Tensor], Tensor] = lambda x: x.amax(1, keepdim=True),
+    at_target: float = -1.0,
+    sign: float = 1.0,
+    mask_x: bool = True,
+    mask_losses: bool = True,
+    loss: Callable[[Tensor, Tensor], Tensor] = lambda losses, of_label: losses,
+    divide: bool = True,
+    by_rows: bool = False,
+) -> Gradient:
+    """The right one, with something in it that is not."""
+
+    def answer(x: Tensor, targets: Tensor) -> Tensor:
+        ignored = targets == IGNORED
+        labels = targets.masked_fill(ignored, 0).unsqueeze(1)
+        most = top(x)
+        at_label = x.gather(1, labels)
+        z = x.sub_(most).exp_().sum(1, keepdim=True)
+        losses = z.log() + most - at_label
+        x.div_(z if divide else 1)
+        losses = loss(losses, x.gather(1, labels))
+        x.scatter_add_(1, labels, torch.full_like(z, at_target)).mul_(sign)
+        if by_rows:
+            x.div_((~ignored).sum().clamp(min=1))
+        x.masked_fill_(ignored.unsqueeze(1) & mask_x, 0)
+        return losses.squeeze(1).masked_fill(ignored & mask_losses, 0)
+
+    return answer
+
+
+def _not_in_place(x: Tensor, targets: Tensor) -> Tensor:
+    return loss_and_gradient_(x.clone(), targets)
+
+
+def _by_a_copy(x: Tensor, targets: Tensor) -> Tensor:
+    """Right, by way of softmax's own tensor."""
+    given = loss_and_gradient_(other := x.clone(), targets)
+    x.copy_(other)
+    return given
+
+
+def _by_one_hot(x: Tensor, targets: Tensor) -> Tensor:
+    labels = targets.clamp(min=0)
+    losses = loss_and_gradient_(x, targets)
+    kept = (targets != IGNORED).unsqueeze(1)
+    x.add_(F.one_hot(labels, x.shape[1]) * kept).sub_(F.one_hot(labels, x.shape[1]) * kept)
+    return losses
+
+
+_GRADIENT = Exercise(
+    id="11.2",
+    title="A chunk's gradient, in its own logits",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Functions whose names end in _ write into their tensor: sub_, exp_, div_, masked_fill_. "
+        "What you need of the logits themselves (that of the target, the largest of each row), "
+        "take before you write over them.",
+        "−100 is no column. Give ignored rows label 0 for a while, and set their loss and their "
+        "row of x to 0 at the end. gather(1, labels.unsqueeze(1)) picks a number of each row, "
+        "scatter_add_ adds to it.",
+        "top = x.amax(1, keepdim=True); at_label = x.gather(1, labels); z = "
+        "x.sub_(top).exp_().sum(1, keepdim=True); losses = z.log() + top - at_label; "
+        "x.div_(z).scatter_add_(1, labels, -torch.ones_like(z)). Then masked_fill_ the ignored "
+        "rows of x with 0, and return losses.squeeze(1).masked_fill(ignored, 0).",
+    ),
+    reference=loss_and_gradient_,
+    check=_check_gradient,
+    wrong_answers=(
+        WrongAnswer(
+            _gradient_but(top=lambda x: x.new_zeros(len(x), 1)),
+            "Without the row's largest subtracted, e to the 1000 is infinite.",
+        ),
+        WrongAnswer(
+            _gradient_but(top=lambda x: x.amax()),
+            "One largest for all rows: each row has its own.",
+        ),
+        WrongAnswer(
+            _gradient_but(loss=lambda losses, of_label: -of_label.log()),
+            "−log of a probability that has become 0 is infinite: log z + top − logit is not.",
+        ),
+        WrongAnswer(
+            _gradient_but(mask_x=False),
+            "An ignored row has lost its loss, but not its gradient.",
+        ),
+        WrongAnswer(
+            _gradient_but(mask_losses=False),
+            "An ignored row still has a loss: it is to be 0.",
+        ),
+        WrongAnswer(
+            _gradient_but(at_target=0.0),
+            "This is softmax alone: 1 less at each row's target is missing.",
+        ),
+        WrongAnswer(
+            _gradient_but(at_target=1.0),
+            "1 is added at the target; it is softmax minus one-hot.",
+        ),
+        WrongAnswer(
+            _gradient_but(sign=-1.0),
+            "The sign is the other way round: softmax minus one-hot, not one-hot minus softmax.",
+        ),
+        WrongAnswer(
+            _gradient_but(divide=False),
+            "The exponentials are not divided by their sum: each row's gradient sums to 0.",
+        ),
+        WrongAnswer(
+            _gradient_but(by_rows=True),
+            "These are the gradients of the mean; wanted those of the sum. A chunk does not know "
+            "how many rows count in all.",
+        ),
+        WrongAnswer(
+            lambda x, targets: loss_and_gradient_(x, targets).mean(),
+            "The losses are averaged; wanted one for each row.",
+        ),
+        WrongAnswer(
+            _not_in_place,
+            "The gradients are in a tensor of their own, and x is still there beside it.",
+        ),
+        WrongAnswer(
+            _by_a_copy,
+            "The right numbers, by way of a second tensor as large as x: write into x all along.",
+        ),
+        WrongAnswer(
+            _by_one_hot,
+            "A one-hot matrix is of int64, 8 bytes a logit: scatter_add_ touches one a row.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 11.3: the Function
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is asked; the gradient that comes from above is `upstream`."""
+
+    name: str
+    rows: int
+    chunk: int
+    ignored: tuple[int, ...] = ()
+    upstream: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def call(self) -> str:
+        return f"chunked_loss of {self.name}"
+
+
+CASES = (
+    _Case("2 rows at once", 2, 2),
+    _Case("6 rows, 2 at a time", 6, 2),
+    _Case("7 rows, 3 at a time", 7, 3),
+    _Case("2 rows, 5 at a time", 2, 5),
+    _Case("7 rows, 3 at a time, 3 of them ignored", 7, 3, ignored=(0, 3, 4)),
+    _Case("4 rows, 2 at a time, all ignored", 4, 2, ignored=(0, 1, 2, 3)),
+    _Case("7 rows, 3 at a time, times 0.25", 7, 3, upstream=0.25),
+    _Case("7 rows in bfloat16, 3 at a time", 7, 3, dtype=torch.bfloat16),
+)
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+SIZE = 200, 24, 500, 4  # rows, width, vocab, chunk: weight is larger than two chunks' logits
+LARGEST_IN_PYTHON = 100_000  # bytes: less than the logits, and more than a call makes
+
+
+def _inputs(
+    rows: int, width: int = 4, vocab: int = 11, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(rows)
+    hidden, weight = (torch.randn(n, width, generator=random) for n in (rows, vocab))
+    targets = torch.randint(vocab, (rows,), generator=random)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def _check_chunked(answer: Loss) -> str:
+    for case in CASES:
+        _check_case(answer, case)
+    _check_second_pass(answer)
+    peak, held = _check_bytes(answer)
+    _check_products(answer)
+    _check_python(answer)
+    _check_sum(answer)
+    rows, _, vocab, chunk = SIZE
+    return (
+        f"loss and gradients within 1e-5 of float64's, in chunks that divide and that do not · "
+        f"{rows} rows, {chunk} at a time: {peak:,} bytes at the peak, {held:,} wait for backward, "
+        f"the logits would be {4 * rows * vocab:,} · three products"
+    )
+
+
+def _loss_of(answer: Loss, call: str, *given: Any) -> Tensor:
+    with _own_work(call):
+        loss = answer(*given)
+    _require_tensor(call, loss, ())
+    require(
+        loss.requires_grad,
+        f"{call} gave a loss without a graph (requires_grad is False); no gradient can pass.",
+    )
+    return loss
+
+
+def _check_case(answer: Loss, case: _Case) -> None:
+    hidden, weight, targets = _inputs(case.rows, dtype=case.dtype)
+    targets[list(case.ignored)] = IGNORED
+    before = [x.detach().clone() for x in (hidden, weight, targets)]
+    loss = _loss_of(answer, case.call, hidden, weight, targets, case.chunk)
+    exact = [x.double().requires_grad_() for x in before[:2]]
+    sum_of_all = F.cross_entropy(exact[0] @ exact[1].mT, before[2], reduction="sum")
+    wanted = sum_of_all / max(1, case.rows - len(case.ignored))
+    tolerance = TOLERANCES[case.dtype]
+    got, right = loss.item(), wanted.item()
+    require(
+        abs(got - right) <= tolerance * (1 + abs(right)),
+        f"{case.call}: the loss is {got:.4f}, wanted {right:.4f}.",
+    )
+    (loss * case.upstream).backward()
+    (wanted * case.upstream).backward()
+    for name, x, y in zip(("hidden", "weight"), (hidden, weight), exact, strict=True):
+        _require_gradient(f"{case.call}: the gradient of {name}", x.grad, y.grad, tolerance)
+    after = [x.detach() for x in (hidden, weight, targets)]
+    require(
+        all(map(torch.equal, before, after)), f"{case.call} changed what it was given, in place."
+    )
+
+
+def _require_gradient(what: str, got: Tensor | None, wanted: Tensor, tolerance: float) -> None:
+    if got is None:
+        raise Wrong(f"{what} is missing after backward.")
+    size, length = wanted.norm().item(), got.double().norm().item()
+    off = (got.double() - wanted).norm().item()
+    require(
+        off <= tolerance * (size + 1e-9),
+        f"{what} is {off:.3g} off, in length; it is {length:.3g} long, wanted {size:.3g}.",
+    )
+
+
+def _check_sum(answer: Loss) -> None:
+    """In bfloat16, where each row's share of the sum is less than the last bit of it."""
+    rows = 400
+    hidden = torch.ones(rows, 1, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(rows, dtype=torch.long)
+    call = f"chunked_loss of {rows} rows in bfloat16, all alike, one at a time"
+    _loss_of(answer, call, hidden, weight, targets, 1).backward()
+    got = weight.grad.flatten().tolist()
+    require(
+        got == [-0.5, 0.5],
+        f"{call}: the gradient of weight is [{got[0]:.3f}, {got[1]:.3f}], wanted [−0.500, 0.500].",
+    )
+
+
+def _check_second_pass(answer: Loss) -> None:
+    """It may be refused, but not be another."""
+    hidden, weight, targets = _inputs(7)
+    call = "chunked_loss of 7 rows, 3 at a time"
+    loss = _loss_of(answer, call, hidden, weight, targets, 3)
+    first = torch.autograd.grad(loss, weight, torch.tensor(0.5), retain_graph=True)[0].clone()
+    try:
+        second = torch.autograd.grad(loss, weight, torch.tensor(0.5))[0]
+    except (RuntimeError, TypeError, AttributeError, ValueError):
+        return
+    require(
+        torch.allclose(second, first),
+        f"{call}: a second backward pass gives weight a gradient of {second.norm():.3g} in length, "
+        f"the first gave {first.norm():.3g}; wanted the same, or an error.",
+    )
+
+
+def _check_bytes(answer: Loss) -> tuple[int, int]:
+    rows, width, vocab, chunk = SIZE
+    call = f"chunked_loss of {rows} rows, {chunk} at a time"
+    hidden, weight, targets = _inputs(rows, width, vocab)
+    kept: list[Tensor] = []
+    forward = measure(lambda: kept.append(answer(hidden, weight, targets, chunk)))
+    given = hidden.nbytes + weight.nbytes + targets.nbytes
+    held = forward.live_bytes - given
+    trace = measure(lambda: answer(hidden, weight, targets, chunk).backward())
+    kept.clear()
+    shapes = {e.shape for t in (forward, trace) for e in t.events if e.phase != "before"}
+    full = sorted(shape for shape in shapes if prod(shape) >= rows * vocab)
+    require(
+        not full,
+        f"{call} makes a tensor {full[:1]}, as large as all the logits; wanted none of more than "
+        f"{chunk} · {vocab} numbers, gradients aside.",
+    )
+    gradients = 4 * (rows + vocab) * width
+    require(
+        held <= gradients + 64,
+        f"{call}: {held:,} bytes wait for backward; wanted {gradients:,}, both gradients.",
+    )
+    small = 64 * rows
+    most = gradients + 4 * chunk * (2 * vocab + width) + small
+    peak = trace.peak_bytes - given
+    require(
+        peak <= most,
+        f"{call} takes {peak:,} bytes at its fullest, in {trace.peak_phase}; wanted at most "
+        f"{most:,}: both gradients, {gradients:,}, two chunks of logits, and a few for each row.",
+    )
+    return peak, held
+
+
+class _Products(TorchDispatchMode):
+    """Counts multiplications in products of matrices, those that add to a sum among them."""
+
+    PLACES = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = self.PLACES.get(func.overloadpacket.__name__.removesuffix("_"))
+        if place is not None:
+            a, b = args[place : place + 2]
+            self.total += a.numel() * (b.shape[-1] if b.ndim > 1 else 1)
+        return func(*args, **kwargs or {})
+
+
+def _check_products(answer: Loss) -> None:
+    """One each for the logits, the gradient of hidden and that of weight."""
+    rows, width, vocab, chunk = SIZE
+    with _Products() as counter:
+        answer(*_inputs(rows, width, vocab), chunk).backward()
+    products = counter.total / (rows * width * vocab)
+    require(
+        products < 3.1,
+        f"chunked_loss of {rows} rows, {chunk} at a time, multiplies as much as {products:.1f} "
+        f"products of ({rows}, {width}) and ({width}, {vocab}); wanted 3.",
+    )
+
+
+def _check_python(answer: Loss) -> None:
+    """Arrays of numpy and lists of numbers are no tensors, and are in memory all the same."""
+    rows, width, vocab, chunk = SIZE
+    given = _inputs(rows, width, vocab)
+    tracemalloc.start()
+    try:
+        answer(*given, chunk).backward()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    require(
+        most < LARGEST_IN_PYTHON,
+        f"chunked_loss of {rows} rows, {chunk} at a time, takes more than {LARGEST_IN_PYTHON:,} "
+        f"bytes outside of tensors; wanted the logits of a chunk, in a tensor.",
+    )
+
+
+def _function_but(
+    rows_of: Callable[[int, int], list[slice]] = (
+        lambda n, chunk: [slice(start, start + chunk) for start in range(0, n, chunk)]
+    ),
+    count: Callable[[Tensor], Tensor] = lambda t: (t != IGNORED).sum().clamp(min=1),
+    upstream_of: Callable[[Tensor], Tensor | float] = lambda upstream: upstream,
+    scale: bool = True,
+    sums: torch.dtype | None = torch.float32,
+    add: Callable[[Tensor, Tensor, Tensor], object] = (
+        lambda total, x, h: total.addmm_(x.mT.to(total.dtype), h.to(total.dtype))
+    ),
+    of_hidden_from: str = "gradient",
+    keep: str = "saved",
+    kept_chunks: bool = False,
+    mean_of_means: bool = False,
+) -> Loss:
+    """The right Function with something in it that is not."""
+
+    class Chunked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Any:
+            of_hidden = torch.zeros_like(hidden, dtype=sums)
+            of_weight = torch.zeros_like(weight, dtype=sums)
+            total, parts = torch.zeros(()), rows_of(len(hidden), chunk)
+            ctx.kept = []
+            for rows in parts:
+                x = (hidden[rows] @ weight.mT).float()
+                losses = loss_and_gradient_(x, targets[rows])
+                if mean_of_means:
+                    kept = count(targets[rows]) * len(parts)
+                    losses, x = losses / kept, x.div_(kept)
+                total = total + losses.sum()
+                of_hidden[rows] = x.to(weight.dtype) @ weight
+                add(of_weight, x, hidden[rows])
+                if kept_chunks:
+                    ctx.kept.append(x)
+                del x
+            ctx.count = torch.ones(()) if mean_of_means else count(targets)
+            if keep == "saved":
+                ctx.save_for_backward(of_hidden, of_weight)
+            else:
+                ctx.gradients = of_hidden, of_weight
+            return total / ctx.count
+
+        @staticmethod
+        def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+            gradients = ctx.saved_tensors if keep == "saved" else ctx.gradients
+            factor = upstream_of(upstream) / (ctx.count if scale else 1)
+            if keep == "multiplied":
+                return *(g * factor for g in gradients), None, None
+            return *(g.mul_(factor) for g in gradients), None, None
+
+    return Chunked.apply
+
+
+def _by_loop(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Chunks, and autograd keeps each of them."""
+    total = 0
+    for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        logits = (h @ weight.mT).float()
+        total = total + F.cross_entropy(logits, t, reduction="sum")
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def _checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Each chunk forgotten, and made again."""
+
+    def loss_of(h: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy((h @ weight.mT).float(), t, reduction="sum")
+
+    run = torch_checkpoint
+    pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    total = sum(run(loss_of, h, t, use_reentrant=False) for h, t in pairs)
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def _at_once(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    logits = (hidden @ weight.mT).float()
+    total = F.cross_entropy(logits, targets, reduction="sum")
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def _without_a_graph(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    return _by_loop(hidden, weight, targets, chunk).detach()
+
+
+_CHUNKED = Exercise(
+    id="11.3",
+    title="Chunked cross-entropy",
+    minutes=25,
+    difficulty=4,
+    hints=(
+        "forward does all the work: for each slice of rows make its logits, let "
+        "loss_and_gradient_ turn them into losses and gradients, and add these to three sums: of "
+        "the losses, of hidden's gradient (each row once), of weight's. backward only multiplies.",
+        "The gradient of hidden's rows is x @ weight, that of weight is x.mT @ hidden[rows], "
+        "summed over chunks; total.addmm_(a, b) adds a product to a sum without another tensor. "
+        "Divide by the number of rows that count in all of targets, once, at the end.",
+        "x = (hidden[rows] @ weight.mT).float(); total += loss_and_gradient_(x, "
+        "targets[rows]).sum(); dh[rows] = x.to(weight.dtype) @ weight; dw.addmm_(x.mT, "
+        "hidden[rows].float()); then ctx.count = (targets != -100).sum().clamp(min=1), "
+        "ctx.save_for_backward(dh, dw), return total / ctx.count. In backward: return *(g.mul_("
+        "upstream / ctx.count) for g in ctx.saved_tensors), None, None.",
+    ),
+    reference=chunked_loss,
+    check=_check_chunked,
+    wrong_answers=(
+        WrongAnswer(
+            _function_but(mean_of_means=True),
+            "A mean for each chunk, and the mean of those: a short chunk's rows count for more.",
+        ),
+        WrongAnswer(
+            _function_but(
+                rows_of=lambda n, chunk: [
+                    slice(k * chunk, (k + 1) * chunk) for k in range(n // chunk)
+                ]
+            ),
+            "The rows behind the last whole chunk are left out: the last chunk may be short.",
+        ),
+        WrongAnswer(
+            _function_but(
+                rows_of=lambda n, chunk: [
+                    slice(max(0, min(start, n - chunk)), start + chunk)
+                    for start in range(0, n, chunk)
+                ]
+            ),
+            "The last chunk reaches back over rows that were counted already.",
+        ),
+        WrongAnswer(
+            _function_but(count=lambda t: torch.tensor(max(1, len(t)))),
+            "The ignored rows are in the denominator, too: a mean over those that count.",
+        ),
+        WrongAnswer(
+            _function_but(count=lambda t: (t != IGNORED).sum()),
+            "0 / 0: where no row counts, the loss and all gradients are 0.",
+        ),
+        WrongAnswer(
+            _function_but(upstream_of=lambda upstream: 1.0),
+            "What backward is handed is not used: the gradient is that of the loss itself, times "
+            "whatever comes after it.",
+        ),
+        WrongAnswer(
+            _function_but(scale=False),
+            "The gradients are those of the sum: divide them by the number of rows, as the loss.",
+        ),
+        WrongAnswer(
+            _function_but(sums=None, add=lambda total, x, h: total.addmm_(x.to(h.dtype).mT, h)),
+            "The sum of weight's gradient is in bfloat16: shares below its last bit are lost.",
+        ),
+        WrongAnswer(
+            _function_but(add=lambda total, x, h: total.add_(x.mT @ h.float())),
+            "dw += x.mT @ h makes the product first, as large as dw; dw.addmm_(x.mT, h) does not.",
+        ),
+        WrongAnswer(
+            _function_but(add=lambda total, x, h: total.copy_(x.mT @ h.float())),
+            "weight's gradient is that of the last chunk alone: add them up.",
+        ),
+        WrongAnswer(
+            _function_but(keep="on ctx"),
+            "A second backward pass finds gradients that the first has scaled already; what is "
+            "saved by ctx.save_for_backward, autograd watches over.",
+        ),
+        WrongAnswer(
+            _function_but(keep="multiplied"),
+            "g * factor makes another gradient beside the one that is kept: g.mul_(factor).",
+        ),
+        WrongAnswer(
+            _function_but(kept_chunks=True),
+            "Every chunk's logits stay on ctx: all of them, in pieces.",
+        ),
+        WrongAnswer(
+            _by_loop,
+            "A loop without a Function: autograd keeps every chunk's log-softmax for backward.",
+        ),
+        WrongAnswer(
+            _checkpointed,
+            "Each chunk is forgotten and made again: it fits, but costs a fourth product, and the "
+            "gradients could be made at once.",
+        ),
+        WrongAnswer(_at_once, "All the logits at once: this is F.cross_entropy as ever."),
+        WrongAnswer(_without_a_graph, "The loss is cut off: return what ChunkedLoss.apply gives."),
+    ),
+)
+
+# ------------------------------------------------------------------ 11.4: how many rows
+
+ROOM = 4 * (100 + 10)  # bytes for each row of a chunk, at a width of 10 and 100 tokens
+
+
+def _check_rows(answer: Callable[..., int]) -> str:
+    rows, width, vocab = 12, 10, 100
+    floor = chunked_bytes(rows, width, vocab, 0)
+    for count in (12, 20, 5, 11, 6, 7, 1):
+        _check_call(answer, rows, width, vocab, floor + count * ROOM)
+    _check_call(answer, rows, width, vocab, floor + 12 * ROOM - 1)
+    _check_call(answer, rows, width, vocab, floor + ROOM - 1)
+    _check_call(answer, rows, width, vocab, 1000)
+    for large in ((1000, 64, 5000, 4_000_000), (2048, 512, 32_000, 100 * 2**20)):
+        _check_call(answer, *large)
+    return "the fewest chunks that fit, as even as they can be · 0 below the floor"
+
+
+def _check_call(
+    answer: Callable[..., int], rows: int, width: int, vocab: int, budget_bytes: int
+) -> None:
+    call = f"chunk_rows({rows}, {width}, {vocab}, budget_bytes={budget_bytes})"
+    sizes = (-(-rows // chunks) for chunks in range(1, rows + 1))
+    fitting = (n for n in sizes if chunked_bytes(rows, width, vocab, n) <= budget_bytes)
+    equal(call, answer(rows, width, vocab, budget_bytes), next(fitting, 0), "rows")
+
+
+def _rows_but(
+    floor: Callable[[int, int, int], int] = lambda n, c, v: 4 * (n + v) * c,
+    a_row: Callable[[int, int], int] = lambda c, v: 4 * (v + c),
+    least: int = 0,
+    up: int = 0,
+    below: int = 0,
+    even: bool = True,
+    most: bool = True,
+) -> Callable[..., int]:
+    """The right choice, with something in it that is not."""
+
+    def answer(rows: int, width: int, vocab: int, budget_bytes: int) -> int:
+        room = budget_bytes - floor(rows, width, vocab) - below
+        fit = max(least, (room + up * (a_row(width, vocab) - 1)) // a_row(width, vocab))
+        if fit < 1:
+            return 0
+        if not even:
+            return min(fit, rows) if most else fit
+        chunks = -(-rows // fit)
+        return -(-rows // chunks)
+
+    return answer
+
+
+def _divisor(rows: int, width: int, vocab: int, budget_bytes: int) -> int:
+    most = (budget_bytes - chunked_bytes(rows, width, vocab, 0)) // (4 * (vocab + width))
+    return max((n for n in range(1, rows + 1) if rows % n == 0 and n <= most), default=0)
+
+
+def _power_of_two(rows: int, width: int, vocab: int, budget_bytes: int) -> int:
+    found = chunk_rows(rows, width, vocab, budget_bytes)
+    return 1 << (found.bit_length() - 1) if found else 0
+
+
+_ROWS = Exercise(
+    id="11.4",
+    title="How many rows",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Solve the formula for chunk: what is left of the budget above the two gradients, over the "
+        "bytes of a row. Rounded down: that is how many rows fit.",
+        "So many rows at once make ⌈rows / most⌉ chunks. Spread the rows evenly over those: the "
+        "longest has ⌈rows / chunks⌉. In Python -(-a // b) rounds up.",
+        "most = (budget_bytes - 4 * (rows + vocab) * width) // (4 * (vocab + width)); if most < 1: "
+        "return 0; chunks = -(-rows // most); return -(-rows // chunks).",
+    ),
+    reference=chunk_rows,
+    check=_check_rows,
+    wrong_answers=(
+        WrongAnswer(
+            _rows_but(even=False),
+            "As many as fit leave a short last chunk: as many chunks, but even, need less.",
+        ),
+        WrongAnswer(
+            _rows_but(even=False, most=False),
+            "More rows than there are: a chunk has at most all of them.",
+        ),
+        WrongAnswer(
+            _rows_but(floor=lambda n, c, v: 0),
+            "The two gradients are there in any case: take them off the budget first.",
+        ),
+        WrongAnswer(
+            _rows_but(floor=lambda n, c, v: 4 * v * c),
+            "hidden has a gradient, too: rows · width.",
+        ),
+        WrongAnswer(
+            _rows_but(a_row=lambda c, v: 4 * v),
+            "A chunk's rows have a gradient of hidden on the way: vocab + width numbers a row.",
+        ),
+        WrongAnswer(_rows_but(up=1), "Rounded up, one row more than fits: rows that fit, //."),
+        WrongAnswer(_rows_but(below=1), "The last byte of the budget may be used: <=, and not <."),
+        WrongAnswer(
+            _rows_but(least=1),
+            "Below the floor not even one row fits: 0 says so, and 1 would not fit.",
+        ),
+        WrongAnswer(_divisor, "A chunk need not divide the rows: the last one may be shorter."),
+        WrongAnswer(
+            _power_of_two, "No power of two is asked for; more chunks than are needed take time."
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+
+def in_chunks(keep: Collection[Any] = (), **plugs: Any) -> Trace:
+    """Day 9's step with the logits in chunks, and all eight sequences at once: what stood against
+    that were the logits. Every block is computed again, but for what is to be kept of it."""
+    technique = combined("bfloat16+chunked-loss")
+
+    def change(model: nn.Module) -> None:
+        technique.change_model(model)
+        keep_of_each_block(model, keep)
+
+    lion = of_all_weights(Lion8bit, rounding="stochastic")
+    changes = {"change_model": change, "optimizer": lion, **plugs}
+    return dry_trace(SETTING, replace(technique, **changes))
+
+
+DAY = Day(
+    exercises=(_ALL_LOGITS, _GRADIENT, _CHUNKED, _ROWS),
+    bill=Bill("day 11: logits in chunks, all eight at once", in_chunks),
+)

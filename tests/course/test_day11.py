@@ -1,0 +1,385 @@
+"""Day 11's checks let right answers of another make pass, and what the lesson says is so."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+
+from memlab import losses
+from memlab.checkpointing import ATTENTION
+from memlab.course import days
+from memlab.course.checks import day11
+from memlab.course.checks.day11 import (
+    all_logits_bytes,
+    chunk_rows,
+    chunked_bytes,
+    chunked_loss,
+    loss_and_gradient_,
+)
+from memlab.course.exercises import OK, WRONG, judge
+from memlab.metering import dry_run, measure
+from memlab.model import cross_entropy
+from memlab.optim import step_in_backward
+
+BYTES, GRADIENT, CHUNKED, ROWS = days.day(11).exercises
+
+# ------------------------------------------------------------------ right in another way
+
+
+def of_the_larger_moment(rows, width, vocab):
+    begins = 3 * rows * vocab
+    products = rows * vocab + rows * width + vocab * width
+    return (begins if begins > products else products) * 4
+
+
+def row_by_row(x, targets):
+    """A loop, and softmax of one row at a time."""
+    found = torch.zeros(len(x))
+    for n, target in enumerate(targets.tolist()):
+        if target == -100:
+            x[n] = 0
+            continue
+        found[n] = x[n].logsumexp(0) - x[n, target]
+        x[n] = x[n].softmax(0)
+        x[n, target] -= 1
+    return found
+
+
+def by_kept_rows(x, targets):
+    """Indices of the rows that count; the losses of the others are never made."""
+    kept = (targets != -100).nonzero().flatten()
+    labels = targets[kept]
+    at_label = x[kept, labels]
+    top = x.max(dim=1).values
+    x.sub_(top[:, None]).exp_()
+    z = x.sum(1)
+    x /= z[:, None]
+    x[kept, labels] -= 1
+    x[targets == -100] = 0
+    found = torch.zeros(len(x))
+    found[kept] = z[kept].log() + top[kept] - at_label
+    return found
+
+
+class GivenAway(torch.autograd.Function):
+    """One buffer for all chunks, and gradients on ctx, until somebody asks for them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk):
+        buffer = torch.empty(chunk, len(weight), dtype=weight.dtype)
+        of_hidden, of_weight = torch.empty(hidden.shape), torch.zeros(weight.shape)
+        each = torch.empty(len(hidden))
+        for start in range(0, len(hidden), chunk):
+            h = hidden[start : start + chunk]
+            x = torch.mm(h, weight.t(), out=buffer[: len(h)]).float()
+            each[start : start + chunk] = loss_and_gradient_(x, targets[start : start + chunk])
+            of_hidden[start : start + chunk] = x.to(weight.dtype).mm(weight)
+            torch.addmm(of_weight, x.t(), h.float(), out=of_weight)
+        count = max(1, (targets >= 0).sum().item())
+        ctx.gradients = [of_hidden.div_(count), of_weight.div_(count)]
+        return each.sum() / count
+
+    @staticmethod
+    def backward(ctx, upstream):
+        gradients, ctx.gradients = ctx.gradients, None
+        return gradients[0].mul_(upstream), gradients.pop().mul_(upstream), None, None
+
+
+class InLists(torch.autograd.Function):
+    """Two chunks at once, and hidden's gradient in a list."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk):
+        of_hidden, of_weight, total = [], torch.zeros(weight.shape), 0
+        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+            x = (h @ weight.T).float()
+            total = total + loss_and_gradient_(x, t).sum()
+            of_hidden.append((x.to(weight.dtype) @ weight).float())
+            of_weight.addmm_(x.T, h.float())
+        del x
+        count = (targets != -100).sum().clamp(min=1)
+        ctx.save_for_backward(torch.cat(of_hidden), of_weight, count)
+        return total / count
+
+    @staticmethod
+    def backward(ctx, upstream):
+        of_hidden, of_weight, count = ctx.saved_tensors
+        return of_hidden.mul_(upstream / count), of_weight.mul_(upstream / count), None, None
+
+
+def by_search(rows, width, vocab, budget_bytes):
+    for chunks in range(1, rows + 1):
+        longest = (rows + chunks - 1) // chunks
+        if chunked_bytes(rows, width, vocab, longest) <= budget_bytes:
+            return longest
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer"),
+    [
+        pytest.param(BYTES, of_the_larger_moment, id="11.1-moments"),
+        pytest.param(GRADIENT, row_by_row, id="11.2-rows"),
+        pytest.param(GRADIENT, by_kept_rows, id="11.2-kept"),
+        pytest.param(CHUNKED, GivenAway.apply, id="11.3-given-away"),
+        pytest.param(CHUNKED, InLists.apply, id="11.3-lists"),
+        pytest.param(ROWS, by_search, id="11.4-search"),
+    ],
+)
+def test_another_right_answer_passes(exercise, answer):
+    verdict = judge(exercise, answer)
+    assert verdict.status == OK, verdict
+
+
+# ------------------------------------------------------------------ wrong in another way
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        (losses.chunked_cross_entropy, "chunked_cross_entropy"),
+        (losses.cross_entropy_reference, "cross_entropy_reference"),
+    ],
+)
+def test_who_asks_the_library_is_told_so(answer, name):
+    verdict = judge(CHUNKED, lambda hidden, weight, targets, chunk: answer(hidden, weight, targets))
+    assert verdict.status == WRONG
+    assert f" calls {name}; wanted your own lines." in verdict.text
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
+def test_who_asks_torch_s_chunked_loss_is_told_so():
+    def answer(hidden, weight, targets, chunk):
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
+        return F.linear_cross_entropy(hidden, weight, targets, options=options)
+
+    assert " calls linear_cross_entropy; wanted your own lines." in judge(CHUNKED, answer).text
+
+
+def with_all_logits(hide):
+    """Right in all it does; beside it, `hide` has been handed hidden and weight."""
+
+    class Hiding(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, hidden, weight, targets, chunk):
+            ctx.hidden_away = hide(hidden, weight)
+            return day11.ChunkedLoss.forward(ctx, hidden, weight, targets, chunk)
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return day11.ChunkedLoss.backward(ctx, upstream)
+
+    return Hiding.apply
+
+
+@pytest.mark.parametrize(
+    ("hide", "found"),
+    [
+        (lambda h, w: h @ w.mT, "makes a tensor [(200, 500)], as large as all the logits"),
+        (lambda h, w: (h @ w.mT).half().flatten(), "as large as all the logits"),
+        (lambda h, w: [part @ w.mT for part in h.split(4)], "bytes wait for backward"),
+        (lambda h, w: h.float().numpy() @ w.float().numpy().T, "bytes outside of tensors"),
+        (lambda h, w: None if (h[:100] @ w.mT).any() else 0, "bytes at its fullest"),
+        (lambda h, w: None if any((p @ w.mT).sum() > 1e9 for p in h.split(4)) else 0, "4.0 prod"),
+    ],
+    ids=["tensor", "half", "pieces", "numpy", "half of them", "a fourth product"],
+)
+def test_logits_are_found_wherever_they_are(hide, found):
+    verdict = judge(CHUNKED, with_all_logits(hide))
+    assert verdict.status == WRONG
+    assert found in verdict.text
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_who_writes_into_what_was_given_is_told_so(place):
+    def answer(*given):
+        loss = chunked_loss(*given)
+        with torch.no_grad():
+            given[place].zero_()
+        return loss
+
+    assert "changed what it was given, in place." in judge(CHUNKED, answer).text
+
+
+def test_targets_that_are_written_over_are_found():
+    def answer(x, targets):
+        found = loss_and_gradient_(x, targets)
+        targets.clamp_(min=0)
+        return found
+
+    assert "changed the targets that it was given." in judge(GRADIENT, answer).text
+
+
+def test_a_gradient_of_hidden_alone_is_not_enough():
+    def answer(hidden, weight, targets, chunk):
+        return chunked_loss(hidden, weight.detach(), targets, chunk)
+
+    assert "the gradient of weight is missing after backward." in judge(CHUNKED, answer).text
+
+
+# ------------------------------------------------------------------ the reference
+
+
+def inputs(rows, width, vocab, dtype=torch.float32):
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, width, generator=random) for n in (rows, vocab))
+    targets = torch.randint(vocab, (rows,), generator=random)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+def peak(loss, given):
+    trace = measure(lambda: loss(*given).backward())
+    return trace.peak_bytes - sum(x.nbytes for x in given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_lessons_loss_is_the_librarys(dtype):
+    found = []
+    for loss in (chunked_loss, losses.chunked_cross_entropy):
+        hidden, weight, targets = inputs(50, 16, 99, dtype)
+        targets[::7] = -100
+        value = 0.3 * loss(hidden, weight, targets, chunk=8)
+        value.backward()
+        found.append((value.detach(), hidden.grad, weight.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.allclose(ours, theirs, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "shape", [(512, 64, 1000), (64, 128, 1024), (100, 3, 50), (1, 10, 100)], ids=str
+)
+def test_all_the_logits_take_what_the_formula_says_and_the_loss_itself(shape):
+    given = inputs(*shape)
+    found = peak(lambda h, w, t: F.cross_entropy(F.linear(h, w), t), given)
+    assert found - all_logits_bytes(*shape) == 8  # the loss, and how many rows count
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 200])
+def test_chunks_take_what_the_formula_says_and_a_few_bytes_for_each_row(chunk):
+    rows, width, vocab = shape = 200, 24, 500
+    more = peak(partial(chunked_loss, chunk=chunk), inputs(*shape))
+    more -= chunked_bytes(rows, width, vocab, chunk)
+    assert 0 <= more <= 64 + 8 * rows
+
+
+def test_what_waits_for_backward_goes_through_hooks_for_saved_tensors():
+    """As offloading them would want it (a hook sees what ctx alone would hide)."""
+    seen = []
+
+    def pack(x):
+        seen.append(x.shape)
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        chunked_loss(*inputs(20, 4, 30), 8)
+    assert seen == [(20, 4), (30, 4)]
+
+
+def test_a_chunk_that_was_chosen_fits_its_budget_and_one_chunk_less_would_not():
+    for rows, width, vocab, budget in ((1000, 64, 5000, 4_000_000), (77, 8, 300, 20_000)):
+        found = chunk_rows(rows, width, vocab, budget)
+        chunks = -(-rows // found)
+        assert chunked_bytes(rows, width, vocab, found) <= budget
+        assert chunked_bytes(rows, width, vocab, -(-rows // (chunks - 1))) > budget
+
+
+# ------------------------------------------------------------------ what the lesson says
+
+
+def test_without_options_torch_s_function_saves_nothing_and_with_them_it_does():
+    function = getattr(F, "linear_cross_entropy", None)
+    if function is None:
+        pytest.skip("torch 2.13 has it")
+    shape, options = (512, 64, 8192), torch.nn.LinearCrossEntropyOptions()
+    whole = all_logits_bytes(*shape) + 8
+    assert peak(function, inputs(*shape)) == whole
+    assert peak(partial(function, options=options), inputs(*shape)) < whole / 10
+
+
+def test_the_mean_over_no_rows_is_nan_in_torch_and_zero_here():
+    hidden, weight, _ = inputs(4, 3, 5)
+    none = torch.full((4,), -100)
+    assert F.cross_entropy(hidden @ weight.mT, none).isnan()
+    assert chunked_loss(hidden, weight, none, 2).item() == 0
+
+
+def test_torch_s_bfloat16_loss_is_off_by_a_tenth_and_the_lessons_is_not():
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch 2.13 has it")
+    hidden, weight, targets = inputs(512, 64, 8192, torch.bfloat16)
+    weight = (weight.detach() / 8).requires_grad_()
+    exact = F.cross_entropy(hidden.double() @ weight.double().mT, targets).item()
+    options = torch.nn.LinearCrossEntropyOptions()
+    theirs = F.linear_cross_entropy(hidden, weight, targets, options=options).item()
+    assert abs(theirs - exact) > 0.1
+    assert abs(chunked_loss(hidden, weight, targets, 64).item() - exact) < 1e-3
+
+
+def test_a_loop_keeps_every_chunk_s_log_softmax():
+    shape = rows, _, vocab = 512, 16, 1000
+
+    def by_loop(h, w, t):
+        parts = zip(h.split(64), t.split(64), strict=True)
+        return sum(F.cross_entropy(F.linear(a, w), b, reduction="sum") for a, b in parts) / rows
+
+    assert 4 * rows * vocab < peak(by_loop, inputs(*shape)) < all_logits_bytes(*shape)
+
+
+def test_a_checkpointed_chunk_costs_the_weights_gradient_twice_and_two_chunks():
+    rows, width, vocab = shape = 512, 64, 8192
+    answer = partial(day11._checkpointed, chunk=64)
+    more = peak(answer, inputs(*shape)) - chunked_bytes(rows, width, vocab, 0)
+    more -= 4 * vocab * width
+    assert more == pytest.approx(2 * 4 * 64 * vocab, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("of_the_width", "upcast_wins", "plain_wins"),
+    [(0.25, True, True), (0.75, False, True), (2.0, False, False)],
+)
+def test_in_bfloat16_chunks_lose_below_half_the_width_or_all_of_it(
+    of_the_width, upcast_wins, plain_wins
+):
+    shape = int(64 * of_the_width), 64, 4096
+    ways = (
+        partial(losses.chunked_cross_entropy, chunk=8),
+        lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t),
+        lambda h, w, t: F.cross_entropy(F.linear(h, w), t),
+    )
+    chunks, upcast, plain = (peak(loss, inputs(*shape, torch.bfloat16)) for loss in ways)
+    assert (upcast < chunks, plain < chunks) == (upcast_wins, plain_wins)
+
+
+def test_in_llama_3_8b_the_head_s_loss_is_three_float32_tensors_of_all_the_logits():
+    rows, width, vocab = 8192, 4096, 128_256
+    with dry_run():
+        hidden, weight = (
+            torch.zeros(n, width, dtype=torch.bfloat16, requires_grad=True) for n in (rows, vocab)
+        )
+        given = hidden, weight, torch.zeros(rows, dtype=torch.long)
+        found = peak(lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t), given)
+    assert 0 <= found - 12 * rows * vocab <= 16
+
+
+# ------------------------------------------------------------------ the bill
+
+
+@pytest.mark.slow
+def test_the_choices_that_the_bill_was_made_of():
+    """Day 9's line is 1.02 GiB, today's 821.07 MiB (tests/course/test_bill.py)."""
+    gib, mib = 2**30, 2**20
+    found = {
+        "chunks alone": day11.in_chunks(ATTENTION, micro_batch=1).peak_bytes / gib,
+        "all the logits": day11.in_chunks(loss=cross_entropy).peak_bytes / gib,
+        "attention kept": day11.in_chunks(ATTENTION).peak_bytes / mib,
+        "stepped in backward": day11.in_chunks(stepping=step_in_backward).peak_bytes / mib,
+    }
+    assert {name: f"{peak:.2f}" for name, peak in found.items()} == {
+        "chunks alone": "1.07",
+        "all the logits": "1.91",
+        "attention kept": "852.18",
+        "stepped in backward": "759.37",
+    }
