@@ -3,7 +3,8 @@
 Saves    three tensors of N·V numbers, the logits, their log-softmax and its gradient: all but the
          logits of a chunk of rows.
 Costs    nothing for a mean or a sum: the same three matrix products, in parts. A loss for each row
-         (`reduction="none"`) costs a fourth product.
+         (`reduction="none"`) costs a fourth product. Of few rows it saves nothing: in bfloat16, of
+         fewer than about C, dW in float32 takes more than all the logits.
 Source   gradients in the forward pass, chunk by chunk: Hsu et al. 2024 (Liger), arXiv 2410.10989.
          Wijmans et al. 2024 (Cut Your Losses), 2411.09009, cut the vocabulary too, in a kernel.
 
