@@ -9,6 +9,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["MPLBACKEND"] = "Agg"
 
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ from hypothesis import settings
 # The same examples on every run and machine, and no clock: a slow machine is not a wrong answer.
 settings.register_profile("memlab", derandomize=True, deadline=None)
 settings.load_profile("memlab")
+
+# Ctrl-C is tested. Who runs the tests in the background has it ignored, and processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
