@@ -1,0 +1,114 @@
+"""Stage 3: a rank that holds shards, and whole weights of the units that are at work alone.
+
+    forward of a unit      gather its weights ── run it ── free them
+    backward of a unit     gather them again ── run it ── free them ── reduce, scatter its gradients
+
+A weight that is freed keeps its tensor, whose storage is emptied: what autograd saved of it is a
+view of that storage, and finds the numbers there again in backward. A unit's shards are gathered
+into one run of numbers and copied into its weights, so for a moment they are there twice.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memlab.zero.layout import overlaps
+from memlab.zero.ranks import Rank
+from memlab.zero.units import ROOT
+
+
+class ShardedRank(Rank):
+    """One rank of stage 3."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._gathered: set[str] = set()
+        super().__init__(*args, **kwargs)
+        self._buckets_of: dict[str, list[int]] = {}
+        for number, bucket in enumerate(self.plan.buckets):
+            self._buckets_of.setdefault(bucket.unit, []).append(number)
+        modules = dict(self.model.named_modules())
+        for unit in self._buckets_of:
+            self._surround(unit, self.model if unit == ROOT else modules[unit])
+
+    @torch.no_grad()
+    def take_over(self, number: int) -> Tensor:
+        """Copy the rank's pieces into one shard, and empty the weights."""
+        bucket = self.plan.buckets[number]
+        device = self.parameters[bucket.weights[0].name].device
+        shard = torch.zeros(bucket.shard_elements, dtype=bucket.dtype, device=device)
+        for weight, start, stop, at in bucket.pieces(self.index):
+            flat = self.parameters[weight.name].reshape(-1)
+            shard[at : at + stop - start].copy_(flat[start:stop])
+        for weight in bucket.weights:
+            parameter = self.parameters[weight.name]
+            parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            parameter.untyped_storage().resize_(0)
+        self.wire.publish(self.index, number, shard)
+        return nn.Parameter(shard, requires_grad=False)
+
+    def used(self, number: int) -> None:
+        """Free the unit: a weight whose gradient is there is not needed any more. One that is not
+        trained may be, until the unit before is at work."""
+        unit = self.plan.buckets[number].unit
+        weights = [w for n in self._buckets_of[unit] for w in self.plan.buckets[n].weights]
+        if all(weight.trained and weight.name in self.arrived for weight in weights):
+            self._free(unit)
+
+    def end_backward(self) -> None:
+        """Nothing stays gathered."""
+        for unit in list(self._gathered):
+            self._free(unit)
+
+    # -------------------------------------------------------------- a unit at work
+
+    def _surround(self, unit: str, module: nn.Module) -> None:
+        def before(module: nn.Module, args: Any) -> None:
+            self._gather(unit)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if _in_backward():  # computed again: its backward is next
+                return
+            self._free(unit)
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self._gather_in_backward(unit))
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def _gather_in_backward(self, unit: str) -> None:
+        for other in self._gathered - {unit, ROOT}:
+            if not any(w.trained and w.name not in self.arrived for w in self._weights(other)):
+                self._free(other)
+        self._gather(unit)
+
+    @torch.no_grad()
+    def _gather(self, unit: str) -> None:
+        if unit in self._gathered:
+            return
+        self._gathered.add(unit)
+        for number in self._buckets_of[unit]:
+            bucket, shard = self.plan.buckets[number], self.shards[number]
+            whole = shard.new_empty(bucket.padded_elements)
+            whole[bucket.span(self.index)].copy_(shard)
+            self.wire.all_gather(self.index, number, whole)
+            for slot in bucket.slots:
+                weight = self.parameters[slot.weight.name]
+                weight.untyped_storage().resize_(weight.numel() * weight.element_size())
+                # Through `.data`: autograd must not take it for a change of what it saved.
+                for there, here in overlaps(bucket, slot, whole, weight.data):
+                    here.copy_(there)
+
+    def _free(self, unit: str) -> None:
+        self._gathered.discard(unit)
+        for weight in self._weights(unit):
+            self.parameters[weight.name].untyped_storage().resize_(0)
+
+    def _weights(self, unit: str) -> list[Any]:
+        return [w for number in self._buckets_of[unit] for w in self.plan.buckets[number].weights]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

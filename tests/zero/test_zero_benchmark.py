@@ -1,0 +1,33 @@
+"""The benchmark of ZeRO prints what one rank holds and sends, and writes it down."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from memlab.model import PRESETS
+
+FOLDER = str(Path(__file__).parents[2] / "benchmarks")
+
+if FOLDER not in sys.path:
+    sys.path.insert(0, FOLDER)
+benchmark = importlib.import_module("zero")
+
+
+@pytest.mark.parametrize(("stage", "count"), [(1, 4 + 12 / 4), (2, 2 + 14 / 4), (3, 16 / 4)])
+def test_the_formula_stands_beside_a_peak_that_is_more(stage, count):
+    row = benchmark.row_of("tiny", 4, stage, seq_len=16)
+    assert row["formula_bytes"] == PRESETS["tiny"].parameters * count
+    assert row["peak_bytes"] > row["formula_bytes"]
+    assert row["sent_bytes"] == row["ring_bytes"]
+
+
+def test_the_table_has_a_line_for_each_stage_and_so_has_the_file(tmp_path, capsys):
+    words = ["--runs", "tiny:2", "--stages", "1", "3", "--seq-len", "16"]
+    assert benchmark.main([*words, "--results", str(tmp_path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny")]
+    assert [line.split(" | ")[1:3] for line in lines] == [["2", "1"], ["2", "3"]]
+    [written] = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert [row["stage"] for row in written["zero"]["one_rank"]["rows"]] == [1, 3]

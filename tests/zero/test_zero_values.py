@@ -1,0 +1,358 @@
+"""Ranks compute what one process does that adds up the same micro-batches in rank order."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranked import (
+    TIED,
+    OneProcess,
+    adamw,
+    differing,
+    micro_batches,
+    model_of,
+    sgd,
+    sum_of_losses,
+    two_groups,
+)
+from torch import nn
+
+from memlab import optim
+from memlab.accumulation import accumulate
+from memlab.checkpointing import checkpoint_blocks, sqrt_schedule, uniform_schedule
+from memlab.lora import add_lora
+from memlab.precision import LossScaler, MasterWeights
+from memlab.zero import simulate
+
+STAGES = range(4)
+
+
+def both(model, optimizer, ranks: int, stage: int, **settings):
+    """(the ranks, one process), which train equal copies of the model."""
+    return simulate(model, optimizer(two_groups(model)), ranks, stage, **settings), OneProcess(
+        model, optimizer
+    )
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd, optim.AdamW, optim.Lion])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_the_weights_are_those_of_one_process_bit_for_bit(ranks, stage, optimizer):
+    """Odd sizes, of which none but a few divide by the ranks, in two groups, with a tied matrix."""
+    model = model_of()
+    zero, alone = both(model, optimizer, ranks, stage)
+    for number in range(3):
+        batches = micro_batches(ranks, seed=number)
+        zero.step(batches, sum_of_losses)
+        alone.step(batches, ranks, stage)
+        assert differing(zero.weights(), alone.weights()) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_they_are_with_several_micro_batches_a_rank(stage):
+    model = model_of()
+    zero, alone = both(model, adamw, 3, stage)
+    for number in range(2):
+        batches = micro_batches(4 * 3, seed=number)
+        zero.step(batches, sum_of_losses)
+        alone.step(batches, 3, stage)
+        assert differing(zero.weights(), alone.weights()) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_they_are_with_an_untied_head(stage):
+    model = model_of(replace(TIED, tied=False))
+    zero, alone = both(model, adamw, 3, stage)
+    for number in range(2):
+        batches = micro_batches(3, seed=number)
+        zero.step(batches, sum_of_losses)
+        alone.step(batches, 3, stage)
+    assert differing(zero.weights(), alone.weights()) == []
+
+
+class Mixed(nn.Module):
+    """Two dtypes, a number without dimensions, and a list whose two layers share a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight
+        self.last = nn.Linear(5, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh() * self.scale
+        return self.last(x.double())
+
+
+def squares(model, x):
+    return model(x).square().sum(), x.shape[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_they_are_for_mixed_dtypes_and_for_weights_that_units_share(stage):
+    model = Mixed()
+    zero = simulate(model, adamw(model.parameters()), 3, stage)
+    alone = OneProcess(model, adamw, groups=lambda model: list(model.parameters()))
+    for _ in range(3):
+        batches = [torch.randn(2, 5) for _ in range(6)]
+        zero.step(batches, squares)
+        alone.gradients(batches, 3, stage, summed=squares)
+        alone.optimizer.step()
+        alone.optimizer.zero_grad()
+    assert differing(zero.weights(), alone.weights()) == []
+
+
+@pytest.mark.parametrize("schedule", [lambda n: uniform_schedule(n, 1), sqrt_schedule])
+@pytest.mark.parametrize("stage", STAGES)
+def test_they_are_with_checkpointed_blocks(stage, schedule):
+    model = model_of()
+    alone = OneProcess(model, adamw)
+    checkpoint_blocks(model, schedule(TIED.layers))
+    zero = simulate(model, adamw(two_groups(model)), 2, stage)
+    for number in range(2):
+        batches = micro_batches(2, seed=number)
+        zero.step(batches, sum_of_losses)
+        alone.step(batches, 2, stage)
+    assert differing(zero.weights(), alone.weights()) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_they_are_where_most_weights_are_frozen(stage):
+    model = model_of()
+    add_lora(model, rank=2, where=lambda name: name.startswith("blocks."))
+
+    def trained(model):
+        return [p for p in model.parameters() if p.requires_grad]
+
+    zero = simulate(model, adamw(trained(model)), 3, stage)
+    alone = OneProcess(model, adamw, groups=trained)
+    for number in range(2):
+        batches = micro_batches(3, seed=number)
+        zero.step(batches, sum_of_losses)
+        accumulate(batches, lambda b: sum_of_losses(alone.model, b), trained(alone.model))
+        alone.optimizer.step()
+        alone.optimizer.zero_grad()
+    assert differing(zero.weights(), alone.weights()) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_float32_copies_of_shards_are_stepped_as_those_of_one_process_are(stage):
+    model = model_of(dtype=torch.bfloat16)
+    ranks, batches = 3, micro_batches(3)
+    zero = simulate(model, adamw(two_groups(model)), ranks, stage, master_weights=True)
+    alone = copy.deepcopy(model)
+    master = MasterWeights(alone.parameters(), lambda copies: adamw(copies_by_group(copies)))
+    for _ in range(4):
+        tokens = zero.step(batches, sum_of_losses).tokens
+        for batch in batches:
+            sum_of_losses(alone, batch)[0].backward()
+        master.gather_gradients()
+        for weight in master.weights:
+            weight.grad.div_(tokens)
+        master.step()
+        master.zero_grad()
+    assert differing(zero.weights(), dict(alone.named_parameters())) == []
+
+
+def copies_by_group(copies):
+    return [
+        {"params": [p for p in copies if p.ndim > 1]},
+        {"params": [p for p in copies if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_all_ranks_hold_the_same_weights_after_a_step(stage):
+    model = model_of()
+    zero = simulate(model, adamw(model.parameters()), 3, stage)
+    zero.step(micro_batches(3), sum_of_losses)
+    first, *others = [dict(rank.model.named_parameters()) for rank in zero.ranks]
+    assert all(differing(other, first) == [] for other in others)
+
+
+def test_the_model_and_the_optimizer_that_were_given_are_left_alone():
+    model = model_of()
+    before = copy.deepcopy(dict(model.named_parameters()))
+    optimizer = adamw(model.parameters())
+    simulate(model, optimizer, 2, 3).step(micro_batches(2), sum_of_losses)
+    assert differing(dict(model.named_parameters()), before) == []
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_loss_is_the_mean_over_all_tokens(stage):
+    model, batches = model_of(), micro_batches(6)
+    step = simulate(model, adamw(model.parameters()), 3, stage).step(batches, sum_of_losses)
+    tokens, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    assert step.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert step.tokens == int((targets >= 0).sum())
+
+
+# ------------------------------------------------------------------ clipping
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_clipping_looks_at_the_gradients_of_all_shards(ranks, stage):
+    """A norm over the rank's own shard would be smaller, another on each rank, and clip less."""
+    model = model_of().double()
+    zero, alone = both(model, adamw, ranks, stage)
+    for number in range(3):
+        batches = micro_batches(ranks, seed=number)
+        step = zero.step(batches, sum_of_losses, clip_norm=0.1)
+        alone.gradients(batches, ranks, stage)
+        norm = nn.utils.clip_grad_norm_(alone.model.parameters(), 0.1)
+        alone.optimizer.step()
+        alone.optimizer.zero_grad()
+        assert norm > 0.1
+        assert step.norm == pytest.approx(float(norm), rel=1e-6)
+        for name, weight in zero.weights().items():
+            assert torch.allclose(weight, alone.weights()[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_norm_below_the_limit_changes_nothing(stage):
+    model = model_of()
+    clipped, plain = (simulate(model, adamw(model.parameters()), 2, stage) for _ in range(2))
+    clipped.step(micro_batches(2), sum_of_losses, clip_norm=1e6)
+    plain.step(micro_batches(2), sum_of_losses)
+    assert differing(clipped.weights(), plain.weights()) == []
+
+
+# ------------------------------------------------------------------ loss scaling
+
+
+@pytest.mark.parametrize("scaler_of", [LossScaler, lambda: torch.amp.GradScaler("cpu")])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_power_of_two_scales_the_loss_and_leaves_the_weights(stage, scaler_of):
+    model = model_of()
+    scaled, plain = (simulate(model, adamw(model.parameters()), 3, stage) for _ in range(2))
+    scaler = scaler_of()
+    for number in range(3):
+        batches = micro_batches(6, seed=number)
+        step = scaled.step(batches, sum_of_losses, scaler=scaler)
+        assert step.loss == plain.step(batches, sum_of_losses).loss
+        assert step.stepped
+    assert differing(scaled.weights(), plain.weights()) == []
+
+
+@pytest.mark.parametrize("culprit", range(3))
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_overflows_on_one_rank_is_skipped_by_all(stage, culprit):
+    """The gradient of one number is inf; its shard is on one rank, but all have to know."""
+    model = Weighted()
+    zero = simulate(model, adamw(model.parameters()), 3, stage)
+    before, scaler = zero.weights(), LossScaler()
+    fine, bad = torch.ones(3, 3), torch.ones(3, 3)
+    bad[culprit, 1] = torch.inf
+
+    step = zero.step([fine, bad, fine], weighted, scaler=scaler)
+    assert not step.stepped
+    assert scaler.get_scale() == 2.0**15
+    assert differing(zero.weights(), before) == []
+    assert zero.step([fine, fine, fine], weighted, scaler=scaler).stepped
+    assert differing(zero.weights(), before) == ["weight"]
+
+
+class Weighted(nn.Module):
+    """Its input is its weight's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+def weighted(model, x):
+    return model(x), 1
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def adam_mini(parameters):
+    partition = optim.gpt_partition(TIED.head_width)
+    return optim.AdamMini(model_of().named_parameters(), partition=partition)
+
+
+class ByNorm(torch.optim.SGD):
+    """Steps of length lr, without a state: a shard's would be as long as a whole weight's."""
+
+    @torch.no_grad()
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            weight.sub_(weight.grad / weight.grad.norm(), alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optim.Adam8bit, optim.Lion8bit, adam_mini, torch.optim.Adafactor, ByNorm]
+)
+def test_an_optimizer_whose_numbers_share_something_is_refused(optimizer):
+    model = model_of()
+    with pytest.raises(TypeError, match="treats each number by itself, such as AdamW"):
+        simulate(model, optimizer(model.parameters()), 2, 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_weight_without_a_gradient_is_named(stage):
+    model = HalfUsed()
+    zero = simulate(model, adamw(model.parameters()), 2, stage)
+    with pytest.raises(ValueError, match=r"no gradient of unused\.bias, unused\.weight"):
+        zero.step([torch.ones(1, 2)] * 2, only_used)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def only_used(model, x):
+    return model(x).sum(), 1
+
+
+def test_micro_batches_that_do_not_divide_by_the_ranks_are_refused():
+    model = model_of()
+    zero = simulate(model, adamw(model.parameters()), 3, 1)
+    with pytest.raises(ValueError, match="got 4 micro-batches for 3 ranks"):
+        zero.step(micro_batches(4), sum_of_losses)
+
+
+def test_an_optimizer_that_has_stepped_is_refused():
+    model = model_of()
+    optimizer = adamw(model.parameters())
+    sum_of_losses(model, micro_batches(1)[0])[0].backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="an optimizer that has stepped"):
+        simulate(model, optimizer, 2, 1)
+
+
+def test_what_is_no_optimizer_is_refused():
+    model = model_of()
+    with pytest.raises(TypeError, match="got a MasterWeights as optimizer"):
+        simulate(model, MasterWeights(model.parameters(), adamw), 2, 1)
+
+
+def test_a_trained_weight_that_nobody_steps_is_refused():
+    model = model_of()
+    with pytest.raises(
+        ValueError, match=r"norm\.weight requires a gradient and the optimizer does"
+    ):
+        simulate(model, adamw([p for p in model.parameters() if p.ndim > 1]), 2, 1)
+
+
+def test_the_optimizer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="tensors that are no weights of the model"):
+        simulate(model_of().requires_grad_(False), adamw(model_of().parameters()), 2, 1)
