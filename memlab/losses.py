@@ -141,14 +141,18 @@ def _reduced(losses: Tensor, is_ignored: Tensor, reduction: Reduction) -> Tensor
 
 
 def chunk_rows(rows: int, vocab_size: int, width: int) -> int:
-    """How many rows to take at once: their logits are half as many numbers as the gradients.
+    """How many rows to take at once: their logits are half as many numbers as the gradients, and an
+    eighth of all the logits, at most.
 
     Gradients of (rows + vocab_size)·width numbers have to be there in any case. Half of that is
     about width/2 rows: enough for the sum over chunks, which reads and writes all of dW for each,
-    to be a product that is bound by arithmetic. The fewest chunks within that, and all alike.
+    to be a product that is bound by arithmetic. Of fewer rows than four widths that would be most
+    of them at once, hence the eighth; but 64, which keeps products from being slow. The fewest
+    chunks within that, and all alike.
     """
     rows = max(1, rows)
-    most = max(1, (rows + vocab_size) * width // (2 * vocab_size))
+    by_gradients = (rows + vocab_size) * width // (2 * vocab_size)
+    most = max(1, min(by_gradients, max(rows // 8, 64)))
     return math.ceil(rows / math.ceil(rows / most))
 
 
