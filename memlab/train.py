@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memlab import optim
+from memlab import optim, zero
 from memlab.accumulation import accumulate, split
 from memlab.attention import attention_reference, flash_attention
 from memlab.checkpointing import (
@@ -33,7 +33,7 @@ from memlab.compression import compressed_activations
 from memlab.data import batches, stdlib_bytes
 from memlab.lora import add_lora
 from memlab.losses import chunked_cross_entropy
-from memlab.metering import dry_run, measure, predict
+from memlab.metering import dry_run, measure, meter, predict
 from memlab.model import (
     GPT,
     PRESETS,
@@ -120,21 +120,11 @@ def build(setting: Setting, technique: Technique) -> Training:
 
     It sets torch's seed.
     """
-    torch.manual_seed(SEED)
     device = setting.device
-    with torch.device(device):
-        model = GPT(
-            PRESETS[setting.model],
-            attention=technique.attention,
-            loss=technique.loss,
-            dtype=setting.dtype,
-        )
-    technique.change_model(model)
+    model = _model(setting, technique)
     optimizer = technique.stepping(technique.optimizer(model))
     scaler = technique.scaler() if technique.scaler else None
-    text = stdlib_bytes(TEXT)
-    tokens, targets = next(batches(text, setting.batch, setting.seq_len, SEED))
-    tokens, targets = tokens.to(device), targets.to(device)
+    tokens, targets = _batch(setting)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
         with technique.around_forward(device):
@@ -166,6 +156,26 @@ def build(setting: Setting, technique: Technique) -> Training:
     return Training(step, model, holder, update)
 
 
+def _model(setting: Setting, technique: Technique) -> GPT:
+    torch.manual_seed(SEED)
+    with torch.device(setting.device):
+        model = GPT(
+            PRESETS[setting.model],
+            attention=technique.attention,
+            loss=technique.loss,
+            dtype=setting.dtype,
+        )
+    technique.change_model(model)
+    return model
+
+
+def _batch(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, each (B, T)."""
+    text = stdlib_bytes(TEXT)
+    tokens, targets = next(batches(text, setting.batch, setting.seq_len, SEED))
+    return tokens.to(setting.device), targets.to(setting.device)
+
+
 def measured(training: Training) -> Trace:
     """The trace of the training's next step."""
     return measure(training.step, model=training.model, optimizer=training.optimizer)
@@ -183,6 +193,30 @@ def dry_trace(setting: Setting, technique: Technique) -> Trace:
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         training.update()
         return measured(training)
+
+
+def rank_step(setting: Setting, technique: Technique, ranks: int, stage: int) -> zero.Step:
+    """The second step of one rank of so many, each with the setting's batch, in a stage of ZeRO; in
+    it nothing is computed and no memory taken.
+
+    Raises ValueError and TypeError for what `zero.one_rank` cannot shard.
+    """
+    if technique.stepping is not Technique.stepping:
+        raise ValueError(
+            "a weight that is stepped in backward has no gradient left to send to other ranks; "
+            "leave step-in-backward out"
+        )
+
+    def sum_of_losses(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        with technique.around_forward(setting.device):
+            return model(*part) * part[1].numel(), part[1].numel()
+
+    with dry_run():
+        model = _model(setting, technique)
+        rank = zero.one_rank(model, technique.optimizer(model), ranks, stage, meter=meter)
+        parts = list(split(_batch(setting), technique.micro_batch or setting.batch))
+        scaler = technique.scaler() if technique.scaler else None
+        return rank.step(parts, sum_of_losses, scaler=scaler)
 
 
 def predicted_trace(setting: Setting, technique: Technique) -> Trace:

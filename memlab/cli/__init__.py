@@ -81,6 +81,10 @@ def measure_command(
         bool,
         typer.Option("--dry-run", help="Compute nothing: exact bytes of models of any size."),
     ] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="What one of so many ranks holds and sends, in each stage of ZeRO."),
+    ] = None,
     script: Annotated[
         str | None,
         typer.Option(
@@ -94,15 +98,30 @@ def measure_command(
 ) -> None:
     """Show where the bytes of one training step go, and what each technique saves and costs.
 
-    Without options, it takes a model that suits this machine, and a minute or two. The step that is
+    Without options, it takes a model that suits this machine, and some minutes. The step that is
     measured is the second: the first creates the optimizer's state.
 
     [bold]memlab measure --technique checkpointing --batch 8[/]
 
     [bold]memlab measure --model llama-2-7b --dtype bfloat16 --batch 1 --seq 2048 --dry-run[/]
 
+    [bold]memlab measure --model llama-3-8b --dtype bfloat16 --batch 1 --seq 2048 --ranks 8[/]
+
     [bold]memlab measure --script train.py:build --dry-run --device cuda[/]
     """
+    if ranks is not None:
+        from memlab.cli.ranks import measure_ranks
+
+        if script is not None or device is not None:
+            raise UsageError(
+                "got --ranks together with --script or --device; a rank is measured by a dry run "
+                "of one of the models, so leave these out"
+            )
+        status = measure_ranks(
+            ranks, model=model, batch=batch, seq_len=seq, dtype=dtype, names=technique, out=out
+        )
+        raise typer.Exit(status)
+
     if script is None:
         from memlab.cli.measure import measure_techniques
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import fill
 from typing import Any
@@ -48,8 +48,9 @@ def headline(setting: Setting, dry: bool) -> str:
     return f"{setting}\n{parameters:,} parameters; {how}; torch {torch.__version__}"
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """A line for each row; columns in which no row has anything are left out."""
+def table(rows: Sequence[Row], more: Mapping[str, list[str]] | None = None) -> Table:
+    """A line for each row; columns in which no row has anything are left out. `more` are columns
+    beside those of every measurement."""
     plain = rows[0]
     has_an_allocator = any(row.trace and row.trace.reserved_bytes for row in rows)
     columns: dict[str, list[str]] = {
@@ -65,6 +66,7 @@ def table(rows: Sequence[Row]) -> Table:
         "peak in": [_of(row.trace, lambda t: t.peak_phase) for row in rows],
         "time": [_of(plain.seconds, _seconds)] + [_of(r.time_ratio, _ratio) for r in rows[1:]],
         "gradients": [""] + [_of(row.gradient_difference, _difference) for row in rows[1:]],
+        **(more or {}),
     }
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown = {title: cells for title, cells in columns.items() if any(cells)}

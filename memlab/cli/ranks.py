@@ -1,0 +1,103 @@
+"""`memlab measure --ranks 8`: what one rank of eight holds and sends, in each stage of ZeRO."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from memlab.cli import report
+from memlab.cli.choices import choose_folder, choose_setting, choose_techniques
+from memlab.cli.errors import UsageError
+from memlab.cli.results import write
+from memlab.cli.rows import Announce, Row, silent
+from memlab.train import Setting, Technique, rank_step
+from memlab.units import format_bytes
+from memlab.zero import Step
+from memlab.zero.partitioning import STAGES
+
+
+@dataclass(frozen=True)
+class RankRow(Row):
+    """One stage; what a rank holds between steps, what it sends in one, and which units are whole
+    at the peak."""
+
+    held_bytes: int | None = None
+    sent_bytes: int | None = None
+    gathered: tuple[str, ...] = ()
+
+
+def measure_ranks(
+    ranks: int,
+    *,
+    model: str | None,
+    batch: int | None,
+    seq_len: int | None,
+    dtype: str | None,
+    names: list[str] | None,
+    out: str,
+) -> int:
+    """Measure one rank by dry runs, print a table, write pictures and numbers; 1 if a stage of a
+    technique failed, else 0."""
+    if ranks < 1:
+        raise UsageError(f"got --ranks {ranks}; give at least 1")
+    chosen = choose_techniques(names or ["plain"])
+    folder = choose_folder(out)
+    setting = choose_setting(model, batch, seq_len, dtype, "cpu", dry=True)
+    if names and "plain" not in names:
+        chosen.pop("plain")
+    with report.progress(len(STAGES) * len(chosen)) as announce:
+        rows = [
+            row
+            for name, technique in chosen.items()
+            for row in rows_of(name, setting, technique, ranks, announce)
+        ]
+    if rows[0].failure is not None:
+        raise UsageError(f"{rows[0].name}: {rows[0].failure}")
+    of = f"one rank of {ranks}, each with this batch"
+    report.say(f"{report.headline(setting, dry=True)}\n{of}\n")
+    report.console.print(report.table(rows, columns(rows)))
+    report.say("\n" + "\n".join(map(report.paragraph, legend(rows))))
+    write(rows, f"{setting}, one rank of {ranks}, dry run", folder)
+    return int(any(row.failure for row in rows))
+
+
+def rows_of(
+    name: str, setting: Setting, technique: Technique, ranks: int, announce: Announce = silent
+) -> list[RankRow]:
+    """A row for each stage; one, which says why, for a technique that cannot be in shards."""
+    rows = []
+    for stage in STAGES:
+        label = f"stage {stage}" if name == "plain" else f"{name}, stage {stage}"
+        announce(label)
+        try:
+            step = rank_step(setting, technique, ranks, stage)
+        except (TypeError, ValueError) as error:
+            return [RankRow(name, failure=str(error))]
+        rows.append(_row_of_step(label, step))
+    return rows
+
+
+def _row_of_step(label: str, step: Step) -> RankRow:
+    [trace], [traffic] = step.traces, step.traffic
+    return RankRow(
+        label,
+        trace,
+        held_bytes=sum(trace.at_end.values()) - trace.at_end.get("inputs", 0),
+        sent_bytes=traffic.model_bytes(),
+        gathered=tuple(step.gathered_at_peak()),
+    )
+
+
+def columns(rows: Sequence[RankRow]) -> dict[str, list[str]]:
+    """Those that other measurements have not."""
+    return {
+        "held": ["" if r.held_bytes is None else format_bytes(r.held_bytes) for r in rows],
+        "sent": ["" if r.sent_bytes is None else format_bytes(r.sent_bytes) for r in rows],
+        "whole at the peak": [" + ".join(row.gathered) for row in rows],
+    }
+
+
+def legend(rows: Sequence[RankRow]) -> Iterator[str]:
+    """What the stages are, and what the columns count."""
+    yield from (f"stage {number}: {what}" for number, what in STAGES.items())
+    yield "held: weights and the optimizer's state, between two steps"
+    yield "sent: by each rank in a step, as a ring of ranks sends it"
+    yield from report.failures(rows)
