@@ -8,7 +8,7 @@ Stages 0 and 1 add each gradient to its bucket as soon as backward has made it, 
 keep their shard of the sum.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from math import inf, isfinite
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from memlab.zero.collectives import Wire
 from memlab.zero.elementwise import with_weights
 from memlab.zero.layout import overlaps
 from memlab.zero.partitioning import Bucket, Partition, Slot
+
+SUB_GROUP = 2**26  # numbers that the optimizer steps as one: what it makes on the way is as large
 
 SumOfLosses = Callable[[nn.Module, Any], tuple[Tensor, "float | Tensor"]]
 
@@ -213,22 +215,30 @@ class Rank:
 
     def _stepped(self, number: int, bucket: Bucket) -> list[Stepped]:
         found = []
-        for _, span in self.spans(bucket):
+        for _, span in in_sub_groups(self.spans(bucket)):
             part = self.shards[number].detach()[span]
             copy_ = part.to(torch.float32, copy=True) if self.master_weights else part
             found.append(Stepped(number, span, nn.Parameter(copy_)))
         return found
 
     def spans(self, bucket: Bucket) -> list[tuple[int, slice]]:
-        """(parameter group, where in the shard) of what is stepped as one."""
+        """(parameter group, where in the shard) of what is stepped."""
         return bucket.stepped()
 
     def _by_group(self, groups: int) -> list[list[nn.Parameter]]:
         by_group: list[list[nn.Parameter]] = [[] for _ in range(groups)]
-        wanted = (group for b in self.plan.buckets if b.trained for group, _ in self.spans(b))
+        trained = (bucket for bucket in self.plan.buckets if bucket.trained)
+        wanted = (group for b in trained for group, _ in in_sub_groups(self.spans(b)))
         for group, step in zip(wanted, self.stepped, strict=True):
             by_group[group].append(step.parameter)
         return by_group
+
+
+def in_sub_groups(spans: Iterable[tuple[int, slice]]) -> Iterator[tuple[int, slice]]:
+    """The spans, in runs of SUB_GROUP numbers and a rest."""
+    for group, span in spans:
+        for start in range(span.start, max(span.stop, span.start + 1), SUB_GROUP):
+            yield group, slice(start, min(start + SUB_GROUP, span.stop))
 
 
 class WholeRank(Rank):

@@ -75,6 +75,15 @@ def test_every_rank_holds_what_the_formula_says_with_padding(ranks, stage):
         assert model_states(held) == expected + FLOAT * counters
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_on_the_way_the_optimizer_takes_three_times_what_it_steps_at_once(stage, monkeypatch):
+    """torch's AdamW: a root and its quotient, while those of the run before are still there."""
+    monkeypatch.setattr("memlab.zero.ranks.SUB_GROUP", 64)
+    _, step = metered(2, stage)
+    temporaries = [most(trace, "optimizer_temporaries") for trace in step.traces]
+    assert temporaries == [3 * FLOAT * 64] * 2
+
+
 def test_a_shard_is_more_than_the_weights_divided_by_the_ranks():
     """7 divides no group and no number of rows: padding is held too, and more of it by rows."""
     model, ranks = model_of(), 7

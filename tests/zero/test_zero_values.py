@@ -25,6 +25,7 @@ from memlab.checkpointing import checkpoint_blocks, sqrt_schedule, uniform_sched
 from memlab.lora import add_lora
 from memlab.precision import LossScaler, MasterWeights
 from memlab.zero import simulate
+from memlab.zero.ranks import in_sub_groups
 
 STAGES = range(4)
 
@@ -59,6 +60,28 @@ def test_they_are_with_several_micro_batches_a_rank(stage):
         zero.step(batches, sum_of_losses)
         alone.step(batches, 3, stage)
         assert differing(zero.weights(), alone.weights()) == []
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_they_are_whatever_number_of_weights_is_stepped_at_once(stage, master_weights, monkeypatch):
+    model, found = model_of(), []
+    for size in (7, 2**26):
+        monkeypatch.setattr("memlab.zero.ranks.SUB_GROUP", size)
+        zero, _ = both(model, adamw, 3, stage, master_weights=master_weights)
+        for number in range(2):
+            zero.step(micro_batches(3, seed=number), sum_of_losses)
+        found.append(zero.weights())
+    assert differing(*found) == []
+
+
+def test_spans_are_cut_and_nothing_is_lost_of_them(monkeypatch):
+    monkeypatch.setattr("memlab.zero.ranks.SUB_GROUP", 4)
+    cut = list(in_sub_groups([(0, slice(0, 9)), (1, slice(9, 13)), (1, slice(13, 13))]))
+    assert cut == [
+        *((0, slice(0, 4)), (0, slice(4, 8)), (0, slice(8, 9))),
+        *((1, slice(9, 13)), (1, slice(13, 13))),
+    ]
 
 
 @pytest.mark.parametrize("stage", STAGES)
