@@ -209,6 +209,17 @@ RULES: dict[str, Rule] = {
         _MEMORY_GUIDE,
         10,
     ),
+    "21a": Rule(
+        "8 GPUs, a 7B model, BF16: 56 GB a GPU without ZeRO, with ZeRO-1 31.5, with ZeRO-2 19.25, "
+        "with ZeRO-3 7 GB.",
+        _MEMORY_GUIDE,
+        12,
+    ),
+    "21b": Rule("ZeRO stage 1: 4x memory reduction; stage 2: 8x.", _DAY_19, 12),
+    "21c": Rule("ZeRO stage 3: linear reduction with the number of GPUs.", _DAY_19, 12),
+    "22": Rule(
+        "ZeRO-3 saves weight, gradient and optimizer memory, and costs communication.", _DAY_19, 12
+    ),
 }
 
 verdicts: list[Verdict] = []  # of this process, in the order they were reached
