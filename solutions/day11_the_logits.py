@@ -21,9 +21,11 @@ from functools import cache, partial
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import memlab
 from memlab import plot
+from memlab.checkpointing.operations import Operations
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
 from memlab.course.bill import SETTING
 from memlab.data import batches, stdlib_bytes
@@ -41,7 +43,7 @@ from memlab.units import format_bytes
 # batch. They become one number, the loss, and nobody looks at them. (As ever: vocab · width
 # weights; rows are batch · length.)
 #
-# How wide is a row beside all that a block keeps for it?
+# How wide is a row beside all that a block keeps for it? (64 tokens, all in float32.)
 
 # %%
 for name in ("124m", "25m", "llama-2-7b", "llama-3-8b", "llama-3-405b"):
@@ -55,8 +57,8 @@ for name in ("124m", "25m", "llama-2-7b", "llama-3-8b", "llama-3-405b"):
 # ## Guess
 #
 # A small head: 512 rows, 64 wide, 8,192 tokens of vocabulary, in float32. The logits are 16 MiB.
-# What does `F.cross_entropy` of them hold at its peak, forward and backward, beyond hidden, weight
-# and targets? And if the 512 rows are taken 64 at a time?
+# What does `F.cross_entropy` of them hold at once, at its peak, forward and backward, beyond
+# hidden, weight and targets? And if the 512 rows are taken 64 at a time?
 
 # %%
 ### BEGIN SOLUTION
@@ -96,19 +98,20 @@ def passed(loss, dtype=torch.float32):
 
 
 naive, naive_bytes = passed(all_logits)
-print(f"{naive_bytes:,} bytes, {naive_bytes / (4 * ROWS * VOCAB):.2f} × the logits; alive are")
+times = naive_bytes / (4 * ROWS * VOCAB)
+print(f"{format_bytes(naive_bytes)} beyond what is given, {times:.2f} × the logits; alive are")
 for event in naive.alive(naive.peak_position):
     if event.bytes >= 2**20 and event.phase != "before":
         print(f"  {format_bytes(event.bytes)}, {event.phase:8} by {event.operator}")
 
 # %%
-plot.timeline(naive, title=f"The loss of {ROWS} rows by all their logits")
+plot.timeline(naive, title=f"The loss of {ROWS} rows by all their logits, and what it is given")
 
 # %% [markdown]
 # Three tensors of the logits' size. The logits themselves are no longer among them:
 # **log-softmax** is made of them, and kept for backward. Then come the gradient of the
 # log-probabilities, which is 0 but for one number a row, and made of it the gradient of the logits.
-# Each of the three is used for a moment.
+# (The picture's peak has hidden, weight and targets in it, 2.13 MiB.)
 #
 # It gets worse. Logits that are returned, or that a name holds, live on; and bfloat16 logits are
 # often made float32 first (`logits.float()`), for a loss in bfloat16 is coarse.
@@ -172,8 +175,8 @@ all_logits_bytes = exercise("11.1", all_logits_bytes)
 # - loss = log Σ exp x − x[y]
 # - gradient = p − onehot(y)
 #
-# No other row is in it. So the gradient can be had **at once**, in forward, before anybody asks for
-# it, and be written over the logits. Then the next rows may have their place.
+# No other row comes into either. So the gradient can be had **at once**, in forward, before anybody
+# asks for it, and be written over the logits. Then the next rows may have their place.
 #
 # A row with target −100 is *ignored* (padding, a prompt): no loss, no gradient. `F.cross_entropy`
 # does so, too, and divides by the number of rows that count.
@@ -234,12 +237,11 @@ print(f"the log-softmaxes alone are {format_bytes(kept)}")
 # ### Exercise 11.3: chunked cross-entropy
 #
 # About 25 minutes. The mean over rows that count, and its gradients; 0 if none counts. `chunk` need
-# not divide the rows. Three products in all, and at the peak both gradients and at most two chunks
-# of logits: a product with `+=` makes a tensor of its own, `total.addmm_(a, b)` adds without one.
-# Inputs may be bfloat16: `x` and the sums stay float32.
-#
-# In `backward`, a gradient for each argument of `forward`, None for the last two. Multiply in place
-# (`mul_`): another copy would be as large as the weight.
+# not divide the rows. Three products in all; at the peak both gradients and **one** chunk of logits
+# (two pass): `dw += a @ b` makes a tensor of its own, `dw.addmm_(a, b)` does not; without `del x` a
+# chunk lives on while the next is made. Inputs may be bfloat16: `x` and the sums stay
+# float32. `backward` returns a gradient for each argument, None for the last two; multiply
+# in place (`mul_`).
 
 
 # %%
@@ -287,12 +289,13 @@ chunks, chunks_bytes = passed(partial(chunked_loss, chunk=64))
 reveal("11.1", peak_mib=naive_bytes, in_chunks_mib=chunks_bytes)
 gradients = 4 * (ROWS + VOCAB) * WIDTH
 print(f"both gradients are {format_bytes(gradients)}, a chunk {format_bytes(4 * 64 * VOCAB)}")
-plot.timeline(chunks, title=f"The same, {64} rows at a time")
+plot.timeline(chunks, title="The same, 64 rows at a time, and what it is given")
 
 # %% [markdown]
-# The gap of the first: a third tensor. Of the second: both gradients, which are there in any case
-# (and a chunk's part of hidden's). They rise first here, in *forward*; between two teeth no logit
-# is alive. What is left for backward is one multiplication in place.
+# Who guessed 32 and 2 left out a third tensor, and both gradients, which are there in any case (and
+# a chunk's part of hidden's). They are there first, in *forward*; on top of them lie eight
+# chunks, one after another, and at the hairline gaps between them no logit is alive. What is left
+# for backward is one multiplication in place.
 #
 # What waits for backward is new, too: all the logits waited as log-softmax, now the gradients wait.
 # Backward is called at once, so that costs nothing.
@@ -305,8 +308,8 @@ plot.timeline(chunks, title=f"The same, {64} rows at a time")
 # 4 · c · (vocab + width) + 4 · (rows + vocab) · width
 #
 # bytes: the chunk's logits and its part of hidden's gradient; and the two gradients, which are the
-# **floor**. Below it no chunk can go. Small chunks are slow: each one reads and writes all of
-# weight's gradient.
+# **floor**. Below it no chunk can go. And each chunk reads and writes all of weight's gradient:
+# chunks of 8 rows do so 64 times.
 
 # %% [markdown]
 # ### Exercise 11.4: how many rows
@@ -343,6 +346,7 @@ axes.axhline(gradients / 2**20, color="0.3", linestyle="--", label="the floor: b
 axes.set_xticks(sizes, map(str, sizes))
 axes.set_yticks((2, 5, 10, 20, 50), ("2", "5", "10", "20", "50"))
 axes.minorticks_off()
+axes.spines[["top", "right"]].set_visible(False)
 axes.set(xlabel="rows of a chunk", ylabel="MiB", title=f"The loss of {ROWS} rows, at its peak")
 axes.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, 0.88))
 for n, mib in zip(sizes, found, strict=True):
@@ -350,10 +354,15 @@ for n, mib in zip(sizes, found, strict=True):
 print(f"a budget of 3 MiB: {chunk_rows(ROWS, WIDTH, VOCAB, 3 * 2**20)} rows at a time")
 
 # %% [markdown]
-# Even with all rows in one chunk it holds a good third of what autograd's way does: one tensor of
-# logits, not three. Beyond that, halving the chunk soon saves little. The library's default: a
-# chunk's logits have half as many numbers as the gradients; that is about width / 2 rows.
+# Does your curve lie above the formula's, by one more chunk at each size? Then two are alive at
+# once: `del x` at the end of a turn.
 #
+# Even with all rows in one chunk it holds a good third of what autograd's way does: one tensor of
+# logits, not three. Beyond that, halving the chunk soon saves little. The library's default: half
+# as many logits as the gradients have numbers, about width / 2 rows; but at most an eighth of all
+# rows (or 64).
+
+# %% [markdown]
 # ## Held against torch
 #
 # torch 2.13 has it, too: `F.linear_cross_entropy`. And the library: `chunked_cross_entropy`. Peak,
@@ -394,7 +403,7 @@ if hasattr(F, "linear_cross_entropy"):
     ways["the same, with options"] = partial(F.linear_cross_entropy, options=options)
 ways |= {"memlab": chunked_cross_entropy, "yours, 64 rows": partial(chunked_loss, chunk=64)}
 for dtype in (torch.float32, BF16):
-    print(f"{dtype}:                      peak   loss off   gradient off")
+    print(f"{f'{dtype}:':26}{'peak':>10}{'loss off':>11}{'gradient off':>13}")
     for name, loss in ways.items():
         peak, loss_off, gradient_off = compared(loss, dtype)
         print(f"  {name:24}{format_bytes(peak):>10}{loss_off:11.0e}{gradient_off:13.0e}")
@@ -405,8 +414,7 @@ for name, loss in ways.items():
 # %% [markdown]
 # Three things to know. Without `options=` torch's function saves **nothing**: it is the product and
 # `F.cross_entropy`. With them, it adds in the dtype of its inputs: in bfloat16, where hundreds of
-# losses outgrow 8 bits, the loss is wrong in the first digit after the point. And a mean over no
-# rows is NaN.
+# losses outgrow 8 bits, the loss is off by 0.3. And a mean over no rows is NaN.
 #
 # In bfloat16 torch's takes less: its gradients have 2 bytes, yours 4 until they are rounded. That
 # is what the smaller error costs.
@@ -433,7 +441,7 @@ def in_chunks(hidden, weight, targets):
     return chunked_loss(hidden.flatten(0, 1), weight, targets.flatten(), 100)
 
 
-def learn(steps=12, **plug):
+def learn(steps=8, **plug):
     torch.manual_seed(0)
     model, losses = GPT(replace(PRESETS["tiny"], vocab_size=2048, width=64), **plug), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
@@ -454,6 +462,7 @@ fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
 axes.plot(by_all, linewidth=5, color="#c9c9d0", label="all the logits")
 axes.plot(by_chunks, linewidth=1.2, color="#00798c", label="in chunks")
 axes.set(xlabel="step", ylabel="loss in nats", title="Loss on pairs of bytes")
+axes.spines[["top", "right"]].set_visible(False)
 axes.legend(frameon=False)
 furthest = max(abs(a - b) for a, b in zip(by_all, by_chunks, strict=True))
 print(f"the loss went down: {by_chunks[-1] < by_chunks[0]}")
@@ -487,6 +496,7 @@ print(f"a block keeps {format_bytes(a_block)}, checkpointed {format_bytes(an_inp
 
 
 # %%
+@cache
 def head_bytes(loss, rows=8192):
     """The peak of the head's loss, beyond what it is handed."""
     with memlab.dry_run():
@@ -503,7 +513,7 @@ bars = {
     "32 blocks, computed again": 32 * an_input + a_block,
     "head, logits.float()": head_bytes(upcast),
     "head, bfloat16": head_bytes(all_logits),
-    "head, in chunks of 256": head_bytes(partial(chunked_cross_entropy, chunk=256)),
+    "head, in chunks": head_bytes(chunked_cross_entropy),
 }
 print(f"the logits: {format_bytes(2 * one)} in bfloat16, {format_bytes(4 * one)} in float32")
 for name, held in bars.items():
@@ -522,25 +532,31 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # With everything kept, the head is a fifth of the blocks. With checkpointing, which such a step
 # needs, **one** line of code takes three times what all blocks hold: 32 inputs, and one block that
-# runs again. In chunks, 2.94 GiB are the
-# gradient of the weight: in float32, and beside it the bfloat16 one that it is rounded to.
+# runs again. In chunks (the library's default), 2.94 GiB are the gradient of the weight: in
+# float32, and beside it the bfloat16 one that it is rounded to.
 #
-# And with *more* tokens? Both losses, by the length of the sequence:
+# And with fewer tokens, or more?
 
 # %%
-for rows in (512, 2048, 8192, 32_768):
-    both = [head_bytes(loss, rows) for loss in (upcast, chunked_cross_entropy)]
-    print(f"{rows:6,} tokens: all the logits {format_bytes(both[0]):>10}, ", end="")
-    print(f"in chunks {format_bytes(both[1]):>9}, {both[0] / both[1]:5.2f} ×")
+for rows in (512, 2048, 4096, 8192, 16_384):
+    ways = (upcast, all_logits, chunked_cross_entropy)
+    by_float, by_bf16, by_chunks = (head_bytes(loss, rows) for loss in ways)
+    print(f"{rows:6,} tokens: logits.float() {format_bytes(by_float):>10}, ", end="")
+    print(f"bfloat16 {format_bytes(by_bf16):>9}, in chunks {format_bytes(by_chunks):>8}, ", end="")
+    print(f"{by_float / by_chunks:5.2f} and {by_bf16 / by_chunks:5.2f} ×")
 
 # %% [markdown]
-# In chunks what grows is hidden's gradient, and that is small. But with few tokens chunks take
-# **more**.
-#
+# In chunks what grows is hidden's gradient, and that is small. But the floor is high: 6 bytes for
+# each number of the weight, of which autograd's gradient has 2. So with few tokens chunks take
+# **more**. They break even at 2,048 tokens, half the width, if the logits are made float32; at
+# 4,096, the width, if they stay bfloat16.
+
+# %% [markdown]
 # ## When it is not worth it
 #
-# Chunks hold the gradient of the weight, vocab · width numbers, from forward on; all the logits are
-# rows · vocab. So it is rows against width. The 124M model's head in float32, by your formulas:
+# In float32 the weight's gradient has 4 bytes a number by either way: vocab · width numbers,
+# against the three tensors' rows · vocab each. So it is rows against width. The 124M model's head
+# in float32, by your formulas:
 
 # %%
 C, V = 768, 50_257
@@ -552,9 +568,10 @@ for rows in (128, 256, 640, 5120):
 
 # %% [markdown]
 # With fewer rows than a third of the width there is little to win: what is large then is the
-# weight's gradient, however it is made. In bfloat16 chunks even lose, as their sums have 4 bytes a
-# number where autograd's gradient has 2: below half the width in rows if the logits are made
-# float32 (Llama's 512 and 2,048 above), below all of it if they are not.
+# weight's gradient, however it is made. With 640, fewer than the model is wide, chunks win clearly,
+# in float32. In bfloat16 their sums have 4 bytes a number where autograd's gradient has 2; so they
+# *lose* below half the width if logits are made float32, below all of it if they are not (Llama's
+# head above).
 
 # %% [markdown]
 # And more than a plain loss: label smoothing, a z-loss (it keeps log Σ exp x near 0) and a soft cap
@@ -571,9 +588,11 @@ settings = {
 for name, setting in settings.items():
     given = head()
     run = partial(chunked_cross_entropy, *given, chunk=64, **setting)
-    trace = memlab.measure(lambda run=run: run().sum().backward())
+    with Operations() as counter:  # two for each product of numbers that is added
+        trace = memlab.measure(lambda run=run: run().sum().backward())
     more = trace.peak_bytes - sum(x.nbytes for x in given) - gradients
-    print(f"{name:20}{format_bytes(more)} above the floor")
+    products = counter.total / (2 * ROWS * WIDTH * VOCAB)
+    print(f"{name:20}{format_bytes(more)} above the floor, {products:.2f} products")
 
 # %% [markdown]
 # The cap's slope is a second chunk. A loss for each row gets a factor for each row in backward,
@@ -602,20 +621,51 @@ else:
 # None of the guides' rules speaks of logits: their lists have checkpointing, 8-bit states and flash
 # attention, and none of these touches the loss. For that reason two rules that were tried before
 # hold with the logits left out: what autocast saves (Day 4), and checkpointing (Day 5).
-#
+
+# %% [markdown]
 # So here is one to take along: *a loss holds three tensors of tokens · vocabulary, in float32 12
-# bytes for each logit; make them in chunks where there are more tokens than the model is wide.*
+# bytes for each logit. Make them in chunks where there are more tokens than a third of the width if
+# all is float32, than half of it in bfloat16 with logits.float(), than all of it without.*
+
+# %% [markdown]
+# Last, the four ways of today side by side, the 512 rows in chunks of 128:
+
+
+# %%
+def checkpointed(hidden, weight, targets, chunk):
+    def of_chunk(h, t):
+        return F.cross_entropy(F.linear(h, weight), t, reduction="sum")
+
+    parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    total = sum(checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in parts)
+    return total / (targets != -100).sum()
+
+
+numbers, a_chunk = (ROWS + VOCAB) * WIDTH, 128 * VOCAB
+for name, loss, by_table in (
+    ("all the logits", all_logits, 3 * ROWS * VOCAB),
+    ("a loop of chunks", partial(by_loop, chunk=128), ROWS * VOCAB + 2 * a_chunk),
+    ("checkpointed chunks", partial(checkpointed, chunk=128), numbers + 3 * a_chunk),
+    ("gradients in forward", partial(chunked_loss, chunk=128), numbers + a_chunk),
+):
+    held_at_peak = format_bytes(passed(loss)[1])
+    print(f"{name:21}{held_at_peak:>10}, by the table {format_bytes(4 * by_table):>10}")
 
 # %% [markdown]
 # ## What you can do now
 #
-# | loss | holds at its peak, float32 | products |
+# | loss | holds at its peak, in numbers | products |
 # | --- | --- | --- |
-# | all the logits | 3 · rows · vocab numbers | 3 |
-# | a loop of chunks | 1 · rows · vocab, and gradients | 3 |
-# | checkpointed chunks | the gradients, weight's twice, and two chunks | 4 |
-# | gradients in forward | (rows + vocab) · width, and a chunk | 3 |
+# | all the logits | 3 · rows · vocab | 3 |
+# | a loop of chunks | rows · vocab, and two chunks | 3 |
+# | checkpointed chunks | both gradients, and three chunks | 4 |
+# | gradients in forward | both gradients, and a chunk | 3 |
 #
+# Both gradients are (rows + vocab) · width, a chunk is its rows · vocab. (In chunks shorter than
+# the width, the second and third take up to three of weight's gradient: autograd adds up each
+# chunk's.)
+
+# %% [markdown]
 # You can say what a head holds before it runs, which three mistakes make a chunked loss wrong (a
 # mean of means, ignored rows that are counted, an upstream gradient that is not used), and what to
 # ask of a library's: whether it is switched on, and in which dtype it adds.
@@ -627,7 +677,8 @@ else:
 #
 # One training step of 124M weights on 8 × 640 tokens. Since Day 3 it takes one sequence at a time.
 # Of what that was for, the blocks' activations are gone since Day 5, and the logits are left. But
-# one sequence has 640 rows, fewer than the model is wide; there chunks do not pay:
+# those are bfloat16 now, and one sequence has 640 rows, fewer than the model is wide, 768. There
+# chunks do not pay (in float32 they did, above):
 
 # %%
 print(f"logits of one sequence in bfloat16: {format_bytes(2 * 640 * V)}; ", end="")
@@ -638,13 +689,13 @@ with memlab.dry_run():
 print(f"sums of gradients over micro-batches: {format_bytes(4 * weights)}")
 
 # %% [markdown]
-# Chunks alone would take the bill from 1.02 to 1.07 GiB. But accumulation has a price of its own: a
-# sum of gradients, in float32. In chunks all eight sequences fit **at once**, and it goes (by all
-# the logits: 1.91 GiB). Attention's outputs, kept since Day 6, would raise the peak now, and go,
-# too.
+# So chunks alone would not lower the bill. But accumulation has a price of its own: a sum of
+# gradients, in float32. In chunks all eight sequences fit **at once**, and it goes; all their
+# logits, three times, would take more than it did. Attention's outputs, kept since Day 6, go, too:
+# of eight sequences they would be alive at the peak.
 #
-# Day 8 left the step inside backward out, for the bill accumulated. Now it would give 759 MiB; but
-# this line is about logits. (A test measures these.)
+# Day 8 left the step inside backward out, for the bill accumulated. It could come back now; but
+# this line is about logits.
 
 # %%
 running_bill(11)

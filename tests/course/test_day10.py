@@ -136,6 +136,23 @@ def in_an_array(q, k, v, tile, shift):
     return attend(q, k, v, tile, shift)
 
 
+def by_heads(attend_by):
+    """A strip of one head is smaller than q."""
+
+    def answer(q, k, v, tile, shift):
+        if q.ndim == 2:
+            return attend_by(q, k, v, tile, shift)
+        parts = [answer(*head, tile, shift) for head in zip(q, k, v, strict=True)]
+        return tuple(map(torch.stack, zip(*parts, strict=True)))
+
+    return answer
+
+
+def in_tiles_if_long(q, k, v, tile, shift):
+    way = attend if q.shape[-2] >= 50 else day10._whole
+    return way(q, k, v, tile, shift)
+
+
 class Counted(torch.autograd.Function):
     """Gradients by way of a flattened list of all weights, in one vector."""
 
@@ -158,9 +175,11 @@ class Counted(torch.autograd.Function):
     [
         (ATTEND, through_the_library, "attend uses memlab.attention; wanted your own lines"),
         (ATTEND, in_an_array, "attend uses numpy; wanted your own lines"),
-        (FLASH, Counted.apply, "makes a tensor of 30,000 numbers"),
+        (FLASH, Counted.apply, "makes a tensor of 17,328 numbers"),
+        (ATTEND, by_heads(day10._by_strips), "multiplies 12 × 8 by 8 × 76 numbers; wanted tiles"),
+        (ATTEND, in_tiles_if_long, "tile=4, shift=-8 (more queries than keys, bottom-right)"),
     ],
-    ids=["library", "array", "flat"],
+    ids=["library", "array", "flat", "strips of a head", "tiles if long"],
 )
 def test_who_goes_round_the_meter_or_the_work_is_told_so(exercise, answer, told):
     verdict = judge(exercise, answer)
@@ -172,7 +191,75 @@ def test_a_tile_of_ones_own_is_told_by_what_it_visits():
     """That is right for every value; on a diagonal larger tiles waste more."""
     verdict = judge(ATTEND, lambda q, k, v, tile, shift: attend(q, k, v, 20, shift))
     assert verdict.status == WRONG
-    assert "operations; wanted" in verdict.text
+    assert "multiplies 20 × 8 by 8 × 20 numbers; wanted tiles" in verdict.text
+
+
+def with_lse_of_nothing(number):
+    def answer(q, k, v, tile, shift):
+        out, lse = attend(q, k, v, tile, shift)
+        return out, lse.masked_fill(lse == math.inf, number)
+
+    return answer
+
+
+@pytest.mark.parametrize("number", [0, 5, 1e30, -math.inf, math.nan])
+def test_no_number_passes_for_an_infinity(number):
+    verdict = judge(ATTEND, with_lse_of_nothing(number))
+    assert verdict.status == WRONG
+    assert "the first see nothing): lse" in verdict.text
+
+
+@pytest.mark.parametrize("change", [lambda n: slice(n.start, n.stop, 2), lambda n: range(2)])
+def test_a_plan_is_of_slices_of_ints_without_a_step(change):
+    verdict = judge(PLAN, lambda *given: [(change(row), c) for row, c in plan(*given)])
+    assert "wanted slices from one int to another, without a step" in verdict.text
+    of_tensors = [(slice(torch.tensor(0), torch.tensor(4)), [slice(0, 4)])]
+    assert "wanted slices from one int" in judge(PLAN, lambda *given: of_tensors).text
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_and_tuples_are_alike(kind):
+    def rows(*given):
+        return kind(kind((row, kind(columns))) for row, columns in plan(*given))
+
+    assert judge(PLAN, rows).status == OK
+    assert judge(ADD, lambda *given: kind(add_piece(*given))).status == OK
+    assert judge(ATTEND, lambda *given: kind(attend(*given))).status == OK
+
+
+def test_a_factor_of_two_is_not_taken_for_the_scale():
+    def doubled(*given):
+        dq, dk, dv = day10.gradients(*given)
+        return dq, 2 * dk, dv
+
+    verdict = judge(FLASH, day10._flash_but(doubled))
+    assert verdict.text.endswith("Off: dk.")
+
+
+def test_who_has_written_forward_hears_that_it_is_right():
+    def still_open(*given):
+        raise NotImplementedError("exercise 10.4, about 13 lines")
+
+    verdict = judge(FLASH, day10._flash_but(still_open))
+    assert verdict.status == WRONG
+    assert verdict.text == "flash: forward is right, and backward is still open."
+    wrong = judge(FLASH, day10._flash_but(still_open, forth=day10._tiled(scaled=lambda q: q)))
+    assert "forward is right" not in wrong.text
+
+
+def test_too_much_at_once_is_told_by_its_largest_tensors():
+    told = judge(ATTEND, day10._in_float64).text
+    assert "of (1, 3, 76, 8) in float64" in told
+
+
+def test_a_column_more_that_carries_the_total_is_no_fault():
+    def add(top, total, mixed, scores, values):
+        values = torch.cat([values, torch.ones_like(values[..., :1])], -1)
+        top, _, both = add_piece(top, total, torch.cat([mixed, total], -1), scores, values)
+        return top, both[..., -1:], both[..., :-1]
+
+    assert judge(ADD, add).status == OK
+    assert judge(ATTEND, day10._tiled(add=add)).status == OK
 
 
 def test_gradients_that_are_missing_are_told_by_name():
@@ -286,13 +373,12 @@ def test_autograd_through_the_loop_keeps_more_than_the_score_matrix():
     assert held(lambda: flash(*qkv, 32, 0)) == 4 * 256 * (64 + 1) * 4
 
 
-def first_step(attention, length=640, keep=True):
+def first_step(attention, length=640, keep=ATTENTION):
     """Forward and backward of today's bill, of one sequence."""
     with dry_run():
         config = replace(PRESETS[SETTING.model], seq_len=length)
         model = GPT(config, attention=attention, dtype=torch.bfloat16)
-        if keep:
-            keep_of_each_block(model, ATTENTION)
+        keep_of_each_block(model, keep)
         tokens = torch.zeros(1, length, dtype=torch.long)
         return measure(lambda: model(tokens, tokens).backward(), model=model).peak_bytes
 
@@ -303,8 +389,9 @@ def test_todays_bill_is_the_same_whichever_attention_it_takes():
     assert first_step(flash_attention) == first_step(attention_reference) == by_torch
     long = first_step(scaled_dot_product_attention, 5120)
     assert first_step(attention_reference, 5120) > long + 2**28
-    kept = 5120 * 768 * 2 + 12 * 5120 * 4  # the result and lse, which our tiles make once more
-    assert long - first_step(flash_attention, 5120) == 12 * kept
+    kept = 5120 * 768 * 2 + 12 * 5120 * 4  # the result and lse
+    assert long - first_step(flash_attention, 5120) == 12 * kept  # whose tiles run once more
+    assert first_step(flash_attention, 5120, ATTENTION | {flash_attention}) == long
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memlab.checkpointing.operations import Operations
@@ -219,8 +221,50 @@ class _Case:
     stretch: float = 1
 
     def __str__(self) -> str:
-        *_, queries, keys, _ = self.shape
-        return f"{queries} × {keys} scores, tile={self.tile}, shift={self.shift} ({self.what})"
+        what = f"{self.queries} × {self.keys} scores, tile={self.tile}, shift={self.shift}"
+        return f"{what} ({self.what})"
+
+    @property
+    def heads(self) -> int:
+        return math.prod(self.shape[:-3])
+
+    @property
+    def queries(self) -> int:
+        return self.shape[-3]
+
+    @property
+    def keys(self) -> int:
+        return self.shape[-2]
+
+    @property
+    def width(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def numbers(self) -> int:
+        """Of q."""
+        return self.heads * self.queries * self.width
+
+    @property
+    def scores(self) -> int:
+        """In the tiles that are visited."""
+        rows = plan(self.queries, self.keys, self.tile, self.shift)
+        pairs = ((_length(row), _length(column)) for row, visited in rows for column in visited)
+        return self.heads * sum(map(math.prod, pairs))
+
+    @property
+    def kept_bytes(self) -> int:
+        """The result and lse, in float32."""
+        return 4 * self.heads * self.queries * (self.width + 1)
+
+    @property
+    def bytes_of_tiles(self) -> int:
+        """Eight of them, and their rows."""
+        return 8 * 4 * self.heads * self.tile * (self.tile + self.width)
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
 
 
 @cache
@@ -233,23 +277,25 @@ def _arguments(case: _Case) -> tuple[Tensor, ...]:
     return tuple(x.to(case.dtype) for x in (case.stretch * q, *others))
 
 
+# A width of 4 would make the scale 1/2, and a factor forgotten look like a sum taken twice.
 _CASES = (
-    _Case("one tile, nothing hidden", (1, 2, 2, 4), 2, 2),
-    _Case("a row of 2 tiles", (1, 2, 4, 4), 2, 4),
-    _Case("2 × 2 tiles", (1, 4, 4, 4), 2, 4),
-    _Case("the last tiles are smaller", (1, 5, 5, 4), 2, 5),
-    _Case("causal", (1, 4, 4, 4), 2, 0),
+    _Case("one tile, nothing hidden", (1, 2, 2, 3), 2, 2),
+    _Case("a row of 2 tiles", (1, 2, 4, 3), 2, 4),
+    _Case("2 × 2 tiles", (1, 4, 4, 3), 2, 4),
+    _Case("the last tiles are smaller", (1, 5, 5, 3), 2, 5),
+    _Case("causal", (1, 4, 4, 3), 2, 0),
     _Case("causal, in heads of 2 sequences", (2, 3, 7, 7, 4), 3, 0),
     _Case("float64, scores up to thousands", (2, 8, 8, 4), 4, 0, torch.float64, 1e3),
-    _Case("more keys than queries, top-left", (1, 3, 8, 4), 2, 0),
-    _Case("more keys than queries, bottom-right", (1, 3, 8, 4), 2, 5),
-    _Case("more queries than keys, bottom-right: the first see nothing", (1, 7, 4, 4), 2, -3),
+    _Case("more keys than queries, top-left", (1, 3, 8, 3), 2, 0),
+    _Case("more keys than queries, bottom-right", (1, 3, 8, 3), 2, 5),
+    _Case("more queries than keys, bottom-right: the first see nothing", (1, 7, 4, 3), 2, -3),
 )
 
 # ------------------------------------------------------------------ one's own work
 
 _BUILT_ELSEWHERE = ("memlab.attention", "memlab.model", "torch.nn.attention")
-_WITHOUT_TRACES = ("numpy", "tolist", "scaled_dot_product_attention")
+_WITHOUT_TRACES = ("numpy", "tolist")
+_TORCHS_OWN = "scaled_dot_product"  # in the names of all its forms
 
 
 @contextmanager
@@ -261,8 +307,12 @@ def _own_work(call: str) -> Iterator[None]:
         home = frame.f_globals.get("__name__", "")
         if event == "call" and home.startswith(_BUILT_ELSEWHERE):
             asked.append(next(filter(home.startswith, _BUILT_ELSEWHERE)))
-        elif event == "c_call" and getattr(called, "__name__", "") in _WITHOUT_TRACES:
-            asked.append(called.__name__)
+        elif event == "call" and home == "torch._ops":
+            operator = str(frame.f_locals.get("self", ""))  # torch.ops.aten. …
+            asked.extend([operator] if _TORCHS_OWN in operator else [])
+        elif event == "c_call":
+            name = getattr(called, "__name__", "")
+            asked.extend([name] if name in _WITHOUT_TRACES or _TORCHS_OWN in name else [])
 
     before = sys.getprofile()
     sys.setprofile(look)
@@ -274,11 +324,11 @@ def _own_work(call: str) -> Iterator[None]:
 
 
 def _require_tensors(call: str, got: Any, names: tuple[str, ...], like: tuple[Tensor, ...]) -> None:
-    """A tuple of tensors of these shapes and dtypes."""
-    kind = type(got).__name__
+    """A tuple, or a list, of tensors of these shapes and dtypes."""
+    kind, is_several = type(got).__name__, isinstance(got, (tuple, list))
     require(
-        isinstance(got, tuple) and len(got) == len(names),
-        f"{call} gave {kind}{f' of {len(got)}' if isinstance(got, tuple) else ''}; wanted a tuple "
+        is_several and len(got) == len(names),
+        f"{call} gave {kind}{f' of {len(got)}' if is_several else ''}; wanted a tuple "
         f"of {', '.join(names)}.{' Is there a return?' if got is None else ''}",
     )
     for name, one, wanted in zip(names, got, like, strict=True):
@@ -301,7 +351,7 @@ def _require_near(what: str, got: Tensor, wanted: Tensor, within: float = 2e-5) 
     nans = got.isnan().sum().item()
     require(not nans, f"{what}: {nans} of {got.numel()} numbers are NaN.")
     off = (got.double() - wanted).abs() > within * (1 + wanted.abs())
-    off |= got.isinf() & (got.double() != wanted)
+    off |= (got.isinf() | wanted.isinf()) & (got.double() != wanted)
     if off.any():
         place = tuple(off.nonzero()[0].tolist())
         where = ", ".join(map(str, place))
@@ -521,6 +571,16 @@ _ADD = Exercise(
             _add_but(zero=lambda top: top.clamp(min=0)),
             "Rows whose scores are all below 0 have a top below 0, too: only −∞ counts from 0.",
         ),
+        WrongAnswer(
+            _add_but(end=lambda top, *sums: (top.masked_fill(top == -_INF, 0), *sums)),
+            "The 0 that a row counts from so far is handed on as its top: a later score below 0 "
+            "would be measured from there.",
+        ),
+        WrongAnswer(
+            _add_but(end=lambda top, *sums: (top.clamp(min=-1e30), *sums)),
+            "A very low number stands for −∞: a row that has seen nothing has no top, and −∞ says "
+            "so whatever the scores are.",
+        ),
         WrongAnswer(_add_in_place, "Make new tensors: the old state belongs to the caller."),
         WrongAnswer(
             _add_by_broadcasting,
@@ -534,6 +594,7 @@ _ADD = Exercise(
 
 _PLANS = (
     ((4, 4, 4, 4), "one tile"),
+    ((2, 4, 2, 2), "the last query sees the last key"),
     ((4, 4, 2, 4), "nothing hidden"),
     ((5, 5, 2, 5), "the last tiles are smaller"),
     ((6, 6, 2, 0), "causal"),
@@ -578,22 +639,31 @@ def _span(part: Any) -> str:
 def _shape_of_plan(call: str, got: Any) -> list[tuple[str, list[str]]]:
     hint = " Is there a return?" if got is None else ""
     require(
-        isinstance(got, list), f"{call} gave {type(got).__name__}; wanted a list of rows.{hint}"
+        isinstance(got, (list, tuple)),
+        f"{call} gave {type(got).__name__}; wanted a list of rows.{hint}",
     )
     rows = []
     for row in got:
         require(
-            isinstance(row, tuple) and len(row) == 2 and isinstance(row[1], (list, tuple)),
+            isinstance(row, (tuple, list)) and len(row) == 2 and isinstance(row[1], (list, tuple)),
             f"{call} has a row that is {row!r}; wanted a pair: a slice of queries, and a list of "
             f"slices of keys.",
         )
         for part in (row[0], *row[1]):
             require(
-                isinstance(part, slice),
-                f"{call} has {part!r} in it; wanted slices, such as slice(0, {2}).",
+                _is_a_span(part),
+                f"{call} has {part!r} in it; wanted slices from one int to another, without a "
+                f"step, such as slice(0, 2).",
             )
         rows.append((_span(row[0]), [_span(column) for column in row[1]]))
     return rows
+
+
+def _is_a_span(part: Any) -> bool:
+    """hide, and whoever else gets the plan, calculates with both ends."""
+    if not isinstance(part, slice) or part.step not in (None, 1):
+        return False
+    return type(part.start) is int and type(part.stop) is int
 
 
 def _compare_plans(
@@ -640,6 +710,10 @@ def _every_tile(queries: int, keys: int, tile: int, shift: int) -> Plan:
     return plan(queries, keys, tile, keys + queries)
 
 
+def _by_the_lengths(queries: int, keys: int, tile: int, shift: int) -> Plan:
+    return plan(queries, keys, tile, keys - queries if shift else 0)
+
+
 def _one_column(queries: int, keys: int, tile: int, shift: int) -> Plan:
     """Each row's keys in one piece."""
     rows = plan(queries, keys, tile, shift)
@@ -669,6 +743,11 @@ _PLAN = Exercise(
         WrongAnswer(
             _plan_but(seen=lambda first, last, keys, shift: last),
             "shift is left out: this is top-left, whatever was asked for.",
+        ),
+        WrongAnswer(
+            _by_the_lengths,
+            "The diagonal is taken from the lengths: query i sees the keys up to i + shift itself, "
+            "which is more than a yes or no.",
         ),
         WrongAnswer(
             _plan_but(
@@ -711,54 +790,134 @@ _PLAN = Exercise(
 
 # ------------------------------------------------------------------ bytes and counts of a pass
 
-# Neither a power of two nor a multiple of the tile; with heads, so that a tile is small beside q.
-_LONG = _Case("causal", (1, 3, 100, 100, 8), 12, 0)
-_HEADS, _LENGTH, _WIDTH = 3, 100, 8
-_AT_MOST = _HEADS * _LENGTH * _WIDTH  # numbers of q; a tile's scores are 432
-_KEPT = 4 * _HEADS * _LENGTH * (_WIDTH + 1)  # bytes of the result and of lse
-_TILES = 8 * 4 * _HEADS * _LONG.tile * (_LONG.tile + _WIDTH)  # of eight tiles, and their rows
+# Neither powers of two nor multiples of the tile, nor a width as what is left of it; with heads, so
+# that a tile is small beside q.
+_LONG = _Case("causal", (1, 3, 76, 76, 8), 12, 0)
+_UNEVEN = _Case("more queries than keys, bottom-right", (2, 30, 22, 5), 4, -8)
+
+aten = torch.ops.aten
+_FIRST_FACTOR = {aten.mm: 0, aten.bmm: 0}  # its place among the arguments
+_FIRST_FACTOR |= dict.fromkeys((aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_), 1)
 
 
-def _pairs_visited() -> int:
-    rows = plan(_LENGTH, _LENGTH, _LONG.tile, _LONG.shift)
-    return sum(_length(row) * _length(column) for row, visited in rows for column in visited)
+class _Products(TorchDispatchMode):
+    """Of each product of matrices: how many at once, rows, what is summed over, columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, int, int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = _FIRST_FACTOR.get(func.overloadpacket)
+        if place is not None:
+            *several, rows, summed = args[place].shape
+            self.sizes.append((math.prod(several), rows, summed, args[place + 1].shape[-1]))
+        return func(*args, **(kwargs or {}))
 
 
-def _length(part: slice) -> int:
-    return part.stop - part.start
+@dataclass(frozen=True)
+class _Costs:
+    """What one call came to."""
+
+    trace: Trace
+    operations: int
+    products: list[tuple[int, int, int, int]]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Beyond what was given."""
+        given = sum(e.bytes for e in self.trace.events if e.phase == "before")
+        return self.trace.peak_bytes - given
 
 
-def _operations_of(products: int) -> int:
-    """Of so many products over all visited tiles."""
-    return products * 2 * _HEADS * _WIDTH * _pairs_visited()
+def _products_of(run: Callable[[], Any]) -> tuple[int, list[tuple[int, int, int, int]]]:
+    with Operations() as counter, _Products() as products:
+        run()
+    return counter.total, products.sizes
 
 
-def _require_no_matrix(call: str, trace: Trace) -> None:
+def _costs_of(run: Callable[[], Any]) -> _Costs:
+    kept: list[Any] = []
+    return _Costs(measure(lambda: kept.append(run())), *_products_of(run))
+
+
+def _require_costs(
+    call: str, case: _Case, costs: _Costs, *, room: int, products: int, of_width: int
+) -> int:
+    """`of_width` of the products of a tile sum over the width: those that make scores, or dP.
+    Returns how many numbers these have made."""
+    _require_no_matrix(call, case, costs.trace)
+    made = _require_tiles(call, case, costs.products, of_width)
+    _require_peak(call, costs, room)
+    _require_operations(call, case, costs.operations, products)
+    return made
+
+
+def _require_no_matrix(call: str, case: _Case, trace: Trace) -> None:
     made = [e for e in trace.events if e.bytes > 0 and e.phase != "before"]
     largest = max(made, key=lambda e: math.prod(e.shape), default=None)
     numbers = math.prod(largest.shape) if largest else 0
     shape = f", {largest.shape}" if largest else ""
     require(
-        numbers <= _AT_MOST,
-        f"{call} makes a tensor of {numbers:,} numbers{shape}; wanted at most {_AT_MOST:,}, as "
-        f"many as q has. A tile's scores are {_HEADS * _LONG.tile**2:,}, all scores are "
-        f"{_HEADS * _LENGTH**2:,}.",
+        numbers <= case.numbers,
+        f"{call} makes a tensor of {numbers:,} numbers{shape}; wanted at most {case.numbers:,}, as "
+        f"many as q has. A tile's scores are {case.heads * case.tile**2:,}, all scores are "
+        f"{case.heads * case.queries * case.keys:,}.",
     )
 
 
-def _require_peak(call: str, peak: int, allowed: int) -> None:
+def _require_tiles(
+    call: str, case: _Case, sizes: list[tuple[int, int, int, int]], of_width: int
+) -> int:
+    """No strips, however few heads at once; and each visited tile is there as often as it should.
+
+    A column more is no fault (it can carry total, or lse), nor are the sums of rows as a product.
+    """
+    inner = [size for size in sizes if 1 not in (size[1], size[3])]
+    widest = max(case.tile, case.width + 1)
+    for _, rows, summed, columns in inner:
+        require(
+            max(rows, summed, columns) <= widest,
+            f"{call} multiplies {rows} × {summed} by {summed} × {columns} numbers; wanted tiles: "
+            f"at most {case.tile} queries and {case.tile} keys in one product.",
+        )
+    of_scores = (case.width, case.width + 1)
+    made = sum(count * rows * columns for count, rows, n, columns in inner if n in of_scores)
+    wanted = of_width * case.scores
+    what = {1: "q kᵀ", 3: "q kᵀ twice, dout vᵀ once"}[of_width]
     require(
-        peak <= allowed,
-        f"{call} takes {peak:,} bytes at its fullest beyond what it was given; wanted at most "
-        f"{allowed:,}. Something of each tile stays.",
+        made == wanted,
+        f"{call} makes {made:,} numbers by products of tiles ({what}); wanted {wanted:,}: of each "
+        f"tile of the plan, {case.tile} × {case.tile} where it is whole, and of no other.",
+    )
+    return made
+
+
+def _require_peak(call: str, costs: _Costs, room: int) -> None:
+    require(
+        costs.peak_bytes <= room,
+        f"{call} takes {costs.peak_bytes:,} bytes at its fullest beyond what it was given; wanted "
+        f"at most {room:,}. Something of each tile stays, or something is as large as several q: "
+        f"there are then {_largest_at_peak(costs.trace)}.",
     )
 
 
-def _require_operations(call: str, found: int, products: int) -> None:
+def _largest_at_peak(trace: Trace) -> str:
+    """The three kinds of tensors that take most, of those that were not given."""
+    alive = [e for e in trace.alive(trace.peak_position) if e.phase != "before"]
+    taken: Counter[tuple[tuple[int, ...], str]] = Counter()
+    for event in alive:
+        taken[event.shape, event.dtype] += event.bytes
+    number = Counter((event.shape, event.dtype) for event in alive)
+    kinds = sorted(taken, key=lambda kind: (-taken[kind], kind))[:3]
+    return ", ".join(f"{number[kind]} of {kind[0]} in {kind[1]}" for kind in kinds)
+
+
+def _require_operations(call: str, case: _Case, found: int, products: int) -> None:
     """A few more are no fault: the row sums of backward can be a product."""
-    wanted = _operations_of(products)
+    wanted = products * 2 * case.width * case.scores
     require(
-        found <= 1.05 * wanted,
+        found <= 1.1 * wanted,
         f"{call} takes {found:,} operations; wanted {wanted:,}: {products} products for each "
         f"visited tile, and no other tile.",
     )
@@ -768,7 +927,7 @@ def _require_operations(call: str, found: int, products: int) -> None:
 
 
 def _check_attend(answer: Attend) -> str:
-    for case in _CASES:
+    for case in (*_CASES, _LONG, _UNEVEN):
         q, k, v, _ = _arguments(case)
         given = q.clone(), k.clone(), v.clone()
         call = f"attend, {case}"
@@ -779,29 +938,24 @@ def _check_attend(answer: Attend) -> str:
         _require_untouched(call, q=(given[0], q), k=(given[1], k), v=(given[2], v))
         _require_near(f"{call}: out", got[0], out)
         _require_near(f"{call}: lse", got[1], lse)
-    return _check_costs_of_attend(answer)
-
-
-def _check_costs_of_attend(answer: Attend) -> str:
-    call = f"attend, {_LONG}"
-    q, k, v, _ = (x.clone() for x in _arguments(_LONG))
-    with Operations() as counter:
-        answer(q, k, v, _LONG.tile, _LONG.shift)
-    kept: list[Any] = []
-    trace = measure(lambda: kept.append(answer(q, k, v, _LONG.tile, _LONG.shift)))
-    _require_no_matrix(call, trace)
-    peak = _beyond_the_arguments(trace)
-    _require_peak(call, peak, 2 * _KEPT + _TILES)
-    _require_operations(call, counter.total, 2)
-    rows = -(-_LENGTH // _LONG.tile)
+    peak, made = _check_costs_of_attend(answer)
     return (
-        f"out and lse as in float64, both alignments · no tensor of {_LENGTH} × {_LENGTH} scores, "
-        f"the peak is {peak:,} bytes · {rows * (rows + 1) // 2} of {rows**2} tiles visited"
+        f"out and lse as in float64, both alignments · the peak of {_LONG.queries} × {_LONG.keys} "
+        f"scores is {peak:,} bytes · of each head {made // _LONG.heads:,} of "
+        f"{_LONG.queries * _LONG.keys:,} scores made, in tiles"
     )
 
 
-def _beyond_the_arguments(trace: Trace) -> int:
-    return trace.peak_bytes - sum(e.bytes for e in trace.events if e.phase == "before")
+def _check_costs_of_attend(answer: Attend) -> tuple[int, int]:
+    def run(case: _Case) -> Callable[[], Any]:
+        q, k, v, _ = (x.clone() for x in _arguments(case))
+        return lambda: answer(q, k, v, case.tile, case.shift)
+
+    costs = _costs_of(run(_LONG))
+    room = 2 * _LONG.kept_bytes + _LONG.bytes_of_tiles
+    made = _require_costs(f"attend, {_LONG}", _LONG, costs, room=room, products=2, of_width=1)
+    _require_tiles(f"attend, {_UNEVEN}", _UNEVEN, _products_of(run(_UNEVEN))[1], 1)
+    return costs.peak_bytes, made
 
 
 def _by_strips(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
@@ -816,6 +970,46 @@ def _by_strips(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[
     return torch.cat(outs, -2), torch.cat(lses, -1)
 
 
+def _by_queries(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
+    """Softmax over the whole row of one query after another."""
+    outs, lses = torch.zeros_like(q), torch.full_like(q[..., 0], _INF)
+    for i in range(q.shape[-2]):
+        seen = min(max(i + shift + 1, 0), k.shape[-2])
+        if seen:
+            scores = _scaled(q[..., i : i + 1, :]) @ k[..., :seen, :].mT
+            outs[..., i : i + 1, :] = scores.softmax(-1) @ v[..., :seen, :]
+            lses[..., i : i + 1] = scores.logsumexp(-1)
+    return outs, lses
+
+
+def _zeros_if_large(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    out, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0])
+    return (out, lse) if q.shape[-2] >= 30 else attend(q, *others)
+
+
+def _in_float64(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return tuple(x.to(q.dtype) for x in attend(q.double(), k.double(), v.double(), *others))
+
+
+def _by_torchs_kernel(
+    q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int
+) -> tuple[Tensor, Tensor]:
+    """A row of tiles at a time."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    outs, lses = torch.zeros_like(q), torch.full_like(q[..., 0], _INF)
+    for row, visited in plan(q.shape[-2], k.shape[-2], tile, shift):
+        if visited:
+            keys = slice(0, visited[-1].stop)
+            mask = hide(q.new_zeros(_length(row), keys.stop), row, keys, shift)
+            given = (x.unflatten(0, (1, -1)) for x in (q[..., row, :], k[..., keys, :]))
+            values = v[..., keys, :].unflatten(0, (1, -1))
+            out, lse = kernel(*given, values, 0.0, False, attn_mask=mask)
+            blind = mask.amax(-1) == -_INF
+            outs[..., row, :] = out.view_as(q[..., row, :]).masked_fill(blind[:, None], 0)
+            lses[..., row] = lse.reshape(lses[..., row].shape).masked_fill(blind, _INF)
+    return outs, lses
+
+
 def _top_left(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
     return attend(q, k, v, tile, shift if shift >= k.shape[-2] else 0)
 
@@ -827,6 +1021,11 @@ def _bottom_right(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tup
 
 def _scaled_in_place(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return _tiled(scaled=lambda x: x)(q.mul_(q.shape[-1] ** -0.5), *others)
+
+
+def _zero_of_nothing(top: Tensor, total: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = _finished(top, total, mixed)
+    return out, lse.masked_fill(lse == _INF, 0)
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
@@ -914,6 +1113,27 @@ _ATTEND = Exercise(
             "Of a query that sees nothing lse is +∞, so that e^(score − lse) is 0 in backward.",
         ),
         WrongAnswer(
+            _tiled(finished=_zero_of_nothing),
+            "lse is a number where a query sees nothing, as if its scores summed to e^lse: +∞ says "
+            "that no score, hidden or not, has any weight.",
+        ),
+        WrongAnswer(
+            _by_queries,
+            "One query at a time with all of its keys: its row grows with the text. A tile does "
+            "not.",
+        ),
+        WrongAnswer(
+            _zeros_if_large, "Longer texts get zeros: what is right for 8 tokens is for 80, too."
+        ),
+        WrongAnswer(
+            _in_float64,
+            "All of q, k and v is copied to another dtype first: a tile's part of them is enough, "
+            "if anything.",
+        ),
+        WrongAnswer(
+            _by_torchs_kernel, "This is the kernel under torch's attention: now build yours."
+        ),
+        WrongAnswer(
             _tiled(rows=_every_tile),
             "Tiles are visited in which everything is hidden: go by the plan.",
         ),
@@ -955,43 +1175,61 @@ _ATTEND = Exercise(
 
 # ------------------------------------------------------------------ 10.4: backward by tiles
 
-_NAMES = ("dq", "dk", "dv")
+_QKV, _NAMES = ("q", "k", "v"), ("dq", "dk", "dv")
 
 
 def _check_flash(answer: Flash) -> str:
-    for case in _CASES:
+    for case in (*_CASES, _LONG, _UNEVEN):
         _check_gradients(answer, case)
-    held, peak = _check_costs_of_flash(answer)
+    held, peak, made = _check_costs_of_flash(answer)
     _check_is_a_function(answer)
     return (
-        f"gradients as in float64, both alignments · {held:,} bytes kept: the result and lse · "
-        f"no tensor of {_LENGTH} × {_LENGTH} scores, the peak of both passes is {peak:,} bytes"
+        f"gradients as in float64, both alignments · {held:,} bytes kept: the result and lse · the "
+        f"peak of both passes of {_LONG.queries} × {_LONG.keys} scores is {peak:,} bytes · of each "
+        f"head 3 × {made // (3 * _LONG.heads):,} scores and dP made, in tiles"
     )
 
 
 def _check_gradients(answer: Flash, case: _Case) -> None:
     call = f"flash, {case}"
-    *given, dout = (x.clone() for x in _arguments(case))
-    exact = [x.double().requires_grad_() for x in given]
-    right, _ = _whole(*exact, case.tile, case.shift)
-    wanted = torch.autograd.grad(right, exact, dout.double())
-    mine = [x.clone().requires_grad_() for x in given]
+    dout = _arguments(case)[3].clone()
     with _own_work("flash"):
-        out = answer(*mine, case.tile, case.shift)
-        _require_tensor(f"{call}: what came", out, right.to(dout.dtype))
-        require(
-            out.requires_grad,
-            f"{call} gave a tensor without a graph (requires_grad is False); no gradient can pass.",
-        )
-        got = torch.autograd.grad(out, mine, dout, allow_unused=True)
-    _require_near(f"{call}: out", out.detach(), right.detach())
+        mine, out = _check_result(answer, case)
+        try:
+            got = torch.autograd.grad(out, mine, dout, allow_unused=True)
+        except NotImplementedError:
+            for other in _CASES:
+                _check_result(answer, other)
+            raise Wrong("flash: forward is right, and backward is still open.") from None
+    exact, right = _exactly(case)
+    wanted = torch.autograd.grad(right, exact, dout.double())
     for name, one, gradient in zip(_NAMES, got, wanted, strict=True):
         require(one is not None, f"{call}: there is no {name}; backward gave None.")
         _require_tensor(f"{call}: {name}", one, gradient.to(dout.dtype))
     _require_all_near(call, got, wanted)
-    before = (*given, _arguments(case)[3])
-    pairs = zip(("q", "k", "v", "dout"), zip((*mine, dout), before, strict=True), strict=True)
+    pairs = zip((*_QKV, "dout"), zip((*mine, dout), _arguments(case), strict=True), strict=True)
     _require_untouched(call, **dict(pairs))
+
+
+def _check_result(answer: Flash, case: _Case) -> tuple[list[Tensor], Tensor]:
+    """q, k and v as they were handed in, and the result, with its graph."""
+    call = f"flash, {case}"
+    mine = [x.clone().requires_grad_() for x in _arguments(case)[:3]]
+    out = answer(*mine, case.tile, case.shift)
+    right = _exactly(case)[1].detach()
+    _require_tensor(f"{call}: what came", out, right.to(mine[0].dtype))
+    require(
+        out.requires_grad,
+        f"{call} gave a tensor without a graph (requires_grad is False); no gradient can pass.",
+    )
+    _require_near(f"{call}: out", out.detach(), right)
+    return mine, out
+
+
+def _exactly(case: _Case) -> tuple[list[Tensor], Tensor]:
+    """q, k and v in float64, and the result of all scores at once."""
+    exact = [x.double().requires_grad_() for x in _arguments(case)[:3]]
+    return exact, _whole(*exact, case.tile, case.shift)[0]
 
 
 def _require_all_near(call: str, got: Iterable[Tensor], wanted: Iterable[Tensor]) -> None:
@@ -1005,33 +1243,42 @@ def _require_all_near(call: str, got: Iterable[Tensor], wanted: Iterable[Tensor]
     require(not off, f"{next(iter(off.values()), '')} Off: {', '.join(off)}.")
 
 
-def _check_costs_of_flash(answer: Flash) -> tuple[int, int]:
-    call = f"flash, {_LONG}"
-    q, k, v, dout = (x.clone().requires_grad_() for x in _arguments(_LONG))
-    dout = dout.detach()
+def _check_costs_of_flash(answer: Flash) -> tuple[int, int, int]:
+    held = _check_what_is_held(answer, _LONG)
+    costs = _costs_of(_both_passes(answer, _LONG))
+    room = 2 * _LONG.kept_bytes + 5 * 4 * _LONG.numbers + _LONG.bytes_of_tiles
+    both = "forward and backward,"
+    call = f"flash, {_LONG}, {both}"
+    made = _require_costs(call, _LONG, costs, room=room, products=7, of_width=3)
+    products = _products_of(_both_passes(answer, _UNEVEN))[1]
+    _require_tiles(f"flash, {_UNEVEN}, {both}", _UNEVEN, products, 3)
+    return held, costs.peak_bytes, made
+
+
+def _check_what_is_held(answer: Flash, case: _Case) -> int:
+    call = f"flash, {case}"
+    q, k, v = (x.clone().requires_grad_() for x in _arguments(case)[:3])
     kept: list[Tensor] = []
-    trace = measure(lambda: kept.append(answer(q, k, v, _LONG.tile, _LONG.shift)))
+    trace = measure(lambda: kept.append(answer(q, k, v, case.tile, case.shift)))
     kept.clear()
     held = sum(e.bytes for e in trace.events if e.phase != "before")
     require(
-        held <= _KEPT,
+        held <= case.kept_bytes,
         f"{call} holds {held:,} bytes between forward and backward, beyond q, k and v; wanted "
-        f"{_KEPT:,}: the result, and one number a query.",
+        f"{case.kept_bytes:,}: the result, and one number a query.",
     )
-    _require_no_matrix(f"{call}, forward,", trace)
+    _require_no_matrix(f"{call}, forward,", case, trace)
+    return held
 
-    def both() -> None:
-        torch.autograd.grad(answer(q, k, v, _LONG.tile, _LONG.shift), (q, k, v), dout)
 
-    call += ", forward and backward,"
-    trace = measure(both)
-    _require_no_matrix(call, trace)
-    peak = _beyond_the_arguments(trace)
-    _require_peak(call, peak, 2 * _KEPT + 5 * 4 * _AT_MOST + _TILES)
-    with Operations() as counter:
-        both()
-    _require_operations(call, counter.total, 7)
-    return held, peak
+def _both_passes(answer: Flash, case: _Case) -> Callable[[], None]:
+    q, k, v, dout = (x.clone() for x in _arguments(case))
+    qkv = [x.requires_grad_() for x in (q, k, v)]
+
+    def run() -> None:
+        torch.autograd.grad(answer(*qkv, case.tile, case.shift), qkv, dout)
+
+    return run
 
 
 def _check_is_a_function(answer: Flash) -> None:
@@ -1048,7 +1295,7 @@ def _check_is_a_function(answer: Flash) -> None:
         isinstance(node, BackwardCFunction),
         f"flash gave a tensor whose grad_fn is {type(node).__name__}; wanted your own Function's.",
     )
-    missed = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.data_ptr() not in seen]
+    missed = [name for name, x in zip(_QKV, (q, k, v), strict=True) if x.data_ptr() not in seen]
     require(
         not missed,
         f"flash keeps {', '.join(missed)} where no hook for saved tensors sees it; wanted "
@@ -1085,6 +1332,39 @@ def _twice_a_query(q: Tensor, k: Tensor, v: Tensor, shift: int) -> Tensor:
 
 def _delta_of_a_tile(dout: Tensor, out: Tensor, dweights: Tensor, weights: Tensor) -> Tensor:
     return (dweights * weights).sum(-1, keepdim=True)
+
+
+def _made_again(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    return gradients(dout, q, k, v, *attend(q, k, v, *others), *others)
+
+
+def _swapped(*given: Any) -> tuple[Tensor, ...]:
+    dq, dk, dv = gradients(*given)
+    return dq, dv, dk
+
+
+def _backward_by_queries(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: int, shift: int
+) -> tuple[Tensor, ...]:
+    """A softmax over the whole row of one query after another."""
+    (dq, dk, dv), scale = (torch.zeros_like(x) for x in (q, k, v)), q.shape[-1] ** -0.5
+    for i in range(q.shape[-2]):
+        row, seen = slice(i, i + 1), slice(0, min(max(i + shift + 1, 0), k.shape[-2]))
+        keys, above = k[..., seen, :], dout[..., row, :]
+        weights = (_scaled(q[..., row, :]) @ keys.mT).softmax(-1)
+        delta = (above * out[..., row, :]).sum(-1, keepdim=True)
+        dscores = scale * weights * (above @ v[..., seen, :].mT - delta)
+        dv[..., seen, :] += weights.mT @ above
+        dq[..., row, :] += dscores @ keys
+        dk[..., seen, :] += dscores.mT @ q[..., row, :]
+    return dq, dk, dv
+
+
+def _zero_gradients_if_large(dout: Tensor, q: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    found = gradients(dout, q, *others)
+    return tuple(x * 0 for x in found) if q.shape[-2] >= 30 else found
 
 
 def _in_place_of_dout(dout: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -1163,6 +1443,34 @@ _FLASH = Exercise(
         ),
         WrongAnswer(
             _flash_but(_gradients_but(scales=(0, 0))), "Neither dq nor dk has the scale in it."
+        ),
+        WrongAnswer(
+            _flash_but(_gradients_but(scales=(-1, -1))),
+            "The scale is in dq and dk twice: it belongs there once, as the scores have it once.",
+        ),
+        WrongAnswer(
+            _flash_but(_gradients_but(scales=(-0.5, -1))),
+            "dk has the scale twice: a q that is scaled already has brought it along.",
+        ),
+        WrongAnswer(
+            _flash_but(_gradients_but(weights_of=lambda scores, lse: scores.exp())),
+            "lse is left out: e^score alone are no weights, they don't sum to 1.",
+        ),
+        WrongAnswer(
+            _flash_but(_swapped), "dk and dv have changed places: the order is that of q, k, v."
+        ),
+        WrongAnswer(
+            _flash_but(_made_again),
+            "Backward runs forward once more, for out and lse: save them, and it needs no product.",
+        ),
+        WrongAnswer(
+            _flash_but(_backward_by_queries),
+            "Backward takes one query at a time with all of its keys, and lse has no use: by "
+            "tiles, please.",
+        ),
+        WrongAnswer(
+            _flash_but(_zero_gradients_if_large),
+            "Gradients of longer texts are zeros: what is right for 8 tokens is for 80, too.",
         ),
         WrongAnswer(
             _flash_but(_gradients_but(is_summed=False)),

@@ -2,23 +2,26 @@
 
 import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
+from math import log, prod
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from memlab.checkpointing.operations import Operations
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.metering import measure
+from memlab.metering.unobserved import record
 from memlab.optim import Lion8bit
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace, of_all_weights
@@ -119,6 +122,24 @@ def _own_work(call: str) -> Iterator[None]:
     require(not asked, f"{call} calls {''.join(asked)}; wanted your own lines.")
 
 
+LARGEST_IN_PYTHON = 100_000  # bytes: less than the logits, and more than a call makes
+
+
+def _require_tensors_only(call: str, step: Callable[[], object]) -> None:
+    """Arrays of numpy and lists of numbers are no tensors, and are in memory all the same."""
+    tracemalloc.start()
+    try:
+        step()
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    require(
+        most < LARGEST_IN_PYTHON,
+        f"{call} takes more than {LARGEST_IN_PYTHON:,} bytes outside of tensors; wanted "
+        f"tensors alone.",
+    )
+
+
 # ------------------------------------------------------------------ 11.1: what the loss holds
 
 
@@ -135,7 +156,7 @@ def _held_at_peak(rows: int, width: int, vocab: int) -> int:
 
 
 # rows, width, vocab: multiples of 4, so that a few bytes more are a remainder.
-SHAPES = ((4, 4, 100), (8, 20, 100), (100, 4, 52), (64, 128, 1024), (256, 16, 2048))
+SHAPES = ((4, 4, 100), (4, 20, 100), (100, 4, 52), (64, 128, 1024), (256, 16, 2048))
 
 
 def _check_all_logits(answer: Callable[..., int]) -> str:
@@ -188,6 +209,11 @@ _ALL_LOGITS = Exercise(
             lambda rows, width, vocab: 4 * max(3 * rows * vocab, rows * vocab + vocab * width),
             "The gradient of hidden is missing at the second moment: rows · width.",
         ),
+        WrongAnswer(
+            lambda rows, width, vocab: 4 * max(3 * rows * vocab, (rows + vocab) * width),
+            "At the second moment the logits' gradient is still alive: both products are made of "
+            "it.",
+        ),
     ),
 )
 
@@ -221,31 +247,42 @@ def _check_gradient(answer: Gradient) -> str:
     for name, (x, targets) in _chunks().items():
         call = f"loss_and_gradient_ of {name}"
         mine, mine_targets = x.clone(), targets.clone()
-        with _own_work(call):
+        with _own_work(call), _no_column(call, targets):
             losses = answer(mine, mine_targets)
-        _require_tensor(call, losses, (len(x),))
-        exact = x.double().requires_grad_()
-        wanted = F.cross_entropy(exact, targets, reduction="none", ignore_index=IGNORED)
-        wanted.sum().backward()
-        _require_numbers(f"{call}: the losses are", losses, wanted.detach())
+        _require_right(call, losses, mine, x, targets)
         require(
             torch.equal(mine_targets, targets), f"{call} changed the targets that it was given."
         )
-        require(
-            not (torch.equal(mine, x) and exact.grad.any()),
-            f"{call} left x as it was; wanted the gradients in it, in place.",
-        )
-        _require_rows(f"{call}: x, row", mine, exact.grad)
-    on_the_way = _bytes_a_row(answer)
-    require(
-        on_the_way <= MOST_BYTES_A_ROW,
-        f"loss_and_gradient_ of {CHUNK_SHAPE[1]:,} logits a row takes {on_the_way:,.0f} bytes "
-        f"more for each row; wanted at most {MOST_BYTES_A_ROW}.",
-    )
+    _check_bytes_a_row(answer)
     return (
         f"losses and gradients within 1e-5 of float64's · ignored rows 0 · no overflow at 1,000 · "
         f"in place, with at most {MOST_BYTES_A_ROW} bytes a row beside x"
     )
+
+
+@contextmanager
+def _no_column(call: str, targets: Tensor) -> Iterator[None]:
+    """An index out of bounds is a mistake to be named, where −100 is one that could be it."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        if "out of bounds" not in str(error) or IGNORED not in targets:
+            raise
+        raise Wrong(f"{call} looks for a column {IGNORED}; wanted loss 0 of such a row.") from error
+
+
+def _require_right(call: str, losses: Any, x: Tensor, before: Tensor, targets: Tensor) -> None:
+    """The losses, and their gradients in x, as float64 has them of x before."""
+    _require_tensor(call, losses, (len(before),))
+    exact = before.double().requires_grad_()
+    wanted = F.cross_entropy(exact, targets, reduction="none", ignore_index=IGNORED)
+    wanted.sum().backward()
+    _require_numbers(f"{call}: the losses are", losses, wanted.detach())
+    require(
+        not (torch.equal(x, before) and exact.grad.any()),
+        f"{call} left x as it was; wanted the gradients in it, in place.",
+    )
+    _require_rows(f"{call}: x, row", x, exact.grad)
 
 
 def _require_tensor(call: str, got: Any, shape: tuple[int, ...]) -> None:
@@ -257,6 +294,10 @@ def _require_tensor(call: str, got: Any, shape: tuple[int, ...]) -> None:
     require(
         got.shape == shape,
         f"{call} gave a tensor of shape {tuple(got.shape)}; wanted {shape}.",
+    )
+    require(
+        got.dtype in (torch.float32, torch.float64),
+        f"{call} gave a loss in {got.dtype}; wanted torch.float32, whatever the inputs have.",
     )
 
 
@@ -278,11 +319,27 @@ def _in_words(x: Tensor) -> str:
     return f"[{shown}{', …' if x.numel() > 9 else ''}]"
 
 
-def _bytes_a_row(answer: Gradient) -> float:
+def _check_bytes_a_row(answer: Gradient) -> None:
+    """By what the allocator handed out: a kernel's own memory is no tensor that a meter sees."""
     n, vocab = CHUNK_SHAPE
-    x, targets = torch.linspace(-1, 1, n * vocab).view(n, vocab), torch.arange(n)
-    trace = measure(lambda: answer(x, targets))
-    return (trace.peak_bytes - x.nbytes - targets.nbytes) / n
+    call = f"loss_and_gradient_ of {n} rows of {vocab:,} logits"
+    before, targets = torch.linspace(-1, 1, n * vocab).view(n, vocab), torch.arange(n)
+    x, given = before.clone(), []
+    recording = record(lambda: given.append(answer(x, targets)))
+    _require_right(call, given.pop(), x, before, targets)
+    second = [event for event in recording.events if event.bytes >= x.nbytes]
+    if second:
+        name, taken = second[0].operator.removeprefix("aten::"), second[0].bytes
+        raise Wrong(
+            f"{call}: {name or 'something'} takes {taken:,} bytes at once, beside the {x.nbytes:,} "
+            f"of x; wanted no second (n, V), at most {MOST_BYTES_A_ROW} bytes a row."
+        )
+    taken = recording.peak_bytes / n
+    require(
+        taken <= MOST_BYTES_A_ROW,
+        f"{call} takes {taken:,.0f} bytes more for each row; wanted at most {MOST_BYTES_A_ROW}.",
+    )
+    _require_tensors_only(call, lambda: answer(before, targets))
 
 
 def _gradient_but(
@@ -294,16 +351,24 @@ def _gradient_but(
     loss: Callable[[Tensor, Tensor], Tensor] = lambda losses, of_label: losses,
     divide: bool = True,
     by_rows: bool = False,
+    labels_of: Callable[[Tensor, Tensor], Tensor] = (
+        lambda targets, ignored: targets.masked_fill(ignored, 0)
+    ),
+    losses_of: Callable[..., Tensor] = (
+        lambda log_z, top, first, less, exponential: log_z + top - first
+    ),
 ) -> Gradient:
     """The right one, with something in it that is not."""
 
     def answer(x: Tensor, targets: Tensor) -> Tensor:
         ignored = targets == IGNORED
-        labels = targets.masked_fill(ignored, 0).unsqueeze(1)
+        labels = labels_of(targets, ignored).unsqueeze(1)
         most = top(x)
-        at_label = x.gather(1, labels)
-        z = x.sub_(most).exp_().sum(1, keepdim=True)
-        losses = z.log() + most - at_label
+        first = x.gather(1, labels)
+        less = x.sub_(most).gather(1, labels)
+        exponential = x.exp_().gather(1, labels)
+        z = x.sum(1, keepdim=True)
+        losses = losses_of(z.log(), most, first, less, exponential)
         x.div_(z if divide else 1)
         losses = loss(losses, x.gather(1, labels))
         x.scatter_add_(1, labels, torch.full_like(z, at_target)).mul_(sign)
@@ -324,6 +389,21 @@ def _by_a_copy(x: Tensor, targets: Tensor) -> Tensor:
     given = loss_and_gradient_(other := x.clone(), targets)
     x.copy_(other)
     return given
+
+
+def _by_logsumexp(x: Tensor, targets: Tensor) -> Tensor:
+    """Right in all that a meter of tensors sees."""
+    log_z = x.logsumexp(1)
+    losses = loss_and_gradient_(x, targets)
+    return losses + 0 * log_z
+
+
+def _by_numpy(x: Tensor, targets: Tensor) -> Tensor:
+    """Right, by way of an array as large as x."""
+    array = x.numpy().copy()
+    losses = loss_and_gradient_(torch.from_numpy(array), targets)
+    x.copy_(torch.from_numpy(array))
+    return losses
 
 
 def _by_one_hot(x: Tensor, targets: Tensor) -> Tensor:
@@ -411,6 +491,45 @@ _GRADIENT = Exercise(
             _by_one_hot,
             "A one-hot matrix is of int64, 8 bytes a logit: scatter_add_ touches one a row.",
         ),
+        WrongAnswer(
+            _by_logsumexp,
+            "logsumexp exponentiates into a tensor of its own, inside its kernel, where the meter "
+            "does not look: exp_ and sum do without.",
+        ),
+        WrongAnswer(
+            _by_numpy, "An array of numpy as large as x is a second (n, V), whoever made it."
+        ),
+        WrongAnswer(
+            _gradient_but(labels_of=lambda targets, ignored: targets),
+            "Give ignored rows another label for a while: targets.masked_fill(ignored, 0).",
+        ),
+        WrongAnswer(
+            _gradient_but(losses_of=lambda log_z, top, first, less, exponential: log_z - first),
+            "The row's largest was subtracted before the sum was made: log z + top is log Σ exp x.",
+        ),
+        WrongAnswer(
+            _gradient_but(
+                losses_of=lambda log_z, top, first, less, exponential: log_z - exponential
+            ),
+            "The target's logit is read after exp_ has written over it, and top is missing: gather "
+            "first.",
+        ),
+        WrongAnswer(
+            _gradient_but(
+                losses_of=lambda log_z, top, first, less, exponential: log_z + top - exponential
+            ),
+            "What is read at the target is its exponential: gather its logit before exp_.",
+        ),
+        WrongAnswer(
+            _gradient_but(
+                losses_of=lambda log_z, top, first, less, exponential: log_z + top - less
+            ),
+            "What is read at the target has lost top already, and top is added once more.",
+        ),
+        WrongAnswer(
+            lambda x, targets: loss_and_gradient_(x, targets).bfloat16(),
+            "The losses are rounded to 8 bits: hundreds of them are to be summed.",
+        ),
     ),
 )
 
@@ -427,10 +546,18 @@ class _Case:
     ignored: tuple[int, ...] = ()
     upstream: float = 1.0
     dtype: torch.dtype = torch.float32
+    width: int = 4
+    vocab: int = 11
 
     @property
     def call(self) -> str:
         return f"chunked_loss of {self.name}"
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight, targets = _inputs(self.rows, self.width, self.vocab, self.dtype)
+        targets[list(self.ignored)] = IGNORED
+        return hidden, weight, targets
 
 
 CASES = (
@@ -444,8 +571,12 @@ CASES = (
     _Case("7 rows in bfloat16, 3 at a time", 7, 3, dtype=torch.bfloat16),
 )
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-SIZE = 200, 24, 500, 4  # rows, width, vocab, chunk: weight is larger than two chunks' logits
-LARGEST_IN_PYTHON = 100_000  # bytes: less than the logits, and more than a call makes
+# Where bytes are counted: weight is larger than two chunks' logits.
+LARGE = (
+    _Case("200 rows, 8 at a time", 200, 8, width=24, vocab=500),
+    _Case("50 rows, 3 at a time", 50, 3, width=16, vocab=200),
+    _Case("90 rows in bfloat16, 8 at a time", 90, 8, dtype=torch.bfloat16, width=24, vocab=500),
+)
 
 
 def _inputs(
@@ -461,15 +592,19 @@ def _check_chunked(answer: Loss) -> str:
     for case in CASES:
         _check_case(answer, case)
     _check_second_pass(answer)
-    peak, held = _check_bytes(answer)
-    _check_products(answer)
-    _check_python(answer)
+    first, *others = LARGE
+    peak, held = _check_bytes(answer, first)
+    for case in others:
+        _check_bytes(answer, case)
+    _require_tensors_only(first.call, lambda: answer(*first.inputs, first.chunk).backward())
     _check_sum(answer)
-    rows, _, vocab, chunk = SIZE
+    one = chunked_bytes(first.rows, first.width, first.vocab, first.chunk)
+    is_two = peak > one + 2 * first.chunk * first.vocab
     return (
         f"loss and gradients within 1e-5 of float64's, in chunks that divide and that do not · "
-        f"{rows} rows, {chunk} at a time: {peak:,} bytes at the peak, {held:,} wait for backward, "
-        f"the logits would be {4 * rows * vocab:,} · three products"
+        f"{first.name}: {peak:,} bytes at the peak, {held:,} wait for backward, "
+        f"the logits would be {4 * first.rows * first.vocab:,} · three products"
+        f"{' · two chunks are alive at once: del x before the next halves that' if is_two else ''}"
     )
 
 
@@ -485,26 +620,93 @@ def _loss_of(answer: Loss, call: str, *given: Any) -> Tensor:
 
 
 def _check_case(answer: Loss, case: _Case) -> None:
-    hidden, weight, targets = _inputs(case.rows, dtype=case.dtype)
-    targets[list(case.ignored)] = IGNORED
+    hidden, weight, targets = case.inputs
     before = [x.detach().clone() for x in (hidden, weight, targets)]
-    loss = _loss_of(answer, case.call, hidden, weight, targets, case.chunk)
-    exact = [x.double().requires_grad_() for x in before[:2]]
-    sum_of_all = F.cross_entropy(exact[0] @ exact[1].mT, before[2], reduction="sum")
-    wanted = sum_of_all / max(1, case.rows - len(case.ignored))
-    tolerance = TOLERANCES[case.dtype]
-    got, right = loss.item(), wanted.item()
-    require(
-        abs(got - right) <= tolerance * (1 + abs(right)),
-        f"{case.call}: the loss is {got:.4f}, wanted {right:.4f}.",
-    )
-    (loss * case.upstream).backward()
-    (wanted * case.upstream).backward()
-    for name, x, y in zip(("hidden", "weight"), (hidden, weight), exact, strict=True):
-        _require_gradient(f"{case.call}: the gradient of {name}", x.grad, y.grad, tolerance)
+    with _Watch(weight) as watch:
+        loss = _loss_of(answer, case.call, hidden, weight, targets, case.chunk)
+        (loss * case.upstream).backward()
+    _require_value(case, loss.item(), (hidden, weight), before)
     after = [x.detach() for x in (hidden, weight, targets)]
     require(
         all(map(torch.equal, before, after)), f"{case.call} changed what it was given, in place."
+    )
+    _require_no_logits(case, watch)
+    _require_chunks(case, watch)
+
+
+def _require_value(
+    case: _Case, got: float, inputs: tuple[Tensor, Tensor], given: list[Tensor]
+) -> None:
+    """The loss, and the gradients that the inputs have now, as float64 has them of what was
+    given."""
+    *factors, targets = given
+    exact = [x.detach().double().requires_grad_() for x in factors]
+    sum_of_all = F.cross_entropy(exact[0] @ exact[1].mT, targets, reduction="sum")
+    wanted = sum_of_all / max(1, case.rows - len(case.ignored))
+    tolerance = TOLERANCES[case.dtype]
+    right = wanted.item()
+    require(
+        abs(got - right) <= tolerance * (1 + abs(right)),
+        f"{case.call}: the loss is {got:.6f}, wanted {right:.6f}.",
+    )
+    (wanted * case.upstream).backward()
+    for name, x, y in zip(("hidden", "weight"), inputs, exact, strict=True):
+        _require_gradient(f"{case.call}: the gradient of {name}", x.grad, y.grad, tolerance)
+
+
+class _Watch(Operations):
+    """Counts what is multiplied, how many rows of hidden meet the weight at once, at most, and
+    the numbers of the largest tensor that is made."""
+
+    PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "mv", "addmv"})
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.rows, self.largest, self.width = 0, 0, weight.shape[1]
+        self.place = weight.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        numbers = [x.untyped_storage().nbytes() // x.element_size() for x in made]
+        self.largest = max(self.largest, *numbers, 0)
+        if func.overloadpacket.__name__.removesuffix("_") in self.PRODUCTS:
+            a, b = [x for x in args if isinstance(x, Tensor)][-2:]
+            if self._is_weight(a) and a.shape[-1] == self.width:
+                self.rows = max(self.rows, b.numel() // self.width)
+            elif self._is_weight(b) and b.shape[-2:][0] == self.width:
+                self.rows = max(self.rows, a.numel() // self.width)
+        return result
+
+    def _is_weight(self, x: Tensor) -> bool:
+        """Or a part of it. (A copy of the weight, bytes give away.)"""
+        return x.untyped_storage().data_ptr() == self.place
+
+
+def _require_no_logits(case: _Case, watch: _Watch) -> None:
+    """Not even for a moment, where there are chunks, and more logits than weights."""
+    if case.chunk >= case.rows or case.rows <= case.width:
+        return
+    require(
+        watch.largest < case.rows * case.vocab,
+        f"{case.call} makes a tensor of {watch.largest:,} numbers, as large as all the logits; "
+        f"wanted none of more than {case.chunk} · {case.vocab}, gradients aside.",
+    )
+
+
+def _require_chunks(case: _Case, watch: _Watch) -> None:
+    """Three products, by `chunk` rows: one each for the logits and the two gradients."""
+    products = watch.total / (2 * case.rows * case.vocab * case.width)
+    require(
+        products < 3.1,
+        f"{case.call} multiplies as much as {products:.1f} products of ({case.rows}, {case.width}) "
+        f"and ({case.width}, {case.vocab}); wanted 3.",
+    )
+    rows = min(case.chunk, case.rows)
+    require(
+        watch.rows in (0, rows),
+        f"{case.call} multiplies the weight with at most {watch.rows} row{'s' * (watch.rows > 1)} "
+        f"of hidden at once; wanted {rows}.",
     )
 
 
@@ -526,11 +728,16 @@ def _check_sum(answer: Loss) -> None:
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(rows, dtype=torch.long)
     call = f"chunked_loss of {rows} rows in bfloat16, all alike, one at a time"
-    _loss_of(answer, call, hidden, weight, targets, 1).backward()
+    loss = _loss_of(answer, call, hidden, weight, targets, 1)
+    loss.backward()
     got = weight.grad.flatten().tolist()
     require(
         got == [-0.5, 0.5],
         f"{call}: the gradient of weight is [{got[0]:.3f}, {got[1]:.3f}], wanted [−0.500, 0.500].",
+    )
+    require(
+        abs(loss.item() - log(2)) < 1e-4,
+        f"{call}: the loss is {loss.item():.4f}, wanted {log(2):.4f}.",
     )
 
 
@@ -551,84 +758,79 @@ def _check_second_pass(answer: Loss) -> None:
     )
 
 
-def _check_bytes(answer: Loss) -> tuple[int, int]:
-    rows, width, vocab, chunk = SIZE
-    call = f"chunked_loss of {rows} rows, {chunk} at a time"
-    hidden, weight, targets = _inputs(rows, width, vocab)
+def _check_bytes(answer: Loss, case: _Case) -> tuple[int, int]:
+    """At the peak, and waiting for backward."""
+    call, (rows, width, vocab, chunk) = case.call, (case.rows, case.width, case.vocab, case.chunk)
+    hidden, weight, targets = case.inputs
     kept: list[Tensor] = []
     forward = measure(lambda: kept.append(answer(hidden, weight, targets, chunk)))
-    given = hidden.nbytes + weight.nbytes + targets.nbytes
-    held = forward.live_bytes - given
-    trace = measure(lambda: answer(hidden, weight, targets, chunk).backward())
     kept.clear()
-    shapes = {e.shape for t in (forward, trace) for e in t.events if e.phase != "before"}
-    full = sorted(shape for shape in shapes if prod(shape) >= rows * vocab)
-    require(
-        not full,
-        f"{call} makes a tensor {full[:1]}, as large as all the logits; wanted none of more than "
-        f"{chunk} · {vocab} numbers, gradients aside.",
-    )
-    gradients = 4 * (rows + vocab) * width
+    found = []
+
+    def step() -> None:
+        loss = answer(hidden, weight, targets, chunk)
+        found.append(loss.detach())
+        loss.backward()
+
+    with _Watch(weight) as watch:
+        trace = measure(step)
+    _require_value(case, found.pop().item(), (hidden, weight), [hidden, weight, targets])
+    _require_no_logits(case, watch)
+    given = hidden.nbytes + weight.nbytes + targets.nbytes
+    held, gradients = forward.live_bytes - given, 4 * (rows + vocab) * width
     require(
         held <= gradients + 64,
         f"{call}: {held:,} bytes wait for backward; wanted {gradients:,}, both gradients.",
     )
-    small = 64 * rows
-    most = gradients + 4 * chunk * (2 * vocab + width) + small
-    peak = trace.peak_bytes - given
+    is_rounded = weight.dtype != torch.float32
+    _require_one_sum(case, forward, trace, 4 * vocab * width + is_rounded * weight.nbytes)
+    a_logit = 4 + is_rounded * weight.itemsize
+    summing = gradients + chunk * (2 * a_logit * vocab + 4 * width)
+    rounding = gradients + is_rounded * (hidden.nbytes + weight.nbytes)
+    most, peak = max(summing, rounding) + 64 * rows, trace.peak_bytes - given
     require(
         peak <= most,
         f"{call} takes {peak:,} bytes at its fullest, in {trace.peak_phase}; wanted at most "
-        f"{most:,}: both gradients, {gradients:,}, two chunks of logits, and a few for each row.",
+        f"{most:,}: both gradients, {gradients:,}, two chunks of logits, and a few for each row. "
+        f"Alive then: {_alive_then(trace)}.",
     )
+    _require_chunks(case, watch)
     return peak, held
 
 
-class _Products(TorchDispatchMode):
-    """Counts multiplications in products of matrices, those that add to a sum among them."""
-
-    PLACES = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}  # noqa: RUF012
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        place = self.PLACES.get(func.overloadpacket.__name__.removesuffix("_"))
-        if place is not None:
-            a, b = args[place : place + 2]
-            self.total += a.numel() * (b.shape[-1] if b.ndim > 1 else 1)
-        return func(*args, **kwargs or {})
+def _require_one_sum(case: _Case, forward: Trace, whole: Trace, most: int) -> None:
+    """No tensor as large as weight beside the sum of its gradient, whatever else is alive."""
+    numbers = case.vocab * case.width
+    for phase, trace in (("forward", forward), ("backward", whole)):
+        require(
+            _most_alive(trace, numbers) <= most,
+            f"{case.call} holds more than {most:,} bytes at once in tensors as large as weight, in "
+            f"{phase}; wanted the sum of its gradient alone.",
+        )
 
 
-def _check_products(answer: Loss) -> None:
-    """One each for the logits, the gradient of hidden and that of weight."""
-    rows, width, vocab, chunk = SIZE
-    with _Products() as counter:
-        answer(*_inputs(rows, width, vocab), chunk).backward()
-    products = counter.total / (rows * width * vocab)
-    require(
-        products < 3.1,
-        f"chunked_loss of {rows} rows, {chunk} at a time, multiplies as much as {products:.1f} "
-        f"products of ({rows}, {width}) and ({width}, {vocab}); wanted 3.",
-    )
+def _most_alive(trace: Trace, numbers: int) -> int:
+    """Bytes alive at once in tensors of so many numbers, beyond what was there before."""
+    alive: dict[int, int] = {}
+    most = 0
+    for event in trace.events:
+        if event.bytes < 0:
+            alive.pop(event.storage, None)
+        elif event.phase != "before" and prod(event.shape) == numbers:
+            alive[event.storage] = event.bytes
+            most = max(most, sum(alive.values()))
+    return most
 
 
-def _check_python(answer: Loss) -> None:
-    """Arrays of numpy and lists of numbers are no tensors, and are in memory all the same."""
-    rows, width, vocab, chunk = SIZE
-    given = _inputs(rows, width, vocab)
-    tracemalloc.start()
-    try:
-        answer(*given, chunk).backward()
-        most = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    require(
-        most < LARGEST_IN_PYTHON,
-        f"chunked_loss of {rows} rows, {chunk} at a time, takes more than {LARGEST_IN_PYTHON:,} "
-        f"bytes outside of tensors; wanted the logits of a chunk, in a tensor.",
-    )
+def _alive_then(trace: Trace) -> str:
+    """The shapes that take the most at the peak."""
+    taken: Counter[tuple[int, ...]] = Counter()
+    count: Counter[tuple[int, ...]] = Counter()
+    for event in trace.alive(trace.peak_position):
+        if event.phase != "before":
+            taken[event.shape] += event.bytes
+            count[event.shape] += 1
+    return ", ".join(f"{count[shape]} × {shape}" for shape, _ in taken.most_common(4))
 
 
 def _function_but(
@@ -646,6 +848,9 @@ def _function_but(
     keep: str = "saved",
     kept_chunks: bool = False,
     mean_of_means: bool = False,
+    total_in: Callable[[Tensor], torch.dtype] = lambda hidden: torch.float32,
+    logits_in: Callable[[Tensor], torch.dtype] = lambda hidden: torch.float32,
+    factor_of: Callable[[Tensor], Tensor] = lambda weight: weight,
 ) -> Loss:
     """The right Function with something in it that is not."""
 
@@ -654,15 +859,17 @@ def _function_but(
         def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Any:
             of_hidden = torch.zeros_like(hidden, dtype=sums)
             of_weight = torch.zeros_like(weight, dtype=sums)
-            total, parts = torch.zeros(()), rows_of(len(hidden), chunk)
+            total = torch.zeros((), dtype=total_in(hidden))
+            parts = rows_of(len(hidden), chunk)
             ctx.kept = []
             for rows in parts:
-                x = (hidden[rows] @ weight.mT).float()
+                factor = factor_of(weight)
+                x = (hidden[rows].to(factor.dtype) @ factor.mT).to(logits_in(hidden))
                 losses = loss_and_gradient_(x, targets[rows])
                 if mean_of_means:
                     kept = count(targets[rows]) * len(parts)
                     losses, x = losses / kept, x.div_(kept)
-                total = total + losses.sum()
+                total = (total + losses.sum()).to(total.dtype)
                 of_hidden[rows] = x.to(weight.dtype) @ weight
                 add(of_weight, x, hidden[rows])
                 if kept_chunks:
@@ -673,7 +880,7 @@ def _function_but(
                 ctx.save_for_backward(of_hidden, of_weight)
             else:
                 ctx.gradients = of_hidden, of_weight
-            return total / ctx.count
+            return total.float() / ctx.count
 
         @staticmethod
         def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -731,9 +938,10 @@ _CHUNKED = Exercise(
         "Divide by the number of rows that count in all of targets, once, at the end.",
         "x = (hidden[rows] @ weight.mT).float(); total += loss_and_gradient_(x, "
         "targets[rows]).sum(); dh[rows] = x.to(weight.dtype) @ weight; dw.addmm_(x.mT, "
-        "hidden[rows].float()); then ctx.count = (targets != -100).sum().clamp(min=1), "
-        "ctx.save_for_backward(dh, dw), return total / ctx.count. In backward: return *(g.mul_("
-        "upstream / ctx.count) for g in ctx.saved_tensors), None, None.",
+        "hidden[rows].float()); del x (or it lives on while the next is made). Then ctx.count = "
+        "(targets != -100).sum().clamp(min=1), ctx.save_for_backward(dh, dw), return total / "
+        "ctx.count. In backward: return *(g.mul_(upstream / ctx.count) for g in "
+        "ctx.saved_tensors), None, None.",
     ),
     reference=chunked_loss,
     check=_check_chunked,
@@ -810,6 +1018,30 @@ _CHUNKED = Exercise(
             "Each chunk is forgotten and made again: it fits, but costs a fourth product, and the "
             "gradients could be made at once.",
         ),
+        WrongAnswer(
+            _function_but(total_in=lambda hidden: hidden.dtype),
+            "The sum of losses is in bfloat16: hundreds of them outgrow 8 bits.",
+        ),
+        WrongAnswer(
+            _function_but(logits_in=lambda hidden: hidden.dtype),
+            "x has stayed in bfloat16, and its losses are rounded to 8 bits: .float().",
+        ),
+        WrongAnswer(
+            _function_but(factor_of=lambda weight: weight.float()),
+            "weight.float() is a copy of the whole weight: make x float32, after the product.",
+        ),
+        WrongAnswer(
+            _function_but(rows_of=lambda n, chunk: [slice(start, start + 1) for start in range(n)]),
+            "A row at a time, whatever chunk says: small products are slow.",
+        ),
+        WrongAnswer(
+            _function_but(
+                rows_of=lambda n, chunk: [
+                    slice(start, start + 2 * chunk) for start in range(0, n, 2 * chunk)
+                ]
+            ),
+            "These are twice as many rows as chunk says.",
+        ),
         WrongAnswer(_at_once, "All the logits at once: this is F.cross_entropy as ever."),
         WrongAnswer(_without_a_graph, "The loss is cut off: return what ChunkedLoss.apply gives."),
     ),
@@ -823,7 +1055,7 @@ ROOM = 4 * (100 + 10)  # bytes for each row of a chunk, at a width of 10 and 100
 def _check_rows(answer: Callable[..., int]) -> str:
     rows, width, vocab = 12, 10, 100
     floor = chunked_bytes(rows, width, vocab, 0)
-    for count in (12, 20, 5, 11, 6, 7, 1):
+    for count in (20, 12, 5, 11, 6, 7, 1):
         _check_call(answer, rows, width, vocab, floor + count * ROOM)
     _check_call(answer, rows, width, vocab, floor + 12 * ROOM - 1)
     _check_call(answer, rows, width, vocab, floor + ROOM - 1)
@@ -845,18 +1077,19 @@ def _check_call(
 def _rows_but(
     floor: Callable[[int, int, int], int] = lambda n, c, v: 4 * (n + v) * c,
     a_row: Callable[[int, int], int] = lambda c, v: 4 * (v + c),
-    least: int = 0,
+    least: int = -sys.maxsize,
     up: int = 0,
     below: int = 0,
     even: bool = True,
     most: bool = True,
+    is_none: Callable[[int], bool] = lambda fit: fit < 1,
 ) -> Callable[..., int]:
     """The right choice, with something in it that is not."""
 
     def answer(rows: int, width: int, vocab: int, budget_bytes: int) -> int:
         room = budget_bytes - floor(rows, width, vocab) - below
         fit = max(least, (room + up * (a_row(width, vocab) - 1)) // a_row(width, vocab))
-        if fit < 1:
+        if is_none(fit):
             return 0
         if not even:
             return min(fit, rows) if most else fit
@@ -911,6 +1144,14 @@ _ROWS = Exercise(
         WrongAnswer(
             _rows_but(a_row=lambda c, v: 4 * v),
             "A chunk's rows have a gradient of hidden on the way: vocab + width numbers a row.",
+        ),
+        WrongAnswer(
+            _rows_but(a_row=lambda c, v: 8 * (v + c)),
+            "This makes room for two chunks at once: with del x there is never more than one.",
+        ),
+        WrongAnswer(
+            _rows_but(is_none=lambda fit: fit == 0),
+            "Where not even the gradients fit, the room is below 0: ask for most < 1.",
         ),
         WrongAnswer(_rows_but(up=1), "Rounded up, one row more than fits: rows that fit, //."),
         WrongAnswer(_rows_but(below=1), "The last byte of the budget may be used: <=, and not <."),
