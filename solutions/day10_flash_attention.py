@@ -571,9 +571,9 @@ for name, spent in took.items():
 
 # %% [markdown]
 # Fewer products here, as nearly half of the tiles is skipped; and a tile stays in the processor's
-# cache. (Yours starts many small operators from Python, which eats up part of that, or all.) Without a mask
-# it is 7 products against 6. The name says *flash* all the same: on a GPU the matrix's way to
-# memory and back takes longer than the products.
+# cache. (Yours starts many small operators from Python, which eats up part of that, or all.)
+# Without a mask it is 7 products against 6. The name says *flash* all the same: on a GPU the
+# matrix's way to memory and back takes longer than the products.
 #
 # ## In a model
 #
