@@ -60,7 +60,7 @@ def test_the_help_of_measure_names_every_preset(memlab_command):
 def test_the_examples_of_the_help_can_be_typed(memlab_command):
     lines = memlab_command("measure", "--help").out.splitlines()
     examples = [line.split() for line in lines if line.strip().startswith("memlab measure --")]
-    assert len(examples) == 3
+    assert len(examples) == 4
     measure = typer.main.get_command(app).commands["measure"]
     for _, _, *arguments in examples:
         measure.make_context("measure", list(arguments))  # raises what the parser would
