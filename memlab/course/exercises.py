@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -33,7 +34,7 @@ class Wrong(Exception):  # noqa: N818 - it is the answer that is wrong, nothing 
     """What an answer got wrong: the case, what it gave, what was wanted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # known by what it is: answers may be anything
 class WrongAnswer:
     """A plausible answer that must not pass, and the sentence that names the mistake."""
 
@@ -41,7 +42,7 @@ class WrongAnswer:
     remark: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exercise:
     """`id` is "1.2": the second exercise of day 1. `reference` is what a lesson goes on with where
     the learner's answer is missing or wrong."""
@@ -135,12 +136,19 @@ def _checked(exercise: Exercise, answer: Any) -> str:
 def _mistake(exercise: Exercise, message: str) -> str:
     """The remark of the named wrong answer that fails with the same message, if there is one."""
     for wrong in exercise.wrong_answers:
-        try:
-            _checked(exercise, wrong.answer)
-        except Wrong as known:
-            if str(known) == message:
-                return f" {wrong.remark}"
+        if _message(exercise, wrong) == message:
+            return f" {wrong.remark}"
     return ""
+
+
+@cache
+def _message(exercise: Exercise, wrong: WrongAnswer) -> str | None:
+    """With which a named wrong answer fails: always the same one, so it is asked once."""
+    try:
+        _checked(exercise, wrong.answer)
+    except Wrong as known:
+        return str(known)
+    return None
 
 
 def _raised(error: BaseException) -> str:
