@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -58,6 +58,7 @@ def when_backward_begins(trace: Trace) -> dict[str, int]:
     return Trace(trace.events[:position]).at_end
 
 
+@settings(max_examples=25)
 @given(configs(), st.integers(1, 3), st.integers(1, 12))
 def test_the_ledger_is_the_meter_when_backward_begins(config, batch, seq_len):
     measured = when_backward_begins(second_step(config, batch, seq_len))

@@ -39,7 +39,7 @@ def running_bill(day: int, today: Trace | None = None) -> "Figure":
     for number in days.numbers():
         if number <= day:
             bill = days.day(number).bill
-            traces[bill.label] = today if today and number == day else _stored(bill)
+            traces[bill.label] = today if today and number == day else stored(bill)
             print(_line(bill.label, traces))
     what = f"{SETTING.model}, {SETTING.batch} × {SETTING.seq_len} tokens"
     return plot.breakdown(traces, title=f"The running bill: {what}")
@@ -62,7 +62,7 @@ def store(path: Path = STORED) -> None:
         beside.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
 
 
-def _stored(bill: Bill) -> Trace:
+def stored(bill: Bill) -> Trace:
     """What is written of a line, as a trace that begins at its peak; measured if nothing is."""
     lines = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
     if bill.label not in lines:

@@ -8,7 +8,7 @@ import torch
 
 import memlab
 from memlab import optim
-from memlab.course import days
+from memlab.course import bill, days
 from memlab.course.bill import SETTING
 from memlab.course.checks import day08
 from memlab.course.checks.day08 import adam_mini_, adamw_, block_size, in_backward, lion_
@@ -430,9 +430,8 @@ def test_the_step_inside_backward_saves_nothing_where_backward_begins_at_the_pea
     assert dry_peak(inside, SETTING, "plain") == dry_peak(after, SETTING, "plain")
 
 
-@pytest.mark.slow
 def test_the_bill_halves_the_state_of_day_7():
-    today, before = day08.lion_in_bfloat16(), days.day(7).bill.measure()
+    today, before = (bill.stored(days.day(number).bill) for number in (8, 7))
     assert 2 * today.at_peak["optimizer_state"] == before.at_peak["optimizer_state"]
     assert format_bytes(today.peak_bytes) == "1.14 GiB"
 

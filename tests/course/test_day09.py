@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memlab import optim, quantize
-from memlab.course import days
+from memlab.course import bill, days
 from memlab.course.bill import SETTING
 from memlab.course.checks import day09
 from memlab.course.checks.day09 import (
@@ -399,10 +399,9 @@ def test_a_whole_7b_models_state_is_what_blocks_and_formula_say():
     assert trace.at_end["optimizer_state"] == formula(sizes, 2, 2) == 13_687_408_768
 
 
-@pytest.mark.slow
 def test_the_bills_momentum_takes_a_byte_a_weight_and_adam_would_take_two():
     """What is more than the formula's: a table of 2¹⁶ bytes, and its like, to look codes up."""
-    today = day09.momentum_in_8_bits()
+    today = bill.stored(day09.DAY.bill)
     with dry_run():
         sizes = [weight.numel() for weight in GPT(PRESETS[SETTING.model]).parameters()]
     lion, adam = (formula(sizes, n, n) for n in (1, 2))
