@@ -10,7 +10,6 @@ import memlab
 from memlab import optim
 from memlab.course import bill, days
 from memlab.course.bill import SETTING
-from memlab.course.checks import day08
 from memlab.course.checks.day08 import adam_mini_, adamw_, block_size, in_backward, lion_
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.model import GPT, PRESETS
