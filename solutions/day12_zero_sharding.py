@@ -36,8 +36,8 @@ from memlab.zero import model_state_bytes, one_rank, simulate
 # ## The question
 #
 # In *data parallel* training each GPU, called a **rank**, runs the same model on another part of
-# the batch. The gradients of all ranks are added up, and every rank takes the same step. (What
-# works together in this way is counted from 0 to R − 1.)
+# the batch. The gradients of all ranks are added up, and every rank takes the same step. R is the
+# number of ranks, which are counted from 0 to R − 1.
 #
 # Here are eight ranks, simulated: eight models, eight optimizers, real tensors. How many of their
 # bytes differ after a step?
@@ -58,7 +58,7 @@ def a_model():
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 
 
-drawn = batches(text, 2, 64, seed=0)
+drawn = batches(text, 1, 32, seed=0)
 zero = simulate(*a_model(), RANKS, stage=0)
 _ = zero.step([next(drawn) for _ in range(RANKS)], sum_of_losses)
 
@@ -92,7 +92,7 @@ for (kind, colour), size in zip(COLOURS.items(), (2, 2, 12), strict=True):
     start += width
 axes.set(xlabel="GB at a rank", ylabel="rank", ylim=(7.6, -1.3), yticks=range(RANKS))
 axes.set_title(
-    f"Eight copies of {start:.0f} GB: {8 * start:.0f} GB, of them {7 * start:.0f} copies"
+    f"Eight times {start:.0f} GB: {8 * start:.0f} GB, and {7 * start:.0f} of them are copies"
 )
 axes.spines[["top", "right"]].set_visible(False)
 
@@ -123,6 +123,9 @@ guess("12.1", stage_1_times=4, stage_2_times=8, stage_3_times=8, stage_3_sends_t
 # - **reduce-scatter**: each rank has n numbers; rank r gets piece r of their sum;
 # - **all-gather**: each rank has a piece; all get all pieces;
 # - **all-reduce**: all get the whole sum. It is the first two, one after the other.
+#
+# What is sent are weights or their gradients. The number of weights is called Ψ in ZeRO's paper,
+# and today here.
 
 
 # %%
@@ -206,7 +209,7 @@ for name, wire in (("by way of rank 0", obvious), ("two collectives", ours)):
 
 # %% [markdown]
 # The same bytes in all, and four times as many on one rank's wire, for which all others wait. With
-# Ψ numbers, a collective sends **(R − 1)/R · Ψ** from each rank, and an all-reduce twice that: less
+# Ψ weights, a collective sends **(R − 1)/R · Ψ** from each rank, and an all-reduce twice that: less
 # than 2 Ψ, however many ranks there are.
 #
 # Production sends pieces round a *ring*, each rank to its neighbour: as many bytes, and no rank
@@ -285,7 +288,7 @@ def gradient(model, batch):
     return flat, loss.item()
 
 
-def learn(ranks, steps=9):
+def learn(ranks, steps=7):
     """The mean loss of four batches in each step: a batch a rank, or all four at one."""
     models = [a_model()[0] for _ in range(ranks)]
     flat = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in models]
@@ -317,8 +320,9 @@ print(f"the loss went down: {four[-1] < four[0]}; max difference below 1e-3: {fu
 # backward has made the gradients of a block, they are reduced **at once**: a shard is kept, the
 # rest is freed.
 #
-# Here a model is a list of *units*, each a flat w and two functions. In lists, all ranks go in
-# step: the same unit at every rank, then the next.
+# Weights that travel together are a *unit*: in a transformer, a block. Here a model is a list of
+# units, each a flat w and two functions. In lists, all ranks go in step: the same unit at every
+# rank, then the next.
 
 
 # %%
@@ -340,8 +344,8 @@ def backward_of(w, x, dy):
 # About 12 minutes. `weights[rank][unit]` and `inputs[rank][unit]` (what the unit was given in
 # forward) are there, and of each rank `dys[rank]`, the gradient of the last unit's output. Go
 # through all units, backwards. Of each one's gradients add rank r's piece of the sum over ranks to
-# `sums[r][unit]`, **in place**: earlier micro-batches may be in it. Return a list: each rank's
-# gradient of the first unit's input. R divides every unit.
+# `sums[r][unit]`, **in place**: earlier micro-batches may be in it. (The mean is for the step.)
+# Return a list: each rank's gradient of the first unit's input. R divides every unit.
 
 
 # %%
@@ -378,8 +382,8 @@ add_gradients_ = exercise("12.3", add_gradients_)
 # About 18 minutes. `shards[rank][unit]` is rank's piece of a unit, `xs[rank]` its input, and
 # `dy_of(y)` gives the gradient of an output y. Run forward and backward; the gradients go into
 # `sums` as before, and nothing is returned. Each unit is gathered twice and reduced once. At no
-# time is more than one unit whole: `del` a name before you gather the next. `add_gradients_` takes
-# lists of one unit, too.
+# time is more than one unit whole: `del` its names, and lists that it is in, before you gather the
+# next. `add_gradients_` takes lists of one unit, too.
 
 
 # %%
@@ -416,19 +420,27 @@ print(f"at a rank: weights and gradients whole {all_whole:.0f} KiB, in shards", 
 print(f"{all_whole / PARTS:.0f} KiB; at the peak of your pass {max(share):.0f} KiB")
 
 # %%
-after_given = next(n for n, event in enumerate(trace.events) if event.phase != "before")
-fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-axes.fill_between(range(len(share) - after_given), share[after_given:], color="#00798c")
-axes.axhline(all_whole, color="#cc6677", label="everything whole")
-axes.axhline(all_whole / PARTS, color="0.2", linestyle="--", label="shards of both")
-axes.set(ylim=(0, 2500), ylabel="KiB at a rank", xlabel="allocations and frees, in order")
-axes.set_title("Stage 3: 16 units forward, and back")
-axes.legend(frameon=False, ncols=2)
-axes.spines[["top", "right"]].set_visible(False)
+teal, red, dark = "#00798c", "#cc6677", "0.25"
+fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained", width_ratios=(1, 3))
+bars = left.bar(
+    ("all\nwhole", "your\npass", "all in\nshards"), (all_whole, max(share), all_whole / PARTS),
+    color=(red, teal, dark),
+)  # fmt: skip
+left.bar_label(bars, fmt="{:,.0f}")
+left.set(ylabel="KiB at a rank", title="Weights and gradients", ylim=(0, 1.1 * all_whole))
+given = next(n for n, event in enumerate(trace.events) if event.phase != "before")
+right.plot(share[given:], color=teal, linewidth=1)
+right.axhline(all_whole / PARTS, color=dark, linestyle="--", label="shards of both")
+right.set(xlabel="allocations and frees, in order", title="Stage 3: 16 units forward, and back")
+right.set(ylim=(500, 720), ylabel="KiB at a rank")
+right.legend(frameon=False, loc="upper left")
+for axes in (left, right):
+    axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Each tooth is a unit that is whole for a while: in forward its weights, in backward its gradients,
-# too. (One process runs all four ranks; a rank's share is a quarter of what the meter sees.)
+# On the right each tooth is a unit that is whole for a while: in forward its weights, in backward
+# its gradients, too. (A rank's share is a quarter of what the meter sees, for one process runs all
+# four. The line rises by the units' inputs, which are kept for backward.)
 #
 # ## Held against the library
 #
@@ -476,20 +488,34 @@ plot.breakdown(ranks_of, title="Rank 0 of 4 at its peak: two tiny blocks, 16 tok
 
 # %% [markdown]
 # Not nearly equal: **equal**. It is no approximation. And 2 (R − 1)/R Ψ are sent in stages 0, 1 and
-# 2, as much as without ZeRO; in stage 3 half as much again. (Ψ is what the paper calls the number
-# of weights.)
+# 2, as much as without ZeRO; in stage 3 half as much again.
+
+# %% [markdown]
+# Why more gradients than weights, and in stages 2 and 3 more than a quarter? For a moment each is
+# there **twice**: as autograd made it, and in the run of numbers that is sent. In stages 0 and 1,
+# that adds the embedding's 32 KiB to 128.62. In stages 2 and 3 a block is there twice, 96.50 KiB,
+# beside the other block's shard of 12.06 (and a norm).
+
+# %% [markdown]
+# A bar of the picture is one moment, and the table has each kind's own. Stage 3 peaks when backward
+# begins: the last block is gathered, 48.25 KiB in a run and again as weights, and hardly a gradient
+# is there. (The head's half of the tied embedding's gradient, 32 KiB, is a temporary until the
+# other half is added to it.)
+
+# %% [markdown]
+# Less than what? Than stage 0, which makes room for all gradients with the first of them, as does
+# torch's DDP. One process alone makes it by and by: when all gradients are there, activations are
+# gone. It peaks at 580.84 KiB, not at 653.59.
 #
-# Why more gradients in stages 2 and 3 than a quarter? The unit of the moment is whole before it is
-# reduced; here one is the embedding, a quarter of all weights. Activations no stage touches: they
-# are what Days 5 to 7 and 11 are for.
+# Activations no stage touches: they are what Days 5 to 7 and 11 are for.
 
 # %% [markdown]
 # ### Exercise 12.5: what a rank holds, and sends
 #
-# About 10 minutes. By formula, for each stage, 0 to 3: the bytes of weights and gradients (2 a
-# number) and of the optimizer (K) at the rank that holds most, which is ⌈Ψ/R⌉ of what is in shards;
-# and the bytes that it sends between two steps, 2 a number, with k micro-batches at each rank.
-# Padding is held and sent, too. Return (held, sent).
+# About 10 minutes. By formula, for each stage, 0 to 3: the bytes that a rank holds of weights and
+# gradients (2 a number each) and of the optimizer's state (K a number); and the bytes that it sends
+# in a step, 2 a number, with k micro-batches at each rank. A shard is ⌈Ψ/R⌉ numbers, for padding is
+# held and sent, too. Return (held, sent).
 
 
 # %%
@@ -575,6 +601,7 @@ for stage, ranks in enough.items():
     axes.axhline(4 * stage, color="0.5", linestyle=":", linewidth=1)
     axes.plot(ranks, saved(stage, ranks), "ks", markersize=6)
     axes.text(ranks * 1.08, 4 * stage - 2.0, f"{ranks} ranks")
+axes.text(17.5, 15.6, "stage 3 goes on: R × on R ranks", color="#999933")
 axes.set_xscale("log", base=2)
 axes.set_xticks(powers, map(str, powers))
 axes.set_yticks((1, 4, 8, 16))
@@ -595,21 +622,27 @@ for stage in range(4):
 eight = replace(PRESETS["llama-2-7b"], layers=8)
 trace, traffic = a_rank(eight, RANKS, 3, how="checkpointing", master_weights=True)
 held_gb, sent_gb = (n / 1e9 for n in held_and_sent(eight.parameters, RANKS, 3, K=12, k=1))
-print(f"eight blocks: {held_gb:.2f} GB; peak {trace.peak_bytes / 1e9:.2f}, in {trace.peak_phase}")
+print(f"eight blocks: {held_gb:.3f} GB of states", end="; ")
+print(f"peak {trace.peak_bytes / 1e9:.3f} GB, in {trace.peak_phase}")
 for kind, count in trace.at_peak.items():
-    if count > 1e8:
-        print(f"  {kind:22}{count / 1e9:5.2f} GB")
+    if count > 1e5:
+        print(f"  {kind:22}{count / 1e9:6.3f} GB")
 print(f"sent {traffic.model_bytes() / 1e9:.2f} GB, by formula {sent_gb:.2f}")
 
 # %% [markdown]
-# At the peak there are, beside the shards, two units whole, with gradients: a block, and embedding
-# with head, which stay until the end. That does not grow with the blocks. With all 32 the peak is
-# another: 15.50 GB while the rank **steps**, for there its gradients are float32 (Day 4's
-# 18 bytes). Stages 1 and 2 peak at 40.43 and 27.29. (A test measures these; GB is not GiB: 15.50 GB
-# are 14.43 GiB.)
+# What is there at the peak, the first block's backward? In **shards**: 0.470 GB of weights, 2.822
+# for Adam (its float32 copies, 0.941, are counted with `parameters`), and 0.354, the gradients of
+# seven blocks. **Whole**: 0.929 of weights, which is one block, and embedding and head, which stay
+# until the end; and 0.533 of gradients, the head's and those of the block's MLP. The others are not
+# made yet. With 0.387 of temporaries, activations and buffers that is 5.495.
 
 # %% [markdown]
-# What R does not divide shows with fewer weights: activations, logits, the unit that is whole.
+# What is whole does not grow with the blocks. With all 32 the peak is another: 15.50 GB while the
+# rank **steps**, for there its gradients are float32 (Day 4's 18 bytes). Stages 1 and 2 peak at
+# 40.43 and 27.29. (A test measures these; GB is not GiB: 15.50 GB are 14.43 GiB.)
+
+# %% [markdown]
+# What R does not divide shows with fewer weights: activations, logits, whatever is whole.
 # Stage 3 of the one block again, on 8 ranks and on 64:
 
 # %%

@@ -83,7 +83,10 @@ def measure_command(
     ] = False,
     ranks: Annotated[
         int | None,
-        typer.Option(help="What one of so many ranks holds and sends, in each stage of ZeRO."),
+        typer.Option(
+            help="What one of so many ranks holds and sends in each stage of ZeRO, by a dry run of "
+            "one of the models."
+        ),
     ] = None,
     script: Annotated[
         str | None,
@@ -112,10 +115,11 @@ def measure_command(
     if ranks is not None:
         from memlab.cli.ranks import measure_ranks
 
-        if script is not None or device is not None:
+        given = [o for o, v in {"--script": script, "--device": device}.items() if v is not None]
+        if given:
             raise UsageError(
-                "got --ranks together with --script or --device; a rank is measured by a dry run "
-                "of one of the models, so leave these out"
+                f"got --ranks together with {' and '.join(given)}; a rank is measured by a dry run "
+                f"of one of the models, on no device: leave {' and '.join(given)} out"
             )
         status = measure_ranks(
             ranks, model=model, batch=batch, seq_len=seq, dtype=dtype, names=technique, out=out

@@ -8,18 +8,22 @@ from memlab.cli.choices import choose_folder, choose_setting, choose_techniques
 from memlab.cli.errors import UsageError
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row, silent
+from memlab.trace import Trace
 from memlab.train import Setting, Technique, rank_step
 from memlab.units import format_bytes
 from memlab.zero import Step
 from memlab.zero.partitioning import STAGES
 
+MOST_RANKS = 100_000  # beyond, all is padding
+STATES = ("parameters", "gradients", "optimizer_state")
+
 
 @dataclass(frozen=True)
 class RankRow(Row):
-    """One stage; what a rank holds between steps, what it sends in one, and which units are whole
-    at the peak."""
+    """One stage; what a rank holds of model states, what it sends in a step, and which units are
+    whole at the peak."""
 
-    held_bytes: int | None = None
+    states_bytes: int | None = None
     sent_bytes: int | None = None
     gathered: tuple[str, ...] = ()
 
@@ -36,8 +40,8 @@ def measure_ranks(
 ) -> int:
     """Measure one rank by dry runs, print a table, write pictures and numbers; 1 if a stage of a
     technique failed, else 0."""
-    if ranks < 1:
-        raise UsageError(f"got --ranks {ranks}; give at least 1")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise UsageError(f"got --ranks {ranks}; give 1 to {MOST_RANKS:,}")
     chosen = choose_techniques(names or ["plain"])
     folder = choose_folder(out)
     setting = choose_setting(model, batch, seq_len, dtype, "cpu", dry=True)
@@ -80,16 +84,24 @@ def _row_of_step(label: str, step: Step) -> RankRow:
     return RankRow(
         label,
         trace,
-        held_bytes=sum(trace.at_end.values()) - trace.at_end.get("inputs", 0),
+        states_bytes=model_states(trace),
         sent_bytes=traffic.model_bytes(),
         gathered=tuple(step.gathered_at_peak()),
     )
 
 
+def model_states(trace: Trace) -> int:
+    """Bytes of weights, gradients and the optimizer's state when backward has ended."""
+    end = max(n for n, event in enumerate(trace.events, 1) if event.phase == "backward")
+    return sum(event.bytes for event in trace.events[:end] if event.category in STATES)
+
+
 def columns(rows: Sequence[RankRow]) -> dict[str, list[str]]:
     """Those that other measurements have not."""
     return {
-        "held": ["" if r.held_bytes is None else format_bytes(r.held_bytes) for r in rows],
+        "model states": [
+            "" if r.states_bytes is None else format_bytes(r.states_bytes) for r in rows
+        ],
         "sent": ["" if r.sent_bytes is None else format_bytes(r.sent_bytes) for r in rows],
         "whole at the peak": [" + ".join(row.gathered) for row in rows],
     }
@@ -98,6 +110,6 @@ def columns(rows: Sequence[RankRow]) -> dict[str, list[str]]:
 def legend(rows: Sequence[RankRow]) -> Iterator[str]:
     """What the stages are, and what the columns count."""
     yield from (f"stage {number}: {what}" for number, what in STAGES.items())
-    yield "held: weights and the optimizer's state, between two steps"
+    yield "model states: weights, gradients and the optimizer's state, when backward has ended"
     yield "sent: by each rank in a step, as a ring of ranks sends it"
     yield from report.failures(rows)

@@ -10,7 +10,7 @@ The wire's own memory is no rank's, so its copies are hidden from a rank's meter
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -72,28 +72,40 @@ class Traffic:
     __repr__ = __str__
 
 
+Pending = Callable[[], None]  # waits until what was begun is complete
+
+
+def done() -> None:
+    """Nothing to wait for."""
+
+
 class Wire:
     """Joins all the ranks of a simulation."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.traffic = [Traffic() for _ in range(ranks)]
+        self.traffic = {rank: Traffic() for rank in range(ranks)}
         self._sums: dict[Hashable, Tensor] = {}
         self._shards: dict[Hashable, dict[int, Tensor]] = {}
 
     def new_step(self) -> None:
         """Count from zero."""
-        self.traffic = [Traffic() for _ in range(self.ranks)]
+        self.traffic = {rank: Traffic() for rank in self.traffic}
 
-    def reduce_scatter(self, rank: int, bucket: Hashable, whole: Tensor) -> None:
+    def reduce_scatter(self, rank: int, bucket: Hashable, whole: Tensor) -> Pending:
         """Add a rank's gradients of a bucket to those of the ranks before it."""
         self.traffic[rank].count("reduce_scatter", "gradients", whole, self.ranks)
         self._add(bucket, whole)
+        return done
 
-    def all_reduce(self, rank: int, bucket: Hashable, whole: Tensor) -> None:
+    def all_reduce(self, rank: int, bucket: Hashable, whole: Tensor) -> Pending:
         """The same, of which each rank is to get all."""
         self.traffic[rank].count("all_reduce", "gradients", whole, self.ranks)
         self._add(bucket, whole)
+        return done
+
+    def add(self, shard: Tensor, part: Tensor) -> None:
+        """Add what another backward pass brought to a rank's shard: here, the wire has done it."""
 
     def summed(self, bucket: Hashable, part: Tensor, span: slice) -> None:
         """Write the sum, now complete, into a rank's part of the bucket."""
@@ -108,7 +120,7 @@ class Wire:
         """Say once where a rank's shard of a bucket lies; whoever gathers it, reads it there."""
         self._shards.setdefault(bucket, {})[rank] = shard
 
-    def all_gather(self, rank: int, bucket: Hashable, whole: Tensor) -> None:
+    def all_gather(self, rank: int, bucket: Hashable, whole: Tensor) -> Pending:
         """Fill the shards of the other ranks into a rank's whole bucket, which has its own."""
         self.traffic[rank].count("all_gather", "weights", whole, self.ranks)
         with unseen():
@@ -116,13 +128,18 @@ class Wire:
             for owner, shard in self._shards[bucket].items():
                 if owner != rank:
                     parts[owner].copy_(shard)
+        return done
 
     def all_reduce_numbers(self, numbers: Iterable[float]) -> float:
         """The sum of one number of each rank, in rank order."""
-        number = torch.zeros((), dtype=torch.float32)
-        for traffic in self.traffic:
-            traffic.count("all_reduce", "numbers", number, self.ranks)
+        self.count_number()
         return sum(numbers)
+
+    def count_number(self) -> None:
+        """Each rank sends one, in float64: a count of tokens has to be exact."""
+        number = torch.zeros((), dtype=torch.float64)
+        for traffic in self.traffic.values():
+            traffic.count("all_reduce", "numbers", number, self.ranks)
 
     def _add(self, bucket: Hashable, whole: Tensor) -> None:
         with unseen():
@@ -138,9 +155,10 @@ class LooseEnd(Wire):
     def summed(self, bucket: Hashable, part: Tensor, span: slice) -> None:
         """Nothing came."""
 
-    def all_gather(self, rank: int, bucket: Hashable, whole: Tensor) -> None:
+    def all_gather(self, rank: int, bucket: Hashable, whole: Tensor) -> Pending:
         """Count alone."""
         self.traffic[rank].count("all_gather", "weights", whole, self.ranks)
+        return done
 
     def _add(self, bucket: Hashable, whole: Tensor) -> None:
         pass

@@ -181,12 +181,15 @@ class Partition:
         return sum(bucket.shard_elements for bucket in self.buckets)
 
 
-def partition(weights: Iterable[Weight], *, ranks: int, stage: int) -> Partition:
+def partition(
+    weights: Iterable[Weight], *, ranks: int, stage: int, by_unit: bool | None = None
+) -> Partition:
     """The buckets of these weights for so many ranks.
 
     Stages 0 and 1 have one for each parameter group and dtype, stage 2 one for each of these in
-    each unit, stage 3 one for each dtype in each unit. Weights that are not trained have a bucket
-    in stage 3 alone: in the others each rank has them whole, and nobody sends them.
+    each unit (so have 0 and 1 with `by_unit`), stage 3 one for each dtype in each unit. Weights
+    that are not trained have a bucket in stage 3 alone: in the others each rank has them whole, and
+    nobody sends them.
     """
     require(ranks, stage)
     weights = list(weights)
@@ -197,7 +200,8 @@ def partition(weights: Iterable[Weight], *, ranks: int, stage: int) -> Partition
         buckets = [row_bucket(together, ranks) for together in _grouped(weights, keys)]
     else:
         weights = [weight for weight in weights if weight.trained]
-        keys = [(w.unit if stage == 2 else "", w.group, w.dtype) for w in weights]
+        by_unit = stage == 2 if by_unit is None else by_unit
+        keys = [(w.unit if by_unit else "", w.group, w.dtype) for w in weights]
         buckets = [flat_bucket(together, ranks) for together in _grouped(weights, keys)]
     return Partition(stage, ranks, tuple(buckets))
 
@@ -222,7 +226,9 @@ def row_bucket(weights: Sequence[Weight], ranks: int) -> RowBucket:
 
 
 def require(ranks: int, stage: int) -> None:
-    """ValueError for what is no number of ranks or no stage."""
+    """ValueError for what is no number of ranks or no stage, TypeError for what is no whole one."""
+    if not isinstance(ranks, int):
+        raise TypeError(f"got {ranks!r} as number of ranks; give a whole number, such as 2")
     if ranks < 1:
         raise ValueError(f"got {ranks} ranks; give at least 1")
     if stage not in STAGES:

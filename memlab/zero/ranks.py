@@ -6,6 +6,9 @@ its shard, and gathers the others' afterwards. Stage 3 is a `ShardedRank` (memla
 Stages 0 and 1 add each gradient to its bucket as soon as backward has made it, and drop it. Stages
 2 and 3 wait until all gradients of a bucket are there, put them together, reduce them at once and
 keep their shard of the sum.
+
+With `overlap`, what is sent is waited for late: the sums of a bucket when the next one is put
+together (stages 2 and 3) or after backward (0 and 1, which begin in the last backward pass).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memlab.zero.collectives import Wire
+from memlab.zero.collectives import Pending, Wire
 from memlab.zero.elementwise import with_weights
 from memlab.zero.layout import overlaps
-from memlab.zero.partitioning import Bucket, Partition, Slot
+from memlab.zero.partitioning import Bucket, Partition, Piece, Slot
 
 SUB_GROUP = 2**26  # numbers that the optimizer steps as one: what it makes on the way is as large
 
@@ -47,14 +50,19 @@ class Rank:
         wire: Wire,
         *,
         master_weights: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.index, self.plan, self.wire = index, plan, wire
+        self.overlap = overlap
+        self.last = True  # whether the next backward pass is the last before the step
         self.model = model
         self.wholes: list[Tensor] = []  # of the buckets that are whole all the time
         self.parameters = dict(self.model.named_parameters())
         self.gradients: dict[int, Tensor] = {}  # whole, while they accumulate
         self.shard_gradients: dict[int, Tensor] = {}
+        self.in_flight: list[tuple[int, Tensor, Pending]] = []  # whole buckets on the wire
         self.arrived: set[str] = set()  # weights whose gradient came in this backward pass
+        self._ended = False  # this pass
         self._trained = [{w.name for w in b.weights if w.trained} for b in plan.buckets]
         self.shards = [self.take_over(number) for number in range(len(plan.buckets))]
         self._watch_gradients()
@@ -89,17 +97,30 @@ class Rank:
 
     def run(self, micro_batch: Any, sum_of_losses: SumOfLosses, scaler: Any) -> tuple[float, float]:
         """Forward and backward; the sum of the losses and the number of tokens in it."""
-        self.arrived.clear()
-        loss, tokens = sum_of_losses(self.model, micro_batch)
+        self.begin_pass()
+        loss, tokens = _two(sum_of_losses(self.model, micro_batch))
         (loss if scaler is None else scaler.scale(loss)).backward()
+        self.end_pass()
+        return float(loss.detach()), float(tokens)
+
+    def begin_pass(self) -> None:
+        """Before a forward pass."""
+        self.arrived.clear()
+        self._ended = False
+
+    def end_pass(self) -> None:
+        """After its backward pass; the second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
         missing = set().union(*self._trained) - self.arrived
+        self.arrived.clear()
         if missing:
             raise ValueError(
                 f"backward made no gradient of {', '.join(sorted(missing))}; each rank sends the "
                 f"gradients of all weights: call requires_grad_(False) of those that are not used"
             )
         self.end_backward()
-        return float(loss.detach()), float(tokens)
 
     def _watch_gradients(self) -> None:
         for number, bucket in enumerate(self.plan.buckets):
@@ -111,19 +132,26 @@ class Rank:
     def _on_gradient(self, number: int, slot: Slot) -> Callable[[Tensor], None]:
         def on_gradient(weight: Tensor) -> None:
             self.arrived.add(slot.weight.name)
+            self._ended = False
+            complete = self._trained[number] <= self.arrived
             if not self.reduces_in_backward:
                 self._add(number, slot)
-            elif self._trained[number] <= self.arrived:
+                if complete and self.overlap and self.last:
+                    self.send(number)
+            elif complete:
                 self.used(number)
+                self.land()
                 for each in self.plan.buckets[number].slots:
                     self._add(number, each)
-                self.reduce_scatter(number)
+                self.send(number)
+                if not self.overlap:
+                    self.land()
 
         return on_gradient
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Bucket by bucket, as soon as all gradients of one are there."""
+        """Bucket by bucket, as soon as all gradients of one are there, in every backward pass."""
         return self.plan.stage >= 2
 
     @torch.no_grad()
@@ -141,16 +169,29 @@ class Rank:
                 there.add_(here)
 
     @torch.no_grad()
-    def reduce_scatter(self, number: int) -> None:
-        """Send the bucket's gradients, and keep the rank's own shard of them, as large as it is:
-        the sum is written into it when all ranks have run."""
-        bucket, whole = self.plan.buckets[number], self.gradients.pop(number)
-        self.wire.reduce_scatter(self.index, number, whole)
-        if number not in self.shard_gradients:
-            self.shard_gradients[number] = whole[bucket.span(self.index)].clone()
+    def send(self, number: int) -> None:
+        """Begin to add up the bucket's gradients over all ranks."""
+        whole = self.gradients.pop(number)
+        begin = self.wire.all_reduce if self.plan.stage == 0 else self.wire.reduce_scatter
+        self.in_flight.append((number, whole, begin(self.index, number, whole)))
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Wait for what is on the wire, and keep the rank's own part of the sums, as large as it
+        is. (Simulated ranks get the numbers in it later, when all have run.)"""
+        while self.in_flight:
+            number, whole, wait = self.in_flight.pop(0)
+            wait()
+            part = whole[self.owned(number)]
+            if number in self.shard_gradients:
+                self.wire.add(self.shard_gradients[number], part)
+            else:
+                part = part.clone() if self.reduces_in_backward else part
+                self.shard_gradients[number] = part
 
     def receive(self) -> None:
-        """Write the sums over all ranks into what this rank keeps of them."""
+        """Have the sums over all ranks in what this rank keeps of them."""
+        self.land()
         for number, shard in self.shard_gradients.items():
             self.wire.summed(number, shard, self.owned(number))
 
@@ -158,12 +199,15 @@ class Rank:
         """Where in the whole bucket lies what this rank steps."""
         return self.plan.buckets[number].span(self.index)
 
+    def pieces(self, number: int) -> list[Piece]:
+        """The weights in that, `at` their places in it."""
+        return self.plan.buckets[number].pieces(self.index)
+
     # -------------------------------------------------------------- the step
 
     @torch.no_grad()
     def hand_to_optimizer(self, divisor: float) -> None:
         """Give the optimizer the rank's gradients, divided."""
-        self.gradients.clear()
         for number, steps in groupby(self.stepped, key=lambda step: step.bucket):
             shard = self.shard_gradients.pop(number)
             for _, span, parameter in steps:
@@ -263,30 +307,52 @@ class WholeRank(Rank):
         """All of it in stage 0."""
         return slice(None) if self.plan.stage == 0 else super().owned(number)
 
+    def pieces(self, number: int) -> list[Piece]:
+        """All of them in stage 0."""
+        if self.plan.stage > 0:
+            return super().pieces(number)
+        return [Piece(w, 0, w.elements, at) for w, at, _ in self.plan.buckets[number].slots]
+
     def spans(self, bucket: Bucket) -> list[tuple[int, slice]]:
-        """All of the bucket in stage 0."""
+        """In stage 0 weight by weight, as without ranks; the padding is left as it is."""
         if self.plan.stage == 0:
-            return [(bucket.weights[0].group, slice(0, bucket.padded_elements))]
+            return [(s.weight.group, slice(s.at, s.at + s.run)) for s in bucket.slots]
         return super().spans(bucket)
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Stages 0 and 1 have added up all micro-batches; the sum goes to where they lie."""
-        if self.reduces_in_backward:
-            return
-        for number, whole in self.gradients.items():
-            if self.plan.stage == 0:
-                self.wire.all_reduce(self.index, number, whole)
-            else:
-                self.wire.reduce_scatter(self.index, number, whole)
-            self.shard_gradients[number] = whole[self.owned(number)]
+        for number in sorted(self.gradients):
+            self.send(number)
 
     @torch.no_grad()
     def gather(self) -> None:
         """In stage 0 every rank has stepped everything."""
         if self.plan.stage > 0:
-            for number, whole in enumerate(self.wholes):
+            begun = [
                 self.wire.all_gather(self.index, number, whole)
+                for number, whole in enumerate(self.wholes)
+            ]
+            for wait in begun:
+                wait()
+
+
+def _two(returned: Any) -> tuple[Tensor, "float | Tensor"]:
+    """What a sum_of_losses is to return."""
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        loss, tokens = returned
+        if isinstance(loss, Tensor):
+            return loss, tokens
+    raise TypeError(
+        f"sum_of_losses returned {_in_words(returned)}; return two: the sum of the losses of the "
+        f"micro-batch's tokens, as a tensor, and the number of these tokens"
+    )
+
+
+def _in_words(returned: Any) -> str:
+    if isinstance(returned, (tuple, list)):
+        kinds = ", ".join(type(one).__name__ for one in returned)
+        return f"a {type(returned).__name__} of {len(returned)} ({kinds})"
+    return f"a {type(returned).__name__} alone"
 
 
 def _is_finite(gradient: Tensor) -> bool:

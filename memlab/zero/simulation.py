@@ -10,6 +10,10 @@ Source   Rajbhandari et al. 2020, arXiv 1910.02054; Zhao et al. 2023, arXiv 2304
     step = zero.step(micro_batches, sum_of_losses)
     step.traces[0].at_peak, step.traffic[0]
 
+    def sum_of_losses(model, batch):            # of a micro-batch: the sum, and of how many tokens
+        tokens, targets = batch
+        return model(tokens, targets) * targets.numel(), targets.numel()
+
 Tensors are real, and each rank has its own. Micro-batches are dealt out in turn: to rank 0, to
 rank 1, …, and so on in the next round. The ranks' weights are, bit for bit, those of one process
 that adds up the gradients of the same micro-batches in the same order:
@@ -20,108 +24,34 @@ that adds up the gradients of the same micro-batches in the same order:
 (with one micro-batch a rank, that is the same) if the optimizer's kernel computes the last numbers
 of a run as it does the others. torch's fused AdamW, and its SGD in bfloat16, don't: a bit may
 differ. Clipping sums squares by shards, another order, and agrees within rounding.
+
+What is not trained by gradients is not shared: batch norm's running statistics stay each rank's
+own, of its own micro-batches (DistributedDataParallel takes rank 0's for all). In stage 3 the
+weights of `zero.ranks[0].model` show their whole shapes, though their storages are empty between
+steps; `zero.weights()` has their values.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.trace import Trace
-from memlab.zero.collectives import LooseEnd, Traffic, Wire
+from memlab.zero.collectives import LooseEnd, Wire
 from memlab.zero.elementwise import require_elementwise
 from memlab.zero.layout import overlaps
 from memlab.zero.partitioning import Partition, partition, require
-from memlab.zero.ranks import Rank, SumOfLosses, WholeRank
+from memlab.zero.ranks import Rank, WholeRank
 from memlab.zero.sharded import ShardedRank
-from memlab.zero.traces import gathered_at_peak, joined
-from memlab.zero.units import ROOT, describe
+from memlab.zero.stepping import Meter, Ranks, Step
+from memlab.zero.units import describe
 
-Meter = Callable[[nn.Module, torch.optim.Optimizer], Any]  # memlab.meter
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a step did: the mean loss of its tokens, the gradients' norm if they were clipped,
-    whether the optimizers stepped, and for each rank what it sent and its trace, if metered."""
-
-    loss: float
-    tokens: float
-    norm: float | None
-    stepped: bool
-    traffic: tuple[Traffic, ...]
-    traces: tuple[Trace, ...]
-    stage: int
-    units: tuple[str, ...]
-
-    def gathered_at_peak(self, rank: int = 0) -> dict[str, int]:
-        """Stage 3: bytes of whole weights at the moment when the rank holds the most, by unit."""
-        if self.stage < 3:
-            return {}
-        return gathered_at_peak(self.traces[rank], self.units)
+__all__ = ["Simulation", "Step", "one_rank", "simulate"]
 
 
-class Simulation:
-    """R ranks, or one of them, and their step."""
-
-    def __init__(
-        self, plan: Partition, ranks: Sequence[Rank], wire: Wire, meter: Meter | None
-    ) -> None:
-        self.plan, self.ranks, self.wire = plan, ranks, wire
-        self._meter = meter
-        self._pieces: list[list[Trace]] = []
-        self._phases: list[str | None] = []
-
-    def step(
-        self,
-        micro_batches: Sequence[Any],
-        sum_of_losses: SumOfLosses,
-        *,
-        clip_norm: float | None = None,
-        scaler: Any = None,
-    ) -> Step:
-        """One step of the optimizer by the gradient of the mean loss over all tokens.
-
-        `sum_of_losses(model, micro_batch)` returns the sum of the losses of its tokens and their
-        number, as for `accumulate`. Their count is a multiple of the simulated ranks'. With
-        `clip_norm`, gradients are clipped to that norm over all weights. `scaler` is a LossScaler
-        or torch's own GradScaler: it scales each loss, and ranks agree on whether to step.
-        """
-        count = len(self.ranks)
-        if not micro_batches or len(micro_batches) % count:
-            raise ValueError(
-                f"got {len(micro_batches)} micro-batches for {count} ranks; give each rank as "
-                f"many as every other"
-            )
-        self.wire.new_step()
-        self._pieces, self._phases = [[] for _ in self.ranks], []
-        ran: list[tuple[float, float]] = []
-        dealt = iter(micro_batches)
-        for _ in range(len(micro_batches) // count):
-            ran += self._each(lambda rank: rank.run(next(dealt), sum_of_losses, scaler))
-        self._each(lambda rank: rank.reduce(), "backward")
-        for rank in self.ranks:
-            rank.receive()
-        self.wire.forget_sums()
-        loss, tokens = (sum(numbers) for numbers in zip(*ran, strict=True))
-        loss, tokens = self._agree(loss), self._agree(tokens)
-        norm, stepped = self._update(max(tokens, 1), clip_norm, scaler)
-        self._each(lambda rank: rank.gather(), "optimizer")
-        return Step(
-            loss / max(tokens, 1),
-            tokens,
-            norm,
-            stepped,
-            tuple(self.wire.traffic[: len(self.ranks)]),
-            tuple(joined(pieces, self._phases) for pieces in self._pieces if pieces),
-            self.plan.stage,
-            tuple({b.unit for b in self.plan.buckets} - {ROOT}),
-        )
+class Simulation(Ranks):
+    """R ranks, or one of them, in this process."""
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of all weights, whole, as the ranks hold them now."""
@@ -138,56 +68,6 @@ class Simulation:
                 found[slot.weight.name] = weight
         return found
 
-    def _update(
-        self, divisor: float, clip_norm: float | None, scaler: Any
-    ) -> tuple[float | None, bool]:
-        """(norm before clipping, whether the optimizers stepped)"""
-        self._each(lambda rank: rank.hand_to_optimizer(divisor), "optimizer")
-        overflowed = False
-        if scaler is not None:
-            flags = self._each(lambda rank: rank.overflows(), "optimizer")
-            overflowed = self._over_shards(flags) > 0
-            self._each(lambda rank: rank.unscale(scaler, overflowed), "optimizer")
-        norm = None
-        if clip_norm is not None:
-            squares = self._each(lambda rank: rank.squares(), "optimizer")
-            norm = self._over_shards(squares) ** 0.5
-            coefficient = min(1.0, clip_norm / (norm + 1e-6))
-            self._each(lambda rank: rank.clip(coefficient), "optimizer")
-        self._each(lambda rank: rank.step(scaler), "optimizer")
-        if scaler is not None:
-            scaler.update()
-        return norm, not overflowed
-
-    def _over_shards(self, numbers: list[float]) -> float:
-        """The sum of what each rank says of its shards. In stage 0 each has everything, and nobody
-        has to be asked."""
-        return self.wire.all_reduce_numbers(numbers) if self.plan.stage else numbers[0]
-
-    def _agree(self, number: float) -> float:
-        """What all ranks add up to; one number on the wire."""
-        return self.wire.all_reduce_numbers([number])
-
-    def _each(self, turn: Callable[[Rank], Any], phase: str | None = None) -> list[Any]:
-        """Let each rank take its turn, under its own meter."""
-        results = []
-        self._phases.append(phase)
-        for number, rank in enumerate(self.ranks):
-            with self._metered(number, rank, in_step=phase is not None):
-                results.append(turn(rank))
-        return results
-
-    @contextmanager
-    def _metered(self, number: int, rank: Rank, *, in_step: bool) -> Iterator[None]:
-        if self._meter is None:
-            yield
-            return
-        # What a turn without a forward pass leaves is no activation.
-        running = self._meter(rank.model, rank.optimizer)
-        with torch.set_grad_enabled(not in_step), running:
-            yield
-        self._pieces[number].append(running.trace)
-
 
 def simulate(
     model: nn.Module,
@@ -197,23 +77,25 @@ def simulate(
     *,
     meter: Meter | None = None,
     units: Sequence[str] | None = None,
+    by_unit: bool | None = None,
     master_weights: bool = False,
 ) -> Simulation:
     """R ranks that train copies of the model by the optimizer's settings; both are left alone.
 
     `stage` is 0 (data parallel) to 3. `meter=memlab.meter` has every step metered, each rank by
     itself. `units` names the modules whose weights are gathered or reduced together; without it,
-    the blocks of the outermost lists. With `master_weights` the optimizer steps float32 copies of
-    shards, for weights in bfloat16.
+    the blocks of the outermost lists. In stages 0 and 1 all units are one, unless `by_unit` is
+    true: real processes that overlap have it so. With `master_weights` the optimizer steps float32
+    copies of shards, for weights in bfloat16.
 
     Raises ValueError for an optimizer that has stepped already, or of another model, and TypeError
     for one that steps shards otherwise than whole weights.
     """
     require(ranks, stage)
-    plan = _plan(model, optimizer, ranks, stage, units)
+    plan = plan_of(model, optimizer, ranks, stage, units, by_unit)
     wire = Wire(ranks)
     made = [
-        _kind(stage)(
+        kind_of(stage)(
             index, copy.deepcopy(model), optimizer, plan, wire, master_weights=master_weights
         )
         for index in range(ranks)
@@ -244,24 +126,27 @@ def one_rank(
             "got a model of real numbers, of which one rank alone would make wrong ones; make it "
             "inside `with memlab.dry_run():`, or simulate all ranks"
         )
-    plan = _plan(model, optimizer, ranks, stage, units)
+    plan = plan_of(model, optimizer, ranks, stage, units)
     wire = LooseEnd(ranks)
-    rank = _kind(stage)(0, model, optimizer, plan, wire, master_weights=master_weights)
+    rank = kind_of(stage)(0, model, optimizer, plan, wire, master_weights=master_weights)
     rank.make_state()
     return Simulation(plan, [rank], wire, meter)
 
 
-def _kind(stage: int) -> type[Rank]:
+def kind_of(stage: int) -> type[Rank]:
+    """The rank of a stage."""
     return ShardedRank if stage == 3 else WholeRank
 
 
-def _plan(
+def plan_of(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     ranks: int,
     stage: int,
     units: Sequence[str] | None,
+    by_unit: bool | None = None,
 ) -> Partition:
+    """The plan that every rank makes for itself."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"got a {type(optimizer).__name__} as optimizer; give a torch.optim.Optimizer of the "
@@ -270,4 +155,5 @@ def _plan(
     if optimizer.state:
         raise ValueError("got an optimizer that has stepped; give a new one, without state")
     require_elementwise(optimizer)
-    return partition(describe(model, optimizer, units), ranks=ranks, stage=stage)
+    weights = describe(model, optimizer, units)
+    return partition(weights, ranks=ranks, stage=stage, by_unit=by_unit)

@@ -32,8 +32,11 @@ def units_of(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, 
     """The unit of each weight, both by name; `names` are the modules that are units.
 
     Without `names`, the blocks are. A weight in no unit, or in several, is of the root. Raises
-    ValueError for a name that is no module, and for a unit inside another.
+    ValueError for a name that is no module, and for a unit inside another; TypeError for one name
+    that is not in a list.
     """
+    if isinstance(names, str):
+        raise TypeError(f"got units={names!r}, a single name; give a list of names: [{names!r}]")
     names = block_names(model) if names is None else list(names)
     modules = dict(model.named_modules())
     for name in names:

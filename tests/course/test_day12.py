@@ -2,6 +2,8 @@
 
 import copy
 import math
+from dataclasses import replace
+from itertools import accumulate as running_sums
 
 import pytest
 import torch
@@ -153,6 +155,27 @@ def by_cases(parameters, ranks, stage, K, k):
     return (4 + K) * piece, 3 * k * a_pass
 
 
+def with_all_pieces_first(wire, shards, xs, dy_of, sums):
+    """A gather that takes more than it must: every piece arrives before the first is put in."""
+
+    def gathered(unit):
+        ranks = range(len(shards))
+        arrived = [
+            [shards[s][unit] if s == r else wire.send(s, r, shards[s][unit]) for s in ranks]
+            for r in ranks
+        ]
+        return [torch.cat(pieces) for pieces in arrived]
+
+    inputs = [list(xs)]
+    for unit in range(len(shards[0])):
+        inputs.append(list(map(forward_of, gathered(unit), inputs[-1])))
+    dys = [dy_of(y) for y in inputs.pop()]
+    for unit in reversed(range(len(shards[0]))):
+        given = [[w] for w in gathered(unit)], [[x] for x in inputs.pop()]
+        dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
+        del given
+
+
 @pytest.mark.parametrize(
     ("exercise", "answer"),
     [
@@ -161,6 +184,7 @@ def by_cases(parameters, ranks, stage, K, k):
         pytest.param(ADAM, WithoutPadding, id="12.2-slices"),
         pytest.param(GRADIENTS, by_autograd, id="12.3-autograd"),
         pytest.param(PASS, with_inner_functions, id="12.4-by-hand"),
+        pytest.param(PASS, with_all_pieces_first, id="12.4-pieces-first"),
         pytest.param(FORMULA, by_cases, id="12.5-cases"),
     ],
 )
@@ -231,6 +255,151 @@ def test_a_whole_copy_is_found_wherever_it_is(hide, found):
     assert found in verdict.text
 
 
+def test_a_whole_that_is_no_sum_is_not_called_one():
+    class Unchanged(Collectives):
+        def reduce_scatter(self, wholes):
+            return wholes
+
+    assert "where one piece of the sum was asked for" in judge(COLLECTIVES, Unchanged).text
+
+
+def test_weights_in_a_list_of_ones_own_are_not_the_rank_s():
+    class OwnList(ShardedAdam):
+        def __init__(self, weights, wire, lr):
+            super().__init__([w.clone() for w in weights], wire, lr)
+
+    verdict = judge(ADAM, OwnList)
+    assert verdict.status == WRONG
+    assert "at rank 0, weight 0 is" in verdict.text
+
+
+def test_weights_that_are_given_other_memory_are_not_written():
+    class OtherMemory(ShardedAdam):
+        def step(self, gradients, max_norm):
+            super().step(gradients, max_norm)
+            for w in self.weights:
+                w.data = w.data.clone()
+
+    verdict = judge(ADAM, OtherMemory)
+    assert verdict.status == WRONG
+    assert "weights[0] has other memory" in verdict.text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"weight_decay": 0.0}, {"betas": (0.8, 0.999)}, {"eps": 1e-2}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_another_setting_of_adamw_shows_in_bfloat16(settings):
+    wrong = day12._adam_but(
+        optimizer=lambda *args, **kw: torch.optim.AdamW(*args, **kw, **settings)
+    )
+    verdict = judge(ADAM, wrong)
+    assert verdict.status == WRONG
+    assert "at rank 0, weight" in verdict.text
+
+
+def test_another_error_of_torch_is_told_as_it_is():
+    class Broken(ShardedAdam):
+        def step(self, gradients, max_norm):
+            raise RuntimeError("of mine")
+
+    assert judge(ADAM, Broken).text.startswith("RuntimeError: of mine")
+
+
+HIDDEN = pytest.mark.parametrize(
+    "hide", [lambda x: x.numpy().copy(), lambda x: x.tolist()], ids=["numpy", "lists"]
+)
+
+
+@HIDDEN
+def test_gradients_that_are_kept_outside_of_tensors_are_found(hide):
+    """Stage 1, behind the meter's back: all are made, and then reduced."""
+
+    def answer(wire, weights, inputs, dys, sums):
+        dys, units, found = list(dys), range(len(weights[0])), {}
+        for unit in reversed(units):
+            for rank, dy in enumerate(dys):
+                dw, dys[rank] = backward_of(weights[rank][unit], inputs[rank][unit], dy)
+                found[rank, unit] = hide(dw), dw.dtype
+        for unit in units:
+            kept = [found[rank, unit] for rank in range(len(dys))]
+            wholes = [torch.as_tensor(numbers, dtype=dtype) for numbers, dtype in kept]
+            for mine, shard in zip(sums, Collectives(wire).reduce_scatter(wholes), strict=True):
+                mine[unit] += shard
+        return dys
+
+    verdict = judge(GRADIENTS, answer)
+    assert verdict.status == WRONG
+    assert "bytes outside of tensors" in verdict.text
+
+
+@HIDDEN
+def test_weights_that_are_kept_outside_of_tensors_are_found(hide):
+    def answer(wire, shards, xs, dy_of, sums):
+        kept = []
+        for unit in range(len(shards[0])):
+            wholes = Collectives(wire).all_gather([mine[unit] for mine in shards])
+            kept.append([hide(w) for w in wholes])
+            del wholes
+        sharded_pass(Unpaid(wire, shards), shards, xs, dy_of, sums)
+
+    verdict = judge(PASS, answer)
+    assert verdict.status == WRONG
+    assert "bytes outside of tensors" in verdict.text
+
+
+class Unpaid:
+    """Counts no weights in forward: they were gathered before."""
+
+    def __init__(self, wire, shards):
+        self.wire, self.left = wire, len(shards) * (len(shards) - 1) * len(shards[0])
+
+    def send(self, source, target, numbers):
+        self.left -= 1
+        before = list(self.wire.sent)
+        arrived = self.wire.send(source, target, numbers)
+        if self.left >= 0:
+            self.wire.sent[:] = before
+        return arrived
+
+
+def left_open(wire, shards, xs, dy_of, sums, *, forward, backward):
+    """As one writes it first; a name is deleted where it is said so."""
+    together, inputs = Collectives(wire), [list(xs)]
+    for unit in range(len(shards[0])):
+        wholes = together.all_gather([mine[unit] for mine in shards])
+        inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
+        if forward:
+            del wholes
+    dys = [dy_of(y) for y in inputs[-1]]
+    for unit in reversed(range(len(shards[0]))):
+        wholes = together.all_gather([mine[unit] for mine in shards])
+        given = [[w] for w in wholes], [[x] for x in inputs[unit]]
+        dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
+        if backward:
+            del wholes
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "found"),
+    [
+        (False, False, "The unit before is still whole while the next is gathered"),
+        (True, False, "Forward lets go of its units, and backward does not"),
+        (True, True, "Forward lets go of its units, and backward does not"),  # `given` holds it
+    ],
+)
+def test_a_unit_that_a_name_still_holds_is_found_in_either_direction(forward, backward, found):
+    verdict = judge(PASS, lambda *args: left_open(*args, forward=forward, backward=backward))
+    assert verdict.status == WRONG
+    assert found in verdict.text
+
+
+def test_the_librarys_formulas_answer_again_after_the_check():
+    assert judge(FORMULA, day12._the_librarys).status == WRONG
+    assert model_state_bytes(80, ranks=4, stage=0) == 16 * 80
+
+
 def test_who_writes_into_the_gradients_of_a_rank_is_told_so():
     class Careless(ShardedAdam):
         def step(self, gradients, max_norm):
@@ -250,8 +419,8 @@ def test_who_writes_into_what_add_gradients_was_given_is_told_so(place):
     assert f"changed the {place} that it was given." in judge(GRADIENTS, answer).text
 
 
-def test_weights_that_a_graph_keeps_are_found():
-    """Autograd in one go holds every unit that was gathered."""
+def test_wholes_that_are_put_together_behind_the_wire_are_found():
+    """After the pass, where nothing is gathered any more."""
 
     def answer(wire, shards, xs, dy_of, sums):
         kept = []
@@ -390,6 +559,96 @@ def test_a_rank_of_eight_peaks_in_its_step_with_float32_gradients(stage, peak, f
     assert round(held_and_sent(n, 8, stage, K=12, k=1)[0] / 1e9, 2) == formula
     whole = 2 * n if stage == 1 else 0  # gradients of stage 1 are there until the shard's are made
     assert trace.at_peak["gradients"] == whole + 4 * n // 8
+
+
+@pytest.mark.slow
+def test_what_a_rank_holds_of_eight_blocks_at_its_peak_adds_up_as_the_lesson_says():
+    config = replace(PRESETS["llama-2-7b"], layers=8)
+    trace = of_7b(3, config)
+    ends = 2 * config.vocab_size * config.width  # numbers of embedding and head
+    n, block = config.parameters, (config.parameters - ends) // 8
+    shard, a_block_s = n / 8, block / 8
+    whole = 2 * (block + ends)
+    assert trace.at_peak["parameters"] == pytest.approx((2 + 4) * shard + whole, rel=1e-4)
+    assert trace.at_peak["optimizer_state"] == pytest.approx(8 * shard, rel=1e-4)
+    mlp = 3 * config.width * config.hidden
+    gradients = 2 * (7 * a_block_s + ends / 2 + mlp)
+    assert trace.at_peak["gradients"] == pytest.approx(gradients, rel=1e-4)
+    rest = sum(trace.at_peak[k] for k in ("activations", "backward_temporaries", "buffers"))
+    said = (2 * shard, 12 * shard, 4 * shard, 14 * a_block_s, whole, ends + 2 * mlp, rest)
+    in_gb = [f"{x / 1e9:.3f}" for x in (*said, trace.peak_bytes)]
+    assert in_gb == ["0.470", "2.822", "0.941", "0.354", "0.929", "0.533", "0.387", "5.495"]
+
+
+def test_gradients_are_twice_there_for_a_moment_as_the_lesson_says():
+    """Two tiny blocks on four ranks: an embedding in stages 0 and 1, a block in 2 and 3."""
+    model = GPT(replace(PRESETS["tiny"], layers=2))
+    everything, embedding, block = (
+        sum(p.nbytes for p in m.parameters()) for m in (model, model.embedding, model.blocks[0])
+    )
+    twice = 2 * block + block // 4 + model.norm.weight.nbytes
+    wanted = [everything + embedding] * 2 + [twice] * 2
+    for stage in range(4):
+        made = torch.optim.AdamW(model.parameters(), foreach=False)
+        zero = simulate(model, made, 4, stage, meter=memlab.meter)
+        tokens = torch.zeros(1, 16, dtype=torch.long)
+        step = zero.step([(tokens, tokens)] * 4, lambda m, b: (m(*b), 1))
+        events = [e for e in step.traces[0].events if e.category == "gradients"]
+        assert max(running_sums(e.bytes for e in events)) == wanted[stage]
+    assert [f"{n / 1024:.2f}" for n in wanted] == ["160.62"] * 2 + ["108.69"] * 2
+
+
+def two_steps_of_two_tiny_blocks(make):
+    """The second step's trace, of one sequence of 16 tokens for each rank."""
+    torch.manual_seed(0)
+    model = GPT(replace(PRESETS["tiny"], layers=2))
+    step = make(model, torch.optim.AdamW(model.parameters(), foreach=False))
+    tokens, targets = (torch.zeros(1, 16, dtype=torch.long) for _ in range(2))
+    return [step(tokens, targets) for _ in range(2)][-1]
+
+
+def of_a_stage(stage):
+    def make(model, optimizer):
+        zero = simulate(model, optimizer, 4, stage, meter=memlab.meter)
+        return lambda *b: zero.step([b] * 4, lambda m, b: (m(*b) * 16, 16)).traces[0]
+
+    return two_steps_of_two_tiny_blocks(make)
+
+
+def of_one_process(model, optimizer):
+    def step(*batch):
+        with memlab.meter(model, optimizer) as run:
+            (model(*batch) * 16).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.trace
+
+    return step
+
+
+def test_stage_0_peaks_in_backward_and_above_one_process_as_the_lesson_says():
+    """It has a run of all gradients from the first one on, beside the activations."""
+    alone, stage_0 = two_steps_of_two_tiny_blocks(of_one_process), of_a_stage(0)
+    assert stage_0.peak_phase == "backward"
+    in_kib = [f"{trace.peak_bytes / 1024:.2f}" for trace in (alone, stage_0)]
+    assert in_kib == ["580.84", "653.59"]
+    weights, no_activations = stage_0.at_peak["parameters"], 4  # but for the loss
+    assert alone.at_peak["gradients"] == weights < stage_0.at_peak["gradients"]
+    assert alone.at_peak["activations"] == no_activations < stage_0.at_peak["activations"]
+
+
+def test_stage_3_peaks_with_a_block_gathered_and_hardly_a_gradient_as_the_lesson_says():
+    model = GPT(replace(PRESETS["tiny"], layers=2))
+    everything, embedding, block, norm = (
+        sum(p.nbytes for p in m.parameters())
+        for m in (model, model.embedding, model.blocks[0], model.norm)
+    )
+    trace = of_a_stage(3)
+    assert trace.peak_phase == "backward"
+    assert trace.at_peak["parameters"] == everything // 4 + block + embedding + norm
+    assert trace.at_peak["gradients"] == norm
+    assert 0 <= trace.at_peak["backward_temporaries"] - (block + embedding) < 4096
+    assert [f"{n / 1024:.2f}" for n in (block, embedding)] == ["48.25", "32.00"]
 
 
 def test_shards_of_a_lion_of_8_bits_are_refused():

@@ -1,8 +1,11 @@
 """Day 12: sharding with ZeRO."""
 
 import tracemalloc
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate as running_sums
 from typing import Any
 
 import torch
@@ -14,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.metering import measure
-from memlab.zero import communication_bytes, model_state_bytes
+from memlab.trace import Trace
+from memlab.zero import communication_bytes, formulas, model_state_bytes
 
 # ------------------------------------------------------------------ what is given
 
@@ -243,9 +247,10 @@ def _placed(of_ranks: Sequence[Any]) -> Iterator[CheckedWire]:
 def _require_sent(call: str, wire: Wire, wanted: int) -> None:
     """Each rank, as many bytes."""
     got = max(wire.sent, key=lambda sent: abs(sent - wanted))
+    who = "each rank" if len(set(wire.sent)) == 1 else f"rank {wire.sent.index(got)}"
     require(
         got == wanted,
-        f"{call}: rank {wire.sent.index(got)} sent {got:,} bytes, wanted {wanted:,} of each rank.",
+        f"{call}: {who} sent {got:,} bytes, wanted {wanted:,} of each rank.",
     )
 
 
@@ -275,6 +280,20 @@ def _require_close(what: str, got: Tensor, wanted: Tensor, within: float) -> Non
     raise Wrong(
         f"{what}, number {at} of {got.numel()}, is {got.flatten()[at].item():.4f}; wanted "
         f"{wanted.flatten()[at].item():.4f}."
+    )
+
+
+def _outside_of_tensors(call: str, run: Callable[[], Any], most: int) -> None:
+    """Arrays of numpy and lists of numbers are in memory all the same."""
+    tracemalloc.start()
+    try:
+        run()
+        outside = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    require(
+        outside < most,
+        f"{call} takes {outside:,} bytes outside of tensors; wanted less than {most:,}.",
     )
 
 
@@ -440,6 +459,21 @@ class _From0(Collectives):
         return [whole, *(self.wire.send(0, rank, whole) for rank in range(1, len(shards)))]
 
 
+class _ZeroFilled(Collectives):
+    """Every rank sends a whole, with zeros where the others' pieces are to be."""
+
+    def all_gather(self, shards: list[Tensor]) -> list[Tensor]:
+        ranks, wide = range(len(shards)), []
+        for rank, shard in enumerate(shards):
+            pieces = [torch.zeros_like(shard) for _ in ranks]
+            pieces[rank] = shard
+            wide.append(torch.cat(pieces))
+        return [
+            sum(wide[s] if s == rank else self.wire.send(s, rank, wide[s]) for s in ranks)
+            for rank in ranks
+        ]
+
+
 class _OneForAll(Collectives):
     def all_gather(self, shards: list[Tensor]) -> list[Tensor]:
         whole, *_ = super().all_gather(shards)
@@ -485,7 +519,8 @@ _COLLECTIVES = Exercise(
         ),
         WrongAnswer(
             _AllReduced,
-            "This is an all-reduce: every rank has the whole sum, where a piece was asked for.",
+            "As many numbers as the whole has, at every rank, where one piece of the sum was asked "
+            "for; whole sums for all are an all-reduce.",
         ),
         WrongAnswer(_NoWire, "Tensors of other ranks are out of reach: they come by the wire."),
         WrongAnswer(
@@ -500,6 +535,11 @@ _COLLECTIVES = Exercise(
         WrongAnswer(
             _From0,
             "Rank 0 sends the whole to each other rank, while the wires of the others lie idle.",
+        ),
+        WrongAnswer(
+            _ZeroFilled,
+            "Each rank sends a tensor as long as the whole: its piece is enough, which the others "
+            "put in its place.",
         ),
         WrongAnswer(_OneForAll, "One tensor, R times in a list: it lies at one rank alone."),
         WrongAnswer(_OwnFirst, "Pieces stand in the order of the ranks, at every rank alike."),
@@ -538,12 +578,13 @@ class _Exact:
 
 LR, LOOSE, TIGHT = 0.01, 100.0, 0.5
 ADAMS = ((2, 6, LOOSE), (2, 7, LOOSE), (2, 50, TIGHT), (4, 30, TIGHT), (1, 3, TIGHT))
+LONG = 2, 8, LOOSE, 12, 1.0  # steps so long, and so many, that decay and betas show in bfloat16
 LARGE = 4, 40_003  # ranks, weights
 
 
 def _check_adam(answer: Any) -> str:
-    for ranks, n, max_norm in ADAMS:
-        _check_steps(answer, ranks, n, max_norm)
+    for case in (*ADAMS, LONG):
+        _check_steps(answer, *case)
     held = _held_by_adam(answer)
     ranks, n = LARGE
     shard = -(-n // ranks)
@@ -558,11 +599,11 @@ def _check_adam(answer: Any) -> str:
         f"ShardedAdam of {n:,} weights on {ranks} ranks keeps {held:,} bytes at each rank in "
         f"tensors; wanted {least:,}: a float32 copy and two moments of {shard:,} weights.",
     )
-    outside = _python_bytes(answer)
-    require(
-        outside < n * 4,
-        f"ShardedAdam of {n:,} weights on {ranks} ranks takes {outside:,} bytes outside of "
-        f"tensors; wanted less than {n * 4:,}.",
+    weights, gradients = _copies(ranks, n), _gradients(ranks, n, 1)
+    _outside_of_tensors(
+        f"ShardedAdam of {n:,} weights on {ranks} ranks",
+        lambda: answer(weights, Wire(ranks), LR).step(gradients, LOOSE),
+        n * 4,
     )
     return (
         f"weights of one process's AdamW, rounded, clipped or not, padded or not · "
@@ -570,12 +611,15 @@ def _check_adam(answer: Any) -> str:
     )
 
 
-def _check_steps(answer: Any, ranks: int, n: int, max_norm: float, steps: int = 3) -> None:
+def _check_steps(
+    answer: Any, ranks: int, n: int, max_norm: float, steps: int = 3, lr: float = LR
+) -> None:
     weights = _copies(ranks, n)
-    exact = _Exact(weights[0], LR)
-    call = f"step {{}} of {n} weights on {ranks} ranks, max_norm={max_norm}"
+    handed, views = list(weights), [w.view(-1) for w in weights]
+    exact = _Exact(weights[0], lr)
+    call = f"step {{}} of {n} weights on {ranks} ranks, max_norm={max_norm}, lr={lr}"
     with _placed([weights]) as wire:
-        adam = answer(weights, wire, LR)
+        adam = answer(weights, wire, lr)
         require(
             hasattr(adam, "step"), f"ShardedAdam(…) gave {type(adam).__name__}; wanted an object."
         )
@@ -587,10 +631,19 @@ def _check_steps(answer: Any, ranks: int, n: int, max_norm: float, steps: int = 
         sent, sums = list(wire.sent), wire.sums
         for rank, gradient in enumerate(gradients):
             wire._where.place(rank, gradient)
-        with wire._where:
+        with wire._where, _gradients_in_float32(now):
             adam.step(gradients, max_norm)
         exact.step(before, max_norm)
         for rank in range(ranks):
+            require(
+                weights[rank] is handed[rank],
+                f"{now}: weights[{rank}] is another tensor than the one that was handed over.",
+            )
+            require(
+                weights[rank].data_ptr() == views[rank].data_ptr(),
+                f"{now}: weights[{rank}] has other memory than it was handed over with; wanted the "
+                f"numbers written there, where views of it see them: copy_.",
+            )
             _require_bfloat16(f"{now}: at rank {rank}, weight", weights[rank], exact.weights)
             require(
                 torch.equal(gradients[rank], before[rank]),
@@ -613,6 +666,19 @@ def _check_steps(answer: Any, ranks: int, n: int, max_norm: float, steps: int = 
             wire.sums - sums == 1,
             f"{now}: wire.sum was called {wire.sums - sums} times, wanted once, for the norm.",
         )
+
+
+@contextmanager
+def _gradients_in_float32(call: str) -> Iterator[None]:
+    """What torch says of another dtype are four sentences about grad_dtype."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "grad_dtype" not in str(error):
+            raise
+        raise Wrong(
+            f"{call}: torch refuses a gradient that is not in its weight's dtype; wanted float32."
+        ) from None
 
 
 def _require_bfloat16(what: str, got: Tensor, exact: Tensor) -> None:
@@ -640,19 +706,6 @@ def _held_by_adam(answer: Any) -> int:
     return (trace.live_bytes - given) // ranks
 
 
-def _python_bytes(answer: Any) -> int:
-    """The most that arrays of numpy and lists of numbers take, which are in memory all the same."""
-    ranks, n = LARGE
-    weights, gradients = _copies(ranks, n), _gradients(ranks, n, 1)
-    tracemalloc.start()
-    try:
-        adam = answer(weights, Wire(ranks), LR)
-        adam.step(gradients, LOOSE)
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 def _adam_but(
     size_of: Callable[[int, int], int] = lambda n, ranks: -(-n // ranks),
     reduce: Callable[[Any, list[Tensor]], list[Tensor]] = (
@@ -666,9 +719,13 @@ def _adam_but(
     gather: bool = True,
     gather_dtype: torch.dtype | None = None,
     copy_dtype: torch.dtype = torch.float32,
+    gradient_dtype: torch.dtype | None = None,
+    optimizer: Callable[..., Any] = torch.optim.AdamW,
     forgets: bool = False,
     keeps_gradients: bool = False,
     detached: bool = True,
+    zeros_in_front: bool = False,
+    rebinds: bool = False,
 ) -> Any:
     """The right one, with something in it that is not."""
 
@@ -682,17 +739,17 @@ def _adam_but(
             self.make()
 
         def make(self) -> None:
-            adamw = torch.optim.AdamW
-            self.optimizers = [adamw([s], lr=self.lr, foreach=False) for s in self.shards]
+            self.optimizers = [optimizer([s], lr=self.lr, foreach=False) for s in self.shards]
 
         def padded(self, x: Tensor) -> Tensor:
             fitting = x[: self.size * self.ranks]
-            return F.pad(fitting, (0, self.size * self.ranks - len(fitting)))
+            missing = self.size * self.ranks - len(fitting)
+            return F.pad(fitting, (missing, 0) if zeros_in_front else (0, missing))
 
         def step(self, gradients: list[Tensor], max_norm: float) -> None:
             sums = reduce(self.wire, [self.padded(g) for g in gradients])
             for shard, total in zip(self.shards, sums, strict=True):
-                shard.grad = (total.float() / divisor(self.ranks)).to(shard.dtype)
+                shard.grad = (total.float() / divisor(self.ranks)).to(gradient_dtype or shard.dtype)
             squares = [float(shard.grad.float().square().sum()) for shard in self.shards]
             of_all = norm(self.wire, squares, 0)
             for rank, (shard, optimizer) in enumerate(
@@ -720,6 +777,8 @@ def _adam_but(
                 self.weights, Collectives(self.wire).all_gather(stepped), strict=True
             ):
                 w[: len(whole)].copy_(whole[: len(w)])
+            if rebinds:
+                self.weights[:] = [w.clone() for w in self.weights]
 
     return Adam
 
@@ -816,6 +875,34 @@ _ADAM = Exercise(
             "The padding is forgotten: n // R leaves the last weights to nobody.",
         ),
         WrongAnswer(
+            _adam_but(size_of=lambda n, ranks: n // ranks + 1),
+            "R divides these weights, so nothing is missing: R - n % R pads a whole R there, and "
+            "-n % R is 0.",
+        ),
+        WrongAnswer(
+            _adam_but(zeros_in_front=True),
+            "The zeros are in front: a weight is then another place in the whole. They belong "
+            "behind, where whole[:n] cuts them off.",
+        ),
+        WrongAnswer(
+            _adam_but(gradient_dtype=torch.bfloat16),
+            "The sum arrives in bfloat16, and the copy is in float32: total.float() / R.",
+        ),
+        WrongAnswer(
+            _adam_but(rebinds=True),
+            "Into the list a new tensor is put, and into the rank's weights nothing written: "
+            "weights[r].copy_(…).",
+        ),
+        WrongAnswer(
+            _adam_but(optimizer=torch.optim.Adam),
+            "This is Adam, without the weight decay that is torch.optim.AdamW's by default.",
+        ),
+        WrongAnswer(
+            _adam_but(optimizer=partial(torch.optim.AdamW, betas=(0.9, 0.95))),
+            "The betas are others: torch.optim.AdamW([copy], lr=lr, foreach=False), and nothing "
+            "else set.",
+        ),
+        WrongAnswer(
             _adam_but(divisor=lambda ranks: 1),
             "The sum of the ranks' gradients, not the mean: R times too long before it is clipped.",
         ),
@@ -852,7 +939,7 @@ _ADAM = Exercise(
         ),
         WrongAnswer(
             _adam_but(keeps_gradients=True),
-            "The shard's gradient stays after the step: 4 bytes a number that nobody needs.",
+            "Four bytes a number too many: is the shard's gradient still there after the step?",
         ),
     ),
 )
@@ -925,18 +1012,30 @@ class _Patient:
 
 
 def _require_gradients(
-    call: str, patient: _Patient, sums: Any, begun: float, within: float
+    call: str, patient: _Patient, handed: Any, sums: Any, begun: float, within: float
 ) -> None:
+    """In the tensors that were handed over; `sums` is the list in which they were."""
+    for rank in range(patient.ranks):
+        for unit in range(patient.units):
+            require(
+                sums[rank][unit] is handed[rank][unit],
+                f"{call}: sums[{rank}][{unit}] is another tensor than the one handed over.",
+            )
+    require(
+        not all(torch.equal(s, torch.full_like(s, begun)) for s in _tensors(handed)),
+        f"{call}: all sums are as they were handed over; wanted gradients added to them.",
+    )
     for rank in range(patient.ranks):
         for unit in reversed(range(patient.units)):
             what = f"{call}: in sums[{rank}][{unit}], which began as {begun:g},"
             wanted = patient.wanted[rank][unit] + begun
-            _require_tensors(what, [sums[rank][unit]], [wanted], "a tensor")
-            _require_close(f"{what} the gradient", sums[rank][unit], wanted, within)
+            _require_tensors(what, [handed[rank][unit]], [wanted], "a tensor")
+            _require_close(f"{what} the gradient", handed[rank][unit], wanted, within)
 
 
-DEEP = 2, 2, ((32, 32),) * 12, torch.float32  # ranks, rows, units of 1,024 weights
-A_UNIT = 4 * 32 * 32
+DEEP = 2, 1, ((64, 64),) * 12, torch.float32  # ranks, rows, units of 4,096 weights
+A_UNIT = 4 * 64 * 64
+OUTSIDE = 4 * A_UNIT  # of tensors: of what 12 units on two ranks are, a sixth
 
 
 def _check_gradients(answer: Callable[..., Any]) -> str:
@@ -948,7 +1047,7 @@ def _check_gradients(answer: Callable[..., Any]) -> str:
             handed = [list(mine) for mine in sums]
             with patient.place(sums) as wire:
                 got = answer(wire, patient.weights, patient.inputs, patient.dys, sums)
-            _require_gradients(call, patient, handed, begun, 1e-9)
+            _require_gradients(call, patient, handed, sums, begun, 1e-9)
             _require_tensors(call, got, patient.dxs, "gradients of inputs")
             for rank, (dx, wanted) in enumerate(zip(got, patient.dxs, strict=True)):
                 _require_close(f"{call}: the gradient of rank {rank}'s input", dx, wanted, 1e-9)
@@ -961,6 +1060,11 @@ def _check_gradients(answer: Callable[..., Any]) -> str:
         patient.ranks,
     )
     _require_few_units("add_gradients_", most, 4, "gradients")
+    _outside_of_tensors(
+        "add_gradients_ of 12 units",
+        lambda: answer(Wire(patient.ranks), patient.weights, patient.inputs, patient.dys, sums),
+        OUTSIDE,
+    )
     return (
         f"sums of all ranks' gradients, each rank's pieces, added to what was there · each rank "
         f"sends (R − 1)/R of them · {most / A_UNIT:.1f} units' bytes on the way, of {patient.units}"
@@ -969,7 +1073,10 @@ def _check_gradients(answer: Callable[..., Any]) -> str:
 
 def _most_bytes(run: Callable[[], Any], ranks: int) -> int:
     """The most that is alive beyond what was there before, for each rank."""
-    trace = measure(run)
+    return _most(measure(run), ranks)
+
+
+def _most(trace: Trace, ranks: int) -> int:
     before = sum(event.bytes for event in trace.events if event.phase == "before")
     return (trace.peak_bytes - before) // ranks
 
@@ -1090,8 +1197,61 @@ _GRADIENTS = Exercise(
             "The list of dys that was handed over is written over: make one of your own.",
         ),
         WrongAnswer(_gradients_but(returns=False), "The gradients of the inputs are not returned."),
+        WrongAnswer(
+            _gradients_but(add=lambda mine, unit, shard: mine[unit].add_(shard / 2)),
+            "This is the mean: 12.2 divided by R once, in the step. Here sums are asked for.",
+        ),
     ),
 )
+
+
+MARK = (3, 1, 7)  # the shape of a tensor that nobody else makes
+PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.mv.")
+
+
+class _GatherWire(Wire):
+    """Leaves a mark in the trace where a unit begins to be gathered.
+
+    By the bytes that were sent: forward gathers unit after unit, and backward gathers and reduces
+    each in turn. A collective of units that are alike sends as much each time.
+    """
+
+    def __init__(self, patient: _Patient) -> None:
+        super().__init__(patient.ranks)
+        a_collective, units = (patient.ranks - 1) * A_UNIT, patient.units
+        forward = [n * a_collective for n in range(units)]
+        backward = [(units + 2 * n) * a_collective for n in range(units)]
+        self._begins = [*forward, *backward]
+
+    def send(self, source: int, target: int, numbers: Tensor) -> Tensor:
+        if self._begins and sum(self.sent) >= self._begins[0]:
+            self._begins.pop(0)
+            torch.empty(MARK)
+        return super().send(source, target, numbers)
+
+
+def _require_one_whole(trace: Trace, patient: _Patient) -> None:
+    """From where a unit begins to be gathered until it is multiplied, nothing else is whole.
+
+    A gather may take a unit's bytes beside what it gathers, for the pieces that arrive.
+    """
+    units, events = patient.units, trace.events
+    before = sum(event.bytes for event in events if event.phase == "before")
+    live = list(running_sums(event.bytes for event in events))
+    begins = [n for n, e in enumerate(events) if e.shape == MARK and e.bytes > 0]
+    works = [n for n, e in enumerate(events) if e.operator.startswith(PRODUCTS) and e.bytes > 0]
+    whole = []
+    for begin in begins:
+        end = next((n for n in works if n > begin), len(live))
+        whole.append((max(live[begin:end]) - before) // patient.ranks // A_UNIT)
+    most = max(whole, default=0)
+    gather = whole.index(most) if whole else 0
+    way, unit = ("forward", gather) if gather < units else ("backward", 2 * units - 1 - gather)
+    require(
+        most <= 1,
+        f"sharded_pass of {units} units: in {way}, when unit {unit} has been gathered, each rank "
+        f"holds {most} units' bytes; wanted one unit whole.",
+    )
 
 
 def _check_pass(answer: Callable[..., Any]) -> str:
@@ -1103,15 +1263,20 @@ def _check_pass(answer: Callable[..., Any]) -> str:
             handed = [list(mine) for mine in sums]
             with patient.place(sums) as wire:
                 answer(wire, patient.shards, patient.xs, _dy, sums)
-            _require_gradients(call, patient, handed, begun, 1e-9)
+            _require_gradients(call, patient, handed, sums, begun, 1e-9)
             _require_sent(call, wire, 3 * 8 * patient.elements * (ranks - 1) // ranks)
             _require_untouched(call, patient, _Patient(ranks, rows, widths, torch.float64))
     patient = _Patient(*DEEP)
-    sums = patient.sums()
-    most = _most_bytes(
-        lambda: answer(Wire(patient.ranks), patient.shards, patient.xs, _dy, sums), patient.ranks
+    sums, wire = patient.sums(), _GatherWire(patient)
+    trace = measure(lambda: answer(wire, patient.shards, patient.xs, _dy, sums))
+    _require_one_whole(trace, patient)
+    most = _most(trace, patient.ranks)
+    _require_few_units("sharded_pass", most, 5, "weights and gradients")
+    _outside_of_tensors(
+        "sharded_pass of 12 units",
+        lambda: answer(Wire(patient.ranks), patient.shards, patient.xs, _dy, sums),
+        OUTSIDE,
     )
-    _require_few_units("sharded_pass", most, 6, "weights and gradients")
     return (
         f"the gradients of whole weights, from shards · each rank sends 3 (R − 1)/R of them · "
         f"{most / A_UNIT:.1f} units' bytes on the way, of {patient.units}"
@@ -1121,16 +1286,20 @@ def _check_pass(answer: Callable[..., Any]) -> str:
 def _pass_but(
     keep: str = "nothing",
     gathered_again: bool = True,
+    last_once: bool = False,
+    lets_go: tuple[bool, bool] = (True, True),  # in forward, in backward
     extra: int = 0,
     add: Any = add_gradients_,
     dy: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = lambda dy_of, y: dy_of(y),
     inputs_of: Callable[[list[Any], int], Any] = lambda inputs, unit: inputs[unit],
+    whole_sums: bool = False,
 ) -> Any:
     """The right one, with something in it that is not."""
 
     def answer(wire: Any, shards: Any, xs: Any, dy_of: Any, sums: Any) -> None:
         together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
         kept: dict[int, Any] = {}
+        held: list[Any] = []  # what a name without a del would be holding
 
         def gathered(unit: int) -> list[Tensor]:
             for _ in range(extra):
@@ -1144,15 +1313,59 @@ def _pass_but(
             if keep != "nothing":
                 kept[unit] = wholes
             inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
+            held = [] if lets_go[0] else wholes
+            if last_once and unit == units[-1]:
+                kept[unit] = wholes
             del wholes
         dys = [dy(dy_of, y) for y in inputs[-1]]
         for unit in reversed(units):
-            wholes = gathered(unit) if gathered_again else kept[unit]
+            again = gathered_again and not (last_once and unit == units[-1])
+            wholes = gathered(unit) if again else kept.pop(unit) if last_once else kept[unit]
             given = [[w] for w in wholes], [[x] for x in inputs_of(inputs, unit)]
-            dys = add(wire, *given, dys, [[mine[unit]] for mine in sums])
+            dys = add(wire, *given, dys, sums if whole_sums else [[mine[unit]] for mine in sums])
+            held = [] if lets_go[1] else wholes
             del wholes, given
+        held.clear()
 
     return answer
+
+
+def _gathered_ahead(wire: Any, shards: Any, xs: Any, dy_of: Any, sums: Any) -> None:
+    """The next unit is gathered before the last one has run, as production does it."""
+    together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
+
+    def gathered(unit: int) -> list[Tensor]:
+        return together.all_gather([mine[unit] for mine in shards]) if unit in units else []
+
+    following = gathered(0)
+    for unit in units:
+        wholes, following = following, gathered(unit + 1)
+        inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
+        del wholes
+    dys, following = [dy_of(y) for y in inputs[-1]], gathered(units[-1])
+    for unit in reversed(units):
+        wholes, following = following, gathered(unit - 1)
+        given = [[w] for w in wholes], [[x] for x in inputs[unit]]
+        dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
+        del wholes, given
+
+
+def _window(wire: Any, shards: Any, xs: Any, dy_of: Any, sums: Any) -> None:
+    """The last two units stay, in each direction."""
+    together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
+    window: deque[list[Tensor]] = deque(maxlen=2)
+
+    def gathered(unit: int) -> list[Tensor]:
+        window.append(together.all_gather([mine[unit] for mine in shards]))
+        return window[-1]
+
+    for unit in units:
+        inputs.append([forward_of(w, x) for w, x in zip(gathered(unit), inputs[-1], strict=True)])
+    dys = [dy_of(y) for y in inputs[-1]]
+    for unit in reversed(units):
+        given = [[w] for w in gathered(unit)], [[x] for x in inputs[unit]]
+        dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
+        del given
 
 
 def _own_shard_alone(wire: Any, shards: Any, xs: Any, dy_of: Any, sums: Any) -> None:
@@ -1193,7 +1406,7 @@ _PASS = Exercise(
         ),
         WrongAnswer(
             _pass_but(keep="in forward"),
-            "Whole weights are kept somewhere though they are gathered again: let go of each unit.",
+            "Whole weights of all units are kept though they are gathered again: let go of each.",
         ),
         WrongAnswer(
             _pass_but(extra=1), "Weights are gathered more often than once in each direction."
@@ -1216,8 +1429,41 @@ _PASS = Exercise(
             "The outputs themselves are taken for their gradients: dy_of(y).",
         ),
         WrongAnswer(
-            _pass_but(add=_gradients_but(add=_rebound)),
-            "sums[rank][unit] is replaced in a list, not added to: in place.",
+            lambda wire, shards, xs, dy_of, sums: None,
+            "Nothing has reached them: is there a backward pass, and does it add in place? What is "
+            "put into a list of your own is not put into sums.",
+        ),
+        WrongAnswer(
+            _pass_but(whole_sums=True),
+            "add_gradients_ was handed sums of all units, and took the first for each: of lists "
+            "of one unit, [[mine[unit]] for mine in sums].",
+        ),
+        WrongAnswer(
+            _pass_but(inputs_of=lambda inputs, unit: inputs[unit + 1]),
+            "Off by one: what a unit was given in forward is wanted, not what came out of it.",
+        ),
+        WrongAnswer(
+            _pass_but(last_once=True),
+            "The last unit is gathered once: a sound thought, for its backward follows at once. "
+            "Here each is to be gathered twice, so that 3 passes can be counted.",
+        ),
+        WrongAnswer(
+            _pass_but(lets_go=(False, False)),
+            "The unit before is still whole while the next is gathered, for a name holds it: del "
+            "it first, and every list that it is in.",
+        ),
+        WrongAnswer(
+            _pass_but(lets_go=(True, False)),
+            "Forward lets go of its units, and backward does not: del wholes, and every list that "
+            "they were put into.",
+        ),
+        WrongAnswer(
+            _gathered_ahead,
+            "The next unit is gathered before this one has run, as production does it to hide the "
+            "wire: it costs a second whole unit, and one was asked for.",
+        ),
+        WrongAnswer(
+            _window, "Two units stay beside the one that is gathered: let go of each at once."
         ),
     ),
 )
@@ -1236,11 +1482,26 @@ def _check_formula(answer: Callable[..., tuple[int, int]]) -> str:
     return "4 stages · ⌈Ψ/R⌉ to a rank, padding held and sent · k micro-batches"
 
 
+@contextmanager
+def _without_the_librarys(call: str) -> Iterator[None]:
+    """Both formulas of memlab.zero round up by `ceil_div`, which refuses until then."""
+
+    def refused(*_: Any) -> None:
+        raise Wrong(f"{call} asked model_state_bytes or communication_bytes; wanted your own.")
+
+    kept, formulas.ceil_div = formulas.ceil_div, refused
+    try:
+        yield
+    finally:
+        formulas.ceil_div = kept
+
+
 def _check_held(
     answer: Callable[..., Any], parameters: int, ranks: int, stage: int, K: int, k: int
 ) -> None:
     call = f"held_and_sent({parameters}, ranks={ranks}, stage={stage}, K={K}, k={k})"
-    got = answer(parameters, ranks, stage, K, k)
+    with _without_the_librarys(call):
+        got = answer(parameters, ranks, stage, K, k)
     require(
         isinstance(got, tuple) and len(got) == 2,
         f"{call} gave {type(got).__name__}; wanted two numbers, held and sent."
@@ -1270,6 +1531,14 @@ def _formula_but(
         return held, element * passes(k)[stage] * ring(parameters, ranks, shard)
 
     return answer
+
+
+def _the_librarys(parameters: int, ranks: int, stage: int, K: int, k: int) -> tuple[int, int]:
+    recipe = {"ranks": ranks, "stage": stage}
+    return (
+        model_state_bytes(parameters, optimizer_bytes=K, **recipe),
+        communication_bytes(parameters, micro_batches=k, **recipe),
+    )
 
 
 _FORMULA = Exercise(
@@ -1309,6 +1578,13 @@ _FORMULA = Exercise(
         WrongAnswer(
             _formula_but(passes=lambda k: (2, 2, 2, 3 * k)),
             "Stage 2 has nowhere to add up whole gradients: it reduces in every backward pass.",
+        ),
+        WrongAnswer(
+            _formula_but(passes=lambda k: (2, 2, 2 * k, 3 * k)),
+            "Stage 2 reduces k times, and gathers the stepped weights once: k + 1 passes.",
+        ),
+        WrongAnswer(
+            _the_librarys, "They are what this exercise builds: two sums of products, by you."
         ),
         WrongAnswer(
             _formula_but(passes=lambda k: (2, 2, k + 1, 3)),
