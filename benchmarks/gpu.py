@@ -11,6 +11,7 @@
     time       what precision and checkpointing cost, alone on the card
     optim      8-bit optimizers beside bitsandbytes' kernels, where those are installed
     fused      attention by tiles and the loss by chunks, beside torch's
+    offload    what offloading to the host and to the disk saves, and what of it is waited for
     verdict    "fits" and "out of memory", tried a little above and below the predicted edge
 
 A section is a row of SECTIONS: a function that is given a Bench and returns a Report.
@@ -41,6 +42,7 @@ from gpu_sections import (
     archive,
     day_sections,
     meter_section,
+    offload_section,
     peers_sections,
     predict_section,
     verdict_section,
@@ -76,6 +78,7 @@ SECTIONS: dict[str, Section] = {
     "time": Section("what precision and checkpointing cost in time", day_sections.timed),
     "optim": Section("8-bit optimizers beside bitsandbytes' kernels", peers_sections.optimizers),
     "fused": Section("attention and the loss by parts, beside torch's", peers_sections.fused),
+    "offload": Section("state, weights and activations elsewhere", offload_section.run),
     "verdict": Section("fits or not, around the predicted edge", verdict_section.run),
 }
 

@@ -10,7 +10,7 @@ long as no two fill the same plug: `combined("checkpointing+autocast")`.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,6 +42,12 @@ from memlab.model import (
     cross_entropy,
     scaled_dot_product_attention,
 )
+from memlab.offload import (
+    DiskStore,
+    OffloadedOptimizer,
+    offloaded_activations,
+    stream_layers,
+)
 from memlab.precision import LossScaler, MasterWeights
 from memlab.trace import Trace
 
@@ -59,6 +65,7 @@ def of_all_weights(made: Callable[..., Optimizer], **settings: Any) -> Optimizer
 
 one_by_one_adamw = partial(torch.optim.AdamW, foreach=False)
 plain_optimizer = of_all_weights(one_by_one_adamw)
+master_weights_optimizer = of_all_weights(MasterWeights, optimizer=one_by_one_adamw)
 
 
 @dataclass(frozen=True)
@@ -203,17 +210,21 @@ def rank_step(setting: Setting, technique: Technique, ranks: int, stage: int) ->
     """
     if technique.stepping is not Technique.stepping:
         raise ValueError(
-            "a weight that is stepped in backward has no gradient left to send to other ranks; "
-            "leave step-in-backward out"
+            "a weight that is stepped in backward, or whose state is offloaded, has nothing there "
+            "to be sent to other ranks; leave step-in-backward, offloaded-optimizer and "
+            "streamed-layers out"
         )
 
     def sum_of_losses(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
         with technique.around_forward(setting.device):
             return model(*part) * part[1].numel(), part[1].numel()
 
+    # Ranks have float32 copies of their own: of shards.
+    copies = technique.optimizer is master_weights_optimizer
+    made = plain_optimizer if copies else technique.optimizer
     with dry_run():
         model = _model(setting, technique)
-        rank = zero.one_rank(model, technique.optimizer(model), ranks, stage, meter=meter)
+        rank = zero.one_rank(model, made(model), ranks, stage, meter=meter, master_weights=copies)
         parts = list(split(_batch(setting), technique.micro_batch or setting.batch))
         scaler = technique.scaler() if technique.scaler else None
         return rank.step(parts, sum_of_losses, scaler=scaler)
@@ -242,6 +253,17 @@ def scheduled(
 
 
 each_block = partial(uniform_schedule, every=1)
+
+
+@cache
+def activations_on_disk() -> DiskStore:
+    """One for all steps of this process, in a temporary folder that goes with it."""
+    return DiskStore()
+
+
+def offloaded(optimizer: Optimizer, **settings: Any) -> OffloadedOptimizer:
+    """Its state in a temporary folder, in sub-groups that are smaller than the models here."""
+    return OffloadedOptimizer(optimizer, DiskStore(), sub_group=2**20, **settings)
 
 
 def to_bfloat16(model: nn.Module) -> None:
@@ -342,7 +364,7 @@ TECHNIQUES: dict[str, Technique] = {
     "master-weights": Technique(
         "a bfloat16 model, stepped by float32 copies of its weights",
         change_model=to_bfloat16,
-        optimizer=of_all_weights(MasterWeights, optimizer=one_by_one_adamw),
+        optimizer=master_weights_optimizer,
     ),
     "eager-attention": Technique(
         "attention with its score matrix in memory", attention=attention_reference
@@ -373,6 +395,19 @@ TECHNIQUES: dict[str, Technique] = {
     "step-in-backward": Technique(
         "each weight stepped as soon as its gradient is there",
         stepping=optim.step_in_backward,
+    ),
+    "offloaded-optimizer": Technique(
+        "the optimizer's state on the disk, some weights' at a time on the device",
+        stepping=offloaded,
+    ),
+    "offloaded-activations": Technique(
+        "what is kept for backward, on the disk meanwhile",
+        around_forward=lambda device: offloaded_activations(activations_on_disk()),
+    ),
+    "streamed-layers": Technique(
+        "weights, gradients and state on the disk, a block at a time on the device",
+        change_model=lambda model: stream_layers(model, DiskStore()),
+        stepping=partial(offloaded, weights=True, gradients=True),
     ),
     "sgd": Technique(
         "torch's SGD: no state at all", optimizer=of_all_weights(torch.optim.SGD, lr=0.01)

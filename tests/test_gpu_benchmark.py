@@ -17,6 +17,7 @@ import memlab
 from memlab.allocator import Allocator, Settings, history, recording
 from memlab.course.elsewhere import stored_on_a_gpu
 from memlab.metering.prediction import EVERYTHING_NOTE
+from memlab.model import PRESETS
 from memlab.trace import Event, Trace
 from memlab.train import combined, predicted_trace
 from memlab.units import format_bytes
@@ -44,7 +45,9 @@ archive, bench, configurations, day_jobs, jobs, meter_kinds, predictions, record
 allocator_section, meter_section, predict_section, verdict_section = (
     part(f"gpu_sections.{name}_section") for name in ("allocator", "meter", "predict", "verdict")
 )
-optim_jobs, fused_jobs = part("gpu_sections.optim_jobs"), part("gpu_sections.fused_jobs")
+optim_jobs, fused_jobs, offload_jobs = (
+    part(f"gpu_sections.{name}_jobs") for name in ("optim", "fused", "offload")
+)
 CONFIGURATIONS, SMALL = configurations.CONFIGURATIONS, configurations.SMALL
 FEW = ("AdamW, fused", "no_grad")
 
@@ -906,6 +909,27 @@ def test_a_wrong_way_is_seen_in_its_error(monkeypatch):
     monkeypatch.setattr(fused_jobs, "in_turn", lambda ours, theirs: [(1.0, 1.0)])
     found = fused_jobs.beside_torch("causal attention", small=True, rehearsal=True)
     assert found["memlab, error over the whole's"] > 10
+
+
+def test_offloading_stands_beside_the_step_that_keeps_everything(rehearsal, capsys):
+    assert gpu.run(rehearsal, ["offload"])
+    told = capsys.readouterr().out
+    assert "Offloaded to the host, a step has " in told
+    shown = stored_on_a_gpu("offload", rehearsal.out)
+    assert f"  what: {replace(day_jobs.SMALL_BILL, device='cpu')}" in shown
+    rows = [[cell.strip() for cell in line.split("|")] for line in told.splitlines()]
+    lines = {row[1]: row[2:-1] for row in rows if row[1:2] and row[1] in offload_jobs.PAIRS}
+    assert lines.keys() == offload_jobs.PAIRS.keys()
+    n = PRESETS["tiny"].parameters
+    for place in (offload_jobs.HOST, offload_jobs.DISK):
+        state = lines[f"{place}, state"]
+        assert state[2:5] == [format_bytes(8 * n), format_bytes(8 * n), "100%"]
+        assert lines[f"{place}, state and gradients"][3] == format_bytes(12 * n)
+    stepped_there = lines["host, all of the state, stepped on the host"]
+    assert stepped_there[2:4] == [format_bytes(4 * n), format_bytes(4 * n)]
+    # Without a GPU the host is the same memory: only the disk makes the peak smaller.
+    assert lines["disk, state"][1] != "0%"
+    assert float(lines["host, state"][1].rstrip("%")) <= 0
 
 
 def test_a_day_that_failed_leaves_nothing_to_show(rehearsal):

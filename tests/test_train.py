@@ -3,6 +3,7 @@ as it claims. A technique that does nothing fails its claim."""
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +16,7 @@ import memlab
 from memlab.lora import LoRALinear, added_weights
 from memlab.losses import chunk_rows
 from memlab.model import PRESETS
+from memlab.offload.layers import stream_of
 from memlab.trace import Trace
 from memlab.train import (
     SEED,
@@ -109,6 +111,8 @@ TOLERANCES = {
     "lion": 0,
     "lion8bit": 0,
     "adam-mini": 0,
+    "offloaded-optimizer": 0,
+    "offloaded-activations": 0,
     "sgd": 0,
 }
 
@@ -143,6 +147,22 @@ def test_stepped_in_backward_the_weights_are_those_of_the_plain_step():
         training.step()
     pairs = zip(ours.model.parameters(), plain.model.parameters(), strict=True)
     assert all(torch.equal(our, their) for our, their in pairs)
+
+
+def test_streamed_the_weights_are_those_of_the_plain_step():
+    ours, plain = (build(TINY, TECHNIQUES[name]) for name in ("streamed-layers", "plain"))
+    for training in (ours, plain):
+        training.step()
+        training.step()
+    with all_present(ours.model):
+        pairs = zip(ours.model.parameters(), plain.model.parameters(), strict=True)
+        assert all(torch.equal(our, their) for our, their in pairs)
+
+
+def all_present(model: nn.Module) -> AbstractContextManager[None]:
+    """Has the weights of streamed layers on the device."""
+    streams = {stream_of(weight) for weight in model.parameters()} - {None}
+    return streams.pop().present() if streams else nullcontext()
 
 
 @pytest.mark.parametrize("name", TOLERANCES)
@@ -268,6 +288,36 @@ def no_gradient_is_left_and_no_two_are_there_at_once(technique: Technique) -> No
     assert most(trace, "gradients") == CONFIG.vocab_size * CONFIG.width * FLOAT32  # the largest
 
 
+def the_state_is_there_in_the_step_alone(technique: Technique) -> None:
+    """But for a count of steps for each weight."""
+    plain, ours = second_step(PLAIN), second_step(technique)
+    tensors = len(list(build(TINY, PLAIN).model.parameters()))
+    assert ours.at_end["optimizer_state"] == tensors * FLOAT32
+    assert most(ours, "optimizer_state") == 2 * N * FLOAT32 + tensors * FLOAT32
+    assert plain.peak_phase == ours.peak_phase == "backward"
+    assert plain.peak_bytes - ours.peak_bytes == 2 * N * FLOAT32
+
+
+def nothing_is_kept_but_sums_of_each_token(technique: Technique) -> None:
+    """Of norms and of each head of attention; the loss, and the number of its targets."""
+    kept = kept_for_backward(second_step(technique))
+    assert kept == (B * T * ((2 * L + 1) + L * H) + 2) * FLOAT32
+
+
+def two_blocks_weights_are_there_and_neither_gradients_nor_state(technique: Technique) -> None:
+    """Beside the embedding and the last norm; between steps not even those two."""
+    trace = second_step(technique)
+    rest = (CONFIG.vocab_size + 1) * CONFIG.width
+    block = (N - rest) // L
+    before_the_step = [event for event in trace.events if event.phase != "optimizer"]
+    assert most(replace(trace, events=before_the_step), "parameters") == (
+        (rest + 2 * block) * FLOAT32
+    )
+    assert trace.at_end["parameters"] == rest * FLOAT32
+    assert "gradients" not in trace.at_end
+    assert trace.at_end["optimizer_state"] == (9 * L + 2) * FLOAT32  # counts of steps
+
+
 def each_head_keeps_its_weights_and_each_block_its_mask(technique: Technique) -> None:
     assert quadratic_part(technique, "activations") == L * (B * H * FLOAT32 + 1)
 
@@ -339,6 +389,9 @@ CLAIMS = {
     "adam-mini": the_second_moment_is_one_for_each_row_or_head,
     "step-in-backward": no_gradient_is_left_and_no_two_are_there_at_once,
     "lora": gradients_and_state_are_those_of_the_added_weights,
+    "offloaded-optimizer": the_state_is_there_in_the_step_alone,
+    "offloaded-activations": nothing_is_kept_but_sums_of_each_token,
+    "streamed-layers": two_blocks_weights_are_there_and_neither_gradients_nor_state,
     "sgd": the_peak_is_without_two_moments_and_a_count_of_steps,
 }
 
@@ -356,7 +409,7 @@ def test_a_technique_that_does_nothing_fails_the_claim(name):
 
 def test_every_technique_has_a_claim_and_a_tolerance():
     assert CLAIMS.keys() == TECHNIQUES.keys() - {"plain"}
-    in_tests_of_their_own = {"lora", "master-weights", "step-in-backward"}
+    in_tests_of_their_own = {"lora", "master-weights", "step-in-backward", "streamed-layers"}
     assert TOLERANCES.keys() == CLAIMS.keys() - in_tests_of_their_own
 
 
@@ -435,7 +488,9 @@ def test_a_wrapper_that_leaves_a_block_out_does_not_pass_as_checkpointing():
 
 def test_every_technique_starts_from_the_same_weights():
     def weights(technique):
-        named = build(TINY, technique).model.named_parameters()
+        model = build(TINY, technique).model
+        with all_present(model):
+            named = [(n, p.detach().clone()) for n, p in model.named_parameters()]
         of_the_model = {n.replace(".frozen", ""): p.flatten() for n, p in named}
         return torch.cat([of_the_model[name] for name, _ in gpt.named_parameters()])
 

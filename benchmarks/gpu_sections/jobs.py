@@ -26,7 +26,7 @@ from memlab.allocator import Settings
 from memlab.metering.kernels import TARGETS
 from memlab.units import format_bytes
 
-from . import day_jobs, fused_jobs, meter_kinds, optim_jobs, recorder
+from . import day_jobs, fused_jobs, meter_kinds, offload_jobs, optim_jobs, recorder
 from .configurations import CONFIGURATIONS, FULL, SMALL, Size
 from .predictions import Prediction, predicted, settings_of
 
@@ -140,6 +140,7 @@ TASKS: dict[str, Callable[[Job], Answer]] = {
     "predict": predict_beside_a_gpu,
     "optim": _of_the_job(optim_jobs.beside_bitsandbytes),
     "fused": _of_the_job(fused_jobs.beside_torch),
+    "offload": _of_the_job(offload_jobs.beside_nothing),
     **{name: _of_the_job(task) for name, task in day_jobs.TASKS.items()},
 }
 

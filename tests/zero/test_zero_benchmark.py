@@ -25,9 +25,21 @@ def test_the_formula_stands_beside_a_peak_that_is_more(stage, count):
 
 
 def test_the_table_has_a_line_for_each_stage_and_so_has_the_file(tmp_path, capsys):
-    words = ["--runs", "tiny:2", "--stages", "1", "3", "--seq-len", "16"]
+    words = ["--sections", "one_rank"]
+    words += ["--runs", "tiny:2", "--stages", "1", "3", "--seq-len", "16"]
     assert benchmark.main([*words, "--results", str(tmp_path)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny")]
     assert [line.split(" | ")[1:3] for line in lines] == [["2", "1"], ["2", "3"]]
     [written] = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert [row["stage"] for row in written["zero"]["one_rank"]["rows"]] == [1, 3]
+
+
+@pytest.mark.distributed
+def test_a_line_for_each_way_to_run_real_processes(tmp_path, capsys):
+    words = ["--sections", "processes", "--model", "tiny", "--tokens", "8", "--rounds", "1"]
+    assert benchmark.main([*words, "--results", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    [written] = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    rows = written["zero"]["processes"]["rows"]
+    assert [row["run"] for row in rows] == ["FSDP2", *benchmark.OURS]
+    assert all(f"| {row['run']} | " in printed for row in rows)

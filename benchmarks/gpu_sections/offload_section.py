@@ -1,0 +1,55 @@
+"""Offloading from the GPU: what it saves of the peak, how much longer a step takes, and how much of
+the copies' time is hidden behind the step's."""
+
+from typing import Any
+
+from common import table
+
+from memlab.units import format_bytes
+
+from .bench import Bench, Report
+from .offload_jobs import DISK, HOST, PAIRS
+
+SHARES = ("saved", "ahead", "hidden")
+HEADER = ("offloaded to", "peak", "saved", "written", "read", "ahead", "time / nothing offloaded",
+          "copies hidden")  # fmt: skip
+COLUMNS = ("peak_bytes", "saved", "written_bytes", "read_bytes", "ahead",
+           "time over nothing offloaded", "hidden")  # fmt: skip
+
+
+def run(bench: Bench) -> Report:
+    """One after the other: they are timed."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in PAIRS:
+        found[name] = bench.submit("offload", name).result()
+        bench.say(f"{name}: {found[name].get('failure') or found[name]['what']}")
+    if failures := [f"{name}: {a['failure']}" for name, a in found.items() if "failure" in a]:
+        raise RuntimeError("; ".join(failures))  # readers are shown what is kept
+    lines = [(name, *(text(column, answer[column]) for column in COLUMNS))
+             for name, answer in found.items()]  # fmt: skip
+    plain = {"what": next(iter(found.values()))["what"]}
+    for name, answer in found.items():
+        plain |= {f"{name}, {fact}": value for fact, value in answer.items() if fact != "what"}
+    return Report(sentence(found), table(HEADER, lines), plain)
+
+
+def sentence(found: dict[str, dict[str, Any]]) -> str:
+    """By place, from the least to the most: of rule 23, which names both."""
+    parts = []
+    for place in (HOST, DISK):
+        answers = [answer for name, answer in found.items() if name.startswith(f"{place}, ")]
+        shares = [answer["saved"] for answer in answers]
+        times = [answer["time over nothing offloaded"] for answer in answers]
+        parts.append(
+            f"offloaded to the {place}, a step has {min(shares):.0%} to {max(shares):.0%} less of "
+            f"a peak and takes {min(times):.2f} to {max(times):.2f} × the time"
+        )
+    return f"{'; '.join(parts)}.".capitalize()
+
+
+def text(column: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if column.endswith("_bytes"):
+        return format_bytes(int(value))
+    return f"{value:.0%}" if column in SHARES else f"{value:.2f} ×"

@@ -1,0 +1,307 @@
+"""What offloading to the disk saves, moves and costs: state, gradients, weights, activations.
+
+    python benchmarks/offload.py [--rounds 5] [--model 25m] [--results FOLDER]
+
+    peak       on the device, metered: the most bytes alive in the second step
+    between    steps: what is alive when one has ended
+    buffers    the store's own memory on the host
+    moved      bytes written and read in a step
+    ahead      the share of the bytes read that had been asked for before they were wanted
+    time       of a step, and of all that it wrote, over that of the step without offloading: the
+               median of rounds in which all take turns, and its quartiles
+    hidden     the share of the copies' time that was not waited for, at least: one less the extra
+               time of the step over the time that its copies take by themselves
+
+On a CPU the device's memory is the host's, so only the disk is a place to offload to. Its files are
+in the folder for temporary files. "A commit each step" is of a folder that could outlive the
+process: its bytes are forced to the disk. The others' may stay in the system's cache of files, and
+where that is large, their time is that of copies to and from it. Time is that of a clock on the
+wall, for what is waited for counts: the machine must have nothing else to do.
+
+Prints Markdown, and writes `benchmarks/results/<machine>.json`.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import RESULTS, Spread, heading, progress, ratios, save, set_environment, side_by_side
+from common import table as markdown_table
+from rich.progress import Progress
+from torch import nn
+
+import memlab
+from memlab.metering.cycles import no_cycle_collection
+from memlab.model import PRESETS
+from memlab.offload import (
+    DiskStore,
+    OffloadedOptimizer,
+    Store,
+    offloaded_activations,
+    stream_layers,
+)
+from memlab.train import TECHNIQUES, Setting, Technique, Training, build
+from memlab.units import format_bytes
+
+NOTHING = "nothing"
+COMMITTED = "state and weights, a commit each step"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How large everything is."""
+
+    setting: Setting = Setting("25m", batch=4, seq_len=256)  # noqa: RUF009, it is frozen
+    sub_group: int = 2**21  # numbers; a sub-group's two moments are 16 MiB
+    rounds: int = 5
+    alone_bytes: int = 2**26  # that are copied to see how long copies take by themselves
+
+
+@dataclass(frozen=True)
+class Way:
+    """What goes to the store."""
+
+    optimizer: dict[str, Any] | None = None  # settings of an OffloadedOptimizer; None: none
+    activations: bool = False
+    layers: bool = False
+    lasts: bool = False  # whether the store outlives the process
+
+    def technique(self, store: Store, sub_group: int) -> Technique:
+        plain = TECHNIQUES["plain"]
+        changed: dict[str, Any] = {}
+        if self.layers:
+            changed["change_model"] = lambda model: stream_layers(model, store)
+        if self.activations:
+            changed["around_forward"] = lambda device: offloaded_activations(store)
+        if self.optimizer is not None:
+            settings = {"sub_group": sub_group, **self.optimizer}
+            changed["stepping"] = lambda inner: OffloadedOptimizer(inner, store, **settings)
+        return replace(plain, **changed)
+
+
+EVERYTHING = {"gradients": True, "weights": True}
+WAYS = {
+    NOTHING: Way(),
+    "state": Way({}),
+    "state and gradients": Way({"gradients": True}),
+    COMMITTED: Way({"weights": True}, lasts=True),
+    "activations": Way(activations=True),
+    "layers, their gradients and state": Way(EVERYTHING, layers=True),
+    "all of these": Way(EVERYTHING, activations=True, layers=True),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one way costs in a step, and for how long."""
+
+    peak_bytes: int
+    between_bytes: int
+    buffer_bytes: int
+    written: int
+    read: int
+    prefetched: int
+    alone_seconds: float  # what was moved, moved by itself
+    seconds: list[float]
+
+
+# ------------------------------------------------------------------ measured
+
+
+@contextmanager
+def disk_stores() -> Iterator[Callable[[Way], DiskStore]]:
+    """Makes stores in folders that go with this process."""
+    with ExitStack() as stack:
+
+        def made(way: Way) -> DiskStore:
+            folder = stack.enter_context(tempfile.TemporaryDirectory()) if way.lasts else None
+            return stack.enter_context(DiskStore(folder))
+
+        yield made
+
+
+def compared(
+    ways: dict[str, Way], plan: Plan, made: Callable[[Way], Store], rounds: Sequence[int]
+) -> dict[str, Row]:
+    """Bytes of every way, then all in turn by the clock; measuring has warmed them up."""
+    device, rows, runs = plan.setting.device, {}, {}
+    for name, way in ways.items():
+        store = made(way)
+        training = build(plan.setting, way.technique(store, plan.sub_group))
+        rows[name] = bytes_of(training, store, plan.alone_bytes)
+        runs[name] = partial(timed, training.step, store, device)
+    seconds = side_by_side(runs, rounds)
+    return {name: replace(row, seconds=seconds[name]) for name, row in rows.items()}
+
+
+def bytes_of(training: Training, store: Store, alone_bytes: int) -> Row:
+    """All of a row but the time of the step."""
+    training.step()
+    store.flush()
+    store.traffic.reset()
+    trace = memlab.measure(training.step, model=training.model, optimizer=training.optimizer)
+    store.flush()
+    moved = replace(store.traffic)
+    alone = alone_seconds(store, _device_of(training.model), alone_bytes, moved)
+    buffers = getattr(store, "buffer_bytes", 0)
+    return Row(trace.peak_bytes, trace.live_bytes, buffers, **asdict(moved),
+               alone_seconds=alone, seconds=[])  # fmt: skip
+
+
+def alone_seconds(store: Store, device: torch.device, sample: int, moved: Any) -> float:
+    """How long what was moved takes by itself, by a sample of so many bytes each way."""
+    if not moved.written + moved.read:
+        return 0.0
+    tensor = torch.ones(sample // 4, device=device)
+    store.put("alone", tensor)  # memory that is made once
+    store.flush()
+    down = timed(lambda: store.put("alone", tensor), store, device)
+    up = timed(lambda: store.get("alone"), store, device)
+    store.delete("alone")
+    return moved.written / sample * down + moved.read / sample * up
+
+
+def timed(run: Callable[[], object], store: Store, device: torch.device | str) -> float:
+    """How long it takes until all of it is done, and all that it wrote is where it belongs."""
+    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+    with no_cycle_collection():
+        wait()
+        start = time.perf_counter()
+        run()
+        wait()
+        store.flush()
+        return time.perf_counter() - start
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+# ------------------------------------------------------------------ what follows from it
+
+
+def saved(found: dict[str, Row], name: str) -> float:
+    """The share of the peak that is gone."""
+    return 1 - found[name].peak_bytes / found[NOTHING].peak_bytes
+
+
+def slowdown(found: dict[str, Row], name: str) -> Spread:
+    return ratios(found[name].seconds, found[NOTHING].seconds)
+
+
+def ahead(row: Row) -> float | None:
+    return row.prefetched / row.read if row.read else None
+
+
+def hidden(found: dict[str, Row], name: str) -> float | None:
+    """Of the time that the copies take by themselves, the share that was not waited for; by the
+    medians, and at least that, for the step may have other work too. None where nothing moves."""
+    row, plain = found[name], found[NOTHING]
+    if not row.alone_seconds:
+        return None
+    extra = _median(row.seconds) - _median(plain.seconds)
+    return min(1.0, max(0.0, 1 - extra / row.alone_seconds))
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return ratios(seconds, [1.0] * len(seconds)).median
+
+
+def facts(found: dict[str, Row]) -> dict[str, dict[str, Any]]:
+    """Rows as plain data, with what follows from them."""
+    return {
+        name: {
+            **asdict(row),
+            "saved": saved(found, name),
+            "slowdown": slowdown(found, name)._asdict(),
+            "ahead": ahead(row),
+            "hidden": hidden(found, name),
+        }
+        for name, row in found.items()
+    }
+
+
+def results_table(found: dict[str, Row]) -> str:
+    rows = [
+        (
+            name,
+            f"{format_bytes(row.peak_bytes)}, −{saved(found, name):.0%}",
+            format_bytes(row.between_bytes),
+            format_bytes(row.buffer_bytes),
+            format_bytes(row.written),
+            format_bytes(row.read),
+            _share(ahead(row)),
+            f"{slowdown(found, name)} ×",
+            _share(hidden(found, name)),
+        )
+        for name, row in found.items()
+    ]
+    header = ("offloaded", "peak", "between steps", "store's buffers", "written", "read", "ahead",
+              "time / nothing offloaded", "hidden")  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def sentence(found: dict[str, Row]) -> str:
+    """What each saves of the peak, and how much longer a step takes."""
+    parts = [
+        f"{name} {saved(found, name):.0%} for {slowdown(found, name).median:.2f} × the time"
+        for name in found
+        if name != NOTHING
+    ]
+    return f"Of the peak are saved: {'; '.join(parts)}."
+
+
+# ------------------------------------------------------------------ the command
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of the comparison")
+    parser.add_argument(
+        "--model", default=Plan.setting.model, choices=PRESETS, metavar="NAME", help="what trains"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None, plan: Plan | None = None) -> int:
+    set_environment()
+    given = arguments(words)
+    plan = plan or Plan(setting=replace(Plan.setting, model=given.model))
+    torch.set_num_threads(1)  # of a kernel: the other core is the disk's thread's
+    print(heading("Offloading to the disk"))
+    with progress() as bar, disk_stores() as made:
+        found = compared(WAYS, plan, made, _rounds(bar, given.rounds))
+    print(f"\n## {plan.setting}, sub-groups of {plan.sub_group:,} weights\n")
+    print(sentence(found), end="\n\n")
+    print(results_table(found))
+    content = {
+        "what": str(plan.setting),
+        "sub_group": plan.sub_group,
+        "summary": sentence(found),
+        "ways": facts(found),
+    }
+    save(given.results, "offload", "disk", content)
+    return 0
+
+
+def _rounds(bar: Progress, count: int) -> Any:
+    return bar.track(range(count), description="rounds")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""A store on a disk: what was committed is there, or one sentence says why not."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from memlab.offload import DiskStore, OffloadedOptimizer, StoreError, disk
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One with a commit in it: two tensors, of step 3."""
+    with DiskStore(tmp_path / "state") as store:
+        store.put("a", torch.arange(1000.0), lasting=True, about={"name": "a"})
+        store.put("b", [torch.ones(3), torch.zeros(2)], lasting=True)
+        store.put("c", torch.ones(5))
+        store.claim("training", "ours")
+        store.commit(3, {"seed": 5})
+    return tmp_path / "state"
+
+
+def is_intact(folder):
+    """Whether the commit is there as it was made."""
+    with DiskStore(folder) as store:
+        return (
+            (store.step, store.notes, store.keys()) == (3, {"seed": 5}, ["a", "b"])
+            and store.about("a") == {"name": "a"}
+            and torch.equal(store.get("a"), torch.arange(1000.0))
+            and [t.tolist() for t in store.get("b")] == [[1, 1, 1], [0, 0]]
+        )
+
+
+def file_of(folder, key):
+    content = json.loads((folder / "manifest.json").read_text().split("\n")[1])
+    return folder / content["entries"][key]["file"]
+
+
+# ------------------------------------------------------------------ commits
+
+
+def test_a_commit_is_there_at_the_next_start_and_what_is_not_lasting_is_gone(folder):
+    assert is_intact(folder)
+
+
+def test_what_was_put_after_the_commit_is_gone_at_the_next_start_and_so_are_its_files(folder):
+    with DiskStore(folder) as store:
+        store.put("a", torch.zeros(1000), lasting=True)
+        store.put("d", torch.zeros(1000), lasting=True)
+        store.delete("b")
+        store.flush()
+        assert len(list(folder.glob("state.*"))) == 4
+    assert is_intact(folder)
+    assert len(list(folder.glob("state.*"))) == 2
+
+
+def test_a_rollback_is_the_same_without_a_new_start(folder):
+    with DiskStore(folder) as store:
+        store.put("a", torch.zeros(1000), lasting=True)
+        store.prefetch("a")
+        store.delete("b")
+        store.rollback()
+        assert torch.equal(store.get("a"), torch.arange(1000.0))
+        assert store.keys() == ["a", "b"]
+    assert is_intact(folder)
+
+
+def test_a_second_commit_takes_the_place_of_the_first(folder):
+    with DiskStore(folder) as store:
+        store.put("a", torch.zeros(2), lasting=True)
+        store.delete("b")
+        store.commit(4)
+    with DiskStore(folder) as store:
+        assert (store.step, store.keys()) == (4, ["a"])
+    assert len(list(folder.glob("state.*"))) == 1
+
+
+def test_other_files_in_the_folder_stay(folder):
+    (folder / "notes.txt").write_text("mine")
+    (folder / "state.of.affairs").write_text("mine")
+    assert is_intact(folder)
+    assert (folder / "notes.txt").exists()
+    assert (folder / "state.of.affairs").exists()
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+def test_a_store_in_use_by_this_process_is_refused(folder):
+    with DiskStore(folder), pytest.raises(StoreError, match="is in use, by another process"):
+        DiskStore(folder)
+    assert is_intact(folder)
+
+
+def test_a_store_in_use_by_another_process_is_refused(folder):
+    locking = (
+        "import sys, filelock\n"
+        "lock = filelock.FileLock(sys.argv[1]); lock.acquire()\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", locking, str(folder / "lock")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(StoreError, match="is in use, by another process"):
+            DiskStore(folder)
+        other.stdin.close()
+    assert is_intact(folder)
+
+
+def test_a_file_that_is_cut_short_is_noticed_at_the_start(folder):
+    path = file_of(folder, "a")
+    os.truncate(path, 3999)
+    with pytest.raises(StoreError, match=r"'a' in .* is cut short: got 3,999 bytes of 4,000"):
+        DiskStore(folder)
+    path.unlink()
+    with pytest.raises(StoreError, match=r"'a' in .* is cut short: got 0 bytes of 4,000"):
+        DiskStore(folder)
+
+
+def test_a_short_read_is_noticed(folder):
+    with DiskStore(folder) as store:
+        os.truncate(file_of(folder, "a"), 100)
+        with pytest.raises(StoreError, match=r"'a' in .* is cut short: got 100 bytes of 4,000"):
+            store.get("a")
+        file_of(folder, "b").unlink()
+        with pytest.raises(StoreError, match=r"could not read 'b' from .* No such file"):
+            store.get("b")
+
+
+@pytest.mark.parametrize("byte", [0, 1999, 3999])
+def test_one_wrong_bit_is_noticed(folder, byte):
+    path = file_of(folder, "a")
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+    with DiskStore(folder) as store:
+        with pytest.raises(StoreError, match=r"'a' in .* is damaged: its checksum is "):
+            store.get("a")
+        assert torch.equal(store.get("b")[0], torch.ones(3))
+
+
+@pytest.mark.parametrize("damage", [lambda t: t.replace('"step": 3', '"step": 4'),
+                                    lambda t: t[:-20], lambda t: ""])  # fmt: skip
+def test_a_damaged_manifest_is_noticed(folder, damage):
+    path = folder / "manifest.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(StoreError, match="is damaged: its checksum is another"):
+        DiskStore(folder)
+
+
+def test_the_store_of_another_training_is_refused(folder):
+    with DiskStore(folder) as store:
+        store.claim("training", "ours")
+        with pytest.raises(StoreError, match="holds a training of ours, wanted one of theirs"):
+            store.claim("training", "theirs")
+        with pytest.raises(StoreError, match="holds a training of something else"):
+            store.claim("optimizer", "theirs")
+    assert is_intact(folder)
+
+
+@pytest.fixture
+def files_of_at_most():
+    """Sets the largest file that this process may write: a limit that the system keeps."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_where_there_is_no_room_the_last_commit_is_intact(folder, files_of_at_most):
+    with DiskStore(folder) as store:
+        files_of_at_most(2000)
+        store.put("a", torch.zeros(1000), lasting=True)
+        with pytest.raises(StoreError, match=r"no room left; step 3 is intact. Free some space"):
+            store.commit(4)
+        with pytest.raises(StoreError, match="could not write 'a'"):
+            store.commit(4)  # not by asking twice
+        assert len(list(folder.glob("state.*"))) == 2  # nothing half written
+        files_of_at_most(10**6)
+        store.rollback()
+        assert torch.equal(store.get("a"), torch.arange(1000.0))
+    assert is_intact(folder)
+
+
+def test_where_there_is_no_room_for_the_manifest_the_last_commit_is_intact(
+    folder, files_of_at_most
+):
+    with DiskStore(folder) as store:
+        store.put("a", torch.zeros(2), lasting=True)
+        store.flush()
+        files_of_at_most(100)
+        with pytest.raises(StoreError, match=r"could not write the manifest .* step 3 is intact"):
+            store.commit(4)
+        files_of_at_most(10**6)
+    assert is_intact(folder)
+
+
+@pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "there is no room left"),
+                                               (errno.EIO, "Input/output error")])  # fmt: skip
+def test_what_the_disk_says_is_told(folder, monkeypatch, number, words):
+    def fails(*_):
+        raise OSError(number, os.strerror(number))
+
+    with DiskStore(folder) as store:
+        monkeypatch.setattr(disk.os, "write", fails)
+        store.put("a", torch.zeros(1000), lasting=True)
+        with pytest.raises(StoreError, match=f"{words}; step 3 is intact"):
+            store.flush()
+        monkeypatch.undo()
+        store.rollback()
+    assert is_intact(folder)
+
+
+# ------------------------------------------------------------------ a step that breaks off
+
+
+def a_training(store, hidden=40):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, OffloadedOptimizer(inner, store, sub_group=100, weights=True)
+
+
+def a_step(model, optimizer):
+    optimizer.zero_grad()
+    torch.manual_seed(optimizer.steps)
+    model(torch.randn(3, 10)).square().sum().backward()
+    optimizer.step()
+
+
+def weights_of(model):
+    return [weight.detach().clone() for weight in model.parameters()]
+
+
+def test_a_step_that_breaks_off_for_want_of_room_is_taken_back_by_resume(
+    tmp_path, files_of_at_most
+):
+    with DiskStore(tmp_path, buffers=1) as store:
+        model, optimizer = a_training(store)
+        a_step(model, optimizer)
+        before = weights_of(model)
+        files_of_at_most(2000)
+        with pytest.raises(StoreError, match="no room left; step 1 is intact"):
+            a_step(model, optimizer)
+        with pytest.raises(StoreError, match=r"a step broke off \(StoreError\).* call resume\(\)"):
+            optimizer.step()
+        files_of_at_most(10**6)
+        assert optimizer.resume() == 1
+        assert all(map(torch.equal, weights_of(model), before))
+        a_step(model, optimizer)
+    model, optimizer = a_training(DiskStore())
+    after_two = [a_step(model, optimizer) for _ in range(2)] and weights_of(model)
+    with DiskStore(tmp_path) as store:
+        model, optimizer = a_training(store)
+        assert optimizer.resume() == 2
+        assert all(map(torch.equal, weights_of(model), after_two))
+
+
+def test_a_folder_with_a_training_wants_to_be_resumed(tmp_path):
+    with DiskStore(tmp_path) as store:
+        a_step(*a_training(store))
+    with DiskStore(tmp_path) as store:
+        model, optimizer = a_training(store)
+        with pytest.raises(StoreError, match=r"holds step 1 of this training; call resume\(\)"):
+            a_step(model, optimizer)
+
+
+def test_a_folder_with_the_training_of_another_model_is_refused(tmp_path):
+    with DiskStore(tmp_path) as store:
+        a_step(*a_training(store))
+    with DiskStore(tmp_path) as store:
+        with pytest.raises(StoreError, match=r"AdamW of 481 weights .* wanted .* 601"):
+            a_training(store, hidden=50)
+        assert store.step == 1
+
+
+def test_commits_may_be_rarer_than_steps(tmp_path):
+    with DiskStore(tmp_path) as store:
+        model, optimizer = a_training(store)
+        optimizer.commit_every = 3
+        weights = []
+        for _ in range(5):
+            a_step(model, optimizer)
+            weights.append(weights_of(model))
+        store.flush()
+        sizes = sum(path.stat().st_size for path in tmp_path.glob("state.*"))
+        one = sum(store._record(key).extent for key in list(store.keys()))
+        assert sizes == 2 * one  # the third step's and the fifth's
+    with DiskStore(tmp_path) as store:
+        model, optimizer = a_training(store)
+        assert optimizer.resume() == 3
+        assert all(map(torch.equal, weights_of(model), weights[2]))

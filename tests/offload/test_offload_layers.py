@@ -1,0 +1,430 @@
+"""Streamed layers: two layers' weights on the device and no more, each read twice a step, and the
+gradients and weights of the run without."""
+
+import gc
+import weakref
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import memlab
+from memlab.checkpointing import checkpoint_blocks, sqrt_schedule, uniform_schedule
+from memlab.model import GPT, PRESETS
+from memlab.offload import (
+    DiskStore,
+    HostStore,
+    OffloadedOptimizer,
+    StoreError,
+    offloaded_activations,
+    stream_layers,
+)
+from memlab.optim import step_in_backward
+
+CONFIG = PRESETS["tiny"]
+B, T, L = 4, 64, CONFIG.layers
+LAYER_BYTES = 49_408  # of a block's weights
+
+
+@pytest.fixture(params=[HostStore, DiskStore])
+def store(request):
+    return request.param()
+
+
+def gpt(dtype=torch.float32):
+    torch.manual_seed(0)
+    return GPT(CONFIG, dtype=dtype)
+
+
+def a_batch(seed=0):
+    tokens = torch.randint(256, (B, T + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def a_step(model, optimizer, seed=0):
+    optimizer.zero_grad()
+    model(*a_batch(seed)).backward()
+    optimizer.step()
+
+
+def forward_and_backward(model):
+    model.zero_grad()
+    model(*a_batch()).backward()
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def same(some, others):
+    pairs = list(zip(some, others, strict=True))
+    return len(pairs) > 0 and all(torch.equal(a, b) for a, b in pairs)
+
+
+def weights_of(streamed, model):
+    with streamed.present():
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def most(trace, category):
+    """The most bytes of the category that are alive at once."""
+    alive = peak = 0
+    for event in trace.events:
+        alive += event.bytes * (event.category == category)
+        peak = max(peak, alive)
+    return peak
+
+
+def bytes_of(modules):
+    return sum(p.nbytes for module in modules for p in module.parameters())
+
+
+SCHEDULES = {
+    "no checkpoint": lambda model: None,
+    "each block again": lambda model: checkpoint_blocks(model, uniform_schedule(L, every=1)),
+    "segments of √L": lambda model: checkpoint_blocks(model, sqrt_schedule(L)),
+}
+
+# ------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_gradients_are_those_without_it(store, schedule):
+    plain, ours = gpt(), gpt()
+    for model in (plain, ours):
+        SCHEDULES[schedule](model)
+    stream_layers(ours, store)
+    for model in (plain, ours):
+        forward_and_backward(model)
+        forward_and_backward(model)
+    assert same(gradients(ours), gradients(plain))
+
+
+def test_without_a_graph_too(store):
+    plain, ours = gpt(), gpt()
+    streamed = stream_layers(ours, store)
+    with torch.no_grad():
+        assert torch.equal(ours(*a_batch()), plain(*a_batch()))
+    assert [p.untyped_storage().nbytes() for p in ours.blocks.parameters()] == [0] * (9 * L)
+    assert len(streamed.layer_bytes) == L
+
+
+def test_a_broken_off_step_does_not_disturb_the_next(store):
+    plain, ours = gpt(), gpt()
+    stream_layers(ours, store)
+
+    def breaks(gradient):
+        raise ArithmeticError
+
+    handle = ours.blocks[1].register_forward_hook(
+        lambda module, args, output: output.register_hook(breaks) and None
+    )
+    with pytest.raises(ArithmeticError):
+        forward_and_backward(ours)
+    handle.remove()
+    for model in (plain, ours):
+        forward_and_backward(model)
+    assert same(gradients(ours), gradients(plain))
+    assert [p.untyped_storage().nbytes() for p in ours.blocks.parameters()] == [0] * (9 * L)
+
+
+def test_gradients_are_added_over_micro_batches(store):
+    plain, ours = gpt(), gpt()
+    stream_layers(ours, store)
+    for model in (plain, ours):
+        for seed in range(3):
+            model(*a_batch(seed)).backward()
+    assert same(gradients(ours), gradients(plain))
+
+
+def test_stepped_in_backward_its_weights_are_those_without_it(store):
+    plain, ours = gpt(), gpt()
+    streamed = stream_layers(ours, store)
+    unwrapped = torch.optim.AdamW(plain.parameters(), foreach=False)
+    optimizer = step_in_backward(torch.optim.AdamW(ours.parameters(), foreach=False))
+    for seed in range(3):
+        a_step(plain, unwrapped, seed)
+        a_step(ours, optimizer, seed)
+    assert same(weights_of(streamed, ours), plain.parameters())
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stepped_by_an_offloaded_optimizer_its_weights_are_those_without_it(
+    store, dtype, gradients
+):
+    plain, ours = gpt(dtype), gpt(dtype)
+    streamed = stream_layers(ours, store)
+
+    def offloaded(model, store):
+        inner = torch.optim.AdamW(model.parameters(), foreach=False)
+        return OffloadedOptimizer(inner, store, weights=True, gradients=gradients, sub_group=9000)
+
+    unstreamed, optimizer = offloaded(plain, DiskStore()), offloaded(ours, store)
+    for seed in range(3):
+        a_step(plain, unstreamed, seed)
+        a_step(ours, optimizer, seed)
+    assert same(weights_of(streamed, ours), plain.parameters())
+
+
+def test_all_offloaded_at_once_the_weights_are_still_those_of_the_plain_run():
+    plain, ours = gpt(), gpt()
+    store = DiskStore()
+    streamed = stream_layers(ours, store)
+    unwrapped = torch.optim.AdamW(plain.parameters(), foreach=False)
+    inner = torch.optim.AdamW(ours.parameters(), foreach=False)
+    optimizer = OffloadedOptimizer(inner, store, weights=True, gradients=True, sub_group=9000)
+    for seed in range(3):
+        a_step(plain, unwrapped, seed)
+        optimizer.zero_grad()
+        with offloaded_activations(store, minimum=1, model=ours):
+            loss = ours(*a_batch(seed))
+        loss.backward()
+        optimizer.step()
+    assert same(weights_of(streamed, ours), plain.parameters())
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize("schedule", ["no checkpoint", "each block again"])
+def test_the_peak_of_parameters_is_the_rest_and_two_layers(schedule):
+    model = gpt()
+    SCHEDULES[schedule](model)
+    rest = bytes_of([model]) - L * LAYER_BYTES
+    streamed = stream_layers(model, DiskStore())
+    assert streamed.layer_bytes == [LAYER_BYTES] * L
+    forward_and_backward(model)
+    trace = memlab.measure(lambda: forward_and_backward(model), model=model)
+    assert most(trace, "parameters") == rest + 2 * LAYER_BYTES
+    assert trace.at_end["parameters"] == rest
+
+
+def test_layers_of_several_sizes_have_a_peak_of_the_two_largest_neighbours():
+    torch.manual_seed(0)
+    sizes = [10, 30, 20, 50, 10]
+    model = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
+    streamed = stream_layers(model, DiskStore(), list(model))
+    assert streamed.layer_bytes == [4 * 300, 4 * 600, 4 * 1000, 4 * 500]
+
+    def step():
+        model(torch.ones(2, 10)).sum().backward()
+
+    step()
+    assert most(memlab.measure(step, model=model), "parameters") == 4 * (600 + 1000)
+
+
+def test_on_the_host_without_a_gpu_nothing_is_saved_and_the_meter_says_so():
+    """It is the same memory: what left the model's tensors is in the store's."""
+    kept = []
+
+    def streamed():
+        model = gpt()
+        kept.append((model, stream_layers(model, HostStore())))
+
+    whole = memlab.measure(lambda: kept.append(gpt())).live_bytes
+    assert memlab.measure(streamed).live_bytes == whole
+
+
+@pytest.mark.parametrize(
+    ("schedule", "times"), [("no checkpoint", 2), ("each block again", 2), ("segments of √L", 3)]
+)
+def test_each_layer_is_read_for_the_forward_and_for_the_backward_pass(store, schedule, times):
+    """And once more where backward runs segments of several layers again: but for the last of each
+    segment, whose backward pass comes next."""
+    model = gpt()
+    SCHEDULES[schedule](model)
+    stream_layers(model, store)
+    store.traffic.reset()
+    forward_and_backward(model)
+    assert 2 * L * LAYER_BYTES <= store.traffic.read <= times * L * LAYER_BYTES
+    if times == 2:
+        assert store.traffic.read == 2 * L * LAYER_BYTES
+    assert store.traffic.written == 0  # nobody changed a weight
+
+
+def test_all_but_the_first_layer_are_asked_for_ahead(store):
+    model = gpt()
+    stream_layers(model, store)
+    store.traffic.reset()
+    forward_and_backward(model)
+    assert store.traffic.read - store.traffic.prefetched == LAYER_BYTES
+
+
+def test_stepped_in_backward_each_layer_is_written_back_once(store):
+    model = gpt()
+    stream_layers(model, store)
+    optimizer = step_in_backward(torch.optim.AdamW(model.parameters(), foreach=False))
+    a_step(model, optimizer)
+    store.traffic.reset()
+    a_step(model, optimizer)
+    assert store.traffic.written == L * LAYER_BYTES
+    assert store.traffic.read == 2 * L * LAYER_BYTES
+    assert store.nbytes == L * LAYER_BYTES
+
+
+def test_with_everything_on_the_disk_the_peak_has_no_state_and_two_layers_of_weights():
+    model, store = gpt(), DiskStore()
+    rest = bytes_of([model]) - bytes_of(model.blocks)
+    streamed = stream_layers(model, store)
+    inner = torch.optim.AdamW(model.parameters(), foreach=False)
+    optimizer = OffloadedOptimizer(inner, store, weights=True, gradients=True, sub_group=9000)
+    a_step(model, optimizer)
+    trace = memlab.measure(lambda: a_step(model, optimizer), model=model, optimizer=optimizer)
+    assert trace.at_end["parameters"] == rest
+    assert "gradients" not in trace.at_end
+    counts = 4 * len(list(model.parameters()))
+    assert trace.at_end["optimizer_state"] == counts
+    assert streamed.layer_bytes == [LAYER_BYTES] * L
+
+
+def test_a_dry_run_has_the_bytes_of_the_real_one():
+    def measured():
+        model = gpt()
+        stream_layers(model, DiskStore())
+        tokens, targets = torch.zeros(2, B, T, dtype=torch.int64)
+
+        def step():
+            model.zero_grad()
+            model(tokens, targets).backward()
+
+        step()
+        return memlab.measure(step, model=model).peak_bytes
+
+    real = measured()
+    with memlab.dry_run():
+        assert measured() == real
+
+
+# ------------------------------------------------------------------ there and away
+
+
+def test_inside_present_all_are_there_and_what_is_changed_stays_changed(store):
+    model, other = gpt(), gpt()
+    streamed = stream_layers(model, store)
+    with torch.no_grad(), streamed.present():
+        assert same(model.parameters(), other.parameters())
+        model.blocks[2].mlp.up.weight.mul_(2)
+        other.blocks[2].mlp.up.weight.mul_(2)
+    forward_and_backward(model)
+    forward_and_backward(other)
+    assert same(gradients(model), gradients(other))
+
+
+def test_saved_and_loaded_inside_present_the_weights_are_the_same(store):
+    model, other = gpt(), gpt()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(1)
+    streamed = stream_layers(model, store)
+    with streamed.present():
+        model.load_state_dict(other.state_dict())
+    with streamed.present():
+        assert same(model.state_dict().values(), other.state_dict().values())
+
+
+def test_removed_the_model_is_what_it_was(store):
+    model, other = gpt(), gpt()
+    streamed = stream_layers(model, store)
+    forward_and_backward(model)
+    streamed.remove()
+    assert store.keys() == []
+    assert same(model.state_dict().values(), other.state_dict().values())
+    for each in (model, other):
+        optimizer = torch.optim.AdamW(each.parameters(), foreach=False)
+        a_step(each, optimizer)
+    assert same(model.parameters(), other.parameters())
+
+
+def test_a_model_that_goes_takes_its_stream_along():
+    model = gpt()
+    streamed = stream_layers(model, DiskStore())
+    forward_and_backward(model)
+    gone = weakref.ref(streamed)
+    del model, streamed
+    gc.collect()
+    assert gone() is None
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_an_optimizer_that_finds_the_weights_away_is_refused(store):
+    model = gpt()
+    streamed = stream_layers(model, store)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    forward_and_backward(model)
+    before = weights_of(streamed, model)
+    with pytest.raises(RuntimeError, match=r"is in its store; step in backward \(step_in_backw"):
+        optimizer.step()
+    assert same(weights_of(streamed, model), before)
+    with streamed.present():
+        optimizer.step()
+    assert not same(weights_of(streamed, model), before)
+
+
+def test_an_offloaded_optimizer_without_weights_is_refused(store):
+    model = gpt()
+    stream_layers(model, store)
+    optimizer = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), DiskStore())
+    forward_and_backward(model)
+    with pytest.raises(RuntimeError, match="that is in its store"):
+        optimizer.step()
+
+
+def test_saved_or_loaded_while_they_are_away_they_are_refused(store):
+    model = gpt()
+    state = gpt().state_dict()
+    stream_layers(model, store)
+    for use in (model.state_dict, lambda: model.load_state_dict(state)):
+        with pytest.raises(RuntimeError, match="save and load the model inside"):
+            use()
+
+
+def test_layers_that_cannot_be_found_are_asked_for():
+    with pytest.raises(ValueError, match=r"got a model with 0 nn.ModuleLists; give its layers"):
+        stream_layers(nn.Linear(2, 2), DiskStore())
+    with pytest.raises(ValueError, match="got no layers to stream"):
+        stream_layers(nn.Linear(2, 2), DiskStore(), [])
+
+
+def test_weights_of_two_layers_or_of_the_rest_are_refused():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    with pytest.raises(ValueError, match="got two layers that share weight"):
+        stream_layers(model, DiskStore(), list(model))
+    with pytest.raises(ValueError, match=r"shares 1\.weight with the rest of the model"):
+        stream_layers(model, DiskStore(), [first])
+
+
+def test_a_damaged_layer_is_an_error_and_no_wrong_gradient():
+    model, store = gpt(), DiskStore()
+    stream_layers(model, store)
+    store.flush()
+    for path in store.folder.glob("state.*"):
+        content = bytearray(path.read_bytes())
+        content[5] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(StoreError, match="is damaged: its checksum is"):
+        forward_and_backward(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [HostStore, DiskStore])
+def test_on_a_gpu_the_weights_are_those_without_it(kind):
+    with torch.device("cuda"):
+        plain, ours = gpt(), gpt()
+    ours.load_state_dict(plain.state_dict())
+    streamed = stream_layers(ours, kind())
+    adamw = partial(torch.optim.AdamW, foreach=False)
+    optimizers = adamw(plain.parameters()), step_in_backward(adamw(ours.parameters()))
+    batch = [x.cuda() for x in a_batch()]
+    for _ in range(3):
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(*batch).backward()
+            optimizer.step()
+    assert same(weights_of(streamed, ours), plain.parameters())
