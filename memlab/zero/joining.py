@@ -23,7 +23,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 GRACE_SECONDS = 5.0  # for the notes of others, once somebody is missing
-_LEFT = "no error: it has left the group"
+_LEFT = (
+    "no error: it has left the group; give every rank as many steps, and have all of them evaluate "
+    "and save together"
+)
 _groups = count()
 _stores: list[dist.Store] = []  # of the groups that are joined: where notes are left
 
@@ -127,8 +130,8 @@ def sentence(notes: dict[int, Note], members: list[int], ranks: int, doing: str,
     places = [f"rank {rank} in {notes[rank].doing}" for rank in members]
     return (
         f"the ranks wait for each other, {', '.join(places)}; all have to do the same in the same "
-        f"order: look for one with more micro-batches than another, or another branch of the model "
-        f"({error})"
+        f"order: look for one with more micro-batches than another, another branch of the model, "
+        f"or something that one rank does alone, such as saving or evaluating ({error})"
     )
 
 

@@ -42,7 +42,8 @@ With two ranks weights are, bit for bit, those of the simulation, as long as eac
 micro-batch; gloo and NCCL add up more in an order of their own. If a rank dies, stops, or has
 another model, every other rank raises an error that says so, at the latest when the group's time is
 up; if a loss or a gradient of one is inf or nan, all of them raise the same FloatingPointError
-before the step.
+before the step. Ranks that call `backward` a different number of times in a step may be ended by
+gloo itself, without a Python error; TORCH_DISTRIBUTED_DEBUG=DETAIL has torch compare them first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -158,7 +159,11 @@ class Zero(Ranks):
             self.rank.last = True
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clip the gradients of all ranks to a norm over all weights; what it was before."""
+        """Clip the gradients of all ranks to a norm over all weights; what it was before.
+
+        torch's own finds none: `.grad` is None, for sums go straight to shards. It clips nothing,
+        and says 0.
+        """
         require_norm(max_norm)
         self._require_gradients()
         self._add_up(self._ran)
@@ -184,6 +189,8 @@ class Zero(Ranks):
             if micro_batches is None:
                 self._require_gradients()
                 return self._finish(self._ran, clip_norm, scaler)
+            micro_batches = list(micro_batches)
+            self._require_as_many(len(micro_batches))
             return super().step(micro_batches, sum_of_losses, clip_norm=clip_norm, scaler=scaler)
         finally:  # after an error nobody waits for what is on its way
             self._scaler = None
@@ -255,6 +262,17 @@ class Zero(Ranks):
             f"stepped; look at that rank's batch, lower the learning rate, or clip (clip_norm=), "
             f"and in float16 scale the loss (scaler=)"
         )
+
+    def _require_as_many(self, count: int) -> None:
+        """ValueError on all ranks if one has more micro-batches than another. (Sums of other sizes
+        would meet on the wire, and gloo ends the whole process.)"""
+        counts = self.wire.number_of_each(count)
+        for rank, theirs in enumerate(counts):
+            if theirs != counts[0]:
+                raise ValueError(
+                    f"rank {rank} has {theirs} micro-batches where rank 0 has {counts[0]}; give "
+                    f"each rank as many as every other"
+                )
 
     def _require_gradients(self) -> None:
         rank = self.rank

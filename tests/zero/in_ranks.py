@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,9 @@ def refused() -> dict[str, str]:
     zero = sharded(1)
     note("lonely step", zero.optimizer.step)
     note("no gradients", zero.step)
+    for stage in (2, 3):
+        step = partial(sharded(stage).step, mine(micro_batches(2)) * (1 + rank), sum_of_losses)
+        note(f"micro-batches {stage}", step)
     return found
 
 
@@ -570,5 +574,6 @@ def one_fails(how: str, rank: int) -> None:
             os.kill(os.getpid(), 9)
         return sum_of_losses(model, batch)
 
-    more = rank == 1 and how == "goes on"
-    zero.step(mine(micro_batches(3)) * (2 if more else 1), summed)
+    for _ in range(2 if rank == 1 and how == "goes on" else 1):
+        zero.backward(*summed(zero.model, *mine(micro_batches(3))))
+    zero.step()

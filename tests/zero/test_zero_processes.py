@@ -293,6 +293,8 @@ def test_without_sync_stage_1_sends_once_and_steps_the_same(two):
         ("optimizer", r"Adafactor keeps row_var, which several numbers share"),
         ("lonely step", r"the ranks have to step together; call zero\.step\(\)"),
         ("no gradients", r"no gradients to step by; call loss\.backward\(\)"),
+        ("micro-batches 2", r"rank 1 has 2 micro-batches where rank 0 has 1; give each rank as"),
+        ("micro-batches 3", r"rank 1 has 2 micro-batches where rank 0 has 1; give each rank as"),
     ],
 )
 def test_every_rank_is_told_what_another_does_otherwise(two, case, words):
