@@ -220,6 +220,20 @@ RULES: dict[str, Rule] = {
     "22": Rule(
         "ZeRO-3 saves weight, gradient and optimizer memory, and costs communication.", _DAY_19, 12
     ),
+    "23a": Rule("CPU offload: 50–80 % memory savings, 2–3 × slower.", _MEMORY_GUIDE, 14),
+    "23b": Rule("NVMe offload: 90 % and more memory savings, 5–10 × slower.", _MEMORY_GUIDE, 14),
+    "23c": Rule(
+        "ZeRO-Offload, optimizer states and update in CPU RAM, allows training 13B models on a "
+        "single GPU.",
+        _DAY_19,
+        14,
+    ),
+    "24": Rule(
+        "For extreme cases, process transformer layers sequentially rather than in parallel "
+        "(requires code modification).",
+        _DREAMS,
+        14,
+    ),
 }
 
 verdicts: list[Verdict] = []  # of this process, in the order they were reached

@@ -1,0 +1,508 @@
+"""Day 14's checks let right answers of another make pass, and what the lesson says is so."""
+
+import json
+import os
+import weakref
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate, count
+
+import pytest
+import torch
+
+import memlab
+from memlab.checkpointing import checkpoint_blocks, uniform_schedule
+from memlab.course import days
+from memlab.course.checks import day14
+from memlab.course.checks.day14 import (
+    Disk,
+    Kept,
+    OffloadedAdam,
+    backward_of,
+    commit,
+    forward_of,
+    hooks,
+    resume,
+    whole,
+)
+from memlab.course.exercises import OK, WRONG, judge
+from memlab.losses import chunked_cross_entropy
+from memlab.model import GPT, PRESETS
+from memlab.offload import DiskStore, OffloadedOptimizer, offloaded_activations, stream_layers
+from memlab.precision import MasterWeights
+
+HOOKS, AHEAD, ADAM, STREAM, COMMIT = days.day(14).exercises
+
+# ------------------------------------------------------------------ right in another way
+
+
+def with_a_class(weights, store, minimum):
+    """A class of its own for what the graph holds, its storages found by a list of weak pairs."""
+    keys = count()
+    weights, pairs = [w.untyped_storage() for w in weights], []
+
+    class Away:
+        def __init__(self, tensor):
+            self.key = ("away", next(keys))
+            store.put(self.key, whole(tensor))
+
+        def __del__(self):
+            store.delete(self.key)
+
+    def found(storage):
+        for there, away in pairs:
+            if there() is storage and away() is not None:
+                return away()
+        return None
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        is_small = storage.nbytes() < minimum * tensor.itemsize
+        if is_small or any(storage is weight for weight in weights):
+            left = tensor.detach()
+            return lambda: left
+        away = found(storage)
+        if away is None:
+            away = Away(tensor)
+            pairs.append((weakref.ref(storage), weakref.ref(away)))
+        view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return lambda: torch.as_strided(store.get(away.key), *view)
+
+    return pack, lambda kept: kept()
+
+
+class ByNumbers:
+    """A dict of what waits, and the next asked for before the wait."""
+
+    def __init__(self, store):
+        self.store, self.order = store, {}
+
+    def put(self, key, tensor):
+        self.order[key] = True
+        self.store.put(key, tensor)
+
+    def get(self, key):
+        self.order.pop(key, None)
+        self.store.prefetch(key)
+        for last in list(self.order)[-1:]:
+            self.store.prefetch(last)
+        return self.store.get(key)
+
+    def delete(self, key):
+        self.order.pop(key, None)
+        self.store.delete(key)
+
+
+class ByMoments(OffloadedAdam):
+    """Counters as plain numbers, v before m, the norm by hand, and the next asked for at once."""
+
+    def send(self, n):
+        state = self.adams[n].state
+        of_each = [state[w] for w in self.groups[n]]
+        self.steps[n] = [int(kept["step"]) for kept in of_each]
+        seconds, firsts = ([kept[m] for kept in of_each] for m in ("exp_avg_sq", "exp_avg"))
+        self.store.put(f"group {n}", seconds + firsts)
+        self.adams[n].state.clear()
+
+    def bring(self, n):
+        moments = self.store.get(f"group {n}")
+        half = len(moments) // 2
+        for w, step, v, m in zip(
+            self.groups[n], self.steps[n], moments[:half], moments[half:], strict=True
+        ):
+            state = {"step": torch.tensor(float(step)), "exp_avg": m, "exp_avg_sq": v}
+            self.adams[n].state[w] = state
+
+    def step(self, max_norm):
+        weights = [w for group in self.groups for w in group]
+        norm = torch.stack([w.grad.norm() for w in weights]).norm()
+        for w in weights:
+            w.grad.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1))
+        for n in range(len(self.groups)):
+            if n + 1 in self.steps:
+                self.store.prefetch(f"group {n + 1}")
+            if n in self.steps:
+                self.bring(n)
+            self.adams[n].step()
+            self.send(n)
+
+
+def with_the_next_on_its_way(store, layers, x, dy_of, lr):
+    """As production does it; backward by autograd."""
+    inputs = [x]
+    for key, following in zip(layers, [*layers[1:], layers[-1]], strict=True):
+        w = store.get(key)
+        store.prefetch(following)
+        inputs.append(forward_of(w, inputs[-1]))
+        del w
+    dy = dy_of(inputs.pop())
+    for place in reversed(range(len(layers))):
+        w = store.get(layers[place])
+        if place:
+            store.prefetch(layers[place - 1])
+        leaf, given = w.requires_grad_(), inputs.pop().detach().requires_grad_()
+        dw, dy = torch.autograd.grad(forward_of(leaf, given), (leaf, given), dy)
+        store.put(layers[place], leaf.detach().sub_(dw, alpha=lr))
+        del w, leaf, dw, given
+    return dy
+
+
+def once_read(store, layers, x, dy_of, lr):
+    """Without a second read of the layer that backward begins with."""
+    inputs = [x]
+    for key in layers:
+        w = store.get(key)
+        inputs.append(forward_of(w, inputs[-1]))
+    dy = dy_of(inputs.pop())
+    for key in reversed(layers):
+        dw, dy = backward_of(w, inputs.pop(), dy)
+        store.put(key, w - lr * dw)
+        if key != layers[0]:
+            w = store.get(layers[layers.index(key) - 1])
+    return dy
+
+
+def in_turns(disk, step, values):
+    """Two names for each value, in turns; both forced down at the end; tidied before and after."""
+    side = "ab"[step % 2]
+    files = {key: f"{side}-{key}" for key in values}
+    for key in values:
+        disk.write(files[key], values[key])
+    disk.write("next", json.dumps({"step": step, "files": files}).encode())
+    for name in [*files.values(), "next"]:
+        disk.fsync(name)
+    disk.rename("next", "manifest")
+    for name in sorted(set(disk.names()) - {"manifest", *files.values()}):
+        disk.remove(name)
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer"),
+    [
+        pytest.param(HOOKS, with_a_class, id="14.1-class"),
+        pytest.param(AHEAD, ByNumbers, id="14.2-dict"),
+        pytest.param(ADAM, ByMoments, id="14.3-moments"),
+        pytest.param(STREAM, with_the_next_on_its_way, id="14.4-ahead"),
+        pytest.param(COMMIT, in_turns, id="14.5-turns"),
+    ],
+)
+def test_another_right_answer_passes(exercise, answer):
+    verdict = judge(exercise, answer)
+    assert verdict.status == OK, verdict
+
+
+# ------------------------------------------------------------------ wrong in another way
+
+
+def kept_in_a_list(weights, store, minimum):
+    """The tensors stand in a list of the closure."""
+    tensors = []
+    pack, unpack = hooks(weights, store, minimum)
+    return lambda tensor: (tensors.append(tensor.detach()), pack(tensor))[1], unpack
+
+
+def put_and_not_read(weights, store, minimum):
+    """What comes back is a list of numbers that was kept beside."""
+    pack, _ = hooks(weights, store, minimum)
+
+    def pack_both(tensor):
+        kept = pack(tensor)
+        if isinstance(kept, torch.Tensor):
+            return kept
+        return kept, tensor.detach().tolist(), tensor.dtype, tensor.stride()
+
+    def unpack_both(kept):
+        if isinstance(kept, torch.Tensor):
+            return kept
+        _, numbers, dtype, stride = kept
+        made = torch.tensor(numbers, dtype=dtype)
+        return made if made.stride() == stride else made.mT.contiguous().mT
+
+    return pack_both, unpack_both
+
+
+class AllBrought(OffloadedAdam):
+    """First all are brought, then all are stepped, then all are sent."""
+
+    def step(self, max_norm):
+        self.clip(max_norm)
+        for n in self.steps:
+            self.bring(n)
+        for adam in self.adams:
+            adam.step()
+        for n in range(len(self.adams)):
+            self.send(n)
+
+
+class NextByGet(OffloadedAdam):
+    """Asks for its own state, just before it takes it."""
+
+    def bring(self, n):
+        if n:
+            self.store.prefetch(n)
+        super().bring(n)
+
+    def step(self, max_norm):
+        self.clip(max_norm)
+        for n, adam in enumerate(self.adams):
+            if n in self.steps:
+                self.bring(n)
+            adam.step()
+            self.send(n)
+
+
+def a_copy_in_python(store, layers, x, dy_of, lr):
+    """All weights in lists, read back when they are wanted."""
+    copies = {key: store.get(key).tolist() for key in layers}
+    inputs = [x]
+    for key in layers:
+        store.get(key)
+        inputs.append(forward_of(torch.tensor(copies[key]), inputs[-1]))
+    dy = dy_of(inputs.pop())
+    for key in reversed(layers):
+        w = torch.tensor(copies[key])
+        dw, dy = backward_of(w, inputs.pop(), dy)
+        store.put(key, w - lr * dw)
+    return dy
+
+
+def survives_the_first_time_only(disk, step, values):
+    """The files' names depend on nothing that changes."""
+    commit(disk, 0 if step < 3 else step, values)
+
+
+def holds_on(disk, step, values):
+    """After a power failure it goes on as if nothing were."""
+    try:
+        commit(disk, step, values)
+    except BaseException:
+        return
+
+
+def past_the_operations(disk, step, values):
+    """Where nothing can fail."""
+    disk.files["manifest"] = b"{}"
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "said"),
+    [
+        pytest.param(HOOKS, kept_in_a_list, "their tensor still lives", id="14.1-list"),
+        pytest.param(HOOKS, put_and_not_read, "in arrays, bytes or lists", id="14.1-numbers"),
+        pytest.param(ADAM, AllBrought, "All state is there at once", id="14.3-all"),
+        pytest.param(
+            ADAM, NextByGet, "when sub-group 1 of 6 was sent, the next was not", id="14.3-itself"
+        ),
+        pytest.param(
+            STREAM, once_read, "read in a step gave 94,208, wanted 98,304", id="14.4-once"
+        ),
+        pytest.param(STREAM, a_copy_in_python, "in arrays, bytes or lists", id="14.4-lists"),
+        pytest.param(COMMIT, survives_the_first_time_only, "resume finds step 0", id="14.5-names"),
+        pytest.param(COMMIT, holds_on, "resume finds step 1", id="14.5-goes-on"),
+        pytest.param(COMMIT, past_the_operations, "not support item assignment", id="14.5-past"),
+    ],
+)
+def test_a_mistake_of_another_make_is_told(exercise, answer, said):
+    verdict = judge(exercise, answer)
+    assert verdict.status == WRONG
+    assert said in verdict.text
+
+
+def test_a_check_leaves_no_file_open():
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for exercise in (HOOKS, AHEAD, ADAM, STREAM):
+        judge(exercise, exercise.reference)
+    after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    assert after == before
+
+
+# ------------------------------------------------------------------ what is given
+
+
+def test_the_disk_halves_what_was_not_forced_down_and_renames_at_once():
+    disk = Disk()
+    disk.write("a", b"12345678")
+    disk.write("b", b"12345678")
+    disk.fsync("b")
+    disk.rename("b", "c")
+    assert disk.after_power_failure().files == {"a": b"1234", "c": b"12345678"}
+    disk.write("c", b"new, and longer")
+    assert disk.after_power_failure().files["c"] == b"new, an"
+
+
+def test_a_rename_of_what_was_not_forced_down_takes_a_safe_files_place():
+    disk = Disk()
+    disk.write("old", b"safe")
+    disk.fsync("old")
+    disk.write("new", b"12345678")
+    disk.rename("new", "old")
+    assert disk.after_power_failure().files == {"old": b"1234"}
+
+
+def test_a_committed_step_is_found_after_each_of_three():
+    disk = Disk()
+    for step in (1, 2, 3):
+        commit(disk, step, {"m": bytes([step] * 8)})
+        assert resume(disk.after_power_failure()) == (step, {"m": bytes([step] * 8)})
+
+
+def test_a_kept_takes_its_numbers_out_of_the_store_at_its_end():
+    with DiskStore() as store:
+        kept = Kept(store, torch.arange(4.0))
+        assert torch.equal(kept.get(), torch.arange(4.0))
+        assert len(store.keys()) == 1
+        del kept
+        assert store.keys() == []
+
+
+# ------------------------------------------------------------------ held against the library
+
+
+def a_model(layers=2):
+    torch.manual_seed(0)
+    return GPT(replace(PRESETS["tiny"], layers=layers))
+
+
+def a_batch(seed):
+    tokens = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def test_the_lessons_hooks_put_what_the_librarys_do():
+    by_lesson, by_library = DiskStore(), DiskStore()
+    gradients = []
+    for around, model in (
+        (lambda m: torch.autograd.graph.saved_tensors_hooks(*hooks(m.parameters(), by_lesson, 1)),
+         a_model()),
+        (lambda m: offloaded_activations(by_library, minimum=1), a_model()),
+    ):  # fmt: skip
+        with around(model):
+            loss = model(*a_batch(0))
+        loss.backward()
+        gradients.append([w.grad for w in model.parameters()])
+    assert by_lesson.traffic.written == by_library.traffic.written
+    assert all(map(torch.equal, *gradients))
+
+
+def test_the_lessons_optimizer_moves_and_steps_as_the_librarys():
+    ours, theirs = a_model(), a_model()
+    by_lesson, by_library = DiskStore(), DiskStore()
+    adam = OffloadedAdam([[w] for w in ours.parameters()], by_lesson, 3e-3)
+    inner = torch.optim.AdamW(theirs.parameters(), lr=3e-3, foreach=False)
+    library = OffloadedOptimizer(inner, by_library, sub_group=1)
+    for seed in range(3):
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(*a_batch(seed)).backward()
+        adam.step(1.0)
+        library.clip_grad_norm_(1.0)
+        library.step()
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    assert by_lesson.traffic.written == by_library.traffic.written
+    assert by_lesson.traffic.read == by_library.traffic.read
+
+
+# ------------------------------------------------------------------ what the lesson says
+
+
+def one_by_one(weights):
+    return torch.optim.AdamW(weights, foreach=False)
+
+
+@cache
+def seven_b(layers, way):
+    """The trace of the second step, and what it moved."""
+    with memlab.dry_run():
+        store, inputs = DiskStore(), torch.zeros(1, 2048, dtype=torch.long)
+        config = replace(PRESETS["llama-2-7b"], layers=layers)
+        model = GPT(config, dtype=torch.bfloat16, loss=chunked_cross_entropy)
+        checkpoint_blocks(model, uniform_schedule(layers, every=1))
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        if way == "everything":
+            stream_layers(model, store)
+        if way == "nothing":
+            optimizer = MasterWeights(model.parameters(), optimizer=one_by_one)
+        else:
+            settings = {"weights": True, "gradients": way != "state"}
+            optimizer = OffloadedOptimizer(one_by_one(model.parameters()), store, **settings)
+        optimizer.step()
+        store.traffic.reset()
+
+        def step():
+            optimizer.zero_grad()
+            if way == "everything":
+                with offloaded_activations(store):
+                    loss = model(inputs, inputs)
+            else:
+                loss = model(inputs, inputs)
+            loss.backward()
+            optimizer.step()
+
+        return memlab.measure(step, model=model, optimizer=optimizer), store.traffic
+
+
+BLOCK = 202_383_360  # weights of one of Llama 2 7B's
+
+
+@pytest.mark.parametrize(
+    ("way", "each"), [("nothing", 18), ("state", 4), ("state, gradients", 2), ("everything", 0)]
+)
+def test_every_further_block_adds_so_many_bytes_a_weight(way, each):
+    """The lesson measures one block, and adds 31 times this. (An int64 step counter, or a float32
+    norm, a tensor is the rest.)"""
+    (one, _), (two, _) = seven_b(1, way), seven_b(2, way)
+    assert 0 <= two.peak_bytes - one.peak_bytes - each * BLOCK <= 128
+
+
+def test_every_further_block_moves_so_many_bytes_a_weight():
+    """16 written: 12 of state and weights, 2 of gradients, 2 of weights. 18 read: 12, 2, and
+    weights twice. And the checkpoint's input, there and back."""
+    (_, one), (_, two) = seven_b(1, "everything"), seven_b(2, "everything")
+    inputs = 2 * 2048 * 4096
+    assert two.written - one.written == 16 * BLOCK + inputs
+    assert two.read - one.read == 18 * BLOCK + inputs
+
+
+def test_what_is_left_of_everything_is_the_embeddings_step():
+    """Float32 weights, gradient, m and v, two temporaries, and the embedding and the head."""
+    trace, _ = seven_b(1, "everything")
+    embedding = 32_000 * 4096
+    assert trace.peak_phase == "optimizer"
+    wanted = (4 + 4 + 8 + 8 + 2 + 2) * embedding
+    assert 0 <= trace.peak_bytes - wanted < 2**20 * 1.5
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_bill_differ_by_what_went_away():
+    measured = day14.offloaded_to_the_disk().at_peak
+    assert measured.get("optimizer_state", 0) < 2**10
+    of_the_embedding = 2 * 50_257 * 768  # made first, by the loss; the rest are norms
+    assert 0 <= measured["gradients"] - of_the_embedding < 256
+    assert measured["activations"] < 2**10
+
+
+def test_streamed_weights_are_the_rest_and_two_layers_as_the_lesson_says():
+    model = a_model(12)
+    everything = sum(w.nbytes for w in model.parameters())
+    stream = stream_layers(model, DiskStore())
+    rest = everything - sum(stream.layer_bytes)
+    model(*a_batch(0)).backward()
+
+    def step():
+        model.zero_grad()
+        model(*a_batch(0)).backward()
+
+    events = memlab.measure(step, model=model).events
+    most = max(accumulate(e.bytes * (e.category == "parameters") for e in events))
+    assert (everything, most, rest, stream.layer_bytes[0]) == (625_792, 131_712, 32_896, 49_408)
+    assert most == rest + 2 * stream.layer_bytes[0]
+
+
+def test_the_layers_of_the_lesson_are_those_of_autograd():
+    w, x = torch.randn(6), torch.randn(4, 2)
+    leaves = w.clone().requires_grad_(), x.clone().requires_grad_()
+    dy = torch.randn(4, 3)
+    wanted = torch.autograd.grad(forward_of(*leaves), leaves, dy)
+    for got, right in zip(backward_of(w, x, dy), wanted, strict=True):
+        assert torch.allclose(got, right, atol=1e-6)
