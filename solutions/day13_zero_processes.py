@@ -4,11 +4,11 @@
 # **Yesterday's ranks were lists in one process. Do real ones hold and send the same?**
 #
 # After today you have run ZeRO in two processes that metered themselves, can hide the wire behind
-# backward, know what happens when a rank sees a NaN or dies, can go on with other ranks than
-# before, and can read "tensor 8, pipeline 4, data 4".
+# backward, know what a NaN or a death at one rank does, can go on with other ranks than before, and
+# can read "tensor 8, pipeline 4, data 4".
 #
-# About 90 minutes, 80 of them for five exercises. You need a laptop with two free cores; a GPU is
-# not needed. Nothing is downloaded.
+# About 110 minutes, 80 of them for five exercises. A laptop with two free cores will do; no GPU, no
+# download.
 
 # %% [markdown]
 # As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
@@ -188,8 +188,13 @@ def main(folder):
 #
 # By how many bytes will a real rank's peak in stage 3 differ from the simulated one's, which is
 # metered beside it? By how many percent is it higher with overlap? How many times in a step does
-# FSDP2 gather each unit? And on 128 GPUs, cut as "tensor 8, pipeline 4, data 4": how many times as
-# much does a rank of a 405B model send for tensor parallelism as for data parallelism?
+# FSDP2 gather each unit?
+
+# %% [markdown]
+# The last guess is about a 405B model on 128 GPUs, cut as "tensor 8, pipeline 4, data 4". *Tensor*:
+# eight GPUs share every matrix, and add up their parts of activations in each block. *Data*: four
+# such sets train on other tokens each, and add up their gradients once a step. How many times as
+# much does a GPU send for tensor as for data?
 
 # %%
 ### BEGIN SOLUTION
@@ -204,7 +209,7 @@ guess("13.1", differs_bytes=4096, overlap_more_percent=5, fsdp2_gathers_times=1,
 # ## Two processes
 #
 # The text of the functions above goes to both. One of the two will be killed: `RanksFailed` says
-# which, and what the other had to say. (It takes a quarter of a minute.)
+# which, and what the other had to say. (It takes about half a minute.)
 
 # %%
 IMPORTS = """
@@ -280,10 +285,15 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5,
 # %% [markdown]
 # Equal to the byte, each kind of them, at the peak and at the end; equal calls on the wire; and the
 # loss bit for bit. So what Day 12 says of ranks it says of processes. (Two ranks: a sum of two has
-# one order. Of more, gloo's order is its own, and the last bit may differ.)
+# one order. A sum of more can be added up in several, and its last bit may differ.)
 #
-# What is *not* on the meter: gloo's own copies, a few hundred MiB of libraries in each process, on
-# a GPU its context (Day 2).
+# *Not* on the meter is what torch does not allocate as tensors: gloo's own copies, the libraries,
+# on a GPU its context (Day 2).
+
+# %% [markdown]
+# Why does stage 3 peak higher than stage 2 here? While backward begins, the root and a block are
+# whole beside the shards, and of two tiny blocks that is more than all weights. With many blocks,
+# as in Day 12, one block is little.
 
 # %% [markdown]
 # ## A ring
@@ -343,8 +353,8 @@ for ranks in (2, 8, 64):
 
 # %% [markdown]
 # (R − 1)/R Ψ, as by Day 12's formula. But there are R − 1 messages, one after the other, and each
-# takes its time to set out, however short it is: so small weights are sent together, in *buckets*,
-# and far apart ranks are no ring but a tree.
+# takes its time to set out, however short it is. So small gradients are laid end to end in one flat
+# tensor, a *bucket*, and sent as one.
 #
 # ## Hide it
 #
@@ -354,12 +364,14 @@ for ranks in (2, 8, 64):
 # %% [markdown]
 # ### Exercise 13.2: buckets that travel while backward goes on
 #
-# About 20 minutes. `made` yields (name, gradient); `buckets` are lists of names.
-# `peer.begin(flat)` begins a sum over ranks, and `.wait()` of what it gives is the sum. Begin each
-# bucket, flat, in the order of its names, with its last gradient. Ranks may make gradients in
-# different orders, but must begin buckets in one: that of the list. At most two are on their way:
-# then wait for the older, just before the next begins. Keep no gradient that was sent. Return the
-# sums.
+# About 20 minutes. `made` yields (name, gradient); `buckets` is a list of lists of names, and stays
+# as it is. `peer.begin(flat)` begins a sum over ranks; `.wait()` of what it gives is the sum.
+# Return the sums.
+#
+# - Begin a bucket with its last gradient, flat, in the order of its names.
+# - Begin them in the list's order, even if a later one is complete before.
+# - At most two are on their way: just before a third begins, wait for the older.
+# - Keep nothing that was sent: no gradient, no copy.
 
 
 # %%
@@ -382,55 +394,69 @@ reduce_in_buckets = exercise("13.2", reduce_in_buckets)
 
 
 # %%
-def one_by_one(peer, made, buckets):
-    """As simple as can be: each bucket is waited for at once."""
-    there, sums, left = {}, [], deque(buckets)
-    for name, gradient in made:
-        there[name] = gradient
-        while left and all(n in there for n in left[0]):
-            sums.append(peer.begin(torch.cat([there.pop(n) for n in left.popleft()])).wait())
-    return sums
+class Impatient:
+    """A peer whose sums are waited for as soon as they are begun."""
+
+    def __init__(self, peer):
+        self.peer = peer
+
+    def begin(self, flat):
+        self.total = self.peer.begin(flat).wait()
+        return self
+
+    def wait(self):
+        return self.total
 
 
-def events_of(way, names="hgfedcba"):
+# %%
+def events_of(peer_of):
+    """What rank 0 does with eight gradients, in its order."""
+
     def program(peer):
         def made():
-            for name in names:
+            for name in "hgfedcba":
                 peer.events.append(("made", name))
                 yield name, torch.ones(1000)
 
-        way(peer, made(), [[*pair] for pair in ("hg", "fe", "dc", "ba")])
+        reduce_in_buckets(peer_of(peer), made(), [[*pair] for pair in ("hg", "fe", "dc", "ba")])
         return peer.events
 
     return in_turns(program, [(), ()])[0]
 
 
 # %%
-fig, both = plt.subplots(2, 1, figsize=(9, 3.6), layout="constrained", sharex=True)
-titles = ("Wait at once: backward stands still", "Begin, go on, wait late: yours")
-for axes, way, title in zip(both, (one_by_one, reduce_in_buckets), titles, strict=True):
-    events, begun, ended = events_of(way), [], 0
-    for place, (event, name) in enumerate(events):
+fig, both = plt.subplots(2, 1, figsize=(9, 3.8), layout="constrained", sharex=True)
+ways = {"Wait at once": Impatient, "Begin, go on, wait late: yours": lambda peer: peer}
+for axes, (title, peer_of) in zip(both, ways.items(), strict=True):
+    now, there = 0, []  # when the wire has brought each bucket: it takes as long as two gradients
+    waited = 0
+    for event, name in events_of(peer_of):
         if event == "made":
-            axes.barh(0, 0.9, left=place, color="#4477aa")
-            axes.text(place + 0.45, 0, name, ha="center", va="center", color="white", fontsize=9)
+            axes.barh(0, 0.94, left=now, color="#4477aa")
+            axes.text(now + 0.47, 0, name, ha="center", va="center", color="white", fontsize=9)
+            now += 1
         if event == "begin":
-            begun.append(place)
+            start = max([now, *there])
+            axes.barh(1, 1.94, left=start, color="#999933")
+            axes.text(start + 0.97, 1, f"bucket {len(there)}", ha="center", va="center", fontsize=8)
+            there.append(start + 2)
         if event == "wait":
-            y, start = 1 + ended % 2, begun[ended]
-            axes.barh(y, place + 0.9 - start, left=start, color="#999933")
-            axes.text(start + 0.1, y, f"bucket {ended}", va="center", fontsize=8)
-            ended += 1
-    axes.set(yticks=(0, 1.5), yticklabels=("backward makes", "on the wire"), title=title)
-    axes.set_xlim(-0.2, len(events) + 0.2)
+            now, waited = max(now, there[waited]), waited + 1
+    axes.axvline(now, color="0.3", linestyle=":")
+    axes.text(now + 0.1, 0.5, f"done: {now}", va="center")
+    axes.set(yticks=(0, 1), yticklabels=("backward makes", "on the wire"), title=title)
+    axes.set(xlim=(-0.2, 18), xticks=range(0, 17, 2))
     axes.spines[["top", "right"]].set_visible(False)
-_ = both[1].set_xlabel("what this rank does, in order (no seconds)")
+_ = both[1].set_xlabel("if a bucket travels as long as two gradients are made")
 
 # %% [markdown]
-# A bar from begin to wait is room for the wire; gradients made under it are work that goes on. Wait
-# at once, and there is none. With two on the way, a bucket has the time in which four gradients are
-# made. The price is memory: a second bucket. In stage 3 it is the same with weights: the next unit
-# is gathered while one is at work, and two are whole.
+# The events are your function's; the lengths are drawn as if a bucket travels for as long as two
+# gradients are made. Wait at once, and backward stands still meanwhile. Wait late, and all travel
+# but the last is hidden. And there may be two, so that the next stands ready when the first has
+# come.
+#
+# The price is memory: a second bucket. Stage 3 does it with weights, too: the next unit is gathered
+# while one is at work.
 #
 # What did the two processes pay, by their own meters?
 
@@ -445,9 +471,9 @@ for stage in (2, 3):
     print(f"collectives and bytes sent equal: {one == other}")
 
 # %% [markdown]
-# In stage 3 it is the first block's weights, which are on their way while the second, the last one,
-# begins its backward pass: exactly one unit. In stage 2 two buckets meet, too, but later: at
-# the peak the first is just being put together, and none is on the wire.
+# In stage 3 exactly one block: the first block's weights are gathered while the second, which comes
+# first in backward, is still at work. In stage 2 nothing: two buckets are there together, too, but
+# not at the moment of the peak.
 
 # %% [markdown]
 # ## FSDP2 beside it
@@ -467,27 +493,33 @@ for kind in ("parameters", "optimizer_state"):
     held = (found[0][3, False][0].at_end[kind], trace.at_end[kind])
     print(f"{kind} between steps: ours {held[0]:,} bytes, FSDP2 {held[1]:,}")
 all_weights = sum(p.nbytes for p in a_model()[0].parameters())
-at_once = trace.at_peak["inputs"] >= all_weights
+at_once = trace.at_peak["inputs"] >= all_weights  # gathered ones are no parameters of the optimizer
 print(f"at FSDP2's peak, in {trace.peak_phase}, all weights are whole: {at_once}")
 ratio = trace.peak_bytes / found[0][3, True][0].peak_bytes
 print(f"its peak is 1.1 to 1.4 times as high as ours with overlap: {1.1 < ratio < 1.4}")
 
 # %% [markdown]
-# The same shards, the same collectives, the same weights; 68 bytes are step counters, one for each
-# weight where ours has one a unit. FSDP2 gathers a block ahead in backward, and there are only two:
-# with the root, *all* weights are whole. (They are not the optimizer's parameters: the meter takes
-# them for inputs. The exact peak differs by some KiB from run to run, with when gloo's threads let
-# go.) With 32 blocks, one ahead is 3 % of them.
+# The same shards, collectives and weights. The 68 bytes more are Adam's step counters: FSDP2 has
+# one for each weight, ours one for each unit. FSDP2 gathers a block ahead in backward, and here are
+# only two blocks: with the root, *all* weights are whole at its peak. With 32 blocks, one ahead is
+# 3 % of them. (The exact peak differs by some KiB from run to run, so only its range is printed.)
 
 # %% [markdown]
 # What to call in production:
 #
+# | stage | call |
+# | --- | --- |
+# | 0 | `DistributedDataParallel`: buckets of 25 MiB, sent in backward |
+# | 1 | with it `ZeroRedundancyOptimizer`, or DeepSpeed |
+# | 2 | `fully_shard(block, reshard_after_forward=False)`: weights stay from forward on |
+# | 3 | `fully_shard(block)`, for each, then `fully_shard(model)`; DeepSpeed |
+
+# %% [markdown]
+# And beside it:
+#
 # | for | call |
 # | --- | --- |
-# | stage 0 | `DistributedDataParallel`: buckets of 25 MiB, sent in backward |
-# | stage 1 | with it `ZeroRedundancyOptimizer`, or DeepSpeed |
-# | stage 2 | `fully_shard(block, reshard_after_forward=False)`: weights stay from forward on |
-# | stage 3 | `fully_shard(block)`, for each, then `fully_shard(model)`; DeepSpeed |
+# | clipping | torch's `clip_grad_norm_`; of `zero` that finds none: `zero.clip_grad_norm_` |
 # | bfloat16 | `MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)` |
 # | k micro-batches | `model.set_requires_gradient_sync(False)`: whole gradients, fewer sums |
 # | files | `torch.distributed.checkpoint` |
@@ -503,19 +535,23 @@ for rank in range(2):
     print(f"rank {rank}:", found[rank]["nan"].partition(";")[0])
 
 # %% [markdown]
-# Both the same, and both before they stepped. That is no matter of course: rank 0's own loss was
-# fine. If rank 1 had skipped the step by itself, rank 0 would still wait for its gradients. The
-# same happens at the end, when one rank has a batch more than another. So ranks decide
-# **together**: what one does next must never depend on what it alone has seen.
+# Both the same. That is no matter of course: rank 0's own loss was fine. Had rank 1 skipped the
+# step by itself, who would have come to rank 0's next sum? It is no better at the end, when one
+# rank has a batch more than another. So ranks decide **together**: what one does next must never
+# depend on what it alone has seen.
 
 # %% [markdown]
 # ### Exercise 13.3: one decision of all ranks
 #
-# About 15 minutes. `gradients` are this rank's; another rank may have more. In each round: if a
-# rank has none left, all stop. If one's is not finite (inf or nan), all skip the round and send
-# nothing of it. Otherwise `weight` goes back by lr times the **mean** of the ranks' gradients, in
-# place. `peer.sum(tensor)` adds up over ranks, and `peer.most(number)` is the greatest of all
-# ranks' numbers: call it once a round. Return the number of steps.
+# About 15 minutes. `gradients` iterates over this rank's; another rank may have more. A round takes
+# one, and ends in one of three ways:
+#
+# - some rank has none left: all stop, and return the number of steps;
+# - a gradient is not finite (inf, nan): all skip the round, none is sent;
+# - else `weight -= lr *` the **mean** of the ranks' gradients: in place, at once.
+#
+# `peer.most(number)` is the greatest of all ranks' numbers: call it once a round.
+# `peer.sum(tensor)` adds up over ranks. Leave gradients as they are.
 
 
 # %%
@@ -547,35 +583,37 @@ def by_itself(peer, weight, gradients, lr):
 
 
 def of_two_ranks():
-    fine, bad = torch.ones(3), torch.full((3,), float("nan"))
-    rows = [fine, fine, fine], [fine, bad, fine]
-    return [(torch.zeros(3), iter(row), 0.1) for row in rows]
+    rows = [1.0, 2.0, 3.0], [1.0, float("nan"), 3.0]
+    return [(torch.zeros(1), iter(torch.tensor(row).split(1)), 0.1) for row in rows]
 
 
-print("together:", in_turns(agreed_steps, of_two_ranks()), "steps")
+given = of_two_ranks()
+print("together:", in_turns(agreed_steps, given), f"steps, to {given[0][0].item():.2f}")
+given = of_two_ranks()
 try:
-    in_turns(by_itself, of_two_ranks())
+    in_turns(by_itself, given)
 except Stuck as stuck:
     print("each by itself:", stuck)
+    print(f"and until then to {given[0][0].item():.2f}")
 
 # %% [markdown]
-# Worse than the hang is what came before it: rank 0's second gradient was added to rank 1's
-# *third*, and nobody complained. One number a round is cheap, and it travels with the number of
-# tokens, which ranks have to know of each other anyway.
+# Worse than the hang is what came before it: −0.35 is −0.1 · 1 and then −0.1 · (2 + 3)/2. Rank 0's
+# second gradient was added to rank 1's *third*, and nobody complained. One number a round is cheap:
+# it can travel with the number of tokens, which ranks tell each other anyway.
 #
 # ## When one dies
 #
-# A killed process says nothing. What did the other one say, and how far had they come?
+# A killed process says nothing. What did the other one say, and what is on the disk?
 
 # %%
-print(said_by_0)
+print(said_by_0.rpartition(": ")[0])  # and then what it waited for just then
 checkpoint = Path(temporary.name) / "checkpoint"
 files = sorted(path.name for path in checkpoint.glob("*.distcp"))
 print(f"in the checkpoint: {', '.join(files)}, a file of each rank")
 
 # %% [markdown]
-# Rank 0 names who is gone and what it waited for, at once: its socket closed. (If a rank hangs and
-# does not die, that takes until the time given to `joined` is up.) No process is left behind.
+# Rank 0 names who is gone. (If a rank hangs and does not die, its socket
+# stays open: that is what the `timeout` of `joined` is for.)
 #
 # A run that lost a rank must go on, with fewer if need be. But the files hold shards of *two*
 # ranks.
@@ -586,8 +624,8 @@ print(f"in the checkpoint: {', '.join(files)}, a file of each rank")
 # About 12 minutes. n numbers were written by `old` ranks, ⌈n/old⌉ each, zeros behind the last.
 # Return what rank `rank` of `new` has of them: ⌈n/new⌉ numbers, zeros behind. `read(source, start,
 # stop)` gives numbers of the file of rank `source`, from `start` to before `stop` in that file.
-# Read what you need, and nothing else: no padding, and no number twice. (A rank can have zeros
-# alone.)
+# Read what you need, and nothing else: no padding, and no number twice. A rank can have zeros
+# alone; they, too, have the files' dtype, as every read has, also an empty one.
 
 
 # %%
@@ -622,7 +660,8 @@ for rank in range(new):
         return shards[source][start:stop]
 
     got = resharded(read, n, old, new, rank)
-    axes.bar(9 * rank, 0.8, 8.9, 0, align="edge", color=colours[rank])
+    axes.bar(9 * rank, 0.8, min(9, n - 9 * rank) - 0.1, align="edge", color=colours[rank])
+    axes.bar(9 * rank, 0.8, 8.9, align="edge", fill=False, edgecolor="0.2")
     axes.text(9 * rank + 4.4, 0.4, f"rank {rank} of 3", ha="center", va="center", color="white")
     for source, start, stop in asked:
         at, length = 4 * source + start, stop - start
@@ -630,7 +669,8 @@ for rank in range(new):
 for source in range(old):
     axes.bar(4 * source, 1.0, 3.95, 1.5, align="edge", fill=False, edgecolor="0.2")
     axes.text(4 * source + 2, 2.75, f"file {source}", ha="center", fontsize=9)
-axes.set(xlim=(-0.5, 32.5), ylim=(-0.1, 3.2), title="26 numbers, from eight files to three ranks")
+axes.set(xlim=(-0.5, 32.5), ylim=(-0.1, 3.2))
+axes.set_title("26 numbers, from eight files to three ranks (white: zeros behind the last)")
 _ = axes.axis("off")
 
 # %% [markdown]
@@ -673,9 +713,9 @@ axes.spines[["top", "right"]].set_visible(False)
 # ZeRO cuts what a rank *holds*; every rank still computes with whole blocks. Two other ways cut the
 # computing:
 #
-# - **tensor parallel**, t ranks: each has 1/t of every matrix of a block. What attention and MLP
-#   give is a sum of t parts: an all-reduce of the block's output after each, and in backward of
-#   its gradient;
+# - **tensor parallel**, t ranks: each has 1/t of every matrix of a block. What attention gives, and
+#   what the MLP gives, is a sum of t parts: an all-reduce after each. In backward it is the
+#   gradient of each one's *input* that is a sum of t parts: two all-reduces more;
 # - **pipeline parallel**, p ranks in a line: each has ⌈L/p⌉ blocks, sends their output on, and its
 #   gradient back.
 
@@ -689,17 +729,20 @@ axes.spines[["top", "right"]].set_visible(False)
 # | data | the rank's gradients, then its stepped weights | once a step |
 
 # %% [markdown]
-# An activation is tokens · width numbers. Each of the t ranks sends it down the line whole.
-# (Sequence parallelism cuts it, and sends as much in all.)
+# An activation here is what one block hands to the next: tokens · width numbers. After the
+# all-reduce each of the t ranks has it whole. So t equal lines run side by side, and each rank
+# sends all of it to the next rank of its own line.
 
 # %% [markdown]
 # ### Exercise 13.5: tensor × pipeline × data, of one rank
 #
-# About 15 minutes. `block` is the number of weights of a block; embedding and head are left out.
-# Numbers have 2 bytes, Adam's state 12 a weight; data parallel is ZeRO's stage 1, and a shard is
-# rounded up. k micro-batches of `tokens` tokens pass each line. Return the bytes of the rank that
-# holds or sends most: (held in weights, gradients and state; sent by tensor, by pipeline, by data
-# parallel), the last three in a step.
+# About 15 minutes. Return four byte counts of the rank with most: what it **holds** in weights,
+# gradients and Adam's state; and what it **sends** in a step for tensor, pipeline and data.
+#
+# - `block` is the number of weights of a block; embedding and head are left out.
+# - Numbers have 2 bytes, Adam's state 12 bytes a weight.
+# - Data parallel is ZeRO's stage 1; a shard is rounded up.
+# - In a step `k` micro-batches of `tokens` tokens pass each line.
 
 
 # %%
@@ -746,7 +789,7 @@ for ways in ((8, 4, 4), (8, 1, 16), (1, 4, 32), (8, 16, 1), (32, 1, 4)):
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
-us = (1, 2, 3)  # data, stage, tensor: whose bytes are drawn
+us = (1, 2, 3)  # data, pipeline, tensor: whose bytes are drawn
 held, *sent = cut(8, 4, 4)
 ways = {
     "tensor": "#4477aa", "pipeline": "#cc6677", "data": "#999933",
@@ -760,13 +803,14 @@ for data in range(4):
             x, y = 9.5 * data + tensor, stage
             axes.bar(x, 0.8, 0.85, y, color="black" if not any(apart) else colour)
     axes.text(9.5 * data + 3.5, -0.35, f"data {data}", ha="center")
-axes.set_yticks([n + 0.4 for n in range(4)], [f"stage {n}" for n in range(4)])
+axes.set_yticks([n + 0.4 for n in range(4)], [f"pipeline {n}" for n in range(4)])
 axes.set(ylim=(6.2, -0.7), xticks=(), title="128 ranks: with whom the black one talks")
+axes.tick_params(length=0)
 axes.spines[:].set_visible(False)
 for place, (way, number) in enumerate(zip(ways, sent, strict=True)):
     axes.bar(13 * place, 0.5, 0.8, 4.6, color=ways[way])
     axes.text(13 * place + 0.8, 4.85, f"{way}: {number:,.1f} GB a step", va="center", fontsize=11)
-held_in_words = f"it holds {held:.1f} GB of weights, gradients and Adam's state"
+held_in_words = f"it holds {held:.1f} GB of weights, gradients and Adam's state, as much as any"
 _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 
 # %% [markdown]
@@ -777,11 +821,14 @@ _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 
 # %% [markdown]
 # The other rows: without tensor parallelism, or without a line, a rank holds far too much; tensor
-# parallel over four machines sends most by the slowest wires. A line of 16 holds least of states,
-# but its first stage keeps the activations of 16 micro-batches until their gradients come back.
+# parallel over four machines sends most by the slowest wires. A line of 16 holds least of states.
+# But in the usual order, **one forward, one backward** (1F1B), a stage begins as many micro-batches
+# as there are stages from it to the end, before the first comes back: the first of 16 keeps the
+# activations of 16.
 
 # %% [markdown]
-# And 89.3 GB are more than the guide's 80: its FP8 has work to do, on Day 16.
+# And 89.3 GB, for the rank with most, are more than a GPU of 80 GB has. It takes more ranks, or
+# fewer bytes for a number, on Day 16.
 
 # %% [markdown]
 # ## Explain the gap
@@ -799,10 +846,10 @@ bubble = (4 - 1) / (K + 4 - 1)
 print(f"the line of four stages waits {bubble:.0%} of the time")
 
 # %% [markdown]
-# The gaps: **none** between a process and its simulation. With overlap, one unit of two, which with
-# 32 blocks is far less. FSDP2 gathers for forward and again for backward, like yours. And tensor
-# parallelism sends activations, k times and for every block, where data parallelism sends weights
-# once.
+# The gaps: **none** between a process and its simulation. With overlap, one block of two; of 32 it
+# is far less. FSDP2 gathers for forward and again for backward, like yours. And tensor parallelism
+# sends activations, k times and for every block, where data parallelism sends gradients, then
+# weights, once.
 
 # %% [markdown]
 # ## On your GPU
@@ -834,8 +881,8 @@ else:
 # %% [markdown]
 # ## Rules on trial
 #
-# Rule 22, "ZeRO-3 costs communication", was tried yesterday on a wire that a list was. What did the
-# two processes send? In passes of (R − 1)/R Ψ, counted where torch's collectives are called.
+# Rule 22, "ZeRO-3 costs communication", was tried yesterday on ranks in lists. What did the two
+# processes send? In passes of (R − 1)/R Ψ, counted where torch's collectives are called.
 
 # %%
 psi = sum(p.numel() for p in a_model()[0].parameters())
@@ -849,23 +896,23 @@ for stage in range(4):
     print(f"stage {stage}: {traffic.model_elements() / (psi / 2):.2f} passes ({calls})")
 
 # %% [markdown]
-# As simulated: 2, 2, 2 and 3. It holds for processes, too. (gloo has no reduce-scatter of its own:
-# it adds up everything at every rank, and hands out a piece. So its sockets carry more than the
-# collectives that are asked for; NCCL's do not.)
+# As simulated: 2, 2, 2 and 3. It holds for processes, too. (These are the collectives that were
+# asked for. How a library makes them of messages, and how much goes by the sockets, is not counted
+# here.)
 
 # %% [markdown]
 # ## What you can do now
 #
-# | of a rank | is | when it fails |
-# | --- | --- | --- |
-# | bytes | those of the simulation, by its own meter | |
-# | collectives | in one order at all ranks | all wait, or numbers mix |
-# | overlap | begin early, wait late | |
-# | decisions | by the worst of all ranks | one skips, the others hang |
-# | files | shards of n numbers, for any R′ | read by overlap |
+# | of a rank | is |
+# | --- | --- |
+# | bytes | those of the simulation |
+# | collectives | in one order at all ranks, or all wait |
+# | overlap | begin early, wait late |
+# | decisions | by the worst of all ranks |
+# | files | shards of n numbers, for any R′ |
 #
-# And you can read t · p · d: what a rank holds, what it sends to whom, and which of them needs the
-# fast wire.
+# And you can read t · p · d: what a rank holds, what it sends to whom, and which needs the fast
+# wire.
 #
 # Tomorrow: the GPU is full; the host is not.
 

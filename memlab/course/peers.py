@@ -12,9 +12,11 @@ all of them wait, nobody ever would come: that is found at once, and said.
 """
 
 import ctypes
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,12 +37,13 @@ class Peer:
     def __init__(self, rank: int, wire: "_Wire") -> None:
         self.rank, self.ranks = rank, wire.ranks
         self.events: list[tuple[str, Any]] = []  # in their order
+        self.dtypes: list[torch.dtype] = []  # of what was sent, or begun to add up
         self._wire = wire
 
     def send(self, numbers: Tensor) -> None:
         """Numbers for the next rank; after the last comes the first."""
         _require_tensor("send", numbers)
-        self.events.append(("send", numbers.nbytes))
+        self._note("send", numbers)
         self._wire.boxes[(self.rank + 1) % self.ranks].append(numbers.detach().clone())
 
     def receive(self) -> Tensor:
@@ -53,9 +56,9 @@ class Peer:
     def begin(self, numbers: Tensor) -> "Work":
         """Begin to add up the numbers of all ranks, and go on; the sum comes from `wait`."""
         _require_tensor("begin", numbers)
-        self.events.append(("begin", numbers.nbytes))
-        place = self._wire.join(self.rank, f"a sum of {numbers.numel()} numbers", numbers.clone())
-        return Work(self, place)
+        self._note("begin", numbers)
+        what = f"a sum of {counted(numbers.numel(), 'number')}"
+        return Work(self, self._wire.join(self.rank, what, numbers.clone()))
 
     def sum(self, numbers: Tensor) -> Tensor:
         """The sum of all ranks' numbers, which each of them gets: waits for all."""
@@ -69,18 +72,22 @@ class Peer:
         place = self._wire.join(self.rank, "the greatest of a number", number)
         return max(self._wire.all_of(self.rank, place))
 
+    def _note(self, event: str, numbers: Tensor) -> None:
+        self.events.append((event, numbers.nbytes))
+        self.dtypes.append(numbers.dtype)
+
 
 class Work:
     """A sum that is on its way."""
 
     def __init__(self, peer: Peer, place: int) -> None:
-        self._peer, self._place, self._waited = peer, place, False
+        self._peer, self._place, self.waited = peer, place, False
 
     def wait(self) -> Tensor:
         """The sum, when it is there."""
-        if self._waited:
+        if self.waited:
             raise Wrong("wait() was called twice of one sum; wanted once.")
-        self._waited = True
+        self.waited = True
         self._peer.events.append(("wait", None))
         wire = self._peer._wire
         return wire.altered(torch.stack(wire.all_of(self._peer.rank, self._place)).sum(0))
@@ -111,6 +118,11 @@ def _bound(program: Callable[..., Any], peer: Peer, given: Sequence[Any]) -> Cal
 def _require_tensor(method: str, numbers: Any) -> None:
     if not isinstance(numbers, Tensor):
         raise Wrong(f"peer.{method} got {type(numbers).__name__}; wanted a tensor.")
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 message", "2 messages"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 # ------------------------------------------------------------------ turns
@@ -182,13 +194,22 @@ class _Wire:
             thread.start()
         try:
             while not all(self._over):
-                self._turn[self._next()].release()
-                self._back.acquire()
+                rank = self._next()
+                self._turn[rank].release()
+                self._wait_for(threads[rank])
                 if self._error is not None:
                     raise self._error
         finally:
             self._stop(threads)
         return self._results
+
+    def _wait_for(self, thread: threading.Thread) -> None:
+        """Till it has to wait, or ends. An interruption is told where the program was."""
+        try:
+            self._back.acquire()
+        except BaseException as interruption:
+            _add_frames_of(thread, interruption)
+            raise
 
     def _one(self, rank: int, program: Callable[[], Any]) -> None:
         self._turn[rank].acquire()
@@ -227,3 +248,16 @@ class _Wire:
                 ended = ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(*ended)
                 thread.join(PATIENCE_SECONDS)
+
+
+def _add_frames_of(thread: threading.Thread, error: BaseException) -> None:
+    """To the traceback: an alarm comes to the main thread, and what is slow runs in another."""
+    frame, trace = sys._current_frames().get(thread.ident or 0), None
+    while frame is not None:
+        trace = TracebackType(trace, frame, max(frame.f_lasti, 0), frame.f_lineno)
+        frame = frame.f_back
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is not None:
+        last.tb_next = trace

@@ -62,6 +62,8 @@ def offloaded_activations(
 
     Any number of backward passes. ValueError for a minimum below 1.
     """
+    if not isinstance(store, Store):
+        raise TypeError(f"got {store!r} as the store; give a memlab.offload.DiskStore()")
     if minimum < 1:
         raise ValueError(f"got minimum={minimum} numbers; give at least 1")
     offload = _Offload(store, minimum, model)

@@ -58,6 +58,7 @@ from memlab.units import format_bytes
 
 FORMAT = "memlab offload 1"
 MANIFEST = "manifest.json"
+MARK = ".store"  # says that the folder is one of a store: files that are in the way may be removed
 _FILE = re.compile(r"state\.\d{6,}|\.manifest\.\d+\.json")  # ours, of whatever step
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -137,6 +138,7 @@ class DiskStore(Store):
         return self._folder
 
     def _open(self, folder: Path, temporary: bool) -> None:
+        _require_ours(folder)
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / "lock")
         try:
@@ -150,6 +152,10 @@ class DiskStore(Store):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memlab-disk")
         self._close = weakref.finalize(self, _close, self._thread, lock, folder, temporary)
         try:
+            if not (folder / MARK).exists():
+                (folder / MARK).write_text("memlab.offload.DiskStore\n", encoding="utf-8")
+                self._sync(folder / MARK)
+                self._sync(folder)
             self._read_manifest()
         except BaseException:
             self._close()
@@ -174,14 +180,17 @@ class DiskStore(Store):
 
     # -------------------------------------------------------------- commits
 
-    def claim(self, name: str, fingerprint: str) -> None:
-        """Say what is trained; StoreError if something else was committed under that name."""
+    def claim(self, name: str, fingerprint: str, owner: object) -> None:
+        """Say what is trained, and by whom; StoreError if something else was committed under that
+        name, or another is still there."""
         there = self._claims.get(name) if self.step is not None else fingerprint
         if there != fingerprint:
             raise StoreError(
                 f"{self.folder} holds a training of {there or 'something else'}, wanted one of "
-                f"{fingerprint}; give the folder of that, or an empty one"
+                f"{fingerprint}; make the model and the optimizer as they were then, or give "
+                f"another folder"
             )
+        super().claim(name, fingerprint, owner)
         self._claims[name] = fingerprint
 
     def flush(self) -> None:
@@ -518,6 +527,20 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _require_ours(folder: Path) -> None:
+    """StoreError for a folder with files of others that have names as ours have."""
+    if folder.exists() and not folder.is_dir():
+        raise StoreError(f"{folder} is a file; give a folder, which may be new")
+    if not folder.exists() or (folder / MARK).exists():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.name == MANIFEST or _FILE.fullmatch(path.name):
+            raise StoreError(
+                f"{folder} has a {path.name} that no store has written; give an empty or a new "
+                f"folder"
+            )
 
 
 def _close(thread: ThreadPoolExecutor, lock: FileLock, folder: Path, temporary: bool) -> None:

@@ -69,7 +69,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """`optimizer`, its state in `store`.
 
     sub_group      numbers of the weights that are stepped at once, at most, unless one is larger
-    gradients      whether gradients go to the store as they come
+    gradients      whether gradients go to the store as they come; `.grad` is None then, and torch's
+                   clip_grad_norm_ clips nothing: use this one's
     weights        whether the store holds the weights by which is stepped
     on             where the step is computed: "device", where the weights are, or "host"
     commit_every   steps from one commit to the next, where the store lasts
@@ -91,6 +92,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         on: Literal["device", "host"] = "device",
         commit_every: int = 1,
     ) -> None:
+        _require_store(store)
         _require_steps_by_weight(optimizer)
         _require_settings(sub_group, weights, on, commit_every)
         self.optimizer, self.store, self.on = optimizer, store, on
@@ -104,7 +106,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ]
         self._broken = ""  # why it can't go on
         self._gradients = StoredGradients(store, borrows=self._borrows, precise=weights)
-        store.claim("optimizer", self._fingerprint(sub_group))
+        store.claim("optimizer", self._fingerprint(sub_group), self)
         if gradients:
             for group in self._sub_groups:
                 self._gradients.watch(group.places, group.weights)
@@ -481,6 +483,13 @@ def _require_settings(sub_group: int, weights: bool, on: str, commit_every: int)
         raise ValueError(
             "got on='host' without weights=True: a step on the host needs weights there; give "
             "weights=True, or on='device'"
+        )
+
+
+def _require_store(store: Any) -> None:
+    if not isinstance(store, Store):
+        raise TypeError(
+            f"got {store!r} as the store; give a memlab.offload.DiskStore(folder), or a HostStore()"
         )
 
 

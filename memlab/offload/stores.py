@@ -26,6 +26,8 @@ In a dry run there are no numbers to move: bytes are counted, tensors made, and 
 written. What a dry run puts never takes the place of what is really there.
 """
 
+import gc
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,6 +66,10 @@ class Traffic:
         )
 
 
+def _nobody() -> None:
+    """Who has a store that nobody has claimed."""
+
+
 class Store:
     """What all stores are. A value is a tensor or a list of tensors, and comes back as such."""
 
@@ -79,6 +85,7 @@ class Store:
         self._coming: dict[str, tuple[Record, list[Tensor], Wait]] = {}
         self._discarded: deque[str] = deque()
         self._spoiled: set[str] = set()  # written to while they were on their way
+        self._owners: dict[str, Callable[[], object]] = {}  # who uses the store for what
 
     # -------------------------------------------------------------- what stores are for
 
@@ -150,8 +157,17 @@ class Store:
 
     # -------------------------------------------------------------- what outlives a process
 
-    def claim(self, name: str, fingerprint: str) -> None:
-        """Say whose a store is; StoreError if it is another's."""
+    def claim(self, name: str, fingerprint: str, owner: object) -> None:
+        """Say whose a store is; StoreError if it is another's, who is still there."""
+        there = self._owners.get(name, _nobody)
+        if there() not in (None, owner):
+            gc.collect()  # an optimizer and its hooks know each other
+        if there() not in (None, owner):
+            raise StoreError(
+                f"this store has the {name} of another {type(there()).__name__}; give each a store "
+                f"of its own"
+            )
+        self._owners[name] = weakref.ref(owner)
 
     def commit(self, step: int, notes: Any = None) -> None:
         """Make the lasting values safe, all of them at once; nothing where nothing lasts."""

@@ -82,6 +82,38 @@ def number_by_number(read, n, old, new, rank):
     return F.pad(torch.cat([read(0, 0, 0), *found]), (0, mine - len(found)))
 
 
+def with_a_buffer(peer, made, buckets):
+    """One flat tensor of each bucket, made with its first gradient; and the sums as a tuple."""
+    parts, sums, way = {}, [], deque()
+    for name, gradient in made:
+        parts[name] = torch.empty(gradient.numel())
+        parts[name].copy_(gradient.view(-1))
+        while len(sums) + len(way) < len(buckets):
+            bucket = buckets[len(sums) + len(way)]
+            if any(n not in parts for n in bucket):
+                break
+            if len(way) == 2:
+                sums.append(way.popleft().wait())
+            flat = torch.empty(sum(parts[n].numel() for n in bucket))
+            torch.cat([parts.pop(n) for n in bucket], out=flat)
+            way.append(peer.begin(flat))
+            del flat
+    return (*sums, *(work.wait() for work in way))
+
+
+def zeros_by_hand(read, n, old, new, rank):
+    """With a tensor of zeros in the files' dtype."""
+    share, size = -(-n // new), -(-n // old)
+    found = torch.zeros(share, dtype=read(0, 0, 0).dtype)
+    for place, number in enumerate(range(rank * share, min(n, (rank + 1) * share))):
+        found[place] = read(number // size, number % size, number % size + 1)[0]
+    return found
+
+
+def as_a_list(*shape):
+    return list(of_a_rank(*shape))
+
+
 def with_fractions(block, layers, width, tensor, pipeline, data, k, tokens):
     blocks = (layers + pipeline - 1) // pipeline
     weights = block * blocks // tensor
@@ -103,7 +135,10 @@ def with_fractions(block, layers, width, tensor, pipeline, data, k, tokens):
         pytest.param(BUCKETS, with_counters, id="13.2-counters"),
         pytest.param(AGREED, with_the_worst_in_front, id="13.3-other-numbers"),
         pytest.param(RESHARDED, number_by_number, id="13.4-number-by-number"),
+        pytest.param(BUCKETS, with_a_buffer, id="13.2-buffer-and-tuple"),
+        pytest.param(RESHARDED, zeros_by_hand, id="13.4-zeros-by-hand"),
         pytest.param(WAYS, with_fractions, id="13.5-other-order"),
+        pytest.param(WAYS, as_a_list, id="13.5-list"),
     ],
 )
 def test_another_right_answer_passes(exercise, answer):
@@ -146,7 +181,19 @@ def test_sums_that_did_not_go_round_the_ring_are_found():
 
 def test_wholes_that_go_round_are_told_by_their_bytes():
     found = judge(RING, day13._wholes_round).text
-    assert "rank 0 sent 1 messages of 16 bytes; wanted 1 of 8." in found
+    assert "rank 0 sent 1 message of 16 bytes; wanted 1 of 8 bytes." in found
+
+
+def test_zeros_sent_round_beside_a_collective_are_no_ring():
+    def hidden(peer, whole):
+        for _ in range(peer.ranks - 1):
+            peer.send(torch.zeros_like(whole.chunk(peer.ranks)[0]))
+            peer.receive()
+        if peer.ranks == 3:
+            return ring_reduce_scatter(peer, whole)
+        return peer.sum(whole).chunk(peer.ranks)[peer.rank].clone()
+
+    assert "wanted send and receive alone" in judge(RING, hidden).text
 
 
 def test_sums_that_were_not_waited_for_are_found():
@@ -160,8 +207,19 @@ def test_sums_that_were_not_waited_for_are_found():
     assert "is not what came by the wire" in verdict.text
 
 
-@pytest.mark.parametrize("keep", [lambda g: g, lambda g: g.view(-1)], ids=["tensor", "view"])
-def test_a_gradient_that_is_kept_is_found_also_as_a_view(keep):
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda g: g,
+        lambda g: g.view(-1),
+        lambda g: g.clone(),
+        lambda g: g.numpy().view(),
+        lambda g: torch.cat([torch.zeros(3), g.flatten()])[1:],
+        lambda g: torch.empty(20).index_copy_(0, torch.arange(g.numel()), g.flatten()),
+    ],
+    ids=["tensor", "view", "clone", "numpy", "part of another", "buffer"],
+)
+def test_a_gradient_that_is_kept_is_found_also_as_a_view_or_copy(keep):
     def hoarding(peer, made, buckets):
         kept = []
 
@@ -174,7 +232,30 @@ def test_a_gradient_that_is_kept_is_found_also_as_a_view(keep):
 
     verdict = judge(BUCKETS, hoarding)
     assert verdict.status == WRONG
-    assert "is still held when" in verdict.text
+    assert "gradient a is still held when c is made" in verdict.text
+
+
+def test_copies_that_are_never_taken_out_are_found():
+    def never_pops(peer, made, buckets):
+        there, sums, way, left = {}, [], deque(), deque(buckets)
+        for name, gradient in made:
+            there[name] = gradient.clone()
+            while left and all(n in there for n in left[0]):
+                if len(way) == 2:
+                    sums.append(way.popleft().wait())
+                way.append(peer.begin(torch.cat([there[n].flatten() for n in left.popleft()])))
+        return sums + [work.wait() for work in way]
+
+    assert "gradient a is still held when c is made" in judge(BUCKETS, never_pops).text
+
+
+def test_buckets_that_are_emptied_are_an_input_changed():
+    def empties(peer, made, buckets):
+        sums = reduce_in_buckets(peer, made, [list(bucket) for bucket in buckets])
+        buckets.clear()
+        return sums
+
+    assert "`buckets` is [] afterwards; wanted it left" in judge(BUCKETS, empties).text
 
 
 def test_all_gradients_taken_first_is_no_overlap():
@@ -187,14 +268,14 @@ def test_a_gradient_that_nobody_takes_is_missed():
     def lazy(peer, made, buckets):
         return []
 
-    assert "0 gradients were taken of `made`, of 4." in judge(BUCKETS, lazy).text
+    assert "0 gradients taken of `made`; wanted 4." in judge(BUCKETS, lazy).text
 
 
 def test_a_right_step_with_another_dtype_or_shape_is_no_shard():
     def widened(read, n, old, new, rank):
         return resharded(read, n, old, new, rank).double()
 
-    assert "of torch.float64; wanted" in judge(RESHARDED, widened).text
+    assert "gave torch.float64; wanted torch.float32" in judge(RESHARDED, widened).text
     assert judge(RESHARDED, lambda *args: resharded(*args)[None]).status == WRONG
 
 
@@ -230,6 +311,90 @@ def test_a_gradient_of_no_data_is_not_made_up():
     verdict = judge(AGREED, repeats)
     assert verdict.status == WRONG
     assert "wanted" in verdict.text
+
+
+def stepping(step):
+    """Right rounds, and in a good one `step(peer, weight, gradient, lr)`."""
+
+    def answer(peer, weight, gradients, lr):
+        steps = 0
+        while True:
+            gradient = next(gradients, None)
+            fine = gradient is not None and gradient.isfinite().all()
+            worst = peer.most(2 if gradient is None else 0 if fine else 1)
+            if worst == 2:
+                return steps
+            if worst == 0:
+                step(peer, weight, gradient, lr)
+                steps += 1
+
+    return answer
+
+
+def replaces_the_data(peer, weight, gradient, lr):
+    weight.data = weight - lr * peer.sum(gradient) / peer.ranks
+
+
+def overwrites_the_gradient(peer, weight, gradient, lr):
+    weight -= peer.sum(gradient.mul_(lr)) / peer.ranks
+
+
+def in_float64(peer, weight, gradient, lr):
+    weight -= (lr * peer.sum(gradient.double()) / peer.ranks).float()
+
+
+def steps_in_the_end(peer, weight, gradients, lr):
+    """One sum of all steps, when they are over."""
+    total = torch.zeros_like(weight)
+    steps = agreed_steps(peer, total, gradients, lr)
+    weight += total
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (stepping(replaces_the_data), "the weight that was given is [1, 2, 3]; wanted [0.75"),
+        (stepping(overwrites_the_gradient), "changed gradient 0 to [0.25"),
+        (stepping(in_float64), "sent a gradient of 24 bytes; wanted 12"),
+        (steps_in_the_end, "after 1 round: the weight that was given is [1, 2, 3]"),
+    ],
+    ids=["data", "overwritten", "float64", "one step"],
+)
+def test_a_step_that_is_not_the_step_asked_for_is_found(answer, found):
+    assert found in judge(AGREED, answer).text
+
+
+def test_numbers_that_were_calculated_or_read_elsewhere_are_no_shard():
+    def calculated(read, n, old, new, rank):
+        found = resharded(read, n, old, new, rank)
+        share = len(found)
+        numbers = torch.arange(1, n + 1)[rank * share :][:share] % 101
+        return F.pad(numbers, (0, share - len(numbers))).to(found.dtype)
+
+    def elsewhere(read, n, old, new, rank):
+        """As many as are needed, of file 0."""
+        places = []
+
+        def noted(source, start, stop):
+            places.extend(range(start, stop))
+            return read(0, 0, stop - start) if n == 8 else read(source, start, stop)
+
+        found = resharded(noted, n, old, new, rank)
+        whole = torch.randint(
+            1, 200, (n,), generator=torch.Generator().manual_seed(n * old * new)
+        ).to(found.dtype)
+        share = len(found)
+        return F.pad(whole[rank * share :][:share], (0, max(0, (rank + 1) * share - n)))
+
+    assert judge(RESHARDED, calculated).status == WRONG
+    found = judge(RESHARDED, elsewhere).text
+    assert "rank=1) read number 0 of file 0, which is not in this shard" in found
+
+
+def test_a_number_read_twice_is_found_where_the_count_is_right():
+    with pytest.raises(Wrong, match="never read number 1 of file 0, and another one twice"):
+        day13._require_read("resharded", [(0, 0), (0, 0)], [(0, 0), (0, 1)])
 
 
 # ------------------------------------------------------------------ ranks that take turns
@@ -281,7 +446,7 @@ def test_a_sum_goes_on_while_the_rank_does_something_else():
         ),
         (
             lambda peer: peer.sum(torch.ones(peer.rank + 1)),
-            "the collectives do not match: number 1 of rank 0 is a sum of 1 numbers, of rank 1 a "
+            "the collectives do not match: number 1 of rank 0 is a sum of 1 number, of rank 1 a "
             "sum of 2 numbers; real ranks would hang, or mix up their numbers.",
         ),
     ],
@@ -315,7 +480,10 @@ def test_a_loop_without_end_is_stopped_with_its_thread(monkeypatch):
         while True:
             pass
 
-    assert "ran for more than" in judge(RING, endless).text
+    found = judge(RING, endless).text
+    assert "ran for more than" in found
+    assert "was stopped at `" in found
+    assert "somewhere" not in found
     deadline = time.monotonic() + 5
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from memlab.offload import DiskStore, OffloadedOptimizer, StoreError, disk
+from memlab.offload import DiskStore, HostStore, OffloadedOptimizer, StoreError, disk
+
+THIS = sys.modules[__name__]  # who claims a store
 
 
 @pytest.fixture
@@ -21,7 +23,7 @@ def folder(tmp_path):
         store.put("a", torch.arange(1000.0), lasting=True, about={"name": "a"})
         store.put("b", [torch.ones(3), torch.zeros(2)], lasting=True)
         store.put("c", torch.ones(5))
-        store.claim("training", "ours")
+        store.claim("training", "ours", THIS)
         store.commit(3, {"seed": 5})
     return tmp_path / "state"
 
@@ -157,12 +159,44 @@ def test_a_damaged_manifest_is_noticed(folder, damage):
 
 def test_the_store_of_another_training_is_refused(folder):
     with DiskStore(folder) as store:
-        store.claim("training", "ours")
+        store.claim("training", "ours", THIS)
         with pytest.raises(StoreError, match="holds a training of ours, wanted one of theirs"):
-            store.claim("training", "theirs")
+            store.claim("training", "theirs", THIS)
         with pytest.raises(StoreError, match="holds a training of something else"):
-            store.claim("optimizer", "theirs")
+            store.claim("optimizer", "theirs", THIS)
     assert is_intact(folder)
+
+
+@pytest.mark.parametrize("kind", [DiskStore, HostStore])
+def test_two_optimizers_do_not_share_a_store(kind):
+    store = kind()
+    first, second = (torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2))
+    kept = OffloadedOptimizer(first, store)
+    with pytest.raises(StoreError, match="has the optimizer of another OffloadedOptimizer; give"):
+        OffloadedOptimizer(second, store)
+    kept.remove()
+    del kept
+    OffloadedOptimizer(second, store)
+
+
+def test_who_gives_a_folder_in_place_of_a_store_is_told(tmp_path):
+    with pytest.raises(TypeError, match=r"give a memlab\.offload\.DiskStore\(folder\)"):
+        OffloadedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["state.000123", "manifest.json", ".manifest.7.json"])
+def test_a_folder_with_files_of_others_is_left_alone(tmp_path, name):
+    (tmp_path / name).write_text("somebody's")
+    with pytest.raises(StoreError, match=f"has a {name} that no store has written; give an empty"):
+        DiskStore(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "somebody's"
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "state").write_text("somebody's")
+    with pytest.raises(StoreError, match="is a file; give a folder"):
+        DiskStore(tmp_path / "state")
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def test_killed_from_outside_it_goes_on_too(found):
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(found):
-    assert found["left"] == ["lock", "manifest.json", *found["files"]]
+    assert found["left"] == [".store", "lock", "manifest.json", *found["files"]]
 
 
 def test_the_disk_never_holds_more_than_two_generations(found):

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, require
-from memlab.course.peers import Peer, Stuck, Work, in_turns
+from memlab.course.peers import Peer, Stuck, Work, counted, in_turns
+from memlab.metering.modes import LightMode
 
 # ------------------------------------------------------------------ what is built
 
@@ -152,7 +155,7 @@ def _check_ring(answer: Any) -> str:
         wanted = torch.stack(before).sum(0).chunk(ranks)
         for rank, peer in enumerate(peers):
             _require_tensor(f"{call}, at rank {rank},", got[rank], wanted[rank])
-            _require_messages(call, rank, peer, ranks, before[rank].nbytes)
+            _require_messages(call, rank, peer, ranks, before[rank])
         for rank in range(ranks):
             _require_equal(f"{call}, at rank {rank},", got[rank], wanted[rank])
             got[rank].add_(1)
@@ -168,22 +171,34 @@ def _check_ring(answer: Any) -> str:
     )
 
 
-def _require_messages(call: str, rank: int, peer: Peer, ranks: int, whole: int) -> None:
-    sent, piece = _all(peer, "send"), whole // ranks
+def _require_messages(call: str, rank: int, peer: Peer, ranks: int, whole: Tensor) -> None:
+    require(
+        not _all(peer, "begin") and not _all(peer, "most"),
+        f"{call}: rank {rank} used a collective of all ranks; wanted send and receive alone, of "
+        f"which those are made.",
+    )
+    sent, piece = _all(peer, "send"), whole.nbytes // ranks
+    other = [dtype for dtype in peer.dtypes if dtype != whole.dtype]
+    require(
+        not other,
+        f"{call}: rank {rank} sent numbers of {other[0] if other else ''}; wanted "
+        f"{whole.dtype}, in which they were given.",
+    )
     require(
         sent == [piece] * (ranks - 1),
-        f"{call}: rank {rank} sent {len(sent)} messages of {_sizes(sent)} bytes; wanted "
-        f"{ranks - 1} of {piece}.",
+        f"{call}: rank {rank} sent {counted(len(sent), 'message')}{_sizes(sent)}; wanted "
+        f"{ranks - 1} of {piece} bytes.",
     )
     received = len(_all(peer, "receive"))
     require(
         received == ranks - 1,
-        f"{call}: rank {rank} received {received} messages; wanted {ranks - 1}.",
+        f"{call}: rank {rank} received {counted(received, 'message')}; wanted {ranks - 1}.",
     )
 
 
 def _sizes(sent: list[int]) -> str:
-    return " or ".join(str(size) for size in sorted(set(sent))) or "no"
+    sizes = " or ".join(str(size) for size in sorted(set(sent)))
+    return f" of {sizes} bytes" if sent else ""
 
 
 def _check_hops(answer: Any) -> None:
@@ -298,6 +313,14 @@ _RING = Exercise(
             "This is the mean; a reduce-scatter adds.",
         ),
         WrongAnswer(
+            lambda peer, whole: peer.sum(whole).chunk(peer.ranks)[peer.rank].clone(),
+            "peer.sum hides what is to be built here.",
+        ),
+        WrongAnswer(
+            lambda peer, whole: ring_reduce_scatter(peer, whole.double()).to(whole.dtype),
+            "Each number takes twice the bytes on its way: send it as it is.",
+        ),
+        WrongAnswer(
             lambda peer, whole: whole.chunk(peer.ranks)[peer.rank].clone(),
             "Nothing was sent: a rank's own piece is one part of the sum.",
         ),
@@ -305,6 +328,12 @@ _RING = Exercise(
 )
 
 # ------------------------------------------------------------------ 13.2: buckets
+
+
+# Each gradient has numbers of its own, and every sum of two or three is greater than any of them:
+# so a copy of a gradient is known by its numbers.
+NUMBERS = 1000 + torch.randperm(1000, generator=torch.Generator().manual_seed(13))
+OF_A_RANK = 72
 
 
 @dataclass(frozen=True)
@@ -317,7 +346,8 @@ class _Backward:
     def gradient(self, name: str, rank: int) -> Tensor:
         """A matrix, of another size for each name."""
         place = ord(name) - ord("a")
-        return torch.full((2, place + 1), float(10 * place + rank + 1))
+        first = OF_A_RANK * rank + place * (place + 1)
+        return NUMBERS[first : first + 2 * (place + 1)].float().view(2, place + 1)
 
     def sums(self, more: float) -> list[Tensor]:
         ranks = range(len(self.orders))
@@ -326,7 +356,7 @@ class _Backward:
             for bucket in self.buckets
         ]
 
-    def in_order(self, rank: int) -> int:
+    def in_order(self, rank: int) -> list[int]:
         """Where bucket after bucket can begin: places in the rank's order, for each bucket."""
         return [
             max(self.orders[rank].index(n) for bucket in self.buckets[: last + 1] for n in bucket)
@@ -336,8 +366,8 @@ class _Backward:
 
 BACKWARDS = (
     _Backward((("a", "b"), ("c", "d")), ("abcd", "abcd")),
-    _Backward((("b", "a"), ("c", "d"), ("f", "e")), ("abcdef", "badcfe")),
     _Backward((("a", "b"), ("c", "d"), ("e", "f"), ("g", "h")), ("abcdefgh",) * 3),
+    _Backward((("b", "a"), ("c", "d"), ("f", "e")), ("abcdef", "badcfe")),
     _Backward((("a", "b"), ("c", "d"), ("e", "f")), ("abcdef", "cdabef")),
     _Backward((("a", "b", "c"),), ("cab", "abc")),
 )
@@ -359,10 +389,11 @@ def _check_backward(answer: Any, case: _Backward, more: float) -> None:
     call = f"reduce_in_buckets of {orders} in {', '.join(''.join(b) for b in names)}"
     peers: list[Peer] = []
 
-    def program(peer: Peer, rank: int) -> Any:
-        return answer(peer, _made(call, case, peer), [list(bucket) for bucket in names])
+    def program(peer: Peer, buckets: list[list[str]]) -> Any:
+        with _Memory(peer) as memory:
+            return answer(peer, _made(call, case, peer, memory), buckets)
 
-    given = [(rank,) for rank in range(len(case.orders))]
+    given = [([list(bucket) for bucket in names],) for _ in case.orders]
     got = _in_turns(call, program, given, altered=lambda x: x + more, peers=peers)
     wanted = case.sums(more)
     for rank, peer in enumerate(peers):
@@ -371,7 +402,11 @@ def _check_backward(answer: Any, case: _Backward, more: float) -> None:
         _require_begun(at, peer, case)
         _require_waits(at, peer)
         require(
-            isinstance(got[rank], list) and len(got[rank]) == len(wanted),
+            given[rank][0] == names,
+            f"{at}: `buckets` is {given[rank][0]} afterwards; wanted it left as it was.",
+        )
+        require(
+            isinstance(got[rank], (list, tuple)) and len(got[rank]) == len(wanted),
             f"{at} gave {_what(got[rank])}; wanted a list of {len(wanted)} sums.",
         )
         for number, (found, sum_) in enumerate(zip(got[rank], wanted, strict=True)):
@@ -392,7 +427,61 @@ def _what(got: Any) -> str:
     return f"{len(got)} of them" if isinstance(got, (list, tuple)) else type(got).__name__
 
 
-def _made(call: str, case: _Backward, peer: Peer) -> Iterator[tuple[str, Tensor]]:
+class _Memory(LightMode):
+    """What one rank's answer has made and still holds, its copies of gradients too."""
+
+    def __init__(self, peer: Peer) -> None:
+        super().__init__()
+        self._looks = True
+        self._made: dict[StorageWeakRef, torch.dtype] = {}
+        self._sent: list[tuple[StorageWeakRef, Work]] = []
+        begin = peer.begin
+
+        def watched(flat: Tensor) -> Work:
+            with self.not_looking():
+                work = begin(flat)
+            wait = work.wait
+
+            def watched_wait() -> Tensor:
+                with self.not_looking():
+                    return wait()
+
+            work.wait = watched_wait
+            self._sent.append((StorageWeakRef(flat.untyped_storage()), work))
+            return work
+
+        peer.begin = watched
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        made = func(*args, **kwargs)
+        for tensor in tree_leaves(made):
+            if self._looks and isinstance(tensor, Tensor):
+                if "empty" in func.__name__:
+                    tensor.zero_()  # where a gradient was freed its numbers may still stand
+                self._made[StorageWeakRef(tensor.untyped_storage())] = tensor.dtype
+        return made
+
+    @contextmanager
+    def not_looking(self) -> Iterator[None]:
+        before, self._looks = self._looks, False
+        try:
+            yield
+        finally:
+            self._looks = before
+
+    def numbers(self) -> Tensor:
+        """All that is held, but for buckets on the way and the last that was begun."""
+        on_the_way = [ref for ref, work in self._sent if not work.waited]
+        allowed = {*on_the_way, *(ref for ref, _ in self._sent[-1:])}
+        found = [torch.empty(0)]
+        for ref, dtype in self._made.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is not None and ref not in allowed:
+                found.append(torch.empty(0, dtype=dtype).set_(storage).float())
+        return torch.cat(found)
+
+
+def _made(call: str, case: _Backward, peer: Peer, memory: _Memory) -> Iterator[tuple[str, Tensor]]:
     """Gradients, one after the other; those of buckets that were begun must be gone by then."""
     storages: dict[str, StorageWeakRef] = {}
 
@@ -401,29 +490,44 @@ def _made(call: str, case: _Backward, peer: Peer) -> Iterator[tuple[str, Tensor]
         storages[name] = StorageWeakRef(gradient.untyped_storage())
         return gradient
 
-    last = ""
-    for name in case.orders[peer.rank]:
-        begun = case.buckets[: len(_all(peer, "begin"))]
+    def require_gone(last: str, when: str) -> None:
+        begun = "".join(map("".join, case.buckets[: len(_all(peer, "begin"))]))
+        copies = memory.numbers()
         held = [
             n
-            for bucket in begun
-            for n in bucket
-            if n != last and n in storages and not storages[n].expired()
+            for n in begun
+            if n in storages
+            and n != last  # the loop's own variable
+            and (
+                not storages[n].expired()
+                or torch.isin(case.gradient(n, peer.rank), copies).any().item()
+            )
         ]
+        what = "gradient {} is" if len(held) == 1 else "gradients {} are"
         require(
             not held,
-            f"{call}, rank {peer.rank}: gradient {', '.join(held)} is still held when {name} is "
-            f"made, though its bucket was begun.",
+            f"{call}, rank {peer.rank}: {what.format(', '.join(held))} still held when {when}, "
+            f"though sent. (A copy counts, and so does a variable's name.)",
         )
-        peer.events.append(("made", name))
+
+    last = ""
+    for name in case.orders[peer.rank]:
+        with memory.not_looking():
+            require_gone(last, f"{name} is made")
+            peer.events.append(("made", name))
+            gradient = one(name)
         last = name
-        yield name, one(name)
+        yield name, gradient
+        del gradient
+    with memory.not_looking():
+        require_gone(last, "backward is over")
 
 
 def _require_taken(at: str, peer: Peer, case: _Backward) -> None:
     taken, wanted = _all(peer, "made"), len(case.orders[peer.rank])
     require(
-        len(taken) == wanted, f"{at}: {len(taken)} gradients were taken of `made`, of {wanted}."
+        len(taken) == wanted,
+        f"{at}: {counted(len(taken), 'gradient')} taken of `made`; wanted {wanted}.",
     )
 
 
@@ -437,7 +541,7 @@ def _require_begun(at: str, peer: Peer, case: _Backward) -> None:
             begun.append((made[-1] if made else "nothing", value))
     require(
         len(begun) == len(wanted),
-        f"{at}: {len(begun)} buckets were begun; wanted {len(wanted)}.",
+        f"{at}: {counted(len(begun), 'bucket')} begun; wanted {len(wanted)}.",
     )
     for number, ((after, size), place) in enumerate(zip(begun, wanted, strict=True)):
         bucket = case.buckets[number]
@@ -462,7 +566,12 @@ def _require_waits(at: str, peer: Peer) -> None:
     for place, event in enumerate(events):
         if event == "begin":
             on_the_way += 1
-            require(on_the_way <= 2, f"{at}: {on_the_way} buckets are on the way; wanted 2.")
+            then_waits = events[place + 1 : place + 2] == ["wait"]
+            require(
+                on_the_way <= 2,
+                f"{at}: {on_the_way} buckets are on the way; wanted 2"
+                f"{', and the wait for the older before the next begins' if then_waits else ''}.",
+            )
         if event == "wait":
             backward_is_over = events[:place].count("made") == total
             needed = on_the_way == 2 and events[place + 1 : place + 2] == ["begin"]
@@ -471,7 +580,7 @@ def _require_waits(at: str, peer: Peer) -> None:
                 f"{at}: waits with {on_the_way} on the way, before the next gradient is made.",
             )
             on_the_way -= 1
-    require(on_the_way == 0, f"{at}: at the end {on_the_way} were begun and not waited for.")
+    require(on_the_way == 0, f"{at}: {counted(on_the_way, 'bucket')} begun and not waited for.")
 
 
 def _buckets_but(
@@ -484,6 +593,9 @@ def _buckets_but(
     gives: Callable[[Any, int], Any] = lambda sums, ranks: sums,
     waits: bool = True,
     eager: bool = False,
+    begins_first: bool = False,
+    one_each: bool = False,
+    keeps_flat: bool = False,
 ) -> Any:
     """The right one, with something in it that is not."""
 
@@ -502,17 +614,21 @@ def _buckets_but(
             choice = left if as_complete else left[:1]
             ready = [b for b in choice if all(n in there for n in buckets[b])]
             for number in ready:
-                if len(way) == most:
+                if len(way) == most and not begins_first:
                     land()
                 names = buckets[number]
                 if as_they_came:
                     names = [n for n in there if n in names]
                 kept.extend(there[n] for n in names if keeps)
-                way.append((number, peer.begin(torch.cat([there.pop(n).flatten() for n in names]))))
+                flat = torch.cat([there.pop(n).flatten() for n in names])
+                kept.extend([flat] * keeps_flat)
+                way.append((number, peer.begin(flat)))
                 left.remove(number)
+                if begins_first and len(way) > most:
+                    land()
                 if at_once or (eager and len(way) == most):
                     land()
-            if ready and left:
+            if ready and left and not one_each:
                 begin()
 
         for name, gradient in made:
@@ -570,6 +686,19 @@ _BUCKETS = Exercise(
             _buckets_but(most=9), "Nothing limits what is on the way: wait for the oldest of two."
         ),
         WrongAnswer(
+            _buckets_but(begins_first=True),
+            "For a moment three are there: wait for the older, then begin.",
+        ),
+        WrongAnswer(
+            _buckets_but(one_each=True),
+            "One gradient can make two buckets ready, where the later one was complete before: "
+            "`while`, not `if`.",
+        ),
+        WrongAnswer(
+            _buckets_but(keeps_flat=True),
+            "A bucket is kept when its sum has come: it is a copy of its gradients.",
+        ),
+        WrongAnswer(
             _buckets_but(keeps=True),
             "The gradients are kept beside their bucket, so all of them are there in the end.",
         ),
@@ -594,12 +723,13 @@ _BUCKETS = Exercise(
 
 @dataclass(frozen=True)
 class _Run:
-    """Of each rank its gradients, a letter each: f is finite, n is nan, i is inf."""
+    """Of each rank its gradients, a letter each: f is finite, l large, n is nan, i is inf."""
 
     ranks: tuple[str, ...]
+    lr: float = 0.25
 
     def gradients(self, rank: int) -> Iterator[Tensor]:
-        numbers = {"n": float("nan"), "i": float("inf")}
+        numbers = {"n": float("nan"), "i": float("inf"), "l": 2.0**40}
         for step, letter in enumerate(self.ranks[rank]):
             gradient = torch.tensor([step + 1.0, rank + 1.0, 2.0 * step - rank])
             if letter in numbers:
@@ -611,26 +741,28 @@ class _Run:
         return min(map(len, self.ranks))
 
     def good(self) -> list[int]:
-        return [s for s in range(self.together()) if all(r[s] == "f" for r in self.ranks)]
+        return [s for s in range(self.together()) if all(r[s] in "fl" for r in self.ranks)]
 
-    def weight(self, lr: float) -> Tensor:
+    def weight(self, rounds: int | None = None) -> Tensor:
+        """After so many rounds, or all."""
         weight = torch.tensor([1.0, 2.0, 3.0])
         each = [list(self.gradients(rank)) for rank in range(len(self.ranks))]
         for step in self.good():
-            weight -= lr * torch.stack([mine[step] for mine in each]).mean(0)
+            if rounds is None or step < rounds:
+                weight -= self.lr * torch.stack([mine[step] for mine in each]).mean(0)
         return weight
 
 
 RUNS = (
     _Run(("ff", "ff")),
-    _Run(("fffff", "fff")),
+    _Run(("fffff", "fff"), lr=0.5),
     _Run(("ff", "fff")),
+    _Run(("fl", "ff"), lr=0.125),
     _Run(("fff", "fnf")),
-    _Run(("iff", "fff", "ffn")),
+    _Run(("iff", "fff", "ffn"), lr=2.0),
     _Run(("n", "")),
     _Run(("fnfff", "fffif", "ffff", "ffffff")),
 )
-RATE = 0.25
 
 
 def _check_agreed(answer: Any) -> str:
@@ -643,35 +775,69 @@ def _check_agreed(answer: Any) -> str:
 
 
 def _check_run(answer: Any, run: _Run) -> None:
-    call = f"agreed_steps of {' and '.join(r or 'no gradient' for r in run.ranks)}"
+    call = f"agreed_steps of {' and '.join(r or 'no gradient' for r in run.ranks)}, lr={run.lr},"
     ranks = range(len(run.ranks))
     weights, peers = [torch.tensor([1.0, 2.0, 3.0]) for _ in ranks], []
-    given = [(weights[rank], run.gradients(rank), RATE) for rank in ranks]
-    steps = _in_turns(call, answer, given, peers=peers)
-    good, wanted = run.good(), run.weight(RATE)
+    held = [weight.view(-1) for weight in weights]  # what was handed over, whatever it is named
+
+    def program(peer: Peer, weight: Tensor) -> Any:
+        return answer(peer, weight, _asked_for(call, run, peer, held[peer.rank]), run.lr)
+
+    steps = _in_turns(call, program, [(weight,) for weight in weights], peers=peers)
+    good = run.good()
     for rank, peer in enumerate(peers):
-        off = (weights[rank] - wanted).abs() > 1e-5
+        _require_weight(f"{call} at the end, rank {rank}", held[rank], run.weight())
+        equal(f"{call} at rank {rank},", steps[rank], len(good), "steps")
+        begun, most = _all(peer, "begin"), len(_all(peer, "most"))
         require(
-            weights[rank].isfinite().all().item(),
-            f"{call}: the weights of rank {rank} are {_numbers(weights[rank])}; wanted "
-            f"{_numbers(wanted)}.",
+            len(begun) == len(good),
+            f"{call} rank {rank} sent {counted(len(begun), 'gradient')}; wanted {len(good)}, "
+            f"those of good steps.",
         )
-        equal(f"{call}, at rank {rank},", steps[rank], len(good), "steps")
-        require(
-            not off.any().item(),
-            f"{call}: weights of rank {rank} become {_numbers(weights[rank])}; wanted "
-            f"{_numbers(wanted)}.",
-        )
-        sums, most = len(_all(peer, "begin")), len(_all(peer, "most"))
-        require(
-            sums == len(good),
-            f"{call}: rank {rank} sent {sums} gradients; wanted {len(good)}, those of good steps.",
-        )
+        for nbytes in begun:
+            require(
+                nbytes == weights[rank].nbytes,
+                f"{call} rank {rank} sent a gradient of {nbytes} bytes; wanted "
+                f"{weights[rank].nbytes}, in its own dtype.",
+            )
         rounds = run.together() + 1
         require(
             most == rounds,
-            f"{call}: rank {rank} called peer.most {most} times; wanted {rounds}, once a round.",
+            f"{call} rank {rank} called peer.most {counted(most, 'time')}; wanted {rounds}, once "
+            f"a round.",
         )
+
+
+def _asked_for(call: str, run: _Run, peer: Peer, weight: Tensor) -> Iterator[Tensor]:
+    """A rank's gradients. Whenever it asks, all that went before must be done."""
+    at = f"{call} rank {peer.rank}"
+    for number, gradient in enumerate(run.gradients(peer.rank)):
+        _require_ready(at, run, peer, weight, number)
+        before = gradient.clone()
+        yield gradient
+        require(
+            torch.equal(gradient.view(torch.int32), before.view(torch.int32)),
+            f"{at} changed gradient {number} to {_numbers(gradient)}; wanted it left as it was, "
+            f"{_numbers(before)}.",
+        )
+    _require_ready(at, run, peer, weight, len(run.ranks[peer.rank]))
+
+
+def _require_ready(at: str, run: _Run, peer: Peer, weight: Tensor, number: int) -> None:
+    asked = len(_all(peer, "most"))
+    require(
+        asked >= number,
+        f"{at} takes gradient {number} when peer.most was called {counted(asked, 'time')}; "
+        f"wanted {number}: one gradient a round.",
+    )
+    _require_weight(f"{at}, after {counted(number, 'round')}", weight, run.weight(number))
+
+
+def _require_weight(at: str, got: Tensor, wanted: Tensor) -> None:
+    require(
+        torch.allclose(got, wanted, rtol=1e-5, atol=1e-5),
+        f"{at}: the weight that was given is {_numbers(got)}; wanted {_numbers(wanted)}.",
+    )
 
 
 def _agreed_but(
@@ -682,6 +848,7 @@ def _agreed_but(
     out_of_place: bool = False,
     counts_skipped: bool = False,
     only: Callable[[Tensor], Tensor] = lambda gradient: gradient.isfinite(),
+    sends: Callable[[Tensor], Tensor] = lambda gradient: gradient,
 ) -> Any:
     """The right one, with something in it that is not."""
 
@@ -711,7 +878,7 @@ def _agreed_but(
                     return steps
                 steps += counts_skipped
                 continue
-            total = peer.sum(gradient)
+            total = peer.sum(sends(gradient))
             if skips == "late" and not total.isfinite().all():
                 continue
             change = lr * total / (peer.ranks if mean else 1)
@@ -785,9 +952,27 @@ _AGREED = Exercise(
         WrongAnswer(_agreed_but(mean=False), "The sum of the ranks' gradients is not their mean."),
         WrongAnswer(
             _agreed_but(out_of_place=True),
-            "weight = weight - … makes another tensor: what was handed over stays as it was.",
+            "weight = weight - … makes another tensor, as weight.data = … does: what was handed "
+            "over stays as it was. Use -=.",
         ),
         WrongAnswer(_agreed_but(counts_skipped=True), "A step that was skipped is counted as one."),
+        WrongAnswer(
+            lambda peer, weight, gradients, lr: agreed_steps(peer, weight, iter([*gradients]), lr),
+            "All gradients are taken before the first step: on a real rank each is a backward "
+            "pass, by weights that have been stepped.",
+        ),
+        WrongAnswer(
+            lambda peer, weight, gradients, lr: agreed_steps(peer, weight, gradients, 0.25),
+            "lr is given.",
+        ),
+        WrongAnswer(
+            _agreed_but(only=lambda gradient: gradient.abs() < 100),
+            "Large is not infinite: isfinite() knows.",
+        ),
+        WrongAnswer(
+            _agreed_but(sends=torch.Tensor.bfloat16),
+            "In bfloat16 a sum of gradients loses most of its digits: send them as they are.",
+        ),
         WrongAnswer(
             _two_questions, "Two questions a round, where one number can carry both answers."
         ),
@@ -809,7 +994,8 @@ RESHARDS = (
 
 def _check_resharded(answer: Any) -> str:
     for n, old, new, dtype in RESHARDS:
-        whole = (torch.arange(1, n + 1) % 101).to(dtype)
+        drawn = torch.Generator().manual_seed(n * old * new)
+        whole = torch.randint(1, 200, (n,), generator=drawn).to(dtype)
         size, mine = -(-n // old), -(-n // new)
         files = F.pad(whole, (0, size * old - n)).chunk(old)
         wanted = F.pad(whole, (0, mine * new - n)).split(mine)
@@ -817,13 +1003,10 @@ def _check_resharded(answer: Any) -> str:
             call = f"resharded(read, {n}, old={old}, new={new}, rank={rank})"
             files_read = _Files(call, [f.clone() for f in files])
             got = answer(files_read, n, old, new, rank)
-            _require_tensor(call, got, wanted[rank])
+            _require_dtype(call, got, wanted[rank])
             _require_equal(call, got, wanted[rank])
-            needed = max(0, min(n, (rank + 1) * mine) - min(n, rank * mine))
-            require(
-                files_read.numbers == needed,
-                f"{call} read {files_read.numbers} numbers; wanted {needed}.",
-            )
+            needed = range(min(n, rank * mine), min(n, (rank + 1) * mine))
+            _require_read(call, files_read.places, [(i // size, i % size) for i in needed])
             require(
                 got.untyped_storage().nbytes() <= 2 * max(1, mine) * got.element_size(),
                 f"{call} gave a view of {got.untyped_storage().nbytes()} bytes; wanted a tensor "
@@ -832,11 +1015,39 @@ def _check_resharded(answer: Any) -> str:
     return "shards exact for 1 to 8 ranks from 1 to 8 · every number read once, padding never"
 
 
+def _require_dtype(call: str, got: Any, wanted: Tensor) -> None:
+    require(
+        not isinstance(got, Tensor) or got.dtype == wanted.dtype,
+        f"{call} gave {getattr(got, 'dtype', None)}; wanted {wanted.dtype}, that of the files: "
+        f"every read has it, also an empty one, read(0, 0, 0).",
+    )
+
+
+def _require_read(call: str, places: list[tuple[int, int]], needed: list[tuple[int, int]]) -> None:
+    require(
+        len(places) == len(needed),
+        f"{call} read {counted(len(places), 'number')}; wanted {len(needed)}.",
+    )
+    other = sorted({*places} - {*needed})
+    require(
+        not other,
+        f"{call} read number {other[0][1] if other else ''} of file "
+        f"{other[0][0] if other else ''}, which is not in this shard.",
+    )
+    missing = sorted({*needed} - {*places})
+    require(
+        not missing,
+        f"{call} never read number {missing[0][1] if missing else ''} of file "
+        f"{missing[0][0] if missing else ''}, and another one twice.",
+    )
+
+
 class _Files:
-    """The shards that ranks have written; counts what is read of them."""
+    """The shards that ranks have written; notes what is read of them."""
 
     def __init__(self, call: str, shards: Sequence[Tensor]) -> None:
-        self._call, self._shards, self.numbers = call, shards, 0
+        self._call, self._shards = call, shards
+        self.places: list[tuple[int, int]] = []  # file, place in it
 
     def __call__(self, source: int, start: int, stop: int) -> Tensor:
         asked = f"{self._call}: read({source}, {start}, {stop})"
@@ -850,7 +1061,7 @@ class _Files:
         )
         length = len(self._shards[source])
         require(0 <= start <= stop <= length, f"{asked}; a file has numbers 0 to before {length}.")
-        self.numbers += stop - start
+        self.places.extend((source, place) for place in range(start, stop))
         return self._shards[source][start:stop].clone()
 
 
@@ -886,6 +1097,12 @@ def _resharded_but(
         return F.pad(found, (0, max(0, mine - len(found)))) if pads or first_only else found
 
     return answer
+
+
+def _zeros_in_float32(read: Any, n: int, old: int, new: int, rank: int) -> Tensor:
+    """Right, but for the dtype of a shard of padding alone."""
+    share = -(-n // new)
+    return resharded(read, n, old, new, rank) if rank * share < n else torch.zeros(share)
 
 
 _RESHARDED = Exercise(
@@ -929,6 +1146,11 @@ _RESHARDED = Exercise(
             "read counts from the begin of its file, not of the whole.",
         ),
         WrongAnswer(
+            _zeros_in_float32,
+            "A rank with zeros alone reads nothing, and torch.zeros makes float32: begin with an "
+            "empty read, or give torch.zeros its dtype.",
+        ),
+        WrongAnswer(
             _resharded_but(first_only=True),
             "A new shard can lie in several files: zeros stand where the next ones' numbers are.",
         ),
@@ -954,7 +1176,7 @@ def _check_three_ways(answer: Any) -> str:
         call = f"of_a_rank({', '.join(f'{n}={s}' for n, s in zip(names, shape, strict=True))})"
         got = answer(*shape)
         require(
-            isinstance(got, tuple) and len(got) == 4,
+            isinstance(got, (tuple, list)) and len(got) == 4,
             f"{call} gave {_what(got)}; wanted four numbers: held, by tensor, pipeline and data."
             f"{' Is there a return?' if got is None else ''}",
         )
@@ -998,6 +1220,7 @@ def _ways_but(
     weights_of: Callable[[int, int], int] = lambda weights, tensor: weights // tensor,
     element: int = 2,
     ring: Callable[[int], int] = lambda ranks: ranks - 1,
+    line_cut: bool = False,
 ) -> Any:
     """The right one, with something in it that is not."""
 
@@ -1017,7 +1240,7 @@ def _ways_but(
         return (
             held_of(weights, data),
             tensor_times(k) * blocks * reduces * 2 * ring(tensor) * (activation // tensor),
-            pipeline_times(k) * ends(pipeline) * activation,
+            pipeline_times(k) * ends(pipeline) * activation // (tensor if line_cut else 1),
             data_times(k) * data_passes * element * (data - 1) * -(-weights // data),
         )
 
@@ -1051,6 +1274,18 @@ _WAYS = Exercise(
         WrongAnswer(
             _ways_but(held_of=lambda weights, data: 16 * -(-weights // data)),
             "This is stage 3: in stage 1 weights and gradients, 4 bytes, are whole.",
+        ),
+        WrongAnswer(
+            _ways_but(held_of=lambda weights, data: 2 * weights + 14 * -(-weights // data)),
+            "This is stage 2: in stage 1 gradients are whole, too.",
+        ),
+        WrongAnswer(
+            _ways_but(ends=lambda pipeline: 2 * min(pipeline - 1, 2)),
+            "To each neighbour one thing goes: outputs to the next, gradients to the one before.",
+        ),
+        WrongAnswer(
+            _ways_but(line_cut=True),
+            "Each of the tensor ranks sends the whole activation down its own line: do not cut it.",
         ),
         WrongAnswer(
             _ways_but(blocks_of=lambda layers, pipeline: layers),
