@@ -19,7 +19,6 @@
 import os
 import signal
 import tempfile
-from collections import deque
 from dataclasses import replace
 from inspect import getsource
 from pathlib import Path
@@ -201,8 +200,8 @@ def main(folder):
 guess("13.1", differs_bytes=4096, overlap_more_percent=5, fsdp2_gathers_times=1, tensor_times=1)
 ### END SOLUTION
 ### BEGIN STUB
-# guess("13.1", differs_bytes=..., overlap_more_percent=..., fsdp2_gathers_times=...,
-#       tensor_times=...)
+# answers = {"differs_bytes": ..., "overlap_more_percent": ..., "fsdp2_gathers_times": ...}
+# guess("13.1", **answers, tensor_times=...)
 ### END STUB
 
 # %% [markdown]
@@ -377,13 +376,13 @@ for ranks in (2, 8, 64):
 # %%
 def reduce_in_buckets(peer, made, buckets):
     ### BEGIN SOLUTION
-    there, way, sums, left = {}, deque(), [], deque(buckets)
+    there, way, sums, left = {}, [], [], list(buckets)
     for name, gradient in made:
         there[name] = gradient
         while left and all(n in there for n in left[0]):
             if len(way) == 2:
-                sums.append(way.popleft().wait())
-            flat = torch.cat([there.pop(n).flatten() for n in left.popleft()])
+                sums.append(way.pop(0).wait())
+            flat = torch.cat([there.pop(n).flatten() for n in left.pop(0)])
             way.append(peer.begin(flat))
     return sums + [work.wait() for work in way]
     ### END SOLUTION
