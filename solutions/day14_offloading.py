@@ -46,9 +46,10 @@ from memlab.units import format_bytes
 # %% [markdown]
 # ## The question
 #
-# A model of seven billion weights takes 18 bytes a weight to train (Day 4: 16, and a float32
-# gradient in the step): 121 GB. A card has 24. Around it there is room, further and further away.
-# These are published figures, each of one product; what a program reaches is less.
+# A model of seven billion weights takes 18 bytes a weight to train (Day 4's 16; but in the step the
+# gradient is there in float32, 4 bytes in place of 2): 121 GB. A card has 24. Around it there is
+# room, further and further away. These are published figures, each of one product; what a program
+# reaches is less.
 
 # %%
 STORES = {  # bytes, bytes a second: of what, who says so
@@ -78,7 +79,7 @@ axes.text(1.9e12, 18 * N * 1.2, "training 7B: 121 GB", fontsize=9)
 axes.set(xscale="log", yscale="log", xlim=(2e12, 2e8), ylim=(1e9, 2e13))
 axes.set(xlabel="bytes a second, less and less", ylabel="bytes", xticks=(), yticks=(1e10, 1e12))
 axes.minorticks_off()
-axes.set_title("Further down there is more room, and a narrower stair to it")
+axes.set_title("Further down there is more room, and a slower way to it")
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
@@ -329,7 +330,7 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Forward leaves next to nothing behind. Each storage was written once; it was read **oftener**
+# Forward leaves next to nothing behind. Each storage was written once; it was read **more often**
 # where several operators saved views of it: each view is brought by itself. (The library's
 # `offloaded_activations` asks in the order of operators, which the graph numbers, and gives out
 # what is still there.)
@@ -554,9 +555,9 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # The rule: **never write over what counts.** New files beside the old; `fsync`, which forces their
 # bytes down; and one file, the *manifest*, that names those which count. It changes by a rename,
-# which happens wholly or not at all. Here is a disk to try that on: it can fail before any
-# operation, and then halves what was not forced down. (A real one may also forget names: its folder
-# wants an fsync, too.)
+# which happens wholly or not at all. Here is a disk to try that on; the check's own fails before
+# each operation in turn, and halves what was not forced down. (A real one may also forget names:
+# its folder wants an fsync, too.)
 
 
 # %%
@@ -695,11 +696,12 @@ folder.cleanup()
 #
 # By dry run, on fake tensors: a store then counts bytes and moves none. One block of Llama 2 7B,
 # embedding and head, in bfloat16 with float32 weights for Adam, 2,048 tokens, checkpointed, logits
-# in chunks. Each further block adds so many bytes a weight, at the peak: 18 with nothing offloaded,
-# 4 with the state away (weights and gradients), 2 with gradients too, none with all.
+# in chunks. Each further block adds so many bytes a weight, at the peak: 18 with nothing offloaded;
+# 4, weights and gradients in 16 bits, with the state and the float32 weights away, for gradients
+# then become float32 a sub-group at a time; 2 with gradients away too, none with all.
 
 # %%
-WAYS = {"nothing": 18, "state": 4, "state, gradients": 2, "everything": 0}
+WAYS = {"nothing": 18, "state and float32 weights": 4, "and gradients": 2, "everything": 0}
 
 
 def adamw_of(weights):
@@ -709,7 +711,7 @@ def adamw_of(weights):
 def optimizer_of(model, store, way):
     if way == "nothing":
         return MasterWeights(model.parameters(), optimizer=adamw_of)
-    settings = {"weights": True, "gradients": way != "state"}
+    settings = {"weights": True, "gradients": way != "state and float32 weights"}
     return OffloadedOptimizer(adamw_of(model.parameters()), store, **settings)
 
 
@@ -750,27 +752,29 @@ def peak_of(config, way):
 seven, card = PRESETS["llama-2-7b"], 24 * 2**30
 thirteen = replace(seven, layers=40, width=5120, heads=40, kv_heads=40, hidden=13824)
 peaks = {way: peak_of(seven, way) for way in WAYS}
-for way in ("state, gradients", "everything"):
+for way in ("and gradients", "everything"):
     peaks[way, 13] = peak_of(thirteen, way)
 for name, peak in peaks.items():
     way, size = (name, 7) if isinstance(name, str) else name
     fits = "fits" if peak < card else "does not fit"
-    print(f"{size:2}B, offloaded: {way:17}{peak / 1e9:7.2f} GB, {fits}")
+    print(f"{size:2}B, offloaded: {way:25}{peak / 1e9:7.2f} GB, {fits}")
 
 # %% [markdown]
-# What is left of everything, 3.67 GB? Not the layers: the peak is where the **embedding** is
-# stepped, one tensor of 131M weights that no sub-group cuts: float32 weights, gradient, m, v and
-# Adam's temporaries. It would be the same for a hundred layers. And what travels, and how long is
-# that against the arithmetic?
+# With everything away 3.67 GB are left. They are not the layers: the peak is where the
+# **embedding** is stepped, one tensor of 131M weights that no sub-group cuts: float32 weights,
+# gradient, m, v and Adam's temporaries. It would be the same for a hundred layers. And what
+# travels, and how long is that against the arithmetic?
 
 # %% [markdown]
 # By formula. Arithmetic: 8 operations a weight and token (2 forward, 4 backward, 2 for the second
 # forward of checkpoints), at half of what NVIDIA states for the card, 165 · 10¹² a second in
-# bfloat16. Roads: 25 and 3 GB/s. Where **nothing is hidden** a step takes the sum; where **all** is
-# that can be, the longer of the two. Both are proportional to N, so N drops out.
+# bfloat16. Roads: 25 and 3 GB/s. A host that steps reads and writes 28 bytes a weight in its own
+# memory, at 89.6 GB/s (Intel, i9-14900K). Where **nothing is hidden** a step takes the sum; where
+# **all** is that can be, the longer of the two. Both are proportional to N, so N drops out.
 
 # %%
 FLOPS, HOST, NVME = 165.2e12 / 2, 25e9, 3e9
+STEPPED_THERE = 4 / HOST + 28 / 89.6e9  # seconds a weight: by PCIe, and the host's own step
 MOVED = {  # bytes a weight and step, both ways
     "state": 8 + 8,
     "state and float32 weights": 12 + 12,
@@ -779,14 +783,14 @@ MOVED = {  # bytes a weight and step, both ways
 }
 
 
-def slower(moved, tokens, speed, hidden=False):
-    """Times as long as with nothing offloaded."""
-    travel, compute = moved / speed, 8 * tokens / FLOPS  # seconds a weight
+def slower(travel, tokens, hidden=False):
+    """Times as long as with nothing offloaded; `travel` is in seconds a weight."""
+    compute = 8 * tokens / FLOPS
     return max(travel, compute) / compute if hidden else (travel + compute) / compute
 
 
 print(f"7B, 2,048 tokens: {8 * N * 2048 / FLOPS:.1f} s of arithmetic. What travels in a step:")
-stepped_there = f"{4 * N / 1e9:6.1f} GB, by PCIe {4 * N / HOST:4.1f} s"
+stepped_there = f"{4 * N / 1e9:6.1f} GB, by PCIe and there {STEPPED_THERE * N:4.1f} s"
 print(f"{'state, stepped on the host':28}{stepped_there}")
 for name, moved in MOVED.items():
     to_host, to_disk = moved * N / HOST, moved * N / NVME
@@ -795,13 +799,13 @@ for name, moved in MOVED.items():
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
 powers = [2**n for n in range(10, 19)]
-for name, moved, speed, colour in (
-    ("state stepped on the host, by PCIe", 4, HOST, "#4477aa"),
-    ("state and float32 weights, by PCIe", 24, HOST, "#00798c"),
-    ("state and float32 weights, to a disk", 24, NVME, "#cc6677"),
+for name, travel, colour in (
+    ("stepped on the host", STEPPED_THERE, "#4477aa"),
+    ("state and float32 weights, by PCIe", 24 / HOST, "#00798c"),
+    ("state and float32 weights, to a disk", 24 / NVME, "#cc6677"),
 ):
-    plainly = [slower(moved, tokens, speed) for tokens in powers]
-    hidden = [slower(moved, tokens, speed, hidden=True) for tokens in powers]
+    plainly = [slower(travel, tokens) for tokens in powers]
+    hidden = [slower(travel, tokens, hidden=True) for tokens in powers]
     axes.fill_between(powers, hidden, plainly, color=colour, alpha=0.3, linewidth=0)
     axes.plot(powers, plainly, color=colour, label=name)
 axes.set_xscale("log", base=2)
@@ -822,7 +826,7 @@ axes.spines[["top", "right"]].set_visible(False)
 found = {
     "host_saves_percent": 100 * (1 - left["torch's save_on_cpu"] / left["all kept"]),
     "moved_gb": 16 * N,
-    "slower_times": slower(16, 2048, HOST),
+    "slower_times": slower(16 / HOST, 2048),
     "left_gb": peaks["everything"],
 }
 reveal("14.1", **found)
@@ -860,52 +864,51 @@ else:
 
 
 # %%
-def tokens_for(moved, speed, times):
+def tokens_for(travel, times):
     """In a step that takes so many times as long, nothing hidden."""
-    return moved / speed / (times - 1) * FLOPS / 8
+    return travel / (times - 1) * FLOPS / 8
 
 
 share = {way: 1 - peaks[way] / peaks["nothing"] for way in WAYS}
 in_words = ", ".join(f"{way} {share[way]:.0%}" for way in list(WAYS)[1:])
-ranges = {
-    (moved, speed): [round(tokens_for(moved, speed, times)) for times in ends]
-    for moved, speed, ends in ((4, HOST, (3, 2)), (24, HOST, (3, 2)), (24, NVME, (10, 5)))
-}
-few, many = ranges[4, HOST], ranges[24, HOST]
+few, many, most = (
+    [round(tokens_for(travel, times)) for times in ends]
+    for travel, ends in ((STEPPED_THERE, (3, 2)), (24 / HOST, (3, 2)), (24 / NVME, (10, 5)))
+)
+state = share["state and float32 weights"]
 verdict(
     "23a",
-    0.5 <= share["state"] <= 0.8 and 2 <= slower(24, 8192, HOST) <= 3,
+    0.5 <= state <= 0.8 and 2 <= slower(24 / HOST, 8192) <= 3,
     f"7B, 1 × 2,048 tokens, dry run: of the peak are saved {in_words}; 2–3 × slower at "
-    f"{few[0]:,}–{few[1]:,} tokens a step if the host steps (4 bytes a weight by PCIe, 25 GB/s), "
-    f"at {many[0]:,}–{many[1]:,} if the state travels (24 bytes)",
-    condition="for the state alone, in steps of one to ten thousand tokens (by formula, nothing "
-    "hidden); with more tokens the time is less, and with gradients and weights away more than "
-    "80 % are saved",
+    f"{few[0]:,}–{few[1]:,} tokens a step if the host steps (4 bytes a weight by PCIe, 25 GB/s, "
+    f"28 in its memory), at {many[0]:,}–{many[1]:,} if they travel (24 bytes)",
+    condition="for the state and the float32 weights, in steps of two to ten thousand tokens (by "
+    "formula, nothing hidden); with more tokens the time is less, and with gradients away too "
+    "more than 80 % are saved",
     otherwise="the savings are others",
 )
 
 # %%
-least, most = ranges[24, NVME]
 verdict(
     "23b",
-    share["state"] >= 0.9,
-    f"state alone, as in the guide's example, {share['state']:.0%}; everything "
-    f"{share['everything']:.0%}; 5–10 × slower at {least:,}–{most:,} tokens a step (24 bytes a "
-    f"weight, 3 GB/s)",
+    state >= 0.9,
+    f"state, which the guide's example offloads, and float32 weights {state:.0%}; everything "
+    f"{share['everything']:.0%}; 5–10 × slower at {most[0]:,}–{most[1]:,} tokens a step (24 bytes "
+    f"a weight, 3 GB/s)",
     otherwise="where bytes go changes nothing about how many: a disk saves what the host does, and "
-    "the guide's example no more than the state; more than 90 % are saved with gradients, weights "
+    "the guide's example no more than that; more than 90 % are saved with gradients, weights "
     "and activations away too, to either; 5–10 × is for steps of ten to twenty thousand tokens",
 )
 
 # %%
-v100, left_13 = 32 * 2**30, peaks["state, gradients", 13]
+v100, left_13 = 32 * 2**30, peaks["and gradients", 13]
 verdict(
     "23c",
     left_13 < v100,
-    f"13.0B with state and gradients away: a peak of {left_13 / 1e9:.1f} GB, of which 26.0 are "
-    f"weights; with everything away {peaks['everything', 13] / 1e9:.1f} GB",
-    condition="for a GPU of 32 GB, which is what its paper used, and a host with 16 bytes a "
-    "weight, 208 GB; one of 24 GB wants weights streamed, too",
+    f"13.0B with state, float32 weights and gradients away: a peak of {left_13 / 1e9:.1f} GB, of "
+    f"which 26.0 are weights; with everything away {peaks['everything', 13] / 1e9:.1f} GB",
+    condition="for a GPU of 32 GB, which is what its paper used, and a host with 14 bytes a "
+    "weight, 182 GB; one of 24 GB wants weights streamed, too",
     otherwise="the weights alone are too large",
 )
 
@@ -931,9 +934,9 @@ verdict(
 # | away | saves, bytes a weight | travels in a step, bytes a weight |
 # | --- | --- | --- |
 # | Adam's state | 8 | 8 + 8 |
-# | and float32 weights | 12 | 12 + 12 |
-# | the same, stepped on the host | 12 | 4 |
-# | and gradients | 14 to 16 | 14 + 14 |
+# | and float32 weights, and with them float32 gradients | 14 | 12 + 12 |
+# | the same, stepped on the host | 14 | 4 |
+# | and gradients | 16 | 14 + 14 |
 # | and weights | all but rest + 2 layers | 16 + 18 |
 # | activations | those | theirs, there and back |
 #

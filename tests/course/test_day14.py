@@ -298,8 +298,8 @@ def past_the_operations(disk, step, values):
         ),
         pytest.param(STREAM, a_copy_in_python, "in arrays, bytes or lists", id="14.4-lists"),
         pytest.param(COMMIT, survives_the_first_time_only, "resume finds step 0", id="14.5-names"),
-        pytest.param(COMMIT, holds_on, "resume finds step 1", id="14.5-goes-on"),
-        pytest.param(COMMIT, past_the_operations, "not support item assignment", id="14.5-past"),
+        pytest.param(COMMIT, holds_on, "commit went on all the same", id="14.5-goes-on"),
+        pytest.param(COMMIT, past_the_operations, "is to be looked at", id="14.5-past"),
     ],
 )
 def test_a_mistake_of_another_make_is_told(exercise, answer, said):

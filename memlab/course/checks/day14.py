@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, count, pairwise
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -125,7 +124,17 @@ def _elsewhere() -> Iterator[Elsewhere]:
 
 
 def _outside_of_tensors(call: str, run: Callable[[], Any], most: int) -> None:
-    """Arrays of numpy and lists of numbers are in memory all the same."""
+    """Arrays of numpy and lists of numbers are in memory all the same. What Python and torch make
+    once, whenever that is, is not in the least of three runs."""
+    require(
+        any(_outside(run) < most for _ in range(3)),
+        f"{call} keeps more than {most // 1024:,} KiB outside of tensors and the store, in arrays, "
+        f"bytes or lists; wanted less.",
+    )
+
+
+def _outside(run: Callable[[], Any]) -> int:
+    """Bytes of Python's that are there beside what was there before, while the result lives."""
     tracemalloc.start()
     try:
         kept = run()
@@ -133,11 +142,7 @@ def _outside_of_tensors(call: str, run: Callable[[], Any], most: int) -> None:
         del kept
     finally:
         tracemalloc.stop()
-    require(
-        outside < most,
-        f"{call} keeps more than {most // 1024:,} KiB outside of tensors and the store, in arrays, "
-        f"bytes or lists; wanted less.",
-    )
+    return outside
 
 
 def _grown(trace: Trace) -> int:
@@ -584,7 +589,12 @@ def _check_chain(answer: Any, case: str, keys: str, asked: str, dropped: str = "
         equal(f"{case}: read from the store", store.traffic.read, read, "bytes")
     with _elsewhere() as store:
         ahead = _ahead_of(answer, store)
-        _put_all(ahead, keys)
+        here = _grown(measure(lambda: _put_all(ahead, keys)))
+        require(
+            here <= 64,
+            f"{case}: after forward {here:,} bytes of what was put are still here; wanted none: "
+            f"they are in the store.",
+        )
         most = _most(measure(lambda: _backward(ahead, store, case, keys, asked, dropped, False)))
         require(
             most <= 2 * BYTES + 64,
@@ -875,7 +885,11 @@ def _check_bytes(answer: Any) -> str:
             f"most {allowed:,}: two sub-groups' state, and what AdamW takes for one weight.",
         )
         ahead = store.traffic.prefetched
-        equal(f"{case}: read ahead in a step", ahead, 5 * state, "bytes")
+        require(
+            ahead >= 5 * state,
+            f"{case}: read ahead in a step gave {ahead:,}, wanted {5 * state:,} bytes: all "
+            f"sub-groups but the first.",
+        )
         _require_overlap(case, asked)
         tracked = _groups_of([SIZE] * 6, each=2)
         _give_gradients(tracked, 0)
@@ -1149,11 +1163,11 @@ def _check_stream(answer: Any) -> str:
         store.traffic.reset()
         trace = measure(lambda: _step_of(answer, case, store, keys, x))
         one, inputs = BYTES, (layers + 6) * x.nbytes
-        allowed = 4 * one + inputs
+        allowed = 5 * one + inputs
         require(
             _most(trace) <= allowed,
             f"{case}: a step takes {_most(trace):,} bytes; wanted at most {allowed:,}: two layers' "
-            f"weights, a gradient, the stepped weights, and the inputs.",
+            f"weights, a gradient, the stepped weights and what makes them, and the inputs.",
         )
         read, written = store.traffic.read, store.traffic.written
         equal(f"{case}: read in a step", read, 2 * layers * one, "bytes")
@@ -1161,7 +1175,7 @@ def _check_stream(answer: Any) -> str:
         stays = _grown(trace)
         require(stays <= 256, f"{case}: a step leaves {stays:,} bytes; wanted none.")
         _outside_of_tensors(
-            f"{case}: a step", lambda: _peak_outside(answer, store, keys, x), 24 * 1024
+            f"{case}: a step", lambda: _peak_outside(answer, store, keys, x), 40 * 1024
         )
     return (
         f"weights and gradient as without · {read // one} reads of a layer, {written // one} "
@@ -1315,6 +1329,16 @@ class PowerFailure(BaseException):
     """No Exception: nobody goes on after it."""
 
 
+def _refused(*_: Any, **__: Any) -> Any:
+    raise Wrong("disk.files is to be looked at; change files by write, rename and remove.")
+
+
+class _LookedAt(dict):
+    """Files by name, as they are now."""
+
+    __setitem__ = __delitem__ = pop = popitem = clear = update = setdefault = _refused
+
+
 class Disk:
     """Files by name. A power failure halves what was written and not forced down by fsync; names
     are kept at once."""
@@ -1322,14 +1346,20 @@ class Disk:
     def __init__(self, fails_before: int | None = None) -> None:
         self._files: dict[str, bytes] = {}
         self._forced: set[str] = set()
-        self.fails_before, self.operations = fails_before, 0
+        self._fails_before, self.operations = fails_before, 0
+        self.failed = False
         self.most_bytes = 0
         self.last = ""
 
     @property
     def files(self) -> Mapping[str, bytes]:
         """To be looked at: what is changed past the operations could not fail."""
-        return MappingProxyType(self._files)
+        return _LookedAt(self._files)
+
+    @property
+    def forced(self) -> frozenset[str]:
+        """Names of files whose bytes are on the disk."""
+        return frozenset(self._forced)
 
     def write(self, name: str, data: bytes) -> None:
         self._operation(f"write({name!r}, …)")
@@ -1366,7 +1396,8 @@ class Disk:
 
     def _operation(self, what: str) -> None:
         self.last = what
-        if self.operations == self.fails_before:
+        self.failed = self.failed or self.operations == self._fails_before
+        if self.failed:
             raise PowerFailure
         self.operations += 1
 
@@ -1457,6 +1488,11 @@ def _check_commit(answer: Any) -> str:
             _require_tidy(f"{when}; committed again", again)
             points += 1
         else:
+            require(
+                not disk.failed,
+                f"commit of step 2, power failed before operation {points + 1}: commit went on "
+                f"all the same. After a power failure nobody does: let PowerFailure pass.",
+            )
             break
     _require_found("commit of step 2, and then a power failure", disk, (2,))
     _require_tidy("commit of step 2", disk)
