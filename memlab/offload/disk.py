@@ -492,7 +492,12 @@ class _Found(NamedTuple):
 
 
 def _read_into(path: Path, entry: _Entry, tensors: list[Tensor]) -> _Found:
-    return _read(path, entry, [raw(tensor) for tensor in tensors])
+    try:
+        return _read(path, entry, [raw(tensor) for tensor in tensors])
+    finally:
+        # The thread lets go of a task a moment after whoever waits for it has gone on: what is
+        # freed then, and asked for again, would be another matter each time.
+        tensors.clear()
 
 
 def _read(path: Path, entry: _Entry, places: list[memoryview]) -> _Found:
