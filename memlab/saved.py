@@ -34,7 +34,7 @@ by way of it can make torch, and this, take one content for another.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -70,6 +70,7 @@ class Facts(NamedTuple):
 Decode = Callable[[], Tensor]
 Encode = Callable[[Tensor], Decode | None]
 Choose = Callable[[Facts], Encode | None]
+Note = Callable[[Decode], Any]
 
 
 def facts_of(tensor: Tensor) -> Facts:
@@ -86,14 +87,17 @@ def facts_of(tensor: Tensor) -> Facts:
 
 
 @contextmanager
-def encoded(choose: Choose) -> Iterator[None]:
+def encoded(choose: Choose, note: Note | None = None) -> Iterator[None]:
     """Encode what operators inside `with` save for backward, as `choose` decides.
 
-    It is asked once about each storage, version and dtype. Weights stay as they are, whatever it
-    says, and it is not asked about sparse tensors and subclasses. Of hooks inside hooks, these or
-    others, the innermost alone gets to see a tensor.
+    `note` is told of each tensor that an operator saves of an encoded storage, the first and every
+    other; what it returns lives as long as the operator's hold on that tensor.
+
+    `choose` is asked once about each storage, version and dtype. Weights stay as they are, whatever
+    it says, and it is not asked about sparse tensors and subclasses. Of hooks inside hooks, these
+    or others, the innermost alone gets to see a tensor.
     """
-    hooks = _Hooks(choose)
+    hooks = _Hooks(choose, note)
     with saved_tensors_hooks(hooks.pack, hooks.unpack):
         yield
 
@@ -101,15 +105,16 @@ def encoded(choose: Choose) -> Iterator[None]:
 class _Hooks:
     """Whose encodings live in the graph; they are known here by weak references."""
 
-    def __init__(self, choose: Choose) -> None:
-        self._choose = choose
+    def __init__(self, choose: Choose, note: Note | None) -> None:
+        self._choose, self._note = choose, note
         self._known = WeakIdKeyDictionary()  # storage: what is _Known of it
 
     def pack(self, tensor: Tensor) -> "_View | _Untouched":
         encoding = self._encoding_of(tensor) if _is_plain(tensor) else None
         if encoding is None:
             return _Untouched(tensor)
-        return _View(encoding, tensor.size(), tensor.stride(), tensor.storage_offset())
+        noted = None if self._note is None else self._note(encoding.decode)
+        return _View(encoding, tensor.size(), tensor.stride(), tensor.storage_offset(), noted)
 
     def unpack(self, packed: "_View | _Untouched") -> Tensor:
         return packed.tensor()
@@ -161,6 +166,7 @@ class _View(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    noted: Any
 
     def tensor(self) -> Tensor:
         return self.encoding.numbers().as_strided(self.size, self.stride, self.offset)
@@ -169,10 +175,10 @@ class _View(NamedTuple):
 class _Encoding:
     """A storage in its other form."""
 
-    __slots__ = ("__weakref__", "_decode", "_decoded", "_kind")
+    __slots__ = ("__weakref__", "_decoded", "_kind", "decode")
 
     def __init__(self, decode: Decode) -> None:
-        self._decode = decode
+        self.decode = decode
         self._decoded: Callable[[], torch.UntypedStorage | None] = lambda: None
 
     def numbers(self) -> Tensor:
@@ -183,7 +189,7 @@ class _Encoding:
         if (storage := self._decoded()) is not None:
             dtype, device = self._kind
             return torch.empty(0, dtype=dtype, device=device).set_(storage)
-        numbers = self._decode()
+        numbers = self.decode()
         self._decoded = WeakIdRef(numbers.untyped_storage())
         self._kind = numbers.dtype, numbers.device
         return numbers

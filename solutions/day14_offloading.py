@@ -66,6 +66,7 @@ for name, (size, speed, whose) in STORES.items():
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
 colours = ("#00798c", "#4477aa", "#999933", "#cc6677")
+# Between two speeds, half-way as a logarithm counts it.
 edges = [2e12, 1.8e11, 1.5e10, 2e9, 2e8]
 for place, (name, (size, speed, _)) in enumerate(STORES.items()):
     left, right = edges[place + 1], edges[place]
@@ -254,9 +255,9 @@ hooks = exercise("14.1", hooks)
 # %% [markdown]
 # ### Exercise 14.2: one ahead
 #
-# About 10 minutes. A store before a store. After each `get`, the one that was put last among those
-# not yet asked for is on its way, and no other. A key may be asked for again, or deleted without
-# having been asked for. delete reaches the store, too.
+# About 10 minutes. A store before a store. After each `get` one more is on its way, and only one:
+# of the keys that nobody has asked for yet, the one that was put last. A key may be asked for
+# twice, or be deleted before anybody has asked for it. What is deleted leaves the store, too.
 
 
 # %%
@@ -318,13 +319,13 @@ store.close()
 # %%
 fig, axes = plt.subplots(figsize=(9, 2.8), layout="constrained")
 for name, trace, colour in (("all kept", before, "#c9c9d0"), ("yours", after, "#00798c")):
-    alive = [bytes_ / 2**10 for bytes_ in passing(trace)]
+    alive = [bytes_ / 2**20 for bytes_ in passing(trace)]
     turn = next(n for n, event in enumerate(trace.events) if event.phase == "backward")
     places = [n / turn if n < turn else 1 + (n - turn) / (len(alive) - turn)
               for n in range(len(alive))]  # fmt: skip
     axes.fill_between(places, alive, color=colour, linewidth=0, label=name)
 axes.axvline(1, color="0.25", linestyle=":", linewidth=1)
-axes.set(xlabel="forward, then backward", ylabel="KiB", xticks=())
+axes.set(xlabel="forward, then backward", ylabel="MiB", xticks=())
 axes.set_title("Activations and temporaries on the device")
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
@@ -349,11 +350,12 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ### Exercise 14.3: the optimizer's state, a sub-group at a time
 #
-# About 20 minutes. `groups` is a list of lists of weights, all with gradients; `adams[n]` has those
-# of `groups[n]`. `send(n)` puts the moments under key n, as one list, keeps the step counters in
-# the dict `self.steps`, and leaves `adams[n].state` empty; `bring(n)` is the opposite. `step` clips
-# (one norm of all gradients), then does one sub-group after the other, with the next one's state on
-# its way. Between steps nothing is left or on its way. (At first there is nothing to bring.)
+# About 20 minutes. `groups` is a list of lists of weights, all with gradients; `adams[n]` steps
+# `groups[n]`. `send(n)` puts the moments of a sub-group under key n, as one list, keeps each
+# weight's step counter in `self.steps[n]`, and leaves `adams[n].state` empty. `bring(n)` undoes
+# that. `step` clips, by one norm of all gradients; then it steps the sub-groups in turn, the next
+# one's state on its way meanwhile. Before the first step nothing is there to bring; after a step
+# nothing is on its way.
 
 
 # %%
@@ -432,7 +434,7 @@ def nothing_offloaded(model, store):
     return lambda: (clip_grad_norm_(model.parameters(), 1.0), adam.step())
 
 
-psi = sum(w.numel() for w in a_model().parameters())
+count = sum(w.numel() for w in a_model().parameters())
 exact, _ = second_step(nothing_offloaded)
 for name, made, settings in (
     ("state, by yours", by_hand, {}),
@@ -442,21 +444,23 @@ for name, made, settings in (
 ):
     weights, moved = second_step(made, **settings)
     same = torch.equal(weights, exact)
-    read, written = moved.read / psi, moved.written / psi
+    read, written = moved.read / count, moved.written / count
     print(f"{name:16} read {read:.2f}, written {written:.2f} bytes a weight; exact: {same}")
 _, moved = second_step(by_library, torch.bfloat16, HostStore(), weights=True, on="host")
-print(f"{'on the host':16} up {moved.read / psi:.2f}, down {moved.written / psi:.2f}, in bfloat16")
+up, down = moved.read / count, moved.written / count
+print(f"{'on the host':16} up {up:.2f}, down {down:.2f}, in bfloat16")
 
 # %% [markdown]
 # So **8 N + 8 N**; with the float32 weights **12 N + 12 N**; each gradient goes there as soon as it
-# is made, and comes back for the step, here in float32. (clip_grad_norm_ must be the optimizer's
+# is made, and comes back for the step: here 4 bytes each way, for all is float32; of a model in
+# bfloat16 2, so 14 N + 14 N. (clip_grad_norm_ must be the optimizer's
 # own then: there is no .grad to look at.)
 
 # %% [markdown]
-# The last line is **ZeRO-Offload**: the
-# *step* is computed where the state is. Then the state doesn't travel at all: gradients go down and
-# stepped weights come up, 2 bytes each: **4 Ψ**, a sixth. What was bought with it is the host's
-# arithmetic, which is slow; a disk can't do any.
+# The last line is **ZeRO-Offload**: the *step* is computed where the state is. Then the state
+# doesn't travel at all: gradients go down and stepped weights come up, 2 bytes each: **4 N** (its
+# paper writes 4Ψ), a sixth of 24. What was bought with it is the host's arithmetic, which is slow;
+# a disk can't do any.
 
 # %% [markdown]
 # ## The weights
@@ -538,6 +542,7 @@ axes.text(0, everything / 2**10 * 0.91, "all weights", fontsize=9)
 axes.fill_between(range(len(here)), [n / 2**10 for n in here], color="#4477aa", linewidth=0)
 axes.axhline(rest / 2**10, color="white", linestyle=":", linewidth=1)
 turn = next(n for n, event in enumerate(trace.events) if event.phase == "backward")
+axes.text(0, rest / 2**10 * 0.72, " the rest, which stays: embedding, norms", color="white")
 axes.axvline(turn, color="0.25", linestyle=":", linewidth=1)
 axes.text(turn, everything / 2**10 * 0.78, " backward", fontsize=9)
 axes.set(xlabel="allocations and frees, in order", ylabel="KiB of weights", ylim=(0, None))
@@ -695,10 +700,10 @@ folder.cleanup()
 # ## At scale: seven billion on a card of 24 GB
 #
 # By dry run, on fake tensors: a store then counts bytes and moves none. One block of Llama 2 7B,
-# embedding and head, in bfloat16 with float32 weights for Adam, 2,048 tokens, checkpointed, logits
-# in chunks. Each further block adds so many bytes a weight, at the peak: 18 with nothing offloaded;
-# 4, weights and gradients in 16 bits, with the state and the float32 weights away, for gradients
-# then become float32 a sub-group at a time; 2 with gradients away too, none with all.
+# with embedding and head: bfloat16, float32 weights for Adam, 2,048 tokens, checkpointed, logits
+# in chunks. A further block adds what stays of it at the peak, in bytes a weight: 18 of all; 4
+# with state and float32 weights away, which are weights and gradients in 16 bits (a gradient
+# becomes float32 a sub-group at a time); 2 with gradients away too; nothing with everything away.
 
 # %%
 WAYS = {"nothing": 18, "state and float32 weights": 4, "and gradients": 2, "everything": 0}
@@ -760,10 +765,10 @@ for name, peak in peaks.items():
     print(f"{size:2}B, offloaded: {way:25}{peak / 1e9:7.2f} GB, {fits}")
 
 # %% [markdown]
-# With everything away 3.67 GB are left. They are not the layers: the peak is where the
-# **embedding** is stepped, one tensor of 131M weights that no sub-group cuts: float32 weights,
-# gradient, m, v and Adam's temporaries. It would be the same for a hundred layers. And what
-# travels, and how long is that against the arithmetic?
+# The first line is the 121 GB we began with, and a step's temporaries. With everything away 3.67
+# GB are left, and they are no layer's: the peak is where the **embedding** is stepped. It is one
+# tensor of 131M weights, and tensors are not cut: its float32 weights, gradient, m, v and Adam's
+# temporaries are there together. A hundred layers would change nothing. And what travels?
 
 # %% [markdown]
 # By formula. Arithmetic: 8 operations a weight and token (2 forward, 4 backward, 2 for the second
@@ -938,7 +943,7 @@ verdict(
 # | the same, stepped on the host | 14 | 4 |
 # | and gradients | 16 | 14 + 14 |
 # | and weights | all but rest + 2 layers | 16 + 18 |
-# | activations | those | theirs, there and back |
+# | activations | what waits for backward | that, there and back |
 #
 # You can tell a win from a copy in the same memory, say from how many tokens on a road is wide
 # enough, and make a training survive a kill.
@@ -948,9 +953,10 @@ verdict(
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. What is left of it are bfloat16 weights and
-# gradients, a Lion of 8 bits, the inputs of twelve checkpoints and the loss's temporaries. Of these
-# go to the disk: Lion's state, the gradients as they come, and what waits for backward.
+# One training step of 124M weights on 8 × 640 tokens. So far it had come down to weights and
+# gradients in bfloat16, Lion's state of 8 bits, the inputs of twelve checkpoints, and the loss's
+# temporaries. Now three of these go to the disk: Lion's state, each gradient as soon as it is made,
+# and the inputs.
 
 # %%
 running_bill(14)

@@ -84,6 +84,30 @@ def test_a_storage_is_encoded_once_whoever_saves_it_and_whatever_view(copies):
     out.sum().backward()
 
 
+def test_each_operator_that_saves_it_is_noted_until_it_lets_go(copies):
+    class Hold:
+        pass
+
+    x, holds, noted = leaf(6, 4) * 2, weakref.WeakSet(), []
+
+    def note(decode):
+        noted.append(decode().sum())
+        holds.add(hold := Hold())
+        return hold
+
+    with encoded(copies.choose, note):
+        out, other = x.sin().sum(), x.cos().sum()
+        leaf(3).sin()  # a weight's
+    assert copies.encoded == 1
+    assert [float(total) for total in noted] == [float(x.detach().sum())] * 2
+    out.backward(retain_graph=True)
+    assert len(holds) == 2
+    out.backward()
+    assert len(holds) == 1
+    del other
+    assert len(holds) == 0
+
+
 @pytest.mark.parametrize(
     "view",
     [

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    disable_fake_tensor_cache,
 )
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
@@ -44,6 +45,10 @@ _KINDS_WITH_FOREACH = (_foreach_utils._foreach_supported_types, optimizer._forea
 _KEEPS_TRUTH = frozenset(
     {aten.all.default, aten.any.default, aten.logical_and.default, aten.bitwise_and.Tensor}
 )
+
+
+# torch remembers an operator's arguments beside its result: a storage would live as long as that.
+_TAKES_A_STORAGE = frozenset({aten.set_.source_Storage, aten.set_.source_Storage_storage_offset})
 
 
 class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
@@ -132,7 +137,11 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             self._zeros[args[1]] = True
         try:
             with torch._C.DisableTorchFunction():  # of _Functions, which costs at every attribute
-                result = func(*args, **kwargs)
+                if func in _TAKES_A_STORAGE:
+                    with disable_fake_tensor_cache(self._fake_mode):
+                        result = func(*args, **kwargs)
+                else:
+                    result = func(*args, **kwargs)
             enlarge(func, args, result)
         except DataDependentOutputException:
             return self._answer(func, *args)

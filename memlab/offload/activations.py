@@ -1,9 +1,8 @@
 """Offloaded activations: what backward needs waits in a store, not on the device.
 
 Saves    what is saved for backward, each storage once, but for weights and small tensors.
-Costs    its bytes there and back; back once more where operators that are far apart saved one
-         storage. Backward asks for the tensors in about the reverse of the order in which they were
-         saved, so while one is used the next is on its way.
+Costs    its bytes there and back; some once more, where operators that are far apart saved one
+         storage. While backward uses one, the next is on its way; one in between may be held.
 Source   Rhu et al. 2016 (vDNN), arXiv 1602.08124; torch's `save_on_cpu` without prefetching, which
          moves what several operators save of one tensor several times, and weights too.
 
@@ -12,7 +11,7 @@ Source   Rhu et al. 2016 (vDNN), arXiv 1602.08124; torch's `save_on_cpu` without
     loss.backward()
 
 Each operator's saved tensors are asked for in the order in which it saved them, the operators' in
-reverse. So that is the order in which they are brought: one ahead of what was asked for last.
+reverse. All that they save is noted with its operator's number, so it is known what comes next.
 
 A tensor is in the store for as long as a graph wants it: backward lets go of what it has used,
 unless it is told to retain it, and then the next backward pass brings it again.
@@ -24,12 +23,11 @@ has it.
 """
 
 import weakref
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -67,27 +65,29 @@ def offloaded_activations(
     if minimum < 1:
         raise ValueError(f"got minimum={minimum} numbers; give at least 1")
     offload = _Offload(store, minimum, model)
-    with encoded(offload.choose):
+    with encoded(offload.choose, offload.note):
         yield offload.report
 
 
-class _Place(NamedTuple):
-    """Of a storage among those that wait: in the order in which backward comes to them."""
+class _Use(NamedTuple):
+    """An operator's hold on a storage, in the order in which backward comes to it."""
 
     minus_node: int  # the number of the operator's node, which backward counts down
-    number: float
+    number: int  # the order in which a node asks for what it saved
+    storage: int
 
 
 class _Offload:
-    """The storages of one `with`."""
+    """The storages of one `with`, by their numbers."""
 
     def __init__(self, store: Store, minimum: int, model: nn.Module | None) -> None:
         self.store, self.minimum, self.report = store, minimum, Report()
         kept = () if model is None else (*model.parameters(), *model.buffers())
         self._kept = {tensor.untyped_storage()._cdata for tensor in kept}
-        self._waiting: list[_Place] = []  # sorted
-        self._here: dict[_Place, WeakIdRef] = {}  # what was brought, for as long as it lives
-        self._ahead: _Place | None = None
+        self._uses: list[_Use] = []  # sorted
+        self._here: dict[int, WeakIdRef] = {}  # what was brought, for as long as it lives
+        self._held: tuple[int, torch.UntypedStorage] | None = None  # here, and wanted next
+        self._ahead: int | None = None  # asked for last
 
     def choose(self, facts: Facts) -> Encode | None:
         """What is worth it."""
@@ -97,59 +97,95 @@ class _Offload:
         """Put a storage into the store; what brings it back."""
         if numbers.untyped_storage()._cdata in self._kept:
             return None
-        # The node is made, and has taken its number, before it saves.
-        place = _Place(-(torch._C._autograd._get_sequence_nr() - 1), next(_NUMBERS))
-        self.store.put(_key(place), numbers)
-        insort(self._waiting, place)
+        storage = next(_NUMBERS)
+        self.store.put(_key(storage), numbers)
         self.report.storages += 1
         self.report.bytes += numbers.nbytes
-        return _Offloaded(self, place)
+        return _Offloaded(self, storage)
 
-    def bring(self, place: _Place) -> Tensor:
+    def note(self, decode: Decode) -> "_Hold":
+        """An operator saves what this brings back."""
+        assert isinstance(decode, _Offloaded)
+        # The node is made, and has taken its number, before it saves.
+        node = torch._C._autograd._get_sequence_nr() - 1
+        use = _Use(-node, next(_NUMBERS), decode.storage)
+        insort(self._uses, use)
+        return _Hold(self, use)
+
+    def bring(self, storage: int) -> Tensor:
         """The storage's numbers, and the next ones on their way."""
-        numbers = self.store.get(_key(place))
-        self._here[place] = WeakIdRef(numbers.untyped_storage())
-        if self._ahead == place:
-            self._ahead = None
-        if self._ahead is None and (following := self._after(place)) is not None:
-            self._ahead = following
-            self.store.prefetch(_key(following))
+        numbers = self.store.get(_key(storage))
+        self._here[storage] = WeakIdRef(numbers.untyped_storage())
+        self._look_ahead(storage)
         return numbers
 
-    def _after(self, place: _Place) -> _Place | None:
-        """What backward will want next. A storage that several operators saved is asked for by the
-        last of them first, so it is their place in the graph that counts."""
+    def _look_ahead(self, storage: int) -> None:
+        """Of what comes next, hold the first if it is here: before its time it might die, and would
+        be brought again. Ask for the first that is not."""
+        self._held = None
+        for use in self._after(storage):
+            found = self._here.get(use.storage)
+            there = None if found is None else found()
+            if there is None:
+                return self._ask_for(use.storage)
+            if self._held is None:
+                self._held = use.storage, there
+
+    def _ask_for(self, storage: int) -> None:
+        """Nothing else is on its way then: what backward has passed by, no loss came of."""
+        if self._ahead is not None and self._ahead != storage:
+            self.store.cancel(_key(self._ahead))
+        self._ahead = storage
+        self.store.prefetch(_key(storage))
+
+    def _after(self, storage: int) -> Iterator[_Use]:
+        """The uses that backward comes to after the one for which it wants the storage."""
         node = torch._C._current_autograd_node()
-        if node is not None and -node._sequence_nr() != place.minus_node:
-            place = _Place(-node._sequence_nr(), inf)
-        later = islice(self._waiting, bisect_right(self._waiting, place), None)
-        return next((other for other in later if not self._is_here(other)), None)
+        if node is None:  # somebody looks at what was saved
+            return
+        of_node = -node._sequence_nr()
+        later = islice(self._uses, bisect_left(self._uses, (of_node,)), None)
+        asked = False
+        for use in later:
+            if asked or use.minus_node != of_node:
+                yield use
+            asked = asked or use.storage == storage
 
-    def _is_here(self, place: _Place) -> bool:
-        found = self._here.get(place)
-        return found is not None and found() is not None
+    def let_go_of(self, use: _Use) -> None:
+        """An operator has done with it, or is no more."""
+        del self._uses[bisect_left(self._uses, use)]
 
-    def let_go(self, place: _Place) -> None:
+    def let_go(self, storage: int) -> None:
         """No graph wants it any more."""
-        del self._waiting[bisect_left(self._waiting, place)]
-        self._here.pop(place, None)
-        if self._ahead == place:
+        self._here.pop(storage, None)
+        if self._ahead == storage:
             self._ahead = None
-        self.store.discard(_key(place))
+        if self._held is not None and self._held[0] == storage:
+            self._held = None
+        self.store.discard(_key(storage))
 
 
-def _key(place: _Place) -> str:
-    return f"activation/{place.number}"
+def _key(storage: int) -> str:
+    return f"activation/{storage}"
+
+
+class _Hold:
+    """An operator's, on what stands in a tensor's place."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, offload: _Offload, use: _Use) -> None:
+        weakref.finalize(self, offload.let_go_of, use).atexit = False
 
 
 class _Offloaded:
     """What the graph holds in a storage's place."""
 
-    __slots__ = ("__weakref__", "_offload", "_place")
+    __slots__ = ("__weakref__", "_offload", "storage")
 
-    def __init__(self, offload: _Offload, place: _Place) -> None:
-        self._offload, self._place = offload, place
-        weakref.finalize(self, offload.let_go, place).atexit = False
+    def __init__(self, offload: _Offload, storage: int) -> None:
+        self._offload, self.storage = offload, storage
+        weakref.finalize(self, offload.let_go, storage).atexit = False
 
     def __call__(self) -> Tensor:
-        return self._offload.bring(self._place)
+        return self._offload.bring(self.storage)

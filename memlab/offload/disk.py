@@ -41,7 +41,7 @@ import tempfile
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,9 +103,11 @@ class DiskStore(Store):
     are more. `step` is the number of the last commit, None before the first; `notes` what was
     committed with it.
 
-    StoreError where another process has the folder, where the manifest or a file is damaged or cut
-    short, where another model's training lies, and where the disk is full: what was committed last
-    is as it was, and `rollback()` goes back to it.
+    StoreError where another process has the folder, where the manifest or a file is damaged, cut
+    short or missing, where a training of other shapes or another optimizer lies (another model of
+    the same shapes goes on as that one: a folder for each training), and where the disk is full:
+    what was committed last is as it was, and `rollback()` goes back to it. A process that is killed
+    leaves its temporary folder, "memlab-…", behind.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, *, buffers: int = 2) -> None:
@@ -172,6 +174,15 @@ class DiskStore(Store):
         if self._folder is not None:
             self._close()
 
+    def _later(self, task: Callable[..., Any], *given: Any) -> "Future[Any]":
+        """In the store's thread, which does one thing after another."""
+        self._require_open()
+        return self._thread.submit(task, *given)
+
+    def _require_open(self) -> None:
+        if self._folder is not None and not self._close.alive:
+            raise StoreError(f"the store in {self._folder} is closed; make another DiskStore")
+
     def __enter__(self) -> "DiskStore":
         return self
 
@@ -198,14 +209,15 @@ class DiskStore(Store):
         took the place of is removed."""
         while self._writing:
             self._finish_oldest()
-        if self._folder is not None:
-            self._thread.submit(nothing).result()  # it does one thing after another
+        if self._folder is not None and self._close.alive:
+            self._later(nothing).result()
 
     def commit(self, step: int, notes: Any = None) -> None:
         """Make the lasting values those that the next start finds, as of `step`. All or nothing.
 
         `notes` are plain data, kept with them.
         """
+        self._require_open()
         self._tidy()
         self.flush()
         lasting = {key: entry for key, entry in self._entries.items() if entry.lasting}
@@ -230,7 +242,7 @@ class DiskStore(Store):
         before, self._committed, self.step, self.notes = self._named, lasting, step, notes
         self._named = {entry.file for entry in lasting.values()}
         for file in sorted(before - self._named):
-            self._thread.submit(_remove, self.folder / file)
+            self._later(_remove, self.folder / file)
 
     def _sync(self, path: Path) -> None:
         """A temporary folder ends with this process: nothing has to survive it."""
@@ -273,7 +285,9 @@ class DiskStore(Store):
         self.step, self.notes, self._claims = content["step"], content["notes"], content["claims"]
         for key, entry in self._committed.items():
             file = self.folder / entry.file
-            got, wanted = file.stat().st_size if file.exists() else 0, entry.record.extent
+            if not file.exists():
+                raise StoreError(_missing(key, file))
+            got, wanted = file.stat().st_size, entry.record.extent
             if got != wanted:
                 raise StoreError(_cut_short(key, file, got, wanted))
 
@@ -294,7 +308,7 @@ class DiskStore(Store):
         sources = [] if ready is None else [(tensor, tensor._version) for tensor in tensors]
         self._number += 1
         path = folder / f"state.{self._number:06d}"
-        result = self._thread.submit(_write, path, buffer, record, ready, lasting and self._lasts)
+        result = self._later(_write, path, buffer, record, ready, lasting and self._lasts)
         self._writing.append(_Writing(key, path.name, buffer, result, sources))
         self._remove_unless_committed(self._entries.get(key))
         self._entries[key] = _Entry(record, path.name, lasting, about, result)
@@ -360,7 +374,7 @@ class DiskStore(Store):
             return self._fill_on_gpu(key, path, entry, tensors)
         # Through `.data`: autograd must not take it for a change of what it saved.
         numbers = [tensor.data for tensor in tensors]  # alive until they are read, whoever lets go
-        reading = self._thread.submit(_read_into, path, entry, numbers)
+        reading = self._later(_read_into, path, entry, numbers)
         return lambda: self._arrived(key, path, reading)
 
     def _fill_on_gpu(self, key: str, path: Path, entry: _Entry, tensors: list[Tensor]) -> Wait:
@@ -380,7 +394,7 @@ class DiskStore(Store):
                 copied.append(stream.record_event())
             return found
 
-        reading = self._thread.submit(read_and_copy)
+        reading = self._later(read_and_copy)
 
         def wait() -> None:
             self._arrived(key, path, reading)
@@ -391,6 +405,8 @@ class DiskStore(Store):
     def _arrived(self, key: str, path: Path, reading: "Future[_Found]") -> None:
         try:
             found = reading.result()
+        except FileNotFoundError:
+            raise StoreError(_missing(key, path)) from None
         except OSError as error:
             raise StoreError(f"could not read {key!r} from {path}: {error}; resume") from error
         if found.bytes != found.bytes_wanted:
@@ -420,8 +436,10 @@ class DiskStore(Store):
 
     def _remove_unless_committed(self, entry: _Entry | None) -> None:
         """By the thread that may still write or read it."""
-        if entry is not None and entry.file not in self._named:
-            self._thread.submit(_remove, self.folder / entry.file)
+        if entry is None or entry.file in self._named:
+            return
+        if self._close.alive:  # or the next start removes it
+            self._later(_remove, self.folder / entry.file)
 
 
 class _OnStream:
@@ -516,6 +534,13 @@ def _cut_short(key: str, path: Path, got: int, wanted: int) -> str:
     return (
         f"{key!r} in {path} is cut short: got {got:,} bytes of {wanted:,}; put back a copy of the "
         f"folder, or begin in an empty one"
+    )
+
+
+def _missing(key: str, path: Path) -> str:
+    return (
+        f"{key!r} should be in {path}, which is missing; put back a copy of the folder, or begin "
+        f"in an empty one"
     )
 
 

@@ -9,6 +9,7 @@ Source   Rhu et al. 2016 (vDNN), arXiv 1602.08124, for prefetching; Ren et al. 2
     store.put("m", tensor)         a copy is on its way; the tensor may die, or be written to
     store.prefetch("m")            a tensor for it on the device, filled while others compute
     tensor = store.get("m")        waits for what is not there yet
+    store.cancel("m")              or it is not wanted after all
     store.traffic                  bytes each way, counted
 
 Every store speaks this; what is behind it differs:
@@ -126,6 +127,15 @@ class Store:
         record, tensors, wait = coming or self._start(key, out, device)
         wait()
         return record.value(tensors)
+
+    def cancel(self, key: str) -> None:
+        """Let go of what was prefetched: nobody will come for it. The store has it still."""
+        self._coming.pop(key, None)
+
+    def coming(self) -> list[str]:
+        """The keys of what was prefetched and not got yet."""
+        self._tidy()
+        return list(self._coming)
 
     def delete(self, key: str) -> None:
         """Forget it; nothing happens where there is none."""

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 from itertools import groupby
 
 import pytest
@@ -238,6 +239,19 @@ def test_tensors_from_outside_are_converted():
         model = nn.Linear(32, 48)
         trace = memlab.measure(lambda: model(x), model=model)
     assert trace.at_peak["inputs"] == 16 * 32 * 4
+
+
+def test_a_storage_that_a_tensor_was_set_to_dies_with_the_tensor():
+    with memlab.dry_run():
+        x = torch.ones(100)
+        storage = x.untyped_storage()
+        gone = weakref.ref(storage)
+        y = torch.empty(0).set_(storage)
+        z = torch.empty(0).set_(storage, 8, (10,), (2,))
+        assert y.shape == (100,)
+        del x, y, z, storage
+        gc.collect()
+        assert gone() is None
 
 
 def test_two_views_from_outside_share_their_storage():

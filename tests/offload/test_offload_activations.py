@@ -173,6 +173,80 @@ def test_all_but_the_first_that_backward_wants_are_prefetched(store):
     assert store.traffic.prefetched == moved - STORAGE
 
 
+def test_a_storage_that_operators_far_apart_saved_is_on_its_way_each_time(store):
+    x = an_input()
+    with offloaded_activations(store, minimum=1):
+        y = z = x.tanh()
+        for _ in range(LAYERS - 1):
+            z = z.tanh()
+        loss = (z * y).sum()
+    del y, z
+    loss.backward()
+    assert store.traffic.written == LAYERS * STORAGE
+    # z is held from the product to the tanh next to it; y is let go of, and comes again at the end.
+    assert store.traffic.read == (LAYERS + 1) * STORAGE
+    assert store.traffic.prefetched == LAYERS * STORAGE
+    (wanted,) = torch.autograd.grad(_tanhs_times_the_first(x), x)
+    assert torch.equal(x.grad, wanted)
+
+
+def _tanhs_times_the_first(x):
+    y = z = x.tanh()
+    for _ in range(LAYERS - 1):
+        z = z.tanh()
+    return (z * y).sum()
+
+
+def test_what_one_operator_saved_comes_one_ahead_of_the_other(store):
+    x = an_input()
+    with offloaded_activations(store, minimum=1):
+        loss = (x.sin() * x.cos()).sum()
+    loss.backward()
+    assert (store.traffic.read, store.traffic.prefetched) == (2 * STORAGE, STORAGE)
+
+
+def test_a_graph_that_was_dropped_is_not_asked_for(store):
+    x = an_input()
+    with offloaded_activations(store, minimum=1):
+        Tanhs()(x)
+        loss = Tanhs()(x)
+    loss.backward()
+    assert store.traffic.read == LAYERS * STORAGE
+    assert store.keys() == []
+
+
+def test_what_was_held_goes_with_its_graph():
+    x, store, others = an_input(), DiskStore(), []
+
+    def half_a_backward():
+        with offloaded_activations(store, minimum=1):
+            y = x.tanh()
+            loss = (y * y).sum()
+            others.append(Tanhs()(x))  # whose graph lives on
+        torch.autograd.grad(loss, y)
+
+    assert memlab.measure(half_a_backward).live_bytes == x.nbytes + others[0].nbytes
+
+
+def test_one_that_backward_passes_by_is_let_go_of_and_others_come_ahead_of_it(store):
+    x, half = an_input(), LAYERS // 2
+    with offloaded_activations(store, minimum=1):
+        y = x
+        for _ in range(half):
+            y = y.tanh()
+        aside = y.exp()  # saves its result, and the loss has nothing of it
+        for _ in range(half):
+            y = y.tanh()
+        loss = y.sum()
+    del y
+    loss.backward()
+    assert store.traffic.read == (LAYERS + 1) * STORAGE  # aside, too, and in vain
+    assert store.traffic.prefetched == (LAYERS - 1) * STORAGE  # not the first, nor the one after it
+    assert store.coming() == []
+    del aside
+    assert store.keys() == []
+
+
 def alive_before_backward(around_forward):
     """Bytes, beyond the input, when there is the loss of `Tanhs` and no gradient yet."""
     x, kept = an_input(), []

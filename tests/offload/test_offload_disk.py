@@ -122,7 +122,7 @@ def test_a_file_that_is_cut_short_is_noticed_at_the_start(folder):
     with pytest.raises(StoreError, match=r"'a' in .* is cut short: got 3,999 bytes of 4,000"):
         DiskStore(folder)
     path.unlink()
-    with pytest.raises(StoreError, match=r"'a' in .* is cut short: got 0 bytes of 4,000"):
+    with pytest.raises(StoreError, match=r"'a' should be in .*, which is missing; put back"):
         DiskStore(folder)
 
 
@@ -132,8 +132,28 @@ def test_a_short_read_is_noticed(folder):
         with pytest.raises(StoreError, match=r"'a' in .* is cut short: got 100 bytes of 4,000"):
             store.get("a")
         file_of(folder, "b").unlink()
-        with pytest.raises(StoreError, match=r"could not read 'b' from .* No such file"):
+        with pytest.raises(StoreError, match=r"'b' should be in .*, which is missing; put back"):
             store.get("b")
+
+
+def test_a_closed_store_says_so(folder):
+    store = DiskStore(folder)
+    committed = store.step
+    store.close()
+    for use in (
+        lambda: store.get("a"),
+        lambda: store.prefetch("b"),
+        lambda: store.put("c", torch.ones(10)),
+        lambda: store.commit(7),
+    ):
+        with pytest.raises(StoreError, match=r"the store in .* is closed; make another DiskStore"):
+            use()
+    store.delete("a")  # whoever lets go of it late
+    store.flush()
+    store.close()
+    assert is_intact(folder)
+    with DiskStore(folder) as again:
+        assert again.step == committed
 
 
 @pytest.mark.parametrize("byte", [0, 1999, 3999])

@@ -62,11 +62,6 @@ class Elsewhere(Store):
         self._file, self._at = file, dict[Any, tuple[Record, int]]()
         self.asked: list[tuple[str, Any]] = []  # of it, in order
 
-    @property
-    def coming(self) -> list[Any]:
-        """What was asked for ahead, and not yet taken."""
-        return list(self._coming)
-
     def put(self, key: Any, value: Any, **settings: Any) -> None:
         values = value if isinstance(value, (list, tuple)) else [value]
         require(
@@ -408,6 +403,29 @@ def _each_view(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
     return pack, lambda kept: kept if isinstance(kept, Tensor) else kept.get()
 
 
+def _by_address(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
+    """Weakly, and by the number at which a storage begins."""
+    left_alone = {w.untyped_storage() for w in weights}
+    found: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.untyped_storage() in left_alone or len(whole(tensor)) < minimum:
+            return tensor.detach()
+        address = tensor.untyped_storage().data_ptr()
+        kept = found.get(address)
+        if kept is None:
+            kept = found[address] = Kept(store, whole(tensor))
+        return kept, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        kept, *view = packed
+        return kept.get().as_strided(*view)
+
+    return pack, unpack
+
+
 def _put_by_hand(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
     """Without a Kept: nobody deletes."""
     pack, unpack = _hooks_but(hoard=[].append)(weights, store, minimum)
@@ -500,7 +518,13 @@ _HOOKS = Exercise(
         ),
         WrongAnswer(
             _hooks_but(known=dict, key=Tensor.data_ptr),
-            "An address is soon another's: remember storages by a weakref.WeakKeyDictionary.",
+            "Two views of one storage begin at two addresses, data_ptr(): remember storages, "
+            "tensor.untyped_storage(), in a weakref.WeakKeyDictionary.",
+        ),
+        WrongAnswer(
+            _by_address,
+            "An address is soon another's, and so is an id: what you know something by must be the "
+            "storage itself, in a weakref.WeakKeyDictionary.",
         ),
         WrongAnswer(
             _hooks_but(as_left=lambda tensor: tensor),
@@ -609,7 +633,7 @@ def _backward(
 ) -> None:
     waiting = list(keys)
     for place, key in enumerate(asked):
-        got = ahead.get(key)
+        got = _asked_for(ahead.get, f"{case}: get({key!r})", key)
         if looks:
             _require_close(f"{case}: what get({key!r}) gave", got, _numbers_of(key))
         del got
@@ -617,11 +641,19 @@ def _backward(
             waiting.remove(key)
         _require_coming(f"{case}: after get({key!r})", store, waiting[-1:])
         if dropped and not place:
-            ahead.delete(dropped)
+            _asked_for(ahead.delete, f"{case}: delete({dropped!r})", dropped)
             waiting.remove(dropped)
             _require_coming(f"{case}: after delete({dropped!r})", store, [])
         if key not in asked[place + 1 :]:
-            ahead.delete(key)
+            _asked_for(ahead.delete, f"{case}: delete({key!r})", key)
+
+
+def _asked_for(method: Callable[[str], Any], call: str, key: str) -> Any:
+    """Lists and sets say no more than that something is not in them."""
+    try:
+        return method(key)
+    except (KeyError, ValueError, IndexError) as error:
+        raise Wrong(f"{call} raised {type(error).__name__}: {error}.") from error
 
 
 def _check_again(answer: Any) -> None:
@@ -639,8 +671,8 @@ def _check_again(answer: Any) -> None:
 
 def _require_coming(when: str, store: Elsewhere, wanted: list[str]) -> None:
     require(
-        store.coming == wanted,
-        f"{when}, on their way are {', '.join(store.coming) or 'none'}; wanted "
+        store.coming() == wanted,
+        f"{when}, on their way are {', '.join(store.coming()) or 'none'}; wanted "
         f"{', '.join(wanted) or 'none'}.",
     )
 
@@ -698,6 +730,24 @@ class _Pops(Ahead):
             self.waiting.pop()
         self._prefetch()
         return tensor
+
+
+class _RemovesTwice(Ahead):
+    """As if whatever is asked for were on the list."""
+
+    def get(self, key: Any) -> Tensor:
+        tensor = self.store.get(key)
+        self.waiting.remove(key)
+        self._prefetch()
+        return tensor
+
+
+class _DeletesTwice(Ahead):
+    """As if whatever is deleted were on the list."""
+
+    def delete(self, key: Any) -> None:
+        self.store.delete(key)
+        self.waiting.remove(key)
 
 
 class _KeepsAll(Ahead):
@@ -759,6 +809,15 @@ _AHEAD = Exercise(
             _Pops,
             "A key may be asked for again, when another operator saved a view of it: remove that "
             "key, not whichever is last.",
+        ),
+        WrongAnswer(
+            _RemovesTwice,
+            "get may come twice for one key, and the second time it is on no list: look before you "
+            "remove.",
+        ),
+        WrongAnswer(
+            _DeletesTwice,
+            "What was asked for has left the list before it is deleted: look before you remove.",
         ),
         WrongAnswer(
             _KeepsAll, "All that was brought stays with you: give it, and keep no reference."
@@ -871,8 +930,8 @@ def _check_bytes(answer: Any) -> str:
                 f"the numbers of steps.",
             )
             require(
-                not store.coming,
-                f"{case}: after step {step + 1} sub-group {store.coming[:1]} is on its way.",
+                not store.coming(),
+                f"{case}: after step {step + 1} sub-group {store.coming()[:1]} is on its way.",
             )
         asked = [what for what, _ in store.asked]
         written, read = store.traffic.written, store.traffic.read
@@ -950,6 +1009,14 @@ class _StepsLost(OffloadedAdam):
             kept["step"] = torch.tensor(0.0)
 
 
+class _OneCounter(OffloadedAdam):
+    """A sub-group's weights share a counter, to which each of them adds."""
+
+    def send(self, n: int) -> None:
+        super().send(n)
+        self.steps[n] = self.steps[n][:1] * len(self.steps[n])
+
+
 class _NeverBrought(OffloadedAdam):
     def bring(self, n: int) -> None:
         self.store.get(n)
@@ -1015,6 +1082,20 @@ class _AllStateAhead(_StepAhead):
         return () if n else range(groups)
 
 
+class _AbsentAhead(OffloadedAdam):
+    """The next one, whether there is one or not."""
+
+    def step(self, max_norm: float) -> None:
+        self.clip(max_norm)
+        for n, adam in enumerate(self.adams):
+            if n in self.steps:
+                self.bring(n)
+            if n + 1 < len(self.adams):
+                self.store.prefetch(n + 1)
+            adam.step()
+            self.send(n)
+
+
 class _NextStepAhead(_StepAhead):
     """After the last one, the first again."""
 
@@ -1072,6 +1153,11 @@ _ADAM = Exercise(
             "with you, it is 4 bytes a weight tensor.",
         ),
         WrongAnswer(
+            _OneCounter,
+            "The weights of a sub-group share one step counter, a tensor to which each of them "
+            "adds 1: keep one for each weight.",
+        ),
+        WrongAnswer(
             _NeverBrought, "The state was read, and Adam began with none: put it into adam.state."
         ),
         WrongAnswer(_Swapped, "The moments come back in another order than that of the put."),
@@ -1091,6 +1177,10 @@ _ADAM = Exercise(
             _AllStateAhead,
             "All state is there at once: bring, step and send one sub-group before the next, with "
             "no more than one on its way.",
+        ),
+        WrongAnswer(
+            _AbsentAhead,
+            "In the first step the store has no state yet: ask for the next only if it was sent.",
         ),
         WrongAnswer(
             _NextStepAhead,
@@ -1242,6 +1332,32 @@ def _stream_but(
     return step
 
 
+def _keeps_a_list(store: Any, layers: list[str], x: Tensor, dy_of: Any, lr: float) -> Tensor:
+    """The weights in one list, their inputs in another."""
+    weights, inputs = [], [x]
+    for key in layers:
+        weights.append(store.get(key))
+        inputs.append(forward_of(weights[-1], inputs[-1]))
+    dy = dy_of(inputs[-1])
+    for n in reversed(range(len(layers))):
+        dw, dy = backward_of(weights[n], inputs[n], dy)
+        store.put(layers[n], weights[n] - lr * dw)
+    return dy
+
+
+def _one_gradient(store: Any, layers: list[str], x: Tensor, dy_of: Any, lr: float) -> Tensor:
+    """Each layer gets the gradient of the output."""
+    inputs = [x]
+    for key in layers:
+        inputs.append(forward_of(store.get(key), inputs[-1]))
+    dy = dy_of(inputs.pop())
+    for key in reversed(layers):
+        w = store.get(key)
+        dw, dx = backward_of(w, inputs.pop(), dy)
+        store.put(key, w - lr * dw)
+    return dx
+
+
 def _steps_at_the_end(store: Any, layers: list[str], x: Tensor, dy_of: Any, lr: float) -> Tensor:
     """All gradients are made first."""
     inputs, made = [x], {}
@@ -1308,6 +1424,16 @@ _STREAM = Exercise(
         WrongAnswer(
             _steps_at_the_end,
             "Gradients of all layers are kept to the end: a layer's is used as soon as it is made.",
+        ),
+        WrongAnswer(
+            _keeps_a_list,
+            "A list holds what is in it: all weights are here at once, and all inputs to the end. "
+            "Get weights again for backward, and pop() each input.",
+        ),
+        WrongAnswer(
+            _one_gradient,
+            "Every layer got the gradient of the last output: the dy of one layer is what "
+            "backward_of gives with the dw of the layer after it.",
         ),
         WrongAnswer(
             _returns_y, "Wanted is the gradient of x, which the first layer's backward gives last."
