@@ -13,6 +13,8 @@ BENCHMARKS := $(wildcard benchmarks/[a-z]*.py)
 LESSONS := $(wildcard lessons/*.ipynb)
 SOLUTIONS := $(wildcard solutions/*.ipynb)
 
+RUN_TESTS := PYTHONHASHSEED=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile
+
 # Two files at a time, each as memlab.course.build ran it: no result hangs on the number of threads,
 # and pictures show inside the page.
 RUN_NOTEBOOKS := env -u MPLBACKEND OMP_NUM_THREADS=1 PYTHONHASHSEED=0 \
@@ -25,7 +27,7 @@ torch_stamp := .venv/.torch-$(label)
 stamp := .venv/.installed-$(label)
 
 .DEFAULT_GOAL := help
-.PHONY: help measure test bench lessons lab lessons-exist benchmarks-exist
+.PHONY: help measure test slow bench lessons lab lessons-exist benchmarks-exist
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | \
@@ -40,8 +42,11 @@ measure: $(stamp) ## measure every technique on this machine
 test: $(stamp) ## format, lint, tests, every notebook
 	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m ruff check .
-	@PYTHONHASHSEED=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile
+	@$(RUN_TESTS) -m 'not slow'
 	@$(MAKE) --no-print-directory lessons
+
+slow: $(stamp) ## the tests at full size, which make test leaves out: about ten minutes
+	@$(RUN_TESTS) -m slow
 
 bench: benchmarks-exist $(stamp) ## every number of the README, as Markdown
 	@set -e; for script in $(BENCHMARKS); do $(VENV_PYTHON) "$$script"; done

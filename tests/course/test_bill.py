@@ -67,7 +67,15 @@ def at_peak(measure):
     return measure().at_peak
 
 
-@pytest.mark.parametrize("number", days.numbers())
+@pytest.mark.parametrize(
+    "number",
+    [
+        number
+        if number in (1, days.numbers()[-1])
+        else pytest.param(number, marks=pytest.mark.slow)
+        for number in days.numbers()
+    ],
+)
 def test_the_stored_lines_are_what_is_measured(number):
     of_the_day = days.day(number).bill
     stored = bill.stored(

@@ -204,6 +204,7 @@ def test_the_librarys_square_root_is_a_schedule_of_even_segments(blocks):
 # ------------------------------------------------------------------ the bill
 
 
+@pytest.mark.slow
 def test_from_the_second_sequence_on_the_bills_step_holds_the_same_but_for_its_tokens():
     two, three = (checkpointed(batch=batch).at_peak for batch in (2, 3))
     tokens = 2 * 640 * 8  # a sequence and its targets, in int64
