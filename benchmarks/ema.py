@@ -1,0 +1,539 @@
+"""Post-hoc EMA on trial: what synthesis takes, and how near it comes.
+
+    synthesis   averages made of 20 snapshots in float16 of a model of 128 MiB, in processes of
+                their own, in turn: time and anonymous memory of memlab, of the loop that has
+                snapshots outside, and of ema-pytorch, which makes one at a time. Aims: half the
+                time of either; less than 64 MiB of anonymous memory, of which at most 12 MiB are
+                buffers. The loop is as packages have it, total += snapshot * share; "fused" is
+                total.add_(snapshot, alpha=share), for information
+    profiles    the profile's error against the number of snapshots, and its slope: 4 by the paper
+    pruning     that error, if 20 of 100 snapshots are kept: which
+    files       bytes a weight of what is tracked and of snapshots, and the error of rounding
+
+    python benchmarks/ema.py [--section synthesis] [--quick]
+
+"Into a model" is float32, in place, but for ema-pytorch, which makes new ones. Anonymous memory is
+that beyond what there was when all was ready: the model, and of ema-pytorch its averages.
+
+Prints Markdown, and writes a section each to `benchmarks/results/<machine>.json`.
+"""
+
+import argparse
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from common import (
+    RESULTS,
+    Runner,
+    Spread,
+    heading,
+    progress,
+    ratios,
+    save,
+    set_environment,
+    side_by_side,
+    table,
+)
+from rich.progress import Progress
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import memlab
+from memlab.ema import (
+    PostHocEMA,
+    errors_at_end,
+    every_kth,
+    find_snapshots,
+    last_n,
+    log_spaced,
+    power_profile,
+    profile_error,
+    solve_weights,
+    synthesize,
+)
+from memlab.metering.cycles import no_cycle_collection
+from memlab.units import format_bytes
+
+OURS, THEIRS = "memlab", "ema-pytorch"
+OUTER, FUSED = "snapshots outside", "snapshots outside, fused"
+TRACKED = (0.05, 0.10)
+WANTED = (0.07, 0.06, 0.08, 0.12)  # of one, the first
+FASTER, MOST_BYTES, MOST_BUFFERS = 2.0, 64 * 2**20, 12 * 2**20
+
+
+class Report(NamedTuple):
+    """What a section has to say."""
+
+    sentence: str  # for the summary
+    markdown: str
+    plain: dict[str, Any]  # for the results
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is run."""
+
+    layers: int
+    width: int  # a layer has width² numbers
+    steps: int  # two snapshots each
+    rounds: int
+    counts: tuple[int, ...]  # of snapshots of each average
+
+    @property
+    def numbers(self) -> int:
+        return self.layers * self.width**2
+
+
+FULL = Plan(8, 2048, 10, 7, (2, 4, 8, 16, 32, 64))
+QUICK = Plan(2, 64, 10, 2, (16, 64))
+
+
+# ------------------------------------------------------------------ a run, on disk
+
+
+def model_of(plan: Plan) -> nn.Module:
+    """Each layer a matrix and a vector: large tensors, and small ones between."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(plan.width - 1, plan.width) for _ in range(plan.layers)))
+
+
+@torch.no_grad()
+def trained(plan: Plan, update: Callable[[int], object], model: nn.Module) -> None:
+    """A random walk of all weights."""
+    for step in range(1, plan.steps + 1):
+        torch.manual_seed(step)
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.01)
+        update(step)
+
+
+def track(plan: Plan, folder: Path, **settings: Any) -> PostHocEMA:
+    """Our snapshots at every step."""
+    model = model_of(plan)
+    ema = PostHocEMA(model, folder, TRACKED, snapshot_every=1, **settings)
+    trained(plan, ema.update, model)
+    return ema
+
+
+def theirs_of(plan: Plan, folder: Path, model: nn.Module, every: int | str = "manual") -> Any:
+    from ema_pytorch import PostHocEMA as Theirs
+
+    return Theirs(
+        model, sigma_rels=TRACKED, update_every=1,
+        checkpoint_every_num_steps=every, checkpoint_folder=str(folder),
+    )  # fmt: skip
+
+
+def track_theirs(plan: Plan, folder: Path) -> None:
+    """Their snapshots at every step."""
+    model = model_of(plan)
+    theirs = theirs_of(plan, folder, model, every=1)
+    trained(plan, lambda step: theirs.update(), model)
+
+
+# ------------------------------------------------------------------ the ways
+
+
+@torch.no_grad()
+def outer_loop(
+    folder: Path, sigmas: Sequence[float], out: Sequence[nn.Module], *, fused: bool = False
+) -> Sequence[nn.Module]:
+    """A snapshot is loaded, all of it, and added to every average before the next one is."""
+    found = find_snapshots(folder)
+    profiles = [snapshot.profile for snapshot in found]
+    end = profiles[-1].t
+    weights = [solve_weights(profiles, power_profile(sigma, end)).tolist() for sigma in sigmas]
+    totals = [dict(model.named_parameters()) for model in out]
+    for total in totals:
+        for tensor in total.values():
+            tensor.zero_()
+    for number, snapshot in enumerate(found):
+        for name, tensor in load_file(snapshot.path).items():
+            exact = tensor.float()
+            for total, shares in zip(totals, weights, strict=True):
+                if fused:
+                    total[name].add_(exact, alpha=shares[number])
+                else:
+                    total[name].add_(exact * shares[number])
+    return out
+
+
+def ours_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+    out = [model_of(plan) for _ in range(count)]
+    return lambda: synthesize(folder, WANTED[:count], out=out)
+
+
+def outer_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+    out = [model_of(plan) for _ in range(count)]
+    return lambda: outer_loop(folder, WANTED[:count], out)
+
+
+def fused_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+    out = [model_of(plan) for _ in range(count)]
+    return lambda: outer_loop(folder, WANTED[:count], out, fused=True)
+
+
+def theirs_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+    theirs = theirs_of(plan, folder, model_of(plan))
+    return lambda: [theirs.synthesize_ema_model(sigma_rel=sigma) for sigma in WANTED[:count]]
+
+
+def ours_into_files(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+    out = [folder / f"ours-{number}.safetensors" for number in range(count)]
+    return lambda: synthesize(folder, WANTED[:count], out=out)
+
+
+def outer_into_files(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+    def run() -> None:
+        out = [model_of(plan) for _ in range(count)]
+        outer_loop(folder, WANTED[:count], out)
+        for number, model in enumerate(out):
+            save_file(dict(model.state_dict()), folder / f"outer-{number}.safetensors")
+
+    return run
+
+
+Way = Callable[[Plan, Path, int], Callable[[], object]]
+WAYS: dict[str, dict[str, Way]] = {
+    "into a model": {
+        OURS: ours_into_models,
+        OUTER: outer_into_models,
+        FUSED: fused_into_models,
+        THEIRS: theirs_into_models,
+    },
+    "into a file": {OURS: ours_into_files, OUTER: outer_into_files},
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """So many averages, to such a place."""
+
+    place: str
+    count: int
+
+    def __str__(self) -> str:
+        place = self.place if self.count == 1 else self.place.replace("a ", "") + "s"
+        return f"{self.count} {'average' if self.count == 1 else 'averages'} {place}"
+
+
+TASKS = (Task("into a model", 1), Task("into a model", 4), Task("into a file", 4))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of each way: seconds, round by round, and bytes of anonymous memory."""
+
+    seconds: dict[str, list[float]]
+    peak_bytes: dict[str, int]
+
+    def ratio(self, way: str) -> Spread:
+        """Of a way's time to ours."""
+        return ratios(self.seconds[way], self.seconds[OURS])
+
+
+# ------------------------------------------------------------------ synthesis
+
+
+def serve(plan: Plan, folder: Path, task: Task, way: str) -> None:
+    """Be a process that runs a way for each line that it is sent."""
+    folder = folder / ("theirs" if way == THEIRS else "ours")
+    run = WAYS[task.place][way](plan, folder, task.count)
+    print(0.0, flush=True)
+    for _ in sys.stdin:
+        with no_cycle_collection():
+            start = time.perf_counter()
+            run()
+            print(time.perf_counter() - start, flush=True)
+
+
+def costs(plan: Plan, folder: Path, task: Task, bar: Progress) -> Costs:
+    """Every way in turn; the first round reads the snapshots into the system's cache, and counts
+    for memory alone."""
+    numbers = (plan.layers, plan.width, plan.steps, task.count)
+    with ExitStack() as stack:
+        runners, before = {}, {}
+        for way in WAYS[task.place]:
+            words = (__file__, "--serve", way, task.place, str(folder), *map(str, numbers))
+            runners[way] = stack.enter_context(Runner(*words))
+            runners[way].answer()
+            before[way] = runners[way].bytes_now()
+            runners[way].peak_bytes = 0
+        runs = {way: runner.run for way, runner in runners.items()}
+        side_by_side(runs, range(1))
+        rounds = bar.track(range(plan.rounds), description=str(task))
+        seconds = side_by_side(runs, rounds)
+        # What is over within the sampling's 20 ms shows in what is left.
+        peaks = {w: max(r.peak_bytes, r.bytes_now()) - before[w] for w, r in runners.items()}
+    return Costs(seconds, peaks)
+
+
+def buffer_bytes(plan: Plan, folder: Path, count: int) -> int:
+    """What synthesis makes for itself, metered: beyond the files that it maps and its model. Of a
+    layer, for each has the same."""
+    found = find_snapshots(folder)
+    out = [model_of(plan) for _ in range(count)]
+    mapped = sum(snapshot.nbytes for snapshot in found)
+    written = sum(tensor.nbytes for model in out for tensor in model[0].parameters())
+    trace = memlab.measure(lambda: synthesize(found, WANTED[:count], only="0", out=out))
+    return trace.peak_bytes - mapped - written
+
+
+def largest_difference(plan: Plan, folder: Path) -> float:
+    """Between our sums and those of the loop with snapshots outside."""
+    ours, outer = model_of(plan), model_of(plan)
+    synthesize(folder, WANTED[0], out=ours)
+    outer_loop(folder, WANTED[:1], [outer])
+    pairs = zip(ours.parameters(), outer.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@contextmanager
+def snapshots_of(plan: Plan) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        track(plan, Path(name, "ours"))
+        track_theirs(plan, Path(name, "theirs"))
+        yield Path(name)
+
+
+def synthesis_section(plan: Plan, bar: Progress) -> Report:
+    with snapshots_of(plan) as folder:
+        difference = largest_difference(plan, folder / "ours")
+        buffers = {task: buffer_bytes(plan, folder / "ours", task.count) for task in TASKS}
+        found = {task: costs(plan, folder, task, bar) for task in TASKS}
+    rows = []
+    for task, cost in found.items():
+        for way, peak in cost.peak_bytes.items():
+            rows.append(
+                (
+                    str(task) if way == OURS else "",
+                    way,
+                    format_bytes(buffers[task]) if way == OURS else "",
+                    format_bytes(peak),
+                    "" if way == OURS else f"{cost.ratio(way)} × memlab's",
+                )
+            )
+    header = ("task", "by", "buffers", "anonymous memory", "time")
+    return Report(
+        synthesis_sentence(plan, found, difference),
+        table(header, rows) + "\n\n" + aims_table(found, buffers),
+        {
+            "difference": difference,
+            **{
+                str(task): {
+                    "seconds": cost.seconds,
+                    "peak_bytes": cost.peak_bytes,
+                    "buffer_bytes": buffers[task],
+                    "ratios": {w: cost.ratio(w)._asdict() for w in cost.seconds if w != OURS},
+                }
+                for task, cost in found.items()
+            },
+            "aims": {what: verdict for what, *_, verdict in aims(found, buffers)},
+        },
+    )
+
+
+def synthesis_sentence(plan: Plan, found: dict[Task, Costs], difference: float) -> str:
+    cost = found[TASKS[1]]
+    others = " and ".join(f"{cost.ratio(way).median:.1f} × by {way}" for way in (OUTER, THEIRS))
+    return (
+        f"{2 * plan.steps} snapshots of a model of {format_bytes(4 * plan.numbers)}: four averages "
+        f"into models take {format_bytes(cost.peak_bytes[OURS])} of anonymous memory beyond them, "
+        f"and {others} the time (the sums differ by {difference:.0e} at most)."
+    )
+
+
+def aims(found: dict[Task, Costs], buffers: dict[Task, int]) -> list[tuple[str, str, str, str]]:
+    """What was to be reached, what was measured, the limit, and whether it was met."""
+    rows = []
+    for task, cost in found.items():
+        if task.place == "into a model":
+            for way in (OUTER, THEIRS):
+                ratio = cost.ratio(way)
+                rows.append(
+                    (f"{task}: time of {way}", f"{ratio} ×", f"≥ {FASTER} ×",
+                     _verdict(ratio.median >= FASTER))
+                )  # fmt: skip
+        peak = cost.peak_bytes[OURS]
+        rows.append(
+            (f"{task}: anonymous memory", format_bytes(peak), f"≤ {format_bytes(MOST_BYTES)}",
+             _verdict(peak <= MOST_BYTES))
+        )  # fmt: skip
+        rows.append(
+            (f"{task}: buffers", format_bytes(buffers[task]), f"≤ {format_bytes(MOST_BUFFERS)}",
+             _verdict(buffers[task] <= MOST_BUFFERS))
+        )  # fmt: skip
+    return rows
+
+
+def aims_table(found: dict[Task, Costs], buffers: dict[Task, int]) -> str:
+    return table(("aim", "measured", "limit", "verdict"), sorted(aims(found, buffers)))
+
+
+def _verdict(is_met: bool) -> str:
+    return "met" if is_met else "missed"
+
+
+# ------------------------------------------------------------------ profiles
+
+
+def snapshot_profiles(times: Sequence[float], sigmas: Sequence[float] = TRACKED) -> list[Any]:
+    return [power_profile(sigma, t) for t in times for sigma in sigmas]
+
+
+def errors_by_count(plan: Plan, sigmas: Sequence[float], tracked: Sequence[float]) -> dict:
+    """Of each sigma at the end of training, for so many snapshots of each average."""
+    return {
+        sigma: [
+            profile_error(snapshot_profiles(range(1, n + 1), tracked), power_profile(sigma, n))
+            for n in plan.counts
+        ]
+        for sigma in sigmas
+    }
+
+
+def slope(counts: Sequence[int], errors: Sequence[float]) -> float:
+    """The exponent of the number of snapshots, from 16 on."""
+    first = counts.index(16)
+    return math.log(errors[first] / errors[-1]) / math.log(counts[-1] / counts[first])
+
+
+def profiles_section(plan: Plan, bar: Progress) -> Report:
+    rows, plain = [], {}
+    for tracked in (TRACKED, (0.05, 0.28)):
+        found = errors_by_count(plan, (0.03, 0.07, 0.15, 0.20, 0.25), tracked)
+        for sigma, errors in found.items():
+            slope_of = slope(plan.counts, errors)
+            cells = (f"{error:.1e}" for error in errors)
+            rows.append((f"{tracked}", f"{sigma}", *cells, f"{slope_of:.2f}"))
+            plain[f"{tracked} → {sigma}"] = {"errors": errors, "slope": slope_of}
+    at_15 = plain[f"{TRACKED} → 0.15"]
+    sentence = (
+        f"With {plan.counts[-1]} snapshots each of 0.05 and 0.10, a profile of 0.15 is off by "
+        f"{at_15['errors'][-1]:.0e}; the error falls with the power {at_15['slope']:.2f} of their "
+        f"number."
+    )
+    header = ("tracked", "made", *(f"{n} snapshots" for n in plan.counts), "slope from 16 on")
+    return Report(sentence, table(header, rows), {"counts": plan.counts, **plain})
+
+
+# ------------------------------------------------------------------ pruning
+
+CHOICES: dict[str, Callable[[Sequence[float]], list[float]]] = {
+    "all 100": lambda times: list(times),
+    "every 5th, and the last": lambda times: every_kth(times, 5),
+    "the last 20": lambda times: last_n(times, 20),
+    "20, log-spaced from the end": lambda times: log_spaced(times, 20),
+}
+
+
+def pruning_section(plan: Plan, bar: Progress) -> Report:
+    sigmas = (0.03, 0.07, 0.12, 0.15, 0.20, 0.25)
+    found = {
+        name: errors_at_end(snapshot_profiles(choose(range(1, 101))), sigmas)
+        for name, choose in CHOICES.items()
+    }
+    rows = [(name, *(f"{e:.1e}" for e in errors.values())) for name, errors in found.items()]
+    worst = {name: max(errors.values()) for name, errors in found.items()}
+    sentence = (
+        f"Of 100 snapshots 20 are kept: the largest error is {worst['every 5th, and the last']:.0e}"
+        f" with every 5th, {worst['20, log-spaced from the end']:.0e} log-spaced, and "
+        f"{worst['the last 20']:.0e} with the last."
+    )
+    return Report(sentence, table(("kept", *map(str, sigmas)), rows), {"errors": found})
+
+
+# ------------------------------------------------------------------ files
+
+
+def files_section(plan: Plan, bar: Progress) -> Report:
+    encodings = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+                 "int8": "int8"}  # fmt: skip
+    sizes, made, tracked = {}, {}, 0
+    for name, encoding in bar.track(encodings.items(), description="files"):
+        with tempfile.TemporaryDirectory() as folder:
+            tracked = track(plan, Path(folder), snapshot_dtype=encoding).nbytes
+            sizes[name] = find_snapshots(folder)[0].nbytes
+            made[name] = synthesize(folder, WANTED[0])
+    off = {name: relative_error(made[name], made["float32"]) for name in encodings}
+    sentence = (
+        f"Two averages take {tracked / plan.numbers:.2f} bytes a weight, and a snapshot of both "
+        f"{2 * sizes['float16'] / plan.numbers:.2f} in float16 or "
+        f"{2 * sizes['int8'] / plan.numbers:.2f} in int8, which puts what is made of them off by "
+        f"{off['int8']:.1%}."
+    )
+    rows = [("both averages, tracked", format_bytes(tracked), f"{tracked / plan.numbers:.3f}", "")]
+    rows += [
+        (f"a file in {name}", format_bytes(size), f"{size / plan.numbers:.3f}", f"{off[name]:.1e}")
+        for name, size in sizes.items()
+    ]
+    header = ("what", "bytes", "bytes a weight", f"error of {WANTED[0]}, relative")
+    plain = {"tracked_bytes": tracked, "file_bytes": sizes, "errors": off}
+    return Report(sentence, table(header, rows), plain)
+
+
+def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """The root of the mean square, over that of the weights."""
+    off = sum(((found[name] - tensor) ** 2).sum().item() for name, tensor in wanted.items())
+    return math.sqrt(off / sum((tensor**2).sum().item() for tensor in wanted.values()))
+
+
+# ------------------------------------------------------------------ the command
+
+SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
+    "synthesis": synthesis_section,
+    "profiles": profiles_section,
+    "pruning": pruning_section,
+    "files": files_section,
+}
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--section",
+        action="append",
+        choices=SECTIONS,
+        help="run this section only (may be given more than once)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, to see that it runs; writes nothing"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="the folder of the results (%(default)s)"
+    )
+    parser.add_argument("--serve", nargs=7, help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    set_environment()
+    given = arguments(words)
+    if given.serve:
+        way, place, folder, layers, width, steps, count = given.serve
+        plan = Plan(int(layers), int(width), int(steps), 0, ())
+        serve(plan, Path(folder), Task(place, int(count)), way)
+        return 0
+    print(heading("Post-hoc EMA"))
+    with progress() as bar:
+        for name in given.section or SECTIONS:
+            report = SECTIONS[name](QUICK if given.quick else FULL, bar)
+            print(f"\n## {name}\n\n{report.sentence}\n\n{report.markdown}")
+            if not given.quick:
+                content = {"summary": report.sentence, **report.plain}
+                save(given.results, "ema", name, content)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

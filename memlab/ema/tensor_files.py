@@ -1,0 +1,174 @@
+"""Safetensors files, mapped to be read and written a piece at a time.
+
+Saves    all of a file's bytes: what is mapped is read when it is touched, and the system may drop
+         it again. A file is written without having all of it in memory.
+Costs    that it can't be changed: whoever has it mapped would see that, or crash.
+Source   The safetensors format: 8 bytes with the header's length, the header in JSON, the tensors.
+
+    {"weight": {"dtype": "F16", "shape": [2, 3], "data_offsets": [0, 12]}, "__metadata__": {…}}
+
+Offsets count from the header's end. Metadata are strings. Tensors stand in falling order of their
+number's size, so that each begins at a multiple of it.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memlab.files import write_beside
+
+ALIGNMENT = 64  # bytes, of where the first tensor begins
+_HEADER_LIMIT = 100 * 10**6  # bytes: longer ones are no headers
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Place(NamedTuple):
+    """Where a tensor is in a file, `offset` from its begin."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def planned(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Place]]:
+    """The header of a file with such tensors, and where each will be."""
+    in_order = sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offsets, at = {}, 0
+    for name, (dtype, shape) in in_order:
+        if dtype not in _NAMES:
+            raise TypeError(
+                f"got {name!r} of {dtype}, which a safetensors file can't hold; cast it"
+            )
+        offsets[name], end = at, at + prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {n: Place(*tensors[n], len(header) + at) for n, at in offsets.items()}
+
+
+# ------------------------------------------------------------------ written
+
+
+class TensorWriter:
+    """A file whose tensors are written in any order, a run of numbers at a time."""
+
+    def __init__(self, file: Any, places: Mapping[str, Place]) -> None:
+        self._file, self._places = file, places
+
+    def write(self, name: str, start: int, numbers: Tensor) -> None:
+        """Flat numbers of the tensor's dtype, from number `start` of it on."""
+        place = self._places[name]
+        assert numbers.dtype == place.dtype
+        self._file.seek(place.offset + start * place.dtype.itemsize)
+        if numbers.numel():
+            self._file.write(numbers.cpu().contiguous().view(torch.uint8).numpy().data)
+
+
+@contextmanager
+def written(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str],
+) -> Iterator[TensorWriter]:
+    """Makes the file of that name when the block ends, forced to the disk. If it raises, Ctrl-C
+    included, what was there before is there still, and nothing beside it."""
+    header, places = planned(tensors, metadata)
+    with write_beside(path) as beside, open(beside, "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(place.nbytes for place in places.values()))
+        yield TensorWriter(file, places)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ------------------------------------------------------------------ read
+
+
+class TensorFile:
+    """A file's metadata and places, by its header alone; it is mapped when a tensor is asked for.
+
+    ValueError for a file that is cut short or no safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.places, self.metadata = _read_header(self.path)
+        self._bytes: Tensor | None = None
+
+    def tensor(self, name: str) -> Tensor:
+        """Flat, and mapped: not to be written to."""
+        place = self.places[name]
+        if self._bytes is None:
+            # Copied on write, which nothing does: torch takes no memory that is read-only.
+            self._bytes = torch.from_numpy(np.memmap(self.path, dtype=np.uint8, mode="c"))
+        return self._bytes[place.offset : place.offset + place.nbytes].view(place.dtype)
+
+    def close(self) -> None:
+        """Unmap it, once its tensors are gone."""
+        self._bytes = None
+
+
+def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
+            text = file.read(length) if length <= min(size, _HEADER_LIMIT) else b""
+    except OSError as error:
+        raise ValueError(
+            f"could not read {path}: {error}; give the path of a file that is there"
+        ) from error
+    try:
+        entries = json.loads(text)
+        metadata = entries.pop("__metadata__", {})
+        places = {name: _place(entry, 8 + length) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"{path} has {size:,} bytes and no safetensors header: it is cut short or something "
+            f"else; remove it, or put back a copy"
+        ) from None
+    wanted = max((place.offset + place.nbytes for place in places.values()), default=8 + length)
+    if size != wanted:
+        raise ValueError(
+            f"{path} is {'cut short' if size < wanted else 'too long'}: got {size:,} bytes, wanted "
+            f"{wanted:,}; remove it, or put back a copy"
+        )
+    return places, metadata
+
+
+def _place(entry: Mapping[str, Any], data_begin: int) -> Place:
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if end - begin != prod(shape) * dtype.itemsize or (data_begin + begin) % dtype.itemsize:
+        raise ValueError("offsets that are not those of the shape")
+    return Place(dtype, shape, data_begin + begin)

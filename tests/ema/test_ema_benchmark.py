@@ -1,0 +1,166 @@
+"""The benchmark of post-hoc EMA computes what it prints."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from memlab.ema import power_profile, profile_error
+from memlab.ema.synthesis import PIECE, ROWS
+
+FOLDER = str(Path(__file__).parents[2] / "benchmarks")
+
+if FOLDER not in sys.path:
+    sys.path.insert(0, FOLDER)
+benchmark = importlib.import_module("ema")
+QUICK = benchmark.QUICK
+OURS, OUTER, THEIRS = benchmark.OURS, benchmark.OUTER, benchmark.THEIRS
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The full plan is as small as the quick one, so that something is written."""
+    monkeypatch.setattr(benchmark, "FULL", QUICK)
+
+
+def run(folder, *words):
+    assert benchmark.main([*words, "--results", str(folder)]) == 0
+    [results] = folder.glob("*.json")
+    return json.loads(results.read_text(encoding="utf-8"))["ema"]
+
+
+# ------------------------------------------------------------------ synthesis
+
+
+def found_with(ours, outer, theirs, peak):
+    seconds = {OURS: [ours], OUTER: [outer], THEIRS: [theirs]}
+    return {benchmark.TASKS[0]: benchmark.Costs(seconds, {OURS: peak})}
+
+
+@pytest.mark.parametrize(
+    ("outer", "theirs", "peak", "buffers", "missed"),
+    [
+        (2.0, 2.0, 2**26, 12 * 2**20, []),
+        (1.9, 2.0, 2**26, 12 * 2**20, ["time of snapshots outside"]),
+        (2.0, 1.9, 2**26, 12 * 2**20, ["time of ema-pytorch"]),
+        (2.0, 2.0, 2**26 + 1, 12 * 2**20, ["anonymous memory"]),
+        (2.0, 2.0, 2**26, 12 * 2**20 + 1, ["buffers"]),
+    ],
+)
+def test_the_aims_are_half_the_time_and_so_many_bytes(outer, theirs, peak, buffers, missed):
+    found = found_with(1.0, outer, theirs, peak)
+    aims = benchmark.aims(found, {benchmark.TASKS[0]: buffers})
+    assert len(aims) == 4
+    assert [what.split(": ")[1] for what, *_, verdict in aims if verdict == "missed"] == missed
+
+
+def test_tasks_are_said_in_words():
+    assert list(map(str, benchmark.TASKS)) == [
+        "1 average into a model",
+        "4 averages into models",
+        "4 averages into files",
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder():
+    with benchmark.snapshots_of(QUICK) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("place", "way"), [(p, w) for p in benchmark.WAYS for w in benchmark.WAYS[p]]
+)
+def test_each_way_makes_the_same(place, way, folder):
+    """Nearly, of ema-pytorch: its β begins a step late."""
+    own = folder / ("theirs" if way == THEIRS else "ours")
+    wanted = [benchmark.synthesize(folder / "ours", s)["0.weight"] for s in benchmark.WANTED[:2]]
+    made = benchmark.WAYS[place][way](QUICK, own, 2)()
+    if place == "into a file":
+        name = "ours" if way == OURS else "outer"
+        files = [own / f"{name}-{number}.safetensors" for number in range(2)]
+        found = [benchmark.load_file(file)["0.weight"] for file in files]
+    elif way == THEIRS:
+        found = [average.ema_model[0].weight for average in made]
+    else:
+        found = [model[0].weight for model in made]
+    for average, exact in zip(found, wanted, strict=True):
+        assert (average - exact).abs().max() < (0.03 if way == THEIRS else 1e-6)
+    assert (wanted[0] - wanted[1]).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_buffers_are_a_piece_each_and_eight_more(count, folder):
+    shares = count * 20 * 4
+    largest = min(PIECE, QUICK.width * (QUICK.width - 1))
+    assert (
+        benchmark.buffer_bytes(QUICK, folder / "ours", count) - shares
+        == (count + ROWS) * largest * 4
+    )
+
+
+def test_a_loop_that_differs_shows_up(folder, monkeypatch):
+    assert benchmark.largest_difference(QUICK, folder / "ours") < 1e-6
+    monkeypatch.setattr(benchmark, "solve_weights", lambda p, t: torch.ones(len(p)) / len(p))
+    assert benchmark.largest_difference(QUICK, folder / "ours") > 1e-3
+
+
+@pytest.mark.slow
+def test_processes_of_their_own_answer_with_seconds_and_bytes(quick, tmp_path, capsys):
+    section = run(tmp_path, "--section", "synthesis")["synthesis"]
+    printed = capsys.readouterr().out
+    assert "\n| 1 average into a model | memlab | " in printed
+    assert section["1 average into a model"]["ratios"].keys() == {OUTER, THEIRS}
+    for seconds in section["4 averages into files"]["seconds"].values():
+        assert len(seconds) == QUICK.rounds
+        assert min(seconds) > 0
+
+
+# ------------------------------------------------------------------ the rest
+
+
+def test_errors_are_those_of_profiles_and_have_slopes(quick, tmp_path):
+    section = run(tmp_path, "--section", "profiles")["profiles"]
+    assert section["counts"] == [16, 64]
+    row = section["(0.05, 0.1) → 0.15"]
+    profiles = [power_profile(sigma, t) for t in range(1, 17) for sigma in (0.05, 0.1)]
+    assert row["errors"][0] == profile_error(profiles, power_profile(0.15, 16))
+    assert 3.7 < row["slope"] < 4.1
+
+
+def test_a_slope_is_a_falling_exponent_from_16_on():
+    assert benchmark.slope([2, 16, 64], [7, 1, 1 / 256]) == pytest.approx(4)
+
+
+def test_pruning_names_each_choice(quick, tmp_path, capsys):
+    section = run(tmp_path, "--section", "pruning")["pruning"]
+    assert section["errors"].keys() == benchmark.CHOICES.keys()
+    assert "\n| every 5th, and the last | " in capsys.readouterr().out
+    worst = {name: max(errors.values()) for name, errors in section["errors"].items()}
+    assert min(worst, key=worst.get) == "all 100"
+
+
+def test_files_have_the_bytes_of_their_encodings(quick, tmp_path):
+    section = run(tmp_path, "--section", "files")["files"]
+    assert section["tracked_bytes"] == 2 * 4 * QUICK.numbers
+    sizes = section["file_bytes"]
+    header = sizes["float32"] - 4 * QUICK.numbers
+    assert 0 < header < 1024
+    assert abs(sizes["float16"] - 2 * QUICK.numbers - header) <= 64
+    assert section["errors"]["float32"] == 0 < section["errors"]["float16"] < 5e-4
+
+
+def test_a_relative_error_is_of_all_tensors():
+    wanted = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
+    found = {"a": torch.tensor([3.0, 0.3]), "b": torch.tensor([4.4])}
+    assert benchmark.relative_error(found, wanted) == pytest.approx(0.1)
+
+
+def test_a_quick_run_writes_nothing(tmp_path, capsys):
+    words = ["--quick", "--section", "profiles", "--section", "pruning", "--section", "files"]
+    assert benchmark.main([*words, "--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("# Post-hoc EMA: CPU")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,324 @@
+"""The tracker: what its averages are made of, its clock, its bytes, and how it resumes."""
+
+import copy
+
+import pytest
+import torch
+from drifting import OneHot, Small, drift, go_on, responses, trained
+from torch import nn
+
+import memlab
+from memlab.ema import (
+    PostHocEMA,
+    find_snapshots,
+    gamma_from_sigma,
+    impulse_response,
+    relative_width,
+    synthesize,
+)
+from memlab.ema.snapshots import PIECE, PIECE_ELSEWHERE
+
+SIGMAS = (0.05, 0.10)
+
+
+def same(a, b):
+    """To the bit."""
+    return all(
+        torch.equal(x, y)
+        for one, other in zip(a.averages.values(), b.averages.values(), strict=True)
+        for x, y in zip(one.values(), other.values(), strict=True)
+    )
+
+
+# ------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_each_step_counts_as_the_closed_form_says(every, tmp_path):
+    steps, seen = 1000, slice(every - 1, None, every)
+    for sigma, found in zip(SIGMAS, responses(steps, SIGMAS, every, tmp_path), strict=True):
+        times = range(every, steps + 1, every)
+        wanted = impulse_response(times, gamma_from_sigma(sigma))
+        assert found.dtype == torch.float64
+        assert found[seen].numpy() == pytest.approx(wanted, abs=1e-12)
+        assert found.sum() == pytest.approx(1, abs=1e-12)  # and no other step counts at all
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_an_average_has_the_width_that_was_asked_for(every, tmp_path):
+    steps = 10_000 if every == 100 else 1000
+    for sigma, found in zip(SIGMAS, responses(steps, SIGMAS, every, tmp_path), strict=True):
+        assert relative_width(range(1, steps + 1), found) == pytest.approx(sigma, rel=0.02)
+
+
+def test_updates_at_uneven_steps_are_right_too(tmp_path):
+    model = OneHot(100)
+    ema = PostHocEMA(model, tmp_path)
+    times = [3, 4, 20, 57, 100]
+    for step in times:
+        model.go_to(step)
+        assert ema.update(step)
+    found = ema.averages[0.10]["weight"]
+    wanted = impulse_response(times, gamma_from_sigma(0.10))
+    assert [found[step - 1].item() for step in times] == pytest.approx(wanted, abs=1e-12)
+
+
+def test_a_clock_of_images_has_the_same_average_as_one_of_steps(tmp_path):
+    model, averages = nn.Linear(5, 5), []
+    for per_step in (1, 2048, 0.5):
+        copied = copy.deepcopy(model)
+        ema = PostHocEMA(copied, tmp_path / str(per_step), every=per_step)
+        for step in range(1, 31):
+            drift(copied, step)
+            ema.update(step * per_step)
+        averages.append(ema.averages[0.05]["weight"])
+    assert torch.allclose(averages[0], averages[1], atol=1e-7)
+    assert torch.allclose(averages[0], averages[2], atol=1e-7)
+
+
+def test_the_first_update_forgets_the_weights_before_training(tmp_path):
+    model = nn.Linear(3, 3)
+    ema = PostHocEMA(model, tmp_path)
+    drift(model, 1)
+    ema.update(1)
+    assert torch.equal(ema.averages[0.05]["weight"], model.weight)
+
+
+def test_between_updates_nothing_happens(tmp_path):
+    model = nn.Linear(3, 3)
+    ema = PostHocEMA(model, tmp_path, every=10)
+    assert [step for step in range(1, 36) if ema.update(step)] == [10, 20, 30]
+    assert ema.step == 30
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_have_averages_of_32(dtype, tmp_path):
+    """As if the weights had been float32 all along: 300,000 numbers are more than one piece."""
+    model = nn.Linear(600, 500).to(dtype)
+    exact = copy.deepcopy(model).float()
+    ema, wanted = PostHocEMA(model, tmp_path), PostHocEMA(exact, tmp_path)
+    for step in (1, 2, 3):
+        drift(model, step)
+        exact.load_state_dict(model.state_dict())
+        ema.update(step)
+        wanted.update(step)
+    assert ema.averages[0.05]["weight"].dtype == torch.float32
+    assert same(ema, wanted)
+
+
+def test_weights_that_are_no_run_of_numbers_are_averaged(tmp_path):
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = nn.Conv2d(4, 6, 3).to(dtype)
+        last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+        one, other = PostHocEMA(plain, tmp_path), PostHocEMA(last, tmp_path)
+        for step in (1, 2, 3):
+            drift(plain, step)
+            last.load_state_dict(plain.state_dict())
+            one.update(step)
+            other.update(step)
+        assert not last.weight.is_contiguous()
+        assert same(one, other)
+
+
+def test_tied_weights_are_once_and_all_else_follows_the_model(tmp_path):
+    ema = PostHocEMA(Small(), tmp_path)
+    assert set(ema.averages[0.05]) == {
+        *("embedding.weight", "hidden.weight", "hidden.bias", "norm.weight", "norm.bias"),
+    }
+
+
+# ------------------------------------------------------------------ the clock
+
+
+@pytest.mark.parametrize("step", [10, 9, 0, -1, float("nan"), float("inf")])
+def test_a_clock_that_stands_still_or_goes_back_is_refused(step, tmp_path):
+    ema = PostHocEMA(nn.Linear(2, 2), tmp_path)
+    ema.update(10)
+    with pytest.raises(ValueError, match="wanted one above 10, the last update's"):
+        ema.update(step)
+
+
+@pytest.mark.parametrize("step", [True, "3", None])
+def test_a_step_that_is_no_number_is_refused(step, tmp_path):
+    with pytest.raises(TypeError, match="wanted a number"):
+        PostHocEMA(nn.Linear(2, 2), tmp_path).update(step)
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize("sigmas", [(0.05, 0.10), (0.05, 0.10, 0.2)])
+def test_k_averages_take_4_k_bytes_a_weight_and_an_update_nothing_beside(sigmas, tmp_path):
+    model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 7))
+    P = sum(p.numel() for p in model.parameters())
+    ema = PostHocEMA(model, tmp_path, sigmas)
+    assert ema.nbytes == 4 * len(sigmas) * P
+    trace = memlab.measure(lambda: ema.update(1), model=model)
+    assert trace.peak_bytes == 4 * P + 4 * len(sigmas) * P
+
+
+def test_of_16_bit_weights_an_update_takes_a_piece(tmp_path):
+    model = nn.Linear(1000, 1000, bias=False).bfloat16()
+    ema = PostHocEMA(model, tmp_path)
+    trace = memlab.measure(lambda: ema.update(1), model=model)
+    assert trace.peak_bytes == 2 * 10**6 + ema.nbytes + 4 * PIECE
+
+
+def test_a_snapshot_takes_two_pieces_whatever_the_model(tmp_path):
+    """One that is written, and the next one."""
+    model = nn.Linear(2000, 1000, bias=False)
+    ema = PostHocEMA(model, tmp_path)
+    ema.update(1)
+    trace = memlab.measure(ema.snapshot, model=model)
+    numbers = 2 * 10**6
+    assert trace.peak_bytes - 4 * numbers - ema.nbytes == 2 * (2 * PIECE) + 8
+
+
+def test_a_dry_run_has_the_same_bytes_and_writes_nothing(tmp_path):
+    def run(folder):
+        model = nn.Linear(1000, 1000, bias=False)
+        ema = PostHocEMA(model, folder, snapshot_every=1)
+        return memlab.measure(lambda: ema.update(1), model=model).peak_bytes
+
+    with memlab.dry_run():
+        dry = run(tmp_path / "dry")
+    assert not (tmp_path / "dry").exists()
+    real = run(tmp_path / "real")
+    assert abs(real - dry) <= 8  # of a check for infinities, which has no numbers to look at
+    assert len(find_snapshots(tmp_path / "real")) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_an_update_takes_nothing_beside_or_a_piece(dtype, tmp_path):
+    model = nn.Linear(4096, 4096, bias=False, device="cuda", dtype=dtype)
+    ema = PostHocEMA(model, tmp_path, snapshot_every=3)
+    ema.update(1)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ema.update(2)
+    beside = torch.cuda.max_memory_allocated() - before
+    assert beside <= (0 if dtype == torch.float32 else 4 * PIECE_ELSEWHERE)
+    ema.update(3)
+    found = synthesize(tmp_path, 0.05, out=copy.deepcopy(model)).weight
+    assert found.is_cuda
+    assert torch.allclose(found.float(), ema.averages[0.05]["weight"], rtol=2**-7)
+
+
+# ------------------------------------------------------------------ to resume
+
+
+@pytest.mark.parametrize("by", ["file", "dict"])
+def test_a_run_that_was_resumed_is_the_same_to_the_bit(by, tmp_path):
+    model = Small()
+    ema = trained(model, tmp_path / "whole", 25)
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(ema.state_dict())
+    path = ema.save(tmp_path / "state.safetensors")
+    go_on(model, ema, 26, 50)
+
+    again = Small()
+    again.load_state_dict(weights)
+    resumed = PostHocEMA(again, tmp_path / "again", snapshot_every=10)
+    resumed.load(path) if by == "file" else resumed.load_state_dict(state)
+    assert resumed.step == 25
+    go_on(again, resumed, 26, 50)
+    assert same(ema, resumed)
+    assert resumed.run == ema.run
+    assert [s.step for s in find_snapshots(tmp_path / "again")] == [30, 30, 40, 40, 50, 50]
+
+
+def test_snapshots_of_a_future_that_was_undone_are_removed(tmp_path):
+    model = nn.Linear(2, 2)
+    ema = trained(model, tmp_path, 20)
+    ema.save()
+    go_on(model, ema, 21, 45)
+    assert {s.step for s in find_snapshots(tmp_path)} == {10, 20, 30, 40}
+
+    resumed = PostHocEMA(model, tmp_path, snapshot_every=25)
+    resumed.load()
+    assert {s.step for s in find_snapshots(tmp_path)} == {10, 20, 30, 40}  # nothing went on yet
+    go_on(model, resumed, 21, 26)
+    assert {s.step for s in find_snapshots(tmp_path)} == {10, 20, 25}
+
+
+def test_the_same_tracker_can_go_back_too(tmp_path):
+    model = nn.Linear(2, 2)
+    ema = trained(model, tmp_path, 20)
+    ema.save()
+    go_on(model, ema, 21, 45)
+    ema.load()
+    go_on(model, ema, 21, 25)
+    assert {s.step for s in find_snapshots(tmp_path)} == {10, 20}
+
+
+def test_a_snapshot_is_no_state(tmp_path):
+    ema = trained(nn.Linear(2, 2), tmp_path, 10)
+    with pytest.raises(ValueError, match="a snapshot is rounded, and training can't go on from it"):
+        ema.load(find_snapshots(tmp_path)[0].path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"sigmas": (0.05, 0.2)}, "sigmas"),
+        ({"clock": "images"}, "clock"),
+        ({"model": nn.Linear(2, 3)}, "model"),
+    ],
+)
+@pytest.mark.parametrize("by", ["file", "dict"])
+def test_a_state_of_something_else_is_refused(by, changed, named, tmp_path):
+    ema = trained(nn.Linear(2, 2), tmp_path, 1)
+    path = ema.save()
+    other = PostHocEMA(**{"model": nn.Linear(2, 2), "folder": tmp_path, **changed})
+    with pytest.raises(ValueError, match=f"got a state with {named} "):
+        other.load(path) if by == "file" else other.load_state_dict(ema.state_dict())
+
+
+def test_a_folder_of_another_run_is_refused_before_anything_is_written(tmp_path):
+    trained(nn.Linear(2, 2), tmp_path, 10)
+    before = [(s.path, s.path.stat().st_mtime_ns) for s in find_snapshots(tmp_path)]
+    other = PostHocEMA(nn.Linear(2, 2), tmp_path, snapshot_every=1)
+    with pytest.raises(ValueError, match=r"is of another run: got .* load its state to go on"):
+        other.update(1)
+    assert other.step == 0
+    assert [(s.path, s.path.stat().st_mtime_ns) for s in find_snapshots(tmp_path)] == before
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("sigmas", [(), (0.1,), (0.1, 0.1)])
+def test_fewer_than_two_widths_are_refused(sigmas, tmp_path):
+    with pytest.raises(ValueError, match="wanted two or more that differ"):
+        PostHocEMA(nn.Linear(2, 2), tmp_path, sigmas)
+
+
+@pytest.mark.parametrize("setting", [{"every": 0}, {"snapshot_every": -1}, {"every": True}])
+def test_an_interval_that_is_none_is_refused(setting, tmp_path):
+    with pytest.raises(ValueError, match="wanted a number above 0"):
+        PostHocEMA(nn.Linear(2, 2), tmp_path, **setting)
+
+
+def test_a_model_without_trained_weights_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="nothing to average"):
+        PostHocEMA(nn.Linear(2, 2).requires_grad_(False), tmp_path)
+
+
+def test_complex_weights_are_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"'weight' of torch\.complex64, wanted floats"):
+        PostHocEMA(nn.Linear(2, 2, dtype=torch.complex64), tmp_path)
+
+
+def test_weights_that_are_unfrozen_later_are_refused(tmp_path):
+    model = Small()
+    ema = PostHocEMA(model, tmp_path)
+    model.frozen.requires_grad_(True)
+    with pytest.raises(ValueError, match="'frozen' to be trained, which was frozen"):
+        ema.update(1)
+
+
+def test_a_snapshot_before_the_first_update_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"call update\(step\) before"):
+        PostHocEMA(nn.Linear(2, 2), tmp_path).snapshot()
