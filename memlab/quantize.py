@@ -20,7 +20,7 @@ Why blocks: an outlier costs precision, but only to the numbers that share its s
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from memlab.pieces import starts
 
 Mode = Literal["nearest", "stochastic"]
 
@@ -136,15 +138,9 @@ def _empty(x: Tensor, block: int, bits: int, code: Tensor | None) -> Quantized:
 def _chunks(
     q: Quantized, numbers: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Views of numbers, codes, scales and offsets, a chunk of whole blocks at a time.
-
-    Of fake tensors the first and the last: the others would take the same bytes again.
-    """
+    """Views of numbers, codes, scales and offsets, a chunk of whole blocks at a time."""
     size = max(1, (CHUNK if numbers.device == _CPU else CHUNK_ELSEWHERE) // q.block) * q.block
-    starts: Iterable[int] = range(0, len(numbers), size)
-    if isinstance(numbers, FakeTensor):
-        starts = sorted({*starts[:1], *starts[-1:]})
-    for start in starts:
+    for start in starts(numbers, size):
         codes = slice(start * q.bits // 8, (start + size) * q.bits // 8)
         blocks = slice(start // q.block, (start + size) // q.block)
         offsets = None if q.offsets is None else q.offsets[blocks]

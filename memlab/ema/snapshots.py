@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.ema.profiles import Profile, power_profile
 from memlab.ema.tensor_files import TensorFile
+from memlab.pieces import starts
 from memlab.quantize import Quantized, dequantize_blockwise, quantize_blockwise
 
 FORMAT = "memlab ema 1"
@@ -87,7 +88,7 @@ def encode(name: str, numbers: Tensor, encoding: Encoding) -> Iterator[tuple[str
     """(tensor of a file, where in it, numbers) of an average, a piece at a time."""
     flat = numbers.reshape(-1)
     size = PIECE if flat.device.type == "cpu" else PIECE_ELSEWHERE
-    for start in range(0, len(flat), size):
+    for start in starts(flat, size):
         part = flat[start : start + size]
         if encoding != INT8 or len(flat) < SMALL:
             yield name, start, _cast(name, part, torch.float32 if encoding == INT8 else encoding)

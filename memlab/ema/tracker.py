@@ -41,14 +41,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.ema import snapshots as files
+from memlab.ema.averages import Average, begun, require_store
 from memlab.ema.profiles import decay, gamma_from_sigma
 from memlab.ema.snapshots import Encoding
 from memlab.ema.tensor_files import TensorFile, written
 
 STATE_FORMAT = "memlab ema state 1"
 STATE_FILE = "state.safetensors"
-
-Averages = dict[str, Tensor]
 
 
 class PostHocEMA:
@@ -60,6 +59,7 @@ class PostHocEMA:
     snapshot_dtype    of what is averaged: float16, bfloat16, float32, float64 or "int8"
     device            of the averages; None: each where its weight is
     clock             the unit of the steps, in words
+    store             where the averages live, a memlab.offload store; None: in memory
 
     `averages` are float32 tensors (float64 of float64 weights) by sigma and by name; `step` is the
     time of the last update, 0 before the first.
@@ -78,6 +78,7 @@ class PostHocEMA:
         snapshot_dtype: Encoding = torch.float16,
         device: torch.device | str | None = None,
         clock: str = "steps",
+        store: Any = None,
     ) -> None:
         self.sigmas = _checked_sigmas(sigmas)
         self.gammas = [gamma_from_sigma(sigma) for sigma in self.sigmas]
@@ -94,15 +95,17 @@ class PostHocEMA:
         self._frozen = weights.keys() - trained.keys()
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self.fingerprint = files.fingerprint(shapes, self._frozen)
-        self.averages: dict[float, Averages] = {
-            sigma: {name: _copied(tensor, device) for name, tensor in trained.items()}
-            for sigma in self.sigmas
+        if store is not None:
+            require_store(store)
+            store.claim("averages", self.fingerprint, self)
+        self.averages: dict[float, Average] = {
+            sigma: begun(trained, sigma, device=device, store=store) for sigma in self.sigmas
         }
 
     @property
     def nbytes(self) -> int:
         """Of the averages: K·P·4."""
-        return sum(t.nbytes for average in self.averages.values() for t in average.values())
+        return sum(average.nbytes for average in self.averages.values())
 
     # -------------------------------------------------------------- while training
 
@@ -122,7 +125,7 @@ class PostHocEMA:
         weights = self._trained()
         for gamma, average in zip(self.gammas, self.averages.values(), strict=True):
             share = 1 - decay(gamma, step - before, step)
-            _move_towards(average, weights, share)
+            average.move_towards(weights, share)
         self.step = step
         if self.snapshot_every is not None and _passes(before, step, self.snapshot_every):
             self.snapshot()
@@ -137,7 +140,7 @@ class PostHocEMA:
             raise ValueError("got no update yet, so there is no average; call update(step) before")
         return [self._write_snapshot(sigma, average) for sigma, average in self.averages.items()]
 
-    def _write_snapshot(self, sigma: float, average: Averages) -> Path:
+    def _write_snapshot(self, sigma: float, average: Average) -> Path:
         path = self.folder / files.file_name(self.step, sigma)
         followed = self._followed()
         tensors = {name: (t.dtype, tuple(t.shape)) for name, t in followed.items()}
@@ -159,8 +162,8 @@ class PostHocEMA:
                 file.write(name, start, numbers)
         return path
 
-    def _encoded(self, average: Averages) -> Iterator[tuple[str, int, Tensor]]:
-        for name, tensor in average.items():
+    def _encoded(self, average: Average) -> Iterator[tuple[str, int, Tensor]]:
+        for name, tensor in average.one_by_one():
             yield from files.encode(name, tensor, self.snapshot_dtype)
 
     # -------------------------------------------------------------- to resume
@@ -177,23 +180,27 @@ class PostHocEMA:
         did not happen: the next update removes them."""
         self._require_same(state)
         for average, numbers in zip(self.averages.values(), state["averages"], strict=True):
-            for name, tensor in average.items():
+            for name, tensor in average.one_by_one():
                 tensor.copy_(numbers[name].view(tensor.shape))
+                average[name] = tensor
         self.run, self.step = state["run"], state["step"]
         self._has_looked = False
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
         """The state as a file that is whole or not there: `state.safetensors` in the folder."""
         path = self.folder / STATE_FILE if path is None else Path(path)
-        tensors = dict(self._numbered())
+        kinds = {
+            f"{number}/{name}": kind
+            for number, average in enumerate(self.averages.values())
+            for name, kind in average.kinds.items()
+        }
         about = {key: json.dumps(value) for key, value in self._identity().items()}
         about |= {"format": STATE_FORMAT, "run": self.run, "step": json.dumps(self.step)}
         if self._is_dry():
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        specs = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-        with written(path, specs, about) as file:
-            for name, tensor in tensors.items():
+        with written(path, kinds, about) as file:
+            for name, tensor in self._numbered():
                 flat = tensor.reshape(-1)
                 for start in range(0, len(flat), files.PIECE_ELSEWHERE):
                     file.write(name, start, flat[start : start + files.PIECE_ELSEWHERE])
@@ -230,7 +237,7 @@ class PostHocEMA:
 
     def _numbered(self) -> Iterator[tuple[str, Tensor]]:
         for number, average in enumerate(self.averages.values()):
-            for name, tensor in average.items():
+            for name, tensor in average.one_by_one():
                 yield f"{number}/{name}", tensor
 
     def _require_own_folder(self) -> None:
@@ -270,35 +277,7 @@ class PostHocEMA:
         return {name: weights[name] for name in sorted(self._frozen)}
 
     def _is_dry(self) -> bool:
-        return any(isinstance(tensor, FakeTensor) for _, tensor in self._numbered())
-
-
-# ------------------------------------------------------------------ an update
-
-
-def _move_towards(average: Averages, weights: Mapping[str, Tensor], share: float) -> None:
-    """avg ← avg + share·(weights − avg), in place.
-
-    Of a kind and on a device: in one call, which takes nothing beside. Others go through a piece in
-    the average's dtype at a time.
-    """
-    alike = [n for n, t in average.items() if (t.dtype, t.device) == _kind(weights[n])]
-    if alike:
-        torch._foreach_lerp_([average[n] for n in alike], [weights[n] for n in alike], share)
-    for name in (name for name in average if name not in set(alike)):
-        _move_in_pieces(average[name], weights[name], share)
-
-
-def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
-    return tensor.dtype, tensor.device
-
-
-def _move_in_pieces(average: Tensor, weight: Tensor, share: float) -> None:
-    to, of = average.view(-1), weight.reshape(-1)  # a copy only of channels_last and its like
-    size = files.PIECE if average.device.type == "cpu" else files.PIECE_ELSEWHERE
-    for start in range(0, len(to), size):
-        # No name for what is cast: it is gone before the next piece is.
-        to[start : start + size].lerp_(of[start : start + size].to(to.device, to.dtype), share)
+        return any(isinstance(tensor, FakeTensor) for tensor in self._trained().values())
 
 
 # ------------------------------------------------------------------ a model's tensors
@@ -333,12 +312,6 @@ def _averaged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not tensor.is_floating_point():
             raise TypeError(f"got {name!r} of {tensor.dtype}, wanted floats; use a real view of it")
     return trained
-
-
-def _copied(weight: Tensor, device: Any) -> Tensor:
-    precision = torch.promote_types(weight.dtype, torch.float32)
-    shape, where = weight.shape, weight.device if device is None else device
-    return torch.empty(shape, dtype=precision, device=where).copy_(weight.detach())
 
 
 # ------------------------------------------------------------------ what is refused

@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.optim.moments import Float, Moment, Piece, State
+from memlab.pieces import starts
 from memlab.rounding import stochastic_round_
 
 # Numbers at a time: on a CPU 1 MiB of float32, for its cache; on an accelerator, which begins each
@@ -148,10 +148,7 @@ class Optimizer(torch.optim.Optimizer):
         count, block = weight.numel(), self.block(weight, group)
         wanted = self.piece or (PIECE if weight.device == _CPU else PIECE_ELSEWHERE)
         size = max(1, wanted // block) * block
-        starts: Iterable[int] = range(0, count, size)
-        if isinstance(weight, FakeTensor):  # all but the last take the same bytes
-            starts = sorted({*starts[:1], *starts[-1:]})
-        return (Piece(start, min(start + size, count)) for start in starts)
+        return (Piece(start, min(start + size, count)) for start in starts(weight, size))
 
     # -------------------------------------------------------------- groups and states
 
