@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from memlab.checkpointing import (
 from memlab.checkpointing.schedules import Schedule
 from memlab.compression import compressed_activations
 from memlab.data import batches, stdlib_bytes
+from memlab.ema import PostHocEMA
 from memlab.lora import add_lora
 from memlab.losses import chunked_cross_entropy
 from memlab.metering import dry_run, measure, meter, predict
@@ -107,6 +109,7 @@ class Technique:
     scaler: Callable[[], LossScaler] | None = None
     optimizer: OptimizerFunction = plain_optimizer
     stepping: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer  # who steps it, when
+    after_step: Callable[[nn.Module], Callable[[], object]] = lambda model: lambda: None
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ def build(setting: Setting, technique: Technique) -> Training:
     model = _model(setting, technique)
     optimizer = technique.stepping(technique.optimizer(model))
     scaler = technique.scaler() if technique.scaler else None
+    after_step = technique.after_step(model)
     tokens, targets = _batch(setting)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -149,6 +153,7 @@ def build(setting: Setting, technique: Technique) -> Training:
         else:
             scaler.step(optimizer)
             scaler.update()
+        after_step()
 
     def step() -> None:
         optimizer.zero_grad()
@@ -214,6 +219,11 @@ def rank_step(setting: Setting, technique: Technique, ranks: int, stage: int) ->
             "to be sent to other ranks; leave step-in-backward, offloaded-optimizer and "
             "streamed-layers out"
         )
+    if technique.after_step is not Technique.after_step:
+        raise ValueError(
+            "averages are of whole weights, which a rank of ZeRO's third stage doesn't have; leave "
+            "post-hoc-ema out"
+        )
 
     def sum_of_losses(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
         with technique.around_forward(setting.device):
@@ -264,6 +274,12 @@ def activations_on_disk() -> DiskStore:
 def offloaded(optimizer: Optimizer, **settings: Any) -> OffloadedOptimizer:
     """Its state in a temporary folder, in sub-groups that are smaller than the models here."""
     return OffloadedOptimizer(optimizer, DiskStore(), sub_group=2**20, **settings)
+
+
+def averaged(model: nn.Module, **settings: Any) -> Callable[[], object]:
+    """Two averages, updated after each step; no snapshot of them is taken."""
+    ema, steps = PostHocEMA(model, "no-snapshots", **settings), count(1)
+    return lambda: ema.update(next(steps))
 
 
 def to_bfloat16(model: nn.Module) -> None:
@@ -408,6 +424,9 @@ TECHNIQUES: dict[str, Technique] = {
         "weights, gradients and state on the disk, a block at a time on the device",
         change_model=lambda model: stream_layers(model, DiskStore()),
         stepping=partial(offloaded, weights=True, gradients=True),
+    ),
+    "post-hoc-ema": Technique(
+        "two averages of the weights, of which any other is made afterwards", after_step=averaged
     ),
     "sgd": Technique(
         "torch's SGD: no state at all", optimizer=of_all_weights(torch.optim.SGD, lr=0.01)

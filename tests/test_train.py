@@ -113,6 +113,7 @@ TOLERANCES = {
     "adam-mini": 0,
     "offloaded-optimizer": 0,
     "offloaded-activations": 0,
+    "post-hoc-ema": 0,
     "sgd": 0,
 }
 
@@ -367,6 +368,12 @@ def gradients_and_state_are_those_of_the_added_weights(technique: Technique) -> 
     assert at_end["parameters"] == FLOAT32 * (N + n)
 
 
+def two_averages_are_there(technique: Technique) -> None:
+    plain, ours = second_step(PLAIN), second_step(technique)
+    assert ours.live_bytes - plain.live_bytes == 2 * N * FLOAT32
+    assert ours.peak_bytes - plain.peak_bytes == 2 * N * FLOAT32
+
+
 CLAIMS = {
     "checkpointing": blocks_keep_only_their_inputs,
     "sqrt-checkpointing": segments_keep_only_their_inputs,
@@ -392,6 +399,7 @@ CLAIMS = {
     "offloaded-optimizer": the_state_is_there_in_the_step_alone,
     "offloaded-activations": nothing_is_kept_but_sums_of_each_token,
     "streamed-layers": two_blocks_weights_are_there_and_neither_gradients_nor_state,
+    "post-hoc-ema": two_averages_are_there,
     "sgd": the_peak_is_without_two_moments_and_a_count_of_steps,
 }
 

@@ -29,6 +29,7 @@ _DAY_19 = "Day 19: Memory Optimization"
 _MEMORY_GUIDE = "Memory Optimization Guide"
 _PLATFORMS = "Multi-Platform Memory Optimization"
 _DREAMS = "DreaMS Memory Optimization Strategies"
+_EMA = "Learnings from RAM Optimization in PostHocEMA"
 RULES: dict[str, Rule] = {
     "1a": Rule(
         "Mixed-precision Adam takes 16 bytes a parameter: 1B parameters are 16 GB before "
@@ -233,6 +234,39 @@ RULES: dict[str, Rule] = {
         "(requires code modification).",
         _DREAMS,
         14,
+    ),
+    "25a": Rule(
+        "The synthesis fundamentally requires all checkpoints; memory scales with both model size "
+        "and their number, and a full state dict is needed during synthesis.",
+        _EMA,
+        15,
+    ),
+    "25b": Rule(
+        "Calculating the weights requires loading all checkpoints to solve the linear system, "
+        "whose matrix operations can be memory intensive.",
+        _EMA,
+        15,
+    ),
+    "25c": Rule(
+        "Less effective: checkpoints one after another, batches of parameters, float16.", _EMA, 15
+    ),
+    "25d": Rule(
+        "Ideas for the future: streaming parameters, updating only some layers, in place, "
+        "compressed checkpoints.",
+        _EMA,
+        15,
+    ),
+    "25e": Rule(
+        "Effective: parameters one at a time, CPU in place of VRAM, no deepcopy, state dicts in "
+        "place of models, clearing the cache; the spikes are in copying the model, making the "
+        "state dict, and the synthesis.",
+        _EMA,
+        15,
+    ),
+    "26": Rule(
+        "Checkpoints cannot be pruned: the synthesis needs all of them for accurate results.",
+        _EMA,
+        15,
     ),
 }
 

@@ -270,6 +270,12 @@ class PostHocEMA:
         missing = first.keys() - weights.keys()
         if missing:
             raise ValueError(f"the model has no {min(missing)!r} any more; make a new PostHocEMA")
+        away = (n for n in first if weights[n].untyped_storage().nbytes() < weights[n].nbytes)
+        if (name := next(away, None)) is not None:
+            raise ValueError(
+                f"got {name!r} without its numbers, as ZeRO's third stage leaves it between steps; "
+                f"bring the weights before update()"
+            )
         return {name: weights[name].detach() for name in first}
 
     def _followed(self) -> dict[str, Tensor]:

@@ -109,6 +109,14 @@ def test_two_cannot_have_one_store(tmp_path):
     PostHocEMA(a_model(), tmp_path / "b", store=store)
 
 
+def test_weights_that_are_away_are_named(tmp_path):
+    model = a_model()
+    ema = PostHocEMA(model, tmp_path)
+    model[0].weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"got '0\.weight' without its numbers.* before update"):
+        ema.update(1)
+
+
 def test_what_is_no_store_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"as the store; give a memlab\.offload\.DiskStore\(\)"):
         PostHocEMA(a_model(), tmp_path, store=str(tmp_path))

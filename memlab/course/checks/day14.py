@@ -1735,11 +1735,12 @@ _COMMIT = Exercise(
 # ------------------------------------------------------------------ the bill
 
 
-def offloaded_to_the_disk() -> Trace:
+def offloaded_to_the_disk(**plugs: Any) -> Trace:
     """Day 11's step, with what is kept for backward, gradients and Lion's state on the disk."""
     store = DiskStore()
     stepping = partial(OffloadedOptimizer, store=store, sub_group=2**20, gradients=True)
-    return in_chunks(around_forward=lambda device: offloaded_activations(store), stepping=stepping)
+    around = {"around_forward": lambda device: offloaded_activations(store)}
+    return in_chunks(**around, stepping=stepping, **plugs)
 
 
 DAY = Day(

@@ -1,0 +1,915 @@
+"""Day 15: post-hoc EMA from disk."""
+
+import math
+import tracemalloc
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memlab.course.checks.day14 import offloaded_to_the_disk
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, require
+from memlab.ema import (
+    Profile,
+    gamma_from_sigma,
+    impulse_response,
+    inner_product,
+    power_profile,
+    profile_error,
+    sigma_from_gamma,
+    solve_weights,
+)
+from memlab.metering import measure
+from memlab.offload import DiskStore
+from memlab.trace import Trace
+from memlab.train import averaged
+
+TRACKED = (0.05, 0.10)
+
+
+def _most(call: Callable[[], Any]) -> int:
+    """The most bytes of tensors that were alive during the call, beside those before."""
+    made = (event.bytes for event in measure(call).events if event.phase != "before")
+    return max(accumulate(made), default=0)
+
+
+def _briefly(value: Any) -> str:
+    return (
+        "nothing; is there a return" if value is None else f"{type(value).__name__} {value!r:.60}"
+    )
+
+
+# ------------------------------------------------------------------ 15.1: the exponent
+
+
+def _cubic(sigma: float) -> np.ndarray:
+    inverse = sigma**-2
+    return np.roots([1, 7, 16 - inverse, 12 - inverse])
+
+
+def exponent(sigma: float) -> float:
+    """The γ of a profile of width σ."""
+    if not 0 < sigma < 12**-0.5:
+        raise ValueError(f"got sigma {sigma}, wanted one between 0 and 0.2887")
+    return float(_cubic(sigma).real.max())
+
+
+def _exponent_but(
+    *,
+    limit: float = 12**-0.5,
+    roots: Callable[[float], np.ndarray] = _cubic,
+    pick: Callable[[np.ndarray], float] = lambda roots: roots.real.max(),
+) -> Callable[[float], float]:
+    def answer(sigma: float) -> float:
+        if not 0 < sigma < limit:
+            raise ValueError("too wide")
+        return float(pick(roots(sigma)))
+
+    return answer
+
+
+def _without_the_square(sigma: float) -> np.ndarray:
+    """Of σ² = (γ+1) / ((γ+2)·(γ+3))."""
+    inverse = sigma**-2
+    return np.roots([1, 5 - inverse, 6 - inverse])
+
+
+def _check_exponent(answer: Any) -> str:
+    for sigma in (0.05, 0.10, 0.15, 0.25, 0.28):
+        call = f"exponent({sigma})"
+        gamma = answer(sigma)
+        require(
+            isinstance(gamma, (float, int, np.floating)),
+            f"{call} gave {_briefly(gamma)}; wanted a number.",
+        )
+        require(
+            0 <= gamma < 1e6,
+            f"{call} gave {gamma:.4f}; wanted the root that is not below 0.",
+        )
+        width = sigma_from_gamma(float(gamma))
+        require(
+            abs(width - sigma) < 1e-6 * sigma,
+            f"{call} gave {gamma:.4f}, a profile of width {width:.4f}; wanted {sigma:.4f}.",
+        )
+    for sigma in (0.3, 0.5, 0.29, 0, -0.1):
+        try:
+            gamma = answer(sigma)
+        except ValueError:
+            continue
+        raise Wrong(f"exponent({sigma}) gave {_briefly(gamma)}; wanted a ValueError: no γ has it.")
+    return "0.05 ↔ 16.97, 0.10 ↔ 6.94, 0.28 ↔ 0.17 · above 0.2887 refused"
+
+
+_EXPONENT = Exercise(
+    id="15.1",
+    title="The exponent of a width",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "σ² = (γ+1) / ((γ+2)²·(γ+3)) times its denominator, and everything on one side, is a cubic "
+        "in γ; np.roots gives the roots of one, by its coefficients.",
+        "Divided by σ²: γ³ + 7γ² + (16 − 1/σ²)·γ + (12 − 1/σ²) = 0. Of its three roots two are "
+        "below 0. At σ = 1/√12 the third is 0; what is wider has none, and wants a ValueError.",
+        "if not 0 < sigma < 12**-0.5: raise ValueError('…'). inverse = sigma**-2. return "
+        "float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())",
+    ),
+    reference=gamma_from_sigma,
+    check=_check_exponent,
+    wrong_answers=(
+        WrongAnswer(
+            _exponent_but(roots=_without_the_square),
+            "(γ+2) has a square in the formula: without it a width of 0.05 comes out as 0.0025.",
+        ),
+        WrongAnswer(
+            _exponent_but(roots=lambda sigma: _cubic(math.sqrt(sigma))),
+            "1/σ² was wanted in the cubic, and σ, without the square, was put in.",
+        ),
+        WrongAnswer(
+            _exponent_but(pick=lambda roots: sorted(roots.real)[0]),
+            "The smallest root was picked. With a γ below 0 the first weights would count most.",
+        ),
+        WrongAnswer(
+            _exponent_but(limit=math.inf),
+            "Above 0.2887 the largest root is below 0, and further up complex: its real part looks "
+            "like an answer and is none. Refuse.",
+        ),
+        WrongAnswer(
+            _exponent_but(limit=0.3),
+            "The limit is 1/√12 = 0.288675, the plain mean's; at 0.29 γ is below 0 already.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 15.2: the average
+
+
+class Average:
+    """Weights, averaged over time; the exponent says how far back."""
+
+    def __init__(self, weights: Iterable[Tensor], gamma: float) -> None:
+        self.gamma, self.time = gamma, 0.0
+        self.values = [weight.detach().clone() for weight in weights]
+
+    def update(self, weights: Iterable[Tensor], time: float) -> None:
+        self._move(weights, self.share(time))
+        self.time = time
+
+    def share(self, time: float) -> float:
+        return 1 - (1 - (time - self.time) / time) ** (self.gamma + 1)
+
+    def _move(self, weights: Iterable[Tensor], share: float) -> None:
+        for value, weight in zip(self.values, weights, strict=True):
+            value.lerp_(weight.detach(), share)
+
+
+def _check_average(answer: Any) -> str:
+    for name, times in (
+        ("updates at 1 and 2", [1, 2]),
+        ("updates at 1, 2, 3, 4", [1, 2, 3, 4]),
+        ("updates at 10, 20, 30", [10, 20, 30]),
+        ("updates at 3, 4, 9, 20", [3, 4, 9, 20]),
+    ):
+        _check_response(answer, name, times)
+    _check_place(answer)
+    return (
+        "what each step counts: (t/T)^(γ+1) less that of the update before, to 1e-12 · in place, "
+        "nothing beside"
+    )
+
+
+def _check_response(answer: Any, name: str, times: Sequence[int]) -> None:
+    """The weights of each moment are a direction of their own: the average says what they count."""
+    gamma, directions = 2.5, torch.eye(len(times) + 1, dtype=torch.float64)
+    average = answer([directions[0], directions[0][:1]], gamma)
+    for n, time in enumerate(times, 1):
+        average.update([directions[n], directions[n][:1]], time)
+    counted = average.values[0]
+    require(
+        isinstance(counted, Tensor) and counted.shape == directions[0].shape,
+        f"{name}: values[0] is {_briefly(counted)}; wanted a tensor like the first weight.",
+    )
+    first, *others = counted.tolist()
+    require(
+        abs(first) < 1e-12,
+        f"{name}: the weights before training count {first:.4f}; wanted 0.",
+    )
+    for time, got, wanted in zip(times, others, impulse_response(times, gamma), strict=True):
+        require(
+            abs(got - wanted) < 1e-12,
+            f"{name}, γ = {gamma}: those at {time} count {got:.4f}; wanted {wanted:.4f}.",
+        )
+    require(
+        bool(average.values[1].abs().item() < 1e-12),
+        f"{name}: the first weight is right, and the second is not.",
+    )
+
+
+def _check_place(answer: Any) -> None:
+    weights = [torch.nn.Parameter(torch.ones(1000)), torch.nn.Parameter(torch.ones(30, 20))]
+    case = "weights of 1,000 and 30 × 20 numbers"
+    average = answer(weights, 2.5)
+    average.update(weights, 1)
+    places = [value.data_ptr() for value in average.values]
+    beside = _most(lambda: average.update(weights, 2))
+    require(
+        not any(value.requires_grad for value in average.values),
+        f"{case}: the average has a graph, which grows with each update; detach the weights.",
+    )
+    require(
+        [value.data_ptr() for value in average.values] == places,
+        f"{case}: after an update the average lies elsewhere; wanted it in place.",
+    )
+    require(
+        beside <= 4 * 1000 + 64,
+        f"{case}: an update takes {beside:,} bytes beside; wanted at most a tensor's, 4,000.",
+    )
+
+
+class _StepIgnored(Average):
+    """β is that of a step of 1, whatever was left out."""
+
+    def share(self, time: float) -> float:
+        return 1 - (1 - 1 / time) ** (self.gamma + 1)
+
+
+class _StepsCounted(Average):
+    """By the number of updates."""
+
+    count = 0
+
+    def share(self, time: float) -> float:
+        self.count += 1
+        return 1 - (1 - 1 / self.count) ** (self.gamma + 1)
+
+
+class _OneLate(Average):
+    """As packages have it: step + 1."""
+
+    def share(self, time: float) -> float:
+        return 1 - (1 - (time - self.time) / (time + 1)) ** (self.gamma + 1)
+
+
+class _GammaAlone(Average):
+    def share(self, time: float) -> float:
+        return 1 - (1 - (time - self.time) / time) ** self.gamma
+
+
+class _SwappedShare(Average):
+    def share(self, time: float) -> float:
+        return 1 - super().share(time)
+
+
+class _TimeForgotten(Average):
+    def update(self, weights: Iterable[Tensor], time: float) -> None:
+        self._move(weights, self.share(time))
+
+
+class _FirstIsKept(Average):
+    """What was there at the begin stands for the first update."""
+
+    def update(self, weights: Iterable[Tensor], time: float) -> None:
+        if self.time:
+            super().update(weights, time)
+        self.time = time
+
+
+class _NewTensors(Average):
+    def _move(self, weights: Iterable[Tensor], share: float) -> None:
+        pairs = zip(self.values, weights, strict=True)
+        self.values = [v + share * (w.detach() - v) for v, w in pairs]
+
+
+class _KeepsGraph(Average):
+    def _move(self, weights: Iterable[Tensor], share: float) -> None:
+        pairs = zip(self.values, weights, strict=True)
+        self.values = [v + share * (w - v) for v, w in pairs]
+
+
+_AVERAGE = Exercise(
+    id="15.2",
+    title="An update of an average",
+    minutes=12,
+    difficulty=3,
+    hints=(
+        "The average before is an integral up to self.time, divided by self.time^(γ+1). It is to "
+        "be divided by time^(γ+1); so what was counts (self.time/time)^(γ+1) of what it did.",
+        "β = (1 − Δ/time)^(γ+1) with Δ = time − self.time, and the new weights get 1 − β. The "
+        "first time self.time is 0, so β is 0. And the clock must be set.",
+        "share = 1 - (1 - (time - self.time) / time) ** (self.gamma + 1). for value, weight in "
+        "zip(self.values, weights): value.lerp_(weight.detach(), share). self.time = time.",
+    ),
+    reference=Average,
+    check=_check_average,
+    wrong_answers=(
+        WrongAnswer(
+            _StepIgnored,
+            "Δ is ignored: an update after ten steps has to move ten times as far, or the average "
+            "is longer than was asked for.",
+        ),
+        WrongAnswer(
+            _StepsCounted,
+            "Updates are counted, not time: right only while they come at even distances.",
+        ),
+        WrongAnswer(
+            _OneLate, "t is the time after the update: with t + 1 the first weights count, too."
+        ),
+        WrongAnswer(_GammaAlone, "The power is γ + 1: the integral of τ^γ."),
+        WrongAnswer(
+            _SwappedShare, "β and 1 − β are swapped: β is what the average keeps, not what it gets."
+        ),
+        WrongAnswer(
+            _TimeForgotten, "self.time is still 0: each update takes itself for the first one."
+        ),
+        WrongAnswer(
+            _FirstIsKept,
+            "The first update does nothing, so that random weights stand in for all before it.",
+        ),
+        WrongAnswer(
+            _NewTensors,
+            "New tensors take the averages' bytes again in each update: lerp_, or mul_ and add_.",
+        ),
+        WrongAnswer(
+            _KeepsGraph, "The weights want gradients, and so does now the average: weight.detach()."
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 15.3: the least squares
+
+Solve = Callable[[Sequence[Profile], Profile], Any]
+
+
+def tracked_profiles(times: Iterable[float], sigmas: Sequence[float] = TRACKED) -> list[Profile]:
+    """Of snapshots of each average at each time."""
+    return [power_profile(sigma, time) for time in times for sigma in sigmas]
+
+
+def _overlaps(rows: Sequence[Profile], columns: Sequence[Profile]) -> np.ndarray:
+    products = [[inner_product(a, b) for b in columns] for a in rows]
+    return np.array(products).reshape(len(rows), len(columns))
+
+
+def _solve_but(
+    *,
+    before: Callable[[float, float], bool] = lambda t, end: t <= end,
+    normalised: bool = True,
+    dtype: Any = np.float64,
+    with_target: bool = True,
+    how: Callable[[np.ndarray, np.ndarray], np.ndarray] = np.linalg.solve,
+) -> Solve:
+    def solve(snapshots: Sequence[Profile], target: Profile) -> np.ndarray:
+        chosen = [n for n, snapshot in enumerate(snapshots) if before(snapshot.t, target.t)]
+        known = [snapshots[n] for n in chosen]
+        a = _overlaps(known, known).astype(dtype)
+        b = _overlaps(known, [target])[:, 0].astype(dtype)
+        x = how(a, b if with_target else np.ones_like(b)).astype(np.float64)
+        weights = np.zeros(len(snapshots))
+        weights[chosen] = x / x.sum() if normalised else x
+        return weights
+
+    return solve
+
+
+solve = _solve_but()
+
+
+def _check_solve(answer: Solve) -> str:
+    one = [power_profile(0.05, 100)]
+    _require_error(answer, "one snapshot of 0.05, wanted 0.05", one, one[0])
+    few = tracked_profiles((50, 100))
+    _require_error(answer, "0.05 and 0.10 at 50 and 100, wanted 0.10 at 100", few, few[3])
+    many = tracked_profiles(range(10, 170, 10))
+    for sigma, end in ((0.07, 160), (0.15, 160), (0.25, 160), (0.15, 80)):
+        case = f"0.05 and 0.10 at 10, 20, … 160, wanted {sigma:.2f} at {end}"
+        _require_error(answer, case, many, power_profile(sigma, end))
+    alike = tracked_profiles(range(1, 51), (0.20, 0.25))
+    case = "0.20 and 0.25 at 1, 2, … 50, wanted 0.07 at 50"
+    _require_error(answer, case, alike, power_profile(0.07, 50))
+    off = profile_error(many, power_profile(0.15, 160))
+    return (
+        f"sums are 1, nothing after the target · of 16 times, width 0.15 is off by {off:.1e} · "
+        f"none better"
+    )
+
+
+def _require_error(answer: Solve, case: str, snapshots: Sequence[Profile], target: Profile) -> None:
+    given = answer(list(snapshots), target)
+    weights = np.asarray(given, dtype=np.float64) if given is not None else np.array(None)
+    require(
+        weights.shape == (len(snapshots),),
+        f"{case}: got {_briefly(given) if given is None else weights.shape}; wanted "
+        f"{len(snapshots)} weights.",
+    )
+    later = sum(x != 0 for x, s in zip(weights, snapshots, strict=True) if s.t > target.t)
+    require(
+        later == 0,
+        f"{case}: {later} snapshots after {target.t:g} have a weight; wanted 0 for each of them.",
+    )
+    require(
+        abs(weights.sum() - 1) < 1e-9,
+        f"{case}: the weights sum to {weights.sum():.6f}; wanted 1.",
+    )
+    got = profile_error(snapshots, target, weights)
+    best = profile_error(snapshots, target)
+    require(
+        got <= 1.05 * best + 1e-11,
+        f"{case}: the profile's error is {got:.3g}; wanted {best:.3g}.",
+    )
+
+
+def _nearest(snapshots: Sequence[Profile], target: Profile) -> list[float]:
+    """The one snapshot that is nearest."""
+    off = [math.inf if s.t > target.t else profile_error([s], target) for s in snapshots]
+    return [float(n == off.index(min(off))) for n in range(len(snapshots))]
+
+
+def _by_overlap(snapshots: Sequence[Profile], target: Profile) -> np.ndarray:
+    """As much of each as it overlaps the target."""
+    b = np.array([inner_product(s, target) * (s.t <= target.t) for s in snapshots])
+    return b / b.sum()
+
+
+_SOLVE = Exercise(
+    id="15.3",
+    title="The least squares",
+    minutes=20,
+    difficulty=4,
+    hints=(
+        "∫(Σ xᵢ·pᵢ − p)² is xᵀA·x − 2·bᵀx + ⟨p, p⟩: least where A·x = b, if A holds the inner "
+        "products of the snapshots with each other, and b those with the target.",
+        "Leave snapshots after the target out of A and b, and give them 0. Solve in float64 with "
+        "np.linalg.solve; then divide x by its sum.",
+        "chosen = [n for n, s in enumerate(snapshots) if s.t <= target.t]. known = [snapshots[n] "
+        "for n in chosen]. a = np.array([[inner_product(p, q) for q in known] for p in known]). b "
+        "= np.array([inner_product(p, target) for p in known]). x = np.linalg.solve(a, b). weights "
+        "= np.zeros(len(snapshots)); weights[chosen] = x / x.sum(); return weights.",
+    ),
+    reference=solve_weights,
+    check=_check_solve,
+    wrong_answers=(
+        WrongAnswer(
+            _solve_but(normalised=False),
+            "The nearest profile has an area that is not 1: weights that never move would come out "
+            "shorter. Divide by the sum.",
+        ),
+        WrongAnswer(
+            _solve_but(before=lambda t, end: True),
+            "Snapshots after the target's time know weights that it must not know: leave them out.",
+        ),
+        WrongAnswer(
+            _solve_but(before=lambda t, end: t < end),
+            "The snapshot at the target's own time is the best of all: t <= target.t.",
+        ),
+        WrongAnswer(
+            _solve_but(dtype=np.float32),
+            "Neighbours are nearly alike, so digits cancel: float32 has too few. Solve in float64.",
+        ),
+        WrongAnswer(
+            _solve_but(how=lambda a, b: np.linalg.pinv(a, rcond=1e-3) @ b),
+            "A cut-off hides what is nearly singular, and the best answer with it: np.linalg.solve "
+            "in float64.",
+        ),
+        WrongAnswer(
+            _solve_but(with_target=False),
+            "b is what the snapshots have in common with the target: inner_product(p, target).",
+        ),
+        WrongAnswer(
+            _nearest, "The nearest snapshot alone was taken: a sum of several comes far nearer."
+        ),
+        WrongAnswer(
+            _by_overlap,
+            "Each was weighed by its overlap with the target, as if they didn't overlap each "
+            "other: solve with A.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 15.4: the synthesis
+
+Write = Callable[[int, str, int, Tensor], None]
+
+
+def synthesize(
+    snapshots: Sequence[Any],
+    shares: Sequence[Sequence[float]],
+    sizes: dict[str, int],
+    write: Write,
+    piece: int,
+) -> None:
+    """Sums of snapshots, a piece of a tensor at a time, for all targets together."""
+    for name, size in sizes.items():
+        for start in range(0, size, piece):
+            stop = min(start + piece, size)
+            sums = torch.zeros(len(shares[0]), stop - start)
+            for snapshot, of_each in zip(snapshots, shares, strict=True):
+                part = snapshot.read(name, start, stop).float()
+                for total, share in zip(sums, of_each, strict=True):
+                    total.add_(part, alpha=share)
+            for target, total in enumerate(sums):
+                write(target, name, start, total)
+
+
+class Mapped:
+    """A snapshot that is looked at, not loaded: what is read is the file's."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.read_numbers = 0
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        require(
+            name in self._tensors, f"read({name!r}, …): wanted one of {', '.join(self._tensors)}."
+        )
+        size = len(self._tensors[name])
+        require(
+            0 <= start < stop <= size,
+            f"read({name!r}, {start}, {stop}): that tensor has {size} numbers.",
+        )
+        self.read_numbers += stop - start
+        return self._tensors[name][start:stop]
+
+
+class Written:
+    """Where sums go: to files."""
+
+    def __init__(self, targets: int, sizes: dict[str, int]) -> None:
+        self.tensors = [
+            {name: torch.full((size,), math.nan) for name, size in sizes.items()}
+            for _ in range(targets)
+        ]
+
+    def write(self, target: int, name: str, start: int, numbers: Tensor) -> None:
+        call = f"write({target}, {name!r}, {start}, …)"
+        require(isinstance(numbers, Tensor), f"{call}: wanted numbers, got {_briefly(numbers)}.")
+        place = self.tensors[target][name][start : start + numbers.numel()]
+        require(
+            place.shape == numbers.shape,
+            f"{call}: got {tuple(numbers.shape)} numbers where {len(place)} are left.",
+        )
+        require(bool(place.isnan().all()), f"{call}: these were written before.")
+        place.copy_(numbers)
+
+
+def _snapshots(count: int, sizes: dict[str, int]) -> list[Mapped]:
+    random = torch.Generator().manual_seed(count)
+    return [
+        Mapped({n: torch.randn(size, generator=random).half() for n, size in sizes.items()})
+        for _ in range(count)
+    ]
+
+
+def _shares(snapshots: int, targets: int) -> list[list[float]]:
+    """They sum to one, and some are below zero."""
+    made = torch.randn(
+        snapshots, targets, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    return (made + (1 - made.sum(0)) / snapshots).tolist()
+
+
+def _check_synthesize(answer: Any) -> str:
+    for case, sizes, snapshots, targets, piece in (
+        ("one tensor of 6 numbers, pieces of 3, 2 snapshots, 1 target", {"w": 6}, 2, 1, 3),
+        ("7 numbers, pieces of 3, 2 snapshots, 1 target", {"w": 7}, 2, 1, 3),
+        ("tensors of 5 and 3, pieces of 4, 3 snapshots, 2 targets", {"a": 5, "b": 3}, 3, 2, 4),
+    ):
+        _require_sums(answer, case, sizes, snapshots, targets, piece)
+    few, many = (_bytes_beside(answer, count) for count in (4, 40))
+    # The last piece's, by the names of a loop, are still there when the next one's are made.
+    allowed = 2 * 4 * (_TARGETS + 1) * _PIECE + 1024
+    for count, beside in ((4, few), (40, many)):
+        require(
+            beside <= allowed,
+            f"{_CASE}, {count} snapshots: {beside:,} bytes at once; wanted at most {allowed:,}: "
+            f"{_TARGETS} sums of a piece and a snapshot's piece, twice.",
+        )
+    require(
+        _outside(answer) < 64 * 1024,
+        f"{_CASE}: more than 64 KiB are outside of tensors, in arrays or lists; wanted less.",
+    )
+    return f"sums right, all is read once · {many:,} bytes at once, of 40 snapshots as of 4"
+
+
+_PIECE, _TARGETS = 2048, 2
+_SIZES = {"a": 9 * _PIECE + 100, "b": 300}
+_CASE = f"{sum(_SIZES.values()):,} numbers, pieces of {_PIECE:,}, {_TARGETS} targets"
+
+
+def _require_sums(
+    answer: Any, case: str, sizes: dict[str, int], snapshots: int, targets: int, piece: int
+) -> None:
+    found, shares, written = (
+        _snapshots(snapshots, sizes), _shares(snapshots, targets), Written(targets, sizes)
+    )  # fmt: skip
+    answer(found, shares, sizes, written.write, piece)
+    for target, tensors in enumerate(written.tensors):
+        for name, got in tensors.items():
+            missing = int(got.isnan().sum())
+            require(
+                missing == 0,
+                f"{case}: {missing} of {len(got)} numbers of {name!r}, target {target}, were "
+                f"never written.",
+            )
+            parts = torch.stack([s._tensors[name].double() for s in found])
+            wanted = torch.tensor(shares, dtype=torch.float64)[:, target] @ parts
+            off = (got.double() - wanted).abs() > 1e-6 * (1 + parts.abs().sum(0))
+            at = int(off.int().argmax())
+            require(
+                not off.any(),
+                f"{case}: number {at} of {name!r}, target {target}, is {got[at].item():.5f}; "
+                f"wanted {wanted[at].item():.5f}.",
+            )
+    read = sum(snapshot.read_numbers for snapshot in found)
+    wanted_reads = snapshots * sum(sizes.values())
+    require(
+        read == wanted_reads,
+        f"{case}: {read} numbers were read; wanted {wanted_reads}, each of them once.",
+    )
+
+
+def _bytes_beside(answer: Any, count: int) -> int:
+    """The most bytes that a synthesis takes of its own."""
+    found, shares = _snapshots(count, _SIZES), _shares(count, _TARGETS)
+    return _most(lambda: answer(found, shares, _SIZES, _dropped, _PIECE))
+
+
+def _outside(answer: Any) -> int:
+    """And those of Python's and numpy's, which the meter does not see."""
+    found, shares = _snapshots(4, _SIZES), _shares(4, _TARGETS)
+    tracemalloc.start()
+    try:
+        answer(found, shares, _SIZES, _dropped, _PIECE)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def _dropped(target: int, name: str, start: int, numbers: Tensor) -> None:
+    """To a file that nobody reads."""
+
+
+def _pieces(size: int, piece: int) -> Iterable[tuple[int, int]]:
+    return ((start, min(start + piece, size)) for start in range(0, size, piece))
+
+
+def _snapshot_by_snapshot(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    """As is usual: each snapshot is added to whole sums."""
+    sums = [{name: torch.zeros(size) for name, size in sizes.items()} for _ in shares[0]]
+    for snapshot, of_each in zip(snapshots, shares, strict=True):
+        for name, size in sizes.items():
+            for start, stop in _pieces(size, piece):
+                part = snapshot.read(name, start, stop).float()
+                for total, share in zip(sums, of_each, strict=True):
+                    total[name][start:stop].add_(part, alpha=share)
+    for target, tensors in enumerate(sums):
+        for name, total in tensors.items():
+            write(target, name, 0, total)
+
+
+def _tensor_by_tensor(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    synthesize(snapshots, shares, sizes, write, max(sizes.values()))
+
+
+def _target_by_target(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    for target in range(len(shares[0])):
+        of_one = [[of_each[target]] for of_each in shares]
+
+        def to_one(_: int, name: str, start: int, numbers: Tensor, target: int = target) -> None:
+            write(target, name, start, numbers)
+
+        synthesize(snapshots, of_one, sizes, to_one, piece)
+
+
+def _stacked(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    """All snapshots' pieces, and one product."""
+    factors = torch.tensor(shares).T
+    for name, size in sizes.items():
+        for start, stop in _pieces(size, piece):
+            parts = torch.stack([s.read(name, start, stop).float() for s in snapshots])
+            for target, total in enumerate(factors @ parts):
+                write(target, name, start, total)
+
+
+def _in_half(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    """Sums in the snapshots' own dtype."""
+    for name, size in sizes.items():
+        for start, stop in _pieces(size, piece):
+            sums = torch.zeros(len(shares[0]), stop - start, dtype=torch.half)
+            for snapshot, of_each in zip(snapshots, shares, strict=True):
+                for total, share in zip(sums, of_each, strict=True):
+                    total.add_(snapshot.read(name, start, stop), alpha=share)
+            for target, total in enumerate(sums):
+                write(target, name, start, total.float())
+
+
+def _whole_pieces(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    """What is left over at a tensor's end is left out."""
+    whole = {name: size // piece * piece for name, size in sizes.items()}
+    synthesize(snapshots, shares, whole, write, piece)
+
+
+def _plain_mean(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    equal = [[1 / len(snapshots)] * len(of_each) for of_each in shares]
+    synthesize(snapshots, equal, sizes, write, piece)
+
+
+def _not_zeroed(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    """One buffer for all pieces, with what the last one left in it."""
+    sums = torch.zeros(len(shares[0]), piece)
+    for name, size in sizes.items():
+        for start, stop in _pieces(size, piece):
+            for snapshot, of_each in zip(snapshots, shares, strict=True):
+                part = snapshot.read(name, start, stop).float()
+                for total, share in zip(sums, of_each, strict=True):
+                    total[: stop - start].add_(part, alpha=share)
+            for target, total in enumerate(sums):
+                write(target, name, start, total[: stop - start])
+
+
+def _in_lists(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    """Whole sums, as numpy's arrays."""
+    sums = [{n: np.zeros(size, np.float32) for n, size in sizes.items()} for _ in shares[0]]
+    for snapshot, of_each in zip(snapshots, shares, strict=True):
+        for name, size in sizes.items():
+            for start, stop in _pieces(size, piece):
+                part = snapshot.read(name, start, stop).float().numpy()
+                for total, share in zip(sums, of_each, strict=True):
+                    total[name][start:stop] += np.float32(share) * part
+    for target, tensors in enumerate(sums):
+        for name, total in tensors.items():
+            write(target, name, 0, torch.from_numpy(total))
+
+
+_SYNTHESIZE = Exercise(
+    id="15.4",
+    title="A synthesis under a budget",
+    minutes=20,
+    difficulty=4,
+    hints=(
+        "A number of the result needs that number of each snapshot, and nothing else. So which "
+        "loop should be the outer one: that over snapshots, or that over pieces?",
+        "For each tensor, for each piece: sums of zeros, one a target; each snapshot's piece is "
+        "read once and added to all of them, times its share; then the sums are written.",
+        "for name, size in sizes.items(): for start in range(0, size, piece): stop = min(start + "
+        "piece, size). sums = torch.zeros(len(shares[0]), stop - start). for snapshot, of_each in "
+        "zip(snapshots, shares): part = snapshot.read(name, start, stop).float(); for total, share "
+        "in zip(sums, of_each): total.add_(part, alpha=share). for target, total in "
+        "enumerate(sums): write(target, name, start, total).",
+    ),
+    reference=synthesize,
+    check=_check_synthesize,
+    wrong_answers=(
+        WrongAnswer(
+            _snapshot_by_snapshot,
+            "The outer loop goes over snapshots, so that all sums are there, whole, until the last "
+            "of them: the outer loops are those over tensors and pieces.",
+        ),
+        WrongAnswer(
+            _tensor_by_tensor, "`piece` is not looked at: a large tensor is there as a whole."
+        ),
+        WrongAnswer(
+            _target_by_target,
+            "Each snapshot is read again for each target: add a piece to all sums while it is "
+            "there.",
+        ),
+        WrongAnswer(
+            _stacked,
+            "The pieces of all snapshots are there together: the bytes grow with their number. Add "
+            "one after the other.",
+        ),
+        WrongAnswer(
+            _in_half,
+            "Sums in float16 are rounded each time: snapshots may be in 16 bits, sums in float32.",
+        ),
+        WrongAnswer(
+            _whole_pieces, "The last piece of a tensor may be shorter: min(start + piece, size)."
+        ),
+        WrongAnswer(_plain_mean, "The shares are not used: each snapshot counts by its own."),
+        WrongAnswer(
+            _not_zeroed, "A piece's sum begins at zero: what the last piece left is still in it."
+        ),
+        WrongAnswer(
+            _in_lists,
+            "Arrays of numpy take memory as tensors do, though the meter does not see them.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ 15.5: which to keep
+
+
+def keep(times: Sequence[float], count: int) -> list[float]:
+    """So many of the times, the last among them, at distances as even as can be."""
+    number = len(times)
+    return [times[(n + 1) * number // count - 1] for n in range(min(count, number))]
+
+
+def _check_keep(answer: Any) -> str:
+    for last, count in ((4, 2), (3, 1), (5, 5), (100, 20), (100, 30), (64, 7)):
+        times = list(range(1, last + 1))
+        call = f"keep([1, 2, … {last}], {count})"
+        kept = answer(times, count)
+        require(
+            isinstance(kept, (list, tuple, set)) and all(t in times for t in kept),
+            f"{call} gave {_briefly(kept)}; wanted a list of {count} of the times.",
+        )
+        require(
+            len(set(kept)) == len(kept) == count,
+            f"{call} gave {len(kept)} times, {len(set(kept))} different; wanted {count}.",
+        )
+        require(
+            last in kept,
+            f"{call} has {max(kept)} for its last; wanted {last}, where the target is.",
+        )
+        _require_as_even(call, sorted(kept), last, count)
+    errors = [_error(keep(range(1, 101), 20), sigma) for sigma in (0.15, 0.25)]
+    return (
+        f"20 of 100: width 0.15 is off by {errors[0]:.1e}, 0.25 by {errors[1]:.1e}; the last is "
+        f"among them"
+    )
+
+
+def _error(times: Sequence[float], sigma: float) -> float:
+    end = max(times)
+    return profile_error(tracked_profiles(times), power_profile(sigma, end))
+
+
+def _require_as_even(call: str, kept: Sequence[float], last: int, count: int) -> None:
+    even = keep(range(1, last + 1), count)
+    for sigma in (0.10, 0.15, 0.20, 0.25):
+        got, wanted = _error(kept, sigma), _error(even, sigma)
+        require(
+            got <= 3 * wanted + 1e-6,
+            f"{call} leaves width {sigma:.2f} at {last} off by {got:.2g}; wanted at most three "
+            f"times {wanted:.2g}, what even distances leave.",
+        )
+
+
+def _back_from_the_end(times: Sequence[float], count: int) -> list[float]:
+    """Distances that double, or nearly so."""
+    if count == 1 or count >= len(times):
+        return list(times[-count:])
+    back = [0]
+    for n in range(1, count):
+        ideal = round((len(times) - 1) ** (n / (count - 1)))
+        back.append(min(max(ideal, back[-1] + 1), len(times) - count + n))
+    return [times[-1 - distance] for distance in back]
+
+
+_KEEP = Exercise(
+    id="15.5",
+    title="Which snapshots to keep",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "A wide profile reaches back to the first third of a training: it wants snapshots from "
+        "there, and nothing else can stand in for them. A target at the end wants the last one.",
+        "Even distances, counted so that the last is among them: if every fifth is kept of 100, "
+        "then 5, 10, … 100, and not 1, 6, … 96.",
+        "return [times[(n + 1) * len(times) // count - 1] for n in range(count)]",
+    ),
+    reference=keep,
+    check=_check_keep,
+    wrong_answers=(
+        WrongAnswer(
+            lambda times, count: list(times[-count:]),
+            "The last ones were kept: of what was before, the averages of the end know little, and "
+            "wide profiles reach back there.",
+        ),
+        WrongAnswer(
+            lambda times, count: list(times[:: len(times) // count])[:count],
+            "The first of each group was kept, and the last of all is missing: count so that it is "
+            "among them.",
+        ),
+        WrongAnswer(
+            lambda times, count: list(times[:count]),
+            "The first ones were kept: of the end nobody knows anything.",
+        ),
+        WrongAnswer(
+            _back_from_the_end,
+            "Dense at the end, sparse before: good for narrow profiles, bad for wide ones, and for "
+            "targets at other times.",
+        ),
+        WrongAnswer(
+            lambda times, count: list(times[len(times) // count - 1 :: len(times) // count]),
+            "Where the number is no multiple of count, more came out than were asked for, or the "
+            "last is missing: (n + 1) * len(times) // count - 1.",
+        ),
+    ),
+)
+
+# ------------------------------------------------------------------ the bill
+
+
+def averages_on_the_disk() -> Trace:
+    """Day 14's step, and two averages of the weights beside it, updated a tensor at a time."""
+    return offloaded_to_the_disk(after_step=partial(averaged, store=DiskStore()))
+
+
+DAY = Day(
+    exercises=(_EXPONENT, _AVERAGE, _SOLVE, _SYNTHESIZE, _KEEP),
+    bill=Bill("day 15: two averages beside it, on the disk", averages_on_the_disk),
+)
