@@ -627,13 +627,13 @@ print(f"to read these at 3 GB/s takes {12 * 4 * N / 3e9:.0f} s, for any number o
 # ## Explain the gap
 
 # %%
-reveal(
-    "15.1",
-    buffers_mib=beside[16, 10][0],
-    system_kib=system.nbytes,
-    pruned_percent=100 * off["the last 20", 0.25],
-    wide_percent=100 * ema.relative_width(range(1, 1001), counted(of_one_step(0.05), 10)),
-)
+found = {
+    "buffers_mib": beside[16, 10][0],
+    "system_kib": system.nbytes,
+    "pruned_percent": 100 * off["the last 20", 0.25],
+    "wide_percent": 100 * ema.relative_width(range(1, 1001), counted(of_one_step(0.05), 10)),
+}
+reveal("15.1", **found)
 
 # %% [markdown]
 # The gaps. The bytes are those of a piece, because the loops were turned round. The system has a

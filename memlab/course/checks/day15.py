@@ -184,7 +184,7 @@ def _check_average(answer: Any) -> str:
 def _check_response(answer: Any, name: str, times: Sequence[int]) -> None:
     """The weights of each moment are a direction of their own: the average says what they count."""
     gamma, directions = 2.5, torch.eye(len(times) + 1, dtype=torch.float64)
-    average = answer([directions[0], directions[0][:1]], gamma)
+    average = _average_of(answer, [directions[0], directions[0][:1]], gamma)
     for n, time in enumerate(times, 1):
         average.update([directions[n], directions[n][:1]], time)
     counted = average.values[0]
@@ -208,10 +208,20 @@ def _check_response(answer: Any, name: str, times: Sequence[int]) -> None:
     )
 
 
+def _average_of(answer: Any, weights: list[Tensor], gamma: float) -> Any:
+    average = answer(weights, gamma)
+    require(
+        isinstance(getattr(average, "values", None), list) and hasattr(average, "update"),
+        f"Average(weights, gamma) gave {_briefly(average)}; wanted one with values, a list of "
+        f"tensors, and update.",
+    )
+    return average
+
+
 def _check_place(answer: Any) -> None:
     weights = [torch.nn.Parameter(torch.ones(1000)), torch.nn.Parameter(torch.ones(30, 20))]
     case = "weights of 1,000 and 30 × 20 numbers"
-    average = answer(weights, 2.5)
+    average = _average_of(answer, weights, 2.5)
     average.update(weights, 1)
     places = [value.data_ptr() for value in average.values]
     beside = _most(lambda: average.update(weights, 2))
@@ -398,11 +408,13 @@ def _check_solve(answer: Solve) -> str:
 
 def _require_error(answer: Solve, case: str, snapshots: Sequence[Profile], target: Profile) -> None:
     given = answer(list(snapshots), target)
-    weights = np.asarray(given, dtype=np.float64) if given is not None else np.array(None)
+    try:
+        weights = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        weights = np.array(math.nan)
     require(
-        weights.shape == (len(snapshots),),
-        f"{case}: got {_briefly(given) if given is None else weights.shape}; wanted "
-        f"{len(snapshots)} weights.",
+        weights.shape == (len(snapshots),) and bool(np.isfinite(weights).all()),
+        f"{case}: got {_briefly(given)}; wanted {len(snapshots)} weights.",
     )
     later = sum(x != 0 for x, s in zip(weights, snapshots, strict=True) if s.t > target.t)
     require(
