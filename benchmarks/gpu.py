@@ -12,6 +12,7 @@
     optim      8-bit optimizers beside bitsandbytes' kernels, where those are installed
     fused      attention by tiles and the loss by chunks, beside torch's
     offload    what offloading to the host and to the disk saves, and what of it is waited for
+    ema        two averages on the GPU, on the host and on the disk: bytes, and an update's time
     verdict    "fits" and "out of memory", tried a little above and below the predicted edge
 
 A section is a row of SECTIONS: a function that is given a Bench and returns a Report.
@@ -41,6 +42,7 @@ from gpu_sections import (
     allocator_section,
     archive,
     day_sections,
+    ema_section,
     meter_section,
     offload_section,
     peers_sections,
@@ -79,6 +81,7 @@ SECTIONS: dict[str, Section] = {
     "optim": Section("8-bit optimizers beside bitsandbytes' kernels", peers_sections.optimizers),
     "fused": Section("attention and the loss by parts, beside torch's", peers_sections.fused),
     "offload": Section("state, weights and activations elsewhere", offload_section.run),
+    "ema": Section("two averages beside a training", ema_section.run),
     "verdict": Section("fits or not, around the predicted edge", verdict_section.run),
 }
 

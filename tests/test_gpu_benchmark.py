@@ -45,8 +45,8 @@ archive, bench, configurations, day_jobs, jobs, meter_kinds, predictions, record
 allocator_section, meter_section, predict_section, verdict_section = (
     part(f"gpu_sections.{name}_section") for name in ("allocator", "meter", "predict", "verdict")
 )
-optim_jobs, fused_jobs, offload_jobs = (
-    part(f"gpu_sections.{name}_jobs") for name in ("optim", "fused", "offload")
+optim_jobs, fused_jobs, offload_jobs, ema_jobs = (
+    part(f"gpu_sections.{name}_jobs") for name in ("optim", "fused", "offload", "ema")
 )
 CONFIGURATIONS, SMALL = configurations.CONFIGURATIONS, configurations.SMALL
 FEW = ("AdamW, fused", "no_grad")
@@ -930,6 +930,30 @@ def test_offloading_stands_beside_the_step_that_keeps_everything(rehearsal, caps
     # Without a GPU the host is the same memory: only the disk makes the peak smaller.
     assert lines["disk, state"][1] != "0%"
     assert float(lines["host, state"][1].rstrip("%")) <= 0
+
+
+def test_averages_stand_where_they_live(rehearsal, capsys):
+    assert gpu.run(rehearsal, ["ema"])
+    told = capsys.readouterr().out
+    assert "Two averages, updated at each step, take of the GPU: on the GPU " in told
+    shown = stored_on_a_gpu("ema", rehearsal.out)
+    assert f"  what: {replace(day_jobs.SMALL_BILL, device='cpu')}" in shown
+    rows = [[cell.strip() for cell in line.split("|")] for line in told.splitlines()]
+    lines = {row[1]: row[2:-1] for row in rows if row[1:2] and row[1] in ema_jobs.PLACES}
+    averages = format_bytes(8 * PRESETS["tiny"].parameters)
+    largest = 4 * PRESETS["tiny"].width * PRESETS["tiny"].vocab_size
+    assert lines[ema_jobs.ON_THE_GPU][:3] == [averages, averages, "0 B"]
+    assert lines[ema_jobs.ON_THE_HOST][:3] == [averages, averages, "0 B"]  # the same memory here
+    # Of two averages one after the other, two tensors each.
+    assert lines[ema_jobs.ON_THE_DISK][:2] == [averages, "0 B"]
+    assert lines[ema_jobs.ON_THE_DISK][2] == format_bytes(largest + 4 * 32)
+    assert all(float(line[4]) <= 2**-11 for line in lines.values())  # float16's rounding
+
+
+def test_an_average_that_is_not_synthesized_is_far_off(monkeypatch):
+    monkeypatch.setattr(ema_jobs, "synthesize", lambda *given, **settings: None)
+    found = ema_jobs.beside_a_step(ema_jobs.ON_THE_GPU, small=True, rehearsal=True)
+    assert found["synthesized, off by"] > 2**-8
 
 
 def test_a_day_that_failed_leaves_nothing_to_show(rehearsal):

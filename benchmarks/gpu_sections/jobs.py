@@ -26,7 +26,7 @@ from memlab.allocator import Settings
 from memlab.metering.kernels import TARGETS
 from memlab.units import format_bytes
 
-from . import day_jobs, fused_jobs, meter_kinds, offload_jobs, optim_jobs, recorder
+from . import day_jobs, ema_jobs, fused_jobs, meter_kinds, offload_jobs, optim_jobs, recorder
 from .configurations import CONFIGURATIONS, FULL, SMALL, Size
 from .predictions import Prediction, predicted, settings_of
 
@@ -141,6 +141,7 @@ TASKS: dict[str, Callable[[Job], Answer]] = {
     "optim": _of_the_job(optim_jobs.beside_bitsandbytes),
     "fused": _of_the_job(fused_jobs.beside_torch),
     "offload": _of_the_job(offload_jobs.beside_nothing),
+    "ema": _of_the_job(ema_jobs.beside_a_step),
     **{name: _of_the_job(task) for name, task in day_jobs.TASKS.items()},
 }
 
