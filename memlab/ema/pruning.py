@@ -23,8 +23,10 @@ short averages of the end alone does better with gaps that grow towards the begi
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from memlab.ema.profiles import Profile, power_profile, profile_error
@@ -74,6 +76,9 @@ def prune(snapshots: Sequence[Any], sigmas: Sequence[float], *, error: float) ->
     Snapshots are those of `find_snapshots`, or profiles. Nothing is removed. ValueError if even all
     of them have a larger error.
     """
+    if isinstance(snapshots, (str, os.PathLike)):
+        raise TypeError(f"got {str(snapshots)!r}; give find_snapshots({str(snapshots)!r})")
+    sigmas = [sigmas] if isinstance(sigmas, Real) else sigmas
     times = sorted({_profile(snapshot).t for snapshot in snapshots})
     if not times:
         raise ValueError("got no snapshots to choose from; give some")

@@ -36,7 +36,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from memlab.ema.profiles import power_profile, profile_error, solve_weights
-from memlab.ema.snapshots import Reader, Shapes, Snapshot, of_one_run
+from memlab.ema.snapshots import PATTERN, Reader, Shapes, Snapshot, of_one_run
 from memlab.ema.tensor_files import TensorWriter, written
 
 FORMAT = "memlab ema synthesized 1"
@@ -71,16 +71,16 @@ def synthesize(
     of several, a list. What is not averaged (buffers, frozen weights) is that of the snapshot at
     `at`.
 
-    Warns if the profile's error is above 1 %. A file is whole or not there, whatever happens.
-    Tensors written in place can't be: of what was interrupted, a note says so, and the same call
-    again makes it whole. ValueError for snapshots that are damaged or don't belong together, for
-    names that are not there, and for tensors of other shapes.
+    Warns if the profile's error is above 1 %. The numbers of snapshots are taken as they are. A
+    file is whole or not there, whatever happens. Tensors written in place can't be: of what was
+    interrupted, a note says so, and the same call again makes it whole. ValueError for snapshots
+    that are cut short or don't belong together, for names that are not there, for tensors of other
+    shapes, and for a file where a snapshot is.
     """
     found = of_one_run(snapshots)
     sigmas = [sigma] if isinstance(sigma, Real) else list(sigma)
-    outs = [out] if isinstance(sigma, Real) else [None] * len(sigmas) if out is None else list(out)
-    if len(outs) != len(sigmas):
-        raise ValueError(f"got {len(outs)} of out for {len(sigmas)} sigmas; give one for each")
+    outs = [out] if isinstance(sigma, Real) else _one_for_each(out, len(sigmas))
+    _require_free(outs, found)
     time_of = _checked_time(found, at)
     found = [snapshot for snapshot in found if snapshot.step <= time_of]
     weights = _weights(found, sigmas, time_of)
@@ -101,6 +101,34 @@ def synthesize(
             _sum_up(name, prod(shape), found, weights, targets, advance)
     results = [target.result for target in targets]
     return results[0] if isinstance(sigma, Real) else results
+
+
+def _one_for_each(out: Any, count: int) -> list[Any]:
+    """Where each of several averages goes."""
+    if count == 0:
+        raise ValueError("got no sigma; give one, or several")
+    if out is None:
+        return [None] * count
+    if isinstance(out, (str, os.PathLike, nn.Module, Mapping)) or len(out) != count:
+        got = 1 if isinstance(out, (str, os.PathLike, nn.Module, Mapping)) else len(out)
+        raise ValueError(f"got {got} of out for {count} sigmas; give a list with one for each")
+    return list(out)
+
+
+def _require_free(outs: Sequence[Any], found: Sequence[Snapshot]) -> None:
+    """ValueError for a path that is a snapshot's, or would be taken for one; for one that is given
+    twice; and for a folder that is not there."""
+    paths = [Path(out).resolve() for out in outs if isinstance(out, (str, os.PathLike))]
+    folders = {snapshot.path.resolve().parent for snapshot in found}
+    for path in paths:
+        if path.parent in folders and fnmatch.fnmatchcase(path.name, PATTERN):
+            raise ValueError(
+                f"got out={str(path)!r}, a snapshot's name in the snapshots' folder; give another"
+            )
+        if paths.count(path) > 1:
+            raise ValueError(f"got out={str(path)!r} twice; give each average a file of its own")
+        if not path.parent.is_dir():
+            raise ValueError(f"got out={str(path)!r}, whose folder is not there; make it first")
 
 
 def _sum_up(

@@ -122,13 +122,14 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.places, self.metadata = _read_header(self.path)
+        self.places, self.metadata, self._size = _read_header(self.path)
         self._bytes: Tensor | None = None
 
     def tensor(self, name: str) -> Tensor:
         """Flat, and mapped: not to be written to."""
         place = self.places[name]
         if self._bytes is None:
+            _require_size(self.path, self.path.stat().st_size, self._size)
             # Copied on write, which nothing does: torch takes no memory that is read-only.
             self._bytes = torch.from_numpy(np.memmap(self.path, dtype=np.uint8, mode="c"))
         return self._bytes[place.offset : place.offset + place.nbytes].view(place.dtype)
@@ -138,7 +139,7 @@ class TensorFile:
         self._bytes = None
 
 
-def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
+def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str], int]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -158,12 +159,16 @@ def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str]]:
             f"else; remove it, or put back a copy"
         ) from None
     wanted = max((place.offset + place.nbytes for place in places.values()), default=8 + length)
+    _require_size(path, size, wanted)
+    return places, metadata, size
+
+
+def _require_size(path: Path, size: int, wanted: int) -> None:
     if size != wanted:
         raise ValueError(
             f"{path} is {'cut short' if size < wanted else 'too long'}: got {size:,} bytes, wanted "
             f"{wanted:,}; remove it, or put back a copy"
         )
-    return places, metadata
 
 
 def _place(entry: Mapping[str, Any], data_begin: int) -> Place:

@@ -32,6 +32,7 @@ averages, which go on to the bit. A snapshot is rounded, and no state.
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from math import floor
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from memlab.ema.tensor_files import TensorFile, written
 
 STATE_FORMAT = "memlab ema state 1"
 STATE_FILE = "state.safetensors"
+NEARLY = 1e-6  # of an interval
 
 
 class PostHocEMA:
@@ -64,7 +66,7 @@ class PostHocEMA:
     `averages` are float32 tensors (float64 of float64 weights) by sigma and by name; `step` is the
     time of the last update, 0 before the first.
 
-    ValueError for settings that can't be, and when a folder holds another run.
+    ValueError for settings that can't be; at the first update, for a folder that holds another run.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class PostHocEMA:
         self.run = os.urandom(6).hex()
         self.step: int | float = 0
         self._has_looked = False  # whether the folder's snapshots are known to be ours
+        self._interrupted = False
         weights, self._tied = _named(model)
         trained = _averaged(weights)
         self._frozen = weights.keys() - trained.keys()
@@ -116,6 +119,11 @@ class PostHocEMA:
         To be called after each optimizer step, or more seldom. ValueError if the clock stands still
         or goes back.
         """
+        if self._interrupted:
+            raise ValueError(
+                "got an update after one that was interrupted, so that some averages have it and "
+                "some have not; load() the last state"
+            )
         step = _checked_step(step, self.step)
         before = self.step
         if not _passes(before, step, self.every):
@@ -123,9 +131,11 @@ class PostHocEMA:
         if not self._has_looked:
             self._require_own_folder()
         weights = self._trained()
+        self._interrupted = True
         for gamma, average in zip(self.gammas, self.averages.values(), strict=True):
             share = 1 - decay(gamma, step - before, step)
             average.move_towards(weights, share)
+        self._interrupted = False
         self.step = step
         if self.snapshot_every is not None and _passes(before, step, self.snapshot_every):
             self.snapshot()
@@ -184,11 +194,19 @@ class PostHocEMA:
                 tensor.copy_(numbers[name].view(tensor.shape))
                 average[name] = tensor
         self.run, self.step = state["run"], state["step"]
-        self._has_looked = False
+        self._has_looked = self._interrupted = False
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """The state as a file that is whole or not there: `state.safetensors` in the folder."""
+        """The state as a file that is whole or not there: `state.safetensors` in the folder.
+
+        ValueError in place of writing over another run's.
+        """
         path = self.folder / STATE_FILE if path is None else Path(path)
+        if path.exists() and (there := TensorFile(path).metadata.get("run")) != self.run:
+            raise ValueError(
+                f"{path} is of another run: got {there!r}, wanted {self.run!r}; load() it to go "
+                f"on, or give another path"
+            )
         kinds = {
             f"{number}/{name}": kind
             for number, average in enumerate(self.averages.values())
@@ -324,7 +342,7 @@ def _averaged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _checked_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:
-    found = tuple(float(sigma) for sigma in sigmas)
+    found = tuple(float(sigma) for sigma in ([sigmas] if isinstance(sigmas, Real) else sigmas))
     if len(found) < 2 or len(set(found)) < len(found):
         raise ValueError(
             f"got sigmas {found}, wanted two or more that differ: others are made of them; give "
@@ -351,5 +369,10 @@ def _checked_step(step: Any, last: float) -> int | float:
 
 
 def _passes(before: float, now: float, interval: float) -> bool:
-    """Whether a multiple of the interval lies after `before`, up to `now`."""
-    return now // interval > before // interval
+    """Whether a multiple of the interval lies after `before`, up to `now`.
+
+    Of fractions, 0.3 is three times 0.1, though its float is less.
+    """
+    if isinstance(now, int) and isinstance(interval, int):
+        return now // interval > before // interval
+    return floor(now / interval + NEARLY) > floor(before / interval + NEARLY)

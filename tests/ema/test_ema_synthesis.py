@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -396,3 +397,49 @@ def test_a_bar_shows_on_a_terminal_when_it_takes_long(
     )
     synthesize(run[0], 0.07)
     assert ("averaging" in screen.getvalue()) == shown
+
+
+# ------------------------------------------------------------------ what users do
+
+
+@pytest.fixture
+def three(tmp_path):
+    """A folder with snapshots at three times."""
+    return trained(Small(), tmp_path / "three", 30).folder
+
+
+def test_no_snapshot_is_written_over_and_nothing_that_looks_like_one_beside_them(three):
+    [first, *_] = find_snapshots(three)
+    before = first.path.read_bytes()
+    for path in (first.path, three / "ema-15.safetensors"):
+        with pytest.raises(ValueError, match="a snapshot's name in the snapshots' folder"):
+            synthesize(three, 0.07, out=path)
+    assert first.path.read_bytes() == before
+    synthesize(three, 0.07, out=three / "average.safetensors")
+    assert len(find_snapshots(three)) == 6
+
+
+def test_several_averages_want_a_list_of_places(three, tmp_path):
+    with pytest.raises(ValueError, match="got no sigma"):
+        synthesize(three, [])
+    for out in ("xy", tmp_path / "a.safetensors", Small(), [None]):
+        with pytest.raises(ValueError, match="got 1 of out for 2 sigmas; give a list"):
+            synthesize(three, [0.06, 0.07], out=out)
+    with pytest.raises(ValueError, match="twice; give each average a file of its own"):
+        synthesize(three, [0.06, 0.07], out=[tmp_path / "a.safetensors"] * 2)
+    with pytest.raises(ValueError, match="whose folder is not there"):
+        synthesize(three, 0.07, out=tmp_path / "none" / "a.safetensors")
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_file_that_is_cut_after_it_was_found_is_named(three):
+    found = find_snapshots(three)
+    os.truncate(found[2].path, found[2].nbytes - 100)
+    with pytest.raises(ValueError, match="is cut short: got"):
+        synthesize(found, 0.07)
+
+
+def test_prune_wants_snapshots_and_takes_one_width(three):
+    with pytest.raises(TypeError, match="give find_snapshots"):
+        prune(three, [0.07], error=0.1)
+    assert prune(find_snapshots(three), 0.07, error=0.1).errors.keys() == {0.07}

@@ -322,3 +322,51 @@ def test_weights_that_are_unfrozen_later_are_refused(tmp_path):
 def test_a_snapshot_before_the_first_update_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"call update\(step\) before"):
         PostHocEMA(nn.Linear(2, 2), tmp_path).snapshot()
+
+
+# ------------------------------------------------------------------ what users do
+
+
+def test_a_run_that_forgot_to_load_does_not_write_over_the_state_of_another(tmp_path):
+    trained(Small(), tmp_path, 20).save()
+    forgot = PostHocEMA(Small(), tmp_path)
+    with pytest.raises(ValueError, match=r"is of another run: .*; load\(\) it to go on"):
+        forgot.save()
+    forgot.load()
+    assert forgot.step == 20
+    forgot.save()
+
+
+def test_after_an_interrupted_update_comes_no_other(tmp_path, monkeypatch):
+    model = Small()
+    ema = trained(model, tmp_path, 20)
+    ema.save()
+    second = ema.averages[0.10]
+
+    def stop(weights, share):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            type(second), "move_towards", lambda self, w, s: stop(w, s) if self is second else None
+        )
+        with pytest.raises(KeyboardInterrupt):
+            ema.update(21)
+    with pytest.raises(ValueError, match=r"interrupted.* load\(\) the last state"):
+        ema.update(21)
+    ema.load()
+    assert ema.update(21)
+
+
+def test_tenths_of_an_epoch_are_counted_as_tenths(tmp_path):
+    model = nn.Linear(2, 2)
+    ema = PostHocEMA(model, tmp_path, every=0.1, snapshot_every=0.5, clock="epochs")
+    assert all(ema.update(tenth / 10) for tenth in range(1, 41))
+    assert sorted({s.step for s in find_snapshots(tmp_path)}) == [0.5 * n for n in range(1, 9)]
+    rare = PostHocEMA(model, tmp_path / "rare", every=0.3)
+    assert [tenth for tenth in range(1, 31) if rare.update(tenth / 10)] == [*range(3, 31, 3)]
+
+
+def test_one_width_is_too_few_and_says_so(tmp_path):
+    with pytest.raises(ValueError, match="wanted two or more that differ"):
+        PostHocEMA(nn.Linear(2, 2), tmp_path, 0.1)
