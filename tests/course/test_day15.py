@@ -159,7 +159,7 @@ def written_twice(snapshots, shares, sizes, write, piece):
         (3, clipped, "the profile's error is"),
         (4, twice_the_pieces, "bytes at once"),
         (4, written_twice, "these were written before"),
-        (5, lambda times, count: [*times[: count - 1], times[-1]], "off by"),
+        (5, lambda times, count: [*times[: count - 1], times[-1]], "profile's error"),
         (5, lambda times, count: list(range(count)), "wanted a list of"),
     ],
 )

@@ -38,9 +38,13 @@ def _most(call: Callable[[], Any]) -> int:
 
 
 def _briefly(value: Any) -> str:
-    return (
-        "nothing; is there a return" if value is None else f"{type(value).__name__} {value!r:.60}"
-    )
+    if value is None:
+        return "nothing; is there a return"
+    if getattr(value, "shape", ()):
+        return f"{type(value).__name__} of shape {tuple(value.shape)}"
+    if isinstance(value, (list, tuple)) and len(value) > 4:
+        return f"{type(value).__name__} of {len(value)}"
+    return f"{type(value).__name__} {value!r:.60}"
 
 
 # ------------------------------------------------------------------ 15.1: the exponent
@@ -81,27 +85,34 @@ def _without_the_square(sigma: float) -> np.ndarray:
 def _check_exponent(answer: Any) -> str:
     for sigma in (0.05, 0.10, 0.15, 0.25, 0.28):
         call = f"exponent({sigma})"
-        gamma = answer(sigma)
-        require(
-            isinstance(gamma, (float, int, np.floating)),
-            f"{call} gave {_briefly(gamma)}; wanted a number.",
-        )
+        gamma = _number(call, answer(sigma))
         require(
             0 <= gamma < 1e6,
             f"{call} gave {gamma:.4f}; wanted the root that is not below 0.",
         )
-        width = sigma_from_gamma(float(gamma))
+        width = sigma_from_gamma(gamma)
         require(
             abs(width - sigma) < 1e-6 * sigma,
             f"{call} gave {gamma:.4f}, a profile of width {width:.4f}; wanted {sigma:.4f}.",
         )
     for sigma in (0.3, 0.5, 0.29, 0, -0.1):
+        call = f"exponent({sigma})"
+        wanted = "wanted a ValueError: no γ from 0 on has that width"
         try:
-            gamma = answer(sigma)
+            gamma = _number(call, answer(sigma))
         except ValueError:
             continue
-        raise Wrong(f"exponent({sigma}) gave {_briefly(gamma)}; wanted a ValueError: no γ has it.")
+        except (ArithmeticError, IndexError) as error:
+            raise Wrong(f"{call} raised {type(error).__name__}; {wanted}.") from None
+        raise Wrong(f"{call} gave {gamma:.4f}; {wanted}.")
     return "0.05 ↔ 16.97, 0.10 ↔ 6.94, 0.28 ↔ 0.17 · above 0.2887 refused"
+
+
+def _number(call: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise Wrong(f"{call} gave {_briefly(value)}; wanted a number.") from None
 
 
 _EXPONENT = Exercise(
@@ -200,7 +211,7 @@ def _check_response(answer: Any, name: str, times: Sequence[int]) -> None:
     for time, got, wanted in zip(times, others, impulse_response(times, gamma), strict=True):
         require(
             abs(got - wanted) < 1e-12,
-            f"{name}, γ = {gamma}: those at {time} count {got:.4f}; wanted {wanted:.4f}.",
+            f"{name}, γ = {gamma}: those at {time} count {got:.9f}; wanted {wanted:.9f}.",
         )
     require(
         bool(average.values[1].abs().item() < 1e-12),
@@ -225,6 +236,10 @@ def _check_place(answer: Any) -> None:
     average.update(weights, 1)
     places = [value.data_ptr() for value in average.values]
     beside = _most(lambda: average.update(weights, 2))
+    require(
+        all(bool((weight == 1).all()) for weight in weights),
+        f"{case}: the update has changed the model's weights; wanted them as they are.",
+    )
     require(
         not any(value.requires_grad for value in average.values),
         f"{case}: the average has a graph, which grows with each update; detach the weights.",
@@ -271,6 +286,20 @@ class _GammaAlone(Average):
 class _SwappedShare(Average):
     def share(self, time: float) -> float:
         return 1 - super().share(time)
+
+
+class _TimeFirst(Average):
+    """The clock is set before it is asked."""
+
+    def update(self, weights: Iterable[Tensor], time: float) -> None:
+        self.time = time
+        self._move(weights, self.share(time))
+
+
+class _ChangesWeights(Average):
+    def _move(self, weights: Iterable[Tensor], share: float) -> None:
+        for value, weight in zip(self.values, weights, strict=True):
+            value.mul_(1 - share).add_(weight.detach().mul_(share))
 
 
 class _TimeForgotten(Average):
@@ -330,6 +359,16 @@ _AVERAGE = Exercise(
         WrongAnswer(_GammaAlone, "The power is γ + 1: the integral of τ^γ."),
         WrongAnswer(
             _SwappedShare, "β and 1 − β are swapped: β is what the average keeps, not what it gets."
+        ),
+        WrongAnswer(
+            _TimeFirst,
+            "Nothing has moved. Is each value changed in place, and self.time set after it was "
+            "asked?",
+        ),
+        WrongAnswer(
+            _ChangesWeights,
+            "A method with _ at its end writes into what it is called on: here into the model's "
+            "weights.",
         ),
         WrongAnswer(
             _TimeForgotten, "self.time is still 0: each update takes itself for the first one."
@@ -423,7 +462,7 @@ def _require_error(answer: Solve, case: str, snapshots: Sequence[Profile], targe
     )
     require(
         abs(weights.sum() - 1) < 1e-9,
-        f"{case}: the weights sum to {weights.sum():.6f}; wanted 1.",
+        f"{case}: the weights sum to {weights.sum():.9f}; wanted 1, to a float64's digits.",
     )
     got = profile_error(snapshots, target, weights)
     best = profile_error(snapshots, target)
@@ -556,7 +595,10 @@ class Written:
 
     def write(self, target: int, name: str, start: int, numbers: Tensor) -> None:
         call = f"write({target}, {name!r}, {start}, …)"
-        require(isinstance(numbers, Tensor), f"{call}: wanted numbers, got {_briefly(numbers)}.")
+        require(
+            isinstance(numbers, Tensor) and numbers.dtype == torch.float32,
+            f"{call}: wanted numbers in float32, got {getattr(numbers, 'dtype', type(numbers))}.",
+        )
         place = self.tensors[target][name][start : start + numbers.numel()]
         require(
             place.shape == numbers.shape,
@@ -590,13 +632,14 @@ def _check_synthesize(answer: Any) -> str:
     ):
         _require_sums(answer, case, sizes, snapshots, targets, piece)
     few, many = (_bytes_beside(answer, count) for count in (4, 40))
+    _require_sums(answer, _CASE, _SIZES, 4, _TARGETS, _PIECE)
     # The last piece's, by the names of a loop, are still there when the next one's are made.
-    allowed = 2 * 4 * (_TARGETS + 1) * _PIECE + 1024
+    allowed = 3 * 4 * (_TARGETS + 1) * _PIECE + 1024
     for count, beside in ((4, few), (40, many)):
         require(
             beside <= allowed,
             f"{_CASE}, {count} snapshots: {beside:,} bytes at once; wanted at most {allowed:,}: "
-            f"{_TARGETS} sums of a piece and a snapshot's piece, twice.",
+            f"{_TARGETS} sums of a piece and a snapshot's piece in float32, three times.",
         )
     require(
         _outside(answer) < 64 * 1024,
@@ -616,16 +659,22 @@ def _require_sums(
     found, shares, written = (
         _snapshots(snapshots, sizes), _shares(snapshots, targets), Written(targets, sizes)
     )  # fmt: skip
+    before = [{n: t.clone() for n, t in snapshot._tensors.items()} for snapshot in found]
     answer(found, shares, sizes, written.write, piece)
-    for target, tensors in enumerate(written.tensors):
-        for name, got in tensors.items():
+    require(
+        all(torch.equal(s._tensors[n], t) for s, b in zip(found, before, strict=True)
+            for n, t in b.items()),
+        f"{case}: a snapshot's numbers were written to; what is read is the file's.",
+    )  # fmt: skip
+    for target, sums in enumerate(written.tensors):
+        for name, got in sums.items():
             missing = int(got.isnan().sum())
             require(
                 missing == 0,
                 f"{case}: {missing} of {len(got)} numbers of {name!r}, target {target}, were "
                 f"never written.",
             )
-            parts = torch.stack([s._tensors[name].double() for s in found])
+            parts = torch.stack([tensors[name].double() for tensors in before])
             wanted = torch.tensor(shares, dtype=torch.float64)[:, target] @ parts
             off = (got.double() - wanted).abs() > 1e-6 * (1 + parts.abs().sum(0))
             at = int(off.int().argmax())
@@ -717,6 +766,19 @@ def _in_half(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) ->
                 write(target, name, start, total.float())
 
 
+def _products_in_half(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    """Each product in the snapshot's dtype."""
+    for name, size in sizes.items():
+        for start, stop in _pieces(size, piece):
+            sums = torch.zeros(len(shares[0]), stop - start)
+            for snapshot, of_each in zip(snapshots, shares, strict=True):
+                part = snapshot.read(name, start, stop)
+                for total, share in zip(sums, of_each, strict=True):
+                    total += share * part
+            for target, total in enumerate(sums):
+                write(target, name, start, total)
+
+
 def _whole_pieces(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
     """What is left over at a tensor's end is left out."""
     whole = {name: size // piece * piece for name, size in sizes.items()}
@@ -797,6 +859,10 @@ _SYNTHESIZE = Exercise(
             "Sums in float16 are rounded each time: snapshots may be in 16 bits, sums in float32.",
         ),
         WrongAnswer(
+            _products_in_half,
+            "share * numbers in float16 is float16, rounded before it is added: .float() first.",
+        ),
+        WrongAnswer(
             _whole_pieces, "The last piece of a tensor may be shorter: min(start + piece, size)."
         ),
         WrongAnswer(_plain_mean, "The shares are not used: each snapshot counts by its own."),
@@ -820,23 +886,24 @@ def keep(times: Sequence[float], count: int) -> list[float]:
 
 
 def _check_keep(answer: Any) -> str:
-    for last, count in ((4, 2), (3, 1), (5, 5), (100, 20), (100, 30), (64, 7)):
-        times = list(range(1, last + 1))
-        call = f"keep([1, 2, … {last}], {count})"
-        kept = answer(times, count)
+    for number, count in ((4, 2), (3, 1), (5, 5), (100, 20), (100, 30), (64, 7)):
+        times = [40 * n for n in range(1, number + 1)]
+        call = f"keep([40, 80, … {times[-1]}], {count})"
+        kept = answer(list(times), count)
         require(
-            isinstance(kept, (list, tuple, set)) and all(t in times for t in kept),
+            isinstance(kept, (list, tuple, set, np.ndarray)) and all(t in times for t in kept),
             f"{call} gave {_briefly(kept)}; wanted a list of {count} of the times.",
         )
         require(
-            len(set(kept)) == len(kept) == count,
-            f"{call} gave {len(kept)} times, {len(set(kept))} different; wanted {count}.",
+            len({float(t) for t in kept}) == len(kept) == count,
+            f"{call} gave {len(kept)} times, {len({float(t) for t in kept})} different; wanted "
+            f"{count}.",
         )
         require(
-            last in kept,
-            f"{call} has {max(kept)} for its last; wanted {last}, where the target is.",
+            times[-1] in kept,
+            f"{call} has {max(kept)} for its last; wanted {times[-1]}, where the target is.",
         )
-        _require_as_even(call, sorted(kept), last, count)
+        _require_as_even(call, sorted(float(t) for t in kept), times, count)
     errors = [_error(keep(range(1, 101), 20), sigma) for sigma in (0.15, 0.25)]
     return (
         f"20 of 100: width 0.15 is off by {errors[0]:.1e}, 0.25 by {errors[1]:.1e}; the last is "
@@ -849,14 +916,14 @@ def _error(times: Sequence[float], sigma: float) -> float:
     return profile_error(tracked_profiles(times), power_profile(sigma, end))
 
 
-def _require_as_even(call: str, kept: Sequence[float], last: int, count: int) -> None:
-    even = keep(range(1, last + 1), count)
+def _require_as_even(call: str, kept: Sequence[float], times: Sequence[float], count: int) -> None:
+    even = keep(times, count)
     for sigma in (0.10, 0.15, 0.20, 0.25):
         got, wanted = _error(kept, sigma), _error(even, sigma)
         require(
             got <= 3 * wanted + 1e-6,
-            f"{call} leaves width {sigma:.2f} at {last} off by {got:.2g}; wanted at most three "
-            f"times {wanted:.2g}, what even distances leave.",
+            f"{call} leaves width {sigma:.2f} at the end with a profile's error of {got:.2g}; "
+            f"wanted at most three times {wanted:.2g}, what even distances leave.",
         )
 
 
@@ -899,6 +966,10 @@ _KEEP = Exercise(
         WrongAnswer(
             lambda times, count: list(times[:count]),
             "The first ones were kept: of the end nobody knows anything.",
+        ),
+        WrongAnswer(
+            lambda times, count: [(n + 1) * len(times) // count for n in range(count)],
+            "These are positions, counted from 1; what was asked for are the times at them.",
         ),
         WrongAnswer(
             _back_from_the_end,
