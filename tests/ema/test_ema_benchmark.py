@@ -18,6 +18,7 @@ if FOLDER not in sys.path:
 benchmark = importlib.import_module("ema")
 QUICK = benchmark.QUICK
 OURS, OUTER, THEIRS = benchmark.OURS, benchmark.OUTER, benchmark.THEIRS
+FUSED = benchmark.FUSED
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_processes_of_their_own_answer_with_seconds_and_bytes(quick, tmp_path, c
     section = run(tmp_path, "--section", "synthesis")["synthesis"]
     printed = capsys.readouterr().out
     assert "\n| 1 average into a model | memlab | " in printed
-    assert section["1 average into a model"]["ratios"].keys() == {OUTER, THEIRS}
+    assert section["1 average into a model"]["ratios"].keys() == {OUTER, FUSED, THEIRS}
     for seconds in section["4 averages into files"]["seconds"].values():
         assert len(seconds) == QUICK.rounds
         assert min(seconds) > 0
