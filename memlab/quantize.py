@@ -29,14 +29,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.pieces import starts
+from memlab.pieces import size_on, starts
 
 Mode = Literal["nearest", "stochastic"]
 
-# Numbers at a time: on a CPU 1 MiB of float32, for its cache; on an accelerator, which begins each
-# operator anew, 16 MiB. A prediction's tensors are on the CPU's device 0 and count as CUDA's.
-CHUNK, CHUNK_ELSEWHERE = 2**18, 2**22
-_CPU = torch.device("cpu")
 _DECADES = 7
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -139,7 +135,7 @@ def _chunks(
     q: Quantized, numbers: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """Views of numbers, codes, scales and offsets, a chunk of whole blocks at a time."""
-    size = max(1, (CHUNK if numbers.device == _CPU else CHUNK_ELSEWHERE) // q.block) * q.block
+    size = max(1, size_on(numbers.device) // q.block) * q.block
     for start in starts(numbers, size):
         codes = slice(start * q.bits // 8, (start + size) * q.bits // 8)
         blocks = slice(start // q.block, (start + size) // q.block)

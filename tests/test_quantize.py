@@ -9,8 +9,8 @@ import torch
 
 import memlab
 from memlab import quantize
+from memlab.pieces import PIECE
 from memlab.quantize import (
-    CHUNK,
     dequantize_blockwise,
     dynamic_code,
     nearest_code,
@@ -144,7 +144,7 @@ def test_a_codes_table_lives_as_long_as_the_code():
 # ------------------------------------------------------------------ bytes
 
 
-@pytest.mark.parametrize("n", [0, 1, 3, 255, 256, 257, 4097, CHUNK + 5])
+@pytest.mark.parametrize("n", [0, 1, 3, 255, 256, 257, 4097, PIECE + 5])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("by_code", [True, False])
 def test_the_bytes_are_n_times_bits_over_8_and_4_a_block(n, bits, by_code):
@@ -158,7 +158,7 @@ def test_the_bytes_are_n_times_bits_over_8_and_4_a_block(n, bits, by_code):
 @pytest.mark.parametrize("by_code", [True, False])
 def test_what_is_taken_meanwhile_does_not_grow_with_the_tensor(by_code):
     code = dynamic_code(SIGNED) if by_code else None
-    x = torch.randn(16 * CHUNK)
+    x = torch.randn(16 * PIECE)
     kept = quantize_blockwise(x, code=code)  # and the table of the code
     encode = memlab.measure(lambda: quantize_blockwise(x, code=code))
     decode = memlab.measure(lambda: dequantize_blockwise(kept))
@@ -182,7 +182,7 @@ def blocks_of(x: torch.Tensor, block: int) -> torch.Tensor:
     return torch.cat([flat, flat.new_full((-len(flat) % block,), math.nan)]).view(-1, block)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5, 7), (256,), (33, 257), (CHUNK + 300,)])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5, 7), (256,), (33, 257), (PIECE + 300,)])
 @pytest.mark.parametrize("block", [4, 64, 256])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_affine_errs_by_half_a_step_at_most(shape, block, bits):

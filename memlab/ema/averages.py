@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlab.ema.snapshots import PIECE, PIECE_ELSEWHERE
-from memlab.pieces import starts
+from memlab.pieces import size_on, starts
 
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -137,7 +136,7 @@ def _is_alike(tensor: Tensor, other: Tensor) -> bool:
 
 def _move_in_pieces(average: Tensor, weight: Tensor, share: float) -> None:
     to, of = average.view(-1), weight.reshape(-1)  # a copy only of channels_last and its like
-    size = PIECE if average.device.type == "cpu" else PIECE_ELSEWHERE
+    size = size_on(average.device)
     for start in starts(to, size):
         # No name for what is cast: it is gone before the next piece is.
         to[start : start + size].lerp_(of[start : start + size].to(to.device, to.dtype), share)

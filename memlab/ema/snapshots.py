@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.ema.profiles import Profile, power_profile
 from memlab.ema.tensor_files import TensorFile
-from memlab.pieces import starts
+from memlab.pieces import size_on, starts
 from memlab.quantize import Quantized, dequantize_blockwise, quantize_blockwise
 
 FORMAT = "memlab ema 1"
@@ -37,9 +37,6 @@ INT8 = "int8"
 BLOCK = 256  # numbers with a scale and an offset of their own
 SMALL = 4096  # numbers: what is smaller is kept in float32 in int8's files
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-# Numbers at a time, as in memlab.quantize.
-PIECE, PIECE_ELSEWHERE = 2**18, 2**22
 
 Encoding = torch.dtype | str
 Shapes = Mapping[str, tuple[int, ...]]
@@ -87,7 +84,7 @@ def parts(
 def encode(name: str, numbers: Tensor, encoding: Encoding) -> Iterator[tuple[str, int, Tensor]]:
     """(tensor of a file, where in it, numbers) of an average, a piece at a time."""
     flat = numbers.reshape(-1)
-    size = PIECE if flat.device.type == "cpu" else PIECE_ELSEWHERE
+    size = size_on(flat.device)
     for start in starts(flat, size):
         part = flat[start : start + size]
         if encoding != INT8 or len(flat) < SMALL:

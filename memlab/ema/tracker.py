@@ -46,6 +46,7 @@ from memlab.ema.averages import Average, begun, require_store
 from memlab.ema.profiles import decay, gamma_from_sigma
 from memlab.ema.snapshots import Encoding
 from memlab.ema.tensor_files import TensorFile, written
+from memlab.pieces import PIECE_ELSEWHERE
 
 STATE_FORMAT = "memlab ema state 1"
 STATE_FILE = "state.safetensors"
@@ -220,8 +221,8 @@ class PostHocEMA:
         with written(path, kinds, about) as file:
             for name, tensor in self._numbered():
                 flat = tensor.reshape(-1)
-                for start in range(0, len(flat), files.PIECE_ELSEWHERE):
-                    file.write(name, start, flat[start : start + files.PIECE_ELSEWHERE])
+                for start in range(0, len(flat), PIECE_ELSEWHERE):
+                    file.write(name, start, flat[start : start + PIECE_ELSEWHERE])
         return path
 
     def load(self, path: str | os.PathLike[str] | None = None) -> None:

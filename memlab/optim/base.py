@@ -25,13 +25,8 @@ import torch
 from torch import Tensor
 
 from memlab.optim.moments import Float, Moment, Piece, State
-from memlab.pieces import starts
+from memlab.pieces import size_on, starts
 from memlab.rounding import stochastic_round_
-
-# Numbers at a time: on a CPU 1 MiB of float32, for its cache; on an accelerator, which begins each
-# operator anew, 16 MiB. A prediction's tensors are on the CPU's device 0 and count as CUDA's.
-PIECE, PIECE_ELSEWHERE = 2**18, 2**22
-_CPU = torch.device("cpu")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -146,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _pieces(self, weight: Tensor, group: dict[str, Any]) -> Iterator[Piece]:
         count, block = weight.numel(), self.block(weight, group)
-        wanted = self.piece or (PIECE if weight.device == _CPU else PIECE_ELSEWHERE)
+        wanted = self.piece or size_on(weight.device)
         size = max(1, wanted // block) * block
         return (Piece(start, min(start + size, count)) for start in starts(weight, size))
 

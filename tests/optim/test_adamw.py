@@ -9,7 +9,7 @@ from torch import nn
 import memlab
 from memlab.optim import AdamW
 from memlab.optim.adamw import adamw_
-from memlab.optim.base import PIECE
+from memlab.pieces import PIECE
 
 torchs = partial(torch.optim.AdamW, foreach=False)
 

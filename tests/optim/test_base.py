@@ -16,7 +16,7 @@ from torch import nn
 
 import memlab
 from memlab.optim import Adam8bit, AdamW, Lion, Lion8bit
-from memlab.optim.base import PIECE, PIECE_ELSEWHERE
+from memlab.pieces import PIECE, PIECE_ELSEWHERE
 from memlab.trace import Trace
 
 OURS = [AdamW, Adam8bit, Lion, Lion8bit]

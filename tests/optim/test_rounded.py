@@ -8,7 +8,7 @@ from torch import nn
 
 import memlab
 from memlab.optim import RoundedAdamW
-from memlab.optim.base import PIECE
+from memlab.pieces import PIECE
 
 SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
