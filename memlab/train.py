@@ -31,6 +31,7 @@ from memlab.checkpointing import (
 )
 from memlab.checkpointing.schedules import Schedule
 from memlab.compression import compressed_activations
+from memlab.configs import config_named
 from memlab.data import batches, stdlib_bytes
 from memlab.ema import PostHocEMA
 from memlab.lora import add_lora
@@ -38,8 +39,8 @@ from memlab.losses import chunked_cross_entropy
 from memlab.metering import dry_run, measure, meter, predict
 from memlab.model import (
     GPT,
-    PRESETS,
     AttentionFunction,
+    GPTConfig,
     LossFunction,
     cross_entropy,
     scaled_dot_product_attention,
@@ -74,22 +75,24 @@ master_weights_optimizer = of_all_weights(MasterWeights, optimizer=one_by_one_ad
 class Setting:
     """What is trained: everything that the techniques leave alone."""
 
-    model: str = "25m"
+    model: str | GPTConfig = "25m"  # a preset, a file of a shape, or a shape
     batch: int = 4
     seq_len: int = 256
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.model not in PRESETS:
-            raise ValueError(f"got model {self.model!r}; choose one of {', '.join(PRESETS)}")
-        longest = PRESETS[self.model].seq_len
+        longest = self.config.seq_len
         if not 1 <= self.seq_len <= longest:
             raise ValueError(
                 f"got sequences of {self.seq_len} tokens; {self.model} takes 1 to {longest}"
             )
         if self.batch < 1:
             raise ValueError(f"got a batch of {self.batch} sequences; give at least 1")
+
+    @property
+    def config(self) -> GPTConfig:
+        return config_named(self.model) if isinstance(self.model, str) else self.model
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -172,7 +175,7 @@ def _model(setting: Setting, technique: Technique) -> GPT:
     torch.manual_seed(SEED)
     with torch.device(setting.device):
         model = GPT(
-            PRESETS[setting.model],
+            setting.config,
             attention=technique.attention,
             loss=technique.loss,
             dtype=setting.dtype,

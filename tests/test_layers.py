@@ -18,7 +18,7 @@ LAYERS = (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),
         *("lora", "optim", "compression", "attention", "losses", "zero", "offload", "ema"),
     ),
-    ("metering", "plot"),
+    ("metering", "plot", "configs"),
     ("train", "ledger", "chain"),
     ("planner",),
     ("course",),

@@ -15,7 +15,6 @@ from rich.table import Table
 from memlab.cli.machine import name_of
 from memlab.cli.rows import Row
 from memlab.metering.kernels import TARGETS
-from memlab.model import PRESETS
 from memlab.trace import CATEGORIES, Trace
 from memlab.train import Setting
 from memlab.units import format_bytes
@@ -38,7 +37,7 @@ console = Console(highlight=False, width=200)
 
 def headline(setting: Setting, dry: bool) -> str:
     """What is measured, and on what: two lines."""
-    parameters = PRESETS[setting.model].parameters
+    parameters = setting.config.parameters
     if dry:
         how = "dry run, nothing is computed"
         if setting.device in TARGETS:
