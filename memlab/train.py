@@ -66,6 +66,8 @@ def of_all_weights(made: Callable[..., Optimizer], **settings: Any) -> Optimizer
     return lambda model: made(model.parameters(), **settings)
 
 
+# Weights in bfloat16 lose steps that are rounded to the nearest; those in float32 don't notice.
+rounded_at_random = partial(of_all_weights, rounding="stochastic")
 one_by_one_adamw = partial(torch.optim.AdamW, foreach=False)
 plain_optimizer = of_all_weights(one_by_one_adamw)
 master_weights_optimizer = of_all_weights(MasterWeights, optimizer=one_by_one_adamw)
@@ -119,19 +121,24 @@ class Technique:
 class Training:
     """A step that can be run again and again, what it trains, and who holds its state.
 
-    `update` is the part of the step after backward: it makes new weights of gradients.
+    `update` is the part of the step after backward: it makes new weights of gradients. `batch` is
+    what every step reads, tokens and targets: whoever wants another copies it into them.
     """
 
     step: Callable[[], None]
     model: nn.Module
     optimizer: torch.optim.Optimizer
     update: Callable[[], object]
+    batch: tuple[Tensor, Tensor]
 
 
-def build(setting: Setting, technique: Technique) -> Training:
+def build(
+    setting: Setting, technique: Technique, *, on_loss: Callable[[Tensor], object] | None = None
+) -> Training:
     """The same weights and the same batch for every technique; the first step makes the state.
 
-    It sets torch's seed.
+    `on_loss` is called with the loss of each micro-batch, unscaled, before its backward. Sets
+    torch's seed.
     """
     device = setting.device
     model = _model(setting, technique)
@@ -143,6 +150,8 @@ def build(setting: Setting, technique: Technique) -> Training:
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
         with technique.around_forward(device):
             loss = model(tokens, targets)
+        if on_loss is not None:
+            on_loss(loss.detach())
         return scaler.scale(loss) if scaler else loss
 
     def share_of_loss(part: tuple[Tensor, ...]) -> tuple[Tensor, float]:
@@ -168,7 +177,7 @@ def build(setting: Setting, technique: Technique) -> Training:
         update()
 
     holder = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
-    return Training(step, model, holder, update)
+    return Training(step, model, holder, update, (tokens, targets))
 
 
 def _model(setting: Setting, technique: Technique) -> GPT:
@@ -293,7 +302,7 @@ def to_bfloat16(model: nn.Module) -> None:
 def adam_mini(model: nn.Module) -> optim.AdamMini:
     """Adam-mini of all the weights of our GPT."""
     partition = optim.gpt_partition(model.config.head_width)
-    return optim.AdamMini(model.named_parameters(), partition=partition)
+    return optim.AdamMini(model.named_parameters(), partition=partition, rounding="stochastic")
 
 
 def combined(names: str) -> Technique:
@@ -407,9 +416,13 @@ TECHNIQUES: dict[str, Technique] = {
         "frozen weights, and a trained change of rank 8 beside each matrix",
         change_model=partial(add_lora, rank=8, where=lambda name: name.startswith("blocks.")),
     ),
-    "adam8bit": Technique("AdamW with moments of 8 bits", optimizer=of_all_weights(optim.Adam8bit)),
-    "lion": Technique("Lion: one moment, in float32", optimizer=of_all_weights(optim.Lion)),
-    "lion8bit": Technique("Lion: one moment, in 8 bits", optimizer=of_all_weights(optim.Lion8bit)),
+    "adam8bit": Technique(
+        "AdamW with moments of 8 bits", optimizer=rounded_at_random(optim.Adam8bit)
+    ),
+    "lion": Technique("Lion: one moment, in float32", optimizer=rounded_at_random(optim.Lion)),
+    "lion8bit": Technique(
+        "Lion: one moment, in 8 bits", optimizer=rounded_at_random(optim.Lion8bit)
+    ),
     "adam-mini": Technique("AdamW with a second moment for each row or head", optimizer=adam_mini),
     "step-in-backward": Technique(
         "each weight stepped as soon as its gradient is there",

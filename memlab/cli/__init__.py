@@ -158,6 +158,63 @@ def measure_command(
     measure_script(script, device=device, dry=dry_run, out=out)
 
 
+@app.command("train", cls=_WithNames)
+def train_command(
+    model: Annotated[
+        str | None,
+        typer.Option(help="One of those below, or a file of a shape.", metavar="NAME|CONFIG.json"),
+    ] = None,
+    technique: Annotated[
+        str, typer.Option(help="One of those below; a+b is both at once.", metavar="NAME")
+    ] = "plain",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of the weights: float32, bfloat16 or float16.", metavar="NAME"),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences in a batch.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
+    steps: Annotated[int, typer.Option(help="How many, each on a new batch.")] = 10,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="On CUDA: the most that the allocator may reserve, such as 24GB. The context "
+            "that CUDA itself takes in a process comes on top.",
+            metavar="BYTES",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda (ROCm too), mps or xpu; found by itself.", metavar="NAME"),
+    ] = None,
+) -> None:
+    """Take real training steps, and show their loss, their peak and their seconds.
+
+    The weights are made at random and the text is the source of Python's library, a byte a token:
+    nothing is downloaded. The loss is in nats and falls quickly, from about the logarithm of the
+    vocabulary. Nothing is written. [bold]memlab measure --dry-run[/] says what a step takes
+    without taking it.
+
+    [bold]memlab train --model 25m --steps 20[/]
+
+    [bold]memlab train --model 25m --technique checkpointing+lion8bit --batch 8[/]
+
+    [bold]memlab train --model llama-2-7b --dtype bfloat16 --batch 1 --seq 2048 --memory 24GB
+    --technique checkpointing+lion8bit+step-in-backward+chunked-loss[/]
+    """
+    from memlab.cli.train import train
+
+    train(
+        model=model,
+        technique=technique,
+        dtype=dtype,
+        batch=batch,
+        seq_len=seq,
+        steps=steps,
+        memory=memory,
+        device=device,
+    )
+
+
 @app.command("doctor")
 def doctor_command() -> None:
     """Say what this machine has and what works on it, one OK or FAIL a line."""

@@ -11,6 +11,7 @@ import torch
 from memlab.cli.errors import UsageError
 from memlab.cli.machine import devices_present, memory_of
 from memlab.cli.rows import dry_row
+from memlab.configs import config_named
 from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS
 from memlab.train import COMBINATIONS, TECHNIQUES, Setting, Technique, combined
@@ -59,21 +60,21 @@ def choose_setting(
     the techniques that take more than the plain step.
     """
     given = {
-        "model": _known("--model", model, PRESETS),
+        "model": _model(model),
         "batch": batch,
         "seq_len": seq_len,
         "dtype": DTYPES.get(_known("--dtype", dtype, DTYPES)),
     }
     given = {name: value for name, value in given.items() if value is not None}
     suitable = SUITABLE.get(device, SUITABLE["accelerator"])
-    longest = PRESETS[given.get("model", suitable.model)].seq_len
+    longest = config_named(given.get("model", suitable.model)).seq_len
     suitable = replace(suitable, device=device, seq_len=min(suitable.seq_len, longest))
     try:
         setting = replace(suitable, **given)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not dry and device == "cpu" and given:
-        _require_memory(setting)
+        require_memory("a plain step", setting, _bytes_of_a_step(setting), "add --dry-run")
     return setting if dry or device == "cpu" or batch else _with_a_batch_that_fits(setting)
 
 
@@ -107,6 +108,33 @@ def choose_folder(out: str) -> Path:
         ) from error
 
 
+def require_memory(what: str, setting: Setting, wanted: int, instead: str) -> None:
+    """Linux hands out more memory than it has, and later ends the process without a word."""
+    memory = memory_of(torch.device("cpu"))
+    if memory is not None and wanted > memory[1]:
+        raise UsageError(
+            f"{what} of {setting} takes {format_bytes(wanted)}; this machine has "
+            f"{format_bytes(memory[1])}; make it smaller, or {instead}, which takes none"
+        )
+
+
+def _model(given: str | None) -> str | None:
+    """The name of a preset, or the path of a file that has a shape in it."""
+    if given is None or not _is_a_path(given):
+        return _known("--model", given, PRESETS)
+    try:
+        config_named(given)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"got --model {given}: {error}") from error
+    return given
+
+
+def _is_a_path(given: str) -> bool:
+    return given not in PRESETS and (
+        given.endswith(".json") or Path(given).name != given or Path(given).exists()
+    )
+
+
 def _known(option: str, given: str | None, known: Collection[str]) -> str | None:
     """What was given, if it is known."""
     if given is None or given in known:
@@ -114,16 +142,6 @@ def _known(option: str, given: str | None, known: Collection[str]) -> str | None
     near = difflib.get_close_matches(given, known, n=1)
     guess = f"did you mean {near[0]}? There are" if near else "choose from"
     raise UsageError(f"got {option} {given}; {guess} {', '.join(known)}")
-
-
-def _require_memory(setting: Setting) -> None:
-    """Linux hands out more memory than it has, and later ends the process without a word."""
-    memory, wanted = memory_of(torch.device("cpu")), _bytes_of_a_step(setting)
-    if memory is not None and wanted > memory[1]:
-        raise UsageError(
-            f"a plain step of {setting} takes {format_bytes(wanted)}; this machine has "
-            f"{format_bytes(memory[1])}; make it smaller, or add --dry-run, which takes none"
-        )
 
 
 def _with_a_batch_that_fits(setting: Setting) -> Setting:
