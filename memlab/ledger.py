@@ -5,12 +5,14 @@ A step of `memlab.model.GPT` in float32 with fused attention and AdamW holds
     4·N                                            weights
     4·N                                            gradients
     8·N + 4 a tensor                               AdamW's two moments, and its counters
-    4·B·T·L·(8·C + 2·KV·D + 4·hidden + H + 2)      what the blocks keep for backward
+    4·B·T·L·(8·C + 2·KV·D + 4·hidden + H + 2)      what a Llama's blocks keep for backward
     4·B·T·(3·C + 1 + V) + 4                        what the ends keep: embedding, norm, logits, loss
 
 and the peak of a step with many tokens is the moment when backward begins: no gradients yet, all
 activations, and two more tensors as large as the logits. With few tokens the peak is later: when
-the last gradient is there, or in the optimizer. The formulas are those of the CPU's kernels, and a
+the last gradient is there, or in the optimizer. Where heads are not C/H wide, 2·C of the 8·C are
+2·H·D. A further norm keeps its input, that normalised, and 1/rms; biases, another activation in the
+gate and scaled embeddings keep nothing more. The formulas are those of the CPU's kernels, and a
 test holds each against the meter, to the byte; on another device a fused kernel may keep more.
 
 Source   Korthikanti et al. 2022, arXiv 2205.05198, section 4, counts a GPT-3 block in the same way.
@@ -47,11 +49,14 @@ def state_bytes(
 def activation_terms(config: GPTConfig, batch: int, seq_len: int) -> dict[str, int]:
     """Bytes that the forward pass keeps for backward, by what keeps them."""
     C, H, V, L = config.width, config.heads, config.vocab_size, config.layers
-    KV_D = config.kv_heads * config.head_width
+    H_D, KV_D = H * config.head_width, config.kv_heads * config.head_width
+    of_heads = 2 * (H_D + KV_D) + H + config.kv_heads if config.head_norms else 0
+    of_branches = 2 * (2 * C + 1) if config.post_norms else 0
+    more_norms = L * (of_heads + of_branches)  # the input, normalised; 1/rms
     per_token = {  # numbers, each a float32
         "residual_stream": C + 2 * L * C,  # the embedding, and the sums after attention and MLP
-        "norms": (2 * L + 1) * (2 * C + 1),  # normalised, then weighted; 1/rms
-        "attention": L * (C + 2 * KV_D + C + H),  # q, k, v; the output; log-sum-exp
+        "norms": (2 * L + 1) * (2 * C + 1) + more_norms,  # normalised, then weighted; 1/rms
+        "attention": L * (H_D + 2 * KV_D + H_D + H),  # q, k, v; the output; log-sum-exp
         "mlp": L * 4 * config.hidden,  # gate, silu(gate), up, their product
         "logits": V,  # as log-probabilities
     }
@@ -105,7 +110,9 @@ def largest_batch(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
 
 def _weight_tensors(config: GPTConfig) -> int:
     """How many tensors the weights are: AdamW counts its steps for each."""
-    return 9 * config.layers + (2 if config.tied else 3)
+    more = len(set(config.attention_biases))
+    more += 2 * (config.head_norms + config.post_norms)
+    return (9 + more) * config.layers + (2 if config.tied else 3)
 
 
 def _storage_bytes(tensors: list[torch.Tensor]) -> int:

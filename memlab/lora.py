@@ -115,4 +115,6 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, layer)
+    # Not get_submodule, which asks attributes: those of a model whose blocks run by a schedule are
+    # no modules.
+    setattr(dict(_named(model))[parent], child, layer)

@@ -8,9 +8,16 @@ It is the architecture of Llama 2 and 3: RMSNorm before each branch, rotary posi
 query heads that share their keys and values (grouped-query attention), and no biases. Its weights
 are therefore
 
-    N = V·C (2·V·C untied) + C + L·(2·C² + 2·C·KV·D + 3·C·hidden + 2·C)
+    N = V·C (2·V·C untied) + C + L·(2·C·H·D + 2·C·KV·D + 3·C·hidden + 2·C)
 
-with V vocabulary, C width, L layers, H heads of width D = C/H, and KV key/value heads.
+with V vocabulary, C width, L layers, H heads of width D = C/H, and KV key/value heads. The families
+that came after it changed this much, each by a field of the shape:
+
+    Mistral    a D of its own, in some models
+    Qwen2      biases on query, key and value                        + L·(H + 2·KV)·D
+    Qwen3      its own D; a norm on each query and key head          + L·2·D
+    Gemma      its own D; GELU in the gate; embeddings times √C
+    Gemma 3    as Gemma; norms on heads, and after each branch too   + L·(2·D + 2·C)
 
 The model never asks which technique is on. Attention and loss are functions that it is handed; a
 block maps (B, T, C) to (B, T, C), so anything that wraps a function can wrap `model.blocks[3]`.
@@ -27,12 +34,17 @@ Source   Touvron et al. 2023, arXiv 2302.13971; Su et al. 2021 (rotary positions
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 INITIAL_STD = 0.02
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 AttentionFunction = Callable[..., Tensor]  # see scaled_dot_product_attention
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # see cross_entropy
@@ -52,11 +64,43 @@ class GPTConfig:
     tied: bool = True  # one matrix embeds tokens and scores them
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    own_head_width: int | None = None  # D, where it is not width / heads
+    attention_biases: tuple[str, ...] = ()  # of query, key, value, output: who adds one
+    head_norms: bool = False  # of each query and each key, before they are rotated
+    post_norms: bool = False  # after each branch too, before it is added
+    activation: str = "silu"  # of the MLP's gate: one of ACTIVATIONS
+    scaled_embeddings: bool = False  # times √width
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "hidden", "seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"got {name}={getattr(self, name)}; give at least 1")
+        self._check_head_width()
+        if self.heads % self.kv_heads:
+            divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
+            raise ValueError(
+                f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly; "
+                f"use kv_heads={', '.join(divisors)}"
+            )
+        if unknown := set(self.attention_biases) - set(self.attention_widths):
+            raise ValueError(
+                f"got attention_biases for {', '.join(map(repr, sorted(unknown)))}; "
+                f"the matrices are {', '.join(self.attention_widths)}"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"got activation={self.activation!r}; choose one of {', '.join(ACTIVATIONS)}"
+            )
+
+    def _check_head_width(self) -> None:
+        """Rotary positions turn pairs of numbers: a head has an even number of them."""
+        if self.own_head_width is not None:
+            if self.own_head_width < 2 or self.own_head_width % 2:
+                raise ValueError(
+                    f"got own_head_width={self.own_head_width}; rotary positions turn pairs: "
+                    f"give an even number from 2 on"
+                )
+            return
         pair = 2 * self.heads
         if self.width % pair:
             below, above = self.width // pair * pair, (self.width // pair + 1) * pair
@@ -64,24 +108,27 @@ class GPTConfig:
                 f"a width of {self.width} does not split into {self.heads} heads of even width "
                 f"(rotary positions turn pairs); use {f'{below} or ' if below else ''}{above}"
             )
-        if self.heads % self.kv_heads:
-            divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
-            raise ValueError(
-                f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly; "
-                f"use kv_heads={', '.join(divisors)}"
-            )
 
     @property
     def head_width(self) -> int:
-        return self.width // self.heads
+        return self.own_head_width or self.width // self.heads
+
+    @property
+    def attention_widths(self) -> dict[str, int]:
+        """How many numbers a token each matrix of the attention gives."""
+        D = self.head_width
+        keys = self.kv_heads * D
+        return {"query": self.heads * D, "key": keys, "value": keys, "output": self.width}
 
     @property
     def parameters(self) -> int:
         """N, by the formula at the top of this file; a tied matrix counts once."""
         C, D = self.width, self.head_width
-        attention = 2 * C * C + 2 * C * self.kv_heads * D
+        biases = sum(self.attention_widths[name] for name in set(self.attention_biases))
+        attention = 2 * C * self.heads * D + 2 * C * self.kv_heads * D + biases
         mlp = 3 * C * self.hidden
-        block = attention + mlp + 2 * C
+        norms = (4 if self.post_norms else 2) * C + (2 * D if self.head_norms else 0)
+        block = attention + mlp + norms
         embeddings = self.vocab_size * C * (1 if self.tied else 2)
         return embeddings + self.layers * block + C
 
@@ -143,13 +190,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A matrix without bias, left empty: `GPT.initialize_` fills each weight once.
+    """A matrix, most often without bias, left empty: `GPT.initialize_` fills each weight once.
 
     nn.Linear would fill it first, and a 7B model would draw its 7 billion numbers twice.
     """
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype) -> None:
-        super().__init__(in_features, out_features, bias=False, dtype=dtype)
+    def __init__(
+        self, in_features: int, out_features: int, dtype: torch.dtype, *, bias: bool = False
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype)
 
     def reset_parameters(self) -> None: ...
 
@@ -158,6 +207,20 @@ class Embedding(nn.Embedding):
     """A row for each token, left empty like `Linear`."""
 
     def reset_parameters(self) -> None: ...
+
+
+def rms_norm(config: GPTConfig, width: int, dtype: torch.dtype) -> nn.Module:
+    """Divides by the root mean square, then weighs each number.
+
+    Gemma keeps w - 1 in the tensor and multiplies by 1 + w. That is left out: it is the same one
+    tensor, and a kernel that multiplies by it keeps the same bytes.
+    """
+    return nn.RMSNorm(width, eps=config.norm_eps, dtype=dtype)
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """Stands where a family has a norm and this one has none."""
+    return x
 
 
 class Rotary(nn.Module):
@@ -197,19 +260,22 @@ class Attention(nn.Module):
         self, config: GPTConfig, rotary: Rotary, attend: AttentionFunction, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        C, KV, D = config.width, config.kv_heads, config.head_width
+        C, H, KV, D = config.width, config.heads, config.kv_heads, config.head_width
+        biased = config.attention_biases
         self.head_width = D
         self.rotary = rotary
         self.attend = attend
-        self.query = Linear(C, C, dtype)
-        self.key = Linear(C, KV * D, dtype)
-        self.value = Linear(C, KV * D, dtype)
-        self.output = Linear(C, C, dtype)
+        self.query = Linear(C, H * D, dtype, bias="query" in biased)
+        self.key = Linear(C, KV * D, dtype, bias="key" in biased)
+        self.value = Linear(C, KV * D, dtype, bias="value" in biased)
+        self.output = Linear(H * D, C, dtype, bias="output" in biased)
+        self.query_norm = rms_norm(config, D, dtype) if config.head_norms else unchanged
+        self.key_norm = rms_norm(config, D, dtype) if config.head_norms else unchanged
 
     def forward(self, x: Tensor) -> Tensor:
         D = self.head_width
-        q = self.query(x).unflatten(-1, (-1, D))  # (B, T, H, D)
-        k = self.key(x).unflatten(-1, (-1, D))  # (B, T, KV, D)
+        q = self.query_norm(self.query(x).unflatten(-1, (-1, D)))  # (B, T, H, D)
+        k = self.key_norm(self.key(x).unflatten(-1, (-1, D)))  # (B, T, KV, D)
         v = self.value(x).unflatten(-1, (-1, D))  # (B, T, KV, D)
         cos, sin = self.rotary.tables(x.shape[1], q.dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -221,16 +287,17 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: one matrix proposes, another decides how much of it passes."""
+    """SwiGLU (or GeGLU): one matrix proposes, another decides how much of it passes."""
 
     def __init__(self, config: GPTConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.gate = Linear(config.width, config.hidden, dtype)
         self.up = Linear(config.width, config.hidden, dtype)
         self.down = Linear(config.hidden, config.width, dtype)
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -240,14 +307,17 @@ class Block(nn.Module):
         self, config: GPTConfig, rotary: Rotary, attend: AttentionFunction, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps, dtype=dtype)
+        C, after = config.width, config.post_norms
+        self.attention_norm = rms_norm(config, C, dtype)
         self.attention = Attention(config, rotary, attend, dtype)
-        self.mlp_norm = nn.RMSNorm(config.width, eps=config.norm_eps, dtype=dtype)
+        self.attention_post_norm = rms_norm(config, C, dtype) if after else unchanged
+        self.mlp_norm = rms_norm(config, C, dtype)
         self.mlp = MLP(config, dtype)
+        self.mlp_post_norm = rms_norm(config, C, dtype) if after else unchanged
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x)))
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):
@@ -275,7 +345,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, self.rotary, attention, dtype) for _ in range(config.layers)
         )
-        self.norm = nn.RMSNorm(C, eps=config.norm_eps, dtype=dtype)
+        self.norm = rms_norm(config, C, dtype)
         self.unembedding = None if config.tied else Linear(C, V, dtype)
         self.initialize_()
 
@@ -284,11 +354,13 @@ class GPT(nn.Module):
         """Draws every matrix from N(0, 0.02²), as GPT-2 does.
 
         The 2·L matrices that write to the residual stream get 0.02 / √(2·L), so that their sum is
-        as large as one of them, however deep the model.
+        as large as one of them, however deep the model. Biases start at zero.
         """
         residual_std = INITIAL_STD / math.sqrt(2 * self.config.layers)
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:  # the norms' weights are vectors and stay at one
+            if name.endswith("bias"):
+                weight.zero_()
+            elif weight.ndim == 2:  # the norms' weights are vectors and stay at one
                 residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
                 weight.normal_(std=residual_std if residual else INITIAL_STD)
 
@@ -305,6 +377,8 @@ class GPT(nn.Module):
                 f"or build the model with dataclasses.replace(config, seq_len={length})"
             )
         x = self.embedding(tokens)  # (B, T, C)
+        if self.config.scaled_embeddings:
+            x = x * math.sqrt(self.config.width)
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)

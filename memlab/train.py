@@ -225,6 +225,25 @@ def rank_step(setting: Setting, technique: Technique, ranks: int, stage: int) ->
 
     Raises ValueError and TypeError for what `zero.one_rank` cannot shard.
     """
+    with dry_run():
+        return _rank(setting, technique, ranks, stage, meter=meter)()
+
+
+def predicted_rank_trace(setting: Setting, technique: Technique, ranks: int, stage: int) -> Trace:
+    """The trace of such a step as the setting's device, "cuda" or another target of `predict`,
+    would take it, without one."""
+
+    def parts() -> tuple[Callable[[], zero.Step], None, None]:
+        on_cuda = replace(setting, device="cuda")
+        return _rank(on_cuda, technique, ranks, stage), None, None
+
+    return predict(parts, target=setting.device)
+
+
+def _rank(
+    setting: Setting, technique: Technique, ranks: int, stage: int, meter: Any = None
+) -> Callable[[], zero.Step]:
+    """The step of one rank, of fake tensors."""
     if technique.stepping is not Technique.stepping:
         raise ValueError(
             "a weight that is stepped in backward, or whose state is offloaded, has nothing there "
@@ -244,12 +263,11 @@ def rank_step(setting: Setting, technique: Technique, ranks: int, stage: int) ->
     # Ranks have float32 copies of their own: of shards.
     copies = technique.optimizer is master_weights_optimizer
     made = plain_optimizer if copies else technique.optimizer
-    with dry_run():
-        model = _model(setting, technique)
-        rank = zero.one_rank(model, made(model), ranks, stage, meter=meter, master_weights=copies)
-        parts = list(split(_batch(setting), technique.micro_batch or setting.batch))
-        scaler = technique.scaler() if technique.scaler else None
-        return rank.step(parts, sum_of_losses, scaler=scaler)
+    model = _model(setting, technique)
+    rank = zero.one_rank(model, made(model), ranks, stage, meter=meter, master_weights=copies)
+    parts = list(split(_batch(setting), technique.micro_batch or setting.batch))
+    scaler = technique.scaler() if technique.scaler else None
+    return lambda: rank.step(parts, sum_of_losses, scaler=scaler)
 
 
 def predicted_trace(setting: Setting, technique: Technique) -> Trace:

@@ -19,18 +19,25 @@ TINY = PRESETS["tiny"]
 
 @st.composite
 def configs(draw) -> GPTConfig:
-    """Small shapes with odd numbers in them."""
+    """Small shapes with odd numbers in them, of every family and of none."""
     kv_heads, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * queries
+    own = draw(st.sampled_from([None, 2, 6]))
     return GPTConfig(
         vocab_size=draw(st.integers(3, 70)),
-        width=heads * 2 * draw(st.integers(1, 4)),
+        width=draw(st.integers(1, 30)) if own else heads * 2 * draw(st.integers(1, 4)),
         layers=draw(st.integers(1, 3)),
         heads=heads,
         kv_heads=kv_heads,
         hidden=draw(st.integers(1, 50)),
         seq_len=draw(st.integers(12, 20)),
         tied=draw(st.booleans()),
+        own_head_width=own,
+        attention_biases=tuple(draw(st.sets(st.sampled_from(["query", "key", "value", "output"])))),
+        head_norms=draw(st.booleans()),
+        post_norms=draw(st.booleans()),
+        activation=draw(st.sampled_from(["silu", "gelu_tanh"])),
+        scaled_embeddings=draw(st.booleans()),
     )
 
 

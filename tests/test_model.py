@@ -27,6 +27,22 @@ from memlab.model import (
 
 TINY = PRESETS["tiny"]
 
+# What each family has beside Llama's parts, with a head width that is not width / heads.
+FAMILIES = {
+    "llama": {"attention_biases": ("query", "key", "value", "output")},
+    "mistral": {"own_head_width": 12},
+    "qwen2": {"attention_biases": ("query", "key", "value")},
+    "qwen3": {"own_head_width": 12, "head_norms": True},
+    "gemma": {"own_head_width": 12, "activation": "gelu_tanh", "scaled_embeddings": True},
+    "gemma3_text": {
+        "own_head_width": 12,
+        "head_norms": True,
+        "post_norms": True,
+        "activation": "gelu_tanh",
+        "scaled_embeddings": True,
+    },
+}
+
 PUBLISHED_PARAMETERS = {
     "1b": 1_235_814_400,
     "llama-2-7b": 6_738_415_616,
@@ -79,6 +95,12 @@ def test_the_formula_counts_what_is_built(name):
     assert count(model.parameters()) == PRESETS[name].parameters
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_formula_counts_what_is_built_of_each_family(family):
+    model = tiny_model(**FAMILIES[family])
+    assert count(model.parameters()) == model.config.parameters > TINY.parameters
+
+
 def test_untying_adds_one_matrix_of_vocabulary_by_width():
     tied, untied = TINY.parameters, replace(TINY, tied=False).parameters
     assert untied - tied == TINY.vocab_size * TINY.width
@@ -120,46 +142,72 @@ def test_the_124m_preset_is_gpt_2_small_without_positions_and_biases():
 # What it computes
 
 
+# What the parts of a weight's name are called in transformers.
+THEIRS = {
+    "embedding": "model.embed_tokens",
+    "unembedding": "lm_head",
+    "blocks": "model.layers",
+    "norm": "model.norm",
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output": "o_proj",
+    "query_norm": "q_norm",
+    "key_norm": "k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+# Where a norm stands after the attention, too, the one before the MLP has another name.
+THEIRS_OF_GEMMA_3 = THEIRS | {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
 @pytest.mark.parametrize("tied", [True, False])
-def test_logits_equal_those_of_transformers_llama(tied):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_transformers(family, tied):
     transformers = pytest.importorskip("transformers")
-    ours = tiny_model(tied=tied)
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
+    ours = tiny_model(tied=tied, **FAMILIES[family])
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(
+            family,
             vocab_size=TINY.vocab_size,
             hidden_size=TINY.width,
             intermediate_size=TINY.hidden,
             num_hidden_layers=TINY.layers,
             num_attention_heads=TINY.heads,
             num_key_value_heads=TINY.kv_heads,
+            head_dim=ours.config.head_width,
             max_position_embeddings=TINY.seq_len,
             rms_norm_eps=TINY.norm_eps,
             tie_word_embeddings=tied,
+            attention_bias=family == "llama",
+            rope_theta=TINY.rope_theta,
+            query_pre_attn_scalar=ours.config.head_width,  # Gemma 3's scale, as of all others
+            bos_token_id=0,  # Gemma's own ids are larger than this vocabulary
+            eos_token_id=1,
+            pad_token_id=None,
         )
     ).double()
-    theirs = {
-        "embedding": "model.embed_tokens",
-        "unembedding": "lm_head",
-        "blocks": "model.layers",
-        "norm": "model.norm",
-        "attention_norm": "input_layernorm",
-        "attention": "self_attn",
-        "query": "q_proj",
-        "key": "k_proj",
-        "value": "v_proj",
-        "output": "o_proj",
-        "mlp_norm": "post_attention_layernorm",
-        "gate": "gate_proj",
-        "up": "up_proj",
-        "down": "down_proj",
-    }
+    names = THEIRS_OF_GEMMA_3 if family == "gemma3_text" else THEIRS
     with torch.no_grad():
         for name, weight in ours.named_parameters():
-            path = ".".join(theirs.get(part, part) for part in name.split("."))
-            llama.get_parameter(path).copy_(weight.normal_(std=0.3))
+            weight.normal_(std=0.3)
+            path = ".".join(names.get(part, part) for part in name.split("."))
+            one = 1 if family.startswith("gemma") and name.endswith("norm.weight") else 0
+            theirs.get_parameter(path).copy_(weight - one)  # Gemma multiplies by 1 + w
     tokens = random_tokens(length=TINY.seq_len)
-    # Their tables are float32, at any dtype of the model; so are the differences.
-    torch.testing.assert_close(ours(tokens), llama(tokens).logits, rtol=0, atol=5e-6)
+    # Their tables are float32, at any dtype of the model; so are the differences, relative to
+    # logits that reach some hundreds where norms stand after each branch.
+    expected = theirs(tokens).logits
+    atol = 5e-6 * max(1, expected.abs().max().item())
+    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=atol)
 
 
 def test_a_later_token_does_not_change_earlier_logits():
@@ -263,6 +311,16 @@ def test_residual_matrices_start_smaller_by_the_root_of_their_number():
     for matrix in residual:
         expected = 0.02 / math.sqrt(len(residual))
         assert matrix.weight.std().item() == pytest.approx(expected, rel=0.05)
+
+
+def test_biases_start_at_zero():
+    model = tiny_model(attention_biases=("query", "output"))
+    biases = [bias for name, bias in model.named_parameters() if name.endswith("bias")]
+    assert len(biases) == 2 * TINY.layers
+    for bias in biases:
+        bias.data.fill_(math.nan)  # as empty memory may be
+    model.initialize_()
+    assert all((bias == 0).all() for bias in biases)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -462,6 +520,25 @@ def test_weights_are_named_by_where_they_stand():
     ]
 
 
+def test_the_weights_of_the_families_are_named_by_where_they_stand():
+    biases = ("query", "key", "value", "output")
+    model = tiny_model(layers=1, attention_biases=biases, **FAMILIES["gemma3_text"])
+    assert {name for name, _ in model.named_parameters()} - {
+        name for name, _ in tiny_model(layers=1).named_parameters()
+    } == {
+        *(f"blocks.0.attention.{name}.bias" for name in biases),
+        "blocks.0.attention.query_norm.weight",
+        "blocks.0.attention.key_norm.weight",
+        "blocks.0.attention_post_norm.weight",
+        "blocks.0.mlp_post_norm.weight",
+    }
+
+
+def test_a_part_that_a_shape_has_not_is_no_module():
+    names = {name.rpartition(".")[2] for name, _ in tiny_model().named_modules()}
+    assert not {name for name in names if "post_norm" in name or name in ("query_norm", "key_norm")}
+
+
 def test_every_attention_names_its_operators_and_not_the_tables():
     # A meter attributes bytes by forward hooks: the rotation must run inside the attention.
     running = []
@@ -489,11 +566,25 @@ def test_every_attention_names_its_operators_and_not_the_tables():
         ({"kv_heads": 8}, "4 heads cannot share 8 key/value heads evenly"),
         ({"layers": 0}, "got layers=0; give at least 1"),
         ({"kv_heads": 0}, "got kv_heads=0; give at least 1"),
+        ({"own_head_width": 7}, "got own_head_width=7; rotary .*: give an even number from 2 on$"),
+        ({"own_head_width": 0}, "got own_head_width=0; rotary"),
+        ({"own_head_width": -2}, "got own_head_width=-2; rotary"),
+        (
+            {"attention_biases": ("query", "gate")},
+            "got attention_biases for 'gate'; the matrices are query, key, value, output",
+        ),
+        ({"activation": "relu"}, "got activation='relu'; choose one of silu, gelu_tanh"),
     ],
 )
 def test_a_shape_that_cannot_be_says_what_would(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(TINY, **changes)
+
+
+def test_with_a_head_width_of_its_own_a_width_need_not_split():
+    config = replace(TINY, width=33, own_head_width=6)
+    assert config.head_width == 6
+    assert GPT(config)(random_tokens(1, 8)).shape == (1, 8, TINY.vocab_size)
 
 
 def test_a_sequence_too_long_names_both_lengths_and_the_remedy():

@@ -187,19 +187,19 @@ def train_command(
         typer.Option(help="cpu, cuda (ROCm too), mps or xpu; found by itself.", metavar="NAME"),
     ] = None,
 ) -> None:
-    """Take real training steps, and show their loss, their peak and their seconds.
+    """Take real training steps: their loss, their peak and their seconds.
 
-    The weights are made at random and the text is the source of Python's library, a byte a token:
-    nothing is downloaded. The loss is in nats and falls quickly, from about the logarithm of the
-    vocabulary. Nothing is written. [bold]memlab measure --dry-run[/] says what a step takes
-    without taking it.
+    The weights are random and the text is the source of Python's library, a
+    byte a token: nothing is downloaded, and nothing is written. The loss is in
+    nats and starts near the logarithm of the vocabulary. What a step takes,
+    without taking it, says memlab measure --dry-run.
 
     [bold]memlab train --model 25m --steps 20[/]
 
-    [bold]memlab train --model 25m --technique checkpointing+lion8bit --batch 8[/]
+    [bold]memlab train --model 25m --technique checkpointing+lion8bit[/]
 
-    [bold]memlab train --model llama-2-7b --dtype bfloat16 --batch 1 --seq 2048 --memory 24GB
-    --technique checkpointing+lion8bit+step-in-backward+chunked-loss[/]
+    [bold]memlab train --model llama-2-7b --dtype bfloat16 --batch 1 --seq 2048 --memory 24GB \
+--technique checkpointing+lion8bit+step-in-backward+chunked-loss[/]
     """
     from memlab.cli.train import train
 
@@ -213,6 +213,124 @@ def train_command(
         memory=memory,
         device=device,
     )
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A preset (memlab measure --help names them), or the path of a config.json in "
+            "Hugging Face's format.",
+            metavar="NAME|PATH",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            "--gpu",
+            help="Of each GPU: 24GB (24·10⁹ bytes), 24GiB (24·2³⁰), or a card such as rtx4090.",
+            metavar="BYTES|CARD",
+        ),
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="How many of them.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences in the batch of each GPU.")] = 1,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens in a sequence; 2048 unless given.")
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="Only this one: float32, autocast, bfloat16 or master-weights.", metavar="NAME"
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Only this one: adamw, adam8bit, adam-mini, lion or lion8bit.", metavar="NAME"
+        ),
+    ] = None,
+    lora: Annotated[
+        bool | None, typer.Option("--lora/--full", help="Only LoRA, or only all weights.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Parts of each matrix on as many GPUs; by formula alone.")
+    ] = 1,
+    pipeline_parallel: Annotated[
+        int, typer.Option(help="Parts of the model's depth; by formula alone.")
+    ] = 1,
+    count: Annotated[int, typer.Option("--recipes", help="How many to show at the most.")] = 4,
+    grow: Annotated[
+        bool,
+        typer.Option(
+            "--grow/--no-grow", help="Find the largest batch and length, too; takes longer."
+        ),
+    ] = True,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cuda, cuda:hopper, or cpu for the memory of a machine without a GPU; as the card "
+            "has it.",
+            metavar="NAME",
+        ),
+    ] = None,
+    script: Annotated[
+        str | None,
+        typer.Option(
+            help="A step of your own: a function that returns (step, model, optimizer).",
+            metavar="PATH.py:FUNCTION",
+        ),
+    ] = None,
+    out: Annotated[
+        str, typer.Option(help="The folder for the picture and the numbers.", metavar="FOLDER")
+    ] = "work",
+) -> None:
+    """Say whether a model's training fits into a memory, with which recipe, at what cost.
+
+    Recipes are compared by formula, the fastest of them predicted operator by
+    operator, and what is said to fit was predicted to, reserved bytes and CUDA's
+    own share included. No GPU is needed. The last line is the command that trains
+    so. The exit status is 1 if nothing fits.
+
+    [bold]memlab plan --model llama-2-7b --memory 24GB[/]
+
+    [bold]memlab plan --model llama-3-8b --gpu rtx4090 --lora --seq 4096[/]
+
+    [bold]memlab plan --model path/to/config.json --gpu a100-80 --gpus 8[/]
+
+    [bold]memlab plan --script train.py:build --memory 16GiB[/]
+    """
+    if script is not None:
+        from memlab.cli.plan_script import plan_script
+
+        given = {"--model": model, "--seq": seq, "--precision": precision, "--optimizer": optimizer}
+        if clashing := [option for option, value in given.items() if value is not None]:
+            raise UsageError(
+                f"got --script together with {', '.join(clashing)}; a script brings its own model, "
+                f"batch and optimizer, so leave them out"
+            )
+        raise typer.Exit(plan_script(script, memory=memory, target=device, out=out))
+
+    from memlab.cli.plan import plan_model
+
+    status = plan_model(
+        model=model,
+        memory=memory,
+        gpus=gpus,
+        batch=batch,
+        seq_len=seq,
+        precision=precision,
+        optimizer=optimizer,
+        lora=lora,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        count=count,
+        grow=grow,
+        target=device,
+        out=out,
+    )
+    raise typer.Exit(status)
 
 
 @app.command("doctor")

@@ -19,6 +19,7 @@ from memlab.cli.errors import UsageError
 from memlab.cli.report import say
 from memlab.cli.rows import Row
 from memlab.files import write_beside
+from memlab.planner import Plan
 from memlab.trace import Trace
 
 Drawing = Callable[[Any], Any]  # memlab.plot to a figure
@@ -27,19 +28,48 @@ Drawing = Callable[[Any], Any]  # memlab.plot to a figure
 def write(rows: Sequence[Row], title: str, folder: Path, predicted: Sequence[Row] = ()) -> None:
     """Write numbers and, where matplotlib is installed, pictures: all of them or none."""
     drawings = _drawings([row for row in rows if row.trace is not None], predicted, title)
+    _write_all(
+        "measure.json",
+        lambda path: _write_numbers(rows, predicted, title, path),
+        drawings,
+        folder,
+    )
+
+
+def _write_all(
+    numbers: str, write_numbers: Callable[[Path], None], drawings: dict[str, Drawing], folder: Path
+) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         say("no pictures: pip install matplotlib draws them")
         drawings = {}
-    names = ["measure.json", *drawings]
+    names = [numbers, *drawings]
     try:
         with ExitStack() as files:
             beside = {name: files.enter_context(write_beside(folder / name)) for name in names}
-            _write_numbers(rows, predicted, title, beside["measure.json"])
+            write_numbers(beside[numbers])
             for name, draw in drawings.items():
                 _draw(draw, beside[name])
     except OSError as error:
         raise UsageError(f"writing to {folder} failed: {error}") from error
     say("written: " + ", ".join(str(folder / name) for name in names))
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Write what a plan found: numbers and, where matplotlib is installed, a picture."""
+    shown = [*plan.options, *([plan.miss] if plan.miss else [])]
+    traces = {option.recipe.words: option.measured.trace for option in shown if option.measured}
+    title = f"{plan.model}, {plan.batch} × {plan.seq_len} tokens, in {plan.memory.name}"
+    drawings: dict[str, Drawing] = {}
+    if traces:
+        drawings["plan.png"] = lambda plot: plot.breakdown(
+            traces, title=title, limit_bytes=plan.budget_bytes
+        )
+    _write_all(
+        "plan.json",
+        lambda path: _write_json(path, {"what": title, **plan.to_dict()}),
+        drawings,
+        folder,
+    )
 
 
 def _drawings(rows: Sequence[Row], predicted: Sequence[Row], title: str) -> dict[str, Drawing]:
@@ -66,16 +96,20 @@ def _draw(draw: Drawing, path: Path) -> None:
 
 
 def _write_numbers(rows: Sequence[Row], predicted: Sequence[Row], title: str, path: Path) -> None:
-    numbers = {
-        "what": title,
+    numbers = {"rows": list(map(_numbers, rows)), "on_cuda": list(map(_numbers, predicted))}
+    _write_json(path, {"what": title, **numbers})
+
+
+def _write_json(path: Path, numbers: dict[str, Any]) -> None:
+    """The numbers, and where they were found."""
+    where = {
         "date": date.today().isoformat(),
         "machine": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "rows": list(map(_numbers, rows)),
-        "on_cuda": list(map(_numbers, predicted)),
     }
-    path.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    what = {"what": numbers.pop("what"), **where, **numbers}
+    path.write_text(json.dumps(what, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _numbers(row: Row) -> dict[str, Any]:

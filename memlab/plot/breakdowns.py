@@ -17,6 +17,7 @@ from memlab.plot.page import (
     MARGIN,
     SWATCH,
     WIDTH,
+    draw_line,
     draw_swatch,
     new_axes,
     new_page,
@@ -33,10 +34,15 @@ from memlab.units import format_bytes
 NAME_CHARACTERS = 28  # in a line
 
 
-def breakdown(traces: Mapping[str, Trace] | Trace, *, title: str | None = None) -> Figure:
+def breakdown(
+    traces: Mapping[str, Trace] | Trace,
+    *,
+    title: str | None = None,
+    limit_bytes: int | None = None,
+) -> Figure:
     """A bar for each named trace: what it holds at its peak, and what it saves against the first.
 
-    A Trace in place of the mapping gets one bar without a name.
+    A Trace in place of the mapping gets one bar without a name. A limit is drawn across all bars.
     """
     named = {"": traces} if isinstance(traces, Trace) else dict(traces)
     if not named:
@@ -51,13 +57,16 @@ def breakdown(traces: Mapping[str, Trace] | Trace, *, title: str | None = None) 
         rows = _key_rows(present)
         key_height = LINE * len(rows) + 2 * GAP
         bar_height = LINE * (2 + 0.7 * max(name.count("\n") for name in names))
-        height = key_height + bar_height * len(named) + MARGIN  # below the title
+        below = MARGIN + (0 if limit_bytes is None else LINE)
+        height = key_height + bar_height * len(named) + below  # below the title
         figure = new_page(title or "Memory at the peak", height)
         left = MARGIN + max((text_width(name) + GAP for name in names if name), default=0)
         right = WIDTH - MARGIN - max(_end_width(*end) for end in ends)
-        axes = new_axes(figure, left=left, bottom=MARGIN, right=right, top=height - key_height)
+        axes = new_axes(figure, left=left, bottom=below, right=right, top=height - key_height)
         _draw_key(figure, rows, top=height)
-        _draw_bars(axes, list(named.values()))
+        _draw_bars(axes, list(named.values()), limit_bytes or 0)
+        if limit_bytes is not None:
+            _draw_limit(axes, limit_bytes)
         _draw_names(axes, names)
         _draw_ends(axes, peaks, ends)
     return figure
@@ -80,10 +89,10 @@ def _end_width(total: str, words: str) -> float:
     return GAP + text_width(total, bold=True) + GAP + text_width(words)
 
 
-def _draw_bars(axes: Axes, traces: Sequence[Trace]) -> None:
+def _draw_bars(axes: Axes, traces: Sequence[Trace], at_least: int = 0) -> None:
     """The first trace on top; the size of a part stands inside it if it has the room."""
     axes.set_axis_off()
-    axes.set_xlim(0, max(trace.peak_bytes for trace in traces))
+    axes.set_xlim(0, max(at_least, *(trace.peak_bytes for trace in traces)))
     axes.set_ylim(len(traces) - 0.5, -0.5)
     for row, trace in enumerate(traces):
         start = 0
@@ -94,6 +103,15 @@ def _draw_bars(axes: Axes, traces: Sequence[Trace]) -> None:
             axes.add_patch(part)
             _write_inside(axes, format_bytes(bytes_), (start, start + bytes_), row, colour)
             start += bytes_
+
+
+def _draw_limit(axes: Axes, limit_bytes: int) -> None:
+    """A line through all bars, and below it what it is."""
+    bottom, top = axes.get_ylim()
+    (x, low), (_, high) = on_page(axes, limit_bytes, bottom), on_page(axes, limit_bytes, top)
+    draw_line(axes.figure, (x, x), (low, high), INK, 1.5)
+    words = f"{format_bytes(limit_bytes)} are there"
+    write(axes.figure, x, low - LINE / 2, words, ha="right", weight="bold")
 
 
 def _write_inside(

@@ -1,0 +1,219 @@
+"""`memlab plan`: which recipe fits a model into a memory, measured, and at what cost."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rich.table import Table
+
+from memlab.cli import report
+from memlab.cli.choices import choose_folder
+from memlab.cli.errors import UsageError
+from memlab.cli.results import write_plan
+from memlab.model import PRESETS
+from memlab.planner import LEARNED, Option, Plan, Recipe, plan
+from memlab.planner.recipes import OPTIMIZERS, PRECISIONS
+from memlab.units import format_bytes
+
+STAGES = 40  # of the bar: about as many steps as are measured
+
+
+def plan_model(
+    *,
+    model: str | None,
+    memory: str | None,
+    gpus: int,
+    batch: int,
+    seq_len: int | None,
+    precision: str | None,
+    optimizer: str | None,
+    lora: bool | None,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    count: int,
+    grow: bool,
+    target: str | None,
+    out: str,
+) -> int:
+    """Search, print what fits, write a picture and numbers; 1 if nothing fits, else 0."""
+    if model is None:
+        raise UsageError(
+            f"got no --model; give one of {', '.join(PRESETS)}, a config.json, or --script"
+        )
+    if memory is None:
+        raise UsageError(
+            "got no --memory; give it as 24GB, 24GiB or a card's name, such as rtx4090"
+        )
+    learned = choose_kinds(precision, optimizer, lora)
+    folder = choose_folder(out)
+    try:
+        with report.progress(STAGES) as announce:
+            found = plan(
+                model,
+                memory,
+                gpus=gpus,
+                batch=batch,
+                seq_len=seq_len,
+                tensor_parallel=tensor_parallel,
+                pipeline_parallel=pipeline_parallel,
+                learned=learned,
+                count=count,
+                grow=grow,
+                target=target,
+                announce=announce,
+            )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    show(found)
+    write_plan(found, folder)
+    return 0 if found.best else 1
+
+
+def choose_kinds(
+    precision: str | None, optimizer: str | None, lora: bool | None
+) -> tuple[Recipe, ...]:
+    """The kinds of training that the user leaves open; what is asked for by name may be one that
+    is not among the usual."""
+    for option, got, known in (
+        ("--precision", precision, PRECISIONS),
+        ("--optimizer", optimizer, OPTIMIZERS),
+    ):
+        if got is not None and got not in known:
+            raise UsageError(f"got {option} {got}; choose from {', '.join(known)}")
+    kinds = [
+        each
+        for each in LEARNED
+        if precision in (None, each.precision)
+        and optimizer in (None, each.optimizer)
+        and lora in (None, each.lora)
+    ]
+    if kinds:
+        return tuple(kinds)
+    try:
+        return (
+            replace(
+                Recipe(),
+                precision=precision or "bfloat16",
+                optimizer=optimizer or "adamw",
+                lora=bool(lora),
+            ),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+# ------------------------------------------------------------------ what is printed
+
+
+def show(found: Plan) -> None:
+    """What was asked, the table, and what each column leaves open."""
+    report.say("\n".join(headline(found)) + "\n")
+    if rows := [*found.options, *([found.miss] if found.miss else [])]:
+        report.console.print(table(found, rows))
+    sentences = "\n".join(map(report.paragraph, remarks(found)))
+    report.say(f"\n{sentences}")
+    if found.best:
+        report.say(f"\n{found.command()}")
+
+
+def headline(found: Plan) -> Iterator[str]:
+    """The model, the memory, and how it was found out."""
+    many = f", one of {found.gpus} GPUs, each with" if found.gpus > 1 else ","
+    yield (
+        f"{found.model}{many} {found.batch} × {found.seq_len} tokens; "
+        f"{found.config.parameters:,} parameters"
+    )
+    memory = format_bytes(found.memory.total_bytes)
+    left = format_bytes(found.budget_bytes)
+    if found.target == "cpu":
+        yield f"{found.memory.name}: {memory}, all of it for tensors; dry runs for the CPU"
+    else:
+        yield (
+            f"{found.memory.name}: {memory}, of which CUDA leaves {left} to torch; "
+            f"predicted for {found.target}, nothing is computed"
+        )
+
+
+def table(found: Plan, rows: list[Option]) -> Table:
+    """A line for each recipe: those that fit, then the nearest that does not."""
+    has_reserved = any(row.measured and row.measured.reserved_bytes for row in rows)
+    fastest = min(row.candidate.step_seconds for row in rows)
+    grown = any(row.largest_batch for row in rows)
+    columns = {
+        "recipe": [row.recipe.words for row in rows],
+        "allocated": [
+            format_bytes(row.measured.allocated_bytes if row.measured else row.needed_bytes)
+            for row in rows
+        ],
+        "reserved": [
+            format_bytes(row.measured.reserved_bytes)
+            if row.measured and row.measured.reserved_bytes
+            else ""
+            for row in rows
+        ]
+        if has_reserved
+        else [],
+        "left": [
+            format_bytes(-row.missing_bytes)
+            if row.fits
+            else f"lacks {format_bytes(row.missing_bytes)}"
+            for row in rows
+        ],
+        "time": [f"{row.candidate.step_seconds / fastest:.2f} ×" for row in rows],
+        "batch up to": [str(row.largest_batch or "") for row in rows] if grown else [],
+        "length up to": [f"{row.longest:,}" if row.longest else "" for row in rows]
+        if grown
+        else [],
+    }
+    lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
+    for title in shown:
+        lines.add_column(title, justify="left" if title == "recipe" else "right", no_wrap=True)
+    for cells in zip(*shown.values(), strict=True):
+        lines.add_row(*cells)
+    return lines
+
+
+def remarks(found: Plan) -> Iterator[str]:
+    """What the table leaves open."""
+    best, miss = found.best, found.miss
+    if best is None:
+        yield f"Nothing fits {found.memory.name}{_smallest(found)}"
+    else:
+        yield f"time: {_spent(best)}; an estimate that counts every copy, not a measurement"
+        yield (
+            "each recipe trains something else (another precision, optimizer or LoRA), and is the "
+            "fastest found that trains it and fits"
+        )
+        if any(option.largest_batch for option in found.options):
+            yield (
+                f"batch up to: with {found.seq_len} tokens each. length up to: with a batch of "
+                f"{found.batch}, to the next 128 tokens. Both are predicted at their ends"
+            )
+    if best and miss:
+        yield (
+            f"The next, {miss.recipe.words}, does not fit: it lacks "
+            f"{format_bytes(miss.missing_bytes)} of {format_bytes(miss.needed_bytes)}"
+        )
+    if any(option.measured is None for option in found.options):
+        yield "tensor and pipeline parallel recipes are by formula: nothing here runs them"
+    yield from found.failures
+
+
+def _smallest(found: Plan) -> str:
+    if found.miss is None:
+        return ""
+    return (
+        f": the smallest that was tried, {found.miss.recipe.words}, lacks "
+        f"{format_bytes(found.miss.missing_bytes)} of {format_bytes(found.miss.needed_bytes)}; "
+        f"take a shorter length, more GPUs or a larger card"
+    )
+
+
+def _spent(option: Option) -> str:
+    """What an estimated step goes to, the largest first."""
+    total = option.candidate.step_seconds
+    terms = sorted(option.candidate.seconds.items(), key=lambda term: -term[1])
+    shares = ", ".join(
+        f"{name} {value / total:.0%}" for name, value in terms if value > total / 100
+    )
+    return f"of the first one's, {shares}"

@@ -1,0 +1,36 @@
+"""The planner: which recipe fits a model into a memory, measured, and at what cost.
+
+print(plan("llama-2-7b", "24GB"))                     # recipes that fit, the fastest first
+training_bytes(PRESETS["llama-2-7b"], Recipe()).terms # what a step holds, by formula, named
+
+recipes      what can be turned on, as plain data
+cards        what fits into a GPU, and how fast it is
+formulas     bytes, each term with its name
+costs        seconds, estimated, each term with its name
+repetition   the trace of a deep model out of those of shallow ones
+measuring    what a prediction says that a recipe takes
+search       the fastest recipe that is measured to fit
+"""
+
+from memlab.planner.cards import CARDS, Card, Memory, card_named, memory_named
+from memlab.planner.formulas import Estimate, training_bytes
+from memlab.planner.measuring import Measured, measured
+from memlab.planner.recipes import LEARNED, Recipe
+from memlab.planner.search import Option, Plan, plan
+
+__all__ = [
+    "CARDS",
+    "LEARNED",
+    "Card",
+    "Estimate",
+    "Measured",
+    "Memory",
+    "Option",
+    "Plan",
+    "Recipe",
+    "card_named",
+    "measured",
+    "memory_named",
+    "plan",
+    "training_bytes",
+]

@@ -1,0 +1,491 @@
+"""Repetition: the trace of a deep model, made of the traces of two shallow ones.
+
+Saves    the run: 32 blocks take eight times as long as 4, and a stretched trace a second.
+Costs    two shallow runs; and a step whose blocks are not treated alike cannot be stretched.
+
+Equal blocks do equal things, so a trace of one block more has a few sections more: one block's
+weights where the model is made, its part of forward, of backward, of the optimizer.
+
+    fewer   h AAA  f BBB  t          h, f, t once;  A and B for each block
+    more    h AAAA f BBBB t
+
+`insertions` finds them. As many more copies as wanted give the events, but each free must still
+name the right storage. Three rules say which copy's it is, and copies at either end may have their
+own, as their neighbours are others:
+
+    in step     copy i frees what copy i + c made         a block's own temporaries
+    mirrored    copy i frees what copy n - i + c made     backward frees forward's activations
+    fixed       all free what one copy made, counted from the first or from the last
+
+Each rule is read off both traces, and what does not follow one is refused (`NotRepeating`). So is a
+result in which a storage is freed twice, or outlives the step more often than in the shallow runs.
+What is not refused is exact, down to the order of events, on which an allocator's holes depend.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memlab.allocator import simulate
+from memlab.metering.cycles import no_cycle_collection
+from memlab.trace import DeviceMemory, Event, Trace
+
+Numbers = NDArray[np.int64]
+
+_NONE = -1  # the birth of what is no storage; the block of what is in none
+_MARK = 0  # the token that stands where the measured step begins
+_DEEPEST_EDGE = 3  # copies at either end that may have rules of their own
+_BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+class NotRepeating(ValueError):  # noqa: N818 - says what the traces are
+    """Two traces do not differ by copies of the same sections alone."""
+
+
+def stretch(fewer: Trace, more: Trace, blocks_more: int, blocks: int, *, unit: int = 1) -> Trace:
+    """The trace of so many blocks.
+
+    `more` has `blocks_more` equal blocks, `fewer` has `unit` less. Storages are numbered anew.
+    Raises NotRepeating where the two cannot tell, ValueError for a number of blocks that whole
+    units do not reach.
+    """
+    added, rest = divmod(blocks - blocks_more, unit)
+    if rest or added < 0:
+        raise ValueError(
+            f"got {blocks} blocks; {blocks_more} and some times {unit} more can be made of these "
+            f"traces"
+        )
+    if (fewer.device, fewer.dry, fewer.notes) != (more.device, more.dry, more.notes):
+        raise NotRepeating("the two traces are not of the same device, or their notes differ")
+    try:
+        return _stretch(fewer, more, added + 1, unit)
+    except NotRepeating:
+        return _stretch(*map(frees_by_age, (fewer, more)), added + 1, unit)
+
+
+def frees_by_age(trace: Trace) -> Trace:
+    """The trace in which storages that die at once, with no other event between, die by age.
+
+    Autocast drops its casts in the order of a hash table of addresses, which differs from run to
+    run. To an allocator the order of such frees is all one: its blocks are the same behind them.
+    """
+    history, events = (tuple(_frees_by_age(part)) for part in (trace.history, trace.events))
+    return replace(trace, history=history, events=events)
+
+
+def _frees_by_age(events: Iterable[Event]) -> Iterable[Event]:
+    held: dict[int, int] = {}
+    born: dict[int, int] = {}
+    frees: list[tuple[int, list[Event]]] = []  # when born, the free and its rounding
+    for position, event in enumerate(events):
+        size, storage, category, *_, phase = event[:6]
+        if frees and category == "rounding":
+            frees[-1][1].append(event)
+            continue
+        held[storage] = left = held.get(storage, 0) + size
+        birth = born.setdefault(storage, position)
+        is_free = storage > 0 and left == 0
+        if frees and not (is_free and phase == frees[0][1][0].phase):
+            yield from _sorted(frees)
+            frees = []
+        if is_free:
+            frees.append((birth, [event]))
+        else:
+            yield event
+    yield from _sorted(frees)
+
+
+def _sorted(frees: list[tuple[int, list[Event]]]) -> Iterable[Event]:
+    return (event for _, events in sorted(frees) for event in events)
+
+
+def _stretch(fewer: Trace, more: Trace, added: int, unit: int) -> Trace:
+    tokens = _Tokens()
+    short, long = tokens.read(fewer), tokens.read(more)
+    repeats = _Repeats(insertions(short.tokens, long.tokens), long.tokens)
+    made = _stretched(short, long, repeats, added, unit)
+    _check(made, short, long, repeats, added)
+    return _trace(more, made)
+
+
+def _stretched(
+    short: "_Sequence", long: "_Sequence", repeats: "_Repeats", added: int, unit: int
+) -> "_Sequence":
+    layout = repeats.layout(added)
+    few, more = repeats.layout(0).places(short.births), repeats.layout(1).places(long.births)
+    births = layout.positions(repeats.stretched(few, more, added))
+    has_block, block = repeats.stretched(
+        _block_places(short.blocks), _block_places(long.blocks), added, unit
+    )
+    blocks = np.where(has_block, block, _NONE)
+    sources = repeats.layout(1).first_positions[layout.templates()]
+    events = _events(long, sources, births, blocks)
+    return _Sequence(long.tokens[sources], births, blocks, long.bytes[sources], events)
+
+
+def _block_places(blocks: Numbers) -> Numbers:
+    """Whether each event has a block, and which: as if that were a place."""
+    return np.stack((blocks != _NONE, blocks.clip(min=0)))
+
+
+# ------------------------------------------------------------------ what events have in common
+
+
+class _Sequence(NamedTuple):
+    """All events of a process, and a mark where its measured step begins."""
+
+    tokens: Numbers  # equal for events that differ in their storage and block only
+    births: Numbers  # the position at which the event's storage was born
+    blocks: Numbers
+    bytes: Numbers
+    events: Sequence[Event | None]  # None: the mark
+
+
+class _Tokens:
+    """Numbers for events, the same in every trace that is read."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {None: _MARK}
+        self._modules: dict[str, tuple[str, int]] = {}
+
+    def read(self, trace: Trace) -> _Sequence:
+        events = [*trace.history, None, *trace.events]
+        tokens, births, blocks = [], [], []
+        born: dict[int, int] = {}
+        for position, event in enumerate(events):
+            if event is None:
+                tokens.append(_MARK)
+                births.append(_NONE)
+                blocks.append(_NONE)
+                continue
+            size, storage, category, operator, module, *others = event
+            module, block = self._split(module)
+            special = min(storage, 1)  # 0 and below: no storage, but what a device alone reports
+            token = (size, special, category, operator, module, *others)
+            tokens.append(self._numbers.setdefault(token, len(self._numbers)))
+            births.append(_NONE if storage <= 0 else born.setdefault(storage, position))
+            blocks.append(block)
+        sizes = [event.bytes if event else 0 for event in events]
+        return _Sequence(*map(_numbers, (tokens, births, blocks, sizes)), events)
+
+    def _split(self, module: str) -> tuple[str, int]:
+        """A module's name with its block's number taken out, and the number."""
+        if module not in self._modules:
+            found = _BLOCK.search(module)
+            block = int(found[0]) if found else _NONE
+            self._modules[module] = _BLOCK.sub("*", module, count=1), block
+        return self._modules[module]
+
+
+def _numbers(values: Sequence[int]) -> Numbers:
+    return np.array(values, dtype=np.int64)
+
+
+# ------------------------------------------------------------------ where copies were inserted
+
+
+class Insertion(NamedTuple):
+    """A section that the longer sequence has once more: behind its last copy in the shorter."""
+
+    position: int  # in the shorter
+    length: int
+
+
+def insertions(short: Numbers, long: Numbers) -> list[Insertion]:
+    """What was inserted into `short` to make `long`, each a repetition of what stands before it."""
+    found: list[Insertion] = []
+    position = shift = 0
+    while True:
+        position += _common(short[position:], long[position + shift :])
+        if position == len(short) and position + shift == len(long):
+            return found
+        floor = found[-1].position + shift if found else 0
+        length = _inserted(short, long, position, shift, floor)
+        found.append(Insertion(position, length))
+        shift += length
+
+
+def _inserted(short: Numbers, long: Numbers, position: int, shift: int, floor: int) -> int:
+    """Of the lengths that repeat what stands before, the one after which most is equal again."""
+    here = position + shift
+    longest = min(len(long) - len(short) - shift, here - floor)
+    lengths = np.arange(1, longest + 1)
+    lengths = lengths[long[here - lengths] == long[here]] if here < len(long) else lengths[:0]
+    lengths = lengths[long[here + lengths - 1] == long[here - 1]]
+    if position < len(short):
+        behind = here + lengths
+        lengths = lengths[
+            (behind < len(long)) & (long[behind.clip(max=len(long) - 1)] == short[position])
+        ]
+    equal = [
+        (_common(short[position:], long[here + length :]), -length)
+        for length in lengths.tolist()
+        if np.array_equal(long[here - length : here], long[here : here + length])
+    ]
+    if not equal:
+        raise NotRepeating(f"event {position} of the shorter trace differs, and repeats nothing")
+    return -max(equal)[1]
+
+
+def _common(one: Numbers, other: Numbers) -> int:
+    """How far two sequences are equal from their beginnings."""
+    length = min(len(one), len(other))
+    done = 0
+    while done < length:
+        until = min(length, 2 * done + 64)
+        different = one[done:until] != other[done:until]
+        if different.any():
+            return done + int(different.argmax())
+        done = until
+    return length
+
+
+# ------------------------------------------------------------------ sections and their copies
+
+
+class _Layout:
+    """A sequence cut into sections: parts that stand once, and between them groups of copies.
+
+    A place in it is a template (which event of which section) and a copy.
+    """
+
+    def __init__(self, lengths: Numbers, copies: Numbers) -> None:
+        self.lengths, self.copies = lengths, copies  # a length is one copy's
+        self.starts = np.concatenate(([0], np.cumsum(lengths * copies)))
+        self.first_templates = np.concatenate(([0], np.cumsum(lengths)))
+        section = np.repeat(np.arange(len(lengths)), lengths)  # of each template
+        offset = np.arange(len(section)) - self.first_templates[section]
+        self.first_positions = self.starts[section] + offset  # of each template
+        self._strides, self._copies = lengths[section], copies[section]
+
+    def places(self, positions: Numbers) -> Numbers:
+        """Template and copy of each position, (2, positions); no position is in no place."""
+        section = np.searchsorted(self.starts[:-1], positions, side="right") - 1
+        within = positions - self.starts[section]
+        copy, offset = np.divmod(within, self.lengths[section].clip(min=1))
+        place = np.stack((self.first_templates[section] + offset, copy))
+        return np.where(positions == _NONE, _NOWHERE, place)
+
+    def positions(self, places: Numbers) -> Numbers:
+        """The inverse of `places`."""
+        template, copy = places
+        there = template != _NONE
+        if np.any(there & ((copy < 0) | (copy >= self._copies[template]))):
+            raise NotRepeating("an event would belong to a block that is not there")
+        found = self.first_positions[template] + copy * self._strides[template]
+        return np.where(there, found, _NONE)
+
+    def templates(self) -> Numbers:
+        """The template at each position."""
+        return self.places(np.arange(self.starts[-1]))[0]
+
+    def cut(self, places: Numbers) -> list[Numbers]:
+        """What stands for each position, by section: each (2, copies, length)."""
+        shapes = zip(self.copies.tolist(), self.lengths.tolist(), strict=True)
+        parts = np.split(places, self.starts[1:-1], axis=1)
+        return [part.reshape(2, *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+_NOWHERE = np.array([[_NONE], [0]])
+
+
+class _Repeats:
+    """The sections that two traces share, one of which has each group's copies and one more."""
+
+    def __init__(self, found: Sequence[Insertion], long: Numbers) -> None:
+        lengths, copies = [], []
+        end = shift = 0
+        for position, length in found:
+            start = last = position + shift
+            while start - length >= end and np.array_equal(
+                long[start - length : start], long[last : last + length]
+            ):
+                start -= length
+            lengths += [start - end, length]
+            copies += [1, (last - start) // length]
+            shift += length
+            end = position + shift
+        self._lengths = _numbers([*lengths, len(long) - end])
+        self._copies = _numbers([*copies, 1])
+        self._grows = _numbers([*[0, 1] * len(found), 0])
+
+    def layout(self, added: int) -> _Layout:
+        """With so many copies more of each group than the shorter trace has."""
+        return _Layout(self._lengths, self._copies + added * self._grows)
+
+    def stretched(self, short: Numbers, long: Numbers, added: int, step: int = 1) -> Numbers:
+        """The places that stand at each position, of those that do in the two traces."""
+        parts = zip(self.layout(0).cut(short), self.layout(1).cut(long), strict=True)
+        wanted = [_extended(few, more, added, step) for few, more in parts]
+        return np.concatenate([part.reshape(2, -1) for part in wanted], axis=1)
+
+
+# ------------------------------------------------------------------ rules
+
+
+def _extended(few: Numbers, more: Numbers, added: int, step: int) -> Numbers:
+    """The places of a section's events with `added` copies more than in `few`.
+
+    Each is (2, copies, length). The rule of an event is the one with the fewest copies at the
+    edges that have a rule of their own; where two with equally many differ, none.
+    """
+    copies, length = few.shape[1:]
+    if copies == more.shape[1]:
+        return _by_rule(few, more, copies, 0, added, step)[1]
+    extended = np.zeros((2, copies + added, length), dtype=np.int64)
+    open_ = np.arange(length)
+    for edges in range(min(_DEEPEST_EDGE, copies - 1) + 1):
+        fitting = np.zeros(len(open_), dtype=bool)
+        for head in range(edges + 1):
+            parts = few[:, :, open_], more[:, :, open_]
+            fits, made = _by_rule(*parts, head, edges - head, added, step)
+            known = extended[:, :, open_]
+            if np.any(fits & fitting & (made != known).any(axis=(0, 1))):
+                raise NotRepeating("two rules fit an event, and lead to different storages")
+            extended[:, :, open_] = np.where(fits, made, known)
+            fitting |= fits
+        open_ = open_[~fitting]
+        if not len(open_):
+            return extended
+    raise NotRepeating(f"{len(open_)} events of a block follow no rule")
+
+
+def _by_rule(
+    few: Numbers, more: Numbers, head: int, tail: int, added: int, step: int
+) -> tuple[Numbers, Numbers]:
+    """Which events one rule fits, but for so many copies at the edges, and what it makes of them.
+
+    In the middle, copy i of a trace with `a` copies added belongs to copy c + slope·i + growth·a
+    of one template; slope is -step, 0 or step, growth 0 or step.
+    """
+    ends = [
+        (few[:, :head], more[:, :head]),
+        (few[:, few.shape[1] - tail :], more[:, more.shape[1] - tail :]),
+    ]
+    fits = np.ones(few.shape[2], dtype=bool)
+    made = []
+    for one, other in ends:
+        growth = other[1] - one[1]
+        fits &= ((one[0] == other[0]) & ((growth == 0) | (growth == step))).all(axis=0)
+        made.append(np.stack((one[0], one[1] + added * growth)))
+    middle = few[:, head : few.shape[1] - tail], more[:, head : more.shape[1] - tail]
+    if middle[0].shape[1]:
+        good, between = _affine(*middle, added, step)
+        fits &= good
+        made.insert(1, between)
+    if not fits.all() and few.shape[1] == more.shape[1]:
+        raise NotRepeating(f"{(~fits).sum()} events that stand once follow no rule")
+    return fits, np.concatenate(made, axis=1)
+
+
+def _affine(few: Numbers, more: Numbers, added: int, step: int) -> tuple[Numbers, Numbers]:
+    """Which events of copies that are all alike follow a rule, and what it makes of them."""
+    template, first = more[0, 0], few[1, 0]
+    slope, growth = more[1, 1] - more[1, 0], more[1, 0] - first
+
+    def rule(added: int) -> Numbers:
+        copies = np.arange(few.shape[1] + added)[:, None]
+        copy = first + growth * added + slope * copies
+        return np.stack((np.broadcast_to(template, copy.shape), copy))
+
+    fits = (rule(0) == few).all(axis=(0, 1)) & (rule(1) == more).all(axis=(0, 1))
+    fits &= ((slope == 0) | (abs(slope) == step)) & ((growth == 0) | (growth == step))
+    return fits, rule(added)
+
+
+# ------------------------------------------------------------------ is it a trace at all?
+
+
+def _check(
+    made: _Sequence, short: _Sequence, long: _Sequence, repeats: _Repeats, added: int
+) -> None:
+    """Each event leaves its storage as many bytes as it did in the shallow traces: a free leaves
+    none. So nothing is freed twice, and as many are left alive for each block as there."""
+    positions, births = np.arange(len(made.births)), made.births[made.births != _NONE]
+    if np.any(made.births > positions) or np.any(made.births[births] != births):
+        raise NotRepeating("an event would belong to a storage that is not born yet")
+    few, more, many = (repeats.layout(count).templates() for count in (0, 1, added))
+    templates, levels = np.concatenate((few, more)), np.concatenate((_levels(short), _levels(long)))
+    low, high = (np.full(templates.max() + 1, end) for end in (levels.max(), levels.min()))
+    np.minimum.at(low, templates, levels)
+    np.maximum.at(high, templates, levels)
+    made_levels = _levels(made)
+    if np.any((made_levels < low[many]) | (made_levels > high[many])):
+        raise NotRepeating("a storage would have other bytes than in the shallow traces")
+
+
+def _levels(sequence: _Sequence) -> Numbers:
+    """The bytes that each event leaves its storage."""
+    births, sizes = sequence.births, sequence.bytes
+    in_step = np.arange(len(births)) > np.flatnonzero(sequence.tokens == _MARK)
+    key = 2 * births + in_step  # the step says again what its history left alive
+    order = np.argsort(key, kind="stable")
+    key, sizes = key[order], sizes[order]
+    first = np.concatenate(([True], key[1:] != key[:-1]))
+    running = np.cumsum(sizes)
+    before = (running - sizes)[first]  # of each storage
+    levels = np.empty_like(sizes)
+    levels[order] = np.where(key < 0, 0, running - before[np.cumsum(first) - 1])
+    return levels
+
+
+# ------------------------------------------------------------------ the result
+
+
+def _trace(more: Trace, made: _Sequence) -> Trace:
+    with no_cycle_collection():
+        mark = made.events.index(None)
+        trace = replace(
+            more,
+            events=tuple(made.events[mark + 1 :]),
+            history=tuple(made.events[:mark]),
+            memory=DeviceMemory(),
+        )
+        if more.reserved_bytes is None:
+            return trace
+        blocks = simulate(trace)
+        return replace(trace, memory=DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes))
+
+
+def _events(long: _Sequence, sources: Numbers, births: Numbers, blocks: Numbers) -> list[Any]:
+    """The events at the positions `sources`, of the storages that are born where `births` says, in
+    modules of these blocks."""
+    known = [event or _NO_EVENT for event in long.events]
+    columns = [_objects(column)[sources].tolist() for column in zip(*known, strict=True)]
+    numbers = np.cumsum(births == np.arange(len(births)))[births]
+    own = _numbers([event.storage for event in known])[sources]
+    columns[_STORAGE] = np.where(births == _NONE, own, numbers).tolist()
+    columns[_MODULE] = _modules([event.module for event in known], sources, blocks)
+    events: list[Event | None] = list(
+        map(partial(tuple.__new__, Event), zip(*columns, strict=True))
+    )
+    [mark] = np.flatnonzero(long.tokens[sources] == _MARK)
+    events[mark] = None
+    return events
+
+
+def _modules(names: Sequence[str], sources: Numbers, blocks: Numbers) -> list[str]:
+    """The names at the positions `sources`, each with its block's number."""
+    distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    table = [
+        [name, *(_BLOCK.sub(str(block), name, count=1) for block in range(blocks.max() + 1))]
+        for name in distinct
+    ]
+    of_event = _numbers([distinct[name] for name in names])
+    return np.array(table, dtype=object)[of_event[sources], blocks + 1].tolist()
+
+
+def _objects(values: Sequence[Any]) -> NDArray[np.object_]:
+    """An array of one dimension, whatever the values are."""
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
+
+
+_NO_EVENT = Event(0, 0, "", "", "", "", "", ())
+_STORAGE, _MODULE = Event._fields.index("storage"), Event._fields.index("module")

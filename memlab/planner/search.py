@@ -1,0 +1,454 @@
+"""The search: recipes in the order of their time, until some are measured to fit.
+
+    by formula    every recipe, in microseconds: its bytes within some percent, its estimated time
+    measured      the fastest that can fit, of each thing that can be learned, by a prediction of
+                  its step: allocated bytes, and the reserved ones that a card must have
+    batch, length grown as far as the memory goes; both ends of what is said are measured
+
+The formula decides what is tried, never what is said: a recipe is called fitting where the bytes
+that a prediction reserves are within the memory, less what CUDA itself takes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from memlab.configs import config_named, name_of
+from memlab.model import GPTConfig
+from memlab.planner.cards import Memory, memory_named
+from memlab.planner.costs import step_seconds
+from memlab.planner.formulas import Estimate, data_ranks, training_bytes
+from memlab.planner.measuring import Measured, measured
+from memlab.planner.recipes import LEARNED, Recipe, recipes
+from memlab.train import Setting
+from memlab.units import format_bytes
+
+FORMULA_ERROR = 0.05  # how much more or less than the formula's a measured peak may be
+TRIES = 4  # recipes of one kind that are measured before the kind is given up
+USUAL_SEQ_LEN = 2048
+MOST_SEQUENCES = 4096
+TOKENS = 128  # to the next of which a length is found
+
+Announce = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe, with what formulas say of it."""
+
+    recipe: Recipe
+    estimate: Estimate
+    seconds: dict[str, float]  # of a step, by what they go to
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class Option:
+    """A recipe, tried.
+
+    `measured` is None where nothing here can run it, and its bytes are the formula's. Where it
+    fits, `largest_batch` and `longest` say how far the batch can grow at this length, and the
+    length at this batch.
+    """
+
+    candidate: Candidate
+    measured: Measured | None
+    budget_bytes: int
+    largest_batch: int | None = None
+    longest: int | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.candidate.recipe
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a card must have: reserved bytes where they are known."""
+        if self.measured is None:
+            return self.candidate.estimate.peak_bytes
+        return self.measured.reserved_bytes or self.measured.allocated_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much more is needed than is there; negative where it fits."""
+        return self.needed_bytes - self.budget_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes <= 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer: recipes that fit, the fastest first, and the nearest that does not."""
+
+    model: str
+    config: GPTConfig
+    memory: Memory
+    gpus: int
+    batch: int
+    seq_len: int
+    target: str
+    options: tuple[Option, ...]
+    miss: Option | None  # faster than all of them, or the smallest where none fits
+    failures: tuple[str, ...] = field(default=())  # recipes that could not be tried, and why
+
+    @property
+    def budget_bytes(self) -> int:
+        """What torch's allocator may have."""
+        return budget_bytes(self.memory, self.target)
+
+    @property
+    def best(self) -> Option | None:
+        """The fastest that fits."""
+        return self.options[0] if self.options else None
+
+    def command(self, option: Option | None = None) -> str:
+        """What to type to train with this recipe, or the best."""
+        chosen = option or self.best
+        if chosen is None:
+            raise ValueError(f"nothing fits {self.memory.name}: there is no recipe to run")
+        return command(self, chosen.recipe)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and words, for JSON."""
+        return {
+            "model": self.model,
+            "parameters": self.config.parameters,
+            "memory": {"name": self.memory.name, "total_bytes": self.memory.total_bytes},
+            "budget_bytes": self.budget_bytes,
+            "gpus": self.gpus,
+            "batch": self.batch,
+            "seq_len": self.seq_len,
+            "target": self.target,
+            "fits": [_numbers(option, self.command(option)) for option in self.options],
+            "does_not_fit": None if self.miss is None else _numbers(self.miss, None),
+            "not_tried": list(self.failures),
+        }
+
+    def __str__(self) -> str:
+        of = f"{self.model}, {self.batch} × {self.seq_len} tokens, {self.memory.name}"
+        lines = [f"{of}: {format_bytes(self.budget_bytes)} for torch"]
+        lines += [f"{_verdict(option)}  {option.recipe}" for option in self._shown()]
+        return "\n".join(lines)
+
+    def _shown(self) -> Iterator[Option]:
+        yield from self.options
+        if self.miss is not None:
+            yield self.miss
+
+
+def _numbers(option: Option, command: str | None) -> dict[str, Any]:
+    found = option.measured
+    return {
+        "recipe": asdict(option.recipe),
+        "allocated_bytes": found and found.allocated_bytes,
+        "reserved_bytes": found and found.reserved_bytes,
+        "at_peak": found and found.at_peak,
+        "missing_bytes": option.missing_bytes,
+        "by_formula": option.candidate.estimate.moments,
+        "estimated_seconds": option.candidate.seconds,
+        "largest_batch": option.largest_batch,
+        "longest": option.longest,
+        "command": command,
+    }
+
+
+def _verdict(option: Option) -> str:
+    needed = format_bytes(option.needed_bytes)
+    if option.fits:
+        return f"fits   {needed:>10}"
+    return f"lacks  {format_bytes(option.missing_bytes):>10} of {needed}"
+
+
+def plan(
+    model: str | GPTConfig,
+    memory: str | int | Memory,
+    *,
+    gpus: int = 1,
+    batch: int = 1,
+    seq_len: int | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    learned: Iterable[Recipe] = LEARNED,
+    count: int = 4,
+    grow: bool = True,
+    target: str | None = None,
+    announce: Announce = lambda stage: None,
+) -> Plan:
+    """Which recipes fit, the fastest first: `count` at most, each of another kind of training.
+
+    model     a preset, a path of a Hugging Face `config.json`, or a shape
+    memory    of each GPU: "24GB", "24GiB", bytes, or a card's name
+    batch     sequences of each data-parallel GPU, of `seq_len` tokens (2048, or what the model
+              takes)
+    learned   the kinds of training among which to choose: recipes of what is learned
+    grow      find each one's largest batch and length, too
+    target    what is predicted: "cuda", "cuda:hopper"; None: as the card has it. "cpu" plans for
+              this kind of machine, whose allocator reserves nothing
+
+    ValueError, in a sentence, for what is no model, memory or number.
+    """
+    config = config_named(model) if isinstance(model, str) else model
+    name = model if isinstance(model, str) else name_of(model)
+    there = _memory(memory)
+    seq_len = min(USUAL_SEQ_LEN, config.seq_len) if seq_len is None else seq_len
+    for what, got, least in (("count", count, 1), ("batch", batch, 1), ("seq_len", seq_len, 1)):
+        if not isinstance(got, int) or got < least:
+            raise ValueError(f"got {what}={got!r}; give a number from {least}")
+    if seq_len > config.seq_len:
+        raise ValueError(f"got sequences of {seq_len} tokens; {name} takes 1 to {config.seq_len}")
+    asked = _Asked(
+        config,
+        there,
+        gpus,
+        batch,
+        seq_len,
+        (tensor_parallel, pipeline_parallel),
+        target or there.card_for_costs.target,
+    )
+    search = _Search(asked, announce)
+    kinds = search.kinds(learned)
+    options = search.options(kinds, count)
+    miss = search.miss(kinds, options)
+    if grow:
+        options = [search.grown(option) for option in options]
+    return Plan(
+        name,
+        config,
+        there,
+        gpus,
+        batch,
+        seq_len,
+        asked.target,
+        tuple(options),
+        miss,
+        tuple(search.failures),
+    )
+
+
+def budget_bytes(memory: Memory, target: str) -> int:
+    """What is there for tensors: on a card, less than all."""
+    return memory.total_bytes if target == "cpu" else memory.budget_bytes
+
+
+def _memory(memory: str | int | Memory) -> Memory:
+    if isinstance(memory, Memory):
+        return memory
+    return memory_named(str(memory))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the user asked for."""
+
+    config: GPTConfig
+    memory: Memory
+    gpus: int
+    batch: int
+    seq_len: int
+    parallel: tuple[int, int]
+    target: str
+
+    @property
+    def budget_bytes(self) -> int:
+        return budget_bytes(self.memory, self.target)
+
+
+class _Search:
+    """Tries recipes, and remembers those that could not be."""
+
+    def __init__(self, asked: _Asked, announce: Announce) -> None:
+        self.asked, self.announce = asked, announce
+        self.failures: list[str] = []
+
+    # -------------------------------------------------------------- by formula
+
+    def kinds(self, learned: Iterable[Recipe]) -> list[list[Candidate]]:
+        """All recipes of each kind of training, the fastest first."""
+        tensor, pipeline = self.asked.parallel
+        data_ranks(
+            self.asked.config,
+            Recipe(tensor_parallel=tensor, pipeline_parallel=pipeline),
+            self.asked.gpus,
+        )
+        found = [self._candidates(each) for each in learned]
+        return [kind for kind in found if kind]
+
+    def _candidates(self, learned: Recipe) -> list[Candidate]:
+        asked = self.asked
+        ways = recipes(learned, sequences=asked.batch, gpus=asked.gpus, parallel=asked.parallel)
+        found = [self._candidate(recipe, asked.batch, asked.seq_len) for recipe in ways]
+        return sorted(found, key=lambda c: (c.step_seconds, c.estimate.peak_bytes))
+
+    def _candidate(self, recipe: Recipe, batch: int, seq_len: int) -> Candidate:
+        asked = self.asked
+        estimate = self._estimate(recipe, batch, seq_len)
+        card = asked.memory.card_for_costs
+        seconds = step_seconds(asked.config, recipe, batch, seq_len, gpus=asked.gpus, card=card)
+        return Candidate(recipe, estimate, seconds)
+
+    def _estimate(self, recipe: Recipe, batch: int, seq_len: int) -> Estimate:
+        asked = self.asked
+        target = "cuda" if asked.target == "cpu" else asked.target
+        return training_bytes(asked.config, recipe, batch, seq_len, gpus=asked.gpus, target=target)
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        least = (1 - FORMULA_ERROR) * candidate.estimate.peak_bytes
+        return least <= self.asked.budget_bytes
+
+    # -------------------------------------------------------------- measured
+
+    def options(self, kinds: list[list[Candidate]], count: int) -> list[Option]:
+        """The fastest of each kind that fits; kinds in the order of that time."""
+        hopeful = [[c for c in kind if self._may_fit(c)] for kind in kinds]
+        hopeful = sorted(filter(None, hopeful), key=lambda kind: kind[0].step_seconds)
+        found: list[Option] = []
+        for kind in hopeful:
+            if len(found) == count:
+                break
+            if option := self._first_that_fits(kind):
+                found.append(option)
+        return sorted(found, key=lambda option: option.candidate.step_seconds)
+
+    def _first_that_fits(self, kind: list[Candidate]) -> Option | None:
+        """The fastest; what does not fit, or cannot be tried, is followed by a smaller one."""
+        bound = None
+        tries = 0
+        for candidate in kind:
+            if bound is not None and candidate.estimate.peak_bytes >= bound:
+                continue
+            if tries == TRIES:
+                return None
+            tries += 1
+            option = self._tried(candidate)
+            if option is None:
+                continue
+            if option.fits:
+                return option
+            bound = candidate.estimate.peak_bytes
+        return None
+
+    def _tried(self, candidate: Candidate) -> Option | None:
+        """The recipe, measured; None if it cannot be."""
+        asked = self.asked
+        try:
+            found = self._measured(candidate.recipe, asked.batch, asked.seq_len)
+        except Exception as error:  # the others are worth having
+            self.failures.append(f"{candidate.recipe}: {_in_one_line(error)}")
+            return None
+        return Option(candidate, found, asked.budget_bytes)
+
+    def _measured(self, recipe: Recipe, batch: int, seq_len: int) -> Measured | None:
+        """None where formulas are all there is."""
+        asked = self.asked
+        if recipe.by_formula_only:
+            return None
+        self.announce(f"{recipe.techniques}, {batch} × {seq_len}")
+        setting = Setting(asked.config, batch, seq_len, recipe.dtype, asked.target)
+        return measured(setting, recipe.techniques)
+
+    def miss(self, kinds: list[list[Candidate]], options: list[Option]) -> Option | None:
+        """The recipe that would be next if there were a little more memory: faster than the best
+        option, and of what does not fit the smallest. Where nothing fits, the smallest of all."""
+        everything = [candidate for kind in kinds for candidate in kind]
+        if options:
+            best = options[0].candidate
+            everything = [
+                c
+                for c in everything
+                if c.step_seconds < best.step_seconds and c.recipe.learned == best.recipe.learned
+            ]
+        for candidate in sorted(everything, key=lambda c: c.estimate.peak_bytes)[:TRIES]:
+            option = self._tried(candidate)
+            if option is not None and not option.fits:
+                return option
+        return None
+
+    def _needed(self, option: Option, batch: int, seq_len: int) -> int:
+        """What the recipe needs of another batch or length."""
+        estimate = self._estimate(option.recipe, batch, seq_len)
+        found = self._measured(option.recipe, batch, seq_len)
+        return replace(
+            option, candidate=replace(option.candidate, estimate=estimate), measured=found
+        ).needed_bytes
+
+    # -------------------------------------------------------------- how far it goes
+
+    def grown(self, option: Option) -> Option:
+        """With the largest batch and the greatest length that fit, the other as asked."""
+        asked = self.asked
+        batch = self._largest(option, asked.batch, MOST_SEQUENCES, 1, lambda n: (n, asked.seq_len))
+        longest = self._largest(
+            option, asked.seq_len, asked.config.seq_len, TOKENS, lambda n: (asked.batch, n)
+        )
+        return replace(option, largest_batch=batch, longest=longest)
+
+    def _largest(
+        self,
+        option: Option,
+        fits: int,
+        most: int,
+        step: int,
+        size: Callable[[int], tuple[int, int]],
+    ) -> int:
+        """The largest number up to `most`, in steps of so many, whose training fits.
+
+        The formula, scaled to what was measured last, says where to look next.
+        """
+        recipe, budget = option.recipe, self.asked.budget_bytes
+
+        def formula(scale: float, number: int) -> float:
+            return scale * self._estimate(recipe, *size(number)).peak_bytes
+
+        scale = option.needed_bytes / option.candidate.estimate.peak_bytes
+        too_many = most + 1
+        while too_many - fits > step:
+            guess = _last_within(partial(formula, scale), budget, fits, too_many, step)
+            needed = self._needed(option, *size(guess))
+            scale = needed / formula(1, guess)
+            if needed <= budget:
+                fits = guess
+            else:
+                too_many = guess
+        return fits
+
+
+def _last_within(
+    bytes_at: Callable[[int], float], budget: int, fits: int, too_many: int, step: int
+) -> int:
+    """The last number between the two, in steps from the one that fits, that is within the budget;
+    the first of them if none is."""
+    last = (too_many - fits - 1) // step
+    few, many = 1, last + 1
+    while many - few > 1:
+        middle = (few + many) // 2
+        if bytes_at(fits + middle * step) <= budget:
+            few = middle
+        else:
+            many = middle
+    return fits + few * step
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def command(asked: Plan, recipe: Recipe) -> str:
+    """The line that trains by the recipe, or says what each rank of several takes."""
+    dtype = str(recipe.dtype).removeprefix("torch.")
+    options = {
+        "--model": asked.model,
+        "--dtype": dtype,
+        "--batch": asked.batch,
+        "--seq": asked.seq_len,
+        "--technique": recipe.techniques,
+    }
+    words = " ".join(f"{option} {value}" for option, value in options.items())
+    if asked.gpus > 1:
+        return f"memlab measure {words} --ranks {asked.gpus}"
+    return f"memlab train {words}"
