@@ -13,6 +13,7 @@
     fused      attention by tiles and the loss by chunks, beside torch's
     offload    what offloading to the host and to the disk saves, and what of it is waited for
     ema        two averages on the GPU, on the host and on the disk: bytes, and an update's time
+    planner    two dozen recipes, predicted and taken; 7 billion weights trained under 24 GB
     verdict    "fits" and "out of memory", tried a little above and below the predicted edge
 
 A section is a row of SECTIONS: a function that is given a Bench and returns a Report.
@@ -46,6 +47,7 @@ from gpu_sections import (
     meter_section,
     offload_section,
     peers_sections,
+    planner_section,
     predict_section,
     verdict_section,
 )
@@ -82,6 +84,7 @@ SECTIONS: dict[str, Section] = {
     "fused": Section("attention and the loss by parts, beside torch's", peers_sections.fused),
     "offload": Section("state, weights and activations elsewhere", offload_section.run),
     "ema": Section("two averages beside a training", ema_section.run),
+    "planner": Section("what recipes take, and a large model under a cap", planner_section.run),
     "verdict": Section("fits or not, around the predicted edge", verdict_section.run),
 }
 

@@ -31,7 +31,7 @@ from memlab.checkpointing import (
 )
 from memlab.checkpointing.schedules import Schedule
 from memlab.compression import compressed_activations
-from memlab.configs import config_named
+from memlab.configs import config_named, name_of
 from memlab.data import batches, stdlib_bytes
 from memlab.ema import PostHocEMA
 from memlab.lora import add_lora
@@ -98,7 +98,8 @@ class Setting:
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.model}, {self.batch} × {self.seq_len} tokens, {dtype}, {self.device}"
+        model = self.model if isinstance(self.model, str) else name_of(self.model)
+        return f"{model}, {self.batch} × {self.seq_len} tokens, {dtype}, {self.device}"
 
 
 @dataclass(frozen=True)

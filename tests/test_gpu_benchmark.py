@@ -16,10 +16,11 @@ import torch
 import memlab
 from memlab.allocator import Allocator, Settings, history, recording
 from memlab.course.elsewhere import stored_on_a_gpu
+from memlab.data import batches, stdlib_bytes
 from memlab.metering.prediction import EVERYTHING_NOTE
 from memlab.model import PRESETS
 from memlab.trace import Event, Trace
-from memlab.train import combined, predicted_trace
+from memlab.train import SEED, build, combined, predicted_trace
 from memlab.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -42,11 +43,12 @@ archive, bench, configurations, day_jobs, jobs, meter_kinds, predictions, record
         *("recorder", "streams"),
     )
 )
-allocator_section, meter_section, predict_section, verdict_section = (
-    part(f"gpu_sections.{name}_section") for name in ("allocator", "meter", "predict", "verdict")
+allocator_section, meter_section, predict_section, verdict_section, planner_section = (
+    part(f"gpu_sections.{name}_section")
+    for name in ("allocator", "meter", "predict", "verdict", "planner")
 )
-optim_jobs, fused_jobs, offload_jobs, ema_jobs = (
-    part(f"gpu_sections.{name}_jobs") for name in ("optim", "fused", "offload", "ema")
+optim_jobs, fused_jobs, offload_jobs, ema_jobs, planner_jobs = (
+    part(f"gpu_sections.{name}_jobs") for name in ("optim", "fused", "offload", "ema", "planner")
 )
 CONFIGURATIONS, SMALL = configurations.CONFIGURATIONS, configurations.SMALL
 FEW = ("AdamW, fused", "no_grad")
@@ -954,6 +956,135 @@ def test_an_average_that_is_not_synthesized_is_far_off(monkeypatch):
     monkeypatch.setattr(ema_jobs, "synthesize", lambda *given, **settings: None)
     found = ema_jobs.beside_a_step(ema_jobs.ON_THE_GPU, small=True, rehearsal=True)
     assert found["synthesized, off by"] > 2**-8
+
+
+@pytest.fixture
+def few_recipes(monkeypatch):
+    """One recipe, one training of two steps that take little time."""
+    recipes, trainings = planner_jobs.RECIPES, planner_jobs.TRAININGS
+    few = {name: recipes[name] for name in ("124m, 8 × 1024, float32, lora",)}
+    one = {"llama-2-7b": replace(trainings["llama-2-7b"], techniques="sgd+chunked-loss")}
+    for part in (planner_jobs, planner_section):
+        monkeypatch.setattr(part, "RECIPES", few)
+        monkeypatch.setattr(part, "TRAININGS", one)
+        monkeypatch.setattr(part, "STEPS", 2)
+
+
+def test_there_are_enough_recipes_and_each_can_be_built():
+    recipes = [*planner_jobs.RECIPES.values(), *planner_jobs.TRAININGS.values()]
+    assert len(planner_jobs.RECIPES) >= 20
+    for recipe in recipes:
+        combined(recipe.techniques)  # raises for what does not go together
+        assert recipe.setting.seq_len >= 1024
+    for name, recipe in planner_jobs.TRAININGS.items():
+        assert recipe.setting.config.parameters > 6.7e9
+        assert (recipe.setting.model, recipe.setting.dtype) == (name, torch.bfloat16)
+
+
+def test_recipes_are_predicted_and_a_training_is_taken_under_a_cap(rehearsal, few_recipes, capsys):
+    assert gpu.run(rehearsal, ["planner"])
+    told = capsys.readouterr().out
+    assert "Of 1 recipes, 1 have allocated within 1% and reserved within 3% (off in the " in told
+    assert "llama-2-7b, all weights trained under a cap of 24 GB takes " in told
+    kept = json.loads(rehearsal.results_path.read_text(encoding="utf-8"))["gpu"]["planner"]
+    recipe = planner_jobs.RECIPES["124m, 8 × 1024, float32, lora"]
+    trace = predicted_trace(replace(recipe.small, device="cuda:hopper"), combined("lora"))
+    [row] = kept["rows"]
+    assert (row["allocated_bytes"], row["reserved_bytes"]) == (
+        trace.allocated_bytes,
+        trace.reserved_bytes,
+    )
+    found = kept["trainings"]["llama-2-7b"]
+    assert found["cap_bytes"] == 24 * 10**9
+    # A bare loop on the same two batches.
+    setting, losses = planner_jobs.TINY_BF16, []
+    training = build(setting, combined("sgd+chunked-loss"), on_loss=losses.append)
+    text = batches(stdlib_bytes("4 MiB"), setting.batch, setting.seq_len, SEED)
+    for _, batch in zip(range(2), text, strict=False):
+        for held, new in zip(training.batch, batch, strict=True):
+            held.copy_(new)
+        training.step()
+    assert found["losses"] == [loss.item() for loss in losses]
+    assert losses[0] != losses[1]
+    first, last = losses
+    assert f"and 2 steps take the loss from {first:.2f} to {last:.2f}; at least " in told
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """The CPU under the name of CUDA, and an allocator that says what it is told to."""
+    asked: list[object] = []
+    of = planner_jobs.Recipe.of
+    monkeypatch.setattr(
+        planner_jobs.Recipe, "of", lambda self, small, device: of(self, small, "cpu")
+    )
+    monkeypatch.setattr(planner_jobs.recorder, "start", lambda *cap: asked.append(("cap", *cap)))
+    peaks = {"reserved": iter((900, 700)), "allocated": iter((500, 600))}
+    for name, values in peaks.items():
+        monkeypatch.setattr(torch.cuda, f"max_memory_{name}", lambda values=values: next(values))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: asked.append("reset"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return asked
+
+
+def test_of_a_recipe_the_second_step_is_allocated_and_the_process_reserves(fake_gpu):
+    [name, *_] = planner_jobs.RECIPES
+    found = planner_jobs.second_step(name, small=True, rehearsal=False)
+    assert found == {"allocated_bytes": 500, "reserved_bytes": 900}
+    assert fake_gpu == [("cap",), "reset"]
+
+
+def test_a_training_on_a_gpu_is_capped_before_it_is_built(fake_gpu, few_recipes):
+    found = planner_jobs.trained("llama-2-7b", 123, small=True, rehearsal=False)
+    assert fake_gpu == [("cap", 123)]
+    assert (found["allocated_bytes"], found["reserved_bytes"]) == (500, 900)
+    assert len(found["losses"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("allocated", "reserved", "is_missed"),
+    [(1000, 1000, False), (1010, 1030, False), (990, 970, False), (1011, 1000, True),
+     (989, 1000, True), (1000, 1031, True), (1000, 969, True)],
+)  # fmt: skip
+def test_a_recipe_is_missed_beyond_one_and_three_percent(allocated, reserved, is_missed):
+    expected = {"allocated_bytes": allocated, "reserved_bytes": reserved}
+    taken = {"allocated_bytes": 1000, "reserved_bytes": 1000}
+    row = planner_section.row("a recipe", expected, taken)
+    assert planner_section.is_a_miss(row) == is_missed
+    report = planner_section.report([row], {})
+    assert ("- missed: a recipe: 1000 B allocated, predicted" in report.markdown) == is_missed
+    assert report.sentence.startswith(f"Of 1 recipes, {int(not is_missed)} have allocated within")
+
+
+def test_a_recipe_that_failed_is_a_miss():
+    row = planner_section.row("a recipe", {}, {"failure": "no room"})
+    report = planner_section.report([row], {})
+    assert planner_section.is_a_miss(row)
+    assert "- missed: a recipe: no room" in report.markdown
+    assert "Of 1 recipes, 0 have" in report.sentence
+
+
+@pytest.mark.parametrize(
+    ("least", "cap", "words"),
+    [
+        (24 * 10**9, 24 * 10**9, "under a cap of 24 GB failed: no room; at least 24.0 GB are"),
+        (25 * 10**9, 25_250_000_000, "under a cap of 25.2 GB, for 24 GB are too little, failed"),
+    ],
+)
+def test_what_24_gb_are_too_little_for_gets_what_it_needs(
+    rehearsal, monkeypatch, least, cap, words
+):
+    needs = SimpleNamespace(least_cap_bytes=lambda total_bytes: least)
+    monkeypatch.setattr(predictions, "predicted", lambda *given: needs)
+    given = []
+    rehearsal.server = SimpleNamespace(
+        submit=lambda job: given.append(job.cap_bytes) or done({"failure": "no room"})
+    )
+    found = planner_section.training(rehearsal, "llama-3-8b")
+    assert given == [found["cap_bytes"]] == [cap]
+    assert words in planner_section.in_words("llama-3-8b", found)
+    report = planner_section.report([], {"llama-3-8b": found})
+    assert "| llama-3-8b |  |" in report.markdown
 
 
 def test_a_day_that_failed_leaves_nothing_to_show(rehearsal):

@@ -26,7 +26,16 @@ from memlab.allocator import Settings
 from memlab.metering.kernels import TARGETS
 from memlab.units import format_bytes
 
-from . import day_jobs, ema_jobs, fused_jobs, meter_kinds, offload_jobs, optim_jobs, recorder
+from . import (
+    day_jobs,
+    ema_jobs,
+    fused_jobs,
+    meter_kinds,
+    offload_jobs,
+    optim_jobs,
+    planner_jobs,
+    recorder,
+)
 from .configurations import CONFIGURATIONS, FULL, SMALL, Size
 from .predictions import Prediction, predicted, settings_of
 
@@ -128,6 +137,11 @@ def predict_beside_a_gpu(job: Job) -> Answer:
     }
 
 
+def train(job: Job) -> Answer:
+    """Steps of a large model under the cap."""
+    return planner_jobs.trained(job.configuration, job.cap_bytes, job.small, job.rehearsal)
+
+
 def _of_the_job(task: day_jobs.Task) -> Callable[[Job], Answer]:
     return lambda job: task(job.configuration, job.small, job.rehearsal)
 
@@ -142,6 +156,8 @@ TASKS: dict[str, Callable[[Job], Answer]] = {
     "fused": _of_the_job(fused_jobs.beside_torch),
     "offload": _of_the_job(offload_jobs.beside_nothing),
     "ema": _of_the_job(ema_jobs.beside_a_step),
+    "planner": _of_the_job(planner_jobs.second_step),
+    "planner training": train,
     **{name: _of_the_job(task) for name, task in day_jobs.TASKS.items()},
 }
 

@@ -261,12 +261,10 @@ def plan_command(
         int, typer.Option(help="Parts of the model's depth; by formula alone.")
     ] = 1,
     count: Annotated[int, typer.Option("--recipes", help="How many to show at the most.")] = 4,
-    grow: Annotated[
+    exact: Annotated[
         bool,
-        typer.Option(
-            "--grow/--no-grow", help="Find the largest batch and length, too; takes longer."
-        ),
-    ] = True,
+        typer.Option("--exact", help="Measure the largest batch and length, too: some minutes."),
+    ] = False,
     device: Annotated[
         str | None,
         typer.Option(
@@ -326,7 +324,7 @@ def plan_command(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         count=count,
-        grow=grow,
+        exact=exact,
         target=device,
         out=out,
     )

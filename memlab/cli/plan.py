@@ -1,5 +1,6 @@
 """`memlab plan`: which recipe fits a model into a memory, measured, and at what cost."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from memlab.planner import LEARNED, Option, Plan, Recipe, plan
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS
 from memlab.units import format_bytes
 
-STAGES = 40  # of the bar: about as many steps as are measured
+MOST_WORKERS = 4  # each imports torch, which takes seconds and some 300 MiB
 
 
 def plan_model(
@@ -30,7 +31,7 @@ def plan_model(
     tensor_parallel: int,
     pipeline_parallel: int,
     count: int,
-    grow: bool,
+    exact: bool,
     target: str | None,
     out: str,
 ) -> int:
@@ -46,7 +47,7 @@ def plan_model(
     learned = choose_kinds(precision, optimizer, lora)
     folder = choose_folder(out)
     try:
-        with report.progress(STAGES) as announce:
+        with report.progress(count + 2) as announce:
             found = plan(
                 model,
                 memory,
@@ -57,7 +58,8 @@ def plan_model(
                 pipeline_parallel=pipeline_parallel,
                 learned=learned,
                 count=count,
-                grow=grow,
+                exact=exact,
+                workers=min(MOST_WORKERS, os.cpu_count() or 1),
                 target=target,
                 announce=announce,
             )
@@ -185,9 +187,10 @@ def remarks(found: Plan) -> Iterator[str]:
             "fastest found that trains it and fits"
         )
         if any(option.largest_batch for option in found.options):
+            how = "measured" if found.exact else "by formula, scaled to what was measured; --exact"
             yield (
-                f"batch up to: with {found.seq_len} tokens each. length up to: with a batch of "
-                f"{found.batch}, to the next 128 tokens. Both are predicted at their ends"
+                f"batch up to: with {found.seq_len} tokens each; length up to: with a batch of "
+                f"{found.batch}, in steps of 128. Both {how}{'' if found.exact else ' measures'}"
             )
     if best and miss:
         yield (

@@ -15,13 +15,11 @@ from rich.table import Table
 from memlab.cli.machine import name_of
 from memlab.cli.rows import Row
 from memlab.metering.kernels import TARGETS
+from memlab.planner.cards import CONTEXT_BYTES
 from memlab.trace import CATEGORIES, Trace
 from memlab.train import Setting
 from memlab.units import format_bytes
 
-# Of a process of torch on a card: the least and the most that users report for 2023 to 2026
-# (pytorch #107667, #109888, invoke-ai #9413, unsloth-zoo #1053, LMCache #4019).
-CONTEXT_BYTES = 256 * 2**20, 616 * 2**20
 NOTABLE = 0.01  # of the plain peak: what is less is no saving and no cost
 DOUBTFUL = 0.2  # of a ratio: rounds that differ by more were disturbed
 WHERE = {

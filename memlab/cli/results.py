@@ -19,8 +19,8 @@ from memlab.cli.errors import UsageError
 from memlab.cli.report import say
 from memlab.cli.rows import Row
 from memlab.files import write_beside
-from memlab.planner import Plan
-from memlab.trace import Trace
+from memlab.planner import Measured, Plan
+from memlab.trace import Event, Trace
 
 Drawing = Callable[[Any], Any]  # memlab.plot to a figure
 
@@ -57,7 +57,7 @@ def _write_all(
 def write_plan(plan: Plan, folder: Path) -> None:
     """Write what a plan found: numbers and, where matplotlib is installed, a picture."""
     shown = [*plan.options, *([plan.miss] if plan.miss else [])]
-    traces = {option.recipe.words: option.measured.trace for option in shown if option.measured}
+    traces = {o.recipe.words: _at_its_peak(o.measured) for o in shown if o.measured}
     title = f"{plan.model}, {plan.batch} × {plan.seq_len} tokens, in {plan.memory.name}"
     drawings: dict[str, Drawing] = {}
     if traces:
@@ -69,6 +69,17 @@ def write_plan(plan: Plan, folder: Path) -> None:
         lambda path: _write_json(path, {"what": title, **plan.to_dict()}),
         drawings,
         folder,
+    )
+
+
+def _at_its_peak(measured: Measured) -> Trace:
+    """A trace of the peak alone: a picture of it needs no more."""
+    peak = enumerate(measured.at_peak.items())
+    return Trace(
+        tuple(
+            Event(count, n, category, "", "", "before", "uint8", ())
+            for n, (category, count) in peak
+        )
     )
 
 

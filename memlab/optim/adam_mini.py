@@ -48,8 +48,13 @@ GPT_RULES: dict[str, Share] = {
     "mlp.up.weight": "row",
     "mlp.down.weight": "row",
     "attention_norm.weight": "tensor",
+    "attention_post_norm.weight": "tensor",
+    "query_norm.weight": "tensor",
+    "key_norm.weight": "tensor",
     "mlp_norm.weight": "tensor",
+    "mlp_post_norm.weight": "tensor",
     "norm.weight": "tensor",
+    "bias": "number",
 }
 
 # As Llama, Mistral, Qwen and Gemma are named in Hugging Face's transformers.

@@ -37,6 +37,7 @@ class Card:
     name: str  # as it is typed at the command line
     total_bytes: int  # as torch.cuda reports it
     flops: float  # a second: dense products of bfloat16 in tensor cores, summed in float32
+    float32_flops: float  # a second: outside of tensor cores, as torch multiplies unless asked
     memory_bandwidth: float  # bytes a second
     host_bandwidth: float  # bytes a second from or to the host, one direction
     link_bandwidth: float  # bytes a second from or to another such card, one direction
@@ -67,26 +68,26 @@ def _gib(number: float) -> int:
 # held against an MI300X.
 # fmt: off
 _TABLE = (
-    #    name        total           flops    memory   host    link
-    Card("rtx3060",  11_931 * MIB,   25.5e12,  360e9,  PCIE_4, PCIE_4),
-    Card("rtx3080",  _gib(9.78),     59.5e12,  760e9,  PCIE_4, PCIE_4),
-    Card("rtx3090",  _gib(23.68),    71.2e12,  936e9,  PCIE_4, PCIE_4),
-    Card("rtx4080",  16_049 * MIB,   97.5e12,  717e9,  PCIE_4, PCIE_4),
-    Card("rtx4090",  _gib(23.52),   165.2e12, 1008e9,  PCIE_4, PCIE_4),
-    Card("rtx5090",  _gib(31.36),   209.5e12, 1792e9,  PCIE_5, PCIE_5),
-    Card("t4",       _gib(14.56),    65.0e12,  320e9,  PCIE_3, PCIE_3),
-    Card("v100-16",  _gib(15.78),   125.0e12,  900e9,  PCIE_3, 150e9),
-    Card("v100-32",  _gib(31.74),   125.0e12,  900e9,  PCIE_3, 150e9),
-    Card("a10g",     22_587 * MIB,   70.0e12,  600e9,  PCIE_4, PCIE_4),
-    Card("l4",       _gib(22.03),   121.0e12,  300e9,  PCIE_4, PCIE_4),
-    Card("a6000",    48_676 * MIB,  154.8e12,  768e9,  PCIE_4, PCIE_4),
-    Card("l40s",     _gib(44.42),   362.0e12,  864e9,  PCIE_4, PCIE_4),
-    Card("a100-40",  _gib(39.50),   312.0e12, 1555e9,  PCIE_4, 300e9),
-    Card("a100-80",  _gib(79.25),   312.0e12, 2039e9,  PCIE_4, 300e9),
-    Card("h100",     _gib(79.11),   989.4e12, 3350e9,  PCIE_5, 450e9, "cuda:hopper"),
-    Card("h200",     _gib(139.80),  989.4e12, 4800e9,  PCIE_5, 450e9, "cuda:hopper"),
-    Card("b200",     _gib(178.35), 2250.0e12, 7672e9,  PCIE_5, 900e9, "cuda:hopper"),
-    Card("mi300x",   196_592 * MIB, 1307.4e12, 5300e9, PCIE_5, 448e9),
+    #    name        total           bf16      float32    memory   host    link
+    Card("rtx3060",  11_931 * MIB,   25.5e12,   12.7e12,  360e9,  PCIE_4, PCIE_4),
+    Card("rtx3080",  _gib(9.78),     59.5e12,   29.8e12,  760e9,  PCIE_4, PCIE_4),
+    Card("rtx3090",  _gib(23.68),    71.2e12,   35.6e12,  936e9,  PCIE_4, PCIE_4),
+    Card("rtx4080",  16_049 * MIB,   97.5e12,   48.7e12,  717e9,  PCIE_4, PCIE_4),
+    Card("rtx4090",  _gib(23.52),   165.2e12,   82.6e12, 1008e9,  PCIE_4, PCIE_4),
+    Card("rtx5090",  _gib(31.36),   209.5e12,  104.8e12, 1792e9,  PCIE_5, PCIE_5),
+    Card("t4",       _gib(14.56),    65.0e12,    8.1e12,  320e9,  PCIE_3, PCIE_3),
+    Card("v100-16",  _gib(15.78),   125.0e12,   15.7e12,  900e9,  PCIE_3, 150e9),
+    Card("v100-32",  _gib(31.74),   125.0e12,   15.7e12,  900e9,  PCIE_3, 150e9),
+    Card("a10g",     22_587 * MIB,   70.0e12,   31.5e12,  600e9,  PCIE_4, PCIE_4),
+    Card("l4",       _gib(22.03),   121.0e12,   30.3e12,  300e9,  PCIE_4, PCIE_4),
+    Card("a6000",    48_676 * MIB,  154.8e12,   38.7e12,  768e9,  PCIE_4, PCIE_4),
+    Card("l40s",     _gib(44.42),   362.0e12,   91.6e12,  864e9,  PCIE_4, PCIE_4),
+    Card("a100-40",  _gib(39.50),   312.0e12,   19.5e12, 1555e9,  PCIE_4, 300e9),
+    Card("a100-80",  _gib(79.25),   312.0e12,   19.5e12, 2039e9,  PCIE_4, 300e9),
+    Card("h100",     _gib(79.11),   989.4e12,   66.9e12, 3350e9,  PCIE_5, 450e9, "cuda:hopper"),
+    Card("h200",     _gib(139.80),  989.4e12,   66.9e12, 4800e9,  PCIE_5, 450e9, "cuda:hopper"),
+    Card("b200",     _gib(178.35), 2250.0e12,   75.0e12, 7672e9,  PCIE_5, 900e9, "cuda:hopper"),
+    Card("mi300x",   196_592 * MIB, 1307.4e12,  163.4e12, 5300e9, PCIE_5, 448e9),
 )
 # fmt: on
 CARDS = {card.name: card for card in _TABLE}

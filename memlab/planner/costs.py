@@ -6,7 +6,7 @@
     compression    what is kept goes through memory once more to be encoded, and once to be decoded
     optimizer      weights, gradients and state read, weights and state written
     accumulation   gradients read and written again for each further micro-batch
-    host           what is offloaded, there and back over the card's link to the host
+    disk           what is offloaded, there and back, where the rows of `memlab.train` put it
     network        what ZeRO's collectives send, and what tensor parallelism adds up
 
 Operations are taken at UTILIZATION of the card's peak, bytes at the card's bandwidths. Nothing is
@@ -26,6 +26,7 @@ from memlab.zero import communication_bytes
 
 UTILIZATION = 0.5  # of the peak of operations: what well-fed cards reach in training
 RECOMPUTED_SELECTIVELY = 0.05  # of a block's time: norms, rotation, the gate
+DISK_BANDWIDTH = 3e9  # bytes a second: a common NVMe disk, written and read at length
 COMPRESSION_PASSES = 3  # read, written in float32, read: for each of encoding and decoding
 
 
@@ -34,13 +35,13 @@ def step_seconds(
 ) -> dict[str, float]:
     """Estimated seconds of a step of `batch` sequences a rank, by what they go to."""
     step = Step.of(config, recipe, batch, seq_len, gpus=gpus)
-    rate = UTILIZATION * (card.flops / 8 if recipe.precision == "float32" else card.flops)
+    rate = UTILIZATION * (card.float32_flops if recipe.precision == "float32" else card.flops)
     operations = _operations(config, step)
     gpus_of_model = recipe.tensor_parallel * recipe.pipeline_parallel
     seconds = {name: count / rate / gpus_of_model for name, count in operations.items()}
     moved = _moved_bytes(step, batch)
     seconds |= {name: count / card.memory_bandwidth for name, count in moved.items()}
-    seconds["host"] = _host_bytes(step) / card.host_bandwidth
+    seconds["disk"] = _offloaded_bytes(step) / min(DISK_BANDWIDTH, card.host_bandwidth)
     seconds["network"] = _network_bytes(config, recipe, step, batch) / card.link_bandwidth
     return {name: value for name, value in seconds.items() if value}
 
@@ -74,7 +75,7 @@ def _moved_bytes(step: Step, batch: int) -> dict[str, float]:
     }
 
 
-def _host_bytes(step: Step) -> float:
+def _offloaded_bytes(step: Step) -> float:
     """Bytes there and back."""
     weights, gradients, state = step.stepped_bytes()
     if step.recipe.offload == "offloaded-optimizer":

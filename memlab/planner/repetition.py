@@ -10,8 +10,8 @@ weights where the model is made, its part of forward, of backward, of the optimi
     more    h AAAA f BBBB t
 
 `insertions` finds them. As many more copies as wanted give the events, but each free must still
-name the right storage. Three rules say which copy's it is, and copies at either end may have their
-own, as their neighbours are others:
+name the right storage. Three rules say which copy's it is. The first or the last copy may have one
+of its own, as its neighbour is no copy:
 
     in step     copy i frees what copy i + c made         a block's own temporaries
     mirrored    copy i frees what copy n - i + c made     backward frees forward's activations
@@ -39,7 +39,7 @@ Numbers = NDArray[np.int64]
 
 _NONE = -1  # the birth of what is no storage; the block of what is in none
 _MARK = 0  # the token that stands where the measured step begins
-_DEEPEST_EDGE = 3  # copies at either end that may have rules of their own
+_MOST_AT_EDGES = 1  # of the copies of a section: those that may have a rule of their own
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -339,7 +339,7 @@ def _extended(few: Numbers, more: Numbers, added: int, step: int) -> Numbers:
         return _by_rule(few, more, copies, 0, added, step)[1]
     extended = np.zeros((2, copies + added, length), dtype=np.int64)
     open_ = np.arange(length)
-    for edges in range(min(_DEEPEST_EDGE, copies - 1) + 1):
+    for edges in range(min(_MOST_AT_EDGES, copies - 1) + 1):
         fitting = np.zeros(len(open_), dtype=bool)
         for head in range(edges + 1):
             parts = few[:, :, open_], more[:, :, open_]
@@ -409,6 +409,8 @@ def _check(
     positions, births = np.arange(len(made.births)), made.births[made.births != _NONE]
     if np.any(made.births > positions) or np.any(made.births[births] != births):
         raise NotRepeating("an event would belong to a storage that is not born yet")
+    if np.any(made.blocks[births] != made.blocks[made.births != _NONE]):
+        raise NotRepeating("an event would belong to another block's storage than it says")
     few, more, many = (repeats.layout(count).templates() for count in (0, 1, added))
     templates, levels = np.concatenate((few, more)), np.concatenate((_levels(short), _levels(long)))
     low, high = (np.full(templates.max() + 1, end) for end in (levels.max(), levels.min()))

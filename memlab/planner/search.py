@@ -3,16 +3,20 @@
     by formula    every recipe, in microseconds: its bytes within some percent, its estimated time
     measured      the fastest that can fit, of each thing that can be learned, by a prediction of
                   its step: allocated bytes, and the reserved ones that a card must have
-    batch, length grown as far as the memory goes; both ends of what is said are measured
+    batch, length grown as far as the memory goes, by the formula scaled to what was measured; or
+                  measured themselves, up to the first that does not fit
 
 The formula decides what is tried, never what is said: a recipe is called fitting where the bytes
 that a prediction reserves are within the memory, less what CUDA itself takes.
 """
 
+import multiprocessing
+import signal
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from memlab.configs import config_named, name_of
 from memlab.model import GPTConfig
@@ -24,6 +28,7 @@ from memlab.planner.recipes import LEARNED, Recipe, recipes
 from memlab.train import Setting
 from memlab.units import format_bytes
 
+SLACK = 0.02  # of the memory: left free by a batch and a length that are not measured themselves
 FORMULA_ERROR = 0.05  # how much more or less than the formula's a measured peak may be
 TRIES = 4  # recipes of one kind that are measured before the kind is given up
 USUAL_SEQ_LEN = 2048
@@ -93,6 +98,7 @@ class Plan:
     batch: int
     seq_len: int
     target: str
+    exact: bool  # whether the largest batches and lengths are measured
     options: tuple[Option, ...]
     miss: Option | None  # faster than all of them, or the smallest where none fits
     failures: tuple[str, ...] = field(default=())  # recipes that could not be tried, and why
@@ -176,8 +182,9 @@ def plan(
     pipeline_parallel: int = 1,
     learned: Iterable[Recipe] = LEARNED,
     count: int = 4,
-    grow: bool = True,
+    exact: bool = False,
     target: str | None = None,
+    workers: int = 1,
     announce: Announce = lambda stage: None,
 ) -> Plan:
     """Which recipes fit, the fastest first: `count` at most, each of another kind of training.
@@ -187,9 +194,13 @@ def plan(
     batch     sequences of each data-parallel GPU, of `seq_len` tokens (2048, or what the model
               takes)
     learned   the kinds of training among which to choose: recipes of what is learned
-    grow      find each one's largest batch and length, too
+    exact     measure the largest batch and length of each, which takes several times as long;
+              else they are the formula's, scaled to what was measured
     target    what is predicted: "cuda", "cuda:hopper"; None: as the card has it. "cpu" plans for
               this kind of machine, whose allocator reserves nothing
+    workers   processes that measure at once; of more than one, a script that plans must be one that
+              can be imported (`if __name__ == "__main__":`)
+    announce  is told what is measured
 
     ValueError, in a sentence, for what is no model, memory or number.
     """
@@ -211,12 +222,11 @@ def plan(
         (tensor_parallel, pipeline_parallel),
         target or there.card_for_costs.target,
     )
-    search = _Search(asked, announce)
+    search = _Search(asked, exact, announce)
     kinds = search.kinds(learned)
-    options = search.options(kinds, count)
-    miss = search.miss(kinds, options)
-    if grow:
-        options = [search.grown(option) for option in options]
+    with _workers(workers) as each:
+        options = search.options(kinds, count, each)
+        miss = search.miss(kinds, options)
     return Plan(
         name,
         config,
@@ -225,6 +235,7 @@ def plan(
         batch,
         seq_len,
         asked.target,
+        exact,
         tuple(options),
         miss,
         tuple(search.failures),
@@ -259,12 +270,51 @@ class _Asked:
         return budget_bytes(self.memory, self.target)
 
 
+class Found(NamedTuple):
+    """What trying a kind of training came to."""
+
+    option: Option | None
+    misses: list[Option]  # tried before it, too large
+    failures: list[str]  # could not be tried, and why
+
+
+Each = Callable[[Callable[[list[Candidate]], Found], Iterable[list[Candidate]]], Iterable[Found]]
+
+
+@dataclass(frozen=True)
+class _Try:
+    """Tries a kind of training, in whatever process."""
+
+    asked: _Asked
+    exact: bool
+
+    def __call__(self, kind: list[Candidate]) -> Found:
+        search = _Search(self.asked, self.exact, lambda stage: None)
+        return Found(search.of_kind(kind), search.misses, search.failures)
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[Each]:
+    """A `map` over so many processes, whose results come in order; they end with the block."""
+    if count == 1:
+        yield map
+        return
+    # Not forked: a process that has run a backward pass has threads that a copy would not have.
+    with multiprocessing.get_context("spawn").Pool(count, _leave_interrupts_to_the_parent) as pool:
+        yield pool.imap
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class _Search:
     """Tries recipes, and remembers those that could not be."""
 
-    def __init__(self, asked: _Asked, announce: Announce) -> None:
-        self.asked, self.announce = asked, announce
+    def __init__(self, asked: _Asked, exact: bool, announce: Announce) -> None:
+        self.asked, self.exact, self.announce = asked, exact, announce
         self.failures: list[str] = []
+        self.misses: list[Option] = []
 
     # -------------------------------------------------------------- by formula
 
@@ -303,17 +353,25 @@ class _Search:
 
     # -------------------------------------------------------------- measured
 
-    def options(self, kinds: list[list[Candidate]], count: int) -> list[Option]:
+    def options(self, kinds: list[list[Candidate]], count: int, each: Each) -> list[Option]:
         """The fastest of each kind that fits; kinds in the order of that time."""
         hopeful = [[c for c in kind if self._may_fit(c)] for kind in kinds]
         hopeful = sorted(filter(None, hopeful), key=lambda kind: kind[0].step_seconds)
-        found: list[Option] = []
-        for kind in hopeful:
-            if len(found) == count:
+        tried: list[Option] = []
+        for found in each(_Try(self.asked, self.exact), hopeful):
+            self.failures += found.failures
+            self.misses += found.misses
+            if found.option is not None:
+                self.announce(f"fits: {found.option.recipe.words}")
+                tried.append(found.option)
+            if len(tried) == count:
                 break
-            if option := self._first_that_fits(kind):
-                found.append(option)
-        return sorted(found, key=lambda option: option.candidate.step_seconds)
+        return sorted(tried, key=lambda option: option.candidate.step_seconds)
+
+    def of_kind(self, kind: list[Candidate]) -> Option | None:
+        """The fastest of a kind that fits, and how far it goes."""
+        option = self._first_that_fits(kind)
+        return None if option is None else self.grown(option)
 
     def _first_that_fits(self, kind: list[Candidate]) -> Option | None:
         """The fastest; what does not fit, or cannot be tried, is followed by a smaller one."""
@@ -330,6 +388,7 @@ class _Search:
                 continue
             if option.fits:
                 return option
+            self.misses.append(option)
             bound = candidate.estimate.peak_bytes
         return None
 
@@ -350,24 +409,27 @@ class _Search:
             return None
         self.announce(f"{recipe.techniques}, {batch} × {seq_len}")
         setting = Setting(asked.config, batch, seq_len, recipe.dtype, asked.target)
-        return measured(setting, recipe.techniques)
+        # The trace stays where it was made: it is long, and nobody here reads it.
+        return replace(measured(setting, recipe.techniques), trace=None)
 
     def miss(self, kinds: list[list[Candidate]], options: list[Option]) -> Option | None:
-        """The recipe that would be next if there were a little more memory: faster than the best
-        option, and of what does not fit the smallest. Where nothing fits, the smallest of all."""
-        everything = [candidate for kind in kinds for candidate in kind]
+        """The recipe that would be next if there were a little more memory: of what is learned by
+        the best option, the smallest that is faster and does not fit. Where nothing fits, the
+        smallest of all. What was not measured on the way is by formula."""
+        candidates = [candidate for kind in kinds for candidate in kind]
         if options:
             best = options[0].candidate
-            everything = [
+            kind = best.recipe.learned
+            candidates = [
                 c
-                for c in everything
-                if c.step_seconds < best.step_seconds and c.recipe.learned == best.recipe.learned
+                for c in candidates
+                if c.recipe.learned == kind and c.step_seconds < best.step_seconds
             ]
-        for candidate in sorted(everything, key=lambda c: c.estimate.peak_bytes)[:TRIES]:
-            option = self._tried(candidate)
-            if option is not None and not option.fits:
-                return option
-        return None
+        measured_ones = {option.recipe: option for option in self.misses}
+        budget = self.asked.budget_bytes
+        options = [measured_ones.get(c.recipe, Option(c, None, budget)) for c in candidates]
+        too_large = [option for option in options if not option.fits]
+        return min(too_large, key=lambda option: option.needed_bytes, default=None)
 
     def _needed(self, option: Option, batch: int, seq_len: int) -> int:
         """What the recipe needs of another batch or length."""
@@ -407,6 +469,11 @@ class _Search:
 
         scale = option.needed_bytes / option.candidate.estimate.peak_bytes
         too_many = most + 1
+        if too_many - fits <= step:
+            return fits
+        if not self.exact or option.measured is None:
+            guess = _last_within(partial(formula, scale + SLACK), budget, fits, too_many, step)
+            return guess if formula(scale + SLACK, guess) <= budget else fits
         while too_many - fits > step:
             guess = _last_within(partial(formula, scale), budget, fits, too_many, step)
             needed = self._needed(option, *size(guess))

@@ -81,7 +81,8 @@ def test_the_papers_blocks_of_a_llama_with_grouped_queries_and_wide_heads():
 
 
 def test_every_rule_is_of_a_parameter_of_the_gpt():
-    names = [name for name, _ in gpt(UNTIED).named_parameters()]
+    all_of_it = replace(UNTIED, head_norms=True, post_norms=True, attention_biases=("query",))
+    names = [name for name, _ in gpt(all_of_it).named_parameters()]
     unused = [end for end in GPT_RULES if not any(f".{n}".endswith(f".{end}") for n in names)]
     assert unused == []
 

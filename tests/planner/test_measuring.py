@@ -1,0 +1,114 @@
+"""What a deep model's step takes, out of shallow runs, beside the deep model's own run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memlab.model import PRESETS
+from memlab.planner import measuring
+from memlab.planner.measuring import measured, shallow_blocks
+from memlab.train import Setting, combined, dry_trace, predicted_trace
+
+GIB = 2**30
+
+
+def setting(blocks: int, device: str = "cpu", **changes: object) -> Setting:
+    config = replace(PRESETS["tiny"], layers=blocks)
+    return Setting(config, **{"batch": 1, "seq_len": 8, "device": device, **changes})
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The settings that are run whole, in order."""
+    found = []
+    for name in ("dry_trace", "predicted_trace"):
+        real = getattr(measuring.train, name)
+
+        def noted(setting, technique, real=real):
+            found.append(setting)
+            return real(setting, technique)
+
+        monkeypatch.setattr(measuring.train, name, noted)
+    measuring.forget()
+    yield found
+    measuring.forget()
+
+
+def test_a_deep_model_is_measured_by_runs_of_three_and_four_blocks(runs):
+    found = measured(setting(9), "plain")
+    assert [run.config.layers for run in runs] == [3, 4]
+    assert found.stretched
+    whole = dry_trace(setting(9), combined("plain"))
+    assert found.allocated_bytes == whole.peak_bytes
+    assert found.reserved_bytes is None
+    assert (found.at_peak, found.peak_phase) == (whole.at_peak, whole.peak_phase)
+
+
+def test_a_card_is_measured_with_what_its_allocator_reserves():
+    card = setting(6, "cuda:hopper")
+    found, whole = measured(card, "plain"), predicted_trace(card, combined("plain"))
+    assert found.stretched
+    assert found.reserved_bytes == whole.reserved_bytes
+    assert found.allocated_bytes == whole.allocated_bytes
+    assert found.at_peak == whole.at_peak
+    assert found.at_peak["workspace"] > 2 * 2**23  # not that of most cards
+
+
+def test_what_cannot_be_stretched_runs_whole(runs):
+    found = measured(setting(9), "sqrt-checkpointing")
+    assert [run.config.layers for run in runs] == [3, 4, 9]
+    assert not found.stretched
+    whole = dry_trace(setting(9), combined("sqrt-checkpointing"))
+    assert (found.allocated_bytes, found.at_peak) == (whole.peak_bytes, whole.at_peak)
+
+
+def test_a_shallow_model_runs_whole(runs):
+    assert not measured(setting(4), "plain").stretched
+    assert [run.config.layers for run in runs] == [4]
+
+
+def test_the_same_shallow_runs_serve_every_depth(runs):
+    first, second = measured(setting(9), "plain"), measured(setting(12), "plain")
+    assert [run.config.layers for run in runs] == [3, 4]
+    block = (PRESETS["tiny"].parameters - replace(PRESETS["tiny"], layers=3).parameters) * 4
+    assert second.allocated_bytes - first.allocated_bytes >= 3 * 4 * block  # with what AdamW keeps
+
+
+def test_the_same_question_is_answered_once(runs):
+    assert measured(setting(9), "plain") is measured(setting(9), "plain")
+
+
+def test_another_setting_is_another_measurement():
+    short, long = measured(setting(6), "plain"), measured(setting(6, batch=8, seq_len=64), "plain")
+    assert short.allocated_bytes < long.allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("blocks", "unit", "wanted"),
+    [(32, 1, 3), (5, 1, 3), (4, 1, None), (1, 1, None), (32, 4, 12), (33, 4, 13), (16, 4, None)],
+)
+def test_units_of_blocks_stay_whole(blocks, unit, wanted):
+    fewest = shallow_blocks(blocks, unit)
+    assert fewest == wanted
+    assert wanted is None or (blocks - fewest) % unit == 0
+
+
+def test_a_unit_of_no_blocks_is_an_error():
+    with pytest.raises(ValueError, match="got a unit of 0 blocks"):
+        measured(setting(9), "plain", unit=0)
+
+
+@pytest.mark.slow
+def test_llama_2_7b_takes_what_it_takes_run_whole():
+    names = "checkpointing+lion8bit+step-in-backward+chunked-loss"
+    wanted = Setting("llama-2-7b", 1, 2048, torch.bfloat16, "cuda")
+    found, whole = measured(wanted, names), predicted_trace(wanted, combined(names))
+    assert found.stretched
+    assert found.allocated_bytes == whole.allocated_bytes
+    assert found.reserved_bytes == whole.reserved_bytes
+    assert found.at_peak == whole.at_peak
+    assert (round(found.allocated_bytes / GIB, 2), round(found.reserved_bytes / GIB, 2)) == (
+        20.28,
+        20.54,
+    )
