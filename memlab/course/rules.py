@@ -268,6 +268,24 @@ RULES: dict[str, Rule] = {
         _EMA,
         15,
     ),
+    "27": Rule(
+        "A 7B model on one GPU of 24 GB: BF16, checkpointing, batch 1 with 16 steps of "
+        "accumulation, 8-bit Adam, flash attention; about 20 GB.",
+        _MEMORY_GUIDE,
+        16,
+    ),
+    "28": Rule(
+        "A 70B model on 8 GPUs of 80 GB: BF16, ZeRO-3, checkpointing, batch 1 with 8 steps of "
+        "accumulation, flash attention, length 4096; about 60 GB a GPU.",
+        _MEMORY_GUIDE,
+        16,
+    ),
+    "29": Rule(
+        "A 405B model on 128 H100: FP8, tensor parallel 8, pipeline parallel 4, data parallel 4, "
+        "ZeRO-1, checkpointing, flash attention 3.",
+        _MEMORY_GUIDE,
+        16,
+    ),
 }
 
 verdicts: list[Verdict] = []  # of this process, in the order they were reached

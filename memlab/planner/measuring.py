@@ -6,6 +6,8 @@ that are all alike run only a few times, and `memlab.planner.repetition` adds th
 technique doesn't treat blocks alike (segments of √L), the whole depth runs.
 """
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -13,7 +15,7 @@ from memlab import train
 from memlab.planner.repetition import NotRepeating, stretch
 from memlab.trace import Trace
 
-FEWEST_UNITS = 3  # that tell a rule from a coincidence
+FEWEST_UNITS = 3, 4  # three tell a rule from a coincidence; and where block 0 is apart, four
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Measured:
     at_peak: dict[str, int]  # by category
     peak_phase: str
     stretched: bool  # from runs with fewer blocks; else the whole depth ran
-    trace: Trace
+    trace: Trace | None  # None where it was left behind
 
 
 @cache
@@ -37,31 +39,24 @@ def measured(setting: train.Setting, names: str, *, unit: int = 1) -> Measured:
 
     Raises KeyError and ValueError as `train.combined` does.
     """
-    blocks = setting.config.layers
-    fewer = shallow_blocks(blocks, unit)
-    if fewer is None:
-        return _measured(_run(setting, names), stretched=False)
-    more = fewer + unit
-    try:
+    for fewer in shallow_blocks(setting.config.layers, unit):
+        more = fewer + unit
         traces = (_run(_with_blocks(setting, count), names) for count in (fewer, more))
-        return _measured(stretch(*traces, more, blocks, unit=unit), stretched=True)
-    except NotRepeating:
-        return _measured(_run(setting, names), stretched=False)
+        with suppress(NotRepeating):
+            whole = stretch(*traces, more, setting.config.layers, unit=unit)
+            return _measured(whole, stretched=True)
+    return _measured(_run(setting, names), stretched=False)
 
 
-def forget() -> None:
-    """Measure anew what was measured before: after a technique has changed."""
-    measured.cache_clear()
-    _run.cache_clear()
-
-
-def shallow_blocks(blocks: int, unit: int = 1) -> int | None:
-    """How many blocks run at the least, and again with a unit more, so that whole units of them
-    make `blocks`; None where that saves nothing."""
+def shallow_blocks(blocks: int, unit: int = 1) -> Iterator[int]:
+    """How many blocks to run, and again with a unit more, so that whole units of them make
+    `blocks`: first as few as can do, then more, where blocks at both ends are unlike the others."""
     if unit < 1:
         raise ValueError(f"got a unit of {unit} blocks; give at least 1")
-    fewest = FEWEST_UNITS * unit + blocks % unit
-    return fewest if fewest + unit < blocks else None
+    for units in FEWEST_UNITS:
+        fewest = units * unit + blocks % unit
+        if fewest + unit < blocks:
+            yield fewest
 
 
 def _with_blocks(setting: train.Setting, blocks: int) -> train.Setting:

@@ -39,7 +39,7 @@ Numbers = NDArray[np.int64]
 
 _NONE = -1  # the birth of what is no storage; the block of what is in none
 _MARK = 0  # the token that stands where the measured step begins
-_MOST_AT_EDGES = 1  # of the copies of a section: those that may have a rule of their own
+_MOST_AT_EDGES = 2  # copies that may have rules of their own, at both ends together
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -223,13 +223,19 @@ def _inserted(short: Numbers, long: Numbers, position: int, shift: int, floor: i
             (behind < len(long)) & (long[behind.clip(max=len(long) - 1)] == short[position])
         ]
     equal = [
-        (_common(short[position:], long[here + length :]), -length)
+        (_common_with_end(short[position:], long[here + length :]), -length)
         for length in lengths.tolist()
         if np.array_equal(long[here - length : here], long[here : here + length])
     ]
     if not equal:
         raise NotRepeating(f"event {position} of the shorter trace differs, and repeats nothing")
     return -max(equal)[1]
+
+
+def _common_with_end(one: Numbers, other: Numbers) -> int:
+    """How far two sequences are equal; one more if they end together."""
+    common = _common(one, other)
+    return common + (common == len(one) == len(other))
 
 
 def _common(one: Numbers, other: Numbers) -> int:

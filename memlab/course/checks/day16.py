@@ -447,9 +447,9 @@ _LACKS = Exercise(
         "GB is 10⁹ and GiB 2³⁰; a card has CARDS[name].total_bytes. Of that CUDA's context takes "
         "CONTEXT. What the step takes of the card is reserved_bytes, which is never less than "
         "allocated_bytes.",
-        "if memory in CARDS: total = CARDS[memory].total_bytes; else: number, unit = "
-        're.fullmatch(r"([\\d.]+) ?(\\w+)", memory).groups(); total = float(number) * UNITS[unit]. '
-        "return max(0, step.reserved_bytes + CONTEXT - round(total))",
+        "if memory in CARDS: total = CARDS[memory].total_bytes; else: unit = "
+        'memory.lstrip("0123456789. "); total = round(float(memory.removesuffix(unit)) * '
+        "UNITS[unit]). return max(0, step.reserved_bytes + CONTEXT - total)",
     ),
     reference=lacks,
     check=_check_lacks,
@@ -491,7 +491,7 @@ _LACKS = Exercise(
 class Candidate(NamedTuple):
     """The lesson's: what formulas say of a recipe."""
 
-    name: str
+    recipe: str
     seconds: float
     formula_bytes: int
 
@@ -607,15 +607,15 @@ def _require_candidate(
     if got is not None:
         require(
             got in asked,
-            f"{case} gave {got.name}, which was not measured; wanted a measurement of what is "
+            f"{case} gave {got.recipe}, which was not measured; wanted a measurement of what is "
             f"said to fit.",
         )
         require(
             bytes_of[got] <= room,
-            f"{case} gave {got.name}, which takes {bytes_of[got]:,} when it is measured.",
+            f"{case} gave {got.recipe}, which takes {bytes_of[got]:,} when it is measured.",
         )
-    shown = "None" if got is None else f"{got.name}, {got.seconds:g} s"
-    meant = "None" if wanted is None else f"{wanted.name}, {wanted.seconds:g} s"
+    shown = "None" if got is None else f"{got.recipe}, {got.seconds:g} s"
+    meant = "None" if wanted is None else f"{wanted.recipe}, {wanted.seconds:g} s"
     require(got == wanted, f"{case} gave {shown}; wanted {meant}.")
 
 
