@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Day 16: Seven billion on 24 GB
 #
-# **Fit it.**
+# **A model and a card are named: does it fit?**
 #
 # After today you can say of a model and a card whether it fits, by formula to a few percent and by
 # prediction to the byte; you have found the recipe for seven billion weights on 24 GB, and know
@@ -35,7 +35,6 @@ from memlab.course import (
 )
 from memlab.model import PRESETS
 from memlab.planner import CARDS, Recipe, memory_named, training_bytes
-from memlab.planner.cards import CONTEXT_BYTES
 from memlab.planner.costs import step_seconds
 from memlab.planner.recipes import recipes
 from memlab.units import format_bytes
@@ -83,7 +82,7 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 # | `"optimizer"` steps | there | gone | there | there |
 #
 # *Scratch* is what an optimizer makes while it steps: torch's AdamW two float32 tensors as large as
-# the weight; ours, five of a **piece** of it.
+# the weight; ours, five to eight as large as a **piece** of it.
 
 
 # %%
@@ -91,18 +90,18 @@ guess("16.1", guide_gb=20, buffer_gib=6, recipe_gib=23, rank_gb=60)
 class Optimizer:
     moments: int  # numbers it keeps of each weight
     moment_bytes: float  # of each of these
-    scratch: int  # numbers in float32 that it makes of each number it works on
+    scratch: float  # numbers in float32 that it makes for each number it works on
     piece: int | None = None  # it works on so many at a time; None: on a whole weight
     in_backward: bool = False  # each weight is stepped as soon as its gradient is there
 
 
 CODE = 1 + 4 / 256  # a byte, and a share of its block's scale (Day 9)
-OURS = {"scratch": 5, "piece": 2**22}
+PIECE = 2**22
 torchs_adamw = Optimizer(2, 4, scratch=2)
-adamw_in_16_bits = Optimizer(2, 2, **OURS)
-adam_in_8_bits = Optimizer(2, CODE, **OURS)
-lion_in_8_bits = Optimizer(1, CODE, **OURS)
-lion_in_backward = Optimizer(1, CODE, **OURS, in_backward=True)
+adamw_in_16_bits = Optimizer(2, 2, scratch=5, piece=PIECE)
+adam_in_8_bits = Optimizer(2, CODE, scratch=7.5, piece=PIECE)
+lion_in_8_bits = Optimizer(1, CODE, scratch=6.5, piece=PIECE)
+lion_in_backward = Optimizer(1, CODE, scratch=6.5, piece=PIECE, in_backward=True)
 
 # %% [markdown]
 # ### Exercise 16.1: the largest moment
@@ -155,9 +154,9 @@ for name, optimizer in (
     print(f"  {name:32}{count / 2**30:7.2f} GiB, {count / 1e9:6.2f} GB")
 
 # %% [markdown]
-# So the guide's optimizer takes 40.7 GB before the first activation. Its weights and gradients
-# alone, 25.1 GiB, are more than the card. And only one line of five is below 24 GB: it is the
-# **step in backward** that makes room, more than the eight bits do.
+# So the guide's optimizer takes 40.8 GB before the first activation; weights and gradients alone,
+# 25.1 GiB, are more than the card. One line of five is below 24 GB, by the **step in backward**: it
+# takes off 12.3 GiB, as much as eight bits do of Adam's state in sixteen.
 
 # %% [markdown]
 # ## Activations
@@ -242,8 +241,9 @@ for batch, length, how in ((1, 4, "plain"), (16, 64, "checkpointing")):
     moment, count = estimate(tiny, torchs_adamw, tokens, 4, checkpointed, fused=False)
     known = 4 * tiny.seq_len * tiny.head_width + 16 * tokens + 4 * len(sizes_of(tiny))
     print(f"{how}, {batch} × {length}: formula {format_bytes(count)}, in {moment!r}; ", end="")
-    print(f"meter {format_bytes(trace.peak_bytes)}, of it neither in the formula ", end="")
-    print(f"nor known {trace.peak_bytes - known - count:,} bytes")
+    print(f"meter {format_bytes(trace.peak_bytes)}")
+    print(f"  of it not known: {trace.peak_bytes - known - count:,} bytes")
+
 
 # %% [markdown]
 # Where the optimizer makes the peak, 8 bytes: the loss. Checkpointed, backward has left some
@@ -275,7 +275,8 @@ for row, found in enumerate(estimates.values()):
         axes.barh(row, width, left=left, color=colour, height=0.7,
                   label=None if row else part.replace("_", " "))  # fmt: skip
         left += width
-    axes.text(left + 0.4, row, f"{left:.2f}", va="center", fontsize=9)
+    axes.text(left + 0.6, row, f"{left:.2f}", va="center", fontsize=9,
+              bbox={"color": "white", "pad": 0.8})  # fmt: skip
 axes.axvline(24e9 / 2**30, color="0.25", linestyle="--", linewidth=1)
 axes.text(24e9 / 2**30 + 0.4, 5.55, "24 GB", fontsize=9)
 axes.set_yticks(range(len(estimates)), list(estimates))
@@ -294,14 +295,12 @@ axes.spines[["top", "right"]].set_visible(False)
 # (Day 2), CUDA's *context* takes its part, and the card itself has less than it is sold with.
 
 # %%
-CONTEXT = CONTEXT_BYTES[1]  # the most that users report
+CONTEXT = 616 * 2**20  # bytes, the most that users report
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 for name, sold in (("rtx4090", 24), ("l4", 24), ("a10g", 24), ("h100", 80)):
-    card = CARDS[name]
-    print(
-        f"{name:8} sold as {sold} GB, which would be {sold * 2**30 / 1e9:.1f} GB of GiB; ", end=""
-    )
-    print(f"torch is given {format_bytes(card.total_bytes)}")
+    total = CARDS[name].total_bytes
+    print(f"{name:8} sold as {sold} GB; torch is given {format_bytes(total)}, ", end="")
+    print(f"{total / 1e9:.2f} GB")
 print(f"of that CUDA's context takes up to {format_bytes(CONTEXT)}")
 
 # %% [markdown]
@@ -410,7 +409,7 @@ plot.timeline(proof.trace)
 # %% [markdown]
 # **Seven billion weights, all of them trained, on 24 GB**: 20.59 GiB and the context. The search
 # left chunked logits out: of 2,048 rows with 4,096 numbers each they save nothing (Day 11). With
-# them the same step allocates 0.33 GiB more, and reserves 0.06 less; a test measures both.
+# them the same step allocates 0.33 GiB more, and reserves 0.05 less; a test measures both.
 #
 # (`allocated` is 32 MiB more than the picture's peak: blocks that the allocator could not split
 # count whole, Day 2.)
@@ -580,13 +579,8 @@ print(
 
 # %%
 guided = "FP8 weights alone, the same state"
-reveal(
-    "16.1",
-    guide_gb=guides,
-    buffer_gib=buffer,
-    recipe_gib=proof.reserved_bytes,
-    rank_gb=ranks[guided],
-)
+reveal("16.1", guide_gb=guides, buffer_gib=buffer, recipe_gib=proof.reserved_bytes,
+       rank_gb=ranks[guided])  # fmt: skip
 
 # %% [markdown]
 # The gaps. 20 GB are 3 bytes a weight. But weights are 2, gradients 2, and 8-bit Adam's state 2.03:
@@ -672,9 +666,6 @@ verdict(
 # averages go on: for them the weights come back once a step.
 
 # %%
-running_bill(16)
-
-# %%
 peaks = [bill.stored(days.day(n).bill).peak_bytes / 2**30 for n in range(1, 17)]
 fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
 axes.stairs(peaks, [n + 0.5 for n in range(17)], fill=True, color="#00798c", alpha=0.25)
@@ -688,8 +679,12 @@ axes.spines[["top", "right"]].set_visible(False)
 print(f"from {peaks[0]:.2f} GiB to {peaks[-1]:.2f}: {peaks[0] / peaks[-1]:.1f} times less")
 
 # %% [markdown]
-# The same model, the same tokens in each step. What was learned changed at two of the stairs: at
-# bfloat16 (Day 4), and at Lion for Adam (Day 8). At all others it is the same training, paid in
-# time where it is paid at all.
+# The same model, the same tokens in each step. What is learned changed at three of the stairs:
+# bfloat16 (Day 4), Lion for Adam (Day 8), its moment in eight bits (Day 9). At all others it is the
+# same training, paid in time where it is paid at all.
 #
-# That is the course. What runs out of memory next will be yours: measure it first.
+# That is the course. What runs out of memory next will be yours: measure it first. And here are the
+# bytes of each stair:
+
+# %%
+running_bill(16)

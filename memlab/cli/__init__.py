@@ -22,6 +22,7 @@ IN_ASCII = {
     "…": "...",
     "³": "^3",
     "²": "^2",
+    "≈": "~",
     "●": "*",
     "○": ".",
 }
@@ -260,7 +261,9 @@ def plan_command(
     pipeline_parallel: Annotated[
         int, typer.Option(help="Parts of the model's depth; by formula alone.")
     ] = 1,
-    count: Annotated[int, typer.Option("--recipes", help="How many to show at the most.")] = 4,
+    count: Annotated[
+        int, typer.Option("--recipes", help="How many to measure; the others are by formula.")
+    ] = 2,
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Measure the largest batch and length, too: some minutes."),

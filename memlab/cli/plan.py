@@ -15,6 +15,7 @@ from memlab.planner import LEARNED, Option, Plan, Recipe, plan
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS
 from memlab.units import format_bytes
 
+MOST_OTHERS = 3  # recipes that were not measured, to be shown
 MOST_WORKERS = 4  # each imports torch, which takes seconds and some 300 MiB
 
 
@@ -109,12 +110,13 @@ def choose_kinds(
 def show(found: Plan) -> None:
     """What was asked, the table, and what each column leaves open."""
     report.say("\n".join(headline(found)) + "\n")
-    if rows := [*found.options, *([found.miss] if found.miss else [])]:
+    others = found.others[:MOST_OTHERS]
+    if rows := [*found.options, *others, *([found.miss] if found.miss else [])]:
         report.console.print(table(found, rows))
     sentences = "\n".join(map(report.paragraph, remarks(found)))
     report.say(f"\n{sentences}")
-    if found.best:
-        report.say(f"\n{found.command()}")
+    for option in found.options:
+        report.say(f"\n{option.recipe.words}:\n  {found.command(option)}")
 
 
 def headline(found: Plan) -> Iterator[str]:
@@ -143,7 +145,9 @@ def table(found: Plan, rows: list[Option]) -> Table:
     columns = {
         "recipe": [row.recipe.words for row in rows],
         "allocated": [
-            format_bytes(row.measured.allocated_bytes if row.measured else row.needed_bytes)
+            format_bytes(row.measured.allocated_bytes)
+            if row.measured
+            else f"≈ {format_bytes(row.needed_bytes)}"
             for row in rows
         ],
         "reserved": [
@@ -197,8 +201,12 @@ def remarks(found: Plan) -> Iterator[str]:
             f"The next, {miss.recipe.words}, does not fit: it lacks "
             f"{format_bytes(miss.missing_bytes)} of {format_bytes(miss.needed_bytes)}"
         )
-    if any(option.measured is None for option in found.options):
-        yield "tensor and pipeline parallel recipes are by formula: nothing here runs them"
+    if found.others or any(option.measured is None for option in found.options):
+        yield (
+            "≈: by formula, not measured, nor what an allocator reserves beyond it; --recipes "
+            f"{len(found.options) + len(found.others)} measures these, and --optimizer or "
+            "--precision one of them"
+        )
     yield from found.failures
 
 

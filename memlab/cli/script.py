@@ -44,10 +44,10 @@ def measure_script(given: str, *, device: str | None, dry: bool, out: str) -> No
     folder = choose_folder(out)
     with report.progress(stages=3) as announce:
         if dry and device in TARGETS:
-            trace = _predicted(script, device, announce)
+            trace = predicted(script, device, announce)
         else:
             with memlab.dry_run() if dry else nullcontext():
-                trace = _measured(script, None if dry else device, announce)
+                trace = measured(script, None if dry else device, announce)
     if not trace.peak_bytes:
         raise UsageError(
             f"the step of {script} allocated nothing on {trace.device}; it must call the model"
@@ -81,20 +81,35 @@ def find_script(given: str) -> Script:
     return Script(Path(path), function)
 
 
-def _measured(script: Script, device: str | None, announce: Announce) -> Trace:
+def unchanged(*parts: Any) -> Any:
+    """A training as its script builds it."""
+    return parts
+
+
+def measured(
+    script: Script,
+    device: str | None,
+    announce: Announce,
+    change: Callable[..., Any] = unchanged,
+) -> Trace:
+    """The second step of the user's training, or of what a change makes of it, as it runs here."""
     with _as_python_runs_it(script.path), _in_one_sentence(script):
         announce("building")
-        step, model, optimizer = _parts(_load(script)(), script)
+        step, model, optimizer = change(*_parts(_load(script)(), script))
         announce("first step")
         step()
         announce("measured step")
         return memlab.measure(step, model=model, optimizer=optimizer, device=device)
 
 
-def _predicted(script: Script, target: str, announce: Announce) -> Trace:
+def predicted(
+    script: Script, target: str, announce: Announce, change: Callable[..., Any] = unchanged
+) -> Trace:
+    """The second step of the user's training on such a card, or of what a change makes of it."""
+
     def build() -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
         announce("building")
-        step, model, optimizer = _parts(_load(script)(), script)
+        step, model, optimizer = change(*_parts(_load(script)(), script))
         stages = iter(("first step", "predicted step"))
 
         def announced() -> None:

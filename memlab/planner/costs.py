@@ -82,8 +82,8 @@ def _offloaded_bytes(step: Step) -> float:
         return 2.0 * state
     if step.recipe.offload == "offloaded-activations":
         return 2.0 * step.kept_bytes_uncompressed()
-    if step.recipe.offload == "streamed-layers":  # brought forward, backward and for the step
-        return 3.0 * weights + 2.0 * gradients + 2.0 * state
+    if step.recipe.offload == "streamed-layers":  # frozen ones too are brought, there and back
+        return 2.0 * step.streamed_bytes() + 2.0 * weights + 2.0 * gradients + 2.0 * state
     return 0.0
 
 

@@ -29,7 +29,8 @@ from memlab.train import Setting
 from memlab.units import format_bytes
 
 SLACK = 0.02  # of the memory: left free by a batch and a length that are not measured themselves
-FORMULA_ERROR = 0.05  # how much more or less than the formula's a measured peak may be
+RESERVED = 0.1  # of a peak: what an allocator may hold beyond it, where nobody has measured it
+MARGIN = 0.05  # of the memory: what the next recipe leaves, after one that was too large
 TRIES = 4  # recipes of one kind that are measured before the kind is given up
 USUAL_SEQ_LEN = 2048
 MOST_SEQUENCES = 4096
@@ -89,7 +90,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer: recipes that fit, the fastest first, and the nearest that does not."""
+    """The answer.
+
+    options   recipes that are measured to fit, the fastest first
+    others    of kinds that were not tried, the fastest that fits by formula
+    miss      the nearest that does not fit
+    """
 
     model: str
     config: GPTConfig
@@ -100,6 +106,7 @@ class Plan:
     target: str
     exact: bool  # whether the largest batches and lengths are measured
     options: tuple[Option, ...]
+    others: tuple[Option, ...]
     miss: Option | None  # faster than all of them, or the smallest where none fits
     failures: tuple[str, ...] = field(default=())  # recipes that could not be tried, and why
 
@@ -132,6 +139,7 @@ class Plan:
             "seq_len": self.seq_len,
             "target": self.target,
             "fits": [_numbers(option, self.command(option)) for option in self.options],
+            "fits_by_formula": [_numbers(option, self.command(option)) for option in self.others],
             "does_not_fit": None if self.miss is None else _numbers(self.miss, None),
             "not_tried": list(self.failures),
         }
@@ -144,6 +152,7 @@ class Plan:
 
     def _shown(self) -> Iterator[Option]:
         yield from self.options
+        yield from self.others
         if self.miss is not None:
             yield self.miss
 
@@ -181,13 +190,14 @@ def plan(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     learned: Iterable[Recipe] = LEARNED,
-    count: int = 4,
+    count: int = 2,
     exact: bool = False,
     target: str | None = None,
     workers: int = 1,
     announce: Announce = lambda stage: None,
 ) -> Plan:
-    """Which recipes fit, the fastest first: `count` at most, each of another kind of training.
+    """Which recipes fit, the fastest first, each of another kind of training: `count` are measured,
+    the others are by formula.
 
     model     a preset, a path of a Hugging Face `config.json`, or a shape
     memory    of each GPU: "24GB", "24GiB", bytes, or a card's name
@@ -227,6 +237,7 @@ def plan(
     with _workers(workers) as each:
         options = search.options(kinds, count, each)
         miss = search.miss(kinds, options)
+        others = search.others(kinds, options)
     return Plan(
         name,
         config,
@@ -237,6 +248,7 @@ def plan(
         asked.target,
         exact,
         tuple(options),
+        tuple(others),
         miss,
         tuple(search.failures),
     )
@@ -348,8 +360,7 @@ class _Search:
         return training_bytes(asked.config, recipe, batch, seq_len, gpus=asked.gpus, target=target)
 
     def _may_fit(self, candidate: Candidate) -> bool:
-        least = (1 - FORMULA_ERROR) * candidate.estimate.peak_bytes
-        return least <= self.asked.budget_bytes
+        return candidate.estimate.peak_bytes <= self.asked.budget_bytes
 
     # -------------------------------------------------------------- measured
 
@@ -358,14 +369,14 @@ class _Search:
         hopeful = [[c for c in kind if self._may_fit(c)] for kind in kinds]
         hopeful = sorted(filter(None, hopeful), key=lambda kind: kind[0].step_seconds)
         tried: list[Option] = []
-        for found in each(_Try(self.asked, self.exact), hopeful):
-            self.failures += found.failures
-            self.misses += found.misses
-            if found.option is not None:
-                self.announce(f"fits: {found.option.recipe.words}")
-                tried.append(found.option)
-            if len(tried) == count:
-                break
+        while hopeful and len(tried) < count:
+            now, hopeful = hopeful[: count - len(tried)], hopeful[count - len(tried) :]
+            for found in each(_Try(self.asked, self.exact), now):
+                self.failures += found.failures
+                self.misses += found.misses
+                if found.option is not None:
+                    self.announce(f"fits: {found.option.recipe.words}")
+                    tried.append(found.option)
         return sorted(tried, key=lambda option: option.candidate.step_seconds)
 
     def of_kind(self, kind: list[Candidate]) -> Option | None:
@@ -374,14 +385,13 @@ class _Search:
         return None if option is None else self.grown(option)
 
     def _first_that_fits(self, kind: list[Candidate]) -> Option | None:
-        """The fastest; what does not fit, or cannot be tried, is followed by a smaller one."""
-        bound = None
+        """The fastest; one that is too large, or cannot be tried, is followed by a smaller one."""
+        budget = self.asked.budget_bytes
+        bound = float(budget)
         tries = 0
         for candidate in kind:
-            if bound is not None and candidate.estimate.peak_bytes >= bound:
+            if candidate.estimate.peak_bytes > bound or tries == TRIES:
                 continue
-            if tries == TRIES:
-                return None
             tries += 1
             option = self._tried(candidate)
             if option is None:
@@ -389,7 +399,8 @@ class _Search:
             if option.fits:
                 return option
             self.misses.append(option)
-            bound = candidate.estimate.peak_bytes
+            beyond_formula = option.needed_bytes / candidate.estimate.peak_bytes
+            bound = min(bound, (1 - MARGIN) * budget / max(1.0, beyond_formula))
         return None
 
     def _tried(self, candidate: Candidate) -> Option | None:
@@ -412,13 +423,13 @@ class _Search:
         # The trace stays where it was made: it is long, and nobody here reads it.
         return replace(measured(setting, recipe.techniques), trace=None)
 
-    def miss(self, kinds: list[list[Candidate]], options: list[Option]) -> Option | None:
-        """The recipe that would be next if there were a little more memory: of what is learned by
-        the best option, the smallest that is faster and does not fit. Where nothing fits, the
+    def miss(self, kinds: list[list[Candidate]], fitting: list[Option]) -> Option | None:
+        """The recipe that would be next if there were more memory: of what is learned by the best
+        option, the nearest in time that is faster and does not fit. Where nothing fits, the
         smallest of all. What was not measured on the way is by formula."""
         candidates = [candidate for kind in kinds for candidate in kind]
-        if options:
-            best = options[0].candidate
+        if fitting:
+            best = fitting[0].candidate
             kind = best.recipe.learned
             candidates = [
                 c
@@ -429,7 +440,23 @@ class _Search:
         budget = self.asked.budget_bytes
         options = [measured_ones.get(c.recipe, Option(c, None, budget)) for c in candidates]
         too_large = [option for option in options if not option.fits]
+        if fitting:
+            return max(
+                too_large, key=lambda o: (o.candidate.step_seconds, -o.needed_bytes), default=None
+            )
         return min(too_large, key=lambda option: option.needed_bytes, default=None)
+
+    def others(self, kinds: list[list[Candidate]], options: list[Option]) -> list[Option]:
+        """Of each kind that was not measured, the fastest that fits by formula, and some more."""
+        known = {option.recipe.learned for option in (*options, *self.misses)}
+        budget = self.asked.budget_bytes
+        found = []
+        for kind in kinds:
+            fitting = (c for c in kind if (1 + RESERVED) * c.estimate.peak_bytes <= budget)
+            first = next(fitting, None)
+            if first is not None and first.recipe.learned not in known:
+                found.append(self.grown(Option(first, None, budget)))
+        return sorted(found, key=lambda option: option.candidate.step_seconds)
 
     def _needed(self, option: Option, batch: int, seq_len: int) -> int:
         """What the recipe needs of another batch or length."""

@@ -46,13 +46,13 @@ class Optimizer:
 
     moments: int
     moment_bytes: float
-    scratch: int
+    scratch: float
     piece: int | None = None
     in_backward: bool = False
 
 
 ADAMW = Optimizer(moments=2, moment_bytes=4, scratch=2)
-LION_8_BIT = Optimizer(moments=1, moment_bytes=65 / 64, scratch=5, piece=2**22)
+LION_8_BIT = Optimizer(moments=1, moment_bytes=65 / 64, scratch=6.5, piece=2**22)
 
 Peak = Callable[[Sequence[int], int, Optimizer, int], Any]
 
@@ -116,7 +116,7 @@ def _smallest(found: dict[str, float], everything: float) -> tuple[str, float]:
 
 
 _SIZES = [640, 64, 256, 128]
-_ADAM_8_BIT = Optimizer(moments=2, moment_bytes=65 / 64, scratch=5, piece=128)
+_ADAM_8_BIT = Optimizer(moments=2, moment_bytes=65 / 64, scratch=7.5, piece=128)
 _STEPS: tuple[tuple[str, list[int], int, Optimizer, int], ...] = (
     ("AdamW, no activations", _SIZES, 4, ADAMW, 0),
     ("AdamW, many activations", _SIZES, 4, ADAMW, 100_000),

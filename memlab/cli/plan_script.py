@@ -1,0 +1,119 @@
+"""`memlab plan --script`: does a training of the user's own fit, and what would make it fit?"""
+
+from functools import partial
+
+from rich.table import Table
+
+import memlab
+from memlab.cli import report
+from memlab.cli.choices import choose_folder
+from memlab.cli.errors import UsageError
+from memlab.cli.results import write
+from memlab.cli.rows import Announce, Row
+from memlab.cli.script import Script, find_script, measured, predicted
+from memlab.metering.kernels import TARGETS
+from memlab.planner import Memory, memory_named
+from memlab.planner.outside import LADDER, Rung
+from memlab.planner.search import budget_bytes
+from memlab.trace import Trace
+from memlab.units import format_bytes
+
+
+def plan_script(given: str, *, memory: str | None, target: str | None, out: str) -> int:
+    """Predict the step as it is, then with more techniques until it fits; 1 if it never does."""
+    script = find_script(given)
+    if memory is None:
+        raise UsageError(
+            "got no --memory; give it as 24GB, 24GiB or a card's name, such as rtx4090"
+        )
+    try:
+        there = memory_named(memory)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    target = target or there.card_for_costs.target
+    if target not in ("cpu", *TARGETS):
+        raise UsageError(f"got --device {target}; choose from cpu, {', '.join(TARGETS)}")
+    folder = choose_folder(out)
+    budget = budget_bytes(there, target)
+    with report.progress(3 * len(LADDER)) as announce:
+        rows, chosen = climb(script, target, budget, announce)
+    _show(script, there, target, budget, rows, chosen)
+    write(rows, f"{script}, planned for {there.name}", folder)
+    return 0 if chosen else 1
+
+
+def climb(
+    script: Script, target: str, budget: int, announce: Announce
+) -> tuple[list[Row], Rung | None]:
+    """A row for each rung up to the first that fits, and that rung."""
+    rows: list[Row] = []
+    for rung in LADDER:
+        try:
+            trace = _trace(script, target, rung, announce)
+        except UsageError as error:
+            if not rows:
+                raise  # the script itself fails
+            rows.append(Row(rung.name, failure=str(error)))
+            continue
+        rows.append(Row(rung.name, trace))
+        if needed(trace) <= budget:
+            return rows, rung
+    return rows, None
+
+
+def _trace(script: Script, target: str, rung: Rung, announce: Announce) -> Trace:
+    told = partial(_announced, announce, rung.name)
+    if target == "cpu":
+        with memlab.dry_run():
+            return measured(script, None, told, rung.applied)
+    return predicted(script, target, told, rung.applied)
+
+
+def _announced(announce: Announce, name: str, stage: str) -> None:
+    announce(f"{name}: {stage}")
+
+
+def needed(trace: Trace) -> int:
+    """Bytes that a card must have: reserved ones where there is an allocator."""
+    return trace.reserved_bytes or trace.allocated_bytes
+
+
+def _show(
+    script: Script,
+    there: Memory,
+    target: str,
+    budget: int,
+    rows: list[Row],
+    chosen: Rung | None,
+) -> None:
+    left = f"{format_bytes(budget)} for torch"
+    report.say(f"{script}: its second step, predicted for {target}, nothing is computed")
+    report.say(f"{there.name}: {left}\n")
+    report.console.print(_table(rows, budget))
+    for sentence in report.failures(rows):
+        report.say(f"\n{report.paragraph(sentence)}")
+    if chosen is None:
+        report.say("\nNothing of this makes it fit; a smaller batch, LoRA or bfloat16 weights may")
+    elif chosen.lines:
+        report.say("\nIt fits with\n\n  " + "\n  ".join(chosen.lines))
+    else:
+        report.say("\nIt fits as it is")
+
+
+def _table(rows: list[Row], budget: int) -> Table:
+    lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("with", "allocated", "reserved", "left"):
+        lines.add_column(title, justify="left" if title == "with" else "right", no_wrap=True)
+    for row in rows:
+        if row.trace is None:
+            lines.add_row(row.name, "failed", "", "")
+            continue
+        left = budget - needed(row.trace)
+        reserved = row.trace.reserved_bytes
+        lines.add_row(
+            row.name,
+            format_bytes(row.trace.allocated_bytes),
+            "" if reserved is None else format_bytes(reserved),
+            format_bytes(left) if left >= 0 else f"lacks {format_bytes(-left)}",
+        )
+    return lines

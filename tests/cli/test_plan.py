@@ -1,0 +1,161 @@
+"""`memlab plan`: from a model and a memory to a command that runs, and bad input in one line."""
+
+import json
+import shlex
+
+import pytest
+
+from memlab.planner import search
+from memlab.planner.formulas import training_bytes
+from memlab.planner.measuring import Measured
+from memlab.planner.recipes import LEARNED, recipes
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """One process, and the formula in place of predictions: what is printed is tried here."""
+
+    def answer(setting, names):
+        everything = (r for each in LEARNED for r in recipes(each, sequences=setting.batch))
+        recipe = next(r for r in everything if (r.techniques, r.dtype) == (names, setting.dtype))
+        peak = training_bytes(setting.config, recipe, setting.batch, setting.seq_len).peak_bytes
+        return Measured(peak, peak, {"parameters": peak}, "backward", False, None)
+
+    monkeypatch.setattr(search, "measured", answer)
+    monkeypatch.setattr("memlab.cli.plan.MOST_WORKERS", 1)
+
+
+def test_the_command_that_is_printed_runs(memlab_command):
+    """Predicted in processes of their own, and then trained for real."""
+    planned = memlab_command("plan", "--model", "tiny", "--memory", "1GiB", "--recipes", "2")
+    assert (planned.status, planned.err) == (0, "")
+    commands = [line.strip() for line in planned.out.splitlines() if line.startswith("  memlab ")]
+    assert len(commands) == 2
+    trained = memlab_command(*shlex.split(commands[1])[1:], "--steps", "2", "--device", "cpu")
+    assert (trained.status, trained.err) == (0, "")
+    assert "peak" in trained.out
+
+
+def test_what_fits_comes_with_what_it_takes_and_what_does_not_with_what_it_lacks(
+    quick, memlab_command, tmp_path
+):
+    outcome = memlab_command("plan", "--model", "llama-2-7b", "--memory", "24GB", "--full")
+    assert outcome.status == 0
+    assert "of which CUDA leaves 21.75 GiB to torch" in outcome.out
+    assert "bfloat16 lion8bit, checkpointing, step in backward" in outcome.out
+    assert "does not fit: it lacks" in " ".join(outcome.out.split())
+    numbers = json.loads((tmp_path / "work" / "plan.json").read_text())
+    assert numbers["fits"][0]["missing_bytes"] < 0 < numbers["does_not_fit"]["missing_bytes"]
+    assert (tmp_path / "work" / "plan.png").stat().st_size > 10_000
+
+
+def test_where_nothing_fits_the_status_is_one_and_it_says_what_would_help(quick, memlab_command):
+    outcome = memlab_command("plan", "--model", "llama-3-405b", "--memory", "8GiB")
+    assert outcome.status == 1
+    assert "Nothing fits 8GiB: the smallest that was tried" in " ".join(outcome.out.split())
+
+
+def test_a_card_has_less_than_it_is_sold_with(quick, memlab_command):
+    outcome = memlab_command("plan", "--model", "1b", "--gpu", "RTX 4090", "--lora")
+    assert "rtx4090: 23.52 GiB, of which CUDA leaves 22.92 GiB to torch" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory", "24GB"], "got no --model; give one of tiny, 25m"),
+        (["--model", "25m"], "got no --memory; give it as 24GB, 24GiB or a card's name"),
+        (["--model", "lama-2-7b", "--memory", "24GB"], "llama-2-7b"),
+        (["--model", "25m", "--memory", "plenty"], "got 'plenty' as a memory"),
+        (["--model", "25m", "--memory", "twenty-four GB"], "got 'twenty-four GB' as a memory"),
+        (["--model", "25m", "--memory", "24GB", "--gpus", "0"], "got 0 GPUs; give at least 1"),
+        (["--model", "25m", "--memory", "24GB", "--batch", "0"], "got batch=0"),
+        (["--model", "25m", "--memory", "24GB", "--seq", "9999"], "25m takes 1 to 512"),
+        (["--model", "25m", "--memory", "24GB", "--optimizer", "adam"], "got --optimizer adam"),
+        (["--model", "25m", "--memory", "24GB", "--precision", "half"], "got --precision half"),
+        (["--model", "25m", "--memory", "24GB", "--recipes", "0"], "got count=0"),
+        (
+            ["--model", "25m", "--script", "a.py:b", "--memory", "1GiB"],
+            "got --script together with",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(arguments, words, in_one_line):
+    assert words in in_one_line("plan", *arguments)
+
+
+def test_a_config_of_another_family_is_one_line(in_one_line, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 768}))
+    said = in_one_line("plan", "--model", "config.json", "--memory", "24GB")
+    assert "bert" in said
+    assert "llama" in said
+
+
+def test_a_config_of_a_known_family_is_planned(quick, memlab_command, tmp_path):
+    fields = {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    outcome = memlab_command("plan", "--model", "config.json", "--memory", "16GiB")
+    assert outcome.status == 0
+    assert "494,032,768 parameters" in outcome.out
+    assert "memlab train --model config.json" in outcome.out
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+def build():
+    model, x = Deep().to("cuda"), torch.randn(32768, 256, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step, model, optimizer
+"""
+
+
+@pytest.mark.parametrize(
+    ("memory", "status", "words"),
+    [
+        ("8GiB", 0, "It fits as it is"),
+        ("1500MiB", 0, "layer.forward = partial(checkpoint, layer.forward)"),
+        ("700MiB", 1, "Nothing of this makes it fit"),
+    ],
+)
+def test_a_training_of_ones_own_is_planned(memory, status, words, memlab_command, tmp_path):
+    (tmp_path / "own.py").write_text(SCRIPT)
+    outcome = memlab_command("plan", "--script", "own.py:build", "--memory", memory)
+    assert (outcome.status, outcome.err) == (status, "")
+    assert words in outcome.out
+
+
+def test_a_script_needs_a_memory_and_has_no_model(in_one_line, tmp_path):
+    (tmp_path / "own.py").write_text(SCRIPT)
+    assert "got no --memory" in in_one_line("plan", "--script", "own.py:build")
+    said = in_one_line("plan", "--script", "own.py:build", "--memory", "lots")
+    assert "got 'lots' as a memory" in said

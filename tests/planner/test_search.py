@@ -1,0 +1,264 @@
+"""The search: what it tries, in which order, and what it says. Measuring is another file's."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from memlab.model import PRESETS
+from memlab.planner import search
+from memlab.planner.cards import CARDS
+from memlab.planner.costs import step_seconds
+from memlab.planner.formulas import training_bytes
+from memlab.planner.measuring import Measured, measured
+from memlab.planner.recipes import LEARNED, Recipe, recipes
+from memlab.train import combined
+
+SEVEN_BILLION = PRESETS["llama-2-7b"]
+FULL = (Recipe(optimizer="lion8bit"),)
+GIB = 2**30
+
+
+@pytest.fixture
+def by_formula(monkeypatch):
+    """In place of a prediction the formula, and reserved a twentieth more; a list of what is
+    measured."""
+    asked = []
+
+    def answer(setting, names):
+        recipe = next(
+            r
+            for r in everything(setting.batch)
+            if (r.techniques, r.dtype) == (names, setting.dtype)
+        )
+        asked.append(names)
+        peak = training_bytes(setting.config, recipe, setting.batch, setting.seq_len).peak_bytes
+        return Measured(peak, round(1.05 * peak), {"parameters": peak}, "backward", False, None)
+
+    monkeypatch.setattr(search, "measured", answer)
+    return asked
+
+
+def everything(sequences):
+    return [recipe for learned in LEARNED for recipe in recipes(learned, sequences=sequences)]
+
+
+# ------------------------------------------------------------------ recipes
+
+
+def test_every_recipe_is_one_that_a_training_can_be_built_of():
+    for recipe in everything(4):
+        combined(recipe.techniques)
+
+
+def test_recipes_of_one_kind_learn_the_same():
+    for learned in LEARNED:
+        assert {recipe.learned for recipe in recipes(learned, sequences=4)} == {learned}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"precision": "half"}, "got precision='half' in a recipe; choose one of 'float32'"),
+        ({"optimizer": "adam"}, "got optimizer='adam' in a recipe"),
+        ({"step_in_backward": True, "accumulation": True}, "has no gradient left to be added to"),
+        ({"precision": "master-weights", "optimizer": "lion"}, "stepped by AdamW here"),
+        ({"precision": "master-weights", "step_in_backward": True}, "stepped after backward"),
+        ({"zero_stage": 2, "offload": "streamed-layers"}, "ZeRO sends gradients"),
+        ({"tensor_parallel": 0}, "got tensor_parallel=0 in a recipe"),
+    ],
+)
+def test_words_that_are_unknown_or_exclude_each_other_are_refused(words, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Recipe(**words)
+
+
+# ------------------------------------------------------------------ costs
+
+
+seconds_of = partial(
+    step_seconds, SEVEN_BILLION, batch=1, seq_len=2_048, gpus=1, card=CARDS["rtx4090"]
+)
+
+
+def test_products_take_six_operations_for_each_weight_and_token():
+    weights = SEVEN_BILLION.parameters - 32_000 * 4_096 - 65 * 4_096  # no embedding, no norms
+    wanted = 6 * weights * 2_048 / (0.5 * 165.2e12)
+    assert seconds_of(recipe=Recipe())["products"] == pytest.approx(wanted)
+
+
+def test_checkpointing_recomputes_the_forward_pass_of_the_blocks():
+    plain, checkpointed = (
+        seconds_of(recipe=Recipe(checkpointing=how)) for how in (None, "checkpointing")
+    )
+    assert "recomputed" not in plain
+    head = 32_000 * 4_096 / (SEVEN_BILLION.parameters - 32_000 * 4_096 - 65 * 4_096)
+    forward = plain["products"] * (1 - head) / 3 + plain["attention"] / 3
+    assert checkpointed["recomputed"] == pytest.approx(forward)
+
+
+def test_each_technique_costs_what_it_moves_and_no_more():
+    plain = seconds_of(recipe=Recipe())
+    assert set(plain) == {"products", "attention", "optimizer"}
+    assert set(seconds_of(recipe=Recipe(activation_bits=8))) - set(plain) == {"compression"}
+    assert set(seconds_of(recipe=Recipe(offload="streamed-layers"))) - set(plain) == {"disk"}
+    lora = seconds_of(recipe=Recipe(lora=True))
+    assert lora["products"] == pytest.approx(plain["products"] * 4 / 6)
+    ranks = step_seconds(SEVEN_BILLION, Recipe(zero_stage=3), 1, 2_048, gpus=8, card=CARDS["h100"])
+    assert ranks["network"] == pytest.approx(
+        3 * 7 / 8 * 2 * SEVEN_BILLION.parameters / 450e9, rel=1e-6
+    )
+
+
+# ------------------------------------------------------------------ the search
+
+
+def test_what_fits_is_the_fastest_and_what_is_faster_does_not(by_formula):
+    found = search.plan("llama-2-7b", "24GB", learned=FULL, count=1)
+    assert found.best.fits
+    assert found.miss.candidate.step_seconds < found.best.candidate.step_seconds
+    assert found.miss.missing_bytes > 0
+    faster = [
+        c
+        for c in search._Search(_asked(found), False, print).kinds(FULL)[0]
+        if c.step_seconds < found.best.candidate.step_seconds
+    ]
+    budget = found.budget_bytes
+    assert all(1.05 * c.estimate.peak_bytes > 0.95 * budget for c in faster)
+
+
+def _asked(found):
+    return search._Asked(
+        found.config, found.memory, found.gpus, found.batch, found.seq_len, (1, 1), found.target
+    )
+
+
+def test_reserved_bytes_decide_not_allocated_ones(by_formula):
+    found = search.plan("llama-2-7b", "24GB", learned=FULL, count=1)
+    allocated = found.best.measured.allocated_bytes
+    context = found.memory.total_bytes - found.budget_bytes
+    between = allocated + context + 2**20  # enough for what is allocated
+    less = search.plan("llama-2-7b", between, learned=FULL, count=1)
+    assert less.best is None or less.best.recipe != found.best.recipe
+
+
+def test_gb_are_not_gib(by_formula):
+    gb, gib = (search.plan("llama-2-7b", text, learned=FULL, count=1) for text in ("24GB", "24GiB"))
+    assert gib.budget_bytes - gb.budget_bytes == 24 * GIB - 24 * 10**9
+
+
+def test_few_are_measured(by_formula):
+    search.plan("llama-2-7b", "24GB", count=2)
+    assert len(by_formula) <= 2 * search.TRIES
+
+
+def test_exact_growth_stops_at_the_first_that_does_not_fit(by_formula):
+    found = search.plan("llama-2-7b", "24GB", learned=(Recipe(lora=True),), count=1, exact=True)
+    option, recipe = found.best, found.best.recipe
+
+    def needed(batch, seq_len):
+        return round(1.05 * training_bytes(SEVEN_BILLION, recipe, batch, seq_len).peak_bytes)
+
+    batch, longest = option.largest_batch, option.longest
+    assert needed(batch, 2_048) <= found.budget_bytes < needed(batch + 1, 2_048)
+    assert needed(1, longest) <= found.budget_bytes
+    assert longest == 4_096 or needed(1, longest + search.TOKENS) > found.budget_bytes
+
+
+def test_growth_by_formula_leaves_some_memory(by_formula):
+    found = search.plan("llama-2-7b", "24GB", learned=(Recipe(lora=True),), count=1)
+    exact = search.plan("llama-2-7b", "24GB", learned=(Recipe(lora=True),), count=1, exact=True)
+    assert 1 <= found.best.largest_batch <= exact.best.largest_batch
+    assert found.best.longest <= SEVEN_BILLION.seq_len
+
+
+def test_where_nothing_fits_the_smallest_is_named(by_formula):
+    found = search.plan("llama-3-405b", "24GB")
+    assert found.best is None
+    assert found.options == ()
+    assert found.miss.missing_bytes > 0
+    assert "lacks" in str(found)
+    with pytest.raises(ValueError, match="nothing fits 24GB"):
+        found.command()
+
+
+def test_what_cannot_be_measured_is_told_and_the_next_is_tried(monkeypatch):
+    def broken(setting, names):
+        raise RuntimeError("no such\noperator")
+
+    monkeypatch.setattr(search, "measured", broken)
+    found = search.plan("25m", "2GiB", count=1)
+    assert found.best is None
+    assert any("no such operator" in line for line in found.failures)
+
+
+def test_parallel_parts_are_by_formula_alone(by_formula):
+    found = search.plan("llama-3-70b", "a100-80", gpus=8, tensor_parallel=8, seq_len=1_024, count=1)
+    assert by_formula == []
+    assert found.options == () or found.best.measured is None
+
+
+def test_the_command_names_the_recipe(by_formula):
+    found = search.plan("llama-2-7b", "24GB", learned=FULL, count=1)
+    recipe = found.best.recipe
+    assert found.command() == (
+        f"memlab train --model llama-2-7b --dtype bfloat16 --batch 1 --seq 2048 "
+        f"--technique {recipe.techniques}"
+    )
+
+
+def test_a_plan_is_plain_data(by_formula):
+    found = search.plan("llama-2-7b", "24GB", count=1).to_dict()
+    assert found["budget_bytes"] == 24 * 10**9 - 616 * 2**20
+    assert found["fits"][0]["command"].startswith("memlab train")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"model": "llama-2"}, "llama-2"),
+        ({"memory": "plenty"}, "got 'plenty' as a memory"),
+        ({"memory": "24"}, "24"),
+        ({"gpus": 0}, "got 0 GPUs; give at least 1"),
+        ({"batch": 0}, "got batch=0; give a number from 1"),
+        ({"seq_len": 100_000}, "got sequences of 100000 tokens; 25m takes 1 to 512"),
+        ({"count": 0}, "got count=0"),
+    ],
+)
+def test_bad_input_is_one_sentence(given, sentence):
+    asked = {"model": "25m", "memory": "2GiB"} | given
+    with pytest.raises(ValueError, match=sentence) as error:
+        search.plan(asked.pop("model"), asked.pop("memory"), **asked)
+    assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------ for real
+
+
+def test_a_plan_for_the_cpu_says_what_the_step_takes_there():
+    """Held against a real step: the meter's peak of the recipe that is named."""
+    from memlab.train import Setting, build
+    from memlab.train import measured as metered
+
+    tiny = replace(PRESETS["tiny"], layers=6)
+    found = search.plan(tiny, 640 * 2**20, learned=FULL, count=1, seq_len=64, batch=2, target="cpu")
+    recipe = found.best.recipe
+    training = build(Setting(tiny, 2, 64, recipe.dtype), combined(recipe.techniques))
+    training.step()
+    assert found.best.measured.allocated_bytes == metered(training).peak_bytes
+    assert found.best.measured.reserved_bytes is None
+
+
+@pytest.mark.slow
+def test_workers_find_what_one_process_finds():
+    tiny = replace(PRESETS["tiny"], layers=6)
+    asked = partial(search.plan, tiny, 2**30, learned=LEARNED[2:4], seq_len=32, target="cpu")
+    assert asked(workers=2) == asked(workers=1)
+
+
+def test_measuring_again_runs_nothing():
+    measured.cache_clear()
+    tiny = replace(PRESETS["tiny"], layers=5)
+    for _ in range(2):
+        search.plan(tiny, 2**30, learned=FULL, count=1, seq_len=32, target="cpu")
+    assert measured.cache_info().misses == 1
