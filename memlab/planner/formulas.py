@@ -36,7 +36,7 @@ from memlab.lora import added_weights
 from memlab.losses import chunk_rows
 from memlab.metering.kernels import TARGETS
 from memlab.model import GPTConfig
-from memlab.pieces import PIECE_ELSEWHERE
+from memlab.pieces import PIECE, PIECE_ELSEWHERE
 from memlab.planner.recipes import Recipe
 from memlab.units import format_bytes
 
@@ -183,7 +183,8 @@ class Step:
         self.activation_bytes = 4 if recipe.precision == "float32" else 2
         self.logit_bytes = 4 if recipe.precision == "autocast" else self.activation_bytes
         self.weights = Weights.of(config, recipe)
-        self.workspace = 2 * TARGETS[target].workspace_bytes
+        self.workspace = 0 if target == "cpu" else 2 * TARGETS[target].workspace_bytes
+        self.piece = PIECE if target == "cpu" else PIECE_ELSEWHERE
 
     # -------------------------------------------------------------- the four moments
 
@@ -315,9 +316,9 @@ class Step:
         return self.weight_bytes * self._on_rank(self._trained() - but, from_stage=2)
 
     def _gradients_from_before(self) -> int:
-        """Those of the micro-batch before, to which this one's are added."""
+        """Those of the micro-batch before, to which this one's are added, in float32."""
         adds = self.recipe.accumulation and self.batch_tokens > self.tokens
-        return self._gradients() if adds else 0
+        return FLOAT32 * self._gradients() // self.weight_bytes if adds else 0
 
     def _first_gradient(self) -> int:
         """The unembedding's."""
@@ -425,6 +426,6 @@ class Step:
         recipe, largest = self.recipe, self._on_rank(self.weights.largest, from_stage=1)
         if recipe.optimizer == "adamw" and recipe.precision != "bfloat16":
             return 2 * FLOAT32 * largest
-        pieces = round(PIECES.get(recipe.optimizer, 5) * FLOAT32 * min(PIECE_ELSEWHERE, largest))
+        pieces = round(PIECES.get(recipe.optimizer, 5) * FLOAT32 * min(self.piece, largest))
         is_rounded = recipe.offload == "streamed-layers" and self.weight_bytes < FLOAT32
         return max(pieces, self.weight_bytes * largest) if is_rounded else pieces

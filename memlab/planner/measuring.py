@@ -6,8 +6,6 @@ that are all alike run only a few times, and `memlab.planner.repetition` adds th
 technique doesn't treat blocks alike (segments of √L), the whole depth runs.
 """
 
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,7 +13,7 @@ from memlab import train
 from memlab.planner.repetition import NotRepeating, stretch
 from memlab.trace import Trace
 
-FEWEST_UNITS = 3, 4  # three tell a rule from a coincidence; and where block 0 is apart, four
+FEWEST_UNITS = 3  # that tell a rule from a coincidence
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,6 @@ class Measured:
     trace: Trace | None  # None where it was left behind
 
 
-@cache
 def measured(setting: train.Setting, names: str, *, unit: int = 1) -> Measured:
     """The second step of a training with these techniques, names of rows joined by "+".
 
@@ -39,24 +36,37 @@ def measured(setting: train.Setting, names: str, *, unit: int = 1) -> Measured:
 
     Raises KeyError and ValueError as `train.combined` does.
     """
-    for fewer in shallow_blocks(setting.config.layers, unit):
-        more = fewer + unit
-        traces = (_run(_with_blocks(setting, count), names) for count in (fewer, more))
-        with suppress(NotRepeating):
-            whole = stretch(*traces, more, setting.config.layers, unit=unit)
-            return _measured(whole, stretched=True)
-    return _measured(_run(setting, names), stretched=False)
+    return _answer(replace(setting, model=setting.config), names, unit)
 
 
-def shallow_blocks(blocks: int, unit: int = 1) -> Iterator[int]:
-    """How many blocks to run, and again with a unit more, so that whole units of them make
-    `blocks`: first as few as can do, then more, where blocks at both ends are unlike the others."""
+@cache
+def _answer(setting: train.Setting, names: str, unit: int) -> Measured:
+    # Where block 0 is frozen no gradient leaves it, and it is unlike the others.
+    units = FEWEST_UNITS + ("lora" in names.split("+"))
+    fewer = shallow_blocks(setting.config.layers, unit, units)
+    if fewer is None:
+        return _measured(_run(setting, names), stretched=False)
+    traces = (_run(_with_blocks(setting, count), names) for count in (fewer, fewer + unit))
+    try:
+        whole = stretch(*traces, fewer + unit, setting.config.layers, unit=unit)
+    except NotRepeating:
+        return _measured(_run(setting, names), stretched=False)
+    return _measured(whole, stretched=True)
+
+
+def shallow_blocks(blocks: int, unit: int = 1, units: int = FEWEST_UNITS) -> int | None:
+    """How many blocks run at the least, and again with a unit more, so that whole units of them
+    make `blocks`; None where that saves nothing."""
     if unit < 1:
         raise ValueError(f"got a unit of {unit} blocks; give at least 1")
-    for units in FEWEST_UNITS:
-        fewest = units * unit + blocks % unit
-        if fewest + unit < blocks:
-            yield fewest
+    fewest = units * unit + blocks % unit
+    return fewest if fewest + unit < blocks else None
+
+
+def forget() -> None:
+    """Let go of all answers, and of the shallow runs that they were made of."""
+    _answer.cache_clear()
+    _run.cache_clear()
 
 
 def _with_blocks(setting: train.Setting, blocks: int) -> train.Setting:

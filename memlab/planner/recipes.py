@@ -96,6 +96,11 @@ class Recipe:
                 "a weight that is stepped in backward has no gradient left to be added to; leave "
                 "step_in_backward or accumulation out"
             )
+        if self.accumulation and self.offload == "streamed-layers":
+            return (
+                "gradients of streamed layers are taken away after each backward pass, before "
+                "another is added; leave accumulation or streamed-layers out"
+            )
         if self.zero_stage and (self.step_in_backward or self._moves_weights):
             return "ZeRO sends gradients that a step in backward or an offloaded one has used up"
         return _exclusion(self.techniques)

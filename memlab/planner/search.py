@@ -356,8 +356,9 @@ class _Search:
 
     def _estimate(self, recipe: Recipe, batch: int, seq_len: int) -> Estimate:
         asked = self.asked
-        target = "cuda" if asked.target == "cpu" else asked.target
-        return training_bytes(asked.config, recipe, batch, seq_len, gpus=asked.gpus, target=target)
+        return training_bytes(
+            asked.config, recipe, batch, seq_len, gpus=asked.gpus, target=asked.target
+        )
 
     def _may_fit(self, candidate: Candidate) -> bool:
         return candidate.estimate.peak_bytes <= self.asked.budget_bytes
@@ -434,7 +435,9 @@ class _Search:
             candidates = [
                 c
                 for c in candidates
-                if c.recipe.learned == kind and c.step_seconds < best.step_seconds
+                if c.recipe.learned == kind
+                and c.recipe.offload in (None, best.recipe.offload)
+                and c.step_seconds < best.step_seconds
             ]
         measured_ones = {option.recipe: option for option in self.misses}
         budget = self.asked.budget_bytes

@@ -32,6 +32,7 @@ from memlab.trace import CATEGORIES, Trace
 from memlab.units import format_bytes
 
 NAME_CHARACTERS = 28  # in a line
+PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 2}  # under words that a line may cross
 
 
 def breakdown(
@@ -133,9 +134,10 @@ def _draw_names(axes: Axes, names: Sequence[str]) -> None:
 def _draw_ends(axes: Axes, peaks: Sequence[int], ends: Sequence[tuple[str, str]]) -> None:
     for row, (peak, (total, words)) in enumerate(zip(peaks, ends, strict=True)):
         x, y = on_page(axes, peak, row)
-        write(axes.figure, x + GAP, y, total, weight="bold")
+        write(axes.figure, x + GAP, y, total, weight="bold", bbox=PAPER)
         x += _end_width(total, "")
-        write(axes.figure, x, y, words, color=GREY)
+        if words:
+            write(axes.figure, x, y, words, color=GREY, bbox=PAPER)
 
 
 def _key_rows(categories: Sequence[str]) -> list[list[str]]:

@@ -94,6 +94,23 @@ def test_units_of_blocks_stay_whole(blocks, unit, wanted):
     assert wanted is None or (blocks - fewest) % unit == 0
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        "lora+checkpointing",
+        pytest.param("lora+bfloat16", marks=pytest.mark.slow),
+        pytest.param("lora+selective-checkpointing+bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_blocks_are_stretched_where_the_first_is_unlike_the_others(names):
+    wanted = setting(9, "cuda", dtype=torch.bfloat16)
+    found, whole = measured(wanted, names), predicted_trace(wanted, combined(names))
+    assert found.stretched
+    assert found.allocated_bytes == whole.allocated_bytes
+    assert found.reserved_bytes == whole.reserved_bytes
+    assert found.at_peak == whole.at_peak
+
+
 def test_a_unit_of_no_blocks_is_an_error():
     with pytest.raises(ValueError, match="got a unit of 0 blocks"):
         measured(setting(9), "plain", unit=0)

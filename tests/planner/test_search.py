@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 
 from memlab.model import PRESETS
-from memlab.planner import search
+from memlab.planner import measuring, search
 from memlab.planner.cards import CARDS
 from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import training_bytes
-from memlab.planner.measuring import Measured, measured
+from memlab.planner.measuring import Measured
 from memlab.planner.recipes import LEARNED, Recipe, recipes
 from memlab.train import combined
 
@@ -64,6 +64,7 @@ def test_recipes_of_one_kind_learn_the_same():
         ({"step_in_backward": True, "accumulation": True}, "has no gradient left to be added to"),
         ({"precision": "master-weights", "optimizer": "lion"}, "stepped by AdamW here"),
         ({"precision": "master-weights", "step_in_backward": True}, "stepped after backward"),
+        ({"accumulation": True, "offload": "streamed-layers"}, "taken away after each backward"),
         ({"zero_stage": 2, "offload": "streamed-layers"}, "ZeRO sends gradients"),
         ({"tensor_parallel": 0}, "got tensor_parallel=0 in a recipe"),
     ],
@@ -257,8 +258,8 @@ def test_workers_find_what_one_process_finds():
 
 
 def test_measuring_again_runs_nothing():
-    measured.cache_clear()
+    measuring.forget()
     tiny = replace(PRESETS["tiny"], layers=5)
     for _ in range(2):
         search.plan(tiny, 2**30, learned=FULL, count=1, seq_len=32, target="cpu")
-    assert measured.cache_info().misses == 1
+    assert measuring._answer.cache_info().misses == 1
