@@ -28,29 +28,50 @@ class Measured:
     trace: Trace | None  # None where it was left behind
 
 
-def measured(setting: train.Setting, names: str, *, unit: int = 1) -> Measured:
+def measured(
+    setting: train.Setting, names: str, *, unit: int = 1, ranks: int = 1, stage: int = 0
+) -> Measured:
     """The second step of a training with these techniques, names of rows joined by "+".
 
     A setting's device is "cpu", or "cuda" or another target of `memlab.predict`. `unit` is the
-    number of blocks that are treated as one, such as by a checkpoint of so many.
+    number of blocks that are treated as one, such as by a checkpoint of so many. Of several `ranks`
+    it is what each takes, with the setting's batch, in a stage of ZeRO: stages 0 to 2 hold weights
+    or gradients in one run of numbers, so the whole depth runs there.
 
     Raises KeyError and ValueError as `train.combined` does.
     """
-    return _answer(replace(setting, model=setting.config), names, unit)
+    asked = _Asked(replace(setting, model=setting.config), names, ranks, stage)
+    return _answer(asked, unit)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A training, whose depth is free."""
+
+    setting: train.Setting
+    names: str
+    ranks: int
+    stage: int
+
+    def run(self, blocks: int | None = None) -> Trace:
+        """With all its blocks, or so many."""
+        config = self.setting.config
+        return _run(self, config.layers if blocks is None else blocks)
 
 
 @cache
-def _answer(setting: train.Setting, names: str, unit: int) -> Measured:
+def _answer(asked: _Asked, unit: int) -> Measured:
+    blocks = asked.setting.config.layers
     # Where block 0 is frozen no gradient leaves it, and it is unlike the others.
-    units = FEWEST_UNITS + ("lora" in names.split("+"))
-    fewer = shallow_blocks(setting.config.layers, unit, units)
+    units = FEWEST_UNITS + ("lora" in asked.names.split("+"))
+    fewer = shallow_blocks(blocks, unit, units)
     if fewer is None:
-        return _measured(_run(setting, names), stretched=False)
-    traces = (_run(_with_blocks(setting, count), names) for count in (fewer, fewer + unit))
+        return _measured(asked.run(), stretched=False)
     try:
-        whole = stretch(*traces, fewer + unit, setting.config.layers, unit=unit)
+        traces = asked.run(fewer), asked.run(fewer + unit)
+        whole = stretch(*traces, fewer + unit, blocks, unit=unit)
     except NotRepeating:
-        return _measured(_run(setting, names), stretched=False)
+        return _measured(asked.run(), stretched=False)
     return _measured(whole, stretched=True)
 
 
@@ -66,17 +87,22 @@ def shallow_blocks(blocks: int, unit: int = 1, units: int = FEWEST_UNITS) -> int
 def forget() -> None:
     """Let go of all answers, and of the shallow runs that they were made of."""
     _answer.cache_clear()
-    _run.cache_clear()
+    _run_whole.cache_clear()
 
 
-def _with_blocks(setting: train.Setting, blocks: int) -> train.Setting:
-    return replace(setting, model=replace(setting.config, layers=blocks))
+def _run(asked: _Asked, blocks: int) -> Trace:
+    config = replace(asked.setting.config, layers=blocks)
+    return _run_whole(replace(asked, setting=replace(asked.setting, model=config)))
 
 
 @cache
-def _run(setting: train.Setting, names: str) -> Trace:
-    trace = train.dry_trace if setting.device == "cpu" else train.predicted_trace
-    return trace(setting, train.combined(names))
+def _run_whole(asked: _Asked) -> Trace:
+    setting, technique = asked.setting, train.combined(asked.names)
+    on_cpu = setting.device == "cpu"
+    if asked.ranks == 1:
+        return (train.dry_trace if on_cpu else train.predicted_trace)(setting, technique)
+    share = setting, technique, asked.ranks, asked.stage
+    return train.rank_step(*share).traces[0] if on_cpu else train.predicted_rank_trace(*share)
 
 
 def _measured(trace: Trace, *, stretched: bool) -> Measured:

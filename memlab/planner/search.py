@@ -422,7 +422,9 @@ class _Search:
         self.announce(f"{recipe.techniques}, {batch} × {seq_len}")
         setting = Setting(asked.config, batch, seq_len, recipe.dtype, asked.target)
         # The trace stays where it was made: it is long, and nobody here reads it.
-        return replace(measured(setting, recipe.techniques), trace=None)
+        ranks = data_ranks(asked.config, recipe, asked.gpus)
+        found = measured(setting, recipe.techniques, ranks=ranks, stage=recipe.zero_stage)
+        return replace(found, trace=None)
 
     def miss(self, kinds: list[list[Candidate]], fitting: list[Option]) -> Option | None:
         """The recipe that would be next if there were more memory: of what is learned by the best

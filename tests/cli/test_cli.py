@@ -17,7 +17,7 @@ from memlab.cli import app
 from memlab.model import PRESETS
 from memlab.train import TECHNIQUES
 
-COMMANDS = ("measure", "doctor")
+COMMANDS = ("measure", "plan", "train", "doctor")
 QUICK = ("measure", "--model", "tiny", "--technique", "sgd", "--device", "cpu")
 
 

@@ -15,7 +15,7 @@ from memlab.planner.recipes import LEARNED, recipes
 def quick(monkeypatch):
     """One process, and the formula in place of predictions: what is printed is tried here."""
 
-    def answer(setting, names):
+    def answer(setting, names, ranks=1, stage=0):
         everything = (r for each in LEARNED for r in recipes(each, sequences=setting.batch))
         recipe = next(r for r in everything if (r.techniques, r.dtype) == (names, setting.dtype))
         peak = training_bytes(setting.config, recipe, setting.batch, setting.seq_len).peak_bytes

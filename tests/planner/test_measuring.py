@@ -8,7 +8,14 @@ import torch
 from memlab.model import PRESETS
 from memlab.planner import measuring
 from memlab.planner.measuring import measured, shallow_blocks
-from memlab.train import Setting, combined, dry_trace, predicted_trace
+from memlab.train import (
+    Setting,
+    combined,
+    dry_trace,
+    predicted_rank_trace,
+    predicted_trace,
+    rank_step,
+)
 
 GIB = 2**30
 
@@ -129,3 +136,21 @@ def test_llama_2_7b_takes_what_it_takes_run_whole():
         20.28,
         20.54,
     )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_each_of_several_ranks_takes_what_it_takes_run_whole(stage):
+    wanted = setting(6, "cuda", dtype=torch.bfloat16)
+    found = measured(wanted, "checkpointing", ranks=4, stage=stage)
+    whole = predicted_rank_trace(wanted, combined("checkpointing"), 4, stage)
+    assert found.allocated_bytes == whole.allocated_bytes
+    assert found.reserved_bytes == whole.reserved_bytes
+    assert found.stretched == (stage == 3)
+    alone = measured(wanted, "checkpointing")
+    assert found.allocated_bytes < alone.allocated_bytes
+
+
+def test_a_rank_on_the_cpu_is_the_dry_step_of_it():
+    wanted = setting(6)
+    step = rank_step(wanted, combined("plain"), 4, 2)
+    assert measured(wanted, "plain", ranks=4, stage=2).allocated_bytes == step.traces[0].peak_bytes

@@ -25,7 +25,7 @@ def by_formula(monkeypatch):
     measured."""
     asked = []
 
-    def answer(setting, names):
+    def answer(setting, names, ranks=1, stage=0):
         recipe = next(
             r
             for r in everything(setting.batch)
@@ -184,7 +184,7 @@ def test_where_nothing_fits_the_smallest_is_named(by_formula):
 
 
 def test_what_cannot_be_measured_is_told_and_the_next_is_tried(monkeypatch):
-    def broken(setting, names):
+    def broken(setting, names, **of):
         raise RuntimeError("no such\noperator")
 
     monkeypatch.setattr(search, "measured", broken)
