@@ -846,7 +846,16 @@ def test_the_lesson_and_the_benchmark_take_the_same_four_steps():
     assert 'GPT(PRESETS["124m"])' in lesson
 
 
-@pytest.mark.parametrize("day", day_jobs.SIDE_BY_SIDE)
+SLOW_DAYS = ("day 4", "day 7", "day 8")  # what others show too, with many operators
+
+
+@pytest.mark.parametrize(
+    "day",
+    [
+        pytest.param(day, marks=pytest.mark.slow) if day in SLOW_DAYS else day
+        for day in day_jobs.SIDE_BY_SIDE
+    ],
+)
 def test_a_day_s_techniques_stand_side_by_side(rehearsal, day):
     assert gpu.run(rehearsal, [day])
     shown = stored_on_a_gpu(day, rehearsal.out)
