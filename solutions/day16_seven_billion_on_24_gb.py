@@ -192,7 +192,7 @@ print(f"of each token in bfloat16; its input is {2 * seven.width:,} of them")
 # About 12 minutes. How many bytes are there at the fullest moment of backward? What forward left of
 # all `layers` blocks: all that they keep or, `checkpointed`, their inputs. Then the larger of two
 # that are never there together: `ends`, what loss and logits take (bytes, given); or one block at
-# work: what it makes again, if it was checkpointed, and its gradients.
+# work: its gradients and, if it was checkpointed, what it makes again (all but its input).
 
 
 # %%
@@ -247,7 +247,7 @@ for batch, length, how in ((1, 4, "plain"), (16, 64, "checkpointing")):
 
 # %% [markdown]
 # Where the optimizer makes the peak, 8 bytes: the loss. Checkpointed, backward has left some
-# gradients already when it is fullest, which two moments cannot see: 1 %. The library's
+# gradients already when it is fullest, which two moments cannot see. The library's
 # `training_bytes` has four moments, and a name for every term. By it, the guide's recipe, and what
 # may be changed of it:
 
@@ -292,14 +292,15 @@ axes.spines[["top", "right"]].set_visible(False)
 # ## Does it fit?
 #
 # A formula knows tensors. A card must have more: torch **reserves** whole segments, with holes
-# (Day 2), CUDA's *context* takes its part, and the card itself has less than it is sold with.
+# (Day 2), CUDA's *context* takes its part, and a card has less than it is sold with: a vendor's "24
+# GB" means GiB.
 
 # %%
 CONTEXT = 616 * 2**20  # bytes, the most that users report
 UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 for name, sold in (("rtx4090", 24), ("l4", 24), ("a10g", 24), ("h100", 80)):
     total = CARDS[name].total_bytes
-    print(f"{name:8} sold as {sold} GB; torch is given {format_bytes(total)}, ", end="")
+    print(f"{name:8} sold with {sold} GiB, reports {format_bytes(total)}, ", end="")
     print(f"{total / 1e9:.2f} GB")
 print(f"of that CUDA's context takes up to {format_bytes(CONTEXT)}")
 
@@ -520,11 +521,12 @@ for name, of_states in ZERO.items():
 # %% [markdown]
 # ### Exercise 16.5: one GPU of 128
 #
-# About 15 minutes. `block` weights are in a block, `end` in the embedding, and as many in the head.
-# `cut` is (t, p, d); `each` the bytes of a weight, of its gradient, of its state. What ZeRO's
-# `stage` shards goes over d, rounded up: state from 1, gradients from 2, weights from 3. `kept` are
-# the bytes of a block's checkpointed input, of one micro-batch: cut in t, too (*sequence
-# parallelism*). Return the bytes of a rank of the first stage.
+# About 15 minutes. `block` weights are in a block, `end` in the embedding, as many in the head
+# (there, too, if p is 1). `cut` is (t, p, d); `each` the bytes of a weight, its gradient, its
+# state. What ZeRO's `stage` shards, counted in weights, goes over d, rounded up: state from 1,
+# gradients from 2, weights from 3. `kept`: bytes of a block's checkpointed input of one
+# micro-batch, cut in t, too (*sequence parallelism*). Return the bytes of a rank of the first
+# stage.
 
 
 # %%
@@ -561,7 +563,7 @@ WAYS = {
     "FP8 weights alone, 8-bit Adam": (1, 2, 2 * CODE),
 }
 ranks = {}
-print(f"405B, 8 · 4 · 4 = {8 * 4 * 4}, ZeRO-1; an H100 has {of_h100 / 1e9:.1f} GB for torch")
+print(f"405B, 8 · 4 · 4 = {8 * 4 * 4}, ZeRO-1; an H100 leaves {of_h100 / 1e9:.1f} GB")
 for name, each in WAYS.items():
     ranks[name] = of_a_rank(block, end, huge.layers, (8, 4, 4), 1, each, kept)
     print(f"  {name:36}{ranks[name] / 1e9:7.1f} GB, {(of_h100 - ranks[name]) / 1e9:6.1f} left")

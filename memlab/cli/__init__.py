@@ -238,7 +238,8 @@ def plan_command(
     gpus: Annotated[int, typer.Option(help="How many of them.")] = 1,
     batch: Annotated[int, typer.Option(help="Sequences in the batch of each GPU.")] = 1,
     seq: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence; 2048 unless given.")
+        int | None,
+        typer.Option(help="Tokens in a sequence; 2048, or what the model takes, unless given."),
     ] = None,
     precision: Annotated[
         str | None,

@@ -140,7 +140,7 @@ def headline(found: Plan) -> Iterator[str]:
 def table(found: Plan, rows: list[Option]) -> Table:
     """A line for each recipe: those that fit, then the nearest that does not."""
     has_reserved = any(row.measured and row.measured.reserved_bytes for row in rows)
-    fastest = min(row.candidate.step_seconds for row in rows)
+    first = rows[0].candidate.step_seconds
     grown = any(row.largest_batch for row in rows)
     columns = {
         "recipe": [row.recipe.words for row in rows],
@@ -164,7 +164,7 @@ def table(found: Plan, rows: list[Option]) -> Table:
             else f"lacks {format_bytes(row.missing_bytes)}"
             for row in rows
         ],
-        "time": [f"{row.candidate.step_seconds / fastest:.2f} ×" for row in rows],
+        "time": [f"{row.candidate.step_seconds / first:.2f} ×" for row in rows],
         "batch up to": [str(row.largest_batch or "") for row in rows] if grown else [],
         "length up to": [f"{row.longest:,}" if row.longest else "" for row in rows]
         if grown
@@ -185,7 +185,10 @@ def remarks(found: Plan) -> Iterator[str]:
     if best is None:
         yield f"Nothing fits {found.memory.name}{_smallest(found)}"
     else:
-        yield f"time: {_spent(best)}; an estimate that counts every copy, not a measurement"
+        yield (
+            f"time: over the first one's, which goes to {_spent(best)}; an estimate that counts "
+            f"every copy, not a measurement"
+        )
         yield (
             "each recipe trains something else (another precision, optimizer or LoRA), and is the "
             "fastest found that trains it and fits"
@@ -227,4 +230,4 @@ def _spent(option: Option) -> str:
     shares = ", ".join(
         f"{name} {value / total:.0%}" for name, value in terms if value > total / 100
     )
-    return f"of the first one's, {shares}"
+    return shares

@@ -12,6 +12,7 @@ that a prediction reserves are within the memory, less what CUDA itself takes.
 
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -312,12 +313,23 @@ def _workers(count: int) -> Iterator[Each]:
         yield map
         return
     # Not forked: a process that has run a backward pass has threads that a copy would not have.
-    with multiprocessing.get_context("spawn").Pool(count, _leave_interrupts_to_the_parent) as pool:
+    with _interrupts_ignored():  # as they begin: Ctrl-C is this process's, which ends the others
+        pool = multiprocessing.get_context("spawn").Pool(count)
+    with pool:
         yield pool.imap
 
 
-def _leave_interrupts_to_the_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """What a process ignores, those that it starts ignore, too. Only a main thread can say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Search:
