@@ -116,6 +116,8 @@ def show(found: Plan) -> None:
     sentences = "\n".join(map(report.paragraph, remarks(found)))
     report.say(f"\n{sentences}")
     for option in found.options:
+        if option.recipe.by_formula_only:
+            continue
         report.say(f"\n{option.recipe.words}:\n  {found.command(option)}")
 
 
@@ -204,11 +206,13 @@ def remarks(found: Plan) -> Iterator[str]:
             f"The next, {miss.recipe.words}, does not fit: it lacks "
             f"{format_bytes(miss.missing_bytes)} of {format_bytes(miss.needed_bytes)}"
         )
-    if found.others or any(option.measured is None for option in found.options):
+    shown = (*found.options, *found.others)
+    if any(option.recipe.by_formula_only for option in shown):
+        yield "≈: by formula alone; nothing here runs tensor or pipeline parallel parts"
+    elif found.others:
         yield (
-            "≈: by formula, not measured, nor what an allocator reserves beyond it; --recipes "
-            f"{len(found.options) + len(found.others)} measures these, and --optimizer or "
-            "--precision one of them"
+            f"≈: by formula, not measured, nor what an allocator reserves beyond it; --recipes "
+            f"{len(shown)} measures these, and --optimizer or --precision one of them"
         )
     yield from found.failures
 

@@ -29,6 +29,9 @@ OPTIMIZERS = ("adamw", "adam8bit", "adam-mini", "lion", "lion8bit")
 CHECKPOINTING = (None, "checkpointing", "sqrt-checkpointing", "selective-checkpointing")
 ATTENTION = (None, "flash-attention", "eager-attention")
 OFFLOAD = (None, "offloaded-optimizer", "offloaded-activations", "streamed-layers")
+# What `memlab.zero` refuses to step a shard by: neighbours share something, or moments are rounded
+# at random, otherwise in each cut.
+NOT_SHARDED = ("adam8bit", "adam-mini", "lion8bit", "bfloat16")
 COMPRESSION = {None: None, 8: "int8-activations", 4: "int4-activations"}
 STAGES = (0, 1, 2, 3)
 
@@ -215,11 +218,15 @@ def recipes(
 ) -> Iterator[Recipe]:
     """All ways to compute a training: what differs in bytes and time, and not in what is learned.
 
-    `sequences` of each GPU decide whether there is anything to accumulate. torch's fused attention
-    stays: ours takes its bytes in more time, and eager attention more of both.
+    With several ranks none for an optimizer that cannot step a shard. `sequences` of each GPU
+    decide whether there is anything to accumulate. torch's fused attention stays: ours takes its
+    bytes in more time, and eager attention more of both.
     """
     tensor, pipeline = parallel
-    stages = STAGES if gpus > tensor * pipeline else (0,)
+    has_ranks = gpus > tensor * pipeline
+    if has_ranks and learned._optimizer_row in NOT_SHARDED:
+        return
+    stages = STAGES if has_ranks else (0,)
     for checkpointing, chunked, accumulated, in_backward, offload, stage in product(
         (None, "selective-checkpointing", "checkpointing"),
         (False, True),

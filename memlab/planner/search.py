@@ -126,6 +126,10 @@ class Plan:
         chosen = option or self.best
         if chosen is None:
             raise ValueError(f"nothing fits {self.memory.name}: there is no recipe to run")
+        if chosen.recipe.by_formula_only:
+            raise ValueError(
+                "tensor and pipeline parallel recipes are by formula: nothing runs them"
+            )
         return command(self, chosen.recipe)
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,10 +143,25 @@ class Plan:
             "batch": self.batch,
             "seq_len": self.seq_len,
             "target": self.target,
-            "fits": [_numbers(option, self.command(option)) for option in self.options],
-            "fits_by_formula": [_numbers(option, self.command(option)) for option in self.others],
-            "does_not_fit": None if self.miss is None else _numbers(self.miss, None),
+            "fits": [self._numbers(option) for option in self.options],
+            "fits_by_formula": [self._numbers(option) for option in self.others],
+            "does_not_fit": None if self.miss is None else self._numbers(self.miss),
             "not_tried": list(self.failures),
+        }
+
+    def _numbers(self, option: Option) -> dict[str, Any]:
+        found = option.measured
+        return {
+            "recipe": asdict(option.recipe),
+            "allocated_bytes": found and found.allocated_bytes,
+            "reserved_bytes": found and found.reserved_bytes,
+            "at_peak": found and found.at_peak,
+            "missing_bytes": option.missing_bytes,
+            "by_formula": option.candidate.estimate.moments,
+            "estimated_seconds": option.candidate.seconds,
+            "largest_batch": option.largest_batch,
+            "longest": option.longest,
+            "command": None if option.recipe.by_formula_only else self.command(option),
         }
 
     def __str__(self) -> str:
@@ -156,22 +175,6 @@ class Plan:
         yield from self.others
         if self.miss is not None:
             yield self.miss
-
-
-def _numbers(option: Option, command: str | None) -> dict[str, Any]:
-    found = option.measured
-    return {
-        "recipe": asdict(option.recipe),
-        "allocated_bytes": found and found.allocated_bytes,
-        "reserved_bytes": found and found.reserved_bytes,
-        "at_peak": found and found.at_peak,
-        "missing_bytes": option.missing_bytes,
-        "by_formula": option.candidate.estimate.moments,
-        "estimated_seconds": option.candidate.seconds,
-        "largest_batch": option.largest_batch,
-        "longest": option.longest,
-        "command": command,
-    }
 
 
 def _verdict(option: Option) -> str:

@@ -12,7 +12,8 @@ from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import training_bytes
 from memlab.planner.measuring import Measured
 from memlab.planner.recipes import LEARNED, Recipe, recipes
-from memlab.train import combined
+from memlab.train import Setting, build, combined, rank_step
+from memlab.train import measured as metered
 
 SEVEN_BILLION = PRESETS["llama-2-7b"]
 FULL = (Recipe(optimizer="lion8bit"),)
@@ -54,6 +55,19 @@ def test_every_recipe_is_one_that_a_training_can_be_built_of():
 def test_recipes_of_one_kind_learn_the_same():
     for learned in LEARNED:
         assert {recipe.learned for recipe in recipes(learned, sequences=4)} == {learned}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "adam8bit", "adam-mini", "lion8bit"])
+def test_several_ranks_get_the_optimizers_that_zero_can_shard(optimizer):
+    learned, tiny = Recipe(optimizer=optimizer), PRESETS["tiny"]
+    is_searched = any(recipes(learned, sequences=1, gpus=4))
+    setting = Setting(tiny, 1, 8, learned.dtype)
+    try:
+        rank_step(setting, combined(learned.techniques), 4, 1)
+    except (TypeError, ValueError):
+        assert not is_searched
+    else:
+        assert is_searched
 
 
 @pytest.mark.parametrize(
@@ -238,9 +252,6 @@ def test_bad_input_is_one_sentence(given, sentence):
 
 def test_a_plan_for_the_cpu_says_what_the_step_takes_there():
     """Held against a real step: the meter's peak of the recipe that is named."""
-    from memlab.train import Setting, build
-    from memlab.train import measured as metered
-
     tiny = replace(PRESETS["tiny"], layers=6)
     found = search.plan(tiny, 640 * 2**20, learned=FULL, count=1, seq_len=64, batch=2, target="cpu")
     recipe = found.best.recipe
