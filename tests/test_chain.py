@@ -108,14 +108,14 @@ MODELS = {
 # ------------------------------------------------------------------ bytes
 
 
+ONE_GPT = [  # for all of them, in a quick run
+    pytest.param(name, marks=pytest.mark.slow) if name in ("untied", "score matrix") else name
+    for name in MODELS
+]
+
+
 @pytest.mark.parametrize("shape", [(1, 3), (4, 48)])
-@pytest.mark.parametrize(
-    "name",
-    [  # a GPT for all of them, in a quick run
-        pytest.param(name, marks=pytest.mark.slow) if name in ("untied", "score matrix") else name
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", ONE_GPT)
 def test_the_predicted_peak_is_the_meters_to_the_byte(name, shape):
     """Few tokens: the peak is among gradients; many: among activations."""
     with memlab.dry_run():
@@ -187,7 +187,7 @@ def test_a_model_of_a_billion_is_planned_without_being_there():
 # ------------------------------------------------------------------ operations
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ONE_GPT)
 def test_as_many_operations_run_again_as_predicted(name):
     with memlab.dry_run():
         model, (tokens, targets) = MODELS[name](), batch(50, 2, 16)
