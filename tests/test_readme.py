@@ -110,7 +110,17 @@ def test_the_readme_has_a_memlab_command_to_run():
     assert {"memlab", ".venv/bin/memlab"} & set(programs), f"no memlab command in {programs}"
 
 
-@pytest.mark.parametrize("command", to_run(README))
+# Dry runs of seven billion weights and more: `memlab plan` beside them is one, too.
+SLOW = ("memlab measure --model llama",)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.slow) if command.startswith(SLOW) else command
+        for command in to_run(README)
+    ],
+)
 def test_each_command_runs(command, copy_of_the_repository):
     run(["sh", "-c", shortened(command)], copy_of_the_repository)
 
