@@ -12,6 +12,8 @@ import torch
 
 from memlab.saved import encoded
 
+pytestmark = pytest.mark.slow  # a whole script, run small
+
 FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 
 if FOLDER not in sys.path:

@@ -10,6 +10,8 @@ import torch
 
 from memlab.losses import chunked_cross_entropy
 
+pytestmark = pytest.mark.slow  # a whole script, run small
+
 FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 
 if FOLDER not in sys.path:

@@ -13,6 +13,8 @@ from memlab.model import PRESETS
 from memlab.offload import HostStore, Traffic
 from memlab.train import Setting
 
+pytestmark = pytest.mark.slow  # a whole script, run small
+
 FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 
 if FOLDER not in sys.path:

@@ -13,6 +13,8 @@ from memlab.model import GPTConfig
 from memlab.trace import Event, Trace
 from memlab.train import Setting, build, combined, measured
 
+pytestmark = pytest.mark.slow  # a whole script, run small
+
 FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 
 if FOLDER not in sys.path:

@@ -9,6 +9,8 @@ import pytest
 
 from memlab.model import PRESETS
 
+pytestmark = pytest.mark.slow  # a whole script, run small
+
 FOLDER = str(Path(__file__).parents[2] / "benchmarks")
 
 if FOLDER not in sys.path:
