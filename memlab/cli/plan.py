@@ -141,9 +141,7 @@ def headline(found: Plan) -> Iterator[str]:
 
 def table(found: Plan, rows: list[Option]) -> Table:
     """A line for each recipe: those that fit, then the nearest that does not."""
-    has_reserved = any(row.measured and row.measured.reserved_bytes for row in rows)
     first = rows[0].candidate.step_seconds
-    grown = any(row.largest_batch for row in rows)
     columns = {
         "recipe": [row.recipe.words for row in rows],
         "allocated": [
@@ -157,9 +155,7 @@ def table(found: Plan, rows: list[Option]) -> Table:
             if row.measured and row.measured.reserved_bytes
             else ""
             for row in rows
-        ]
-        if has_reserved
-        else [],
+        ],
         "left": [
             format_bytes(-row.missing_bytes)
             if row.fits
@@ -167,18 +163,10 @@ def table(found: Plan, rows: list[Option]) -> Table:
             for row in rows
         ],
         "time": [f"{row.candidate.step_seconds / first:.2f} ×" for row in rows],
-        "batch up to": [str(row.largest_batch or "") for row in rows] if grown else [],
-        "length up to": [f"{row.longest:,}" if row.longest else "" for row in rows]
-        if grown
-        else [],
+        "batch up to": [str(row.largest_batch or "") for row in rows],
+        "length up to": [f"{row.longest:,}" if row.longest else "" for row in rows],
     }
-    lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    shown = {title: cells for title, cells in columns.items() if any(cells)}
-    for title in shown:
-        lines.add_column(title, justify="left" if title == "recipe" else "right", no_wrap=True)
-    for cells in zip(*shown.values(), strict=True):
-        lines.add_row(*cells)
-    return lines
+    return report.table_of(columns)
 
 
 def remarks(found: Plan) -> Iterator[str]:

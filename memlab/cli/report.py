@@ -65,10 +65,15 @@ def table(rows: Sequence[Row], more: Mapping[str, list[str]] | None = None) -> T
         "gradients": [""] + [_of(row.gradient_difference, _difference) for row in rows[1:]],
         **(more or {}),
     }
+    return table_of(columns)
+
+
+def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
+    """The columns in which something stands: the first to the left, the others to the right."""
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown = {title: cells for title, cells in columns.items() if any(cells)}
-    for title in shown:
-        lines.add_column(title, justify="left" if title == "technique" else "right", no_wrap=True)
+    for number, title in enumerate(shown):
+        lines.add_column(title, justify="right" if number else "left", no_wrap=True)
     for cells in zip(*shown.values(), strict=True):
         lines.add_row(*cells)
     return lines

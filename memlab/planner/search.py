@@ -222,9 +222,9 @@ def plan(
     name = model if isinstance(model, str) else name_of(model)
     there = _memory(memory)
     seq_len = min(USUAL_SEQ_LEN, config.seq_len) if seq_len is None else seq_len
-    for what, got, least in (("count", count, 1), ("batch", batch, 1), ("seq_len", seq_len, 1)):
-        if not isinstance(got, int) or got < least:
-            raise ValueError(f"got {what}={got!r}; give a number from {least}")
+    for what, got in {"count": count, "batch": batch, "seq_len": seq_len}.items():
+        if not isinstance(got, int) or got < 1:
+            raise ValueError(f"got {what}={got!r}; give a number from 1")
     if seq_len > config.seq_len:
         raise ValueError(f"got sequences of {seq_len} tokens; {name} takes 1 to {config.seq_len}")
     asked = _Asked(
