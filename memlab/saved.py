@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
@@ -56,11 +56,12 @@ class Facts(NamedTuple):
     requires_grad: bool
     operator: str  # that made it, in autograd's words, as "MulBackward0"; "" where it has no graph
     version: int  # how often it was written to in place
+    is_parameter: bool = False
 
     @property
     def is_weight(self) -> bool:
-        """A leaf that requires a gradient, whether it is an `nn.Parameter` or not."""
-        return self.requires_grad and not self.operator
+        """A leaf that requires a gradient, or an `nn.Parameter`, which may be frozen."""
+        return self.is_parameter or (self.requires_grad and not self.operator)
 
     @property
     def bytes(self) -> int:
@@ -83,6 +84,7 @@ def facts_of(tensor: Tensor) -> Facts:
         requires_grad=origin.requires_grad,
         operator="" if origin.grad_fn is None else origin.grad_fn.name(),
         version=tensor._version,
+        is_parameter=isinstance(origin, nn.Parameter),
     )
 
 

@@ -4,14 +4,15 @@ A technique is a row of TECHNIQUES, and each row fills one or more of the plugs:
 of a function (attention, loss), a change of the model (a wrapper around each block, a layer in
 place of a layer), a `with` around the forward pass, the size of a micro-batch, a scaler of the
 loss, an optimizer, and who steps it. Delete the row and the technique is gone. Rows combine, as
-long as no two fill the same plug: `combined("checkpointing+autocast")`.
+long as no two fill the same plug or hold the same thing: `combined("checkpointing+autocast")`. What
+doesn't go together says why: NOT_TOGETHER.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from itertools import count
+from itertools import combinations, count
 from typing import Any
 
 import torch
@@ -116,6 +117,7 @@ class Technique:
     optimizer: OptimizerFunction = plain_optimizer
     stepping: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer  # who steps it, when
     after_step: Callable[[nn.Module], Callable[[], object]] = lambda model: lambda: None
+    holds: frozenset[str] = frozenset()  # what a step has but once, where a plug takes several
 
 
 @dataclass(frozen=True)
@@ -319,19 +321,23 @@ def to_bfloat16(model: nn.Module) -> None:
 
 
 def adam_mini(model: nn.Module) -> optim.AdamMini:
-    """Adam-mini of all the weights of our GPT."""
-    partition = optim.gpt_partition(model.config.head_width)
-    return optim.AdamMini(model.named_parameters(), partition=partition, rounding="stochastic")
+    """Adam-mini of all the weights of our GPT that are trained; of LoRA's factors, by rows."""
+    rules = optim.GPT_RULES | {"down": "row", "up": "row"}
+    partition = optim.ByRules(rules, model.config.head_width)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return optim.AdamMini(trained, partition=partition, rounding="stochastic")
 
 
 def combined(names: str) -> Technique:
-    """The technique of several rows at once, their names joined by "+".
+    """The technique of several rows at once, their names joined by "+", in any order.
 
-    Raises KeyError for a name that is no row, and ValueError where two rows fill one plug.
+    Raises KeyError for a name that is no row, and ValueError for two that don't go together.
     """
-    parts = {name: TECHNIQUES[name] for name in names.split("+")}
+    given = {name: TECHNIQUES[name] for name in names.split("+")}
+    parts = {name: part for name, part in TECHNIQUES.items() if name in given}
+    _require_together(parts)
     plugs: dict[str, Any] = {}
-    for plug in (field for field in fields(Technique) if field.name != "summary"):
+    for plug in (field for field in fields(Technique) if field.name not in ("summary", "holds")):
         filled = {name: getattr(part, plug.name) for name, part in parts.items()}
         filled = {name: value for name, value in filled.items() if value is not plug.default}
         if len(filled) > 1 and plug.name not in _JOINED:
@@ -342,7 +348,19 @@ def combined(names: str) -> Technique:
         if filled:
             first, *others = filled.values()
             plugs[plug.name] = _JOINED[plug.name]([first, *others]) if others else first
-    return Technique(", ".join(part.summary for part in parts.values()), **plugs)
+    holds = frozenset().union(*(part.holds for part in parts.values()))
+    return Technique(", ".join(part.summary for part in parts.values()), holds=holds, **plugs)
+
+
+def _require_together(parts: dict[str, Technique]) -> None:
+    for (name, part), (other, of_other) in combinations(parts.items(), 2):
+        if both := part.holds & of_other.holds:
+            raise ValueError(
+                f"{name} and {other} each bring their own {' and '.join(both)}; leave one of them "
+                f"out"
+            )
+        if reason := NOT_TOGETHER.get(frozenset((name, other))):
+            raise ValueError(f"{name} and {other} do not go together: {reason}")
 
 
 def _one_after_another(changes: Sequence[Callable[[nn.Module], object]]) -> Any:
@@ -371,37 +389,50 @@ _JOINED: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
+# What a step has but once.
+SCHEDULE = frozenset({"schedule of what runs again"})
+KEPT = frozenset({"form of what is kept for backward"})
+CASTS = frozenset({"autocast"})
+
 TECHNIQUES: dict[str, Technique] = {
     "plain": Technique("AdamW, fused attention, everything kept"),
     "checkpointing": Technique(
         "the activations of every block forgotten, and computed again",
         change_model=scheduled(each_block),
+        holds=SCHEDULE,
     ),
     "sqrt-checkpointing": Technique(
-        "the same for segments of about √L of the L blocks", change_model=scheduled(sqrt_schedule)
+        "the same for segments of about √L of the L blocks",
+        change_model=scheduled(sqrt_schedule),
+        holds=SCHEDULE,
     ),
     "selective-checkpointing": Technique(
         "the same for every block, but for its matrix products and attention, which are kept",
         change_model=scheduled(
             each_block, using=selective(MATMULS | ATTENTION | {flash_attention})
         ),
+        holds=SCHEDULE,
     ),
     "int8-activations": Technique(
         "what is kept for backward, in 8 bits",
         around_forward=lambda device: compressed_activations(bits=8),
+        holds=KEPT,
     ),
     "int4-activations": Technique(
         "what is kept for backward, in 4 bits, rounded at random",
         around_forward=lambda device: compressed_activations(bits=4),
+        holds=KEPT,
     ),
     "autocast": Technique(
         "torch's autocast to bfloat16 in the forward pass",
         around_forward=lambda device: torch.autocast(device, torch.bfloat16),
+        holds=CASTS,
     ),
     "loss-scaling": Technique(
         "autocast to float16, the loss scaled so that its gradients stay in float16's range",
         around_forward=lambda device: torch.autocast(device, torch.float16),
         scaler=LossScaler,
+        holds=CASTS,
     ),
     "bfloat16": Technique(
         "everything in bfloat16, weights and AdamW's moments too, rounded at random",
@@ -454,6 +485,7 @@ TECHNIQUES: dict[str, Technique] = {
     "offloaded-activations": Technique(
         "what is kept for backward, on the disk meanwhile",
         around_forward=lambda device: offloaded_activations(activations_on_disk()),
+        holds=KEPT,
     ),
     "streamed-layers": Technique(
         "weights, gradients and state on the disk, a block at a time on the device",
@@ -466,6 +498,38 @@ TECHNIQUES: dict[str, Technique] = {
     "sgd": Technique(
         "torch's SGD: no state at all", optimizer=of_all_weights(torch.optim.SGD, lr=0.01)
     ),
+}
+
+# Pairs whose plugs have room for both, and that make no sense, or nobody has built: why.
+NOT_TOGETHER: dict[frozenset[str], str] = {
+    frozenset(pair.split("+")): reason
+    for pair, reason in {
+        "accumulation+step-in-backward": "a weight is stepped by the gradient of the first "
+        "sequence, before those of the others are there to be added; leave one of them out",
+        "accumulation+streamed-layers": "gradients leave for the disk as they come, and those of a "
+        "sequence are not divided by the tokens of the batch there; leave one of them out",
+        "loss-scaling+bfloat16": "what is float16 and what is bfloat16 add up in float32; take "
+        "autocast, or weights in float32",
+        "loss-scaling+master-weights": "what is float16 and what is bfloat16 add up in float32; "
+        "take autocast, or weights in float32",
+        "loss-scaling+step-in-backward": "a weight is stepped before its gradient can be divided "
+        "by the scale; take autocast, whose bfloat16 needs no scale",
+        "loss-scaling+streamed-layers": "gradients leave for the disk as they come, and the scaler "
+        "finds none to divide by the scale; take autocast, whose bfloat16 needs no scale",
+        "master-weights+step-in-backward": "the copies are stepped when backward is over; take "
+        "bfloat16, whose weights are rounded at random and need no copies",
+        "master-weights+offloaded-optimizer": "MasterWeights keeps its copies where the weights "
+        "are; take bfloat16, and of OffloadedOptimizer weights=True, which has copies in its store",
+        "master-weights+streamed-layers": "streamed layers have float32 copies of their weights in "
+        "their store already; take bfloat16",
+        "selective-checkpointing+streamed-layers": "a block that runs again has to call the "
+        "operators that it called before, and a streamed one fetches its weights but once; take "
+        "checkpointing",
+        "adam-mini+streamed-layers": "streamed layers are stepped by copies, which have no names "
+        "for a partition to go by; take lion or adam8bit",
+        "post-hoc-ema+streamed-layers": "averages are of weights that are on the device, and "
+        "between steps streamed ones are not; leave one of them out",
+    }.items()
 }
 
 # Shown beside the rows: what people turn on together.

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from quick import slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -518,7 +519,10 @@ def test_a_step_changes_the_weights():
     assert not any(map(torch.equal, before, training.model.parameters()))
 
 
-@pytest.mark.parametrize("name", TECHNIQUES)
+MANY_OPERATORS = ("int8-activations", "int4-activations", "bfloat16", "selective-checkpointing")
+
+
+@pytest.mark.parametrize("name", [slow(n) if n in MANY_OPERATORS else n for n in TECHNIQUES])
 def test_a_dry_trace_is_that_of_a_second_step(name):
     setting = Setting("tiny", batch=2, seq_len=16)
     with memlab.dry_run():

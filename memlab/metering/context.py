@@ -180,6 +180,7 @@ class Context:
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._step_depth -= 1
+        self._after_backward = False  # the optimizer is through, inside of backward or after it
         self._on_step_end(optimizer)
 
 

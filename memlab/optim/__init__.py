@@ -1,13 +1,14 @@
 """Optimizers whose state takes fewer bytes; each is torch's Optimizer with one loop, in base.py."""
 
 from memlab.optim.adam8bit import Adam8bit
-from memlab.optim.adam_mini import AdamMini, ByRules, gpt_partition, llama_partition
+from memlab.optim.adam_mini import GPT_RULES, AdamMini, ByRules, gpt_partition, llama_partition
 from memlab.optim.adamw import AdamW
 from memlab.optim.in_backward import InBackward, step_in_backward
 from memlab.optim.lion import Lion, Lion8bit
 from memlab.optim.rounded import RoundedAdamW
 
 __all__ = [
+    "GPT_RULES",
     "Adam8bit",
     "AdamMini",
     "AdamW",

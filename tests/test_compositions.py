@@ -1,0 +1,285 @@
+"""Two techniques at once: every pair of rows either has the gradients and the bytes that the two
+should have together, or is refused in a sentence.
+
+The bytes that stay after a step are held against a closed form, those of the peak, event by event,
+against a run in which nothing is computed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from typing import NamedTuple
+
+import pytest
+import torch
+from quick import quick
+from torch import Tensor
+
+from memlab import compression
+from memlab.lora import added_weights
+from memlab.model import GPT, PRESETS
+from memlab.offload.layers import stream_of
+from memlab.trace import Trace
+from memlab.train import NOT_TOGETHER, TECHNIQUES, Setting, build, combined, dry_trace, measured
+
+CONFIG = replace(PRESETS["tiny"], layers=2)
+SETTING = Setting(CONFIG, batch=2, seq_len=16)
+SIZES = [p.numel() for p in GPT(CONFIG).parameters()]
+RANK = 8
+LEARNING_RATE = 1e-3  # of every AdamW
+
+ROWS = [name for name in TECHNIQUES if name != "plain"]
+PAIRS = ["+".join(pair) for pair in combinations(ROWS, 2)]
+
+OPTIMIZERS = {
+    *("bfloat16", "master-weights", "foreach-adamw", "fused-adamw"),
+    *("adam8bit", "lion", "lion8bit", "adam-mini", "sgd"),
+}
+# Of each of these a step has one.
+EITHER_OR = (
+    OPTIMIZERS,
+    {"checkpointing", "sqrt-checkpointing", "selective-checkpointing"},
+    {"int8-activations", "int4-activations", "offloaded-activations"},
+    {"autocast", "loss-scaling"},
+    {"eager-attention", "flash-attention"},
+    {"step-in-backward", "offloaded-optimizer", "streamed-layers"},
+)
+
+
+def is_refused(pair: str) -> bool:
+    names = set(pair.split("+"))
+    return frozenset(names) in NOT_TOGETHER or any(names <= kinds for kinds in EITHER_OR)
+
+
+TOGETHER = [pair for pair in PAIRS if not is_refused(pair)]
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if is_refused(pair)])
+def test_two_that_do_not_go_together_are_refused_in_a_sentence(pair):
+    one, other = pair.split("+")
+    with pytest.raises(
+        ValueError, match=f"^{one} and {other} .*; (leave one of them out|take .*)$"
+    ):
+        combined(f"{other}+{one}")
+
+
+def test_every_pair_of_the_table_of_refusals_is_one_of_rows():
+    assert {frozenset(pair.split("+")) for pair in PAIRS} >= NOT_TOGETHER.keys()
+
+
+# ------------------------------------------------------------------ what two come to
+
+
+class Outcome(NamedTuple):
+    """Of two steps: the gradients of the first, the trace of the second, the weights after it."""
+
+    gradients: dict[str, Tensor]
+    trace: Trace
+    weights: dict[str, Tensor]
+
+
+@cache
+def outcome(names: str) -> Outcome:
+    compression._own_generator.cache_clear()  # the same draws each time
+    training = build(SETTING, combined(names))
+    training.step()
+    gradients = {
+        name: stepped.grad.to(torch.float32, copy=True)
+        for name, stepped in stepped_weights(training)
+        if stepped.grad is not None
+    }
+    trace = measured(training)
+    return Outcome(gradients, trace, dict(present(training.model)))
+
+
+def stepped_weights(training) -> Iterator[tuple[str, Tensor]]:
+    """By the model's names: the weights that are trained, or the copies that are stepped."""
+    names = [name for name, p in training.model.named_parameters() if p.requires_grad]
+    groups = training.optimizer.param_groups
+    stepped = [p for group in groups for p in group["params"] if p.requires_grad]
+    return zip(names, stepped, strict=True)
+
+
+def present(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights, fetched from where they are."""
+    streams = {stream_of(weight) for weight in model.parameters()} - {None}
+    for stream in streams:
+        with stream.present():
+            yield from ((n, p.detach().clone()) for n, p in model.named_parameters())
+    if not streams:
+        yield from ((name, p.detach()) for name, p in model.named_parameters())
+
+
+# ------------------------------------------------------------------ values
+
+# How far a technique's gradients may be from those without it. Gradients are up to 0.6.
+ERRORS = {
+    "int8-activations": 0.003,
+    "int4-activations": 0.08,
+    "autocast": 0.01,
+    "loss-scaling": 0.002,
+    "bfloat16": 0.03,
+    "master-weights": 0.03,
+    "eager-attention": 1e-6,
+    "flash-attention": 1e-6,
+    "chunked-loss": 1e-6,
+    "accumulation": 1e-6,
+}
+WITHOUT_GRADIENTS = {"step-in-backward", "streamed-layers"}  # after the step
+
+
+def error(pair: str) -> float:
+    """Of both: where one rounds, another order of sums is rounded, too."""
+    return sum(ERRORS.get(name, 0) for name in pair.split("+"))
+
+
+@pytest.mark.parametrize("pair", TOGETHER)
+def test_two_techniques_have_the_gradients_of_the_plain_step(pair):
+    names = set(pair.split("+"))
+    if names & WITHOUT_GRADIENTS:
+        has_the_weights_of_the_other_alone(*names)
+        return
+    ours = outcome(pair).gradients
+    wanted = outcome("lora" if "lora" in names else "plain").gradients
+    assert ours.keys() == wanted.keys()
+    assert max((ours[n] - wanted[n]).abs().max().item() for n in wanted) <= error(pair)
+
+
+def has_the_weights_of_the_other_alone(one: str, other: str) -> None:
+    """After two steps; where weights are rounded at random, within what two roundings come to, but
+    for the few whose gradient changed its sign."""
+    alone = other if one in WITHOUT_GRADIENTS else one
+    ours, wanted = outcome(f"{one}+{other}").weights, outcome(alone).weights
+    assert ours.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        largest = weight.abs() + 2 * LEARNING_RATE  # that it may have been on the way
+        rounding = 2**-7 * largest if alone == "bfloat16" else torch.zeros_like(weight)
+        distance = (ours[name] - weight).abs()
+        assert distance.float().mean() <= rounding.float().mean(), name
+        assert (distance <= 2 * rounding + 2 * LEARNING_RATE * rounding.bool()).all(), name
+
+
+# ------------------------------------------------------------------ bytes
+
+KEPT = ("parameters", "gradients", "optimizer_state")
+
+
+@pytest.mark.parametrize("pair", TOGETHER)
+def test_after_the_step_two_techniques_hold_what_the_formulas_of_both_say(pair):
+    at_end = outcome(pair).trace.at_end
+    assert {what: at_end.get(what, 0) for what in KEPT} == expected_at_end(set(pair.split("+")))
+
+
+def expected_at_end(names: set[str]) -> dict[str, int]:
+    """Bytes of weights, gradients and state after a step."""
+    is_low = bool(names & {"bfloat16", "master-weights"})
+    of_a_number = 2 if is_low else 4
+    trained = added() if "lora" in names else SIZES
+    held = sum(SIZES) + (sum(trained) if "lora" in names else 0)
+    parameters, gradients = of_a_number * held, of_a_number * sum(trained)
+    state = state_bytes(trained, names)
+    if "master-weights" in names:
+        parameters, gradients = parameters + 4 * sum(trained), 4 * sum(trained)
+    if "streamed-layers" in names:
+        outside_the_blocks = CONFIG.vocab_size * CONFIG.width + CONFIG.width
+        parameters = of_a_number * outside_the_blocks
+    if names & WITHOUT_GRADIENTS:
+        gradients = 0
+    if names & {"offloaded-optimizer", "streamed-layers"}:
+        state = 4 * len(trained) if counts_steps(names) else 0
+    return {"parameters": parameters, "gradients": gradients, "optimizer_state": state}
+
+
+def added() -> list[int]:
+    """The numbers of each of LoRA's factors: of seven matrices a block."""
+    C, KV_D, hidden = CONFIG.width, CONFIG.kv_heads * CONFIG.head_width, CONFIG.hidden
+    sizes = [(C, C), (C, KV_D), (C, KV_D), (C, C), (C, hidden), (C, hidden), (hidden, C)]
+    factors = [RANK * n for size in sizes for n in size] * CONFIG.layers
+    assert sum(factors) == CONFIG.layers * sum(added_weights(*size, RANK) for size in sizes)
+    return factors
+
+
+def counts_steps(names: set[str]) -> bool:
+    """Whether the optimizer is torch's AdamW, which counts in a tensor for each weight."""
+    return not names & (OPTIMIZERS - {"master-weights", "foreach-adamw", "fused-adamw"})
+
+
+def state_bytes(sizes: list[int], names: set[str]) -> int:
+    """Of the optimizer, for trained weights of these sizes."""
+    n = sum(sizes)
+    if counts_steps(names):
+        return 8 * n + 4 * len(sizes)
+    if "sgd" in names:
+        return 0
+    if "bfloat16" in names:
+        return 4 * n
+    if "lion" in names:
+        return 4 * n
+    if "adam-mini" in names:
+        return 4 * (n + blocks(names))
+    moments = 2 if "adam8bit" in names else 1
+    large = [size for size in sizes if size >= 4096]
+    codes = 66 * 1024 if large else 0  # 1 KiB, and 65 of the table by which 16 bits find it
+    in_8_bits = sum(size + 4 * -(-size // 256) for size in large)
+    return moments * (in_8_bits + 4 * (n - sum(large)) + codes)
+
+
+def blocks(names: set[str]) -> int:
+    """The second moments of Adam-mini: one for each row, or head, or norm."""
+    C, KV_D, D = CONFIG.width, CONFIG.kv_heads * CONFIG.head_width, CONFIG.head_width
+    hidden, L = CONFIG.hidden, CONFIG.layers
+    if "lora" in names:
+        return L * (7 * RANK + C + 2 * KV_D + C + 2 * hidden + C)
+    of_a_block = C // D + KV_D // D + KV_D + C + 2 * hidden + C + 2
+    return CONFIG.vocab_size + 1 + L * of_a_block
+
+
+def test_a_closed_form_of_another_technique_is_not_that_of_the_pair():
+    at_end = outcome("lora+lion").trace.at_end
+    wrong = expected_at_end({"lora", "adam8bit"})
+    assert {what: at_end.get(what, 0) for what in KEPT} != wrong
+
+
+def kept_for_backward(names: str) -> int:
+    """Bytes of activations, when the first gradient is made."""
+    alive = 0
+    for event in outcome(names).trace.events:
+        if event.phase == "backward":
+            break
+        alive += event.bytes * (event.category == "activations")
+    return alive
+
+
+LEAVES_ACTIVATIONS = {"step-in-backward", "offloaded-optimizer", "post-hoc-ema"} | (
+    OPTIMIZERS - {"bfloat16", "master-weights"}
+)
+
+
+@pytest.mark.parametrize("pair", [p for p in TOGETHER if LEAVES_ACTIVATIONS & set(p.split("+"))])
+def test_an_optimizer_leaves_what_is_kept_for_backward_to_the_other(pair):
+    one, other = pair.split("+")
+    alone = other if one in LEAVES_ACTIVATIONS else one
+    wanted = "plain" if alone in LEAVES_ACTIVATIONS else alone
+    assert kept_for_backward(pair) == kept_for_backward(wanted)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in TOGETHER if "post-hoc-ema" in pair])
+def test_two_averages_come_on_top_of_the_other_technique(pair):
+    other = pair.replace("+post-hoc-ema", "").replace("post-hoc-ema+", "")
+    trained = added() if other == "lora" else SIZES
+    ours, alone = outcome(pair).trace.live_bytes, outcome(other).trace.live_bytes
+    assert ours - alone == 2 * 4 * sum(trained)
+
+
+# Value-dependent once: masks that a dry run could not know, checks that it left out.
+SURPRISING = [
+    *("int8-activations+lora", "int4-activations+lora"),
+    *("adam8bit+offloaded-optimizer", "adam8bit+streamed-layers", "lion8bit+streamed-layers"),
+]
+
+
+@pytest.mark.parametrize("pair", quick(SURPRISING, TOGETHER))
+def test_the_peak_of_two_techniques_is_that_of_a_dry_run(pair):
+    ours, dry = outcome(pair).trace, dry_trace(SETTING, combined(pair))
+    assert (ours.peak_bytes, ours.at_peak) == (dry.peak_bytes, dry.at_peak)
