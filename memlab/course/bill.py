@@ -42,7 +42,8 @@ def running_bill(day: int, today: Trace | None = None) -> "Figure":
             traces[bill.label] = today if today and number == day else stored(bill)
             print(_line(bill.label, traces))
     what = f"{SETTING.model}, {SETTING.batch} × {SETTING.seq_len} tokens"
-    return plot.breakdown(traces, title=f"The running bill: {what}")
+    # With room for all lines, those of later days too: one scale from the first day to the last.
+    return plot.breakdown(traces, title=f"The running bill: {what}", room_for=written())
 
 
 @cache
@@ -63,12 +64,20 @@ def store(path: Path = STORED) -> None:
 
 
 def stored(bill: Bill) -> Trace:
-    """What is written of a line, as a trace that begins at its peak; measured if nothing is."""
+    """What is written of a line; measured if nothing is."""
+    return written().get(bill.label) or bill.measure()
+
+
+def written() -> dict[str, Trace]:
+    """The lines, each a trace that begins at its peak."""
     lines = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
-    if bill.label not in lines:
-        return bill.measure()
-    held = enumerate(lines[bill.label].items())
-    return Trace(tuple(Event(n, i, what, "", "", "before", "uint8", (n,)) for i, (what, n) in held))
+    return {label: _at_peak(held) for label, held in lines.items()}
+
+
+def _at_peak(held: dict[str, int]) -> Trace:
+    found = enumerate(held.items())
+    events = (Event(n, i, what, "", "", "before", "uint8", (n,)) for i, (what, n) in found)
+    return Trace(tuple(events))
 
 
 def _line(label: str, traces: dict[str, Trace]) -> str:

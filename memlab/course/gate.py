@@ -12,6 +12,7 @@ from typing import TypeVar
 from memlab.course import progress
 from memlab.course.days import day, day_of, exercise_of
 from memlab.course.exercises import OK, judge
+from memlab.course.page import say
 from memlab.trace import CATEGORIES, Trace
 from memlab.units import BINARY_UNITS, DECIMAL_UNITS
 
@@ -41,7 +42,7 @@ def exercise(id_: str, answer: Answer) -> Answer:
         )
         return answer
     verdict = judge(asked, answer)
-    print(verdict)
+    say(str(verdict), indent="    ")
     _note(lambda p: progress.note_check(p, id_, verdict.status))
     return answer if verdict.status == OK else asked.reference
 

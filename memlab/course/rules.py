@@ -4,8 +4,9 @@ A notebook measures, and calls `verdict` with what came out; benchmarks/rules.py
 verdicts of all days into RULES.md.
 """
 
-from textwrap import fill
 from typing import NamedTuple
+
+from memlab.course.page import say
 
 
 class Rule(NamedTuple):
@@ -306,6 +307,6 @@ def verdict(
     words = " ".join(("holds", condition)).strip() if holds else f"wrong: {otherwise}"
     reached = Verdict(rule, words, measured)
     verdicts.append(reached)
-    print(fill(f"Rule {rule}. {RULES[rule].claim} ({RULES[rule].guide})", 96))
-    print(fill(f"Measured: {measured}", 96))
-    print(fill(f"Verdict: {words}", 96))
+    say(f"Rule {rule}. {RULES[rule].claim} ({RULES[rule].guide})")
+    say(f"Measured: {measured}")
+    say(f"Verdict: {words}")

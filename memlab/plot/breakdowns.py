@@ -40,10 +40,12 @@ def breakdown(
     *,
     title: str | None = None,
     limit_bytes: int | None = None,
+    room_for: Mapping[str, Trace] | None = None,
 ) -> Figure:
     """A bar for each named trace: what it holds at its peak, and what it saves against the first.
 
     A Trace in place of the mapping gets one bar without a name. A limit is drawn across all bars.
+    Pictures with the same `room_for`, traces that may not be drawn, have one scale.
     """
     named = {"": traces} if isinstance(traces, Trace) else dict(traces)
     if not named:
@@ -52,20 +54,23 @@ def breakdown(
         require_bytes(trace.peak_bytes, f"the trace {name!r}")
     peaks = [trace.peak_bytes for trace in named.values()]
     present = [c for c in CATEGORIES if any(c in trace.at_peak for trace in named.values())]
+    room = dict(room_for or {}) | named
     with our_style():
         names = [fill(name, NAME_CHARACTERS) for name in named]
         ends = _ends(peaks)
         rows = _key_rows(present)
         key_height = LINE * len(rows) + 2 * GAP
-        bar_height = LINE * (2 + 0.7 * max(name.count("\n") for name in names))
+        bar_height = LINE * max(1.5, 1.2 + 0.7 * max(name.count("\n") for name in names))
         below = MARGIN + (0 if limit_bytes is None else LINE)
         height = key_height + bar_height * len(named) + below  # below the title
         figure = new_page(title or "Memory at the peak", height)
-        left = MARGIN + max((text_width(name) + GAP for name in names if name), default=0)
-        right = WIDTH - MARGIN - max(_end_width(*end) for end in ends)
+        widths = [text_width(fill(name, NAME_CHARACTERS)) + GAP for name in room if name]
+        left = MARGIN + max(widths, default=0)
+        highest = [trace.peak_bytes for trace in room.values()]
+        right = WIDTH - MARGIN - max(_end_width(*end) for end in _ends(highest))
         axes = new_axes(figure, left=left, bottom=below, right=right, top=height - key_height)
         _draw_key(figure, rows, top=height)
-        _draw_bars(axes, list(named.values()), limit_bytes or 0)
+        _draw_bars(axes, list(named.values()), max(limit_bytes or 0, *highest))
         if limit_bytes is not None:
             _draw_limit(axes, limit_bytes)
         _draw_names(axes, names)

@@ -61,6 +61,14 @@ class Picture(Figure):
         width, height = (round(SHOWN_DOTS * inches) for inches in self.get_size_inches())
         return rendered(self, "png"), {"width": width, "height": height}
 
+    def _ipython_display_(self) -> None:
+        """The same image: once pyplot is on, IPython would crop it, at half the dots."""
+        from IPython.display import display  # only IPython calls this
+
+        image, size = self._repr_png_()
+        bundle = {"image/png": image, "text/plain": repr(self)}
+        display(bundle, metadata={"image/png": size}, raw=True)
+
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write `figure` as PNG or SVG, by the suffix of `path`; the same figure gives the same bytes.

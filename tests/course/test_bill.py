@@ -4,6 +4,7 @@ from functools import cache
 
 import matplotlib.pyplot as plt
 import pytest
+from quick import quick
 
 from memlab import ledger
 from memlab.course import bill, days, running_bill
@@ -69,12 +70,7 @@ def at_peak(measure):
 
 @pytest.mark.parametrize(
     "number",
-    [
-        number
-        if number in (1, days.numbers()[-1])
-        else pytest.param(number, marks=pytest.mark.slow)
-        for number in days.numbers()
-    ],
+    quick([1, 8], days.numbers()),
 )
 def test_the_stored_lines_are_what_is_measured(number):
     of_the_day = days.day(number).bill
@@ -106,8 +102,10 @@ def test_the_first_day_saves_nothing(measured, capsys):
 
 def test_the_picture_has_a_bar_for_each_line(measured, monkeypatch):
     drawn = []
+    bill.store(bill.STORED)
 
-    def breakdown(traces, *, title):
+    def breakdown(traces, *, title, room_for):
+        assert list(room_for) == ["day 1: new", "day 2: new", "day 5: new", "day 6: new"]
         drawn.append(({label: t.peak_bytes // GIB for label, t in traces.items()}, title))
         return "the figure"
 

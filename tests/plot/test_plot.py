@@ -673,10 +673,33 @@ def test_a_notebook_gets_an_image_at_twice_the_size_it_shows():
     assert (width, height) == (2 * shown["width"], 2 * shown["height"])
 
 
-def test_a_notebook_shows_a_figure_without_pyplot():
-    formatters = pytest.importorskip("IPython.core.formatters")
-    shown, _ = formatters.DisplayFormatter().format(timeline(BASE))
-    assert shown["image/png"].startswith(b"\x89PNG")
+def test_a_notebook_shows_our_image_even_where_pyplot_has_a_printer_of_its_own():
+    shells = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
+    capture_output = pytest.importorskip("IPython.utils.capture").capture_output
+    formatter = shells.instance().display_formatter
+    formatter.formatters["image/png"].for_type(Figure, lambda figure: b"pyplot's")
+    try:
+        with capture_output() as got:
+            formatter.format(timeline(BASE))
+    finally:
+        shells.clear_instance()
+    (shown,) = got.outputs
+    assert shown.data["image/png"].startswith(b"\x89PNG")
+    assert shown.metadata["image/png"]["width"] == 900
+
+
+def test_pictures_with_room_for_the_same_traces_have_one_scale():
+    traces = {"a": BASE, "a name of some length, and of two lines": LARGE}
+    alone, both = breakdown({"a": BASE}, room_for=traces), breakdown(traces)
+    assert scale(alone) == pytest.approx(scale(both))
+    assert scale(breakdown({"a": BASE})) != pytest.approx(scale(both))
+
+
+def scale(figure: Figure) -> float:
+    """Dots a byte."""
+    axes = figure.axes[0]
+    (low, _), (high, _) = axes.transData.transform([(0, 0), (MIB, 0)])
+    return (high - low) / MIB
 
 
 @pytest.mark.parametrize("draw", [timeline, breakdown])
