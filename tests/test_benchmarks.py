@@ -309,6 +309,7 @@ def test_ctrl_c_is_one_line_on_standard_error(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "stopped; sections that were done are written\n")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_summary_and_a_table_for_its_section():
     command = [sys.executable, "benchmarks/meter.py", "--quick", "--section", "dry-run"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

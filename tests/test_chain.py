@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from quick import slow
 from torch import nn
 
 import memlab
@@ -109,12 +110,11 @@ MODELS = {
 
 
 ONE_GPT = [  # for all of them, in a quick run
-    pytest.param(name, marks=pytest.mark.slow) if name in ("untied", "score matrix") else name
-    for name in MODELS
+    slow(name) if name in ("untied", "score matrix") else name for name in MODELS
 ]
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (4, 48)])
+@pytest.mark.parametrize("shape", [(1, 3), slow(((4, 48),))])
 @pytest.mark.parametrize("name", ONE_GPT)
 def test_the_predicted_peak_is_the_meters_to_the_byte(name, shape):
     """Few tokens: the peak is among gradients; many: among activations."""
@@ -160,6 +160,7 @@ def test_equal_blocks_have_equal_costs():
     assert block.gradient_bytes == 4 * sum(p.numel() for p in GPT(SMALL).blocks[0].parameters())
 
 
+@pytest.mark.slow
 def test_every_optimal_schedule_takes_what_it_was_given():
     with memlab.dry_run():
         model, (tokens, targets) = GPT(replace(SMALL, layers=6)), batch(50, 4, 48)
@@ -170,6 +171,7 @@ def test_every_optimal_schedule_takes_what_it_was_given():
     assert len(best) > 10
 
 
+@pytest.mark.slow
 def test_a_model_of_a_billion_is_planned_without_being_there():
     with memlab.dry_run():
         model = GPT(PRESETS["1b"])

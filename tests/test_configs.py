@@ -504,9 +504,28 @@ def test_an_activation_that_the_model_has_not_is_refused(name, value):
 @pytest.mark.parametrize(
     ("more", "rest"),
     [
-        ({"num_key_value_heads": 5}, "32 heads cannot share 5 key/value heads evenly; use kv_h"),
-        ({"head_dim": 127}, "got own_head_width=127; rotary positions turn pairs"),
+        ({"num_key_value_heads": 5}, "num_attention_heads 32 and num_key_value_heads 5; wanted"),
+        ({"num_key_value_heads": 64}, "num_attention_heads 32 and num_key_value_heads 64; wanted"),
+        ({"head_dim": 127}, "heads of 127 numbers (its head_dim, or hidden_size 4096 over num_att"),
+        ({"num_attention_heads": 4097}, "heads of 0 numbers (its head_dim, or hidden_size 4096 o"),
+        ({"num_attention_heads": 4096}, "heads of 1 numbers (its head_dim, or hidden_size 4096 o"),
     ],
 )
-def test_numbers_that_are_no_shape_together_are_named_with_the_file(more, rest):
-    assert message_of(config_from, LLAMA_3_8B | more).startswith(f"config.json: {rest}")
+def test_numbers_that_are_no_shape_together_are_named_as_the_file_names_them(more, rest):
+    few = (
+        without(LLAMA_3_8B, "num_key_value_heads") if "num_attention_heads" in more else LLAMA_3_8B
+    )
+    assert message_of(config_from, few | more).startswith(f"config.json has {rest}")
+
+
+def test_a_count_beyond_all_counting_is_refused_at_once():
+    """Whatever is then done with it: heads were once divided by all smaller numbers."""
+    huge = {"num_attention_heads": 10**30, "num_key_value_heads": 7}
+    assert message_of(config_from, LLAMA_3_8B | huge) == (
+        f"config.json has num_attention_heads {10**30}, wanted at most {10**18:,}"
+    )
+
+
+def test_a_number_that_no_float_holds_is_refused():
+    message = message_of(config_from, LLAMA_3_8B | {"rms_norm_eps": 10**400})
+    assert message.endswith("..., wanted a number above 0 that a float can hold")

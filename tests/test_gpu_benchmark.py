@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from quick import quick
 
 import memlab
 from memlab.allocator import Allocator, Settings, history, recording
@@ -82,7 +83,7 @@ def done(result: dict) -> "Future[dict]":
 # ------------------------------------------------------------------ the steps
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", quick(list(CONFIGURATIONS)[::8], CONFIGURATIONS))
 def test_a_configuration_is_predicted_and_makes_all_it_needs_on_the_gpu(name):
     if CONFIGURATIONS[name].missing:
         pytest.skip(f"{CONFIGURATIONS[name].missing} is not here")
@@ -97,7 +98,7 @@ def test_there_are_enough_configurations_and_each_is_another():
     assert len({id(c.build) for c in CONFIGURATIONS.values()}) == len(CONFIGURATIONS)
 
 
-@pytest.mark.parametrize("name", meter_kinds.OF_THE_TESTS)
+@pytest.mark.parametrize("name", quick(("mlp", "unet", "gpt_sdpa"), meter_kinds.OF_THE_TESTS))
 def test_a_metered_kind_makes_everything_on_the_gpu(name):
     trace = memlab.predict(meter_kinds.builder(name, SMALL))
     assert EVERYTHING_NOTE not in trace.notes
@@ -846,16 +847,7 @@ def test_the_lesson_and_the_benchmark_take_the_same_four_steps():
     assert 'GPT(PRESETS["124m"])' in lesson
 
 
-QUICK_DAYS = ("day 3", "day 5")  # the others show the same, with more operators
-
-
-@pytest.mark.parametrize(
-    "day",
-    [
-        day if day in QUICK_DAYS else pytest.param(day, marks=pytest.mark.slow)
-        for day in day_jobs.SIDE_BY_SIDE
-    ],
-)
+@pytest.mark.parametrize("day", quick(["day 3"], day_jobs.SIDE_BY_SIDE))
 def test_a_day_s_techniques_stand_side_by_side(rehearsal, day):
     assert gpu.run(rehearsal, [day])
     shown = stored_on_a_gpu(day, rehearsal.out)
@@ -875,6 +867,7 @@ def test_what_is_timed_stands_beside_the_plain_step(rehearsal, monkeypatch, caps
     assert "  autocast: 2.00" in stored_on_a_gpu("time", rehearsal.out)
 
 
+@pytest.mark.slow
 def test_8_bit_optimizers_stand_beside_those_of_bitsandbytes(rehearsal, monkeypatch, capsys):
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(optim_jobs, "in_turn", lambda ours, theirs: [(3.0, 2.0), (5.0, 2.0)])
@@ -922,6 +915,7 @@ def test_a_wrong_way_is_seen_in_its_error(monkeypatch):
     assert found["memlab, error over the whole's"] > 10
 
 
+@pytest.mark.slow
 def test_offloading_stands_beside_the_step_that_keeps_everything(rehearsal, capsys):
     assert gpu.run(rehearsal, ["offload"])
     told = capsys.readouterr().out

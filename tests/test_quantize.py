@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from quick import quick
 
 import memlab
 from memlab import quantize
@@ -117,10 +118,11 @@ def test_nearest_is_the_argmin_at_both_ends_of_each_interval_of_the_table(signed
     assert mismatches(ends[ends.abs() <= 1], dynamic_code(signed)) == 0
 
 
+@pytest.mark.parametrize("numbers", quick([2**16], [2**16, 2**20]))
 @pytest.mark.parametrize("signed", [SIGNED, UNSIGNED])
-def test_nearest_is_the_argmin_for_two_million_numbers(signed):
-    draws = torch.rand(2**20, generator=seeded(1)) * 2 - 1
-    decades = 10 ** (torch.rand(2**20, generator=seeded(2)) * -9) * draws.sign()
+def test_nearest_is_the_argmin_for_as_many_numbers_again_over_nine_decades(signed, numbers):
+    draws = torch.rand(numbers, generator=seeded(1)) * 2 - 1
+    decades = 10 ** (torch.rand(numbers, generator=seeded(2)) * -9) * draws.sign()
     assert mismatches(torch.cat([draws, decades]), dynamic_code(signed)) == 0
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick import slow
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else ""
@@ -110,16 +111,13 @@ def test_the_readme_has_a_memlab_command_to_run():
     assert {"memlab", ".venv/bin/memlab"} & set(programs), f"no memlab command in {programs}"
 
 
-# Dry runs of seven billion weights and more: `memlab plan` beside them is one, too.
-SLOW = ("memlab measure --model llama",)
+# Of the larger models; those of tiny are tried always.
+SLOW = ("memlab measure --model llama", "memlab measure --model 124m", "memlab plan --model llama")
 
 
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(command, marks=pytest.mark.slow) if command.startswith(SLOW) else command
-        for command in to_run(README)
-    ],
+    [slow(command) if command.startswith(SLOW) else command for command in to_run(README)],
 )
 def test_each_command_runs(command, copy_of_the_repository):
     run(["sh", "-c", shortened(command)], copy_of_the_repository)

@@ -37,7 +37,21 @@ READ = {
 }
 UNREADABLE = (
     *("", " ", "six MiB", "6 XB", "6 mib", "6 MiB 2", "-1", "-1 MiB", "1e9", "nan", ".5 GiB"),
-    *("1.2.3 GB", "_1 GB", "٣ GB", "1.5", "1.0 B", -1, True, False, 6.0, None, b"6 MiB"),
+    *(
+        "9" * 41 + " GB",
+        "9" * 5000,
+        "1.2.3 GB",
+        "_1 GB",
+        "٣ GB",
+        "1.5",
+        "1.0 B",
+        -1,
+        True,
+        False,
+        6.0,
+        None,
+        b"6 MiB",
+    ),
 )
 
 

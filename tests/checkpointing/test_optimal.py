@@ -9,6 +9,7 @@ from math import comb
 import numpy as np
 import pytest
 import torch
+from quick import slow
 from torch.utils.checkpoint import checkpoint_sequential
 
 from memlab.checkpointing import optimal
@@ -196,7 +197,7 @@ def test_prediction_is_what_a_machine_that_runs_the_schedule_moment_by_moment_co
 # ------------------------------------------------------------------ is it the optimum?
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, slow(6)])
 def test_the_tradeoffs_are_those_of_brute_force_over_all_schedules(stages):
     """1000 random chains in all; every budget of each at once."""
     rng = random.Random(stages)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import slow
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -1087,7 +1088,7 @@ def real_trace(setting: Setting, technique: Technique) -> memlab.trace.Trace:
     return measured(training)
 
 
-@pytest.mark.parametrize("trace_of", [real_trace, dry_trace, predicted_trace])
+@pytest.mark.parametrize("trace_of", [real_trace, slow(dry_trace), slow(predicted_trace)])
 def test_the_peak_of_a_model_is_that_of_torchs_checkpoint(trace_of: Callable) -> None:
     setting = Setting("tiny", 4, 64, device="cuda") if trace_of is predicted_trace else TINY
     ours, theirs = (trace_of(setting, around_blocks(call)) for call in (checkpoint, torchs))

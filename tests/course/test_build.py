@@ -479,6 +479,7 @@ def nbval(*arguments):
     return run.returncode, run.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_nbval_passes_the_solution_strictly_until_an_output_is_edited(built):
     path = built / "solutions" / "day05_halves.ipynb"
     status, last = nbval("--nbval", path)
@@ -488,6 +489,7 @@ def test_nbval_passes_the_solution_strictly_until_an_output_is_edited(built):
     assert (status, last.split(" in ")[0]) == (1, "1 failed, 7 passed")
 
 
+@pytest.mark.slow
 def test_nbval_passes_the_lesson_with_its_stubs(built):
     status, last = nbval("--nbval-lax", built / "lessons" / "day05_halves.ipynb")
     assert (status, last.split(" in ")[0]) == (0, "8 passed")

@@ -136,6 +136,7 @@ def test_a_right_answer_of_another_make_passes(exercise, answer):
 # ------------------------------------------------------------------ wrong beyond the named ones
 
 
+@pytest.mark.slow
 def test_memory_that_is_flat_from_epoch_to_epoch_may_not_grow_with_the_epoch_s_length():
     def kept_until_the_end(model, optimizer, training, held_out, notes):
         kept = [torch.zeros(10_000) for _ in training]

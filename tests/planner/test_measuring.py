@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quick import quick
 
 from memlab.model import PRESETS
 from memlab.planner import measuring
@@ -62,6 +63,7 @@ def test_a_card_is_measured_with_what_its_allocator_reserves():
     assert found.at_peak["workspace"] > 2 * 2**23  # not that of most cards
 
 
+@pytest.mark.slow
 def test_what_cannot_be_stretched_runs_whole(runs):
     found = measured(setting(9), "sqrt-checkpointing")
     assert [run.config.layers for run in runs] == [3, 4, 9]
@@ -86,6 +88,7 @@ def test_the_same_question_is_answered_once(runs):
     assert measured(setting(9), "plain") is measured(setting(9), "plain")
 
 
+@pytest.mark.slow
 def test_another_setting_is_another_measurement():
     short, long = measured(setting(6), "plain"), measured(setting(6, batch=8, seq_len=64), "plain")
     assert short.allocated_bytes < long.allocated_bytes
@@ -138,7 +141,7 @@ def test_llama_2_7b_takes_what_it_takes_run_whole():
     )
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", quick([3], [1, 3]))
 def test_each_of_several_ranks_takes_what_it_takes_run_whole(stage):
     wanted = setting(6, "cuda", dtype=torch.bfloat16)
     found = measured(wanted, "checkpointing", ranks=4, stage=stage)

@@ -70,6 +70,7 @@ def test_a_step_in_backward_learns_what_the_step_after_it_does():
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_each_rung_saves():
     plain, checkpoints, small_state, both, inside, disk = (
         trace_of(rung.applied) for rung in LADDER

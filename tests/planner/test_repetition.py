@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quick import quick
 
 from memlab.allocator import simulate
 from memlab.checkpointing import uniform_schedule
@@ -38,18 +39,11 @@ FEWER, MORE, DEEP = 3, 4, 7
 SEGMENTS_OF_ROOT = "sqrt-checkpointing"  # ⌊√L⌋ of them: no block is like the next
 HASHED = "checkpointing+autocast"  # frees in the order of a hash table
 
-QUICK = [
-    ("cuda", "plain"),
-    ("cuda", "checkpointing+chunked-loss+lion8bit+step-in-backward"),
-    ("cuda", HASHED),
-    ("cpu", "plain"),
-    ("cpu", "streamed-layers"),
-    ("cpu", HASHED),
-]
+QUICK = [("cuda", "plain"), ("cuda", HASHED), ("cpu", "streamed-layers")]
 TOGETHER = ("foreach-adamw+accumulation", "selective-checkpointing+flash-attention+adam8bit")
 ROWS = [name for name in (*TECHNIQUES, *COMBINATIONS, *TOGETHER) if name != SEGMENTS_OF_ROOT]
 ALL = [(device, name) for device in ("cuda", "cpu") for name in ROWS]
-CASES = [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in ALL if c not in QUICK)]
+CASES = quick(QUICK, ALL)
 
 
 @cache

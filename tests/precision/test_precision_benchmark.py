@@ -43,6 +43,7 @@ def test_the_first_run_is_set_against_each_of_the_others():
     }
 
 
+@pytest.mark.slow
 def test_it_prints_three_tables_and_writes_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "TENSORS", (2, 8))
     monkeypatch.setattr(benchmark, "NUMBERS", 64)
