@@ -39,12 +39,12 @@ def measure_techniques(
     setting = choose_setting(model, batch, seq_len, dtype, choose_device(device, dry), dry)
     slow = SLOW_ON_A_CPU if setting.device == "cpu" and not dry and not names else ()
     chosen = choose_techniques(names, left_out=slow)
-    on_cuda = replace(setting, device="cuda") if setting.device == "cpu" else None
-    stages = (1 if dry else 2) + (on_cuda is not None)
+    on_cuda = replace(setting, device="cuda")
+    foreseen = _to_be_foreseen(setting, chosen, names)
     report.say(report.headline(setting, dry) + "\n")
-    with report.progress(stages * len(chosen)) as announce:
+    with report.progress((1 if dry else 2) * len(chosen) + len(foreseen)) as announce:
         rows = measured_rows(setting, chosen, dry, announce)
-        predicted = measured_rows(on_cuda, chosen, True, announce) if on_cuda else []
+        predicted = measured_rows(on_cuda, foreseen, True, announce)
     _show(rows, report.legend(rows), report.remarks(rows), report.left_out(slow))
     report.say(f"\nplain: {rows[0].trace}")
     if predicted:
@@ -54,10 +54,19 @@ def measure_techniques(
             report.legend(predicted),
             report.failures(predicted),
             report.notes(predicted[0]),
-            [f"more: memlab measure {options(setting)} --dry-run --device cuda"],
+            [f"every technique: memlab measure {options(setting)} --dry-run --device cuda"],
         )
     write(rows, f"{setting}, dry run" if dry else str(setting), folder, predicted)
     return int(any(row.failure for row in rows))
+
+
+def _to_be_foreseen(
+    setting: Setting, chosen: dict[str, Technique], names: list[str] | None
+) -> dict[str, Technique]:
+    """What is predicted for CUDA beside a CPU's figures: of all techniques the plain step alone."""
+    if setting.device != "cpu":
+        return {}
+    return chosen if names else {"plain": chosen["plain"]}
 
 
 def options(setting: Setting) -> str:

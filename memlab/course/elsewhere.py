@@ -20,6 +20,14 @@ def stored_on_a_gpu(section: str, folder: Path = RESULTS) -> str:
     )
 
 
+def time_on_a_gpu(technique: str, folder: Path = RESULTS) -> str:
+    """A technique's step over the plain one, as each GPU took it in benchmarks/gpu.py: the words of
+    a verdict that only a GPU can reach."""
+    entries = [entry for entry in _entries("time", folder) if technique in entry]
+    found = [f"{entry[technique]:.2f} × on {entry['device']}" for entry in entries]
+    return f"measured: {', '.join(found)}" if found else "not measured: no GPU"
+
+
 def _entries(section: str, folder: Path) -> list[dict[str, Any]]:
     """The section's entry in each file of results that has it."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]

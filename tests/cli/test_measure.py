@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -349,7 +350,7 @@ def choose(model=None, batch=None, seq_len=None, dtype=None, device="cpu", dry=T
     return choose_setting(model, batch, seq_len, dtype, device, dry)
 
 
-@pytest.mark.parametrize(("device", "suited"), [("cpu", "25m"), ("mps", "34m"), ("cuda", "124m")])
+@pytest.mark.parametrize(("device", "suited"), [("cpu", "8m"), ("mps", "34m"), ("cuda", "124m")])
 def test_the_preset_suits_the_device(device, suited):
     assert choose(device=device) == replace(
         SUITABLE.get(device, SUITABLE["accelerator"]), device=device
@@ -373,15 +374,15 @@ def test_sequences_are_as_long_as_the_model_takes():
         (["--model", "gpt"], "got --model gpt; choose from tiny, 25m"),
         (["--technique", "sgdd"], "got --technique sgdd; did you mean sgd? There are plain, "),
         (["--technique", "lora+sgdd"], "got --technique sgdd; did you mean sgd?"),
-        (["--technique", "lora+"], "got --technique ; choose from plain, "),
+        (["--technique", "lora+"], "got --technique ''; choose from plain, "),
         (
             ["--technique", "bfloat16+sgd"],
             "got --technique bfloat16+sgd: bfloat16 and sgd each bring their own optimizer; leave",
         ),
         (["--dtype", "int8"], "got --dtype int8; choose from float32, bfloat16, float16"),
-        (["--batch", "0"], "got a batch of 0 sequences; give at least 1"),
-        (["--batch", "-3"], "got a batch of -3 sequences; give at least 1"),
-        (["--seq", "0"], "got sequences of 0 tokens; 25m takes 1 to 512"),
+        (["--batch", "0"], "got --batch 0; wanted a whole number from 1 to 1,000,000"),
+        (["--batch", "-3"], "got --batch -3; wanted a whole number from 1 to 1,000,000"),
+        (["--seq", "0"], "got --seq 0; wanted a whole number from 1 to 100,000,000"),
         (["--seq", "513"], "got sequences of 513 tokens; 25m takes 1 to 512"),
         (["--device", "tpu"], "got --device tpu; this machine has cpu"),
         (["--device", "mps", "--dry-run"], "is of the cpu or predicts cuda or cuda:hopper; choose"),
@@ -526,7 +527,7 @@ def test_what_cuda_would_take_stands_beside_the_cpus_numbers(finished):
 def test_the_prediction_says_how_to_see_more_of_it(finished):
     outcome, _ = finished
     command = "memlab measure --model tiny --batch 4 --seq 64 --dry-run --device cuda"
-    assert f"\nmore: {command}\n" in outcome.out
+    assert f"\nevery technique: {command}\n" in outcome.out
     assert "\nplain: not yet confirmed by a GPU: " in outcome.out
     half = Setting("25m", 2, 8, torch.bfloat16)
     assert options(half) == "--model 25m --batch 2 --seq 8 --dtype bfloat16"
@@ -593,6 +594,16 @@ def test_a_file_in_place_of_the_folder_is_noticed_before_measuring(in_one_line, 
     assert (
         line == "got --out taken, where no file can be written (File exists); name another folder"
     )
+
+
+@pytest.mark.parametrize("out", ["new", "new/and/deeper"])
+def test_a_folder_that_is_tried_is_left_as_it_was(monkeypatch, tmp_path, out):
+    monkeypatch.chdir(tmp_path)
+    assert choose_folder(out) == Path(out)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "new").mkdir()
+    assert choose_folder(out) == Path(out)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "new"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_noticed_before_measuring(monkeypatch, tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from memlab.course.elsewhere import RESULTS, stored_on_a_gpu
+from memlab.course.elsewhere import RESULTS, stored_on_a_gpu, time_on_a_gpu
 
 NONE = "No GPU here, and no GPU's measurement of peak is stored yet."
 CIRCUMSTANCES = {
@@ -66,3 +66,15 @@ def test_where_none_is_stored_one_sentence_says_so(tmp_path, write):
 def test_the_repositorys_own_results_can_be_read():
     assert list(RESULTS.glob("*.json"))
     assert stored_on_a_gpu("a section of no benchmark").startswith("No GPU here")
+
+
+def test_a_verdict_takes_its_time_from_every_gpu_that_measured_it(tmp_path, write):
+    write("a.json", time={"what": "a step", "bfloat16": 0.123, "autocast": 0.5}, device="first")
+    write("b.json", time={"what": "a step", "bfloat16": 2}, device="second")
+    assert time_on_a_gpu("bfloat16", tmp_path) == "measured: 0.12 × on first, 2.00 × on second"
+    assert time_on_a_gpu("autocast", tmp_path) == "measured: 0.50 × on first"
+
+
+def test_a_verdict_says_that_no_gpu_measured_it(tmp_path, write):
+    write("cpu.json", command="savings", time={"bfloat16": 1})
+    assert time_on_a_gpu("bfloat16", tmp_path) == "not measured: no GPU"

@@ -1,0 +1,205 @@
+"""memlab beside what production uses: the table of README, from what the benchmarks wrote.
+
+    python benchmarks/peers.py
+
+Nothing is measured here. Each line reads a figure of `benchmarks/results/`, which the script that
+it names wrote; a test holds README to what comes out.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common import RESULTS
+from common import table as markdown
+
+from memlab.units import format_bytes
+
+MEASURED_ON = "cpu-x86_64-2-cores.json"
+HEADER = ("", "memlab", "what exists", "by")
+
+
+class Line(NamedTuple):
+    """What was compared, both sides of it, and the script that says more."""
+
+    what: str
+    ours: str
+    theirs: str
+    script: str
+
+
+def main() -> int:
+    print(table(json.loads((RESULTS / MEASURED_ON).read_text(encoding="utf-8"))))
+    return 0
+
+
+def table(results: dict[str, Any]) -> str:
+    """All lines, as Markdown."""
+    groups = (metering, planning, optimizers, activations, processes, averages, slower)
+    lines = [line for group in groups for line in group(results)]
+    rows = [(*line[:3], f"`{Path('benchmarks') / line.script}.py`") for line in lines]
+    return markdown(HEADER, rows).replace("---:", "---")
+
+
+def metering(results: dict[str, Any]) -> Iterator[Line]:
+    """The peak of a step that is taken."""
+    kinds = results["meter"]["exactness"]["rows"]
+    ours, theirs = ([row[who] for row in kinds] for who in ("memlab", "mem_tracker"))
+    answers = [error for error in theirs if isinstance(error, (int, float))]
+    yield Line(
+        f"peaks exact to the byte, of {len(kinds)} kinds of training step",
+        str(ours.count(0)),
+        f"torch's MemTracker: {answers.count(0)}, and no answer in {len(kinds) - len(answers)}",
+        "meter",
+    )
+    cost = results["meter"]["cost"]["lines"]
+    seconds, tracker = (cost[of]["measured"][1] for of in ("dry_seconds", "tracker_seconds"))
+    yield Line(
+        "a step of Llama 2 7B, on fake tensors",
+        f"{seconds:.1f} s",
+        f"MemTracker: {tracker:.1f} s",
+        "meter",
+    )
+
+
+ESTIMATORS = {
+    "accelerate": "accelerate's",
+    "DeepSpeed 2": "DeepSpeed's",
+    "cookbook": "EleutherAI's cookbook",
+    "16 bytes a weight": "16 bytes a weight",
+}
+
+
+def planning(results: dict[str, Any]) -> Iterator[Line]:
+    """The peak of a step that is not taken."""
+    accuracy = results["planner"]["accuracy"]
+    errors = {name: accuracy["errors"][name]["all"] for name in ("memlab", *ESTIMATORS)}
+    shown = {name: f"{median:.0%}, {worst:.0%}" for name, (median, worst) in errors.items()}
+    yield Line(
+        f"estimates of {accuracy['of']} steps on a CPU, before they are taken: the median error, "
+        f"and the worst",
+        shown["memlab"],
+        "; ".join(f"{words}: {shown[name]}" for name, words in ESTIMATORS.items()),
+        "planner",
+    )
+
+
+def optimizers(results: dict[str, Any]) -> Iterator[Line]:
+    """What a step takes, and how far it goes."""
+    rows = results["optim"]["optimizers"]["rows"]
+    seconds = results["optim"]["optimizers"]["times"]["1"]
+    ours = rows["memlab Adam8bit"]
+    peers = ("bitsandbytes", "torchao")
+    named = {peer: rows[f"{peer} {name}"] for peer, name in zip(peers, EIGHT_BIT, strict=True)}
+    yield Line(
+        "8-bit Adam: the longest step where gradients' scales differ by e³, in learning rates",
+        f"{ours['longest']['3.0']:.1f}",
+        "; ".join(f"{peer}: {row['longest']['3.0']:,.1f}" for peer, row in named.items()),
+        "optim",
+    )
+    yield Line(
+        "8-bit Lion: how far weights come in 1,000 steps without a gradient, in learning rates",
+        f"{rows['memlab Lion8bit']['idle']:.0f}",
+        f"bitsandbytes: {rows['bitsandbytes Lion8bit']['idle']:,.0f}",
+        "optim",
+    )
+    yield Line(
+        "8-bit Adam: bytes that a step of 16.8 million weights takes on the way",
+        format_bytes(ours["on the way"]),
+        "; ".join(f"{peer}: {format_bytes(row['on the way'])}" for peer, row in named.items()),
+        "optim",
+    )
+    for name, theirs in OPTIMIZERS.items():
+        factors = [f"{peer}: {seconds[peer] / seconds[name]:.1f} ×" for peer in theirs]
+        yield Line(f"the time of a step, {name.split()[1]}", "1 ×", "; ".join(factors), "optim")
+
+
+EIGHT_BIT = ("Adam8bit", "AdamW8bit")
+OPTIMIZERS = {
+    "memlab Adam8bit": ("bitsandbytes Adam8bit", "torchao AdamW8bit"),
+    "memlab Lion": ("lion-pytorch Lion",),
+    "memlab AdamMini": ("adam-mini Adam_mini",),
+}
+
+
+def activations(results: dict[str, Any]) -> Iterator[Line]:
+    """What is kept for backward, or not."""
+    ways = results["losses"]["float32"]["ways"]
+    ours, theirs = (
+        f"{format_bytes(ways[way]['peak_bytes'])}, {ways[way]['ratio']['median']:.2f} ×"
+        for way in ("memlab", "F.linear_cross_entropy")
+    )
+    yield Line(
+        "the loss of 2,048 tokens, 32,000 words: bytes, and the time, to that by all logits",
+        ours,
+        f"torch's F.linear_cross_entropy: {theirs}",
+        "losses",
+    )
+    against = results["checkpointing"]["against torch"]["25m, 2 × 256 tokens"]
+    peaks = against["peak_bytes"]
+    same = "the same" if peaks["memlab"] == peaks["torch"] else format_bytes(peaks["torch"])
+    yield Line(
+        "checkpointing every block of a 25M model: the peak, and the time",
+        f"{format_bytes(peaks['memlab'])}, {against['memlab_to_torch']['median']:.2f} ×",
+        f"torch.utils.checkpoint: {same}, 1 ×",
+        "checkpointing",
+    )
+    codec = results["compression"]["times"]["encode and decode, to bitsandbytes at 8 bits"][
+        "8 bits"
+    ]
+    yield Line(
+        "8 bits and back: the time",
+        f"{codec:.2f} ×",
+        "bitsandbytes: 1 ×",
+        "activation_compression",
+    )
+
+
+def processes(results: dict[str, Any]) -> Iterator[Line]:
+    """Several ranks."""
+    rows = {row["run"]: row["ratio"][1] for row in results["zero"]["processes"]["rows"]}
+    yield Line(
+        "a step in ZeRO's third stage, two processes: the time",
+        f"{rows['stage 3']:.2f} ×",
+        "FSDP2: 1 ×",
+        "zero",
+    )
+
+
+def averages(results: dict[str, Any]) -> Iterator[Line]:
+    """Post-hoc EMA."""
+    found = results["ema"]["synthesis"]["4 averages into models"]
+    ours, theirs = (format_bytes(found["peak_bytes"][who]) for who in ("memlab", "ema-pytorch"))
+    yield Line(
+        "four averages of 20 snapshots, 32 million weights: memory, and the time",
+        f"{ours}, 1 ×",
+        f"ema-pytorch: {theirs}, {found['ratios']['ema-pytorch']['median']:.1f} ×",
+        "ema",
+    )
+
+
+def slower(results: dict[str, Any]) -> Iterator[Line]:
+    """Where production is ahead."""
+    attention = results["attention"]["time"]
+    factors = [f"{attention[kind]['flash_to_torch']['median']:.2f} ×" for kind in KINDS]
+    yield Line(
+        "**slower**: flash attention, 4,096 tokens, causal and full",
+        " and ".join(factors),
+        "torch's fused kernel: 1 ×",
+        "attention",
+    )
+    seconds = results["optim"]["optimizers"]["times"]["1"]
+    yield Line(
+        "**slower**: the time of a step, AdamW",
+        f"{seconds['memlab AdamW'] / seconds['torch AdamW, fused']:.1f} ×",
+        "torch's AdamW in one kernel: 1 ×",
+        "optim",
+    )
+
+
+KINDS = ("causal", "full")
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""README's table beside production is what the results say, its count of verdicts RULES.md's."""
+
+import copy
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = str(ROOT / "benchmarks")
+
+if FOLDER not in sys.path:
+    sys.path.insert(0, FOLDER)
+peers = importlib.import_module("peers")
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = json.loads((peers.RESULTS / peers.MEASURED_ON).read_text(encoding="utf-8"))
+
+
+def test_the_readme_has_the_table_that_the_results_give():
+    assert peers.table(RESULTS) in README
+
+
+def test_each_line_names_a_script_that_is_there():
+    scripts = re.findall(r"`(benchmarks/\w+\.py)`", peers.table(RESULTS))
+    assert scripts
+    assert all((ROOT / script).exists() for script in scripts)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("losses", "float32", "ways", "memlab", "peak_bytes"), 1),
+        (("optim", "optimizers", "times", "1", "memlab Lion"), 3.0),
+        (("zero", "processes", "rows", 3, "ratio", 1), 7.0),
+        (("meter", "exactness", "rows", 0, "memlab"), 4),
+    ],
+)
+def test_another_result_is_another_table(path, value):
+    changed = copy.deepcopy(RESULTS)
+    *parents, last = path
+    at = changed
+    for key in parents:
+        at = at[key]
+    at[last] = value
+    assert peers.table(changed) != peers.table(RESULTS)
+
+
+def test_the_readme_counts_the_verdicts_of_the_rules_page():
+    page = (ROOT / "RULES.md").read_text(encoding="utf-8")
+    verdicts = re.findall(r"\| \*\*(wrong|holds)\b[^|]*\*\* \|$", page, re.M)
+    wrong = verdicts.count("wrong")
+    assert f"of {len(verdicts)} verdicts {wrong} are *wrong*" in README
+    assert not re.search(r"\*\*holds\*\* \|$", page, re.M)  # each of the others has a condition
