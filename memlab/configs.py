@@ -22,6 +22,7 @@ and of Gemma 3 the second table of angles, for its layers with a window: seq_len
 import json
 import math
 import os
+import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 from memlab.model import PRESETS, GPTConfig
 
 FILE = "config.json"
+MOST = 10**18  # of a count: what is more is a slip
 ATTENTION = ("query", "key", "value", "output")
 
 
@@ -120,30 +122,36 @@ def config_from(fields: object, *, source: str = FILE) -> GPTConfig:
     file.refuse_foreign_parts()
     width, heads = file.count("hidden_size"), file.count("num_attention_heads")
     head_width = file.count("head_dim", family.head_width or width // heads)
-    biases = family.optional_biases if file.flag("attention_bias", False) else ()
-    try:
-        return GPTConfig(
-            vocab_size=file.count("vocab_size"),
-            width=width,
-            layers=file.count("num_hidden_layers"),
-            heads=heads,
-            kv_heads=file.count("num_key_value_heads", heads),
-            hidden=file.count("intermediate_size"),
-            seq_len=file.count("max_position_embeddings"),
-            tied=file.flag("tie_word_embeddings", family.tied),
-            rope_theta=file.rope_theta(family.rope_theta),
-            norm_eps=file.number("rms_norm_eps", 1e-6),
-            own_head_width=None if head_width == width / heads else head_width,
-            attention_biases=family.biases or biases,
-            head_norms=family.head_norms,
-            post_norms=family.post_norms,
-            activation=file.activation(family.activation),
-            scaled_embeddings=family.scaled_embeddings,
+    kv_heads = file.count("num_key_value_heads", heads)
+    if head_width < 2 or head_width % 2:
+        raise ValueError(
+            f"{source} has heads of {head_width} numbers (its head_dim, or hidden_size {width} "
+            f"over num_attention_heads {heads}); rotary positions turn pairs: wanted an even number"
         )
-    except _FieldError:
-        raise
-    except ValueError as error:  # of numbers that are no shape together
-        raise ValueError(f"{source}: {error}") from error
+    if heads % kv_heads:
+        raise ValueError(
+            f"{source} has num_attention_heads {heads} and num_key_value_heads {kv_heads}; wanted "
+            f"a number of key/value heads that divides the other"
+        )
+    biases = family.optional_biases if file.flag("attention_bias", False) else ()
+    return GPTConfig(
+        vocab_size=file.count("vocab_size"),
+        width=width,
+        layers=file.count("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        hidden=file.count("intermediate_size"),
+        seq_len=file.count("max_position_embeddings"),
+        tied=file.flag("tie_word_embeddings", family.tied),
+        rope_theta=file.rope_theta(family.rope_theta),
+        norm_eps=file.number("rms_norm_eps", 1e-6),
+        own_head_width=None if head_width == width / heads else head_width,
+        attention_biases=family.biases or biases,
+        head_norms=family.head_norms,
+        post_norms=family.post_norms,
+        activation=file.activation(family.activation),
+        scaled_embeddings=family.scaled_embeddings,
+    )
 
 
 def name_of(config: GPTConfig) -> str:
@@ -167,13 +175,11 @@ def _read(path: str) -> object:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}); give a {FILE} that can"
+        ) from error
     except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of a number without end
         raise ValueError(f"{path} is no JSON ({error}); give a model's {FILE}") from error
-
-
-class _FieldError(ValueError):
-    """A sentence that is complete, source and all."""
 
 
 class _Fields:
@@ -184,7 +190,7 @@ class _Fields:
 
     def __init__(self, fields: object, source: str) -> None:
         if not isinstance(fields, dict):
-            raise _FieldError(f"{source} holds {_shown(fields)}, wanted an object of fields")
+            raise ValueError(f"{source} holds {_shown(fields)}, wanted an object of fields")
         self.fields: dict[str, Any] = fields
         self.source = source
 
@@ -194,33 +200,38 @@ class _Fields:
             return FAMILIES[name]
         known = f"known are {', '.join(FAMILIES)}, and --script path.py:build plans any model"
         if name is None:
-            raise _FieldError(f"{self.source} has no model_type, which names the family; {known}")
+            raise ValueError(f"{self.source} has no model_type, which names the family; {known}")
         why = ""
         if name == "gemma2":  # fused attention has no caps: a plan would miss the scores
             why = ", and memlab.model has no caps on attention scores and logits"
         if "text_config" in self.fields:
             why = ", several models in one, a text model in its text_config"
-        raise _FieldError(f"{self.source} has model_type {_shown(name)}{why}; {known}")
+        raise ValueError(f"{self.source} has model_type {_shown(name)}{why}; {known}")
 
     def refuse_foreign_parts(self) -> None:
         """For what changes the tensors of a step and has no part in memlab.model."""
         for name, part in FOREIGN.items():
             if self.fields.get(name):
-                raise _FieldError(
+                raise ValueError(
                     f"{self.source} has {name} {_shown(self.fields[name])}, and memlab.model has "
                     f"no {part}; --script path.py:build plans any model"
                 )
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self._value(name, default)
-        if self.fields.get(name) is not None and (type(value) is not int or value < 1):
-            self._refuse(name, "a whole number from 1 on")
+        if self.fields.get(name) is not None:
+            if type(value) is not int or value < 1:
+                self._refuse(name, "a whole number from 1 on")
+            if value > MOST:
+                self._refuse(name, f"at most {MOST:,}")
         return value
 
     def number(self, name: str, default: float) -> float:
         value = self._value(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             self._refuse(name, "a number above 0")
+        if value > sys.float_info.max:
+            self._refuse(name, "a number above 0 that a float can hold")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -249,14 +260,17 @@ class _Fields:
     def _value(self, name: str, default: Any) -> Any:
         value = self.fields.get(name)
         if value is None and default is None:
-            raise _FieldError(f"{self.source} has no {name}; a shape needs it")
+            raise ValueError(f"{self.source} has no {name}; a shape needs it")
         return default if value is None else value
 
     def _refuse(self, name: str, wanted: str) -> None:
-        raise _FieldError(f"{self.source} has {name} {_shown(self.fields[name])}, wanted {wanted}")
+        raise ValueError(f"{self.source} has {name} {_shown(self.fields[name])}, wanted {wanted}")
 
 
 def _shown(value: object) -> str:
     """As JSON writes it, and no longer than an error can be."""
-    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        text = "lists in lists"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -143,7 +143,6 @@ def build(
     `on_loss` is called with the loss of each micro-batch, unscaled, before its backward. Sets
     torch's seed.
     """
-    device = setting.device
     model = _model(setting, technique)
     optimizer = technique.stepping(technique.optimizer(model))
     scaler = technique.scaler() if technique.scaler else None
@@ -151,7 +150,7 @@ def build(
     tokens, targets = _batch(setting)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        with technique.around_forward(device):
+        with technique.around_forward(setting.device):
             loss = model(tokens, targets)
         if on_loss is not None:
             on_loss(loss.detach())
@@ -525,8 +524,6 @@ NOT_TOGETHER: dict[frozenset[str], str] = {
         "selective-checkpointing+streamed-layers": "a block that runs again has to call the "
         "operators that it called before, and a streamed one fetches its weights but once; take "
         "checkpointing",
-        "adam-mini+streamed-layers": "streamed layers are stepped by copies, which have no names "
-        "for a partition to go by; take lion or adam8bit",
         "post-hoc-ema+streamed-layers": "averages are of weights that are on the device, and "
         "between steps streamed ones are not; leave one of them out",
     }.items()

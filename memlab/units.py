@@ -9,6 +9,7 @@ from fractions import Fraction
 BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS = {"B": 1, "": 1, **BINARY_UNITS, **DECIMAL_UNITS}
+MOST_DIGITS = 40  # of a number in front of a unit: no machine has as many bytes
 _QUANTITY = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
 
@@ -30,7 +31,7 @@ def parse_bytes(quantity: int | str) -> int:
         return quantity
     match = _QUANTITY.fullmatch(quantity) if isinstance(quantity, str) else None
     factor = _FACTORS.get(match[2]) if match else None
-    if factor is None or (factor == 1 and "." in match[1]):
+    if factor is None or len(match[1]) > MOST_DIGITS or (factor == 1 and "." in match[1]):
         raise ValueError(
             f"got {quantity!r} as a number of bytes; give a number and a unit, "
             f"such as '6 MiB' (6·2²⁰ bytes) or '24GB' (24·10⁹ bytes)"

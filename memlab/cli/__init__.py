@@ -5,14 +5,18 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
-from memlab.cli.errors import UsageError
+from memlab.cli.errors import UsageError, one_line
+from memlab.cli.parsing import Command, Commands, number, whole
 
 # Nothing here imports torch, which takes seconds: each command does so when it is called. The help
 # comes at once then, and Ctrl-C during those seconds is caught in `main`.
 
 INTERRUPTED = 130  # as shells count: 128 and the number of the signal
+# What is more than this is a slip, and takes longer to refuse than to type.
+MOST_SEQUENCES, MOST_TOKENS, MOST_STEPS = 10**6, 10**8, 10**9
+MOST_RANKS = 100_000  # beyond, all is padding
+MOST_RECIPES = 100
 IN_ASCII = {
     "×": "x",
     "█": "#",
@@ -28,8 +32,8 @@ IN_ASCII = {
 }
 
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Where every byte of a training step goes, measured.\n\n"
@@ -40,7 +44,7 @@ app = typer.Typer(
 )
 
 
-class _WithNames(TyperCommand):
+class _WithNames(Command):
     """A command whose help ends with the names of the models and of the techniques."""
 
     def format_help(self, *args: Any) -> None:
@@ -54,11 +58,18 @@ class _WithNames(TyperCommand):
 
 @app.command("measure", cls=_WithNames)
 def measure_command(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Option(help="One of those below, small to large.", metavar="NAME")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences in a batch.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
+    batch: Annotated[
+        int | None,
+        number("--batch", MOST_SEQUENCES, "Sequences in a batch."),
+    ] = None,
+    seq: Annotated[
+        int | None,
+        number("--seq", MOST_TOKENS, "Tokens in a sequence."),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="Of the weights: float32, bfloat16 or float16.", metavar="NAME"),
@@ -84,9 +95,11 @@ def measure_command(
     ] = False,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            help="What one of so many ranks holds and sends in each stage of ZeRO, by a dry run of "
-            "one of the models."
+        number(
+            "--ranks",
+            MOST_RANKS,
+            "What one of so many ranks holds and sends in each stage of ZeRO, by a dry run of "
+            "one of the models.",
         ),
     ] = None,
     script: Annotated[
@@ -102,7 +115,7 @@ def measure_command(
 ) -> None:
     """Show where the bytes of one training step go, and what each technique saves and costs.
 
-    Without options, it takes a model that suits this machine, and some minutes. The step that is
+    Without options, it takes a model that suits this machine, and about a minute. The step that is
     measured is the second: the first creates the optimizer's state.
 
     [bold]memlab measure --technique checkpointing --batch 8[/]
@@ -116,11 +129,11 @@ def measure_command(
     if ranks is not None:
         from memlab.cli.ranks import measure_ranks
 
-        given = [o for o, v in {"--script": script, "--device": device}.items() if v is not None]
+        given = " and ".join(_given(context, "script", "device"))
         if given:
             raise UsageError(
-                f"got --ranks together with {' and '.join(given)}; a rank is measured by a dry run "
-                f"of one of the models, on no device: leave {' and '.join(given)} out"
+                f"got --ranks together with {given}; a rank is measured by a dry run of one of the "
+                f"models, on no device: leave {given} out"
             )
         status = measure_ranks(
             ranks, model=model, batch=batch, seq_len=seq, dtype=dtype, names=technique, out=out
@@ -144,17 +157,10 @@ def measure_command(
 
     from memlab.cli.script import measure_script
 
-    given = {
-        "--model": model,
-        "--batch": batch,
-        "--seq": seq,
-        "--dtype": dtype,
-        "--technique": technique or None,
-    }
-    if clashing := [option for option, value in given.items() if value is not None]:
+    if given := ", ".join(_given(context, "model", "batch", "seq", "dtype", "technique")):
         raise UsageError(
-            f"got --script together with {', '.join(clashing)}; a script brings its own model "
-            f"and batch, so leave them out"
+            f"got --script together with {given}; a script brings its own model and batch, so "
+            f"leave them out"
         )
     measure_script(script, device=device, dry=dry_run, out=out)
 
@@ -172,9 +178,18 @@ def train_command(
         str | None,
         typer.Option(help="Of the weights: float32, bfloat16 or float16.", metavar="NAME"),
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences in a batch.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
-    steps: Annotated[int, typer.Option(help="How many, each on a new batch.")] = 10,
+    batch: Annotated[
+        int | None,
+        number("--batch", MOST_SEQUENCES, "Sequences in a batch."),
+    ] = None,
+    seq: Annotated[
+        int | None,
+        number("--seq", MOST_TOKENS, "Tokens in a sequence."),
+    ] = None,
+    steps: Annotated[
+        int,
+        number("--steps", MOST_STEPS, "How many, each on a new batch."),
+    ] = 10,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -216,8 +231,9 @@ def train_command(
     )
 
 
-@app.command("plan")
+@app.command("plan", cls=Command)
 def plan_command(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(
@@ -235,11 +251,21 @@ def plan_command(
             metavar="BYTES|CARD",
         ),
     ] = None,
-    gpus: Annotated[int, typer.Option(help="How many of them.")] = 1,
-    batch: Annotated[int, typer.Option(help="Sequences in the batch of each GPU.")] = 1,
+    gpus: Annotated[
+        int,
+        number("--gpus", MOST_RANKS, "How many of them."),
+    ] = 1,
+    batch: Annotated[
+        int,
+        number("--batch", MOST_SEQUENCES, "Sequences in the batch of each GPU."),
+    ] = 1,
     seq: Annotated[
         int | None,
-        typer.Option(help="Tokens in a sequence; 2048, or what the model takes, unless given."),
+        number(
+            "--seq",
+            MOST_TOKENS,
+            "Tokens in a sequence; 2048, or what the model takes, unless given.",
+        ),
     ] = None,
     precision: Annotated[
         str | None,
@@ -257,13 +283,20 @@ def plan_command(
         bool | None, typer.Option("--lora/--full", help="Only LoRA, or only all weights.")
     ] = None,
     tensor_parallel: Annotated[
-        int, typer.Option(help="Parts of each matrix on as many GPUs; by formula alone.")
+        int,
+        number(
+            "--tensor-parallel",
+            MOST_RANKS,
+            "Parts of each matrix on as many GPUs; by formula alone.",
+        ),
     ] = 1,
     pipeline_parallel: Annotated[
-        int, typer.Option(help="Parts of the model's depth; by formula alone.")
+        int,
+        number("--pipeline-parallel", MOST_RANKS, "Parts of the model's depth; by formula alone."),
     ] = 1,
     count: Annotated[
-        int, typer.Option("--recipes", help="How many to measure; the others are by formula.")
+        int,
+        number("--recipes", MOST_RECIPES, "How many to measure; the others are by formula."),
     ] = 2,
     exact: Annotated[
         bool,
@@ -306,11 +339,11 @@ def plan_command(
     if script is not None:
         from memlab.cli.plan_script import plan_script
 
-        given = {"--model": model, "--seq": seq, "--precision": precision, "--optimizer": optimizer}
-        if clashing := [option for option, value in given.items() if value is not None]:
+        others = [n for n in context.params if n not in ("script", "memory", "device", "out")]
+        if given := ", ".join(_given(context, *others)):
             raise UsageError(
-                f"got --script together with {', '.join(clashing)}; a script brings its own model, "
-                f"batch and optimizer, so leave them out"
+                f"got --script together with {given}; a script brings its own model, batch and "
+                f"optimizer, and is planned for one GPU, so leave them out"
             )
         raise typer.Exit(plan_script(script, memory=memory, target=device, out=out))
 
@@ -335,7 +368,7 @@ def plan_command(
     raise typer.Exit(status)
 
 
-@app.command("doctor")
+@app.command("doctor", cls=Command)
 def doctor_command() -> None:
     """Say what this machine has and what works on it, one OK or FAIL a line."""
     from memlab.cli.doctor import examine
@@ -347,14 +380,17 @@ def doctor_command() -> None:
 
 COURSE = "The course"
 
-DayNumber = Annotated[int, typer.Argument(metavar="DAY", help="The number of a day, such as 1.")]
+DayNumber = Annotated[
+    int,
+    typer.Argument(metavar="DAY", help="The number of a day, such as 1.", parser=whole("the day")),
+]
 ExerciseId = Annotated[
     str, typer.Argument(metavar="EXERCISE", help="A day and a number in it, such as 1.2.")
 ]
 Sure = Annotated[bool, typer.Option("--yes", help="Don't ask.")]
 
 
-@app.command("start", rich_help_panel=COURSE)
+@app.command("start", cls=Command, rich_help_panel=COURSE)
 def start_command(
     day: DayNumber,
     to_jupyter: Annotated[
@@ -380,10 +416,13 @@ def start_command(
     raise typer.Exit(course.start(day, opens=not no_open, to_jupyter=to_jupyter or []))
 
 
-@app.command("check", rich_help_panel=COURSE)
+@app.command("check", cls=Command, rich_help_panel=COURSE)
 def check_command(
     what: Annotated[
-        str, typer.Argument(metavar="DAY|EXERCISE", help="Such as 1, or 1.2 for one exercise.")
+        str,
+        typer.Argument(
+            metavar="DAY|EXERCISE", help="A day, such as 1, or one exercise, such as 1.2."
+        ),
     ],
 ) -> None:
     """Say which of your answers are right, on their values and on their bytes.
@@ -401,7 +440,7 @@ def check_command(
     raise typer.Exit(course.check(what))
 
 
-@app.command("hint", rich_help_panel=COURSE)
+@app.command("hint", cls=Command, rich_help_panel=COURSE)
 def hint_command(exercise: ExerciseId) -> None:
     """Show a hint: the first is a nudge, the third is nearly the answer.
 
@@ -414,7 +453,7 @@ def hint_command(exercise: ExerciseId) -> None:
     raise typer.Exit(course.hint(exercise))
 
 
-@app.command("diff", rich_help_panel=COURSE)
+@app.command("diff", cls=Command, rich_help_panel=COURSE)
 def diff_command(exercise: ExerciseId, yes: Sure = False) -> None:
     """Show your answer beside the solution: what to take out (-), what to put in (+).
 
@@ -427,7 +466,7 @@ def diff_command(exercise: ExerciseId, yes: Sure = False) -> None:
     raise typer.Exit(course.diff(exercise, sure=yes))
 
 
-@app.command("progress", rich_help_panel=COURSE)
+@app.command("progress", cls=Command, rich_help_panel=COURSE)
 def progress_command() -> None:
     """Show what is done, what is left, and how your guesses come closer."""
     from memlab.cli import course
@@ -435,7 +474,7 @@ def progress_command() -> None:
     raise typer.Exit(course.progress())
 
 
-@app.command("reset", rich_help_panel=COURSE)
+@app.command("reset", cls=Command, rich_help_panel=COURSE)
 def reset_command(day: DayNumber, yes: Sure = False) -> None:
     """Begin a day again: your copy moves to work/backups/, nothing is deleted.
 
@@ -460,26 +499,22 @@ def main() -> None:
         status = app(prog_name="memlab", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):  # which of the two depends on typer's version
         status = INTERRUPTED
-    except Exception as error:
-        sentence = _sentence(error)
-        if sentence is None:
-            raise
-        _fail(sentence, 2) if sentence else sys.exit(2)
+    except UsageError as error:  # anything else is a mistake of ours, and keeps its traceback
+        _fail(str(error), 2)
     if status == INTERRUPTED:
         _fail("interrupted; nothing was written", INTERRUPTED)
     sys.exit(status)
 
 
-def _sentence(error: Exception) -> str | None:
-    """What to tell the user; "" where the help has told all, None where the mistake is ours."""
-    if hasattr(error, "format_message"):  # what the parser of the command line raises
-        message = error.format_message()  # empty after the help that no arguments bring
-        return message and f"{message} (memlab --help says more)"
-    return str(error) if isinstance(error, UsageError) else None
+def _given(context: typer.Context, *names: str) -> list[str]:
+    """The options of those parameters that were given, whatever their value."""
+    option_of = {param.name: param.opts[0] for param in context.command.params}
+    source_of = context.get_parameter_source
+    return [option_of[n] for n in names if getattr(source_of(n), "name", "") == "COMMANDLINE"]
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    print(f"memlab: {message}", file=sys.stderr)
+    print(f"memlab: {one_line(message)}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -1,28 +1,31 @@
 """What the user asked for: a Setting and Techniques, or one sentence that says why not."""
 
-import difflib
+import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
 import torch
 
-from memlab.cli.errors import UsageError
+from memlab.cli.errors import UsageError, choice, shown
 from memlab.cli.machine import devices_present, memory_of
 from memlab.cli.rows import dry_row
 from memlab.configs import config_named
 from memlab.metering.kernels import TARGETS
-from memlab.model import PRESETS
+from memlab.model import PRESETS, GPTConfig
 from memlab.train import COMBINATIONS, TECHNIQUES, Setting, Technique, combined
 from memlab.units import format_bytes
 
 SUITABLE = {
-    "cpu": Setting("25m", batch=4, seq_len=256),
+    "cpu": Setting("8m", batch=4, seq_len=128),
     "mps": Setting("34m", batch=4, seq_len=512),
     "accelerator": Setting("124m", batch=8, seq_len=1024),
 }
 SLOW_ON_A_CPU = ("loss-scaling",)  # products in float16 have no fast kernel there: 30 × the time
+MOST_LAYERS = 10_000  # a dry run takes one after the other: more is hours
+LARGEST_TENSOR = 2**59  # numbers, of which torch still counts the bytes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -32,7 +35,7 @@ def choose_device(given: str | None, dry: bool) -> str:
     if dry:
         if given not in (None, "cpu", *TARGETS):
             raise UsageError(
-                f"got --device {given} with --dry-run, which is of the cpu or predicts "
+                f"got --device {shown(given)} with --dry-run, which is of the cpu or predicts "
                 f"{' or '.join(TARGETS)}; choose one of these, or leave --dry-run out"
             )
         return given or "cpu"
@@ -40,7 +43,7 @@ def choose_device(given: str | None, dry: bool) -> str:
     if given is not None and given not in present:
         predicted = f"--dry-run --device {given} predicts it" if given in TARGETS else ""
         raise UsageError(
-            f"got --device {given}; this machine has {' and '.join(present)} "
+            f"got --device {shown(given)}; this machine has {' and '.join(present)} "
             f"(memlab doctor says more), and {predicted or '--dry-run needs none'}"
         )
     return given or present[-1]
@@ -73,6 +76,7 @@ def choose_setting(
         setting = replace(suitable, **given)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    require_countable(setting.config, setting.batch, setting.seq_len)
     if not dry and device == "cpu" and given:
         require_memory("a plain step", setting, _bytes_of_a_step(setting), "add --dry-run")
     return setting if dry or device == "cpu" or batch else _with_a_batch_that_fits(setting)
@@ -92,20 +96,47 @@ def choose_techniques(
     try:
         return {name: combined(name) for name in (*single, *several)}
     except ValueError as error:
-        raise UsageError(f"got --technique {' and '.join(several)}: {error}") from error
+        raise UsageError(f"got --technique {' and '.join(map(shown, several))}: {error}") from error
 
 
 def choose_folder(out: str) -> Path:
-    """The folder `out`, made if need be, in which a file can be written: tried before measuring."""
+    """The folder `out`, in which a file can be written: tried before measuring, and left as it was,
+    so that nothing lies there unless something was measured."""
+    if not out:
+        raise UsageError("got --out ''; name a folder, or leave --out out, which is work/ then")
     folder = Path(out)
+    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             return folder
     except OSError as error:
         raise UsageError(
-            f"got --out {out}, where no file can be written ({error.strerror}); name another folder"
+            f"got --out {shown(out)}, where no file can be written ({error.strerror}); name "
+            f"another folder"
         ) from error
+    finally:
+        for each in missing:
+            with suppress(OSError):  # it was never made, or another program writes there, too
+                each.rmdir()
+
+
+def require_countable(config: GPTConfig, batch: int, seq_len: int) -> None:
+    """A depth that a dry run comes to the end of, and tensors whose bytes torch can count."""
+    if config.layers > MOST_LAYERS:
+        raise UsageError(
+            f"got a model of {config.layers:,} layers; give one of {MOST_LAYERS:,} at most"
+        )
+    tokens = batch * seq_len
+    attention = config.heads * config.head_width
+    rows = max(config.width, tokens)
+    columns = max(config.vocab_size, config.hidden, attention)
+    largest = max(rows * columns, batch * config.heads * seq_len**2)
+    if largest > LARGEST_TENSOR:
+        raise UsageError(
+            f"got a tensor of {largest:.1e} numbers, by this model with {batch:,} × {seq_len:,} "
+            f"tokens; torch counts up to {LARGEST_TENSOR:.1e}: give a smaller one"
+        )
 
 
 def require_memory(what: str, setting: Setting, wanted: int, instead: str) -> None:
@@ -125,13 +156,13 @@ def _model(given: str | None) -> str | None:
     try:
         config_named(given)
     except (ValueError, OSError) as error:
-        raise UsageError(f"got --model {given}: {error}") from error
+        raise UsageError(f"got --model {shown(given)}: {error}") from error
     return given
 
 
 def _is_a_path(given: str) -> bool:
     return given not in PRESETS and (
-        given.endswith(".json") or Path(given).name != given or Path(given).exists()
+        given.endswith(".json") or Path(given).name != given or os.path.exists(given)
     )
 
 
@@ -139,9 +170,7 @@ def _known(option: str, given: str | None, known: Collection[str]) -> str | None
     """What was given, if it is known."""
     if given is None or given in known:
         return given
-    near = difflib.get_close_matches(given, known, n=1)
-    guess = f"did you mean {near[0]}? There are" if near else "choose from"
-    raise UsageError(f"got {option} {given}; {guess} {', '.join(known)}")
+    raise UsageError(f"got {option} {shown(given)}; {choice(given, known)}")
 
 
 def _with_a_batch_that_fits(setting: Setting) -> Setting:

@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memlab.cli import report
-from memlab.cli.errors import UsageError
+from memlab.cli.errors import UsageError, shown
 from memlab.course import answers, days, notebooks, workspace
 from memlab.course import progress as noted
 from memlab.course.exercises import DIFFICULTIES, HINTS, NOT_ATTEMPTED, OK, Exercise, Verdict
@@ -27,6 +27,7 @@ from memlab.course.progress import Progress, Record
 DECLINED = 1  # the exit status where the answer to a question was no
 PATIENCE_SECONDS = 10  # that JupyterLab has to end by itself after Ctrl-C
 EVERY_LINE = 1000  # of a cell, as context in a diff
+LONGEST_ID = 20  # characters of an exercise's number, which has 3 to 5
 STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
@@ -34,8 +35,8 @@ def start(number: int, *, opens: bool, to_jupyter: Sequence[str]) -> int:
     """Copy the lesson unless a copy is there, and open it until JupyterLab ends: its status."""
     if to_jupyter and not to_jupyter[0].startswith("-"):
         raise UsageError(
-            f"got {to_jupyter[0]} after the day; give one day, and options of JupyterLab after --, "
-            f"such as memlab start {number} -- --no-browser"
+            f"got {shown(to_jupyter[0])} after the day; give one day, and options of JupyterLab "
+            f"after --, such as memlab start {number} -- --no-browser"
         )
     with _in_one_sentence():
         copy = workspace.start(number)
@@ -73,7 +74,7 @@ def check(what: str) -> int:
 def hint(id_: str) -> int:
     """Show one more hint than the last time, and those before it."""
     with _in_one_sentence():
-        exercise = days.exercise_of(id_)
+        exercise = _exercise(id_)
         counted = (workspace.folder() / noted.FILE).exists()
         shown = _one_more_hint(exercise) if counted else 1
     report.say(f"{exercise.id} {exercise.title}")
@@ -89,8 +90,9 @@ def hint(id_: str) -> int:
 def diff(id_: str, *, sure: bool) -> int:
     """Show what changes the learner's cell into the solution's."""
     with _in_one_sentence():
-        exercise = days.exercise_of(id_)
-        copy, solution = _copy(days.day_of(id_)), days.notebook(days.day_of(id_), "solutions")
+        exercise = _exercise(id_)
+        number = days.day_of(exercise.id)
+        copy, solution = _copy(number), days.notebook(number, "solutions")
         yours = answers.cell_of(copy, exercise.id).splitlines()
         theirs = answers.cell_of(solution, exercise.id).splitlines()
         record = noted.read(copy.parent).exercise(exercise.id)
@@ -112,6 +114,8 @@ def progress() -> int:
     with _in_one_sentence():
         done = noted.read(folder)
         exercises = {number: days.day(number).exercises for number in days.numbers()}
+        _require_exercises(done.guesses, folder / noted.FILE)
+        guesses = list(_guesses(done))
         report.console.print(_exercises_table(exercises, done))
     left = [e for es in exercises.values() for e in es if _record(done, e).status != OK]
     minutes = sum(e.minutes for e in left)
@@ -120,7 +124,7 @@ def progress() -> int:
         if left
         else "\nEvery exercise is solved"
     )
-    if guesses := list(_guesses(done)):
+    if guesses:
         report.say("\nGuesses, and how far off they were:\n")
         report.console.print(_guesses_table(guesses))
         for number in sorted({days.day_of(guess.id) for guess in guesses}):
@@ -137,14 +141,18 @@ def reset(number: int, *, sure: bool) -> int:
         copy = workspace.copy_of(number)
         aside = workspace.next_backup(copy)
         moving = f"moves {_shown(copy)} to {_shown(aside)}, " if copy.exists() else ""
-        report.say(
+        plan = (
             f"memlab reset {number} {moving}makes a fresh copy of the lesson, and forgets what is "
             f"noted of day {number}: checks, hints and guesses"
         )
-        if not sure and not _agreed("Go on?"):
-            report.say("nothing was changed")
-            return DECLINED
+        if not sure:
+            report.say(plan)
+            if not _agreed("Go on?"):
+                report.say("nothing was changed")
+                return DECLINED
         backup = workspace.reset(number)
+    if sure:  # nobody was to be asked: it is said when it is so
+        report.say(plan)
     if backup is not None:
         report.say(f"your copy is now {_shown(backup)}")
     report.say(
@@ -164,6 +172,11 @@ def _in_one_sentence() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from error
+    except (OverflowError, RecursionError) as error:
+        raise UsageError(
+            f"a file in {_shown(workspace.folder())} cannot be read ({error}); nothing of yours "
+            f"was lost: take out what is no notebook and no progress of memlab's, and try again"
+        ) from error
     except OSError as error:
         place = error.filename or _shown(workspace.folder())
         raise UsageError(
@@ -174,11 +187,21 @@ def _in_one_sentence() -> Iterator[None]:
 
 def _day_and_exercises(what: str) -> tuple[int, tuple[Exercise, ...]]:
     """All exercises of day "1", or the one called "1.2"; ValueError for what is neither."""
-    if what.isdecimal():
+    if what.isdecimal() and len(what) <= LONGEST_ID:
         return int(what), days.day(int(what)).exercises
     if "." in what:
-        return days.day_of(what), (days.exercise_of(what),)
-    raise ValueError(f"got {what}; give a day, such as 1, or one of its exercises, such as 1.2")
+        exercise = _exercise(what)
+        return days.day_of(exercise.id), (exercise,)
+    raise ValueError(
+        f"got {shown(what)}; give a day, such as 1, or one of its exercises, such as 1.2"
+    )
+
+
+def _exercise(id_: str) -> Exercise:
+    """The exercise "1.2"; ValueError if there is none."""
+    if len(id_) > LONGEST_ID:
+        raise ValueError(f"got {shown(id_)}; give a day and a number in it, such as 1.2")
+    return days.exercise_of(id_)
 
 
 def _copy(number: int) -> Path:
@@ -314,6 +337,17 @@ class _Guess(NamedTuple):
         if self.measured is None or self.guessed <= 0 or self.measured <= 0:
             return None
         return max(self.guessed / self.measured, self.measured / self.guessed)
+
+
+def _require_exercises(ids: Iterable[str], file: Path) -> None:
+    """ValueError for guesses that are of no exercise: memlab writes none."""
+    for id_ in ids:
+        try:
+            days.day_of(id_)
+        except ValueError as error:
+            raise ValueError(
+                f"{_shown(file)} has guesses of {shown(id_)}, which is no exercise; take them out"
+            ) from error
 
 
 def _record(done: Progress, exercise: Exercise) -> Record:

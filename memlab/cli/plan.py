@@ -7,12 +7,15 @@ from dataclasses import replace
 from rich.table import Table
 
 from memlab.cli import report
-from memlab.cli.choices import choose_folder
-from memlab.cli.errors import UsageError
+from memlab.cli.choices import choose_folder, require_countable
+from memlab.cli.errors import UsageError, choice, shown
 from memlab.cli.results import write_plan
+from memlab.configs import config_named
+from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS
 from memlab.planner import LEARNED, Option, Plan, Recipe, plan
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS
+from memlab.planner.search import USUAL_SEQ_LEN
 from memlab.units import format_bytes
 
 MOST_OTHERS = 3  # recipes that were not measured, to be shown
@@ -45,9 +48,13 @@ def plan_model(
         raise UsageError(
             "got no --memory; give it as 24GB, 24GiB or a card's name, such as rtx4090"
         )
+    if target not in (None, "cpu", *TARGETS):
+        raise UsageError(f"got --device {shown(target)}; {choice(target, ('cpu', *TARGETS))}")
     learned = choose_kinds(precision, optimizer, lora)
     folder = choose_folder(out)
     try:
+        config = config_named(model)
+        require_countable(config, batch, min(seq_len or USUAL_SEQ_LEN, config.seq_len))
         with report.progress(count + 2) as announce:
             found = plan(
                 model,
@@ -81,7 +88,7 @@ def choose_kinds(
         ("--optimizer", optimizer, OPTIMIZERS),
     ):
         if got is not None and got not in known:
-            raise UsageError(f"got {option} {got}; choose from {', '.join(known)}")
+            raise UsageError(f"got {option} {shown(got)}; {choice(got, known)}")
     kinds = [
         each
         for each in LEARNED

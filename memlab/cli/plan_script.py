@@ -7,7 +7,7 @@ from rich.table import Table
 import memlab
 from memlab.cli import report
 from memlab.cli.choices import choose_folder
-from memlab.cli.errors import UsageError
+from memlab.cli.errors import UsageError, choice, shown
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.cli.script import Script, find_script, measured, predicted
@@ -32,7 +32,7 @@ def plan_script(given: str, *, memory: str | None, target: str | None, out: str)
         raise UsageError(str(error)) from error
     target = target or there.card_for_costs.target
     if target not in ("cpu", *TARGETS):
-        raise UsageError(f"got --device {target}; choose from cpu, {', '.join(TARGETS)}")
+        raise UsageError(f"got --device {shown(target)}; {choice(target, ('cpu', *TARGETS))}")
     folder = choose_folder(out)
     budget = budget_bytes(there, target)
     with report.progress(3 * len(LADDER)) as announce:

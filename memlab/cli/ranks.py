@@ -14,7 +14,6 @@ from memlab.units import format_bytes
 from memlab.zero import Step
 from memlab.zero.partitioning import STAGES
 
-MOST_RANKS = 100_000  # beyond, all is padding
 STATES = ("parameters", "gradients", "optimizer_state")
 
 
@@ -40,8 +39,6 @@ def measure_ranks(
 ) -> int:
     """Measure one rank by dry runs, print a table, write pictures and numbers; 1 if a stage of a
     technique failed, else 0."""
-    if not 1 <= ranks <= MOST_RANKS:
-        raise UsageError(f"got --ranks {ranks}; give 1 to {MOST_RANKS:,}")
     chosen = choose_techniques(names or ["plain"])
     folder = choose_folder(out)
     setting = choose_setting(model, batch, seq_len, dtype, "cpu", dry=True)

@@ -44,6 +44,7 @@ def _write_all(
         drawings = {}
     names = [numbers, *drawings]
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as files:
             beside = {name: files.enter_context(write_beside(folder / name)) for name in names}
             write_numbers(beside[numbers])

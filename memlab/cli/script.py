@@ -5,6 +5,7 @@ arguments but its own name. Only its `__name__` is not `__main__`.
 """
 
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch
 import memlab
 from memlab.cli import report
 from memlab.cli.choices import choose_device, choose_folder
-from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
+from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory, said_by, shown
 from memlab.cli.machine import devices_present
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
@@ -74,10 +75,12 @@ def find_script(given: str) -> Script:
     path, _, function = given.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
         raise UsageError(
-            f"got --script {given}; give a file and a function in it, such as train.py:build"
+            f"got --script {shown(given)}; give a file and a function in it, such as train.py:build"
         )
-    if not Path(path).is_file():
-        raise UsageError(f"got --script {given}; there is no file {path} here")
+    if not os.path.isfile(path):
+        raise UsageError(
+            f"got --script {shown(given)}; there is no file {shown(path)} here: give one that is"
+        )
     return Script(Path(path), function)
 
 
@@ -185,15 +188,17 @@ def _in_one_sentence(script: Script) -> Iterator[None]:
         yield
     except UsageError:
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, and what a script derives from it or beside it
         raise UsageError(_what_happened(error, script.path) + _advice(error)) from error
 
 
 def _what_happened(error: BaseException, path: Path) -> str:
     line = _line(error, path)
     where = str(path) if line is None else f"{path.name}:{line}"
-    if where in str(error):  # a dry run names the line itself
-        return str(error)
+    if where in said_by(error):  # a dry run names the line itself
+        return said_by(error)
     return f"{where} raised {in_one_line(error)}"
 
 
@@ -212,5 +217,7 @@ def _advice(error: BaseException) -> str:
     if is_out_of_memory(error):
         return "; --dry-run takes no memory"
     asked_for = {"CUDA": "cuda", "NVIDIA": "cuda", "MPS": "mps", "XPU": "xpu"}
-    missing = {d for word, d in asked_for.items() if word in str(error)} - set(devices_present())
+    missing = {d for word, d in asked_for.items() if word in said_by(error)} - set(
+        devices_present()
+    )
     return f"; there is no {missing.pop()} here, and --dry-run needs none" if missing else ""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memlab.cli import report
 from memlab.cli.choices import choose_device, choose_setting, choose_techniques, require_memory
-from memlab.cli.errors import UsageError, is_out_of_memory
+from memlab.cli.errors import UsageError, is_out_of_memory, shown
 from memlab.cli.rows import Announce
 from memlab.data import batches, stdlib_bytes
 from memlab.train import (
@@ -51,8 +51,6 @@ def train(
 ) -> None:
     """Take the steps and print their losses, then the peak and the seconds."""
     chosen = choose_techniques([technique])[technique]  # bad names are told first
-    if steps < 1:
-        raise UsageError(f"got --steps {steps}; give at least 1")
     device = choose_device(device, dry=False)
     cap_bytes = choose_cap(memory, device)
     with report.progress(steps + 3) as announce:
@@ -158,8 +156,8 @@ def choose_cap(memory: str | None, device: str) -> int | None:
         return None
     if device != "cuda":
         raise UsageError(
-            f"got --memory {memory} on the device {device}; only CUDA's allocator takes a cap, so "
-            f"leave --memory out"
+            f"got --memory {shown(memory)} on the device {device}; only CUDA's allocator takes a "
+            f"cap, so leave --memory out"
         )
     try:
         cap_bytes = parse_bytes(memory)
@@ -168,7 +166,7 @@ def choose_cap(memory: str | None, device: str) -> int | None:
     _, total_bytes = torch.cuda.mem_get_info()
     if not 0 < cap_bytes <= total_bytes:
         raise UsageError(
-            f"got --memory {memory}; give more than nothing, and at most the card's "
+            f"got --memory {shown(memory)}; give more than nothing, and at most the card's "
             f"{format_bytes(total_bytes)}"
         )
     return cap_bytes

@@ -21,7 +21,7 @@ def read(path: Path) -> dict[str, Any]:
         return notebook
     except KeyError as error:
         raise _unreadable(path, f"it has no {error.args[0]}") from error
-    except TypeError as error:
+    except (TypeError, RecursionError) as error:
         raise _unreadable(path, "its parts are not those of a notebook") from error
     except ValueError as error:
         raise _unreadable(path, str(error)) from error

@@ -17,7 +17,7 @@ from memlab.files import write_beside
 
 FILE = "progress.json"
 VERSION = 1
-_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError)
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass

@@ -198,8 +198,16 @@ class AdamMini(AdamW):
         return self.number("exp_avg", group), PerBlock("exp_avg_sq", self.block(weight, group))
 
     def block(self, weight: Tensor, group: dict[str, Any]) -> int:
-        """Those that share a second moment."""
-        return self._sizes[weight]
+        """Those that share a second moment; of a copy that is stepped in a weight's place, by the
+        name that stands for it in the group."""
+        if weight in self._sizes:
+            return self._sizes[weight]
+        if len(group.get("param_names", ())) == len(group["params"]):
+            return self._sizes_of(group)[weight]
+        raise ValueError(
+            f"got a weight of shape {tuple(weight.shape)} that has no name, by which a partition "
+            f"would know it"
+        )
 
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]

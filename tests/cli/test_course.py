@@ -148,7 +148,7 @@ def test_help_needs_no_torch(tmp_path, command):
         (["hint", "7.3"], "got exercise 7.3; day 7 has 7.1, 7.2"),
         (["hint", "7"], "got '7'; give a day and a number in it"),
         (["diff", "7.3"], "got exercise 7.3; day 7 has 7.1, 7.2"),
-        (["start", "seven"], "'DAY'"),
+        (["start", "seven"], "got the day seven; wanted a whole number, such as 1; see memlab"),
         (["start", 7, 8], "got 8 after the day; give one day, and options of JupyterLab after --"),
         (["check", 7], f"there is no work/{NAME} yet; memlab start 7 makes a copy of the lesson"),
         (["check", "7.1"], "memlab start 7 makes a copy"),

@@ -29,6 +29,7 @@ def test_a_rank_holds_weights_gradients_and_state_by_the_papers_formula():
         assert 0 < row.states_bytes - formula <= COUNTERS * 200
 
 
+@pytest.mark.slow
 def test_of_a_bfloat16_model_with_float32_copies_it_holds_16_bytes_a_weight():
     for stage, row in enumerate(rows("master-weights")):
         formula = zero.model_state_bytes(N, ranks=RANKS, stage=stage)
@@ -43,6 +44,7 @@ def test_a_rank_sends_what_a_ring_sends_and_in_stage_3_half_as_much_again():
     assert sent[3] > 1.49 * sent[0]
 
 
+@pytest.mark.slow
 def test_with_micro_batches_stage_3_gathers_for_each():
     once, twice = (rows(name)[3].sent_bytes for name in ("plain", "accumulation"))
     assert twice == TINY.batch * once
@@ -64,6 +66,7 @@ def test_what_is_whole_at_the_peak_is_named():
     assert "root" in found[3]
 
 
+@pytest.mark.slow
 def test_dropping_activations_lowers_the_peak_of_every_stage():
     many = Setting("tiny", batch=8, seq_len=64)
     pairs = zip(rows("checkpointing", setting=many), rows(setting=many), strict=True)
@@ -96,6 +99,7 @@ def test_the_command_shows_each_stage_and_writes_numbers_and_pictures(memlab_com
     assert (tmp_path / "work/measure.png").exists()
 
 
+@pytest.mark.slow
 def test_beside_others_a_technique_that_cannot_be_in_shards_fails_alone(memlab_command):
     names = ("--technique", "plain", "--technique", "lion8bit")
     outcome = memlab_command("measure", "--model", "tiny", "--ranks", 2, *names)
@@ -107,8 +111,8 @@ def test_beside_others_a_technique_that_cannot_be_in_shards_fails_alone(memlab_c
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--ranks", 0), "got --ranks 0; give 1 to 100,000"),
-        (("--ranks", 10**6), "got --ranks 1000000; give 1 to 100,000"),
+        (("--ranks", 0), "got --ranks 0; wanted a whole number from 1 to 100,000"),
+        (("--ranks", 10**6), "got --ranks 1000000; wanted a whole number from 1 to 100,000"),
         (("--ranks", 2, "--device", "cpu"), "got --ranks together with --device; a rank"),
         (
             ("--ranks", 2, "--device", "cpu", "--script", "a.py:b"),
@@ -122,6 +126,7 @@ def test_what_cannot_be_is_one_line(in_one_line, words, message):
     assert in_one_line("measure", *words).startswith(message)
 
 
+@pytest.mark.slow
 def test_nothing_real_is_computed():
     assert rows()[0].trace.dry
     assert torch.zeros(1).device.type == "cpu"  # and the dry run is over

@@ -162,11 +162,11 @@ def test_the_help_says_what_is_there_to_choose(memlab_command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "got --steps 0; give at least 1"),
-        (["--steps", "-3"], "got --steps -3; give at least 1"),
-        (["--model", "25"], "got --model 25; did you mean 25m? There are tiny, 25m"),
+        (["--steps", "0"], "got --steps 0; wanted a whole number from 1 to "),
+        (["--steps", "-3"], "got --steps -3; wanted a whole number from 1 to "),
+        (["--model", "25"], "got --model 25; did you mean 25m? There are tiny, "),
         (["--technique", "sgdd"], "got --technique sgdd; did you mean sgd? There are plain, "),
-        (["--technique", "sgd+lion"], "got --technique sgd+lion: sgd and lion each bring"),
+        (["--technique", "sgd+lion"], "got --technique sgd+lion: lion and sgd each bring"),
         (["--dtype", "int8"], "got --dtype int8; choose from float32, bfloat16, float16"),
         (["--model", "tiny", "--seq", "65"], "got sequences of 65 tokens; tiny takes 1 to 64"),
         (["--model", "nowhere.json"], "got --model nowhere.json: "),
