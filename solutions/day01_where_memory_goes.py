@@ -6,14 +6,21 @@
 # After today you can say what a training step of a transformer takes, before you start it and to
 # the byte, and you know which part to look at first when it does not fit.
 #
-# About 75 minutes, 50 of them for five exercises. You need a laptop; a GPU is welcome and not
-# needed. Nothing is downloaded.
+# About 75 minutes, 49 of them for five exercises. You need a laptop, and to have trained something
+# with PyTorch before; a GPU is welcome and not needed. Nothing is downloaded.
 
 # %% [markdown]
 # How it works: you **guess**, then **measure**, then **build** what explains the gap. In an
 # exercise, put your own lines in place of `raise NotImplementedError`. The cell below it checks
 # your answer, by value and by bytes. If you are stuck, type `memlab hint 1.1` in a terminal (File,
 # New, Terminal). An exercise left open blocks nothing: the lesson goes on with the reference.
+
+# %% [markdown]
+# ## The question
+#
+# The patient of this course is a small Llama, complete in one readable file
+# ([memlab/model.py](../memlab/model.py)). At the size of GPT-2 its weights, in float32, come to
+# half a gigabyte. (KiB, MiB, GiB and TiB are 2¹⁰, 2²⁰, 2³⁰ and 2⁴⁰ bytes; a GB is 10⁹.)
 
 # %%
 from collections.abc import Callable
@@ -33,13 +40,6 @@ from memlab.train import TECHNIQUES, Setting, Technique, build, dry_trace, measu
 from memlab.units import format_bytes
 
 plain = TECHNIQUES["plain"]
-
-# %% [markdown]
-# ## The question
-#
-# The patient of this course is a small Llama, complete in one readable file
-# ([memlab/model.py](../memlab/model.py)). In the size of GPT-2 its weights, in float32, come to
-# half a gigabyte.
 
 # %%
 config = PRESETS["124m"]
@@ -92,6 +92,7 @@ plot.timeline(trace, title=f"One training step: {setting}")
 # | inputs | the tokens |
 # | activations | made in forward, still there when backward starts |
 # | gradients | of the weights, one number for each |
+# | temporaries | made on the way, in forward, backward or the optimizer, and soon gone |
 
 # %% [markdown]
 # ## Build, line 1: weights
@@ -213,7 +214,8 @@ print(f"of the second {format_bytes(second.peak_bytes)}")
 # gradient. So a first step may pass where the second one dies, by 8 bytes a weight: measure the
 # second. (The few bytes over are a counter of 4 bytes for each tensor.)
 #
-# From then on nothing should grow: twenty steps, what is alive after each, and what is learnt.
+# From then on nothing should grow: twenty steps, what is alive after each, and what is learnt. (The
+# loss is in *nats*: minus the natural logarithm of the right token's probability.)
 
 # %%
 steps = [memlab.measure(step, model=model, optimizer=optimizer) for _ in range(20)]
@@ -250,9 +252,10 @@ for e in sorted(kept, key=lambda e: e.storage):
 # | the sum after attention, the sum after the MLP | 2 · C |
 # | MLP: gate, silu(gate), up, their product | 4 · `hidden` |
 #
-# The log-sum-exp is one number for each head, with which backward computes attention's weights
-# again. Outside of the blocks: the embedding's output (C), the last norm (2 · C + 1), the logits as
-# log-probabilities (V), and the loss, which is one number.
+# RoPE turns q and k by angles that tell a token's place. The log-sum-exp is one number for each
+# head, with which backward computes attention's weights again. Outside of the blocks: the
+# embedding's output (C), the last norm (2 · C + 1), the logits as log-probabilities (V), and the
+# loss, which is one number.
 
 # %% [markdown]
 # ### Exercise 1.3: count what forward keeps
@@ -294,9 +297,9 @@ print(f"peak: meter {second.peak_bytes:,}, allocator {before_it + recording.peak
 # %% [markdown]
 # ### Which one is the largest?
 #
-# Taken together, the MLPs keep most, even in the tiny model, whose tokens are bytes. The largest
-# single tensor is the logits': V numbers a token, and V is larger than any width. They get a day of
-# their own (11), as have the blocks (5 to 7).
+# Taken together, the MLPs keep most. But the largest single tensor is the logits', even in the tiny
+# model, whose tokens are bytes: V numbers a token, and V is larger than any width. What blocks keep
+# has Days 5 to 7; the logits have Day 11.
 
 # %%
 from memlab.ledger import activation_terms  # the same sum, its terms by name
@@ -428,6 +431,11 @@ costs = {
 plot.breakdown(costs, title="One real step of the tiny model: batch × length")
 
 # %% [markdown]
+# 4 × 64 and 8 × 32 are 256 tokens either way, and take the same bytes: half of the activations.
+# Where scores are stored, half the length takes off more than half: each T × T shrinks to a
+# quarter.
+
+# %% [markdown]
 # ## At scale: seven billion
 #
 # The same line, a larger name. Weights, gradients and Adam's two moments of Llama 2 7B in float32
@@ -488,9 +496,9 @@ verdict(
 )
 
 # %% [markdown]
-# The next is about mixed precision: weights and gradients in bfloat16, and AdamW on float32 copies
-# of the weights (*master weights*; Day 4 says why). Here it is by hand, with the 1B model. One step
-# will do: what is asked for is what rests after it, and what forward keeps.
+# The next is about mixed precision: weights and gradients in bfloat16, 2 bytes a number, and AdamW
+# on float32 copies of the weights (*master weights*; Day 4 says why). Here it is by hand, with the
+# 1B model. One step will do: what is asked for is what rests after it, and what forward keeps.
 
 
 # %%
@@ -580,8 +588,9 @@ verdict(
 )
 
 # %% [markdown]
-# 34 million weights (64 fewer than the guide's), torch's checkpointing around every block (Day 5
-# builds it). The test that the guide quotes runs forward and backward and no optimizer.
+# 34 million weights (64 fewer than the guide's), torch's checkpointing around every block: it
+# forgets what the block keeps, and computes it again (Day 5 builds it). The test that the guide
+# quotes runs forward and backward and no optimizer.
 
 # %%
 checkpointed = dry_trace(Setting("34m", batch=2, seq_len=512), TECHNIQUES["checkpointing"])
@@ -623,12 +632,13 @@ verdict(
 # | backward ends | + 4 bytes a weight, activations gone: the peak, with few tokens |
 # | optimizer | + scratch for the largest weight: the peak, with few tokens and many weights |
 #
-# It all was float32, and everything was kept. The fifteen days to come take it apart.
+# It was all float32, and everything was kept. The fifteen days to come take it apart.
 
 # %% [markdown]
 # ## The running bill
 #
-# One training step of 124M weights on 8 × 640 tokens. Each day's technique takes its part off it.
+# One training step of 124M weights on 8 × 640 tokens. From tomorrow on, each day ends with what is
+# left of it: with all that was built until then.
 
 # %%
 running_bill(1, today=trace)

@@ -14,6 +14,21 @@
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 2.1` in a terminal. An exercise left open blocks nothing.
 
+# %% [markdown]
+# ## The question
+#
+# Three numbers are called "memory". They are all right, and they count different things.
+#
+# | number | who says it | what it counts |
+# | --- | --- | --- |
+# | **allocated** | `torch.cuda.memory_allocated()` | what tensors hold, rounded up |
+# | **reserved** | `torch.cuda.memory_reserved()` | what torch got from the driver, used or not |
+# | **in use** | `nvidia-smi`, `torch.cuda.mem_get_info()` | reserved + *context*, all processes |
+#
+# The context is CUDA's own code and tables: some hundred MiB for each process, more or less by card
+# and driver. (The title's 11 and 7 GB are what somebody read; the run below has numbers of its
+# own.)
+
 # %%
 import random
 from bisect import bisect_left
@@ -39,21 +54,6 @@ from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
 MIB, GIB = 2**20, 2**30
-
-# %% [markdown]
-# ## The question
-#
-# Three numbers are called "memory". They are all right, and they count different things.
-#
-# | number | who says it | what it counts |
-# | --- | --- | --- |
-# | **allocated** | `torch.cuda.memory_allocated()` | what tensors hold, rounded up |
-# | **reserved** | `torch.cuda.memory_reserved()` | what torch got from the driver, used or not |
-# | **in use** | `nvidia-smi`, `torch.cuda.mem_get_info()` | reserved + *context*, all processes |
-#
-# The context is CUDA's own code and tables: some hundred MiB for each process, more or less by card
-# and driver. (The title's 11 and 7 GB are what somebody read; the run below has numbers of its own,
-# 10.7 and 7.6 GiB.)
 
 # %% [markdown]
 # Here is a training run as many are: the batches have different lengths. Four steps of yesterday's
@@ -176,10 +176,9 @@ for what, requested in (("the loss", 4), ("a bias of 768", 3072), ("logits", 8 *
     block, segment = sizes(requested)
     one = Event(requested, 1, "activations", "", "", "forward", "float32", ())
     by_rules = simulate([one])
-    print(
-        f"{what:14}{requested:>13,} B asked, block {block:>13,}, segment {segment:>13,}; ", end=""
-    )
-    print(f"simulated: {by_rules.allocated_bytes:,} and {by_rules.reserved_bytes:,}")
+    print(f"{what:14}{requested:>13,} B asked, block {block:>13,}, segment {segment:>13,}")
+    print(f"{'simulated':>35}, block {by_rules.allocated_bytes:>13,}, ", end="")
+    print(f"segment {by_rules.reserved_bytes:>13,}")
 
 # %% [markdown]
 # ## Rule 2: which piece
@@ -546,7 +545,7 @@ reveal("2.2", growth_mib=growth)
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 for name, epochs in runs.items():
     alive = [epoch.live_bytes / MIB for epoch in epochs]
-    axes.plot(range(1, 9), alive, marker="o", markersize=3, label=name)
+    axes.plot(range(1, 9), alive, marker="o", markersize=3, label=name.title())
 axes.set(xlabel="epoch", ylabel="MiB alive after it", ylim=(0, None))
 axes.set_title("What is still alive when an epoch is over")
 axes.legend(frameon=False)
@@ -662,9 +661,12 @@ print(f"  left with the driver     {format_bytes(left):>12}")
 plenty = simulate(many)
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 places = [1 + 12 * i / len(many.events) for i in range(len(many.events))]
-axes.plot(places, [b / GIB for b in plenty.reserved], label="reserved")
-axes.plot(places, [b / GIB for b in plenty.allocated], label="allocated", linewidth=0.6)
-axes.set(xlabel="epoch", ylabel="GiB", ylim=(0, None), title="Dora, on a card with room for all")
+allocated = [b / GIB for b in plenty.allocated]
+axes.fill_between(places, allocated, color="#8c9bb3", linewidth=0, label="allocated")
+axes.plot(places, [b / GIB for b in plenty.reserved], color="#1c1c1c", label="reserved")
+axes.axhline(4.3, color="0.4", linestyle="--", linewidth=1, label="her card of 4.3 GiB")
+axes.set(xlabel="epoch", ylabel="GiB", ylim=(0, None), xticks=range(1, 13))
+axes.set_title("Dora, on a card with room for all")
 _ = axes.legend(frameon=False)
 
 # %% [markdown]
@@ -733,9 +735,9 @@ for _ in range(12):
     epoch = partial(train_epoch, model, optimizer, training, held_out, notes)
     alive.append(memlab.measure(epoch, model=model, optimizer=optimizer).live_bytes)
 fig, (memory, learning) = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
-memory.plot([size / MIB for size in alive])
+memory.plot(range(1, 13), [size / MIB for size in alive])
 memory.set(xlabel="epoch", ylabel="MiB", ylim=(0, None), title="Alive after the epoch")
-learning.plot(notes["losses"])
+learning.plot(range(1, 13), notes["losses"])
 learning.set(xlabel="epoch", ylabel="loss in nats", title="Loss on held-out source")
 print(f"different numbers of bytes alive after an epoch: {len(set(alive))}")
 print(f"the loss went down: {notes['losses'][-1] < notes['losses'][0]}")

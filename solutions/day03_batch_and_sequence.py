@@ -6,13 +6,25 @@
 # After today you know what each of the knobs that everybody has takes off a training step, and what
 # it leaves: the batch, the length, accumulation, freezing, LoRA, validation, the host.
 #
-# About 85 minutes, 57 of them for four exercises. You need a laptop; a GPU is welcome and not
+# About 90 minutes, 60 of them for four exercises. You need a laptop; a GPU is welcome and not
 # needed. Nothing is downloaded.
 
 # %% [markdown]
 # As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 3.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# The step of the running bill: 124M weights, 8 sequences of 640 tokens, float32, AdamW. It takes
+# 7.94 GiB, and your card has 6. Everybody says: *take a smaller batch*.
+#
+# ## Guess
+#
+# What is the peak with **half** the batch, 4 sequences? And with one sequence at a time, eight
+# times, their gradients added up before the optimizer steps? (That is *gradient accumulation*, and
+# each of the eight is a *micro-batch*.) Write numbers in place of the dots.
 
 # %%
 import itertools
@@ -39,18 +51,6 @@ from memlab.model import GPT, PRESETS
 from memlab.trace import Trace
 from memlab.train import TECHNIQUES, Setting, Technique, build, dry_trace, measured
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# The step of the running bill: 124M weights, 8 sequences of 640 tokens, float32, AdamW. It takes
-# 7.94 GiB, and your card has 6. Everybody says: *take a smaller batch*.
-#
-# ## Guess
-#
-# What is the peak with **half** the batch, 4 sequences? And with one sequence at a time, eight
-# times, their gradients added up before the optimizer steps? (That is *gradient accumulation*, and
-# each of the eight is a *micro-batch*.) Write numbers in place of the dots.
 
 # %%
 ### BEGIN SOLUTION
@@ -117,9 +117,11 @@ for axes, traces, places in zip(
     labels, colours = [k.replace("_", " ") for k in kinds], [plot.COLOURS[k] for k in kinds]
     axes.stackplot(places, bands, labels=labels, colors=colours)
 panels[1].plot(places, [t.peak_bytes / MIB for t in stored_scores], "k--", label="scores stored")
-panels[0].set(xlabel="sequences of 8 tokens", ylabel="MiB at the peak", title="Batch")
-panels[1].set(xlabel="tokens in each of 2 sequences", title="Length")
-panels[1].legend(frameon=False, loc="upper left", fontsize=8)
+panels[0].set(
+    xlabel="sequences of 8 tokens", ylabel="MiB at the peak", title="Batch: flat, then straight"
+)
+panels[1].set(xlabel="tokens in each of 2 sequences", title="Length: the same")
+panels[1].legend(frameon=False, loc="upper left", fontsize=9)
 for batch, trace in zip(sizes, by_batch, strict=True):
     gradients = format_bytes(trace.at_peak.get("gradients", 0))
     print(f"{batch:2} × 8 tokens: {format_bytes(trace.peak_bytes):>11} at the peak, ", end="")
@@ -269,7 +271,7 @@ def most_activations(parts: int) -> int:
 
 fig, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
 axes.plot(losses)
-axes.set(xlabel="window", ylabel="nats", title="Loss of a token, on the standard library's source")
+axes.set(xlabel="window", ylabel="loss in nats", title="Loss on the standard library's source")
 print(f"the loss went down: {sum(losses[-10:]) < sum(losses[:10])}")
 for parts in (1, 4, 8):
     most = format_bytes(most_activations(parts))
@@ -355,7 +357,7 @@ guess("3.2", upper_frozen_percent=50, lower_frozen_percent=50)  # half of the bl
 # %% [markdown]
 # ### Exercise 3.2: freeze, and count what goes
 #
-# About 12 minutes. Only the blocks in the range `trained` learn; the others, the embedding, the
+# About 15 minutes. Only the blocks in the range `trained` learn; the others, the embedding, the
 # last norm and the unembedding are frozen. Bytes in float32, with AdamW (its counters: 4 bytes for
 # each of a block's 9 tensors). A block has 2·C² + 2·C·KV·D + 3·C·`hidden` + 2·C weights. The loss
 # is one more number.
@@ -656,15 +658,18 @@ at_scale = {
 plot.breakdown(at_scale, title="Llama 2 7B in bfloat16, AdamW, 1 × 2048 tokens")
 
 # %% [markdown]
-# In the first bar there are no activations: it peaks while Adam steps, at the floor. Of gradients
-# and state LoRA leaves a thousandth here. Of the tiny model's it left a sixth: its matrices are 64
-# wide, and 4 of 64 is no low rank.
+# The first bar peaks early in backward, with hardly a gradient there. When Adam steps, activations
+# are gone and gradients are there: that floor is nearly as high, 50.2 GiB. Of gradients and state
+# LoRA leaves a thousandth here. Of the tiny model's it left a sixth: its matrices are 64 wide, and
+# 4 of 64 is no low rank.
 #
 # A batch of 16, one sequence at a time? In bfloat16 accumulation has a price: the float32 sums of
 # the gradients.
 
 # %%
 all_weights, lora_peak = at_scale.values()
+print(f"all weights: {format_bytes(all_weights.peak_bytes)} at the peak, ", end="")
+print(f"{format_bytes(all_weights.live_bytes)} at the floor")
 N = PRESETS["llama-2-7b"].parameters
 trained_weights = 32 * 2 * added_weights(4096, 4096, rank=8)  # 32 blocks, query and value
 one_sequence = max(trace.at_peak["activations"] for trace in at_scale.values())
@@ -862,7 +867,7 @@ verdict(
 # | --- | --- | --- |
 # | batch, length | what belongs to tokens, in proportion | weights, gradients, Adam: the floor |
 # | micro-batch (accumulation) | tokens of all but one | the floor; gradients join the peak |
-# | frozen layers | gradients and Adam of them; activations below the lowest trained | the rest |
+# | frozen layers | their gradients, Adam; activations below the lowest trained | the rest |
 # | LoRA | gradients and Adam, but for a thousandth (7B) | weights, most activations |
 # | validation's size | nothing, without a graph | |
 # | data in memory, workers | host memory | the GPU's |

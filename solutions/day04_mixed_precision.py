@@ -6,13 +6,25 @@
 # After today you can say which bytes of a training step halve when numbers of 16 bits take the
 # place of 32, which do not, and what has to be built so that nothing is lost with the other half.
 #
-# About 85 minutes, 56 of them for four exercises. You need a laptop; a GPU is welcome and not
+# About 85 minutes, 59 of them for four exercises. You need a laptop; a GPU is welcome and not
 # needed. Nothing is downloaded.
 
 # %% [markdown]
 # As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 4.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# Yesterday's step (124M weights, one sequence of 640 tokens at a time) takes 2.66 GiB, all in
+# float32. Everybody says: *turn on mixed precision, that halves it*. It is one line around the
+# forward pass: under `torch.autocast` products of matrices are computed in bfloat16, 2 bytes a
+# number, and what is delicate stays in float32.
+#
+# ## Guess
+#
+# What does the step take with that line? Write a number in place of the dots.
 
 # %%
 import json
@@ -39,18 +51,6 @@ from memlab.rounding import kahan_add_
 from memlab.trace import Trace
 from memlab.train import TECHNIQUES, Setting, Technique, build, measured
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# Yesterday's step (124M weights, one sequence of 640 tokens at a time) takes 2.66 GiB, all in
-# float32. Everybody says: *turn on mixed precision, that halves it*. It is one line around the
-# forward pass: under `torch.autocast` products of matrices are computed in bfloat16, 2 bytes a
-# number, and what is delicate stays in float32.
-#
-# ## Guess
-#
-# What does the step take with that line? Write a number in place of the dots.
 
 # %%
 ### BEGIN SOLUTION
@@ -175,7 +175,7 @@ for name in formats:
 # %% [markdown]
 # ### Exercise 4.1: bytes of each policy
 #
-# About 12 minutes. What is there when backward ends (master copies count as parameters), and the
+# About 15 minutes. What is there when backward ends (master copies count as parameters), and the
 # casts that are there when it begins. `config.parameters` is N. Adam's counters are 4 bytes for
 # each tensor: a block has 9, and outside are 2, or 3 if untied. What is cast are the matrices that
 # something is multiplied by: not the norms, C weights each (2 in a block, 1 at the end); the
@@ -261,7 +261,9 @@ for place, (policy, colour) in enumerate(zip(POLICIES, plt.cm.viridis.colors[::6
     axes.bar(where, shares, width=0.14, color=colour, label=policy)
 axes.axhline(0.5, color="black", linewidth=1, linestyle="--")
 axes.set(
-    xticks=range(len(names)), ylabel="against float32", title="Which bytes halve? (line: half)"
+    xticks=range(len(names)),
+    ylabel="bytes; float32's are 1",
+    title="Which bytes halve? (line: half)",
 )
 axes.set_xticklabels([name.replace("_", " ") for name in names])
 axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.1))
@@ -363,7 +365,7 @@ for axes, scale, title in zip(panels, (1, 2**16), ("as they are", "times 2¹⁶"
 names = ((-35.6, "zero in float16"), (-24.6, "subnormal"), (-13.6, "normal"), (16.2, "inf"))
 for x, words in names:
     panels[0].text(x, panels[0].get_ylim()[1] * 0.87, words, fontsize=9)
-panels[0].legend(frameon=False, loc="center right")
+panels[0].legend(frameon=False, loc="center right", bbox_to_anchor=(0.955, 0.5))
 _ = panels[1].set_xlabel("log₂ of the size")
 
 # %% [markdown]
@@ -391,6 +393,10 @@ print(f"float16 times 2¹⁶, by less than 0.5 %: {scaled < 0.005}")
 print(f"bfloat16, by less than 2 %: {brain < 0.02}, and more than scaled float16: {brain > scaled}")
 
 # %% [markdown]
+# Without a scale, what became zero is missing. With it float16 is the nearest of the three, for it
+# has three bits of mantissa more than bfloat16.
+
+# %% [markdown]
 # ### Exercise 4.2: a loss scaler
 #
 # About 20 minutes. Which scale? As large as goes; too large shows as inf or nan in a gradient.
@@ -402,7 +408,7 @@ print(f"bfloat16, by less than 2 %: {brain < 0.02}, and more than scaled float16
 # 4. after `interval` steps in a row (`fine_steps` counts), scale × 2, at most 2¹²⁷.
 #
 # `losses` is any iterable. Never hold two micro-batches' graphs, nor a second copy of the
-# gradients. Return whether it stepped.
+# gradients. Return True if it stepped.
 
 
 # %%
@@ -449,7 +455,7 @@ for _ in range(30):
     with torch.autocast("cpu", torch.float16):
         loss = half(*next(drawn))
     scales.append(torch.tensor(scaler.scale).log2().item())
-    stepped.append(scaler.train(optimizer, [loss], 1.0))
+    stepped.append(bool(scaler.train(optimizer, [loss], 1.0)))
     half_losses.append(loss.item())
 
 fig, (above, below) = plt.subplots(2, 1, figsize=(9, 4), sharex=True, layout="constrained")
@@ -476,10 +482,10 @@ print(f"the loss went down: {half_losses[-1] < half_losses[0]}")
 # %% [markdown]
 # ## What bfloat16 loses
 #
-# 1 + 1/1000 is 1, however often. 256 + 1 is 256 (yesterday's drift): the next bfloat16 after 256 is
-# 258. And Adam's second moment, which loses a thousandth in a step, never falls. A remedy that
-# costs no byte: **round at random**, up with a probability equal to the fraction of the way to the
-# next number. In the mean, nothing is lost.
+# 1 + 1/1000 is 1, however often. 256 + 1 is 256 (yesterday's drift), for 258 is the next bfloat16.
+# And Adam's second moment, which loses a thousandth in a step, never falls. A remedy that costs no
+# byte: **round at random**, up with a probability equal to the fraction of the way to the next
+# number. In the mean, nothing is lost.
 
 # %%
 one = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -527,12 +533,18 @@ for _ in range(1000):
     for path, value in zip(paths.values(), now, strict=True):
         path.append(value.item())
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
-for (name, path), width in zip(paths.items(), (2, 5, 0.8, 1.2), strict=True):
-    axes.plot(path, label=name, linewidth=width)
-axes.set(xlabel="updates of 1/1000", ylabel="the weight", title="A weight of 1 in bfloat16")
+looks = ("#d1495b", 2), ("#f1b36b", 5), ("#00798c", 0.8), ("black", 1.2)
+for (name, path), (colour, width) in zip(paths.items(), looks, strict=True):
+    axes.plot(path, label=name, color=colour, linewidth=width)
+axes.set(xlabel="updates of 1/1000", ylabel="the weight")
+axes.set_title("A weight of 1 in bfloat16: to the nearest, it stands still")
 axes.legend(frameon=False)
 ends = [path[-1] for path in paths.values()]
 print(f"to the nearest {ends[0]:.2f}, at random {ends[1]:.2f} in the mean, Kahan {ends[3]:.2f}")
+
+# %% [markdown]
+# To the nearest, nothing ever arrives. At random one weight strays, and the mean of the 4096 is
+# right; Kahan's (thin, upon the mean) is right for each.
 
 # %% [markdown]
 # The third remedy is the oldest, and float16 takes it, too: a float32 copy.
@@ -616,7 +628,8 @@ for name, (dtype, make) in ways.items():
     reached[name], moved[name] = curve[-1], torch.cat(changed).float().mean().item()
     axes.plot(range(4, 25, 4), curve, label=name, **styles.get(name, {}))
     print(f"{name}: within 0.02 nats of float32: {reached[name] < reached['float32'] + 0.02}")
-axes.set(xlabel="step", ylabel="loss in nats, held out", title="Learning CAPITALS at a low rate")
+axes.set(xlabel="step", ylabel="loss in nats, held out", xticks=range(4, 25, 4))
+axes.set_title("Learning CAPITALS at a low rate")
 axes.legend(frameon=False)
 lost = 1 - moved["bfloat16, to the nearest"]
 print(f"to the nearest, more than a quarter of the weights never moved: {lost > 0.25}")
@@ -756,6 +769,10 @@ verdict(
     f"FP16 less than 0.5 %: {scaled < 0.005}",
     condition="for tensors of one size; stable means range: with a scale, FP16 is the more precise",
 )
+
+# %% [markdown]
+# The next is about speed. *Tensor cores* are the part of a GPU that multiplies small matrices in
+# one go: in 16 bits, or in TF32, which is float32 with 10 bits of mantissa in place of 23.
 
 # %%
 # Dense, in 10¹² operations a second, from NVIDIA's data sheets: float32, TF32, 16 bits.

@@ -6,13 +6,24 @@
 # After today you have built checkpointing twice, and can say of any model what it still holds, how
 # much it computes again, when segments of √N blocks pay, and when they do not.
 #
-# About 85 minutes, 56 of them for four exercises. You need a laptop; a GPU is welcome and not
+# About 90 minutes, 63 of them for four exercises. You need a laptop; a GPU is welcome and not
 # needed. Nothing is downloaded.
 
 # %% [markdown]
 # As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 5.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# Forward keeps what backward will need. But whatever forward made of a block's input, it can make
+# of it again. So keep the **input** of every block and forget the rest. When backward comes to a
+# block, run it once more, then go back through it. That is *gradient checkpointing*; what is kept
+# are the *checkpoints*.
+#
+# The step of Day 1 again: 124M weights, 12 blocks, 8 × 640 tokens at once, in float32. Of its
+# 7.94 GiB activations are 4.64.
 
 # %%
 import random
@@ -38,17 +49,6 @@ from memlab.ledger import activation_bytes
 from memlab.model import GPT, PRESETS, Block, Rotary, scaled_dot_product_attention
 from memlab.train import TECHNIQUES, Setting, build, combined, dry_trace, measured
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# Forward keeps what backward will need. But whatever forward made of a block's input, it can make
-# of it again. So keep the **input** of every block and forget the rest. When backward comes to a
-# block, run it once more, then go back through it. That is *gradient checkpointing*; what is kept
-# are the *checkpoints*.
-#
-# The step of Day 1 again: 124M weights, 12 blocks, 8 × 640 tokens at once, in float32. Of its
-# 7.94 GiB activations are 4.64.
 
 # %% [markdown]
 # ## Guess
@@ -208,7 +208,7 @@ y.sum().backward()
 # %% [markdown]
 # ### Exercise 5.2: the same by hooks
 #
-# About 18 minutes. As in 5.1, and besides: weights get their gradients where no input wants one;
+# About 25 minutes. As in 5.1, and besides: weights get their gradients where no input wants one;
 # and a slot is empty again once its tensor was handed out, so that a graph that is retained
 # (`backward(retain_graph=True)`) holds no more than before, and can be walked again. `fn` runs once
 # forward, and once for each backward pass.
@@ -527,6 +527,9 @@ three = {"all kept": kept_all, "every block": every_block, "3 segments of 4": by
 plot.breakdown(three, title=f"Schedules of {setting}")
 
 # %% [markdown]
+# Nine inputs of 15 MiB fewer wait, and what the logits take is the same in all three bars.
+
+# %% [markdown]
 # ## Learn something
 #
 # Nothing that is learnt changes: the tiny model on the standard library's source, all kept, and by
@@ -608,9 +611,9 @@ plot.timeline(again, title="Llama 2 7B in bfloat16, 1 × 2048 tokens: every bloc
 
 # %% [markdown]
 # On Days 3 and 4 its step took 50.50 GiB, with 12.46 of these 12.83 at the peak. Now it takes 25.12
-# + 25.10 GiB: the peak has moved to the end of backward, to the **floor**, where weights, all
-# gradients and Adam's moments are. With one sequence nothing seems to be saved; but each further
-# one adds 0.5 GiB, in place of 12.8. (Its fullest moment comes early in backward, when few
+# GiB and Adam's 25.10: the peak has moved to the end of backward, to the **floor**, where weights,
+# all gradients and Adam's moments are. With one sequence nothing seems to be saved; but each
+# further one adds 0.5 GiB, in place of 12.8. (Its fullest moment comes early in backward, when few
 # gradients are there.) What is left belongs to weights, and to Days 8, 9 and 12.
 
 # %% [markdown]

@@ -6,13 +6,21 @@
 # After today you can find, for a budget of bytes, the schedule that computes the least again; you
 # know why whole blocks are not what to choose from; and you can say what `torch.compile` chooses.
 #
-# About 85 minutes, 59 of them for four exercises. You need a laptop; a GPU is welcome and not
+# About 90 minutes, 62 of them for four exercises. You need a laptop; a GPU is welcome and not
 # needed. Nothing is downloaded.
 
 # %% [markdown]
 # As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 6.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# Yesterday every block forgot everything, and every block ran twice. A guide's advice for less:
+# *checkpoint every other layer*. That is all or nothing, block by block. But a block is made of
+# dozens of operators, and they are not alike: a matrix product computes for long, a norm hardly
+# computes at all, and what they make is as large.
 
 # %%
 from contextlib import contextmanager
@@ -36,14 +44,6 @@ from memlab.data import batches, stdlib_bytes
 from memlab.model import GPT, PRESETS, Block, scaled_dot_product_attention
 from memlab.train import TECHNIQUES, build, combined, dry_trace, measured, to_bfloat16
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# Yesterday every block forgot everything, and every block ran twice. A guide's advice for less:
-# *checkpoint every other layer*. That is all or nothing, block by block. But a block is made of
-# dozens of operators, and they are not alike: a matrix product computes for long, a norm hardly
-# computes at all, and what they make is as large.
 
 # %% [markdown]
 # ## Guess
@@ -112,8 +112,9 @@ for name, (events, _, operations) in found.items():
         axes.barh(name, by_kind[kind] / 2**20, left=left, color=colour)
         left += by_kind[kind] / 2**20
     axes.text(left + 4, name, f"{again_of[name]:.0%} of forward again", va="center")
-axes.legend(kinds, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+axes.legend(kinds, frameon=False, loc="lower right")
 axes.set(xlabel="MiB held for backward, by what made it", xlim=(0, 400))
+axes.set_title("One block on 8 × 640 tokens")
 axes.invert_yaxis()
 selected = "products, attention"
 gone = 1 - bytes_of[selected] / bytes_of["everything kept"]
@@ -159,7 +160,7 @@ for n in (0, 4, 8):
 # %% [markdown]
 # `chain` has the **costs** of each block, a *stage*:
 #
-# | | |
+# | of a stage | is |
 # | --- | --- |
 # | `forward` | operations of its forward pass |
 # | `output_bytes` | what it hands on |
@@ -175,7 +176,7 @@ for n in (0, 4, 8):
 # %% [markdown]
 # ### Exercise 6.1: what a schedule takes
 #
-# About 12 minutes. For a schedule of plain stages and segments (none inside another): the bytes
+# About 15 minutes. For a schedule of plain stages and segments (none inside another): the bytes
 # **held** when forward is over; the **most** at one moment of backward; the operations that run
 # **again**. When backward comes to a part, plain or segment, it is there in full, with all that is
 # held before it; all behind it has gone. Leave out temporaries and gradients.
@@ -281,7 +282,7 @@ print(f"torch's own takes what the last line says: {as_predicted}")
 # What each adds to a peak, `chain` knows (why: [costs.py](../memlab/checkpointing/costs.py)). Its
 # last stage, number `len(chain.stages)`, is the loss, and plain.
 #
-# | | |
+# | call | gives |
 # | --- | --- |
 # | `chain.if_last(j)` | the peak of stage j alone |
 # | `chain.if_plain(i, j, rest)` | i plain, and i+1 … j have the peak `rest` |

@@ -14,6 +14,16 @@
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 7.1` in a terminal. An exercise left open blocks nothing.
 
+# %% [markdown]
+# ## The question
+#
+# Day 5 forgot activations, Day 6 chose which. Both compute again what is gone. There is a third
+# way: keep **everything**, with fewer digits. The forward pass computes with exact numbers, as
+# always. Only what is put aside for backward is rounded, and backward gets nearly what was there.
+#
+# A float32 has 4 bytes. Here a number gets one: 256 values. To write numbers with few values is
+# called **quantization**; which of the values it is, its **code**.
+
 # %%
 import weakref
 from contextlib import nullcontext
@@ -37,16 +47,6 @@ from memlab.data import batches, stdlib_bytes
 from memlab.model import GPT, PRESETS
 from memlab.train import TECHNIQUES, build, measured
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# Day 5 forgot activations, Day 6 chose which. Both compute again what is gone. There is a third
-# way: keep **everything**, with fewer digits. The forward pass computes with exact numbers, as
-# always. Only what is put aside for backward is rounded, and backward gets nearly what was there.
-#
-# A float32 has 4 bytes. Here a number gets one: 256 values. To write numbers with few values is
-# called **quantization**; which of the values it is, its **code**.
 
 # %% [markdown]
 # ## Guess
@@ -110,7 +110,7 @@ reveal("7.1", both_mib=totals["both"], **{k: totals[name] for k, name in measure
 
 # %%
 fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
-colours = {"input": "#ddaa33", "attention": "#4477aa", "MLP": "#cc6677"}
+colours = {"input": "#ddaa33", "attention": "#cc6677", "MLP": "#4477aa"}
 colours["smallest and step"] = "#222222"
 for name, parts in held.items():
     left = 0
@@ -120,6 +120,7 @@ for name, parts in held.items():
         left += mib
     axes.text(left + 3, name, f"{left:.1f} MiB", va="center")
 axes.set(xlabel="MiB held for backward by one block", xlim=(0, 350))
+axes.set_title("A quarter by 8 bits, a twentieth by a checkpoint")
 axes.invert_yaxis()
 _ = axes.legend(frameon=False, loc="lower right")
 
@@ -314,6 +315,7 @@ for sum_of, name, colour in (
     style = "--" if name.startswith("mean") else "-"
     axes.axvline(sum_of, color=colour, linestyle=style, linewidth=2.5, label=name)
 axes.set(xlabel="sum of the 256 numbers, from 2 bits each", ylabel="draws of 3,000")
+axes.set_title("One sum, 3,000 times")
 axes.legend(frameon=False)
 spread = draws.std().item()
 print("the mean of the draws is nearer than the nearest: ", end="")
@@ -352,10 +354,10 @@ print(unpack(torch.tensor([0b0010_0001, 0b0000_0011], dtype=torch.uint8), bits=4
 # %% [markdown]
 # ### Exercise 7.3: pack
 #
-# About 8 minutes. `codes` is uint8 (n,), each code below 2 to the power of `bits`, which is 8, 4 or
-# 2. Return uint8 (⌈n · bits / 8⌉,), from which `unpack` gets them back; n need not fill the last
-# byte. What you return owns its bytes and no more: `codes` may be a view of a longer tensor, which
-# is to die. Leave `codes` as it is.
+# About 8 minutes. `codes` is uint8 (n,), each code below 2 to the power of `bits` (8, 4 or 2).
+# Return uint8 (⌈n · bits / 8⌉,), where ⌈ ⌉ rounds up, from which `unpack` gets them back; n need
+# not fill the last byte. What you return owns its bytes and no more: `codes` may be a view of a
+# longer tensor, which is to die. Leave `codes` as it is.
 
 
 # %%
@@ -598,7 +600,8 @@ for n, (name, colour) in enumerate(zip(names, ("#cc6677", "#4477aa", "#a9c4dd"),
     bars = axes.bar([place + 0.27 * (n - 1) for place in range(3)], heights, 0.25, color=colour)
     axes.bar_label(bars, [f"{height:.2g} %" for height in heights], padding=2)
     bars.set_label(name)
-axes.set(yscale="log", ylim=(0.02, 60), ylabel="error of the gradient, in %")
+axes.set(yscale="log", ylim=(0.02, 60), ylabel="error in %", title="How far the gradient is off")
+axes.set_yticks((0.1, 1, 10), ("0.1", "1", "10"))
 axes.set_xticks(range(3), [f"{bits} bits" for bits in errors])
 axes.legend(frameon=False, loc="upper left")
 print(f"8 bits, nearest: below 1 %: {errors[8][0] < 0.01}, ", end="")
@@ -668,6 +671,7 @@ for (name, losses), colour in zip(runs.items(), colours, strict=True):
     line.set(linewidth=6 if name == "32 bits" else 1.6, linestyle="--" if "near" in name else "-")
     reached[name] = sum(losses[-10:]) / 10
 axes.set(xlabel="step", ylabel="loss in nats, mean of 5 steps", xlim=(5, 41), ylim=(2.8, 5.6))
+axes.set_title("Forty steps with activations in few bits")
 axes.legend(frameon=False)
 behind = {name: loss - reached["32 bits"] for name, loss in reached.items()}
 print(f"8 bits: within 0.02 nats of 32 bits: {abs(behind['8 bits']) < 0.02}")
@@ -793,8 +797,8 @@ for name, (kept, peak) in seven.items():
 # ran again is there in full. The row *both* gains nothing more for one sequence; each further one
 # adds the first column again: 19, 10, 1.3 or 0.8 GiB.
 #
-# So 8 bits are for whom time is dear, and who lacks a factor of two (bfloat16) or four (float32).
-# Who lacks more checkpoints.
+# So 8 bits are for those to whom time is dear, and who lack a factor of two (bfloat16) or four
+# (float32). Whoever lacks more, checkpoints.
 
 # %% [markdown]
 # ## What others do
@@ -804,8 +808,9 @@ for name, (kept, peak) in seven.items():
 #   convolutions. torch ≤ 1.8.
 # - **GACT** (2022): hooks, so any operator; bits chosen for each tensor. It reports up to 8.1 ×.
 #   torch 1.10.
-# - **torch.compile** decides what to keep by its cut (Day 6). Inductor has a pass, off unless asked
-#   for (`activation_quantization_aten_pass`), that keeps large ones in an 8-bit float.
+# - **torch.compile** decides what to keep by its cut (Day 6). Inductor, which makes its kernels,
+#   has a pass, off unless asked for (`activation_quantization_aten_pass`), that keeps large ones in
+#   an 8-bit float.
 #
 # None of these was run here.
 

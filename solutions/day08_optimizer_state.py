@@ -6,13 +6,24 @@
 # After today you have built AdamW and two optimizers with half of its state, know what each gives
 # up for that, and can step a weight inside backward, so that gradients never pile up.
 #
-# About 85 minutes, 59 of them for five exercises. You need a laptop; a GPU is welcome and not
+# About 85 minutes, 57 of them for five exercises. You need a laptop; a GPU is welcome and not
 # needed. Nothing is downloaded.
 
 # %% [markdown]
 # As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 8.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# Each weight has a gradient, and Adam keeps two more numbers beside it: **m**, a running mean of
+# its gradients, and **v**, a running mean of their squares. In float32 that is 8 bytes a weight,
+# twice the weight itself. Day 1's ledger has them as the largest line that does not depend on the
+# tokens.
+#
+# Then there is the gradient. It is needed for an instant: when the weight is stepped. Yet all of
+# them wait until the last one is there.
 
 # %%
 import importlib
@@ -26,24 +37,13 @@ import matplotlib.pyplot as plt
 import torch
 
 import memlab
-from memlab import optim
+from memlab import optim, plot
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import SETTING
 from memlab.data import batches, stdlib_bytes
 from memlab.model import GPT, PRESETS
 from memlab.train import TECHNIQUES, Setting, build, dry_trace, measured, of_all_weights
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# Each weight has a gradient, and Adam keeps two more numbers beside it: **m**, a running mean of
-# its gradients, and **v**, a running mean of their squares. In float32 that is 8 bytes a weight,
-# twice the weight itself. Day 1's ledger has them as the largest line that does not depend on the
-# tokens.
-#
-# Then there is the gradient. It is needed for an instant: when the weight is stepped. Yet all of
-# them wait until the last one is there.
 
 # %% [markdown]
 # ## Guess
@@ -99,9 +99,10 @@ N = PRESETS["25m"].parameters
 per_weight = {name: state_of(make) / N for name, make in MAKE.items()}
 fig, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
 for name, number in per_weight.items():
-    axes.barh(name, number, color="#cc6677")
+    axes.barh(name, number, color=plot.COLOURS["optimizer_state"])
     axes.text(number + 0.1, name, f"{number:.2f}", va="center")
-_ = axes.set(xlabel="bytes of state a weight, float32, 25M model", xlim=(0, 9))
+axes.set(xlabel="bytes of state a weight, float32, 25M model", xlim=(0, 9))
+_ = axes.set_title("What five optimizers keep")
 
 # %% [markdown]
 # Then a whole step, with AdamW as ever and with AdamW inside backward.
@@ -304,7 +305,7 @@ print(f"after 5 steps: max difference below 1e-6: {farthest(ours, torchs) < 1e-6
 # %% [markdown]
 # ### Exercise 8.2: Lion
 #
-# About 10 minutes. As in 8.1; what you keep is `state["m"]` alone, from zeros. In this order:
+# About 8 minutes. As in 8.1; what you keep is `state["m"]` alone, from zeros. In this order:
 #
 # - u = sign(β₁m + (1−β₁)g), with sign(0) = 0
 # - w ← w − lr · weight_decay · w (of the w before the step)
@@ -671,7 +672,8 @@ except RuntimeError as error:
 
 # %%
 ARROW = {"arrowstyle": "->"}
-KINDS = {"activations": "#4477aa", "temporaries": "#ccbb88", "gradients": "#cc6677"}
+KINDS = {kind: plot.COLOURS[kind] for kind in ("activations", "gradients")}
+KINDS["temporaries"] = plot.COLOURS["backward_temporaries"]
 
 
 def heights_in_backward(trace):
@@ -705,9 +707,9 @@ for name, trace in {"after": ordinary, "inside": in_turn}.items():
     print(f"{name:7} peak {format_bytes(trace.peak_bytes)}")
 
 # %% [markdown]
-# On the left the red piles up while the blue goes; on the right there are specks of red. (The pale
-# band is the unembedding's share of the tied matrix: it waits for the embedding's. The spike is
-# their sum: for a moment all three are there.)
+# On the left the green piles up while the orange goes; on the right there are specks of green. (The
+# dark red band is the unembedding's share of the tied matrix: it waits for the embedding's. The
+# spike is their sum: for a moment all three are there.)
 #
 # But look where the **peak** is. Eight sequences, and the same two:
 
@@ -770,7 +772,7 @@ SEVEN = {
     "Lion, inside": inside(MAKE["Lion"]),
 }
 of_7b = {name: at_peak_of_7b(make) for name, make in SEVEN.items()}
-colours = {"parameters": "#4477aa", "gradients": "#cc6677", "optimizer_state": "#ddaa33"}
+colours = {k: plot.COLOURS[k] for k in ("parameters", "gradients", "optimizer_state")}
 for name, held in of_7b.items():
     words = [f"{kind.replace('_', ' ')} {format_bytes(held.get(kind, 0))}" for kind in colours]
     print(f"{name:14} {format_bytes(sum(held.values())):>9}: {', '.join(words)}")
@@ -784,7 +786,7 @@ for name, held in of_7b.items():
         axes.barh(name, number / 2**30, left=left, color=colour)
         left += number / 2**30
     axes.text(left + 0.7, name, f"{left:.1f}", va="center")
-axes.set(xlabel="GiB at the peak", xlim=(0, 84))
+axes.set(xlabel="GiB at the peak", xlim=(0, 84), title="Llama 2 7B, 1 × 2048 tokens")
 axes.invert_yaxis()
 _ = axes.legend(["weights", "gradients", "state", "all else"], frameon=False, loc="lower right")
 
@@ -792,8 +794,8 @@ _ = axes.legend(["weights", "gradients", "state", "all else"], frameon=False, lo
 # Of 75 GiB, m and v are two thirds. Half of them is 25 GiB. The step inside backward takes another
 # 11.5: 12.5 of gradients, of which one matrix is left, less a GiB (grey), for the peak is now in
 # backward, where the blocks' inputs still wait, and temporaries. Both together: half of what it
-# was, and a third of that are the weights themselves. Day 9 makes a quarter of the moment that is
-# left.
+# was, and a third of that are the weights themselves. Day 9 makes the one moment that is left a
+# quarter of its size.
 
 # %% [markdown]
 # ## On your GPU

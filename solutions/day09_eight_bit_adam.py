@@ -14,6 +14,15 @@
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 9.1` in a terminal. An exercise left open blocks nothing.
 
+# %% [markdown]
+# ## The question
+#
+# Adam keeps two moments of each weight: m, a mean of its gradients, and v, a mean of their squares.
+# In float32 that is 8 bytes a weight, twice the weights themselves. Lion and Adam-mini drop half of
+# it. Today both moments stay, and get **one byte** each.
+#
+# A byte is a number from 0 to 255. What should the 256 stand for?
+
 # %%
 import importlib
 import io
@@ -40,15 +49,6 @@ from memlab.model import GPT, PRESETS
 from memlab.quantize import quantize_blockwise
 from memlab.train import TECHNIQUES, build, measured
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# Adam keeps two moments of each weight: m, a mean of its gradients, and v, a mean of their squares.
-# In float32 that is 8 bytes a weight, twice the weights themselves. Lion and Adam-mini drop half of
-# it. Today both moments stay, and get **one byte** each.
-#
-# A byte is a number from 0 to 255. What should the 256 stand for?
 
 # %% [markdown]
 # ## Guess
@@ -150,9 +150,9 @@ _ = below.set_ylabel("even steps", rotation=0, ha="right", va="center")
 # %% [markdown]
 # ### Exercise 9.1: 256 numbers for seven decades
 #
-# About 12 minutes. Decade i = 0 … 6 reaches from 0.1 · 10^(i−6) to 10^(i−6). Cut 0.1 … 1 into 2^i
-# equal parts (`signed=False`: 2^(i+1)). The code has their middles, times 10.0 ** (i − 6); if
-# `signed`, with both signs; and 0 and 1. Give the 256 numbers as float32, rising.
+# About 12 minutes. Decade i = 0 … 6 reaches from 0.1 · 10ⁱ⁻⁶ to 10ⁱ⁻⁶. Cut 0.1 … 1 into 2ⁱ equal
+# parts (`signed=False`: 2ⁱ⁺¹). The code has their middles, times 10.0 ** (i − 6); if `signed`, with
+# both signs; and 0 and 1. Give the 256 numbers as float32, rising.
 #
 # Compute in float32, in that order: edges (`torch.linspace`), means of two, power of ten. Then they
 # are to the bit those of bitsandbytes, with which files of 8-bit states were written.
@@ -215,6 +215,7 @@ for shift, (name, code), colour in zip(
     print(f"{name:15}", "  ".join(f"{100 * e:5.1f} %" for e in worst))
 axes.set_xticks(at, [f"$10^{{{d - 7}}}$ … $10^{{{d - 6}}}$" for d in range(7)])
 axes.set(xlabel="fraction of the largest", ylabel="worst error in %", ylim=(0, 119))
+axes.set_title("The nearest number: how far off at worst, decade by decade")
 _ = axes.legend(frameon=False, ncols=3, loc="upper right")
 
 # %% [markdown]
@@ -856,7 +857,7 @@ verdict(
 # %% [markdown]
 # ## What you can do now
 #
-# | optimizer | bytes a weight | of it in 7B |
+# | optimizer | bytes a weight | state of a 7B model |
 # | --- | --- | --- |
 # | Adam, 32 bits | 8 | 50.2 GiB |
 # | Lion, 32 bits | 4 | 25.1 GiB |

@@ -6,13 +6,25 @@
 # After today you have built attention by tiles, forward and backward, can say to the byte what it
 # keeps and what the score matrix would take, and know which half of the tiles a causal mask spares.
 #
-# About 85 minutes, 60 of them for four exercises. You need a laptop; a GPU is welcome and not
+# About 90 minutes, 65 of them for four exercises. You need a laptop; a GPU is welcome and not
 # needed. Nothing is downloaded.
 
 # %% [markdown]
 # As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 10.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# Each query of a sequence is compared with each key: T tokens (the N of the question), T² *scores*.
+# A *softmax* makes a row of them into attention's weights, and these mix the values:
+#
+# out = softmax(scale · q kᵀ) v, with scale = 1 / √D
+#
+# D is the width of a head. T² numbers for every head of every layer: Days 1 and 3 showed what they
+# take ("scores stored"), and said that *fused* attention stores none. But softmax divides by a sum
+# over a **whole row**. So where did N² go?
 
 # %%
 import math
@@ -35,23 +47,12 @@ from memlab.train import combined, dry_trace
 from memlab.units import format_bytes
 
 # %% [markdown]
-# ## The question
-#
-# Each query of a sequence is compared with each key: T tokens (the N of the question), T² *scores*.
-# A *softmax* makes a row of them into attention's weights, and these mix the values:
-#
-# out = softmax(scale · q kᵀ) v, with scale = 1 / √D
-#
-# D is the width of a head. T² numbers for every head of every layer: Days 1 and 3 showed what they
-# take ("scores stored"), and said that *fused* attention stores none. But softmax divides by a sum
-# over a **whole row**. So where did N² go?
-
-# %% [markdown]
 # ## Guess
 #
-# One layer of a 7B model: 32 heads of 128, one sequence of 8,192 tokens, in float32, causal. How
-# many GiB does attention by way of the score matrix keep for backward, and how many at its fullest?
-# And how many MiB does torch's fused attention keep, beyond q, k and v?
+# One layer of a 7B model: 32 heads of 128, one sequence of 8,192 tokens, in float32, causal (no
+# query sees a later key). How many GiB does attention by way of the score matrix keep for backward,
+# and how many at its fullest? And how many MiB does torch's fused attention keep, beyond q, k and
+# v?
 
 # %%
 ### BEGIN SOLUTION
@@ -141,9 +142,8 @@ print(f"softmax's own sum, from the last top: {(row - row.max()).exp().sum():.2f
 # Where top rises far, total falls: what came before counts for less. At the end it is softmax's
 # own.
 #
-# The mixture of the values runs likewise. A row's state is three things, its length does not
-# matter: top, total, and *mixed* = Σ e^(score − top) · value. At the end the result is
-# mixed / total.
+# The mixture of the values runs likewise. Whatever a row's length, its state is three things: top,
+# total, and *mixed* = Σ e^(score − top) · value. At the end the result is mixed / total.
 
 # %% [markdown]
 # ### Exercise 10.1: a softmax that runs
@@ -202,6 +202,9 @@ _ = fig.suptitle(
 )
 
 # %% [markdown]
+# Ten of sixteen are visited, and never is more there than the one in colour.
+
+# %% [markdown]
 # ## Which diagonal?
 #
 # Where there are as many queries as keys, causal means: query i sees the keys 0 … i. Where there
@@ -211,7 +214,8 @@ _ = fig.suptitle(
 
 # %%
 kinds = [("top-left", 3, 8), ("bottom-right", 3, 8), ("bottom-right", 5, 3)]
-fig, panels = plt.subplots(1, 3, figsize=(9, 2.8), layout="constrained")
+ratios = (8.4, 8.4, 3.4)
+fig, panels = plt.subplots(1, 3, figsize=(9, 2.6), width_ratios=ratios, layout="constrained")
 for axes, (name, queries, keys) in zip(panels, kinds, strict=True):
     shift = 0 if name == "top-left" else keys - queries
     seen = torch.ones(queries, keys).tril(shift)
@@ -222,10 +226,10 @@ for axes, (name, queries, keys) in zip(panels, kinds, strict=True):
         corner, size = (t.keys.start - 0.5, t.queries.start - 0.5), (len(t.keys), len(t.queries))
         look = {"edgecolor": "0.6", "linestyle": ":"} if t.kind == "skipped" else {"edgecolor": "k"}
         axes.add_patch(Rectangle(corner, *size, fill=False, linewidth=1.5, **look))
-    axes.set(xlim=(-0.7, 7.7), ylim=(4.7, -0.7), xlabel="key", ylabel="query")
-    axes.set(xticks=range(keys), yticks=range(queries))
+    axes.set(xlim=(-0.7, keys - 0.3), ylim=(queries - 0.3, -0.7), anchor="N")
+    axes.set(xticks=range(keys), yticks=range(queries), xlabel="key", ylabel="query")
     axes.spines[:].set_visible(False)
-    axes.set_title(f"{name}: shift = {shift}", fontsize=10)
+    axes.set_title(f"{name}: shift = {shift}".replace("-2", "−2"), fontsize=10)
 legend = [Patch(facecolor="#4191c6", label="seen")]
 legend += [Patch(fill=False, edgecolor="k", label="tile visited")]
 legend += [Patch(fill=False, edgecolor="0.6", linestyle=":", label="skipped")]
@@ -368,7 +372,8 @@ print(f"{'your loop of tiles':19}{format_bytes(loop):>10}")
 # %% [markdown]
 # ## Backward
 #
-# dout is the gradient of the result. Of one head, with the weights P = e^(scores − lse):
+# dout is the gradient of the result. Of one head, with the weights P = e^(scores − lse); ∘
+# multiplies number by number:
 #
 # | gradient of | is |
 # | --- | --- |
@@ -391,7 +396,7 @@ print(f"{'your loop of tiles':19}{format_bytes(loop):>10}")
 # %% [markdown]
 # ### Exercise 10.4: backward, tile by tile
 #
-# About 20 minutes. Write the Function: `flash(q, k, v, tile, shift)` gives `out`. Between forward
+# About 25 minutes. Write the Function: `flash(q, k, v, tile, shift)` gives `out`. Between forward
 # and backward only q, k, v, out and lse are held, by `save_for_backward`; no tensor ever has more
 # numbers than q. Each visited tile costs 2 products of matrices forward and 5 backward (the scores
 # again, dv, dP, dq, dk). `backward` returns a gradient for each input of `forward`, `None` where it
@@ -538,8 +543,12 @@ axes.text(9000, 1.0e7, "slope 1", color="0.3", rotation=20, ha="center")
 axes.set_xticks(LENGTHS, [f"{T:,}" for T in LENGTHS])
 axes.minorticks_off()
 powers = [2**n for n in range(20, 37, 2)]
-axes.set_yticks(powers, [format_bytes(size) for size in powers])
-axes.set(xlabel="tokens", ylabel="peak", title="Causal attention, both passes: 4 heads of 64")
+axes.set_yticks(powers, [format_bytes(size).replace(".00", "") for size in powers])
+axes.set(
+    xlabel="tokens",
+    ylabel="peak beyond q, k, v, dout",
+    title="Causal attention, both passes: 4 heads of 64",
+)
 axes.legend(frameon=False, loc="upper left")
 axes.grid(alpha=0.3)
 

@@ -6,13 +6,23 @@
 # After today you know what a loss holds, to the byte, have built a cross-entropy that never has all
 # of its logits, know how few rows it needs at once, and can say when it is not worth it.
 #
-# About 80 minutes, 58 of them for four exercises. You need a laptop; a GPU is welcome and not
+# About 80 minutes, 55 of them for four exercises. You need a laptop; a GPU is welcome and not
 # needed. Nothing is downloaded.
 
 # %% [markdown]
 # As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 11.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# A model ends in a product: `hidden` (rows, width) times the matrix that scores every token of the
+# vocabulary, `weight` (vocab, width). The scores are the *logits*, a row for each token of the
+# batch. They become one number, the loss, and nobody looks at them. (As ever: vocab · width
+# weights; rows are batch · length.)
+#
+# How wide is a row beside all that a block keeps for it? (64 tokens, all in float32.)
 
 # %%
 from dataclasses import replace
@@ -34,16 +44,6 @@ from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
 from memlab.train import TECHNIQUES, build, measured
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# A model ends in a product: `hidden` (rows, width) times the matrix that scores every token of the
-# vocabulary, `weight` (vocab, width). The scores are the *logits*, a row for each token of the
-# batch. They become one number, the loss, and nobody looks at them. (As ever: vocab · width
-# weights; rows are batch · length.)
-#
-# How wide is a row beside all that a block keeps for it? (64 tokens, all in float32.)
 
 # %%
 for name in ("124m", "25m", "llama-2-7b", "llama-3-8b", "llama-3-405b"):
@@ -150,7 +150,7 @@ for name, loss, dtype in (
 # %% [markdown]
 # ### Exercise 11.1: what the loss holds
 #
-# About 8 minutes. By formula: the bytes of forward and backward of `all_logits` in float32 at the
+# About 5 minutes. By formula: the bytes of forward and backward of `all_logits` in float32 at the
 # fullest moment, beyond hidden, weight and targets, and without the few bytes of the loss itself.
 # Two moments can be the fullest: when backward begins (the three above), and later, when of these
 # only the logits' gradient is left, and the gradients of both its factors have been made of it.
@@ -238,10 +238,10 @@ print(f"the log-softmaxes alone are {format_bytes(kept)}")
 #
 # About 25 minutes. The mean over rows that count, and its gradients; 0 if none counts. `chunk` need
 # not divide the rows. Three products in all; at the peak both gradients and **one** chunk of logits
-# (two pass): `dw += a @ b` makes a tensor of its own, `dw.addmm_(a, b)` does not; without `del x` a
-# chunk lives on while the next is made. Inputs may be bfloat16: `x` and the sums stay
-# float32. `backward` returns a gradient for each argument, None for the last two; multiply
-# in place (`mul_`).
+# (two may pass): `dw += a @ b` makes a tensor of its own, `dw.addmm_(a, b)` does not; without `del
+# x` a chunk lives on while the next is made. Inputs may be bfloat16: `x` and the sums stay float32.
+# `backward` returns a gradient for each argument, None for the last two; multiply in place
+# (`mul_`).
 
 
 # %%
@@ -619,8 +619,9 @@ else:
 # ## Rules on trial
 #
 # None of the guides' rules speaks of logits: their lists have checkpointing, 8-bit states and flash
-# attention, and none of these touches the loss. For that reason two rules that were tried before
-# hold with the logits left out: what autocast saves (Day 4), and checkpointing (Day 5).
+# attention, and none of these touches the loss. So it is the logits that two rules left over: under
+# autocast the log-probabilities stay float32 (Day 4), and of a small model that is checkpointed
+# they are most of what stays (Day 5).
 
 # %% [markdown]
 # So here is one to take along: *a loss holds three tensors of tokens · vocabulary, in float32 12

@@ -6,13 +6,24 @@
 # After today you can say what a rank holds and sends in each stage of ZeRO, have built all three
 # from two collectives, and know from how many GPUs on "4 ×" and "8 ×" are true.
 #
-# About 90 minutes, 75 of them for five exercises. You need a laptop: all ranks are in one process.
+# About 105 minutes, 75 of them for five exercises. You need a laptop: all ranks are in one process.
 # Nothing is downloaded.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 12.1` in a terminal. An exercise left open blocks nothing.
+# The day divides well into two: the second begins with stage 3. As before: you **guess**,
+# **measure**, and **build** what explains the gap. In an exercise, put your own lines in place of
+# `raise NotImplementedError`; the cell below it checks them. If you are stuck, type `memlab hint
+# 12.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# In *data parallel* training each GPU, called a **rank**, runs the same model on another part of
+# the batch. The gradients of all ranks are added up, and every rank takes the same step. R is the
+# number of ranks, which are counted from 0 to R − 1.
+#
+# Here are eight ranks, simulated: eight models, eight optimizers, real tensors. How many of their
+# bytes differ after a step?
 
 # %%
 from dataclasses import replace
@@ -25,22 +36,12 @@ from torch import nn
 import memlab
 from memlab import plot
 from memlab.accumulation import accumulate
-from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course import exercise, guess, reveal, running_bill, verdict
 from memlab.data import batches, stdlib_bytes
 from memlab.model import GPT, PRESETS
 from memlab.train import TECHNIQUES
 from memlab.units import format_bytes
 from memlab.zero import model_state_bytes, one_rank, simulate
-
-# %% [markdown]
-# ## The question
-#
-# In *data parallel* training each GPU, called a **rank**, runs the same model on another part of
-# the batch. The gradients of all ranks are added up, and every rank takes the same step. R is the
-# number of ranks, which are counted from 0 to R − 1.
-#
-# Here are eight ranks, simulated: eight models, eight optimizers, real tensors. How many of their
-# bytes differ after a step?
 
 # %%
 RANKS = 8
@@ -79,7 +80,8 @@ print(f"each the very same numbers: {same}; so {format_bytes(total // RANKS * 7)
 # guides have it.
 
 # %%
-COLOURS = {"weights": "#4477aa", "gradients": "#cc6677", "optimizer's state": "#999933"}
+KINDS = {"weights": "parameters", "gradients": "gradients", "optimizer's state": "optimizer_state"}
+COLOURS = {name: plot.COLOURS[kind] for name, kind in KINDS.items()}
 N = PRESETS["llama-2-7b"].parameters
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
 start = 0
@@ -504,8 +506,8 @@ plot.breakdown(ranks_of, title="Rank 0 of 4 at its peak: two tiny blocks, 16 tok
 
 # %% [markdown]
 # Less than what? Than stage 0, which makes room for all gradients with the first of them, as does
-# torch's DDP. One process alone makes it by and by: when all gradients are there, activations are
-# gone. It peaks at 580.84 KiB, not at 653.59.
+# torch's DistributedDataParallel. One process alone makes it by and by: when all gradients are
+# there, activations are gone. It peaks at 580.84 KiB, not at 653.59.
 #
 # Activations no stage touches: they are what Days 5 to 7 and 11 are for.
 
@@ -594,18 +596,19 @@ for stage, limit in ((1, 4), (2, 8)):
 # %%
 fig, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
 powers = [2**n for n in range(11)]
-for stage, colour in ((1, "#4477aa"), (2, "#cc6677"), (3, "#999933")):
+for stage, colour in zip((3, 2, 1), COLOURS.values(), strict=True):  # of what it shards
     times = [saved(stage, ranks) for ranks in powers]
     axes.plot(powers, times, "o-", color=colour, label=f"stage {stage}")
 for stage, ranks in enough.items():
     axes.axhline(4 * stage, color="0.5", linestyle=":", linewidth=1)
     axes.plot(ranks, saved(stage, ranks), "ks", markersize=6)
     axes.text(ranks * 1.08, 4 * stage - 2.0, f"{ranks} ranks")
-axes.text(17.5, 15.6, "stage 3 goes on: R × on R ranks", color="#999933")
+axes.text(17.5, 15.6, "stage 3 goes on: R × on R ranks", color=COLOURS["weights"])
 axes.set_xscale("log", base=2)
 axes.set_xticks(powers, map(str, powers))
 axes.set_yticks((1, 4, 8, 16))
-axes.set(ylim=(0, 17), xlabel="ranks", ylabel="times less", title="16 bytes a weight, shared")
+axes.set(ylim=(0, 17), xlabel="ranks", ylabel="times less than without ZeRO")
+axes.set_title("16 bytes a weight: 4 × and 8 × are limits (squares: within 10 % of them)")
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
@@ -642,8 +645,8 @@ print(f"sent {traffic.model_bytes() / 1e9:.2f} GB, by formula {sent_gb:.2f}")
 # 40.43 and 27.29. (A test measures these; GB is not GiB: 15.50 GB are 14.43 GiB.)
 
 # %% [markdown]
-# What R does not divide shows with fewer weights: activations, logits, whatever is whole.
-# Stage 3 of the one block again, on 8 ranks and on 64:
+# Where there are few weights, one sees what R does not divide: activations, logits, whatever is
+# whole. Stage 3 of the one block again, on 8 ranks and on 64:
 
 # %%
 many, _ = a_rank(one_block, 64, 3, master_weights=True)
@@ -670,7 +673,7 @@ if torch.cuda.is_available():
         fits = "fits" if states < card.total_memory else "does not fit"
         print(f"{card.name}: stage {stage} of 7B, {format_bytes(states)} of states, {fits}")
 else:
-    print(stored_on_a_gpu("day 12"))
+    print("No GPU here; and what benchmarks/gpu.py measures is one GPU, which shares with nobody.")
 
 # %% [markdown]
 # ## Rules on trial

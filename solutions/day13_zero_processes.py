@@ -7,13 +7,26 @@
 # backward, know what a NaN or a death at one rank does, can go on with other ranks than before, and
 # can read "tensor 8, pipeline 4, data 4".
 #
-# About 110 minutes, 80 of them for five exercises. A laptop with two free cores will do; no GPU, no
+# About 115 minutes, 85 of them for five exercises. A laptop with two free cores will do; no GPU, no
 # download.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 13.1` in a terminal. An exercise left open blocks nothing.
+# The day divides well into two: the second begins when one rank sees a NaN. As before: you
+# **guess**, **measure**, and **build** what explains the gap. In an exercise, put your own lines in
+# place of `raise NotImplementedError`; the cell below it checks them. If you are stuck, type
+# `memlab hint 13.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# A simulation knows everything: all ranks are in its lists, and nobody is late. A real rank is a
+# **process**: it has its own memory, and of the others it has what comes by a socket. It can wait
+# for ever, and it can die.
+#
+# So today's model, tiny as it is, is trained by two processes. Whatever they do stands in the next
+# cells: each rank runs the same text, and only its number is another. (They talk by *gloo*, torch's
+# way between CPUs; between GPUs it is NCCL.)
+
 
 # %%
 import os
@@ -22,6 +35,7 @@ import tempfile
 from dataclasses import replace
 from inspect import getsource
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import torch
@@ -32,23 +46,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import memlab
 from memlab import plot
-from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
+from memlab.course import exercise, guess, reveal, running_bill
 from memlab.course.peers import Stuck, in_turns
 from memlab.data import batches, stdlib_bytes
 from memlab.model import GPT, PRESETS
 from memlab.units import format_bytes
 from memlab.zero import processes, simulate
 from memlab.zero.launch import RanksFailed, run_ranks
-
-# %% [markdown]
-# ## The question
-#
-# A simulation knows everything: all ranks are in its lists, and nobody is late. A real rank is a
-# **process**: it has its own memory, and of the others it has what comes by a socket. It can wait
-# for ever, and it can die.
-#
-# So today's model, tiny as it is, is trained by two processes. Whatever they do stands in the next
-# cells: each rank runs the same text, and only its number is another.
 
 
 # %%
@@ -94,9 +98,9 @@ def metered(stage, overlap):
 
 
 # %% [markdown]
-# Beside it runs what people use: PyTorch's **FSDP2**, which is stage 3. `fully_shard` of each
-# block makes it a unit, and `fully_shard(model)` one of all that is left. `CommDebugMode` counts
-# the collectives that it calls. (In float64, too, where nothing hides in the last digits.)
+# Beside it runs what people use: PyTorch's **FSDP2**, which is stage 3. `fully_shard` of each block
+# makes it a unit, and `fully_shard(model)` one of all that is left, the *root*. `CommDebugMode`
+# counts the collectives that it calls. (In float64, too, where nothing hides in the last digits.)
 
 
 # %%
@@ -290,9 +294,9 @@ _ = axes.legend(frameon=False, ncols=5, loc="upper center", bbox_to_anchor=(0.5,
 # on a GPU its context (Day 2).
 
 # %% [markdown]
-# Why does stage 3 peak higher than stage 2 here? While backward begins, the root and a block are
-# whole beside the shards, and of two tiny blocks that is more than all weights. With many blocks,
-# as in Day 12, one block is little.
+# Why does stage 3 peak higher than stage 2 here? While backward begins, the root (embedding and
+# last norm) and a block are whole beside the shards, and of two tiny blocks that is more than all
+# weights. With many blocks, as in Day 12, one block is little.
 
 # %% [markdown]
 # ## A ring
@@ -317,7 +321,7 @@ print(in_turns(two_ways, [(False,)] * 3))
 try:
     in_turns(two_ways, [(True,)] * 3)
 except Stuck as stuck:
-    print(stuck)
+    print(fill(str(stuck), 96))
 
 # %% [markdown]
 # ### Exercise 13.1: reduce-scatter on a ring
@@ -592,7 +596,7 @@ given = of_two_ranks()
 try:
     in_turns(by_itself, given)
 except Stuck as stuck:
-    print("each by itself:", stuck)
+    print(fill(f"each by itself: {stuck}", 96))
     print(f"and until then to {given[0][0].item():.2f}")
 
 # %% [markdown]
@@ -673,6 +677,10 @@ axes.set_title("26 numbers, from eight files to three ranks (white: zeros behind
 _ = axes.axis("off")
 
 # %% [markdown]
+# Each rank reads what has its colour, and nothing else: files 2 and 4 are read by two ranks each,
+# file 7 by none.
+
+# %% [markdown]
 # ## Going on
 #
 # The library does this for weights and for both moments, by torch's distributed checkpoint: any
@@ -735,7 +743,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ### Exercise 13.5: tensor × pipeline × data, of one rank
 #
-# About 15 minutes. Return four byte counts of the rank with most: what it **holds** in weights,
+# About 20 minutes. Return four byte counts of the rank with most: what it **holds** in weights,
 # gradients and Adam's state; and what it **sends** in a step for tensor, pipeline and data.
 #
 # - `block` is the number of weights of a block; embedding and head are left out.
@@ -826,8 +834,8 @@ _ = axes.text(-0.4, 5.75, held_in_words, va="center", fontsize=11)
 # activations of 16.
 
 # %% [markdown]
-# And 89.3 GB, for the rank with most, are more than a GPU of 80 GB has. It takes more ranks, or
-# fewer bytes for a number, on Day 16.
+# And 89.3 GB, at the rank with most, are more than a GPU of 80 GB has. It takes more ranks, or
+# fewer bytes a number: that is for Day 16.
 
 # %% [markdown]
 # ## Explain the gap
@@ -875,7 +883,7 @@ if torch.cuda.is_available():
         same = abs(loss - whole_run[0]) < 1e-4
         print(f"rank {rank} of {gpus}: loss as on the CPU {same}, peak {format_bytes(peak)}")
 else:
-    print(stored_on_a_gpu("day 13"))
+    print("No GPU here; and benchmarks/gpu.py, which measures one GPU, has no part for ranks.")
 
 # %% [markdown]
 # ## Rules on trial

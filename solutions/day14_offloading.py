@@ -8,13 +8,23 @@
 # hooks, the optimizer and the stream of layers that do it, and a commit that no power failure can
 # hurt.
 #
-# About 90 minutes, 77 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
+# About 105 minutes, 77 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
 # is downloaded, and nothing stays on the disk.
 
 # %% [markdown]
-# As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
-# your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
-# stuck, type `memlab hint 14.1` in a terminal. An exercise left open blocks nothing.
+# The day divides well into two: the second begins with the weights. As before: you **guess**,
+# **measure**, and **build** what explains the gap. In an exercise, put your own lines in place of
+# `raise NotImplementedError`; the cell below it checks them. If you are stuck, type `memlab hint
+# 14.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# A model of seven billion weights takes 18 bytes a weight to train (Day 4's 16; but in the step the
+# gradient is there in float32, 4 bytes in place of 2): 121 GB. A card has 24. Around it there is
+# room, further and further away: the host's memory, behind the bus *PCIe*; disks on the same bus,
+# which are called NVMe; and disks on an older one, SATA. These are published figures, each of one
+# product; what a program reaches is less.
 
 # %%
 import itertools
@@ -42,14 +52,6 @@ from memlab.offload import DiskStore, HostStore, OffloadedOptimizer, offloaded_a
 from memlab.offload.layers import stream_layers
 from memlab.precision import MasterWeights
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# A model of seven billion weights takes 18 bytes a weight to train (Day 4's 16; but in the step the
-# gradient is there in float32, 4 bytes in place of 2): 121 GB. A card has 24. Around it there is
-# room, further and further away. These are published figures, each of one product; what a program
-# reaches is less.
 
 # %%
 STORES = {  # bytes, bytes a second: of what, who says so
@@ -249,8 +251,8 @@ hooks = exercise("14.1", hooks)
 # %% [markdown]
 # Backward asks for one tensor after another, and waits each time, while the GPU idles. But it is
 # known what comes next: about the **reverse** of the order in which tensors were put. So while one
-# is used, the next can be on its way: `store.prefetch(key)` takes its bytes at once and returns;
-# a thread (on a GPU, a stream) fills it; `get` waits for that.
+# is used, the next can be on its way: `store.prefetch(key)` takes its bytes at once and returns; a
+# thread (on a GPU a *stream*, a queue of work of its own) fills it; `get` waits for that.
 
 # %% [markdown]
 # ### Exercise 14.2: one ahead
@@ -352,10 +354,10 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # About 20 minutes. `groups` is a list of lists of weights, all with gradients; `adams[n]` steps
 # `groups[n]`. `send(n)` puts the moments of a sub-group under key n, as one list, keeps each
-# weight's step counter in `self.steps[n]`, and leaves `adams[n].state` empty. `bring(n)` undoes
-# that. `step` clips, by one norm of all gradients; then it steps the sub-groups in turn, the next
-# one's state on its way meanwhile. Before the first step nothing is there to bring; after a step
-# nothing is on its way.
+# weight's step counter in `self.steps[n]`, and leaves `adams[n].state` empty. (`adams[n].state[w]`
+# has `step`, `exp_avg`, `exp_avg_sq`.) `bring(n)` undoes that. `step` clips, by one norm of all
+# gradients; then it steps the sub-groups in turn, the next one's state on its way meanwhile. Before
+# the first step nothing is there to bring; after a step nothing is on its way.
 
 
 # %%
@@ -538,8 +540,9 @@ store.close()
 # %%
 fig, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
 axes.axhline(everything / 2**10, color="0.25", linestyle="--", linewidth=1)
-axes.text(0, everything / 2**10 * 0.91, "all weights", fontsize=9)
-axes.fill_between(range(len(here)), [n / 2**10 for n in here], color="#4477aa", linewidth=0)
+axes.text(20, everything / 2**10 * 0.91, "all weights", fontsize=9)
+held = [n / 2**10 for n in here]
+axes.fill_between(range(len(here)), held, color=memlab.plot.COLOURS["parameters"], linewidth=0)
 axes.axhline(rest / 2**10, color="white", linestyle=":", linewidth=1)
 turn = next(n for n, event in enumerate(trace.events) if event.phase == "backward")
 axes.annotate("the rest stays", (120, rest / 2**10), (0, 200), fontsize=9,
@@ -547,8 +550,12 @@ axes.annotate("the rest stays", (120, rest / 2**10), (0, 200), fontsize=9,
 axes.axvline(turn, color="0.25", linestyle=":", linewidth=1)
 axes.text(turn, everything / 2**10 * 0.78, " backward", fontsize=9)
 axes.set(xlabel="allocations and frees, in order", ylabel="KiB of weights", ylim=(0, None))
+axes.set_xlim(0, None)
 axes.set_title("Twelve layers, two at a time: there and back")
 axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# Each tooth is a layer that comes while another goes. All twelve would be the dashed line.
 
 # %% [markdown]
 # ## What if it is killed?
@@ -755,7 +762,7 @@ def peak_of(config, way):
 
 
 # %%
-seven, card = PRESETS["llama-2-7b"], 24 * 2**30
+seven, card = PRESETS["llama-2-7b"], 24 * 2**30  # sold as 24 GB; less is free (Day 16)
 thirteen = replace(seven, layers=40, width=5120, heads=40, kv_heads=40, hidden=13824)
 peaks = {way: peak_of(seven, way) for way in WAYS}
 for way in ("and gradients", "everything"):
@@ -816,7 +823,7 @@ for name, travel, colour in (
     axes.plot(powers, plainly, color=colour, label=name)
 axes.set_xscale("log", base=2)
 axes.set_xticks(powers, [f"{tokens:,}" for tokens in powers])
-axes.set(ylim=(0.8, 12), xlabel="tokens in a step", ylabel="times as long")
+axes.set(ylim=(0.8, 12), xlabel="tokens in a step", ylabel="times as long as with all there")
 axes.set_title("Nothing hidden (line) to all hidden (lower edge): it is the tokens that decide")
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)

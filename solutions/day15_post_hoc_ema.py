@@ -7,13 +7,22 @@
 # length of them afterwards, say how good it will be before you read a byte, and do it all in a few
 # megabytes.
 #
-# About 90 minutes, 72 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
+# About 90 minutes, 60 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
 # is downloaded.
 
 # %% [markdown]
 # As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 15.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# A gradient is that of a batch, so weights tremble around where they are going; and the larger the
+# steps, the more. Their **average** over the last steps trembles less. Too short an average still
+# trembles; too long a one remembers what has long been unlearned. Which length is best? Try each,
+# and each takes a copy of the weights while training, chosen before it begins. Or choose *post
+# hoc*, afterwards: that is for today.
 
 # %%
 import importlib
@@ -37,14 +46,6 @@ from memlab.data import stdlib_bytes
 from memlab.ema import inner_product, power_profile, profile_error
 from memlab.model import GPT, PRESETS
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# A gradient is that of a batch, so weights tremble around where they are going; and the larger the
-# steps, the more. Their **average** over the last steps trembles less. Too short an average still
-# trembles; too long a one remembers what has long been unlearned. Which length is best? Try each,
-# and each takes a copy of the weights while training, chosen before it begins.
 
 # %% [markdown]
 # Here is a training with large steps and small batches, on the source of Python's own library. Two
@@ -107,7 +108,7 @@ times = sorted(live)
 axes.plot(times, [loss_of(live[t]) for t in times], ".-", color="#b0b0b8", label="the weights")
 tenth = [s for s in snapshots if s.sigma == 0.10]
 axes.plot(times, [loss_of(averaged(s)) for s in tenth], ".-", color="#00798c", label="an average")
-axes.set(xlabel="steps", ylabel="loss on other text", title="An average trembles less")
+axes.set(xlabel="steps", ylabel="loss on other text, in nats", title="An average trembles less")
 axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 live_loss = loss_of(live[STEPS])
@@ -135,9 +136,10 @@ guess("15.1", buffers_mib=180, system_kib=1000, pruned_percent=10, wide_percent=
 # %% [markdown]
 # ## A memory that grows with the training
 #
-# The usual average, avg ← 0.999 · avg + 0.001 · w, remembers about a thousand steps: all of a short
-# training, random weights included, and a moment of a long one. Better that the memory be a fixed
-# **share** of the training. Let the weights of moment τ count by a power of τ:
+# The usual average, the *exponential moving average* or EMA, avg ← 0.999 · avg + 0.001 · w,
+# remembers about a thousand steps: all of a short training, random weights included, and a moment
+# of a long one. Better that the memory be a fixed **share** of the training. Let the weights of
+# moment τ count by a power of τ:
 #
 # $$\theta_\gamma(t) = \frac{\gamma+1}{t^{\gamma+1}} \int_0^t \tau^\gamma\, \theta(\tau)\, d\tau$$
 #
@@ -157,9 +159,9 @@ axes.legend(frameon=False)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# γ says little; a **width** says more: the standard deviation of τ under such a profile, as a share
-# of t. The mean of τⁿ is (γ+1) / (γ+1+n), so the variance, mean of the square less square of the
-# mean, is
+# Such a curve is an average's **profile**. Its γ says little; its **width** σ says more: the
+# standard deviation of τ under the profile, as a share of t. The mean of τⁿ is (γ+1) / (γ+1+n), so
+# the variance, mean of the square less square of the mean, is
 #
 # $$\sigma^2 = \frac{\gamma+1}{\gamma+3} - \Big(\frac{\gamma+1}{\gamma+2}\Big)^2
 # = \frac{\gamma+1}{(\gamma+2)^2\,(\gamma+3)}$$
@@ -220,7 +222,7 @@ for sigma in (0.4, 0.5):
 # %% [markdown]
 # ### Exercise 15.2: an update of an average
 #
-# About 12 minutes. `update(weights, time)` takes in the weights as they are at `time`, in place,
+# About 10 minutes. `update(weights, time)` takes in the weights as they are at `time`, in place,
 # with no more than a tensor's bytes beside. Updates may come at any times. The average has no
 # graph.
 #
@@ -339,8 +341,9 @@ else:
 #
 # $$\int \Big(\sum_i x_i\,p_i - p\Big)^2 d\tau = x^\top A\,x - 2\,b^\top x + \langle p, p\rangle$$
 #
-# small, where A holds the overlaps ⟨pᵢ, pⱼ⟩ of snapshots with each other, and b those with the
-# target. `inner_product(p, q)` gives an overlap, in closed form: powers are easy to integrate.
+# small, where A holds the overlaps ⟨pᵢ, pⱼ⟩ of snapshots with each other (the integrals of their
+# products), and b those with the target. `inner_product(p, q)` gives an overlap, in closed form:
+# powers are easy to integrate.
 
 # %%
 a, b = power_profile(0.05, 800), power_profile(0.10, 750)
@@ -353,7 +356,7 @@ print(f"by a sum over a million moments {(p * p).mean() * 800:.6f} and {(p * q).
 # %% [markdown]
 # ### Exercise 15.3: the least squares
 #
-# About 20 minutes. Given profiles (`.t`, `.gamma`) and the target's, return a weight for each.
+# About 15 minutes. Given profiles (`.t`, `.gamma`) and the target's, return a weight for each.
 # Least is where A·x = b. Snapshots later than the target get 0: they know too much. And divide by
 # the sum, so that the weights **sum to one**: what never moved must come out as it is. In float64.
 
@@ -406,10 +409,16 @@ for axes, n in ((left, 4), (right, 16)):
         total += part
     axes.plot(tau, total, color="#00798c", label="the sum")
     axes.plot(tau, (target.gamma + 1) * tau**target.gamma, "--", color="#cc6677", label="wanted")
-    axes.set(xlabel="τ", title=f"snapshots at {n} times", ylim=(-5, 12))
+    axes.set(xlabel="τ, as a share of the training", ylim=(-5, 12))
+    axes.set_title(f"snapshots at {n} times")
     axes.spines[["top", "right"]].set_visible(False)
+left.set_ylabel("counts")
 left.legend(frameon=False)
 _ = fig.suptitle("σ = 0.15, of averages 0.05 and 0.10 wide: each one's part, in grey")
+
+# %% [markdown]
+# From four times the sum goes round what is wanted in waves; from sixteen it can hardly be told
+# from it. Some parts are below zero: they take off where others count too much.
 
 # %% [markdown]
 # ## The synthesis
@@ -422,7 +431,7 @@ _ = fig.suptitle("σ = 0.15, of averages 0.05 and 0.10 wide: each one's part, in
 # %% [markdown]
 # ### Exercise 15.4: a synthesis under a budget
 #
-# About 20 minutes. Several averages at once: `shares[n][k]` is what snapshot n counts in target k.
+# About 15 minutes. Several averages at once: `shares[n][k]` is what snapshot n counts in target k.
 # `snapshots[n].read(name, start, stop)` gives numbers in 16 bits, mapped: the file's, so don't
 # write to them. `write(k, name, start, numbers)` takes finished ones, in float32, each once. A few
 # pieces are there at a time, whatever the number of snapshots; each number is read once.
@@ -490,7 +499,7 @@ near = [profile_error(profiles, target) < 0.01 for target in targets]
 axes.plot(sigmas, losses, color="#00798c")
 axes.scatter(sigmas, losses, c=["#00798c" if n else "white" for n in near], edgecolor="#00798c",
              zorder=3)  # fmt: skip
-axes.set(xlabel="width, σ (hollow: profile off by over 1 %)", ylabel="loss on other text")
+axes.set(xlabel="width, σ (hollow: profile off by over 1 %)", ylabel="loss on other text, in nats")
 axes.set_title("Chosen after training: neither the shortest nor the longest")
 axes.spines[["top", "right"]].set_visible(False)
 best = losses.index(min(losses))
@@ -571,7 +580,8 @@ print(f"the linear system of {len(profiles)} snapshots: {format_bytes(system.nby
 # ### Exercise 15.5: which snapshots to keep
 #
 # About 10 minutes. Of `times`, in order, return `count`, so that averages of any width can be made
-# at the end, none of them three times worse than even distances would.
+# at the end. The last time is always among them. Even distances are good; no average's error may be
+# three times theirs.
 
 
 # %%
@@ -690,6 +700,8 @@ verdict(
     otherwise="all snapshots are read and none is kept: with mapped files, a piece of a tensor at "
     "a time, memory depends on neither the model nor their number",
 )
+
+# %%
 verdict(
     "25b",
     system.nbytes > 2**20,
@@ -733,6 +745,8 @@ verdict(
     f"{format_bytes(in_place)} beside the model",
     otherwise="all four are done: streaming, parts of a model, in place, compressed snapshots",
 )
+
+# %%
 verdict(
     "25e",
     a_dict == 0,
@@ -760,7 +774,7 @@ verdict(
 # %% [markdown]
 # ## What you can do now
 #
-# | | bytes |
+# | what | bytes |
 # | --- | --- |
 # | tracking K averages | 4·K a weight, wherever they are |
 # | a snapshot of one | 2 a weight, on the disk; 1.02 in int8 |

@@ -7,13 +7,28 @@
 # prediction to the byte; you have found the recipe for seven billion weights on 24 GB, and know
 # what it gives up.
 #
-# About 90 minutes, 61 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
+# About 90 minutes, 59 of them for five exercises. You need a laptop; a GPU is not needed. Nothing
 # is downloaded.
 
 # %% [markdown]
 # As before: you **guess**, **measure**, and **build** what explains the gap. In an exercise, put
 # your own lines in place of `raise NotImplementedError`; the cell below it checks them. If you are
 # stuck, type `memlab hint 16.1` in a terminal. An exercise left open blocks nothing.
+
+# %% [markdown]
+# ## The question
+#
+# One guide ends with three configurations:
+#
+# | model | on | with | takes |
+# | --- | --- | --- | --- |
+# | 7B | 1 × 24 GB | BF16, checkpointing, 8-bit Adam, 1 × 16 accumulated | ~20 GB |
+# | 70B | 8 × 80 GB | BF16, checkpointing, ZeRO-3, 1 × 8 accumulated, length 4096 | ~60 GB each |
+# | 405B | 128 H100 | FP8, checkpointing, ZeRO-1, tensor 8, pipeline 4, data 4 | |
+#
+# with flash attention in all of them.
+#
+# Do they fit? Nothing new is needed to tell: only everything.
 
 # %%
 from dataclasses import dataclass
@@ -38,21 +53,6 @@ from memlab.planner import CARDS, Recipe, memory_named, training_bytes
 from memlab.planner.costs import step_seconds
 from memlab.planner.recipes import recipes
 from memlab.units import format_bytes
-
-# %% [markdown]
-# ## The question
-#
-# One guide ends with three configurations:
-#
-# | model | on | with | takes |
-# | --- | --- | --- | --- |
-# | 7B | 1 × 24 GB | BF16, checkpointing, 8-bit Adam, 1 × 16 accumulated | ~20 GB |
-# | 70B | 8 × 80 GB | BF16, checkpointing, ZeRO-3, 1 × 8 accumulated, length 4096 | ~60 GB each |
-# | 405B | 128 H100 | FP8, checkpointing, ZeRO-1, tensor 8, pipeline 4, data 4 | |
-#
-# with flash attention in all of them.
-#
-# Do they fit? Nothing new is needed to tell: only everything.
 
 # %% [markdown]
 # ## Guess
@@ -265,20 +265,21 @@ STEPS = {
 estimates = {name: training_bytes(seven, recipe, 1, 2048) for name, recipe in STEPS.items()}
 
 # %%
-PARTS = {"weights": "#4477aa", "optimizer_state": "#cc6677", "gradients": "#999933"}
+PARTS = {"weights": plot.COLOURS["parameters"]}
+PARTS |= {part: plot.COLOURS[part] for part in ("optimizer_state", "gradients")}
+REST = {"activations and temporaries": plot.COLOURS["activations"]}
 fig, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
 for row, found in enumerate(estimates.values()):
     left = 0
-    for part, colour in {**PARTS, "activations and temporaries": "#b0b0b8"}.items():
+    for part, colour in (PARTS | REST).items():
         known = sum(found.terms.get(p, 0) for p in PARTS)
         width = (found.terms.get(part, 0) if part in PARTS else found.peak_bytes - known) / 2**30
         axes.barh(row, width, left=left, color=colour, height=0.7,
                   label=None if row else part.replace("_", " "))  # fmt: skip
         left += width
-    axes.text(left + 0.6, row, f"{left:.2f}", va="center", fontsize=9,
-              bbox={"color": "white", "pad": 0.8})  # fmt: skip
+    axes.text(left - 0.4, row, f"{left:.2f}", va="center", ha="right", color="white", fontsize=9)
 axes.axvline(24e9 / 2**30, color="0.25", linestyle="--", linewidth=1)
-axes.text(24e9 / 2**30 + 0.4, 5.55, "24 GB", fontsize=9)
+axes.text(24e9 / 2**30 + 0.4, 5.65, "24 GB: 22.35 GiB", fontsize=9)
 axes.set_yticks(range(len(estimates)), list(estimates))
 axes.set(xlabel="GiB at the peak, by formula", ylim=(5.9, -0.6), xlim=(0, 58))
 axes.set_title("7B, 1 × 2,048 tokens: what brings it under 24 GB")
@@ -286,8 +287,9 @@ axes.legend(frameon=False, loc="lower right", fontsize=9)
 axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Two fit: **LoRA**, which trains 0.3 % of the weights; and, of all weights, 8-bit Lion stepped in
-# backward. Flash attention is in all of them.
+# Two fit: **LoRA**, here beside every matrix of the blocks, which trains 0.3 % of the weights; and,
+# of all weights, 8-bit Lion stepped in backward. (Checkpointing takes nothing off the first: it
+# peaks where AdamW steps, and no activation is there.) Flash attention is in all of them.
 #
 # ## Does it fit?
 #
@@ -333,15 +335,15 @@ lacks = exercise("16.3", lacks)
 # %% [markdown]
 # ## The search
 #
-# A recipe is a choice of everything the course has built. There are some 36 ways to train 7B by
-# 8-bit Lion: which blocks are checkpointed, the logits in chunks or not, the step in backward or
-# not, what is offloaded. Each has a formula's bytes, some percent off, and an estimate of its time.
-# Measuring one takes seconds. Which should be measured?
+# A recipe is a choice of everything the course has built. There are some three dozen ways to train
+# 7B by 8-bit Lion: which blocks are checkpointed, the logits in chunks or not, the step in backward
+# or not, what is offloaded. Each has a formula's bytes, some percent off, and an estimate of its
+# time. Measuring one takes seconds. Which should be measured?
 
 # %% [markdown]
 # ### Exercise 16.4: the fastest that fits
 #
-# About 12 minutes. Candidates have `.seconds` and `.formula_bytes`; `measure(candidate)` gives the
+# About 10 minutes. Candidates have `.seconds` and `.formula_bytes`; `measure(candidate)` gives the
 # bytes that count, between 0.95 and 1.05 times the formula's. Return the fastest whose *measured*
 # bytes are within `room`, or None. Measure as few as possible, none twice, and none that cannot
 # fit.
@@ -405,12 +407,13 @@ for memory in ("24GB", "24GiB", "rtx4090", "l4", "a10g", "20GiB"):
     print(f"  on {memory:8}{'it fits' if not missing else f'lacks {format_bytes(missing)}'}")
 
 # %%
-plot.timeline(proof.trace)
+plot.timeline(proof.trace, title="Llama 2 7B, all weights trained, 1 × 2,048 tokens")
 
 # %% [markdown]
-# **Seven billion weights, all of them trained, on 24 GB**: 20.59 GiB and the context. The search
-# left chunked logits out: of 2,048 rows with 4,096 numbers each they save nothing (Day 11). With
-# them the same step allocates 0.33 GiB more, and reserves 0.05 less; a test measures both.
+# **Seven billion weights, all of them trained, on 24 GB**: 20.59 GiB and the context. Weights and
+# Lion's one byte are nearly all of it; each tooth is a block that runs again. The search left
+# chunked logits out: of 2,048 rows with 4,096 numbers each they save nothing (Day 11). With them
+# the same step allocates 0.33 GiB more, and reserves 0.05 less; a test measures both.
 #
 # (`allocated` is 32 MiB more than the picture's peak: blocks that the allocator could not split
 # count whole, Day 2.)
@@ -477,8 +480,8 @@ for name, count in (
 # Put in a preset or the path of a model's `config.json`, and a card or a memory. `planner.plan`
 # does what you did: the fastest that is measured to fit, how far its batch and its length go (by
 # the formula, scaled to what was measured), and what would be faster and does not fit. Leave
-# `learned` out, and all kinds of training are tried; that takes minutes. In a terminal: `memlab
-# plan --model llama-3-8b --memory 48GB`.
+# `learned` out, which asks for 8-bit Lion alone, and all kinds of training are tried; that takes up
+# to a minute. In a terminal: `memlab plan --model llama-3-8b --memory 48GB`.
 
 # %%
 MODEL, MEMORY = "llama-2-7b", "24GB"
@@ -611,6 +614,8 @@ else:
 
 # %% [markdown]
 # ## Rules on trial
+#
+# The guide's three configurations, as it words them.
 
 # %%
 verdict(
@@ -624,6 +629,8 @@ verdict(
     "8-bit Lion that steps in backward, which leaves nothing to accumulate; 16 steps are "
     "accumulated there with LoRA, which trains 0.3 % of the weights",
 )
+
+# %%
 in_bits = on_eight["8-bit Adam"].peak_bytes
 others = ", ".join(f"{name} {e.peak_bytes / 1e9:.1f}" for name, e in on_eight.items())
 verdict(
@@ -642,7 +649,7 @@ verdict(
     "29",
     1.05 * ranks[guided] <= of_h100,
     f"8 · 4 · 4 = {8 * 4 * 4}; GB of a rank by formula, 8,192 tokens, sequence parallel, without "
-    f"the block at work: {of_ranks}; an H100 has {of_h100 / 1e9:.1f}",
+    f"the block at work: {of_ranks}; an H100 leaves {of_h100 / 1e9:.1f}",
     otherwise="the number of GPUs is right, and Adam in float32 leaves less than the estimate's "
     "error, if FP8 weights are the only ones; with a BF16 copy of them it does not fit, and with "
     "8-bit state it does",
@@ -651,7 +658,7 @@ verdict(
 # %% [markdown]
 # ## What you can do now
 #
-# | | says | is off by |
+# | ask | says | is off by |
 # | --- | --- | --- |
 # | a formula, in a second | which recipes to try | some percent |
 # | a prediction, in ten | allocated and reserved bytes | nothing that a test has found |

@@ -97,8 +97,8 @@ _PARAMETER_COUNT = Exercise(
     hints=(
         "A matrix from width a to width b has a·b weights, a norm has one weight for each of the "
         "C features. Count the embedding, one block, and what comes after the blocks.",
-        "A block is query and output (C × C each), key and value (C × KV·D each), the three "
-        "matrices of the MLP (C × hidden each) and two norms. Then there is one last norm.",
+        "Count apart what is there once (the embedding; a second one unless tied; the last norm) "
+        "and what is there L times. Key and value together are 2·C·KV·D, a block's norms 2·C.",
         "embeddings = V·C if config.tied else 2·V·C. "
         "block = 2·C·C + 2·C·KV·D + 3·C·hidden + 2·C. All: embeddings + L·block + C.",
     ),

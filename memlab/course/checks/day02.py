@@ -1041,9 +1041,9 @@ _LEAKS = Exercise(
         "Sum event.bytes by event.line over epochs[len(epochs) // 2].alive(), and the same over "
         "epochs[-1].alive(). Their difference, line by line, came about in "
         "len(epochs) - 1 - len(epochs) // 2 epochs.",
-        "With the two sums as Counters `before` and `after` (a Counter has 0 for a line it never "
-        "saw): {line: (after[line] - before[line]) // between for line in after if after[line] > "
-        "before[line]}.",
+        "With the two sums as `before` and `after` (a collections.Counter has 0 for a line it "
+        "never saw): {line: (after[line] - before[line]) // between for line in after if "
+        "after[line] > before[line]}.",
     ),
     reference=_leaks,
     check=_check_leaks,

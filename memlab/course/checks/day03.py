@@ -313,17 +313,17 @@ _TRAIN_EPOCH = Exercise(
     id="3.1",
     title="Accumulate the gradient of a batch",
     minutes=20,
-    difficulty=3,
+    difficulty=4,
     hints=(
         "What belongs to a micro-batch, what to a window? Forward and backward to the one; "
         "zero_grad, the division, clipping and the step to the other.",
         "Send back the sum of the losses (reduction='sum'), and add up how many targets are not "
         "MASKED. The window ends when `size` micro-batches are through, or when there are none "
         "left: itertools.islice(iterator, size) takes the next ones.",
-        "while window := list(islice(remaining, size)): zero_grad; for each micro-batch "
-        "loss.backward(), total += loss.item(), count += int((targets != MASKED).sum()); then "
-        "p.grad /= max(count, 1) for each parameter; clip; step; losses.append(total / max(count, "
-        "1)).",
+        "remaining = iter(micro_batches); while window := list(itertools.islice(remaining, size)): "
+        "zero_grad; for each micro-batch loss.backward(), total += loss.item(), count += "
+        "int((targets != MASKED).sum()); then p.grad /= max(count, 1) for each parameter that has "
+        "one; clip; step; losses.append(total / max(count, 1)).",
     ),
     reference=_train_epoch_but(),
     check=_check_train_epoch,
@@ -436,7 +436,7 @@ def _trained_bytes_but(
     below: str = "nothing",
     above: str = "passed",
     counters: bool = True,
-    whole_first_norm: bool = False,
+    first_norm_keeps: Callable[[int], int] = lambda C: 0,  # numbers a token, of a width
     last_norm_learns: bool = False,
 ) -> TrainedBytes:
     def answer(config: GPTConfig, batch: int, seq_len: int, trained: range) -> Bytes:
@@ -449,7 +449,7 @@ def _trained_bytes_but(
         }
         blocks = len(trained) * numbers["learns"]
         blocks += (config.layers - trained.stop) * numbers[above] + trained.start * numbers[below]
-        ends = (C + 1 if whole_first_norm else 0) + config.vocab_size
+        ends = first_norm_keeps(C) + config.vocab_size
         ends += 2 * C if last_norm_learns else 0
         block = 2 * C * C + 2 * C * KV_D + 3 * C * config.hidden + 2 * C
         weights = {"trained": len(trained) * block, "all": config.parameters}
@@ -466,7 +466,7 @@ def _trained_bytes_but(
 _TRAINED_BYTES = Exercise(
     id="3.2",
     title="Freeze, and count what goes",
-    minutes=12,
+    minutes=15,
     difficulty=3,
     hints=(
         "Follow the gradient from the loss down: through which blocks does it have to pass, and "
@@ -507,7 +507,16 @@ _TRAINED_BYTES = Exercise(
             _trained_bytes_but(counters=False), "Adam's counters: 4 bytes for each trained tensor."
         ),
         WrongAnswer(
-            _trained_bytes_but(whole_first_norm=True),
+            _trained_bytes_but(first_norm_keeps=lambda C: 1),
+            "The first norm that learns passes nothing down: its own 1/rms is not kept.",
+        ),
+        WrongAnswer(
+            _trained_bytes_but(first_norm_keeps=lambda C: C),
+            "What comes in from below is the embedding's output: nothing there learns, and nobody "
+            "keeps it.",
+        ),
+        WrongAnswer(
+            _trained_bytes_but(first_norm_keeps=lambda C: C + 1),
             "The first trained norm passes no gradient down: it keeps neither its x nor 1/rms, and "
             "the embedding's output goes.",
         ),

@@ -105,8 +105,8 @@ def _held_bytes_but(
 _HELD_BYTES = Exercise(
     id="4.1",
     title="Bytes of each policy",
-    minutes=12,
-    difficulty=2,
+    minutes=15,
+    difficulty=3,
     hints=(
         "Two of the four are simple products with N. Read the table for the dtype of each, and "
         "remember who makes what: a gradient has the dtype of its weight (unless gathered in "
@@ -466,9 +466,10 @@ _SCALER = Exercise(
     hints=(
         "Four things in order: backward of scaled losses, a look at the gradients, the step or "
         "none, the scale. Only the first is done for each micro-batch.",
-        "A gradient is fine if isfinite().all(): neither inf nor nan. Divide and clip only if all "
-        "are, in this order. The scale halves after an overflow, doubles when `interval` steps in "
-        "a row were fine, and either begins a new row.",
+        "The gradients are weight.grad of each weight in group['params'], for each group in "
+        "optimizer.param_groups; some are None. One is fine if isfinite().all(): neither inf nor "
+        "nan. Divide and clip only if all are, in this order. The scale halves after an overflow, "
+        "doubles when `interval` steps in a row were fine, and either begins a new row.",
         "zero_grad(); for loss in losses: (loss * self.scale).backward(). If all gradients are "
         "finite: grad /= self.scale, clip, step, fine_steps += 1, and if fine_steps == interval: "
         "scale = min(2 * scale, 2.0**127), fine_steps = 0. Else: scale /= 2, fine_steps = 0. "
@@ -797,8 +798,8 @@ _ROUND = Exercise(
     minutes=12,
     difficulty=3,
     hints=(
-        "A bfloat16 is the upper half of a float32. The lower 16 bits say how far the number is on "
-        "its way to the next bfloat16, as a fraction of 2**16.",
+        "Whole numbers carry. What would you have to add to the 32 bits of a float32, so that a 1 "
+        "is carried into the upper 16 the more often the larger the lower 16 are?",
         "Add a random integer of 16 bits to the bits: the chance that it carries into the upper "
         "half is just that fraction. Then cut the lower half off. .view(torch.int32) shows the "
         "bits, and torch.randint takes shape, generator and dtype.",

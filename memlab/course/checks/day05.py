@@ -626,18 +626,23 @@ def _function_that_is_asked(fn: Callable[..., Tensor], *inputs: Tensor) -> Tenso
 _HOOKS = Exercise(
     id="5.2",
     title="The same by hooks for saved tensors",
-    minutes=18,
-    difficulty=4,
+    minutes=25,
+    difficulty=5,
     hints=(
-        "The first hook gets a tensor and returns a number: the place of an empty slot in a list. "
-        "The second gets the number, and has to come up with the tensor.",
-        "If the slot is empty, run fn again inside other hooks, whose first one puts the n-th "
-        "tensor that fn saves into the n-th slot. That fills all slots at once; hand out one, and "
-        "empty it. As in 5.1: torch.enable_grad, and the random numbers.",
-        "def tensor_of(n): if slots[n] is None: slots.clear(); with fork_rng([]), enable_grad(), "
-        "saved_tensors_hooks(slots.append, lambda nothing: nothing): set_rng_state(state); "
-        "fn(*inputs). (slots.append returns None.) Then tensor, slots[n] = slots[n], None; return "
-        "tensor.",
+        "Three functions share one list of slots: the first hook in forward, the second in "
+        "backward, and the first hook of the run in between. Which of them writes, which reads, "
+        "and which empties?",
+        "In forward: slots.append(None), and return its place. In backward, of place n: if "
+        "slots[n] is None, fill all of them: slots.clear(), and fn(*inputs) inside of three withs: "
+        "torch.random.fork_rng([]), with the random state put back in it; torch.enable_grad(); and "
+        "saved_tensors_hooks with slots.append as its first hook. Then take the n-th tensor out, "
+        "and leave None.",
+        "slots, state = [], torch.get_rng_state(). The first hook: slots.append(None); return "
+        "len(slots) - 1. The second, of n: if slots[n] is None: slots.clear(); with "
+        "torch.random.fork_rng([]), torch.enable_grad(), saved_tensors_hooks(slots.append, lambda "
+        "nothing: nothing): torch.set_rng_state(state); fn(*inputs). Then tensor, slots[n] = "
+        "slots[n], None; return tensor. Last: with saved_tensors_hooks(the first, the second): "
+        "return fn(*inputs).",
     ),
     reference=forget_by_hooks,
     check=_check_hooks,

@@ -153,8 +153,8 @@ def _what_it_takes_but(
 _WHAT_IT_TAKES = Exercise(
     id="6.1",
     title="What a schedule takes",
-    minutes=12,
-    difficulty=2,
+    minutes=15,
+    difficulty=3,
     hints=(
         "Go along the schedule once and keep a running sum of what is held. Backward comes to a "
         "part when all that is behind it has gone: what is there then?",
@@ -345,13 +345,20 @@ def _check_best_schedule(answer: BestSchedule) -> str:
         (f"best_schedule(a chain of {stages}, {budget:,} bytes)", stages, chain, budget, wanted)
         for stages, chain, budget, wanted in _cases()
     ]
-    gave = [answer(AsTold(chain), budget) for _, _, chain, budget, _ in tried]
+    gave = [_asked(answer, case, chain, budget) for case, _, chain, budget, _ in tried]
     faults = [_fault(*case, got) for case, got in zip(tried, gave, strict=True)]
     if any(faults):
         first = next(n for n, fault in enumerate(faults) if fault)
         forgotten = " Is there a return?" if all(got is None for got in gave) else ""
         raise Wrong(f"{_told(*tried[first], gave[first])} {_of_all(faults)}{forgotten}")
     return f"{len(tried)} budgets, each within it and with the least run again"
+
+
+def _asked(answer: BestSchedule, case: str, chain: Chain, budget: int) -> Any:
+    try:
+        return answer(AsTold(chain), budget)
+    except RecursionError:
+        raise Wrong(f"{case}: choices() asks for itself again and again, without an end.") from None
 
 
 def _fault(case: str, stages: int, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
@@ -445,7 +452,8 @@ def _best_schedule_but(
                     for peak, again, rest in choices(i + 1, j, is_plain)
                 ]
             for k in [] if is_plain else range(i + 1, min(j + last_k, i + longest) + 1):
-                within = choices(i, k - 1, inside == "plain")
+                last = k if inside == "too long" else k - 1
+                within = choices(i, last, inside == "plain")
                 pairs = product(within[:1] if inside == "least memory" else within, choices(k, j))
                 for (own_peak, own_again, own), (peak, rest_again, rest) in pairs:
                     found.append(
@@ -533,16 +541,18 @@ _BEST_SCHEDULE = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "A schedule of i … j begins with stage i, plain, or with a segment i … k-1. What remains "
-        "is a schedule again, of fewer stages: choices() of it gives all that are worth having.",
+        "For plain one loop, over the choices of what remains. For segments three, one inside "
+        "another: over k, over the choices inside, over the choices of what remains. From where to "
+        "where does k run, if a segment has at least one stage, and may end right before stage j?",
         "Plain: each choice of i+1 … j, with (i, *rest) and chain.if_plain(i, j, peak). A segment: "
         "for each k from i+1 to j, each pair of a choice of i … k-1 and one of k … j, with "
         "(own, *rest), chain.if_segment(i, k, j, own_peak, peak), and chain.rerun(i, k) + both "
         "agains.",
         "found = [(chain.if_plain(i, j, peak), again, (i, *rest)) for peak, again, rest in "
-        "choices(i + 1, j)]; for k in range(i + 1, j + 1): for (own_peak, own_again, own), (peak, "
-        "again, rest) in product(choices(i, k - 1), choices(k, j)): found.append((chain.if_segment("
-        "i, k, j, own_peak, peak), chain.rerun(i, k) + own_again + again, (own, *rest))).",
+        "choices(i + 1, j)]; for k in range(i + 1, j + 1): for own_peak, own_again, own in "
+        "choices(i, k - 1): for peak, again, rest in choices(k, j): "
+        "found.append((chain.if_segment(i, k, j, own_peak, peak), chain.rerun(i, k) + own_again + "
+        "again, (own, *rest))).",
     ),
     reference=_best_schedule_but(),
     check=_check_best_schedule,
@@ -568,6 +578,11 @@ _BEST_SCHEDULE = Exercise(
         WrongAnswer(
             _best_schedule_but(last_k=-1),
             "The last segment may end right before j: range(i + 1, j + 1), for k reaches j.",
+        ),
+        WrongAnswer(
+            _best_schedule_but(inside="too long"),
+            "The inside of a segment i … k-1 is choices(i, k - 1): with k it can be as long as the "
+            "whole.",
         ),
         WrongAnswer(
             _best_schedule_but(inside="least memory"),

@@ -417,12 +417,13 @@ def _check_lion(answer: Step) -> str:
 _LION = Exercise(
     id="8.2",
     title="Lion",
-    minutes=10,
+    minutes=8,
     difficulty=2,
     hints=(
         "Three lines after the state's beginning: decay, step, momentum. In this order: what the "
         "step looks at is made of the momentum as it was.",
-        "torch.sign gives 0 for 0. Only m is kept. Where state is empty, m is zeros.",
+        "Two mixes of m and g: one with β₁ inside torch.sign, made of m as it was; one with β₂, "
+        "which is kept at the end. Write into the weight itself: weight *= …, weight -= ….",
         "m = state.get('m', torch.zeros_like(gradient)); weight *= 1 - lr * weight_decay; weight "
         "-= lr * torch.sign(beta1 * m + (1 - beta1) * gradient); state['m'] = beta2 * m + "
         "(1 - beta2) * gradient.",
@@ -1158,9 +1159,9 @@ _IN_BACKWARD = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "A hook on a weight is called by torch while backward runs. There are two kinds: one is "
-        "called before .grad is set, the other after. And how do you know that a weight was "
-        "stepped already?",
+        "Which of the two hooks still finds a gradient that it can drop, and finds it complete? "
+        "And to refuse a second one, you have to know of each weight whether it was stepped: what "
+        "do you note, and who clears it?",
         "weight.register_post_accumulate_grad_hook(hook) calls hook(weight). In it: update, drop "
         "weight.grad, and note the weight in a set, which end_step empties: return stepped.clear.",
         "stepped = set(); def hook(weight): if weight in stepped: weight.grad = None, and raise "

@@ -172,11 +172,11 @@ def _check_all_logits(answer: Callable[..., int]) -> str:
 _ALL_LOGITS = Exercise(
     id="11.1",
     title="What the loss holds",
-    minutes=8,
-    difficulty=2,
+    minutes=5,
+    difficulty=1,
     hints=(
-        "Two moments can be the fullest. Write down what is alive at each, in numbers, and take "
-        "the larger sum; 4 bytes a number come last.",
+        "How many numbers has a tensor of the logits' size, how many hidden, how many weight? Each "
+        "of the two moments is a sum of these.",
         "When backward begins: three tensors of rows · vocab. When the products' gradients are "
         "there: one of rows · vocab, and the gradients of hidden (rows · width) and of weight "
         "(vocab · width).",

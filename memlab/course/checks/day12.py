@@ -831,9 +831,9 @@ _ADAM = Exercise(
         "In the constructor, for each rank: pad its weights with zeros to R equal pieces, take the "
         "piece of its number, in float32, and give an optimizer that alone. A step is: reduce, "
         "divide, norm, clip, optimizer, gather.",
-        "F.pad(x, (0, -len(x) % R)) pads. After reduce_scatter, piece r of the sum is at rank r: "
-        "its mean is shard.grad. The norm of all is the root of the sum of the squares of all "
-        "shards: wire.sum([…]) ** 0.5. Gather the shards in the dtype of the weights.",
+        "nn.functional.pad(x, (0, -len(x) % R)) pads. After reduce_scatter, piece r of the sum is "
+        "at rank r: its mean is shard.grad. The norm of all is the root of the sum of the squares "
+        "of all shards: wire.sum([…]) ** 0.5. Gather the shards in the dtype of the weights.",
         "shards = [nn.Parameter(padded(w).chunk(R)[r].float()) for r, w in enumerate(weights)]; in "
         "step: sums = Collectives(wire).reduce_scatter([padded(g) for g in gradients]); shard.grad "
         "= total.float() / R; shard.grad *= min(1, max_norm / (norm + 1e-6)); optimizer.step(); "
@@ -1389,7 +1389,8 @@ _PASS = Exercise(
         "do what it does, for one unit.",
         "add_gradients_ takes a list of units for each rank: hand it lists of one, [[w] for w in "
         "wholes]. It returns the dys of the unit before. A name holds what it names until it is "
-        "given something else: del wholes before the next gather.",
+        "given something else, and so does the variable of a loop when the loop is over: del "
+        "wholes before the next gather.",
         "for unit in units: wholes = together.all_gather([mine[unit] for mine in shards]); "
         "inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1])]); del wholes. dys = "
         "[dy_of(y) for y in inputs[-1]]. for unit in reversed(units): gather again; dys = "

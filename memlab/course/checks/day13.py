@@ -246,14 +246,14 @@ def _ring_but(
     return answer
 
 
-def _shifted_ring(peer: Any, whole: Tensor) -> Tensor:
-    """Begins with its own piece, and ends with that of the next."""
+def _shifted_ring(peer: Any, whole: Tensor, given: int = 1) -> Tensor:
+    """Begins with its own piece, and ends with that of the next, or gives its own all the same."""
     pieces = list(whole.chunk(peer.ranks))
     for turn in range(peer.ranks - 1):
         peer.send(pieces[(peer.rank - turn) % peer.ranks])
         coming = (peer.rank - turn - 1) % peer.ranks
         pieces[coming] = peer.receive() + pieces[coming]
-    return pieces[(peer.rank + 1) % peer.ranks].clone()
+    return pieces[(peer.rank + given) % peer.ranks].clone()
 
 
 def _wholes_round(peer: Any, whole: Tensor) -> Tensor:
@@ -293,6 +293,11 @@ _RING = Exercise(
         WrongAnswer(
             _wholes_round,
             "Wholes are sent round: send one piece in each turn, with its sum so far.",
+        ),
+        WrongAnswer(
+            lambda peer, whole: _shifted_ring(peer, whole, given=0),
+            "After R − 1 messages a rank that began with its own piece has the sum of the next "
+            "one's: begin with piece r − 1.",
         ),
         WrongAnswer(
             _shifted_ring,
@@ -651,16 +656,18 @@ _BUCKETS = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "Three things to keep: gradients that have come and are not sent, the sums on their way "
-        "(a deque), and the buckets that are not begun. After each gradient ask: is the first of "
-        "these complete?",
-        "Begin buckets in their order, even if a later one is complete before: other ranks may "
-        "make gradients in another order. Where two are on the way, wait for the older just "
-        "before you begin the next. Take a bucket's gradients out (pop), so that they are freed.",
-        "for name, gradient in made: there[name] = gradient; while left and all(n in there for n "
-        "in left[0]): if len(way) == 2: sums.append(way.popleft().wait()); flat = "
-        "torch.cat([there.pop(n).flatten() for n in left.popleft()]); way.append(peer.begin(flat))."
-        " In the end: return sums + [work.wait() for work in way].",
+        "Three things to keep: gradients that have come and are not sent, the sums on their way, "
+        "the oldest first, and the buckets that are not begun. After each gradient ask: is the "
+        "first of these complete?",
+        "while left and all(name in there for name in left[0]): one gradient can make two buckets "
+        "ready. In it: if two are on their way, wait for the older; torch.cat the bucket's "
+        "gradients, flat, each taken out of what has come (pop), so that it is freed; begin. "
+        "buckets stays as it is: list(buckets) is one of your own.",
+        "there, way, sums, left = {}, [], [], list(buckets). for name, gradient in made: "
+        "there[name] = gradient; while left and all(n in there for n in left[0]): if len(way) == "
+        "2: sums.append(way.pop(0).wait()); flat = torch.cat([there.pop(n).flatten() for n in "
+        "left.pop(0)]); way.append(peer.begin(flat)). In the end: return sums + [work.wait() for "
+        "work in way].",
     ),
     reference=reduce_in_buckets,
     check=_check_buckets,
@@ -909,8 +916,8 @@ _AGREED = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "What a rank does next must never depend on what it alone has seen. So each round begins "
-        "with a question to all, whatever this rank's answer is.",
+        'One number a round has to carry two pieces of news: "I have none left" and "mine is not '
+        'finite". If both come up in one round, at two ranks, which must win?',
         "Give each state a number, and let the worst win: 0 for a good gradient, 1 for one that "
         "is not finite, 2 for none at all. peer.most of it is the same at all ranks: stop at 2, "
         "go on to the next gradient at 1, and step at 0.",
@@ -1250,8 +1257,8 @@ def _ways_but(
 _WAYS = Exercise(
     id="13.5",
     title="Tensor × pipeline × data, of one rank",
-    minutes=15,
-    difficulty=3,
+    minutes=20,
+    difficulty=4,
     hints=(
         "First what the rank has: ⌈layers/pipeline⌉ blocks, of each a share of 1/tensor. The rest "
         "counts from there. An activation is tokens · width numbers of 2 bytes.",
@@ -1339,5 +1346,5 @@ _WAYS = Exercise(
 # The bill's machine has one GPU, and nobody to share with: the line is that of the day before.
 DAY = Day(
     exercises=(_RING, _BUCKETS, _AGREED, _RESHARDED, _WAYS),
-    bill=Bill("day 13: one GPU, nobody to share with", in_chunks),
+    bill=Bill("day 13: real processes, and still one GPU", in_chunks),
 )

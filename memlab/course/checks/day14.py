@@ -445,9 +445,10 @@ _HOOKS = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "It is Exercise 7.5 with Kept(store, whole(tensor)) in the place of compress(whole("
-        "tensor)), and kept.get() in that of decompress. What goes: all storages of at least "
-        "`minimum` numbers that are no weight's.",
+        "It is Exercise 7.5 with Kept(store, whole(tensor)) in the place of "
+        "compress(whole(tensor)), and kept.get() in that of decompress. (7.5's pack: the numbers "
+        "of a storage go once, and what is returned is that and the view's size, stride and "
+        "offset.) What goes: all storages of at least `minimum` numbers that are no weight's.",
         "A storage is found again in a WeakKeyDictionary, so that nobody's numbers are taken for "
         "another's. But as a value there, a Kept would live as long as the storage: as long as x, "
         "which you hold. Keep weakref.ref(kept), and ask it: known[storage]() is the Kept, or "
@@ -1096,6 +1097,20 @@ class _AbsentAhead(OffloadedAdam):
             self.send(n)
 
 
+class _BringsTooEarly(OffloadedAdam):
+    """self.steps is not empty once the first sub-group was sent."""
+
+    def step(self, max_norm: float) -> None:
+        self.clip(max_norm)
+        for n, adam in enumerate(self.adams):
+            if self.steps:
+                self.bring(n)
+            if n + 1 in self.steps:
+                self.store.prefetch(n + 1)
+            adam.step()
+            self.send(n)
+
+
 class _NextStepAhead(_StepAhead):
     """After the last one, the first again."""
 
@@ -1181,6 +1196,11 @@ _ADAM = Exercise(
         WrongAnswer(
             _AbsentAhead,
             "In the first step the store has no state yet: ask for the next only if it was sent.",
+        ),
+        WrongAnswer(
+            _BringsTooEarly,
+            "In the first step self.steps is soon not empty, and yet this sub-group has no state "
+            "to bring: ask `n in self.steps`.",
         ),
         WrongAnswer(
             _NextStepAhead,

@@ -121,8 +121,8 @@ _EXPONENT = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "σ² = (γ+1) / ((γ+2)²·(γ+3)) times its denominator, and everything on one side, is a cubic "
-        "in γ; np.roots gives the roots of one, by its coefficients.",
+        "Multiply (γ+2)²·(γ+3) out, and divide σ²·(…) = γ + 1 by σ²: what stands before γ³, γ², γ, "
+        "and alone? And what is γ where σ is 1/√12?",
         "Divided by σ²: γ³ + 7γ² + (16 − 1/σ²)·γ + (12 − 1/σ²) = 0. Of its three roots two are "
         "below 0. At σ = 1/√12 the third is 0; what is wider has none, and wants a ValueError.",
         "if not 0 < sigma < 12**-0.5: raise ValueError('…'). inverse = sigma**-2. return "
@@ -331,13 +331,14 @@ class _KeepsGraph(Average):
 _AVERAGE = Exercise(
     id="15.2",
     title="An update of an average",
-    minutes=12,
-    difficulty=3,
+    minutes=10,
+    difficulty=2,
     hints=(
-        "The average before is an integral up to self.time, divided by self.time^(γ+1). It is to "
-        "be divided by time^(γ+1); so what was counts (self.time/time)^(γ+1) of what it did.",
-        "β = (1 − Δ/time)^(γ+1) with Δ = time − self.time, and the new weights get 1 − β. The "
-        "first time self.time is 0, so β is 0. And the clock must be set.",
+        "Three things: β from the two times; each value mixed in place; the clock. Is there a "
+        "method of tensors that does v ← β·v + (1 − β)·w with no tensor beside?",
+        "value.lerp_(weight, share) moves value by share of the way to weight: share is 1 − β. Of "
+        "a Parameter take .detach(), or its graph comes along. And self.time is set after β was "
+        "made.",
         "share = 1 - (1 - (time - self.time) / time) ** (self.gamma + 1). for value, weight in "
         "zip(self.values, weights): value.lerp_(weight.detach(), share). self.time = time.",
     ),
@@ -487,13 +488,14 @@ def _by_overlap(snapshots: Sequence[Profile], target: Profile) -> np.ndarray:
 _SOLVE = Exercise(
     id="15.3",
     title="The least squares",
-    minutes=20,
-    difficulty=4,
+    minutes=15,
+    difficulty=3,
     hints=(
-        "∫(Σ xᵢ·pᵢ − p)² is xᵀA·x − 2·bᵀx + ⟨p, p⟩: least where A·x = b, if A holds the inner "
-        "products of the snapshots with each other, and b those with the target.",
-        "Leave snapshots after the target out of A and b, and give them 0. Solve in float64 with "
-        "np.linalg.solve; then divide x by its sum.",
+        "Which two profiles belong to row i, column j of A, and which two to place i of b? And "
+        "which of the snapshots have a row at all: is the one at the target's own time among them?",
+        "chosen = [n for n, s in enumerate(snapshots) if s.t <= target.t]; A and b of these alone, "
+        "by np.array of lists; np.linalg.solve. The others stay zeros of np.zeros(len(snapshots)); "
+        "weights[chosen] = … fills in yours, divided by their sum.",
         "chosen = [n for n, s in enumerate(snapshots) if s.t <= target.t]. known = [snapshots[n] "
         "for n in chosen]. a = np.array([[inner_product(p, q) for q in known] for p in known]). b "
         "= np.array([inner_product(p, target) for p in known]). x = np.linalg.solve(a, b). weights "
@@ -820,11 +822,11 @@ def _in_lists(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -
 _SYNTHESIZE = Exercise(
     id="15.4",
     title="A synthesis under a budget",
-    minutes=20,
-    difficulty=4,
+    minutes=15,
+    difficulty=3,
     hints=(
-        "A number of the result needs that number of each snapshot, and nothing else. So which "
-        "loop should be the outer one: that over snapshots, or that over pieces?",
+        "Which loop should be the outermost: that over snapshots, over targets, or over pieces? "
+        "What is still there when one turn of it is over?",
         "For each tensor, for each piece: sums of zeros, one a target; each snapshot's piece is "
         "read once and added to all of them, times its share; then the sums are written.",
         "for name, size in sizes.items(): for start in range(0, size, piece): stop = min(start + "

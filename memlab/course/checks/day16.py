@@ -155,10 +155,10 @@ _PEAK = Exercise(
     id="16.1",
     title="The largest moment",
     minutes=12,
-    difficulty=2,
+    difficulty=3,
     hints=(
-        "Write down what is there at each of the two moments, in bytes, and take the larger. "
-        "Weights and state are there at both, activations and gradients never together.",
+        "Three numbers first: all weights, the largest tensor, the state's bytes. Which of the two "
+        "moments needs the second, and in which two places?",
         "State is numbers · moments · moment_bytes. Gradients have the weights' itemsize: of all "
         "numbers, or of the largest tensor if in_backward. Scratch is float32, of the largest "
         "tensor, or of a piece of it if that is shorter.",
@@ -639,8 +639,8 @@ class _Measurements:
 _FASTEST = Exercise(
     id="16.4",
     title="The fastest that fits",
-    minutes=12,
-    difficulty=3,
+    minutes=10,
+    difficulty=2,
     hints=(
         "Measuring is dear, sorting is not. In which order do you have to ask, so that the first "
         "that fits is the answer? And for which is asking in vain?",
@@ -774,7 +774,7 @@ _OF_A_RANK = Exercise(
     id="16.5",
     title="One GPU of 128",
     minutes=15,
-    difficulty=4,
+    difficulty=3,
     hints=(
         "Go in this order: the pipeline says which blocks are there, tensor parallelism cuts all "
         "of that, and ZeRO shards what is left among the data ranks. Then activations.",
