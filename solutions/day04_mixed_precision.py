@@ -775,6 +775,8 @@ verdict(
 # one go: in 16 bits, or in TF32, which is float32 with 10 bits of mantissa in place of 23.
 
 # %%
+from memlab.course import time_on_a_gpu
+
 # Dense, in 10¹² operations a second, from NVIDIA's data sheets: float32, TF32, 16 bits.
 cards = {"V100": (15.7, None, 125), "A100": (19.5, 156, 312), "H100 SXM": (67, 494.7, 989.4)}
 speed = {name: low / whole for name, (whole, _, low) in cards.items()}
@@ -786,7 +788,7 @@ verdict(
     + ", ".join(f"{name} {times:.1f} ×" for name, times in speed.items())
     + "; against TF32, float32's tensors on tensor cores: "
     + ", ".join(f"{name} {times:.1f} ×" for name, times in against_tf32.items())
-    + "; not measured: no GPU",
+    + f"; a step of the bill in bfloat16, beside one in float32, {time_on_a_gpu('bfloat16')}",
     condition="for large products of matrices, against float32 off the tensor cores; 8 × is a "
     "V100's limit, later cards have more, and 2 × against TF32; what else a step does reads and "
     "writes half the bytes: 2 × at best",

@@ -843,13 +843,15 @@ print(f"the optimizer's step takes {step_8 / step_32:.1f} × the CPU time of it 
 print(f"the difference is that of forward and backward of {more_tokens:.0f} tokens")
 
 # %%
+from memlab.course import time_on_a_gpu
+
 verdict(
     "19d",
     more_tokens < 2000,
     f"on a CPU the optimizer's own step takes more than twice as long as in 32 bits: "
     f"{step_8 > 2 * step_32}; the difference is less than forward and backward of 2,000 tokens "
-    f"take: {more_tokens < 2000} (times: benchmarks/optim.py); not "
-    f"measured: a GPU",
+    f"take: {more_tokens < 2000} (times: benchmarks/optim.py); a "
+    f"whole step on a GPU, beside AdamW's, {time_on_a_gpu('adam8bit')}",
     condition="for steps of many thousand tokens; the optimizer's own step takes several times as "
     "long, and with few tokens that is felt",
 )

@@ -15,9 +15,8 @@ def stored_on_a_gpu(section: str, folder: Path = RESULTS) -> str:
     """What each GPU measured for a section of benchmarks/gpu.py, labelled with device, versions and
     date; one sentence if none has."""
     found = [_labelled(entry) for entry in _entries(section, folder)]
-    return (
-        "\n\n".join(found) or f"No GPU here, and no GPU's measurement of {section} is stored yet."
-    )
+    what = section if section.startswith("day ") else f"“{section}” (benchmarks/gpu.py)"
+    return "\n\n".join(found) or f"No GPU here, and no GPU's measurement of {what} is stored yet."
 
 
 def time_on_a_gpu(technique: str, folder: Path = RESULTS) -> str:

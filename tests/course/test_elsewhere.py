@@ -6,7 +6,8 @@ import pytest
 
 from memlab.course.elsewhere import RESULTS, stored_on_a_gpu, time_on_a_gpu
 
-NONE = "No GPU here, and no GPU's measurement of peak is stored yet."
+NONE = "No GPU here, and no GPU's measurement of “peak” (benchmarks/gpu.py) is stored yet."
+NONE_OF_A_DAY = "No GPU here, and no GPU's measurement of day 4 is stored yet."
 CIRCUMSTANCES = {
     "device": "NVIDIA H200",
     "torch": "2.13.0+cu130",
@@ -58,6 +59,7 @@ def test_a_section_stands_without_the_others(tmp_path, write):
 def test_where_none_is_stored_one_sentence_says_so(tmp_path, write):
     assert stored_on_a_gpu("peak", tmp_path) == NONE
     assert stored_on_a_gpu("peak", tmp_path / "absent") == NONE
+    assert stored_on_a_gpu("day 4", tmp_path) == NONE_OF_A_DAY
     write("h200.json", another={"steps": 1})
     write("cpu.json", command="savings", peak={"steps": 1})
     assert stored_on_a_gpu("peak", tmp_path) == NONE
