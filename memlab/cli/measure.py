@@ -54,7 +54,7 @@ def measure_techniques(
             report.legend(predicted),
             report.failures(predicted),
             report.notes(predicted[0]),
-            [f"every technique: memlab measure {options(setting)} --dry-run --device cuda"],
+            [f"more: memlab measure {options(setting)} --dry-run --device cuda"],
         )
     write(rows, f"{setting}, dry run" if dry else str(setting), folder, predicted)
     return int(any(row.failure for row in rows))
