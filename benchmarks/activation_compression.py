@@ -13,16 +13,24 @@ import argparse
 import importlib.util
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, Spread, heading, ratios, save, set_environment, side_by_side, table
+from common import (
+    Spread,
+    heading,
+    parser_with_results,
+    ratios,
+    save,
+    set_environment,
+    side_by_side,
+    table,
+    timed,
+)
 from torch import Tensor, nn
 
 import memlab
@@ -149,17 +157,6 @@ def gradient_table(rows: list[dict[str, Any]], draws: int) -> str:
 # ------------------------------------------------------------------ time
 
 
-def timed(run: Callable[[], object]) -> Callable[[], float]:
-    """A run that says how long it took."""
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-
-    return seconds
-
-
 def there_and_back(numbers: Tensor, **settings: Any) -> Tensor:
     return dequantize_blockwise(quantize_blockwise(numbers, **settings))
 
@@ -266,12 +263,9 @@ def training_table(losses: dict[str, list[float]]) -> str:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_results(__doc__)
     parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of each comparison")
     parser.add_argument("--steps", type=int, default=Plan.steps, help="of each training")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
     return parser.parse_args(words)
 
 

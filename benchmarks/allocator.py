@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, heading, save, spread, table
+from common import heading, parser_with_results, save, spread, table
 
 from memlab.allocator import Replay, Settings, replay, simulate
 from memlab.trace import Event
@@ -118,14 +118,11 @@ def speed_table(found: dict[str, dict[str, float]]) -> str:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_results(__doc__)
     parser.add_argument("recordings", nargs="*", type=Path)
     parser.add_argument("--conf", default="", help="PYTORCH_ALLOC_CONF of the recordings")
     parser.add_argument("--capacity", type=parse_bytes, help="of the card they were made on")
     parser.add_argument("--events", type=int, default=EVENTS, help="of the generated trace")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the speed is written")
     return parser.parse_args(words)
 
 

@@ -13,26 +13,23 @@
 Prints Markdown, and writes a section each to `benchmarks/results/<machine>.json`.
 """
 
-import argparse
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from common import (
-    RESULTS,
     THREADS,
+    Report,
     Spread,
     heading,
-    progress,
+    parser_of_sections,
     ratios,
-    save,
+    reports,
     set_environment,
     side_by_side,
     table,
@@ -59,14 +56,6 @@ def torchs(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
 
 NAIVE, FLASH, TORCH = "score matrix", "tiles", "torch"
 WAYS: dict[str, Attend] = {NAIVE: attention_reference, FLASH: flash_attention, TORCH: torchs}
-
-
-class Report(NamedTuple):
-    """What a section has to say."""
-
-    sentence: str  # for the summary
-    markdown: str
-    plain: dict[str, Any]  # for the results
 
 
 @dataclass(frozen=True)
@@ -267,39 +256,18 @@ SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
 }
 
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--section",
-        action="append",
-        choices=SECTIONS,
-        help="run this section only (may be given more than once)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="short sequences, to see that it runs; writes nothing"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="the folder of the results (%(default)s)"
-    )
-    return parser.parse_args(words)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     set_environment()
-    given = arguments(words)
+    given = parser_of_sections(__doc__, SECTIONS, quick="short sequences").parse_args(words)
+    plan, results = (QUICK, None) if given.quick else (FULL, given.results)
     threads = torch.get_num_threads()
     torch.set_num_threads(int(THREADS))
     print(heading("Attention"))
     try:
-        with progress() as bar:
-            for name in given.section or SECTIONS:
-                report = SECTIONS[name](QUICK if given.quick else FULL, bar)
-                print(f"\n## {name}\n\n{report.sentence}\n\n{report.markdown}")
-                if not given.quick:
-                    content = {"summary": report.sentence, **report.plain}
-                    save(given.results, "attention", name, content)
+        for name, report in reports(
+            "attention", SECTIONS, given.section or SECTIONS, plan, results
+        ):
+            print(f"\n## {name}\n\n{report}")
     finally:
         torch.set_num_threads(threads)
     return 0

@@ -13,17 +13,24 @@
 Prints Markdown, and writes a section each to `benchmarks/results/<machine>.json`.
 """
 
-import argparse
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from common import RESULTS, Spread, heading, progress, ratios, save, set_environment, side_by_side
+from common import (
+    Report,
+    Spread,
+    core_seconds,
+    heading,
+    parser_of_sections,
+    ratios,
+    reports,
+    set_environment,
+    side_by_side,
+)
 from common import table as markdown_table
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -48,7 +55,6 @@ from memlab.checkpointing import (
 from memlab.checkpointing.operations import Operations
 from memlab.checkpointing.schedules import Schedule
 from memlab.data import batches, stdlib_bytes
-from memlab.metering.cycles import no_cycle_collection
 from memlab.model import GPT, PRESETS
 from memlab.units import format_bytes
 
@@ -56,14 +62,6 @@ Call = Callable[..., Any]  # how a block is called: call(block, x)
 Pass = Callable[[], None]  # forward and backward
 
 MOST = 1.05  # times torch's, in time
-
-
-class Report(NamedTuple):
-    """What a section has to say."""
-
-    sentence: str  # for the summary
-    markdown: str
-    plain: dict[str, Any]  # for the results
 
 
 @dataclass(frozen=True)
@@ -149,15 +147,6 @@ class Comparison:
         return "met" if self.ratio("memlab", "torch").median <= MOST else "missed"
 
 
-def timed(run: Pass) -> float:
-    """How long one core works on a pass, in which no cycle of Python objects is searched for; what
-    other processes do meanwhile does not count."""
-    with no_cycle_collection():
-        start = time.process_time()
-        run()
-        return time.process_time() - start
-
-
 def peak_bytes(run: Pass, model: nn.Module) -> int:
     """The most bytes alive at once, weights and all, from no gradient on."""
     model.zero_grad()
@@ -171,7 +160,8 @@ def compared(
     passes = {name: pass_of(call) for name, call in WAYS.items()}
     peaks = {name: peak_bytes(run, model) for name, run in passes.items()}
     return Comparison(
-        side_by_side({name: partial(timed, run) for name, run in passes.items()}, rounds), peaks
+        side_by_side({name: partial(core_seconds, run) for name, run in passes.items()}, rounds),
+        peaks,
     )
 
 
@@ -310,7 +300,7 @@ def outcomes(plan: Plan, bar: Progress) -> dict[str, Outcome]:
     peaks = {name: peak_bytes(run, model) for name, run in passes.items()}
     operations = {name: counted(run) for name, run in passes.items()}
     rounds = bar.track(range(plan.rounds), description="schedules")
-    seconds = side_by_side({n: partial(timed, run) for n, run in passes.items()}, rounds)
+    seconds = side_by_side({n: partial(core_seconds, run) for n, run in passes.items()}, rounds)
     found = {}
     for name, way in ways.items():
         is_predicted = way.using is checkpoint
@@ -363,37 +353,16 @@ SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
 }
 
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--section",
-        action="append",
-        choices=SECTIONS,
-        help="run this section only (may be given more than once)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny models, to see that it runs; nothing is written"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="the folder of the results (%(default)s)"
-    )
-    return parser.parse_args(words)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     set_environment()
-    given = arguments(words)
+    given = parser_of_sections(__doc__, SECTIONS, quick="tiny models").parse_args(words)
     torch.set_num_threads(1)  # of a kernel: the time of one core is the time that passes
     print(heading("Checkpointing"))
-    with progress() as bar:
-        for name in given.section or SECTIONS:
-            report = SECTIONS[name](QUICK if given.quick else FULL, bar)
-            print(f"\n## {name}\n\n{report.sentence}\n\n{report.markdown}")
-            if not given.quick:
-                content = {"summary": report.sentence, **report.plain}
-                save(given.results, "checkpointing", name, content)
+    plan, results = (QUICK, None) if given.quick else (FULL, given.results)
+    for name, report in reports(
+        "checkpointing", SECTIONS, given.section or SECTIONS, plan, results
+    ):
+        print(f"\n## {name}\n\n{report}")
     return 0
 
 

@@ -4,6 +4,8 @@ Every script prints Markdown on standard output and writes `results/<machine>.js
 each of its sections, so that a README can quote either and a later run replaces one section only.
 """
 
+import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -12,9 +14,12 @@ import select
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import memlab
 from memlab.files import write_beside
+from memlab.metering.cycles import no_cycle_collection
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,10 +64,10 @@ def machine() -> str:
     return f"cpu-{platform.machine() or 'unknown'}-{cores()}-cores"
 
 
-def circumstances() -> dict[str, str]:
-    """What a number holds for."""
+def circumstances(device: str | None = None) -> dict[str, str]:
+    """What a number holds for: on that device, or the CPU."""
     return {
-        "device": f"CPU ({platform.machine()}, {cores()} cores)",
+        "device": device or f"CPU ({platform.machine()}, {cores()} cores)",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "memlab": memlab.__version__,
@@ -69,9 +75,9 @@ def circumstances() -> dict[str, str]:
     }
 
 
-def heading(title: str) -> str:
+def heading(title: str, device: str | None = None) -> str:
     """A Markdown heading with device, versions and date in it."""
-    words = circumstances()
+    words = circumstances(device)
     software = ", ".join(f"{name} {words[name]}" for name in ("torch", "python", "memlab"))
     return f"# {title}: {words['device']}, {software}, {words['date']}"
 
@@ -122,6 +128,26 @@ def side_by_side(
         for name in list(runs) if number % 2 == 0 else reversed(runs):
             seconds[name].append(runs[name]())
     return seconds
+
+
+def timed(run: Callable[[], object]) -> Callable[[], float]:
+    """A run that says how long it took."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return seconds
+
+
+def core_seconds(run: Callable[[], object]) -> float:
+    """How long one core works on it, while no cycle of Python objects is searched for; what other
+    processes do meanwhile does not count."""
+    with no_cycle_collection():
+        start = time.process_time()
+        run()
+        return time.process_time() - start
 
 
 def ratios(of: Sequence[float], to: Sequence[float]) -> Spread:
@@ -189,15 +215,87 @@ def anonymous_bytes(process: int) -> int:
     return int(found[1]) * 2**10 if found else 0
 
 
+# ------------------------------------------------------------------ what a script is asked
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """Shows a script's docstring as it is; the script adds its options."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def parser_with_results(doc: str) -> argparse.ArgumentParser:
+    made = parser(doc)
+    made.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
+    return made
+
+
+def parser_of_sections(doc: str, sections: Iterable[str], quick: str) -> argparse.ArgumentParser:
+    """For a script in sections, which runs all of them or some; `quick` says what is small then."""
+    made = parser_with_results(doc)
+    made.add_argument(
+        "--section",
+        action="append",
+        choices=list(sections),
+        help="run this section only (may be given more than once)",
+    )
+    made.add_argument(
+        "--quick", action="store_true", help=f"{quick}, to see that it runs; writes nothing"
+    )
+    return made
+
+
+@cache
+def kinds_of_steps() -> ModuleType:
+    """`tests/metering/kinds.py`: what the tests hold the meter against."""
+    spec = importlib.util.spec_from_file_location("kinds", ROOT / "tests/metering/kinds.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # ------------------------------------------------------------------ results
 
 
-def save(folder: Path, benchmark: str, section: str, content: dict[str, Any]) -> Path:
+class Report(NamedTuple):
+    """What a section has to say."""
+
+    sentence: str  # for the summary
+    markdown: str
+    plain: dict[str, Any]  # for the results
+
+    def __str__(self) -> str:
+        return f"{self.sentence}\n\n{self.markdown}"
+
+
+def reports(
+    benchmark: str,
+    sections: Mapping[str, Callable[[Any, Progress], Report]],
+    names: Iterable[str],
+    plan: Any,
+    results: Path | None,
+) -> Iterator[tuple[str, Report]]:
+    """What the sections of these names say of the plan, each written as soon as it is done; with no
+    folder for results, nothing is."""
+    with progress() as bar:
+        for name in names:
+            report = sections[name](plan, bar)
+            if results is not None:
+                save(results, benchmark, name, {"summary": report.sentence, **report.plain})
+            yield name, report
+
+
+def save(folder: Path, benchmark: str, section: str, content: Mapping[str, Any]) -> Path:
     """Put a section into the results of this machine; the other sections stay as they are."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{machine()}.json"
+    return put(folder / f"{machine()}.json", benchmark, section, {**circumstances(), **content})
+
+
+def put(path: Path, benchmark: str, section: str, entry: Mapping[str, Any]) -> Path:
+    """Put a section into a file of results, in the place of what was there of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    results.setdefault(benchmark, {})[section] = {**circumstances(), **content}
+    results.setdefault(benchmark, {})[section] = entry
     text = json.dumps(results, indent=1, ensure_ascii=False)
     with write_beside(path) as beside:
         beside.write_text(text + "\n", encoding="utf-8")

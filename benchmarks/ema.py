@@ -27,17 +27,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from common import (
-    RESULTS,
+    Report,
     Runner,
     Spread,
     heading,
-    progress,
+    parser_of_sections,
     ratios,
-    save,
+    reports,
     set_environment,
     side_by_side,
     table,
@@ -67,14 +67,6 @@ OUTER, FUSED = "snapshots outside", "snapshots outside, fused"
 TRACKED = (0.05, 0.10)
 WANTED = (0.07, 0.06, 0.08, 0.12)  # of one, the first
 FASTER, MOST_BYTES, MOST_BUFFERS = 2.0, 64 * 2**20, 12 * 2**20
-
-
-class Report(NamedTuple):
-    """What a section has to say."""
-
-    sentence: str  # for the summary
-    markdown: str
-    plain: dict[str, Any]  # for the results
 
 
 @dataclass(frozen=True)
@@ -123,7 +115,7 @@ def track(plan: Plan, folder: Path, **settings: Any) -> PostHocEMA:
     return ema
 
 
-def theirs_of(plan: Plan, folder: Path, model: nn.Module, every: int | str = "manual") -> Any:
+def theirs_of(folder: Path, model: nn.Module, every: int | str = "manual") -> Any:
     from ema_pytorch import PostHocEMA as Theirs
 
     return Theirs(
@@ -135,7 +127,7 @@ def theirs_of(plan: Plan, folder: Path, model: nn.Module, every: int | str = "ma
 def track_theirs(plan: Plan, folder: Path) -> None:
     """Their snapshots at every step."""
     model = model_of(plan)
-    theirs = theirs_of(plan, folder, model, every=1)
+    theirs = theirs_of(folder, model, every=1)
     trained(plan, lambda step: theirs.update(), model)
 
 
@@ -182,7 +174,7 @@ def fused_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], obje
 
 
 def theirs_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
-    theirs = theirs_of(plan, folder, model_of(plan))
+    theirs = theirs_of(folder, model_of(plan))
     return lambda: [theirs.synthesize_ema_model(sigma_rel=sigma) for sigma in WANTED[:count]]
 
 
@@ -497,22 +489,8 @@ SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--section",
-        action="append",
-        choices=SECTIONS,
-        help="run this section only (may be given more than once)",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="a small model, to see that it runs; writes nothing"
-    )
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, help="the folder of the results (%(default)s)"
-    )
-    parser.add_argument("--serve", nargs=7, help=argparse.SUPPRESS)
+    parser = parser_of_sections(__doc__, SECTIONS, quick="a small model")
+    parser.add_argument("--serve", nargs=7, help=argparse.SUPPRESS)  # for a Runner
     return parser.parse_args(words)
 
 
@@ -525,13 +503,9 @@ def main(words: Sequence[str] | None = None) -> int:
         serve(plan, Path(folder), Task(place, int(count)), way)
         return 0
     print(heading("Post-hoc EMA"))
-    with progress() as bar:
-        for name in given.section or SECTIONS:
-            report = SECTIONS[name](QUICK if given.quick else FULL, bar)
-            print(f"\n## {name}\n\n{report.sentence}\n\n{report.markdown}")
-            if not given.quick:
-                content = {"summary": report.sentence, **report.plain}
-                save(given.results, "ema", name, content)
+    plan, results = (QUICK, None) if given.quick else (FULL, given.results)
+    for name, report in reports("ema", SECTIONS, given.section or SECTIONS, plan, results):
+        print(f"\n## {name}\n\n{report}")
     return 0
 
 

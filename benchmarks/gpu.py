@@ -38,7 +38,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common import set_environment
+from common import Report, heading, parser, set_environment
 from gpu_sections import (
     allocator_section,
     archive,
@@ -51,7 +51,7 @@ from gpu_sections import (
     predict_section,
     verdict_section,
 )
-from gpu_sections.bench import Bench, Report, heading
+from gpu_sections.bench import Bench
 from gpu_sections.day_jobs import SIDE_BY_SIDE
 from gpu_sections.jobs import Archive, Here, Job, Processes, answer, at_once, hidden_gpu, serve
 
@@ -90,31 +90,29 @@ SECTIONS: dict[str, Section] = {
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
+    made = parser(__doc__)
+    made.add_argument(
         "--section",
         action="append",
         metavar="NAME",
         help="run this section only (may be given more than once)",
     )
-    parser.add_argument("--list", action="store_true", help="name the sections and end")
-    parser.add_argument(
+    made.add_argument("--list", action="store_true", help="name the sections and end")
+    made.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where results and recordings are written"
     )
-    parser.add_argument(
+    made.add_argument(
         "--quick", action="store_true", help="small models, to see that it runs; use with --out"
     )
-    parser.add_argument(
+    made.add_argument(
         "--from",
         type=Path,
         metavar="ARCHIVE",
         dest="archive",
         help="hold predictions against histories that a GPU recorded before; writes nothing",
     )
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)  # for a process of ours
-    return parser.parse_args(words)
+    made.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)  # for a process of ours
+    return made.parse_args(words)
 
 
 def complaint(names: Sequence[str]) -> str | None:
@@ -129,7 +127,7 @@ def run(bench: Bench, names: Sequence[str]) -> bool:
     is_whole = True
     if bench.keeps:
         archive.tidy(bench.archive_path)  # a run that was killed may have left half a line
-    print(heading(bench.facts), flush=True)
+    print(heading("On a GPU", bench.facts["device"]), flush=True)
     for name in names:
         bench.section = name
         bench.say(SECTIONS[name].summary)
@@ -140,7 +138,7 @@ def run(bench: Bench, names: Sequence[str]) -> bool:
             bench.say(f"broke off: {type(error).__name__}: {error}")
             continue
         bench.keep(kept(report))
-        print(f"\n## {name}\n\n{report.sentence}\n\n{report.markdown}", flush=True)
+        print(f"\n## {name}\n\n{report}", flush=True)
     if bench.keeps:
         archive.tidy(bench.archive_path)
     return is_whole

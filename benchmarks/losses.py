@@ -13,16 +13,24 @@ Prints Markdown, and writes a section each to `benchmarks/results/<machine>.json
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import RESULTS, Spread, heading, progress, ratios, save, set_environment, side_by_side
+from common import (
+    Spread,
+    core_seconds,
+    heading,
+    parser_with_results,
+    progress,
+    ratios,
+    save,
+    set_environment,
+    side_by_side,
+)
 from common import table as markdown_table
 from rich.progress import Progress
 from torch import Tensor
@@ -30,7 +38,6 @@ from torch.nn import LinearCrossEntropyOptions
 
 import memlab
 from memlab.losses import chunk_rows, chunked_cross_entropy, cross_entropy_reference
-from memlab.metering.cycles import no_cycle_collection
 from memlab.units import format_bytes
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -102,14 +109,6 @@ def peak_bytes(loss: Loss, given: Sequence[Tensor]) -> int:
     return trace.peak_bytes - sum(x.nbytes for x in given)
 
 
-def timed(run: Callable[[], object]) -> float:
-    """How long one core works on it; what other processes do meanwhile does not count."""
-    with no_cycle_collection():
-        start = time.process_time()
-        run()
-        return time.process_time() - start
-
-
 def relative_error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
@@ -125,7 +124,7 @@ def compared(plan: Plan, dtype: torch.dtype, bar: Progress) -> dict[str, Row]:
         name: [relative_error(*pair) for pair in zip(gradients(loss, *given), exact, strict=True)]
         for name, loss in ways.items()
     }
-    runs = {n: partial(timed, partial(gradients, loss, *given)) for n, loss in ways.items()}
+    runs = {n: partial(core_seconds, partial(gradients, loss, *given)) for n, loss in ways.items()}
     rounds = bar.track(range(plan.rounds), description=str(dtype).removeprefix("torch."))
     seconds = side_by_side(runs, rounds)
     return {name: Row(peaks[name], seconds[name], *errors[name]) for name in ways}
@@ -162,12 +161,9 @@ def sentence(found: dict[str, Row]) -> str:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_results(__doc__)
     parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of each comparison")
     parser.add_argument("--float32-only", action="store_true", help="leave out bfloat16")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
     return parser.parse_args(words)
 
 

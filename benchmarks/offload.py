@@ -29,11 +29,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Spread, heading, progress, ratios, save, set_environment, side_by_side
+from common import (
+    Spread,
+    heading,
+    parser_with_results,
+    progress,
+    ratios,
+    save,
+    set_environment,
+    side_by_side,
+)
 from common import table as markdown_table
 from rich.progress import Progress
 from torch import nn
@@ -267,14 +275,11 @@ def sentence(found: dict[str, Row]) -> str:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_results(__doc__)
     parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of the comparison")
     parser.add_argument(
         "--model", default=Plan.setting.model, choices=PRESETS, metavar="NAME", help="what trains"
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
     return parser.parse_args(words)
 
 

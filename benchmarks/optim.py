@@ -30,11 +30,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Spread, heading, progress, ratios, save, set_environment, side_by_side
+from common import (
+    Spread,
+    heading,
+    parser_with_results,
+    progress,
+    ratios,
+    save,
+    set_environment,
+    side_by_side,
+)
 from common import table as markdown
 from torch import Tensor, nn
 
@@ -316,11 +324,8 @@ def sentences(taken: dict[int, dict[str, list[float]]]) -> Iterator[str]:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_results(__doc__)
     parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of steps that are timed")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
     return parser.parse_args(words)
 
 

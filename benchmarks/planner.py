@@ -36,11 +36,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, heading, progress, save, set_environment
+from common import heading, parser_with_results, progress, save, set_environment
 from common import table as markdown_table
 from torch import nn
 
@@ -442,11 +441,8 @@ def _pair(spread: tuple[float, float] | None) -> str:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_results(__doc__)
     parser.add_argument("--quick", action="store_true", help="few and tiny, to see that it runs")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
     return parser.parse_args(words)
 
 

@@ -11,15 +11,23 @@ where that is installed. Prints Markdown, and writes `benchmarks/results/<machin
 import argparse
 import importlib.util
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import RESULTS, Spread, heading, ratios, save, set_environment, side_by_side, table
+from common import (
+    Spread,
+    heading,
+    parser_with_results,
+    ratios,
+    save,
+    set_environment,
+    side_by_side,
+    table,
+    timed,
+)
 from torch import Tensor, nn
 
 import memlab
@@ -154,17 +162,6 @@ def range_table(rows: dict[str, dict[str, float]]) -> str:
 # ------------------------------------------------------------------ time
 
 
-def timed(run: Callable[[], object]) -> Callable[[], float]:
-    """A run that says how long it took."""
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-
-    return seconds
-
-
 def scaler_runs(tensors: int, numbers: int) -> dict[str, Callable[[], float]]:
     """The part of a step that is the scaler's: unscale, step (by nothing), update."""
     weights = [nn.Parameter(torch.zeros(numbers)) for _ in range(tensors)]
@@ -215,12 +212,9 @@ def compared(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spr
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_results(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each comparison of times")
     parser.add_argument("--steps", type=int, default=STEPS, help="of training, before gradients")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
     return parser.parse_args(words)
 
 

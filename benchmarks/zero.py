@@ -31,8 +31,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import (
-    RESULTS,
     heading,
+    parser_with_results,
     ratios,
     save,
     set_environment,
@@ -195,9 +195,7 @@ def processes_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_results(__doc__)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--runs", nargs="+", default=RUNS, metavar="MODEL:RANKS")
     parser.add_argument("--stages", nargs="+", type=int, default=(1, 2, 3))
@@ -205,7 +203,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="25m", help="of the processes")
     parser.add_argument("--tokens", type=int, default=64, help="of a processes' sequence")
     parser.add_argument("--rounds", type=int, default=20, help="of the processes")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
     return parser.parse_args(words)
 
 

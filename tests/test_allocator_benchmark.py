@@ -1,22 +1,17 @@
 """The allocator's benchmark prints what replays and simulations come to."""
 
 import gzip
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from scripts import script
 
 from memlab.allocator import history, simulate
 from memlab.trace import Event
 
-FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 MIB = 2**20
 
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("allocator")
+benchmark = script("allocator")
 
 
 def two_events() -> list[Event]:

@@ -1,24 +1,19 @@
 """The benchmark of activation compression computes what it prints."""
 
-import importlib
 import itertools
 import json
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 
 from memlab.saved import encoded
 
 pytestmark = pytest.mark.slow  # a whole script, run small
 
-FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("activation_compression")
+benchmark = script("activation_compression")
 
 SMALL = benchmark.Plan(batch=2, seq_len=32, width=32, draws=2, numbers=2000, seeds=1)
 

@@ -1,22 +1,17 @@
 """The benchmark of losses computes what it prints."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 
 from memlab.losses import chunked_cross_entropy
 
 pytestmark = pytest.mark.slow  # a whole script, run small
 
-FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("losses")
+benchmark = script("losses")
 
 SMALL = benchmark.Plan(rows=64, width=16, vocab_size=500, chunks=(4, 64))
 

@@ -1,13 +1,11 @@
 """The benchmark of offloading computes what it prints."""
 
-import importlib
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 
 from memlab.model import PRESETS
 from memlab.offload import HostStore, Traffic
@@ -15,11 +13,8 @@ from memlab.train import Setting
 
 pytestmark = pytest.mark.slow  # a whole script, run small
 
-FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("offload")
+benchmark = script("offload")
 
 SMALL = benchmark.Plan(Setting("tiny", batch=4, seq_len=64), sub_group=2**13, alone_bytes=2**12)
 N = PRESETS["tiny"].parameters

@@ -2,12 +2,11 @@
 
 import importlib
 import json
-import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from scripts import script
 
 from memlab.model import GPTConfig
 from memlab.trace import Event, Trace
@@ -15,11 +14,8 @@ from memlab.train import Setting, build, combined, measured
 
 pytestmark = pytest.mark.slow  # a whole script, run small
 
-FOLDER = str(Path(__file__).parents[1] / "benchmarks")
 
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("planner")
+benchmark = script("planner")
 
 Case = benchmark.Case
 # s·b·h = 16·2·8 = 256, a·s/h = 4, v/h = 12.5, L = 3.

@@ -1,6 +1,5 @@
 """The benchmarks compute what they print: a wrong meter, a wrong dry run or a slow one shows up."""
 
-import importlib
 import io
 import json
 import socket
@@ -8,11 +7,11 @@ import subprocess
 import sys
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from rich.progress import Progress
+from scripts import script
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -24,16 +23,12 @@ from memlab.metering.storages import StorageMeter
 ROOT = Path(__file__).parents[1]
 
 
-def benchmark(name: str) -> ModuleType:
-    """A script's module; scripts import each other by name."""
-    folder = str(ROOT / "benchmarks")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-common, meter = benchmark("common"), benchmark("meter")
-KINDS = meter.kinds_of_steps().KINDS
+common, meter = script("common"), script("meter")
+plans, observers, tallies, exactness, dry_runs, costs = (
+    script(f"meter_sections.{name}")
+    for name in ("plans", "observers", "tallies", "exactness", "dry_runs", "costs")
+)
+KINDS = common.kinds_of_steps().KINDS
 
 
 # ------------------------------------------------------------------ exactness
@@ -53,22 +48,24 @@ def two_tensors() -> tuple:
 
 def test_the_truth_is_every_byte_alive():
     zeros_beside_their_sum = 200
-    assert meter.truth_of(two_tensors).peak_bytes == 400 + 80 + 800 + 200 + zeros_beside_their_sum
+    assert (
+        observers.truth_of(two_tensors).peak_bytes == 400 + 80 + 800 + 200 + zeros_beside_their_sum
+    )
 
 
 def test_where_watching_moves_the_peak_memlab_alone_is_right():
-    row = meter.exactness_of("fan_out", KINDS["fan_out"])
+    row = exactness.exactness_of("fan_out", KINDS["fan_out"])
     assert row.right == "memlab"
     assert row.mem_tracker == row.watched > 0
 
 
 def test_a_meter_that_keeps_what_watching_adds_shows_up_as_inexact(monkeypatch):
     monkeypatch.setattr(storages, "is_in_place_unwatched", lambda *arguments: False)
-    row = meter.exactness_of("fan_out", KINDS["fan_out"])
+    row = exactness.exactness_of("fan_out", KINDS["fan_out"])
     assert row.memlab == row.watched
     assert row.missing > 0
     assert "memlab's peak is exact to the byte in 0 (at worst +4.008 %)" in (
-        meter.exactness_sentence([row])
+        exactness.exactness_sentence([row])
     )
 
 
@@ -82,36 +79,36 @@ def test_a_meter_that_misses_an_allocation_shows_up_as_inexact(monkeypatch):
         return storage
 
     monkeypatch.setattr(storages.StorageMeter, "_born", see_all_but_one)
-    assert meter.exactness_of("two tensors", two_tensors).unseen == 1
+    assert exactness.exactness_of("two tensors", two_tensors).unseen == 1
 
 
 def test_what_mem_tracker_refuses_for_a_second_call_it_gets_again_with_resets():
-    answer = meter.tracked(KINDS["lbfgs"], meter.truth_of(KINDS["lbfgs"]).peak_bytes)
-    assert answer == meter.Tracked(0, needs_resets=True)
+    answer = observers.tracked(KINDS["lbfgs"], observers.truth_of(KINDS["lbfgs"]).peak_bytes)
+    assert answer == observers.Tracked(0, needs_resets=True)
 
 
 def test_a_refusal_is_one_phrase_and_counts_as_no_answer():
-    answer = meter.tracked(KINDS["recommender_sparse_gradients"], truth_bytes=1)
+    answer = observers.tracked(KINDS["recommender_sparse_gradients"], truth_bytes=1)
     assert answer.figure == "sparse tensors"
-    assert meter.tally([(answer.figure, 1)]).answers == 0
+    assert tallies.tally([(answer.figure, 1)]).answers == 0
 
 
 def test_an_unknown_error_is_told_by_its_first_line():
-    assert meter.in_a_phrase(OSError("no room\nat all")) == "OSError: no room"
+    assert observers.in_a_phrase(OSError("no room\nat all")) == "OSError: no room"
 
 
 def test_scratch_at_the_peak_is_named_by_its_operator():
-    names = meter.scratch_at_peak(meter.truth_of(KINDS["linear_algebra"]).recording)
+    names = exactness.scratch_at_peak(observers.truth_of(KINDS["linear_algebra"]).recording)
     assert next(iter(names)) == "aten::_trilinear"
 
 
 def test_a_tally_counts_exact_close_and_worst():
     figures = [(0, 1000), (-1, 10_000), (30, 1000), (-50, 1000), ("refuses", 1000)]
-    assert meter.tally(figures) == meter.Tally(answers=4, exact=1, close=2, worst=-0.05)
+    assert tallies.tally(figures) == tallies.Tally(answers=4, exact=1, close=2, worst=-0.05)
 
 
 def test_a_reason_stands_once_for_all_kinds_that_it_holds_for():
-    lines = meter.grouped("memlab", {"a": "why", "b": "else", "c": "why"})
+    lines = tallies.grouped("memlab", {"a": "why", "b": "else", "c": "why"})
     assert lines == ["memlab on a, c: why", "memlab on b: else"]
 
 
@@ -119,13 +116,13 @@ def test_a_reason_stands_once_for_all_kinds_that_it_holds_for():
 
 
 def test_a_dry_run_equal_to_the_real_one_is_called_equal():
-    row = meter.dry_run_of("unet", KINDS["unet"])
+    row = dry_runs.dry_run_of("unet", KINDS["unet"])
     assert (row.memlab, row.equal_events, row.unlike) == (0, True, [])
 
 
 def test_a_dry_run_with_a_smaller_storage_shows_up_and_is_named(monkeypatch):
     monkeypatch.setattr(fake, "enlarge", lambda *arguments: None)
-    row = meter.dry_run_of("autoencoder", KINDS["autoencoder"])
+    row = dry_runs.dry_run_of("autoencoder", KINDS["autoencoder"])
     assert row.memlab == row.mem_tracker < 0
     assert not row.equal_events
     assert row.unlike == ["aten.mse_loss.default"]
@@ -134,21 +131,21 @@ def test_a_dry_run_with_a_smaller_storage_shows_up_and_is_named(monkeypatch):
 # ------------------------------------------------------------------ cost
 
 
-def costs(**seconds: list[float]) -> object:
+def costs_of(**seconds: list[float]) -> object:
     names = {"bare": "bare fake tensors", "dry": "dry run, metered", "lines": "metered, with lines"}
     names["tracker"] = "MemTracker, fake tensors"
-    names["two_steps"], names["predicted"] = meter.WHOLE
+    names["two_steps"], names["predicted"] = costs.WHOLE
     named = {names.get(name, name): values for name, values in seconds.items()}
     once = dict.fromkeys(named, 6.0)
-    return meter.Costs(named, construction_seconds=once, peak_bytes=dict.fromkeys(named, 2**30))
+    return costs.Costs(named, construction_seconds=once, peak_bytes=dict.fromkeys(named, 2**30))
 
 
 def test_an_aim_is_met_or_missed_by_the_median_of_the_ratios():
-    lines = meter.cost_lines(
-        real=costs(plain=[1.0, 2.0, 4.0], metered=[1.1, 2.2, 8.0], lines=[2.0, 4.0, 8.0]),
-        dry=costs(bare=[1.0, 1.0, 1.0], dry=[1.2, 1.4, 1.5]),
-        theirs=costs(bare=[1.0], tracker=[12.0]),
-        whole=costs(two_steps=[1.0, 1.0, 2.0], predicted=[1.2, 1.3, 4.0]),
+    lines = costs.cost_lines(
+        real=costs_of(plain=[1.0, 2.0, 4.0], metered=[1.1, 2.2, 8.0], lines=[2.0, 4.0, 8.0]),
+        dry=costs_of(bare=[1.0, 1.0, 1.0], dry=[1.2, 1.4, 1.5]),
+        theirs=costs_of(bare=[1.0], tracker=[12.0]),
+        whole=costs_of(two_steps=[1.0, 1.0, 2.0], predicted=[1.2, 1.3, 4.0]),
         torch_bytes=2**30 - 2**28,
     )
     verdicts = {name: line.cells()[-1] for name, line in lines.items()}
@@ -171,23 +168,23 @@ OBSERVERS = {  # the innermost mode while a step is timed
 }
 
 
-@pytest.mark.parametrize("name", meter.RUNS)
+@pytest.mark.parametrize("name", costs.RUNS)
 def test_a_served_run_steps_once_unobserved_and_once_for_each_line(name, monkeypatch, capsys):
     observers = []
 
     def model(size: object) -> tuple:
         return (lambda: observers.append(_get_current_dispatch_mode())), nn.Linear(1, 1), None
 
-    monkeypatch.setattr(meter, "language_model", model)
+    monkeypatch.setattr(costs, "language_model", model)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n"))
-    meter.serve(name, meter.QUICK.dry)
+    costs.serve(name, plans.QUICK.dry)
     first, *timed = observers
     assert not isinstance(first, (StorageMeter, MemTracker))
     assert [mode and type(mode) for mode in timed] == [OBSERVERS[name]] * 2
     assert len(capsys.readouterr().out.split()) == 3
 
 
-@pytest.mark.parametrize("name", meter.WHOLE)
+@pytest.mark.parametrize("name", costs.WHOLE)
 def test_a_whole_run_builds_and_takes_two_steps_each_time(name, monkeypatch, capsys):
     done = []
 
@@ -195,17 +192,17 @@ def test_a_whole_run_builds_and_takes_two_steps_each_time(name, monkeypatch, cap
         done.append("built")
         return (lambda: done.append("step")), None, None
 
-    monkeypatch.setattr(meter, "language_model", model)
+    monkeypatch.setattr(costs, "language_model", model)
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    meter.serve(name, meter.QUICK.dry)
+    costs.serve(name, plans.QUICK.dry)
     assert done == ["built", "step", "step"] * 2
     assert len(capsys.readouterr().out.split()) == 2
 
 
 def test_a_served_run_answers_with_seconds(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
-    monkeypatch.setattr(meter.time, "perf_counter", count().__next__)  # a second between two looks
-    meter.serve("plain", meter.QUICK.real)
+    monkeypatch.setattr(costs.time, "perf_counter", count().__next__)  # a second between two looks
+    costs.serve("plain", plans.QUICK.real)
     assert capsys.readouterr().out.split() == ["1", "1"]
 
 
@@ -287,14 +284,14 @@ def test_stopping_while_results_are_written_leaves_the_old_ones(tmp_path, monkey
     assert [path] == list(tmp_path.iterdir())
 
 
-def test_sections_that_are_done_are_written_when_a_later_one_is_stopped(tmp_path, monkeypatch):
+def test_sections_that_are_done_are_written_when_a_later_one_is_stopped(tmp_path):
     def stop(plan: object, bar: Progress) -> None:
         raise KeyboardInterrupt
 
-    done = meter.Report("a sentence", "a table", {"rows": []})
-    monkeypatch.setattr(meter, "SECTIONS", {"exactness": lambda plan, bar: done, "cost": stop})
+    done = common.Report("a sentence", "a table", {"rows": []})
+    sections = {"exactness": lambda plan, bar: done, "cost": stop}
     with pytest.raises(KeyboardInterrupt):
-        meter.reports(["exactness", "cost"], meter.QUICK, tmp_path)
+        dict(common.reports("meter", sections, sections, plans.QUICK, tmp_path))
     (path,) = tmp_path.iterdir()
     assert set(json.loads(path.read_text(encoding="utf-8"))["meter"]) == {"exactness"}
 
@@ -317,5 +314,5 @@ def test_the_command_prints_a_summary_and_a_table_for_its_section():
     assert heading.startswith("# The meter: CPU")
     assert f"torch {torch.__version__}" in heading
     assert summary.startswith("A dry run, which takes no memory, has every event of the real step")
-    for kind in meter.chosen_kinds(meter.QUICK):
+    for kind in plans.chosen_kinds(plans.QUICK):
         assert f"\n| {kind} |" in run.stdout

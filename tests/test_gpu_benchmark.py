@@ -1,18 +1,17 @@
 """What benchmarks/gpu.py does without a GPU: predict, compare, score, keep, and run processes."""
 
-import importlib
 import json
 import os
 import re
-import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from quick import quick
+from scripts import script as part
 
 import memlab
 from memlab.allocator import Allocator, Settings, history, recording
@@ -28,15 +27,7 @@ ROOT = Path(__file__).parents[1]
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
-def part(name: str) -> ModuleType:
-    """A module of the benchmark, whose folder is on no path but this."""
-    folder = str(ROOT / "benchmarks")
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    return importlib.import_module(name)
-
-
-gpu = part("gpu")
+gpu, common = part("gpu"), part("common")
 archive, bench, configurations, day_jobs, jobs, meter_kinds, predictions, recorder, streams = (
     part(f"gpu_sections.{name}")
     for name in (
@@ -967,10 +958,10 @@ def few_recipes(monkeypatch):
     recipes, trainings = planner_jobs.RECIPES, planner_jobs.TRAININGS
     few = {name: recipes[name] for name in ("124m, 8 × 1024, float32, lora",)}
     one = {"llama-2-7b": replace(trainings["llama-2-7b"], techniques="sgd+chunked-loss")}
-    for part in (planner_jobs, planner_section):
-        monkeypatch.setattr(part, "RECIPES", few)
-        monkeypatch.setattr(part, "TRAININGS", one)
-        monkeypatch.setattr(part, "STEPS", 2)
+    for each in (planner_jobs, planner_section):
+        monkeypatch.setattr(each, "RECIPES", few)
+        monkeypatch.setattr(each, "TRAININGS", one)
+        monkeypatch.setattr(each, "STEPS", 2)
 
 
 def test_there_are_enough_recipes_and_each_can_be_built():
@@ -1121,7 +1112,7 @@ def test_a_section_that_breaks_does_not_take_the_others_with_it(rehearsal, monke
     def breaks(run):
         raise RuntimeError("no room")
 
-    report = bench.Report("All is well.", "a table", {"of": 1, "rows": []})
+    report = common.Report("All is well.", "a table", {"of": 1, "rows": []})
     sections = {
         "first": gpu.Section("", lambda run: report),
         "broken": gpu.Section("", breaks),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up. A part is a module or a package right below memlab. `import memlab` imports
 # `__init__`, the public names: the command line may, as any user of memlab may.
 LAYERS = (
-    ("units", "files", "pieces", "snapshot", "host"),  # bytes and files: how they are written, held
+    ("units", "files", "pieces", "snapshot", "host", "closures"),  # what any part may need
     ("trace", "quantize", "rounding", "saved"),
     (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),

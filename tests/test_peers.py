@@ -1,20 +1,15 @@
 """README's table beside production is what the results say, its count of verdicts RULES.md's."""
 
 import copy
-import importlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import script
 
 ROOT = Path(__file__).parents[1]
-FOLDER = str(ROOT / "benchmarks")
-
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-peers = importlib.import_module("peers")
+peers = script("peers")
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = json.loads((peers.RESULTS / peers.MEASURED_ON).read_text(encoding="utf-8"))

@@ -8,12 +8,12 @@ what the same run would reserve without.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from common import table
+from common import Report, table
 
 from memlab.allocator import Replay, Settings, replay
 from memlab.units import format_bytes
 
-from .bench import Bench, Report
+from .bench import Bench
 from .configurations import CONFIGURATIONS
 from .jobs import first_line
 from .predictions import Prediction, predicted, settings_of

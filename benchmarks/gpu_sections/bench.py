@@ -1,35 +1,20 @@
 """What a section is given: jobs to have done, a place to tell, a place to keep what it finds."""
 
-import json
-import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
-from common import RESULTS, ROOT
-
-import memlab
-from memlab.files import write_beside
+from common import RESULTS, ROOT, circumstances, put
 
 from . import archive
 from .configurations import FULL, SMALL, Size
 from .jobs import Answer, Job
 
 RECORDINGS = ROOT / "tests" / "recordings"
-
-
-class Report(NamedTuple):
-    """What a section has to say."""
-
-    sentence: str  # for the summary
-    markdown: str
-    plain: dict[str, Any]  # for the results
 
 
 class Server(Protocol):
@@ -68,6 +53,19 @@ class Bench:
         job = Job(task, configuration, **options, small=self.small, rehearsal=self.rehearsal)
         return self.server.submit(job)
 
+    def in_turn(self, task: str, names: Iterable[str]) -> dict[str, Answer]:
+        """The answers to jobs that are timed, and so done one after the other.
+
+        RuntimeError if one failed: readers are shown what is kept.
+        """
+        found: dict[str, Answer] = {}
+        for name in names:
+            found[name] = self.submit(task, name).result()
+            self.say(f"{name}: {found[name].get('failure') or found[name]['what']}")
+        if failures := [f"{name}: {a['failure']}" for name, a in found.items() if "failure" in a]:
+            raise RuntimeError("; ".join(failures))
+        return found
+
     def say(self, line: str) -> None:
         """A line for whoever waits."""
         print(f"{self.section}: {line}", file=sys.stderr, flush=True)
@@ -92,14 +90,8 @@ class Bench:
         of it; the other sections stay."""
         if not self.keeps:
             return
-        path = self.results_path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        entry = {**circumstances(self.facts), **content}
-        results.setdefault("gpu", {})[self.section] = entry
-        with write_beside(path) as beside:
-            text = json.dumps(results, indent=1, ensure_ascii=False)
-            beside.write_text(text + "\n", encoding="utf-8")
+        entry = {**circumstances(self.facts["device"]), **content}
+        put(self.results_path, "gpu", self.section, entry)
 
     def keep_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """What a section that is not done yet has; a run that is killed leaves it."""
@@ -108,23 +100,15 @@ class Bench:
     def keep_recording(self, recording: Mapping[str, Any]) -> None:
         """Put a history into the archive, with all that is needed to make the same step again."""
         if self.keeps:
-            facts = {"facts": dict(self.facts), **circumstances(self.facts)}
+            facts = {"facts": dict(self.facts), **circumstances(self.facts["device"])}
             archive.add(self.archive_path, {**recording, **facts})
 
 
-def circumstances(facts: Mapping[str, Any]) -> dict[str, str]:
-    """What a number holds for."""
+def facts_by_name(found: Mapping[str, Answer]) -> dict[str, Any]:
+    """All that the answers say, each fact under its answer's name."""
     return {
-        "device": facts["device"],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "memlab": memlab.__version__,
-        "date": date.today().isoformat(),
+        f"{name}, {fact}": value
+        for name, answer in found.items()
+        for fact, value in answer.items()
+        if fact != "what"
     }
-
-
-def heading(facts: Mapping[str, Any]) -> str:
-    """A Markdown heading with device, versions and date in it."""
-    words = circumstances(facts)
-    software = ", ".join(f"{name} {words[name]}" for name in ("torch", "python", "memlab"))
-    return f"# On a GPU: {words['device']}, {software}, {words['date']}"

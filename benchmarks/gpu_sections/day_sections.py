@@ -6,11 +6,11 @@ what the step was under `what`. So there are no rows here and nothing nested.
 
 from typing import Any
 
-from common import table
+from common import Report, table
 
 from memlab.units import format_bytes
 
-from .bench import Bench, Report
+from .bench import Bench
 from .day_jobs import SIDE_BY_SIDE
 
 

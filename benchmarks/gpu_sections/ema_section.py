@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from common import table
+from common import Report, table
 
 from memlab.units import format_bytes
 
-from .bench import Bench, Report
+from .bench import Bench, facts_by_name
 from .ema_jobs import ON_THE_HOST, PLACES
 
 HEADER = ("averages", "bytes", "held of the GPU", "most in an update", "most in a synthesis",
@@ -14,16 +14,8 @@ HEADER = ("averages", "bytes", "held of the GPU", "most in an update", "most in 
 
 
 def run(bench: Bench) -> Report:
-    """One after the other: they are timed."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in PLACES:
-        found[name] = bench.submit("ema", name).result()
-        bench.say(f"{name}: {found[name].get('failure') or found[name]['what']}")
-    if failures := [f"{name}: {a['failure']}" for name, a in found.items() if "failure" in a]:
-        raise RuntimeError("; ".join(failures))  # readers are shown what is kept
-    plain = {"what": found[ON_THE_HOST]["what"]}
-    for name, answer in found.items():
-        plain |= {f"{name}, {fact}": value for fact, value in answer.items() if fact != "what"}
+    found = bench.in_turn("ema", PLACES)
+    plain = {"what": found[ON_THE_HOST]["what"], **facts_by_name(found)}
     lines = [(name, *cells(answer)) for name, answer in found.items()]
     return Report(sentence(found), table(HEADER, lines), plain)
 

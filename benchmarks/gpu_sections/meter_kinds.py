@@ -1,14 +1,11 @@
 """The kinds of step that are metered on a GPU: those of the tests, and some configurations."""
 
-import importlib.util
 from collections.abc import Callable
-from functools import cache
 from itertools import accumulate
-from types import ModuleType
 from typing import Any
 
 import torch
-from common import ROOT
+from common import kinds_of_steps
 
 import memlab
 from memlab.trace import Trace
@@ -36,15 +33,6 @@ OF_THE_CONFIGURATIONS = (
     "inference mode, autocast bf16",
 )
 NAMES = (*OF_THE_TESTS, *OF_THE_CONFIGURATIONS)
-
-
-@cache
-def kinds_of_steps() -> ModuleType:
-    """`tests/metering/kinds.py`: what the tests hold the meter against."""
-    spec = importlib.util.spec_from_file_location("kinds", ROOT / "tests/metering/kinds.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def builder(name: str, size: Size) -> Callable[[], Built]:

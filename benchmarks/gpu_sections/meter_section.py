@@ -8,12 +8,12 @@ every block at it must have a name, and watching must not have moved it.
 from collections.abc import Sequence
 from typing import Any
 
-from common import table
+from common import Report, table
 
 from memlab.units import format_bytes
 
 from . import meter_kinds
-from .bench import Bench, Report
+from .bench import Bench
 
 UNNAMED = "unattributed"
 HEADER = (

@@ -3,11 +3,11 @@ the copies' time is hidden behind the step's."""
 
 from typing import Any
 
-from common import table
+from common import Report, table
 
 from memlab.units import format_bytes
 
-from .bench import Bench, Report
+from .bench import Bench, facts_by_name
 from .offload_jobs import DISK, HOST, PAIRS
 
 SHARES = ("saved", "ahead", "hidden")
@@ -18,18 +18,10 @@ COLUMNS = ("peak_bytes", "saved", "written_bytes", "read_bytes", "ahead",
 
 
 def run(bench: Bench) -> Report:
-    """One after the other: they are timed."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in PAIRS:
-        found[name] = bench.submit("offload", name).result()
-        bench.say(f"{name}: {found[name].get('failure') or found[name]['what']}")
-    if failures := [f"{name}: {a['failure']}" for name, a in found.items() if "failure" in a]:
-        raise RuntimeError("; ".join(failures))  # readers are shown what is kept
+    found = bench.in_turn("offload", PAIRS)
     lines = [(name, *(text(column, answer[column]) for column in COLUMNS))
              for name, answer in found.items()]  # fmt: skip
-    plain = {"what": next(iter(found.values()))["what"]}
-    for name, answer in found.items():
-        plain |= {f"{name}, {fact}": value for fact, value in answer.items() if fact != "what"}
+    plain = {"what": next(iter(found.values()))["what"], **facts_by_name(found)}
     return Report(sentence(found), table(HEADER, lines), plain)
 
 

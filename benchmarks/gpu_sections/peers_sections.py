@@ -1,13 +1,12 @@
 """What has a kernel of somebody else's to stand beside: 8-bit optimizers, attention, the loss."""
 
-from collections.abc import Iterable
 from typing import Any
 
-from common import table
+from common import Report, table
 
 from memlab.units import format_bytes
 
-from .bench import Bench, Report
+from .bench import Bench
 from .fused_jobs import PROBLEMS, TORCH
 from .optim_jobs import PAIRS
 
@@ -16,30 +15,16 @@ Found = dict[str, dict[str, Any]]  # by name, what is known of it
 
 def optimizers(bench: Bench) -> Report:
     """Beside bitsandbytes' CUDA kernels, which nobody's tests compare."""
-    found = _asked(bench, "optim", PAIRS)
+    found = bench.in_turn("optim", PAIRS)
     times = _listed(found, "time over bitsandbytes'")
     return _report(f"Beside bitsandbytes' kernels our step takes: {times} the time.", found)
 
 
 def fused(bench: Bench) -> Report:
     """Attention and the loss by parts, beside torch's own and beside the whole tensor."""
-    found = _asked(bench, "fused", PROBLEMS)
+    found = bench.in_turn("fused", PROBLEMS)
     times = _listed(found, f"time over that of {TORCH}")
     return _report(f"Beside torch's own, ours takes: {times} the time.", found)
-
-
-def _asked(bench: Bench, task: str, names: Iterable[str]) -> Found:
-    """One after the other: they are timed."""
-    found: Found = {}
-    for name in names:
-        found[name] = bench.submit(task, name).result()
-        bench.say(f"{name}: {found[name].get('failure') or found[name]['what']}")
-    failures = [
-        f"{name}: {answer['failure']}" for name, answer in found.items() if "failure" in answer
-    ]
-    if failures:
-        raise RuntimeError("; ".join(failures))  # readers are shown what is kept
-    return found
 
 
 def _listed(found: Found, fact: str) -> str:

@@ -10,12 +10,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from common import table
+from common import Report, table
 
 from memlab.units import format_bytes
 
 from . import predictions
-from .bench import Bench, Report
+from .bench import Bench
 from .planner_jobs import RECIPES, STEPS, TRAININGS, configuration, predicted
 
 CAP_BYTES = 24 * 10**9

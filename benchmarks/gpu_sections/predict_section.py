@@ -19,14 +19,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common import table
+from common import Report, table
 
 from memlab import Kernels
 from memlab.allocator import simulate
 from memlab.metering.kernels import TARGETS
 from memlab.units import format_bytes
 
-from .bench import Bench, Report
+from .bench import Bench
 from .configurations import CONFIGURATIONS
 from .jobs import first_line
 from .predictions import Prediction, predicted, step_predicted

@@ -9,11 +9,11 @@ a little more, and a little less, than that.
 from collections.abc import Sequence
 from typing import Any
 
-from common import table
+from common import Report, table
 
 from memlab.units import format_bytes
 
-from .bench import Bench, Report
+from .bench import Bench
 from .configurations import CONFIGURATIONS
 from .predictions import predicted
 

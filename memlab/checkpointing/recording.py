@@ -169,26 +169,12 @@ class Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         leaves, structure = tree_flatten(result)
         fresh = [leaf for leaf in leaves if _is_fresh(leaf, inputs)]
-        operator = Operator(
-            len(self.calls),
-            func,
-            sum(tensor.untyped_storage().nbytes() for tensor in fresh),
-            operations(func, args, kwargs, result),
-        )
-        tells_of_tensors = bool(inputs) and any(
-            not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves
-        )
-        does_more = (
-            is_random(func, args, kwargs)
-            or writes_outside
-            or tells_of_tensors
-            or any(tensor.layout is not torch.strided for tensor in fresh)
-            or (bool(fresh) and len(fresh) < sum(isinstance(leaf, Tensor) for leaf in leaves))
-        )
+        made = sum(tensor.untyped_storage().nbytes() for tensor in fresh)
+        operator = Operator(len(self.calls), func, made, operations(func, args, kwargs, result))
+        does_more = writes_outside or is_random(func, args, kwargs)
+        does_more |= _returns_more_than_tensors(inputs, leaves, fresh)
         if self._whole is not None:
-            returns_more = bool(written) and len(leaves) != len(written)
-            is_a_part = any(tensor.storage_offset() for tensor in fresh)
-            self._whole.must_run |= does_more or returns_more or is_a_part
+            self._whole.must_run |= does_more or _returns_parts(written, leaves, fresh)
             self._whole.operations += operator.operations
         must_run = does_more or (
             bool(written) and not all(tensor.is_floating_point() for tensor in inputs)
@@ -332,6 +318,25 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+
+
+def _returns_more_than_tensors(
+    inputs: list[Tensor], leaves: list[Any], fresh: list[Tensor]
+) -> bool:
+    """More than new tensors that others of their shape could stand for: a number that was read off
+    a tensor, another layout, or tensors of which only some are new."""
+    is_told_of = bool(inputs) and any(
+        not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves
+    )
+    has_other_layout = any(tensor.layout is not torch.strided for tensor in fresh)
+    has_old = bool(fresh) and len(fresh) < sum(isinstance(leaf, Tensor) for leaf in leaves)
+    return is_told_of or has_other_layout or has_old
+
+
+def _returns_parts(written: list[Tensor], leaves: list[Any], fresh: list[Tensor]) -> bool:
+    """Something beside what it wrote over, or a part of a storage: a whole cannot hold those."""
+    returns_more = bool(written) and len(leaves) != len(written)
+    return returns_more or any(tensor.storage_offset() for tensor in fresh)
 
 
 def _alias(tensor: Tensor) -> Tensor:

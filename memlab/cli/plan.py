@@ -119,7 +119,7 @@ def show(found: Plan) -> None:
     report.say("\n".join(headline(found)) + "\n")
     others = found.others[:MOST_OTHERS]
     if rows := [*found.options, *others, *([found.miss] if found.miss else [])]:
-        report.console.print(table(found, rows))
+        report.console.print(table(rows))
     sentences = "\n".join(map(report.paragraph, remarks(found)))
     report.say(f"\n{sentences}")
     for option in found.options:
@@ -146,7 +146,7 @@ def headline(found: Plan) -> Iterator[str]:
         )
 
 
-def table(found: Plan, rows: list[Option]) -> Table:
+def table(rows: list[Option]) -> Table:
     """A line for each recipe: those that fit, then the nearest that does not."""
     first = rows[0].candidate.step_seconds
     columns = {

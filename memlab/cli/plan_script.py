@@ -13,8 +13,8 @@ from memlab.cli.rows import Announce, Row
 from memlab.cli.script import Script, find_script, measured, predicted
 from memlab.metering.kernels import TARGETS
 from memlab.planner import Memory, memory_named
+from memlab.planner.options import budget_bytes
 from memlab.planner.outside import LADDER, Rung
-from memlab.planner.search import budget_bytes
 from memlab.trace import Trace
 from memlab.units import format_bytes
 

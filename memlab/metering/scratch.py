@@ -30,7 +30,7 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tu
     if func in _REDUCTIONS:
         return _of_reduction(func, args, kwargs, multiprocessors)
     if func is aten._scaled_dot_product_flash_attention_backward.default:
-        return _of_flash_backward(*args[1:4])
+        return _of_flash_backward(*args[1:3])
     return ()
 
 
@@ -83,10 +83,7 @@ def reduction_bytes(
     wanted = multiprocessors * (_THREADS_PER_MULTIPROCESSOR // (width * height))
     if values < _MAX_VALUES or grid > wanted:
         return ()
-    blocks = max(
-        min(_ceil(wanted, grid), _ceil(values, _MIN_VALUES)),
-        _ceil(values, _MAX_VALUES),
-    )
+    blocks = max(min(_ceil(wanted, grid), _ceil(values, _MIN_VALUES)), _ceil(values, _MAX_VALUES))
     if blocks == 1:
         return ()
     lanes = 1 if along else width * vector
@@ -172,9 +169,7 @@ _REDUCTIONS = {  # operator: (where its dimensions stand, bytes carried along; 0
 # ------------------------------------------------------------------ attention
 
 
-def _of_flash_backward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[int, ...]:
+def _of_flash_backward(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...]:
     B, H, T, D = query.shape
     rounded_T, rounded_D = _ceil(T, 128) * 128, 256 if D > 192 else _ceil(D, 32) * 32
     buffers = [4 * B * H * rounded_T, 4 * B * H * rounded_T * rounded_D]

@@ -69,14 +69,7 @@ class Substitutes:
         kernel = self.choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         self.used.add(f"attention by {kernel}")
         if kernel == "flash":
-            width = query.shape[-1]
-            padded = [
-                torch.constant_pad_nd(t, (0, -width % 8)) if width % 8 else t for t in tensors
-            ]
-            result = aten._scaled_dot_product_flash_attention(
-                *padded, dropout_p, is_causal, scale=width**-0.5 if scale is None else scale
-            )
-            return result[0][..., :width] if width % 8 else result[0]
+            return _flash_attention(tensors, dropout_p, is_causal, scale)
         needs_statistics = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         mask = _as_bias(attn_mask, query.dtype)
         if kernel == "efficient":
@@ -168,6 +161,18 @@ def _has_shapes_of_a_fused_kernel(
     if enable_gqa:
         return heads % key_heads == heads % value_heads == 0
     return heads == key_heads == value_heads and query.shape[0] == key.shape[0] == value.shape[0]
+
+
+def _flash_attention(
+    tensors: tuple[torch.Tensor, ...], dropout_p: float, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """Of heads whose width is padded to a multiple of 8."""
+    width = tensors[0].shape[-1]
+    padded = [torch.constant_pad_nd(t, (0, -width % 8)) if width % 8 else t for t in tensors]
+    result = aten._scaled_dot_product_flash_attention(
+        *padded, dropout_p, is_causal, scale=width**-0.5 if scale is None else scale
+    )
+    return result[0][..., :width] if width % 8 else result[0]
 
 
 def _alignment(query: torch.Tensor) -> int:

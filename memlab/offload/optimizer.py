@@ -49,7 +49,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from inspect import Parameter, signature
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -57,6 +56,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.closures import require_no_closure
 from memlab.offload.gradients import StoredGradients, precise_dtype
 from memlab.offload.layers import away, stream_of
 from memlab.offload.stores import Store, StoreError
@@ -504,9 +504,4 @@ def _require_steps_by_weight(optimizer: Any) -> None:
             f"got {type(optimizer).__name__} that has stepped already; offload it before its first "
             f"step, and give it its state by load_state_dict"
         )
-    closure = signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
-        raise TypeError(
-            f"got {type(optimizer).__name__}, whose step needs a closure that runs backward; give "
-            f"an optimizer that steps by the gradients it finds"
-        )
+    require_no_closure(optimizer)

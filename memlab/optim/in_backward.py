@@ -40,13 +40,14 @@ which ends it, and go on with the next batch.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from inspect import Parameter, signature
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+
+from memlab.closures import require_no_closure
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> "InBackward":
@@ -189,9 +190,4 @@ def _require_steps_by_weight(optimizer: Any) -> None:
             f"that backward reaches; for bfloat16 weights without copies give one of memlab.optim "
             f"with rounding='stochastic'"
         )
-    closure = signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
-        raise TypeError(
-            f"got {type(optimizer).__name__}, whose step needs a closure that runs backward; give "
-            f"an optimizer that steps by the gradients it finds"
-        )
+    require_no_closure(optimizer)

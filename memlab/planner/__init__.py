@@ -9,14 +9,17 @@ formulas     bytes, each term with its name
 costs        seconds, estimated, each term with its name
 repetition   the trace of a deep model out of those of shallow ones
 measuring    what a prediction says that a recipe takes
+options      a recipe that was tried, and the plan, which says what fits
+processes    several measurements at once
 search       the fastest recipe that is measured to fit
 """
 
 from memlab.planner.cards import CARDS, Card, Memory, card_named, memory_named
 from memlab.planner.formulas import Estimate, training_bytes
 from memlab.planner.measuring import Measured, measured
+from memlab.planner.options import Option, Plan
 from memlab.planner.recipes import LEARNED, Recipe
-from memlab.planner.search import Option, Plan, plan
+from memlab.planner.search import plan
 
 __all__ = [
     "CARDS",

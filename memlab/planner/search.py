@@ -10,14 +10,10 @@ The formula decides what is tried, never what is said: a recipe is called fittin
 that a prediction reserves are within the memory, less what CUDA itself takes.
 """
 
-import multiprocessing
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from memlab.configs import config_named, name_of
 from memlab.model import GPTConfig
@@ -25,9 +21,10 @@ from memlab.planner.cards import Memory, memory_named
 from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import Estimate, data_ranks, training_bytes
 from memlab.planner.measuring import Measured, measured
+from memlab.planner.options import Candidate, Option, Plan, budget_bytes
+from memlab.planner.processes import processes
 from memlab.planner.recipes import LEARNED, Recipe, recipes
 from memlab.train import Setting
-from memlab.units import format_bytes
 
 SLACK = 0.02  # of the memory: left free by a batch and a length that are not measured themselves
 RESERVED = 0.1  # of a peak: what an allocator may hold beyond it, where nobody has measured it
@@ -38,150 +35,6 @@ MOST_SEQUENCES = 4096
 TOKENS = 128  # to the next of which a length is found
 
 Announce = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A recipe, with what formulas say of it."""
-
-    recipe: Recipe
-    estimate: Estimate
-    seconds: dict[str, float]  # of a step, by what they go to
-
-    @property
-    def step_seconds(self) -> float:
-        return sum(self.seconds.values())
-
-
-@dataclass(frozen=True)
-class Option:
-    """A recipe, tried.
-
-    `measured` is None where nothing here can run it, and its bytes are the formula's. Where it
-    fits, `largest_batch` and `longest` say how far the batch can grow at this length, and the
-    length at this batch.
-    """
-
-    candidate: Candidate
-    measured: Measured | None
-    budget_bytes: int
-    largest_batch: int | None = None
-    longest: int | None = None
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.candidate.recipe
-
-    @property
-    def needed_bytes(self) -> int:
-        """What a card must have: reserved bytes where they are known."""
-        if self.measured is None:
-            return self.candidate.estimate.peak_bytes
-        return self.measured.reserved_bytes or self.measured.allocated_bytes
-
-    @property
-    def missing_bytes(self) -> int:
-        """How much more is needed than is there; negative where it fits."""
-        return self.needed_bytes - self.budget_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.missing_bytes <= 0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The answer.
-
-    options   recipes that are measured to fit, the fastest first
-    others    of kinds that were not tried, the fastest that fits by formula
-    miss      the nearest that does not fit
-    """
-
-    model: str
-    config: GPTConfig
-    memory: Memory
-    gpus: int
-    batch: int
-    seq_len: int
-    target: str
-    exact: bool  # whether the largest batches and lengths are measured
-    options: tuple[Option, ...]
-    others: tuple[Option, ...]
-    miss: Option | None  # faster than all of them, or the smallest where none fits
-    failures: tuple[str, ...] = field(default=())  # recipes that could not be tried, and why
-
-    @property
-    def budget_bytes(self) -> int:
-        """What torch's allocator may have."""
-        return budget_bytes(self.memory, self.target)
-
-    @property
-    def best(self) -> Option | None:
-        """The fastest that fits."""
-        return self.options[0] if self.options else None
-
-    def command(self, option: Option | None = None) -> str:
-        """What to type to train with this recipe, or the best."""
-        chosen = option or self.best
-        if chosen is None:
-            raise ValueError(f"nothing fits {self.memory.name}: there is no recipe to run")
-        if chosen.recipe.by_formula_only:
-            raise ValueError(
-                "tensor and pipeline parallel recipes are by formula: nothing runs them"
-            )
-        return command(self, chosen.recipe)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and words, for JSON."""
-        return {
-            "model": self.model,
-            "parameters": self.config.parameters,
-            "memory": {"name": self.memory.name, "total_bytes": self.memory.total_bytes},
-            "budget_bytes": self.budget_bytes,
-            "gpus": self.gpus,
-            "batch": self.batch,
-            "seq_len": self.seq_len,
-            "target": self.target,
-            "fits": [self._numbers(option) for option in self.options],
-            "fits_by_formula": [self._numbers(option) for option in self.others],
-            "does_not_fit": None if self.miss is None else self._numbers(self.miss),
-            "not_tried": list(self.failures),
-        }
-
-    def _numbers(self, option: Option) -> dict[str, Any]:
-        found = option.measured
-        return {
-            "recipe": asdict(option.recipe),
-            "allocated_bytes": found and found.allocated_bytes,
-            "reserved_bytes": found and found.reserved_bytes,
-            "at_peak": found and found.at_peak,
-            "missing_bytes": option.missing_bytes,
-            "by_formula": option.candidate.estimate.moments,
-            "estimated_seconds": option.candidate.seconds,
-            "largest_batch": option.largest_batch,
-            "longest": option.longest,
-            "command": None if option.recipe.by_formula_only else self.command(option),
-        }
-
-    def __str__(self) -> str:
-        of = f"{self.model}, {self.batch} × {self.seq_len} tokens, {self.memory.name}"
-        lines = [f"{of}: {format_bytes(self.budget_bytes)} for torch"]
-        lines += [f"{_verdict(option)}  {option.recipe}" for option in self._shown()]
-        return "\n".join(lines)
-
-    def _shown(self) -> Iterator[Option]:
-        yield from self.options
-        yield from self.others
-        if self.miss is not None:
-            yield self.miss
-
-
-def _verdict(option: Option) -> str:
-    needed = format_bytes(option.needed_bytes)
-    if option.fits:
-        return f"fits   {needed:>10}"
-    return f"lacks  {format_bytes(option.missing_bytes):>10} of {needed}"
 
 
 def plan(
@@ -219,15 +72,11 @@ def plan(
     ValueError, in a sentence, for what is no model, memory or number.
     """
     config = config_named(model) if isinstance(model, str) else model
-    name = model if isinstance(model, str) else name_of(model)
     there = _memory(memory)
     seq_len = min(USUAL_SEQ_LEN, config.seq_len) if seq_len is None else seq_len
-    for what, got in {"count": count, "batch": batch, "seq_len": seq_len}.items():
-        if not isinstance(got, int) or got < 1:
-            raise ValueError(f"got {what}={got!r}; give a number from 1")
-    if seq_len > config.seq_len:
-        raise ValueError(f"got sequences of {seq_len} tokens; {name} takes 1 to {config.seq_len}")
+    _require_numbers(count=count, batch=batch, seq_len=seq_len)
     asked = _Asked(
+        model if isinstance(model, str) else name_of(model),
         config,
         there,
         gpus,
@@ -236,31 +85,13 @@ def plan(
         (tensor_parallel, pipeline_parallel),
         target or there.card_for_costs.target,
     )
-    search = _Search(asked, exact, announce)
-    kinds = search.kinds(learned)
-    with _workers(workers) as each:
-        options = search.options(kinds, count, each)
-        miss = search.miss(kinds, options)
-        others = search.others(kinds, options)
-    return Plan(
-        name,
-        config,
-        there,
-        gpus,
-        batch,
-        seq_len,
-        asked.target,
-        exact,
-        tuple(options),
-        tuple(others),
-        miss,
-        tuple(search.failures),
-    )
+    return _Search(asked, exact, announce).plan(learned, count, workers)
 
 
-def budget_bytes(memory: Memory, target: str) -> int:
-    """What is there for tensors: on a card, less than all."""
-    return memory.total_bytes if target == "cpu" else memory.budget_bytes
+def _require_numbers(**given: int) -> None:
+    for what, got in given.items():
+        if not isinstance(got, int) or got < 1:
+            raise ValueError(f"got {what}={got!r}; give a number from 1")
 
 
 def _memory(memory: str | int | Memory) -> Memory:
@@ -273,6 +104,7 @@ def _memory(memory: str | int | Memory) -> Memory:
 class _Asked:
     """What the user asked for."""
 
+    model: str  # its name
     config: GPTConfig
     memory: Memory
     gpus: int
@@ -280,6 +112,13 @@ class _Asked:
     seq_len: int
     parallel: tuple[int, int]
     target: str
+
+    def __post_init__(self) -> None:
+        longest = self.config.seq_len
+        if self.seq_len > longest:
+            raise ValueError(
+                f"got sequences of {self.seq_len} tokens; {self.model} takes 1 to {longest}"
+            )
 
     @property
     def budget_bytes(self) -> int:
@@ -309,32 +148,6 @@ class _Try:
         return Found(search.of_kind(kind), search.misses, search.failures)
 
 
-@contextmanager
-def _workers(count: int) -> Iterator[Each]:
-    """A `map` over so many processes, whose results come in order; they end with the block."""
-    if count == 1:
-        yield map
-        return
-    # Not forked: a process that has run a backward pass has threads that a copy would not have.
-    with _interrupts_ignored():  # as they begin: Ctrl-C is this process's, which ends the others
-        pool = multiprocessing.get_context("spawn").Pool(count)
-    with pool:
-        yield pool.imap
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """What a process ignores, those that it starts ignore, too. Only a main thread can say so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 class _Search:
     """Tries recipes, and remembers those that could not be."""
 
@@ -342,6 +155,27 @@ class _Search:
         self.asked, self.exact, self.announce = asked, exact, announce
         self.failures: list[str] = []
         self.misses: list[Option] = []
+
+    def plan(self, learned: Iterable[Recipe], count: int, workers: int) -> Plan:
+        asked, kinds = self.asked, self.kinds(learned)
+        with processes(workers) as each:
+            options = self.options(kinds, count, each)
+            miss = self.miss(kinds, options)
+            others = self.others(kinds, options)
+        return Plan(
+            asked.model,
+            asked.config,
+            asked.memory,
+            asked.gpus,
+            asked.batch,
+            asked.seq_len,
+            asked.target,
+            self.exact,
+            tuple(options),
+            tuple(others),
+            miss,
+            tuple(self.failures),
+        )
 
     # -------------------------------------------------------------- by formula
 
@@ -550,19 +384,3 @@ def _last_within(
 
 def _in_one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def command(asked: Plan, recipe: Recipe) -> str:
-    """The line that trains by the recipe, or says what each rank of several takes."""
-    dtype = str(recipe.dtype).removeprefix("torch.")
-    options = {
-        "--model": asked.model,
-        "--dtype": dtype,
-        "--batch": asked.batch,
-        "--seq": asked.seq_len,
-        "--technique": recipe.techniques,
-    }
-    words = " ".join(f"{option} {value}" for option, value in options.items())
-    if asked.gpus > 1:
-        return f"memlab measure {words} --ranks {asked.gpus}"
-    return f"memlab train {words}"

@@ -1,19 +1,13 @@
 """The benchmark of attention computes what it prints: slow, large or inexact tiles show up."""
 
-import importlib
 import json
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 
-FOLDER = str(Path(__file__).parents[2] / "benchmarks")
-
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("attention")
+benchmark = script("attention")
 
 
 @pytest.fixture

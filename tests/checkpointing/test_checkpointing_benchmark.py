@@ -1,17 +1,11 @@
 """The benchmark of checkpointing computes what it prints: a slow or greedy checkpoint shows up."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from scripts import script
 
-FOLDER = str(Path(__file__).parents[2] / "benchmarks")
-
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("checkpointing")
+benchmark = script("checkpointing")
 
 
 @pytest.fixture

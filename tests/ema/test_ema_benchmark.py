@@ -1,21 +1,15 @@
 """The benchmark of post-hoc EMA computes what it prints."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 
 from memlab.ema import power_profile, profile_error
 from memlab.ema.synthesis import PIECE, ROWS
 
-FOLDER = str(Path(__file__).parents[2] / "benchmarks")
-
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("ema")
+benchmark = script("ema")
 QUICK = benchmark.QUICK
 OURS, OUTER, THEIRS = benchmark.OURS, benchmark.OUTER, benchmark.THEIRS
 FUSED = benchmark.FUSED

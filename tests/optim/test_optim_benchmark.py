@@ -1,20 +1,14 @@
 """The benchmark of optimizers computes what it prints: drift, long steps and bytes show up."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 
 from memlab.optim import AdamW
 
-FOLDER = str(Path(__file__).parents[2] / "benchmarks")
-
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("optim")
+benchmark = script("optim")
 
 PLAN = benchmark.Plan(
     timed=2**13, followed=2**13, steps=3, spreads=(1.0,), idle_steps=5, rounds=1, threads=(1,)

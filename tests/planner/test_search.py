@@ -144,7 +144,8 @@ def test_what_fits_is_the_fastest_and_what_is_faster_does_not(by_formula):
 
 def _asked(found):
     return search._Asked(
-        found.config, found.memory, found.gpus, found.batch, found.seq_len, (1, 1), found.target
+        *(found.model, found.config, found.memory, found.gpus, found.batch, found.seq_len),
+        *((1, 1), found.target),
     )
 
 

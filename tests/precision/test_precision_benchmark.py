@@ -1,21 +1,15 @@
 """The benchmark of precision computes what it prints: a lost gradient and a wrong byte show up."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import script
 
 from memlab.course.checks.day04 import POLICIES, held_bytes
 from memlab.model import PRESETS
 
-FOLDER = str(Path(__file__).parents[2] / "benchmarks")
-
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("precision")
+benchmark = script("precision")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,21 +1,16 @@
 """The benchmark of ZeRO prints what one rank holds and sends, and writes it down."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from scripts import script
 
 from memlab.model import PRESETS
 
 pytestmark = pytest.mark.slow  # a whole script, run small
 
-FOLDER = str(Path(__file__).parents[2] / "benchmarks")
 
-if FOLDER not in sys.path:
-    sys.path.insert(0, FOLDER)
-benchmark = importlib.import_module("zero")
+benchmark = script("zero")
 
 
 @pytest.mark.parametrize(("stage", "count"), [(1, 4 + 12 / 4), (2, 2 + 14 / 4), (3, 16 / 4)])

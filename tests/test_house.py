@@ -1,0 +1,110 @@
+"""A function is one thought: no more than 40 lines of it, or a reason why it reads best whole."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MOST_LINES = 40
+
+OPTIONS = "typer reads a command's options from its signature"
+PLANTED = "the right answer, and in each of its lines the mistake that can be planted there"
+SENTENCES = "most of its lines are the sentences for what an answer may get wrong, in order"
+
+LONGER = {
+    "memlab.cli.measure_command": OPTIONS,
+    "memlab.cli.plan_command": OPTIONS,
+    "memlab.cli.train_command": OPTIONS,
+    "memlab.cli.plan.plan_model": "one argument for each of the command's options",
+    "memlab.course.checks.day03._train_epoch_but": PLANTED,
+    "memlab.course.checks.day04._scaler_but": PLANTED,
+    "memlab.course.checks.day05._function_but": PLANTED,
+    "memlab.course.checks.day05._hooks_but": PLANTED,
+    "memlab.course.checks.day06._best_schedule_but": PLANTED,
+    "memlab.course.checks.day06._check_choosing": SENTENCES,
+    "memlab.course.checks.day07._check_quantize": SENTENCES,
+    "memlab.course.checks.day08._adamw_but": PLANTED,
+    "memlab.course.checks.day08._mini_but": PLANTED,
+    "memlab.course.checks.day11._function_but": PLANTED,
+    "memlab.course.checks.day12._adam_but": PLANTED,
+    "memlab.course.checks.day12._check_steps": SENTENCES,
+    "memlab.course.checks.day12._pass_but": PLANTED,
+    "memlab.course.checks.day13._agreed_but": PLANTED,
+    "memlab.course.checks.day13._buckets_but": PLANTED,
+    "memlab.course.checks.day13._buckets_but.answer": PLANTED,
+    "memlab.course.checks.day14._check_bytes": SENTENCES,
+    "memlab.course.checks.day14._check_commit": SENTENCES,
+}
+
+
+def lengths(root: Path) -> Iterator[tuple[str, int]]:
+    """(qualified name, lines without the docstring) of each function in memlab and benchmarks."""
+    for path in sorted([*root.glob("memlab/**/*.py"), *root.glob("benchmarks/**/*.py")]):
+        module = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        yield from inside(tree, module.removesuffix(".__init__"))
+
+
+def inside(node: ast.AST, name: str) -> Iterator[tuple[str, int]]:
+    """The functions within a node of that name, those within them too."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{name}.{child.name}", lines_of(child)
+        is_named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        yield from inside(child, f"{name}.{child.name}" if is_named else name)
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """From `def` on, the signature included, less the docstring."""
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function, clean=False) is None:
+        return lines
+    docstring = function.body[0]
+    return lines - (docstring.end_lineno - docstring.lineno + 1)
+
+
+LENGTHS = dict(lengths(ROOT))
+
+
+def test_no_function_is_longer_without_a_reason():
+    assert {name: n for name, n in LENGTHS.items() if n > MOST_LINES and name not in LONGER} == {}
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_a_function_with_a_reason_to_be_longer_is_there_and_is_longer(name):
+    assert LENGTHS[name] > MOST_LINES
+
+
+# ------------------------------------------------------------------ does it see them?
+
+SOURCE = '''
+class C:
+    @property
+    def short(self):
+        """One line,
+        whose docstring has two."""
+        return 1
+
+    def with_a_closure(self):
+        if self:
+            async def inner(x):
+                # a comment
+                return x
+
+            return inner
+'''
+
+
+def test_lines_are_counted_without_decorators_and_docstrings_wherever_a_function_stands(tmp_path):
+    for folder in ("memlab", "benchmarks"):
+        path = tmp_path / folder / "sub" / "__init__.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(SOURCE, encoding="utf-8")
+    expected = {"short": 2, "with_a_closure": 7, "with_a_closure.inner": 3}
+    assert dict(lengths(tmp_path)) == {
+        f"{folder}.sub.C.{name}": lines
+        for folder in ("memlab", "benchmarks")
+        for name, lines in expected.items()
+    }
