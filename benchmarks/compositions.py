@@ -94,8 +94,13 @@ def cell(one: str, other: str, plain: int, peaks: dict[str, int]) -> str:
     """What is saved, in per cent; or why the two don't meet."""
     names = one if one == other else f"{one}+{other}"
     if names in peaks:
-        return f"{1 - peaks[names] / plain:.0%}".replace("-", "−")
+        return f"{in_per_cent(peaks[names], plain)}%".replace("-", "−")
     return REASONS.get(frozenset((one, other)), "·")
+
+
+def in_per_cent(peak: int, plain: int) -> int:
+    """What is saved of the plain peak."""
+    return round(100 * (1 - peak / plain))
 
 
 def picture(plain: int, peaks: dict[str, int]):
@@ -105,14 +110,14 @@ def picture(plain: int, peaks: dict[str, int]):
     saved = np.full((len(ROWS), len(ROWS)), np.nan)
     for (row, one), (column, other) in combinations(enumerate(ROWS), 2):
         if f"{one}+{other}" in peaks:
-            saved[column, row] = 1 - peaks[f"{one}+{other}"] / plain
+            saved[column, row] = in_per_cent(peaks[f"{one}+{other}"], plain)
     for number, name in enumerate(ROWS):
-        saved[number, number] = 1 - peaks[name] / plain
+        saved[number, number] = in_per_cent(peaks[name], plain)
     figure = Figure(figsize=(11, 9.5), layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(100 * saved, cmap="RdYlGn", vmin=-60, vmax=60)
+    image = axes.imshow(saved, cmap="RdYlGn", vmin=-60, vmax=60)
     for row, column in zip(*np.nonzero(~np.isnan(saved)), strict=True):
-        text = f"{100 * saved[row, column]:.0f}".replace("-", "−")
+        text = f"{saved[row, column]:.0f}".replace("-", "−")
         axes.text(column, row, text, ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(ROWS)), ROWS, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(ROWS)), ROWS)

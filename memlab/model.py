@@ -148,7 +148,7 @@ class GPTConfig:
 PRESETS: dict[str, GPTConfig] = {
     #                               V       C    L    H   KV  hidden      T
     "tiny":         GPTConfig(    256,     32,   4,   4,   2,     96,    64),
-    "8m":           GPTConfig(  8_192,    256,   8,   8,   4,    704,   512),
+    "5m":           GPTConfig(  8_192,    256,   4,   8,   4,    704,   512),
     "25m":          GPTConfig( 16_384,    512,   6,   8,   2,  1_376,   512),
     "34m":          GPTConfig( 31_999,    384,  12,   6,   6,  1_064,   512),
     "124m":         GPTConfig( 50_257,    768,  12,  12,  12,  2_048, 1_024),

@@ -566,7 +566,7 @@ def test_the_batch_has_the_size_of_the_setting():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"model": "24m"}, "got model '24m'; choose one of tiny, 8m, 25m"),
+        ({"model": "24m"}, "got model '24m'; choose one of tiny, 5m, 25m"),
         ({"seq_len": 0}, "got sequences of 0 tokens; tiny takes 1 to 64"),
         ({"seq_len": 65}, "got sequences of 65 tokens; tiny takes 1 to 64"),
         ({"batch": 0}, "got a batch of 0 sequences; give at least 1"),

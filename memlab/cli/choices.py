@@ -19,7 +19,7 @@ from memlab.train import COMBINATIONS, TECHNIQUES, Setting, Technique, combined
 from memlab.units import format_bytes
 
 SUITABLE = {
-    "cpu": Setting("8m", batch=4, seq_len=128),
+    "cpu": Setting("5m", batch=4, seq_len=128),
     "mps": Setting("34m", batch=4, seq_len=512),
     "accelerator": Setting("124m", batch=8, seq_len=1024),
 }

@@ -350,7 +350,7 @@ def choose(model=None, batch=None, seq_len=None, dtype=None, device="cpu", dry=T
     return choose_setting(model, batch, seq_len, dtype, device, dry)
 
 
-@pytest.mark.parametrize(("device", "suited"), [("cpu", "8m"), ("mps", "34m"), ("cuda", "124m")])
+@pytest.mark.parametrize(("device", "suited"), [("cpu", "5m"), ("mps", "34m"), ("cuda", "124m")])
 def test_the_preset_suits_the_device(device, suited):
     assert choose(device=device) == replace(
         SUITABLE.get(device, SUITABLE["accelerator"]), device=device
@@ -383,7 +383,7 @@ def test_sequences_are_as_long_as_the_model_takes():
         (["--batch", "0"], "got --batch 0; wanted a whole number from 1 to 1,000,000"),
         (["--batch", "-3"], "got --batch -3; wanted a whole number from 1 to 1,000,000"),
         (["--seq", "0"], "got --seq 0; wanted a whole number from 1 to 100,000,000"),
-        (["--seq", "513"], "got sequences of 513 tokens; 8m takes 1 to 512"),
+        (["--seq", "513"], "got sequences of 513 tokens; 5m takes 1 to 512"),
         (["--device", "tpu"], "got --device tpu; this machine has cpu"),
         (["--device", "mps", "--dry-run"], "is of the cpu or predicts cuda or cuda:hopper; choose"),
         (["--device", "cuda"], "and --dry-run --device cuda predicts it"),
