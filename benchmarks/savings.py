@@ -16,6 +16,7 @@ from memlab.cli.choices import SLOW_ON_A_CPU, SUITABLE, choose_techniques
 from memlab.cli.measure import measured_rows
 from memlab.cli.report import progress
 from memlab.cli.rows import Row
+from memlab.trace import Trace
 from memlab.train import combined
 from memlab.units import format_bytes
 
@@ -42,6 +43,22 @@ def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
     )
 
 
+def draw(traces: dict[str, Trace], on_cuda: Trace) -> None:
+    """The pictures of the README."""
+    step = f"{SETTING.model}, {SETTING.batch} × {SETTING.seq_len} tokens"
+    pictures = {
+        "measure-timeline.png": plot.timeline(
+            traces["plain"], title=f"What one training step holds ({step})"
+        ),
+        "measure.png": plot.breakdown(traces, title=f"What holds the bytes at the peak ({step})"),
+        "measure-blocks.png": plot.blocks(
+            simulate(on_cuda), title=f"What CUDA's allocator would reserve ({step})"
+        ),
+    }
+    for name, picture in pictures.items():
+        plot.save(picture, IMAGES / name)
+
+
 def main() -> None:
     chosen = choose_techniques(None, left_out=SLOW_ON_A_CPU)
     with progress(stages=3 * len(chosen)) as announce:
@@ -51,11 +68,7 @@ def main() -> None:
     lines = [cells(row, rows[0], on_cuda) for row, on_cuda in zip(rows, predicted, strict=True)]
     print(table(HEADER, lines))
     IMAGES.mkdir(exist_ok=True)
-    plot.save(plot.timeline(rows[0].trace, title=str(SETTING)), IMAGES / "measure-timeline.png")
-    traces = {row.name: row.trace for row in rows}
-    plot.save(plot.breakdown(traces, title=str(SETTING)), IMAGES / "measure.png")
-    blocks = simulate(predicted[0].trace)
-    plot.save(plot.blocks(blocks, title=f"{ON_CUDA}, predicted"), IMAGES / "measure-blocks.png")
+    draw({row.name: row.trace for row in rows}, predicted[0].trace)
     numbers = {
         row.name: {
             "peak_bytes": row.trace.peak_bytes,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from quick import quick
 from torch import Tensor
 
 from memlab import compression
+from memlab.cli.choices import SUITABLE
 from memlab.lora import added_weights
 from memlab.model import GPT, PRESETS
 from memlab.offload.layers import stream_of
@@ -283,3 +285,47 @@ SURPRISING = [
 def test_the_peak_of_two_techniques_is_that_of_a_dry_run(pair):
     ours, dry = outcome(pair).trace, dry_trace(SETTING, combined(pair))
     assert (ours.peak_bytes, ours.at_peak) == (dry.peak_bytes, dry.at_peak)
+
+
+# ------------------------------------------------------------------ the page
+
+PAGE = (Path(__file__).parents[1] / "COMPOSITIONS.md").read_text(encoding="utf-8")
+
+
+def cells() -> dict[str, str]:
+    """What COMPOSITIONS.md has of each technique, and of each pair."""
+    lines = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| **")]
+    assert [line[0].split()[-1] for line in lines] == ROWS
+    found = {}
+    for row, (_, *line) in zip(ROWS, lines, strict=True):
+        for column, cell in zip(ROWS, line, strict=False):
+            if cell.strip():
+                found[row if row == column else f"{column}+{row}"] = cell.strip()
+    return found
+
+
+def test_the_page_has_each_technique_and_each_pair():
+    assert cells().keys() == {*ROWS, *PAIRS}
+
+
+def test_the_page_says_of_each_pair_whether_it_is_refused_and_why():
+    letters = {}
+    for pair in PAIRS:
+        cell = cells()[pair]
+        if frozenset(pair.split("+")) in NOT_TOGETHER:
+            letters[cell] = frozenset(pair.split("+"))
+        else:
+            assert (cell == "·") == is_refused(pair)
+            assert (cell[-1] == "%") != is_refused(pair)
+    assert set(letters.values()) == NOT_TOGETHER.keys()
+    for letter, pair in letters.items():
+        (line,) = (line for line in PAGE.splitlines() if line.startswith(f"- **{letter}** "))
+        assert line.endswith(f": {NOT_TOGETHER[pair]}")
+
+
+@pytest.mark.parametrize("names", quick(["chunked-loss", "checkpointing+lion"], [*ROWS, *TOGETHER]))
+def test_the_pages_share_is_that_of_a_dry_run(names):
+    setting = SUITABLE["cpu"]
+    peaks = [dry_trace(setting, combined(which)).peak_bytes for which in ("plain", names)]
+    saved = round(100 * (1 - peaks[1] / peaks[0]))
+    assert cells()[names] == f"{saved}%".replace("-", "−")
