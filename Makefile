@@ -27,11 +27,11 @@ torch_stamp := .venv/.torch-$(label)
 stamp := .venv/.installed-$(label)
 
 .DEFAULT_GOAL := help
-.PHONY: help measure test slow bench lessons lab lessons-exist benchmarks-exist
+.PHONY: help measure test slow bench solutions lessons lab lessons-exist benchmarks-exist
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | \
-	  while read -r target does; do printf '  make %-9s%s\n' "$$target" "$$does"; done
+	  while read -r target does; do printf '  make %-11s%s\n' "$$target" "$$does"; done
 	@echo
 	@echo '  PYTHON=python3.12  the interpreter to make .venv with'
 	@echo '  TORCH_INDEX=<url>  the index to install torch from, for another build of it'
@@ -43,17 +43,19 @@ test: $(stamp) ## format, lint, tests, every notebook
 	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m ruff check .
 	@$(RUN_TESTS) -m 'not slow'
-	@$(MAKE) --no-print-directory lessons
+	@$(MAKE) --no-print-directory solutions
 
-slow: $(stamp) ## the tests at full size, which make test leaves out: about ten minutes
+slow: $(stamp) ## the tests at full size, which make test leaves out: half an hour
 	@$(RUN_TESTS) -m slow
 
 bench: benchmarks-exist $(stamp) ## every number of the README, as Markdown
 	@set -e; for script in $(BENCHMARKS); do $(VENV_PYTHON) "$$script"; done
 
-lessons: lessons-exist $(stamp) ## run every notebook: outputs of solutions/ must come out as stored
+solutions: lessons-exist $(stamp) ## run every solution in Jupyter: outputs must come out as stored
 	@$(VENV_PYTHON) -m memlab.course.build --check
 	@$(RUN_NOTEBOOKS) --nbval $(SOLUTIONS)
+
+lessons: solutions ## the same, and every lesson with its stubs, which make test runs without Jupyter
 	@$(RUN_NOTEBOOKS) --nbval-lax $(LESSONS)
 
 lab: lessons-exist $(stamp) ## open lesson 1 in JupyterLab

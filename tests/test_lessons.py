@@ -1,6 +1,6 @@
 """The notebooks as they are committed: made of their source, clean, and true to the exercises.
 
-That their outputs still come out as stored is tried by `make lessons`, which runs them.
+That their outputs still come out as stored is tried by `make solutions`, which runs them.
 """
 
 import json

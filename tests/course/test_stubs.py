@@ -1,0 +1,59 @@
+"""A lesson whose exercises nobody has done runs to its end: each goes on with its reference.
+
+The cells of a lesson, stubs and all, are run as they stand, one after another, in a process of
+their own and without Jupyter; `make lessons` runs them in Jupyter.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memlab.course.days import ROOT
+
+LESSONS = sorted((ROOT / "lessons").glob("day*.ipynb"))
+RUN = """
+import json, sys
+namespace = {"__name__": "__main__"}
+for number, source in enumerate(json.load(sys.stdin), 1):
+    exec(compile(source, f"code cell {number}", "exec"), namespace)
+"""
+
+
+def cells(lesson: Path) -> list[str]:
+    """The code of the lesson, cell by cell."""
+    notebook = json.loads(lesson.read_text(encoding="utf-8"))
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def run(sources: list[str], folder: Path) -> subprocess.CompletedProcess:
+    """One after another, in one namespace."""
+    return subprocess.run(
+        [sys.executable, "-c", RUN],
+        input=json.dumps(sources),
+        cwd=folder,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+def test_a_lesson_with_its_stubs_runs_to_its_end(lesson):
+    sources = cells(lesson)
+    ended = run(sources, lesson.parent)
+    assert ended.returncode == 0, ended.stderr
+    exercises = re.findall(r'= exercise\("([\d.]+)"', "\n".join(sources))
+    not_attempted = [f"[ ] {name} not attempted: going on with the reference" for name in exercises]
+    assert exercises
+    assert [line for line in not_attempted if line not in ended.stdout] == []
+
+
+def test_a_cell_that_fails_is_named(tmp_path):
+    ended = run(["x = 1", "print(x)", "y = z"], tmp_path)
+    assert (ended.returncode, ended.stdout) == (1, "1\n")
+    assert 'File "code cell 3", line 1' in ended.stderr
