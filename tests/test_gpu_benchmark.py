@@ -838,7 +838,8 @@ def test_the_lesson_and_the_benchmark_take_the_same_four_steps():
     assert 'GPT(PRESETS["124m"])' in lesson
 
 
-@pytest.mark.parametrize("day", quick(["day 3"], day_jobs.SIDE_BY_SIDE))
+@pytest.mark.slow
+@pytest.mark.parametrize("day", day_jobs.SIDE_BY_SIDE)
 def test_a_day_s_techniques_stand_side_by_side(rehearsal, day):
     assert gpu.run(rehearsal, [day])
     shown = stored_on_a_gpu(day, rehearsal.out)
@@ -975,6 +976,7 @@ def test_there_are_enough_recipes_and_each_can_be_built():
         assert (recipe.setting.model, recipe.setting.dtype) == (name, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_recipes_are_predicted_and_a_training_is_taken_under_a_cap(rehearsal, few_recipes, capsys):
     assert gpu.run(rehearsal, ["planner"])
     told = capsys.readouterr().out

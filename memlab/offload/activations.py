@@ -55,8 +55,8 @@ def offloaded_activations(
 ) -> Iterator[Report]:
     """Keep what is saved for backward inside `with` in the store; values are those without.
 
-    A storage of fewer than `minimum` numbers stays. So do weights that want a gradient, and, if the
-    `model` is given, all its parameters and buffers: frozen weights (LoRA's) look like any data.
+    A storage of fewer than `minimum` numbers stays. So do weights, frozen ones too, and, if the
+    `model` is given, its buffers, which look like any data.
 
     Any number of backward passes. ValueError for a minimum below 1.
     """
@@ -82,7 +82,7 @@ class _Offload:
 
     def __init__(self, store: Store, minimum: int, model: nn.Module | None) -> None:
         self.store, self.minimum, self.report = store, minimum, Report()
-        kept = () if model is None else (*model.parameters(), *model.buffers())
+        kept = () if model is None else model.buffers()
         self._kept = {tensor.untyped_storage()._cdata for tensor in kept}
         self._uses: list[_Use] = []  # sorted
         self._here: dict[int, WeakIdRef] = {}  # what was brought, for as long as it lives

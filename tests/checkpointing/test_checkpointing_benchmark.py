@@ -52,6 +52,7 @@ def test_a_checkpoint_that_saves_nothing_shows_up(quick, tmp_path, monkeypatch, 
     assert "missed: another peak" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_quick_run_writes_nothing(tmp_path, capsys):
     assert benchmark.main(["--quick", "--results", str(tmp_path)]) == 0
     assert "memlab's checkpoint takes" in capsys.readouterr().out

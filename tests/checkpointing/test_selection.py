@@ -515,6 +515,7 @@ def test_no_tile_is_held_until_the_first_run_is_over():
     assert peak_bytes(MATMULS) == peak_bytes(())
 
 
+@pytest.mark.slow
 def test_flash_attention_is_one_operator_to_a_budget():
     block, x = block_and_input(attention=BY_TILES)
     (attention,) = (o for o in operators_of(block, x) if o.func is flash_attention)

@@ -26,6 +26,7 @@ def quick(monkeypatch):
     monkeypatch.setattr("memlab.cli.plan.MOST_WORKERS", 1)
 
 
+@pytest.mark.slow
 def test_the_command_that_is_printed_runs(memlab_command):
     """Predicted in processes of their own, and then trained for real."""
     planned = memlab_command("plan", "--model", "tiny", "--memory", "1GiB", "--recipes", "2")

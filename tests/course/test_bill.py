@@ -70,7 +70,7 @@ def at_peak(measure):
 
 @pytest.mark.parametrize(
     "number",
-    quick([1, 8], days.numbers()),
+    quick([1], days.numbers()),
 )
 def test_the_stored_lines_are_what_is_measured(number):
     of_the_day = days.day(number).bill

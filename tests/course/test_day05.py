@@ -211,6 +211,7 @@ def test_from_the_second_sequence_on_the_bills_step_holds_the_same_but_for_its_t
     assert three == two | {"inputs": two["inputs"] + tokens}
 
 
+@pytest.mark.slow
 def test_a_state_made_before_the_step_takes_what_one_made_by_a_step_takes(monkeypatch):
     """The bill's line, made quicker than `dry_trace` does, for the tiny model."""
     setting = Setting("tiny", batch=2, seq_len=64)

@@ -580,6 +580,7 @@ def test_what_a_rank_holds_of_eight_blocks_at_its_peak_adds_up_as_the_lesson_say
     assert in_gb == ["0.470", "2.822", "0.941", "0.354", "0.929", "0.533", "0.387", "5.495"]
 
 
+@pytest.mark.slow
 def test_gradients_are_twice_there_for_a_moment_as_the_lesson_says():
     """Two tiny blocks on four ranks: an embedding in stages 0 and 1, a block in 2 and 3."""
     model = GPT(replace(PRESETS["tiny"], layers=2))
@@ -626,6 +627,7 @@ def of_one_process(model, optimizer):
     return step
 
 
+@pytest.mark.slow
 def test_stage_0_peaks_in_backward_and_above_one_process_as_the_lesson_says():
     """It has a run of all gradients from the first one on, beside the activations."""
     alone, stage_0 = two_steps_of_two_tiny_blocks(of_one_process), of_a_stage(0)

@@ -133,6 +133,7 @@ def test_bytes_that_one_block_alone_has_are_refused(which):
         stretch(fewer, other, MORE, DEEP)
 
 
+@pytest.mark.slow
 def test_frees_that_swap_their_storages_in_one_trace_are_refused_or_come_at_once():
     fewer, more = run("cpu", "plain", FEWER), run("cpu", "plain", MORE)
     expected = numbered_by_age(frees_by_age(run("cpu", "plain", DEEP)))
