@@ -38,7 +38,8 @@ A dot stands where both fill one plug, such as two optimizers: a step has one of
 stands where the two don't go together, and the list below says why; the same sentence is what
 `memlab measure --technique a+b` answers. All other pairs have, in `tests/test_compositions.py`, the
 gradients of the plain step: to the bit, or as near as the two are alone; and weights, gradients and
-optimizer state after a step take exactly what the formulas of both say.
+optimizer state after a step take exactly what the formulas of both say. (The row bfloat16 has an
+AdamW of its own; weights in bfloat16 and another optimizer are `--dtype bfloat16`.)
 
 ![The same as a picture](images/compositions.png)
 

@@ -18,7 +18,8 @@ from common import table as markdown
 from memlab.units import format_bytes
 
 MEASURED_ON = "cpu-x86_64-2-cores.json"
-HEADER = ("", "memlab", "what exists", "by")
+HEADER = ("", "memlab", "what exists", "script")
+THREADS = "2"
 
 
 class Line(NamedTuple):
@@ -69,19 +70,33 @@ ESTIMATORS = {
     "DeepSpeed 2": "DeepSpeed's",
     "cookbook": "EleutherAI's cookbook",
     "16 bytes a weight": "16 bytes a weight",
+    "with activations": "16 bytes, and Korthikanti's activations",
 }
 
 
 def planning(results: dict[str, Any]) -> Iterator[Line]:
     """The peak of a step that is not taken."""
     accuracy = results["planner"]["accuracy"]
-    errors = {name: accuracy["errors"][name]["all"] for name in ("memlab", *ESTIMATORS)}
-    shown = {name: f"{median:.0%}, {worst:.0%}" for name, (median, worst) in errors.items()}
+    errors = accuracy["errors"]
+
+    def shown(name: str, which: str) -> str:
+        median, worst = errors[name][which][:2]
+        return f"{median:.0%}, {worst:.0%}"
+
     yield Line(
         f"estimates of {accuracy['of']} steps on a CPU, before they are taken: the median error, "
         f"and the worst",
-        shown["memlab"],
-        "; ".join(f"{words}: {shown[name]}" for name, words in ESTIMATORS.items()),
+        shown("memlab", "all"),
+        "; ".join(f"{words}: {shown(name, 'all')}" for name, words in ESTIMATORS.items()),
+        "planner",
+    )
+    known = {name: errors[name]["known configurations"] for name in ESTIMATORS}
+    yield Line(
+        "the same, of those steps alone whose techniques the estimator knows",
+        shown("memlab", "known"),
+        "; ".join(
+            f"{words} ({known[name]}): {shown(name, 'known')}" for name, words in ESTIMATORS.items()
+        ),
         "planner",
     )
 
@@ -89,14 +104,14 @@ def planning(results: dict[str, Any]) -> Iterator[Line]:
 def optimizers(results: dict[str, Any]) -> Iterator[Line]:
     """What a step takes, and how far it goes."""
     rows = results["optim"]["optimizers"]["rows"]
-    seconds = results["optim"]["optimizers"]["times"]["1"]
+    seconds = results["optim"]["optimizers"]["times"][THREADS]
     ours = rows["memlab Adam8bit"]
     peers = ("bitsandbytes", "torchao")
     named = {peer: rows[f"{peer} {name}"] for peer, name in zip(peers, EIGHT_BIT, strict=True)}
     yield Line(
         "8-bit Adam: the longest step where gradients' scales differ by e³, in learning rates",
         f"{ours['longest']['3.0']:.1f}",
-        "; ".join(f"{peer}: {row['longest']['3.0']:,.1f}" for peer, row in named.items()),
+        "; ".join(f"{peer}: {in_words(row['longest']['3.0'])}" for peer, row in named.items()),
         "optim",
     )
     yield Line(
@@ -114,6 +129,11 @@ def optimizers(results: dict[str, Any]) -> Iterator[Line]:
     for name, theirs in OPTIMIZERS.items():
         factors = [f"{peer}: {seconds[peer] / seconds[name]:.1f} ×" for peer in theirs]
         yield Line(f"the time of a step, {name.split()[1]}", "1 ×", "; ".join(factors), "optim")
+
+
+def in_words(number: float) -> str:
+    """A length of step."""
+    return f"{number / 1e6:.1f} million" if number >= 1e6 else f"{number:.1f}"
 
 
 EIGHT_BIT = ("Adam8bit", "AdamW8bit")
@@ -137,20 +157,23 @@ def activations(results: dict[str, Any]) -> Iterator[Line]:
         f"torch's F.linear_cross_entropy: {theirs}",
         "losses",
     )
-    against = results["checkpointing"]["against torch"]["25m, 2 × 256 tokens"]
+    both = results["checkpointing"]["against torch"]
+    against = both["25m, 2 × 256 tokens"]
+    (many,) = (found for name, found in both.items() if name.startswith("200 blocks"))
     peaks = against["peak_bytes"]
     same = "the same" if peaks["memlab"] == peaks["torch"] else format_bytes(peaks["torch"])
     yield Line(
-        "checkpointing every block of a 25M model: the peak, and the time",
-        f"{format_bytes(peaks['memlab'])}, {against['memlab_to_torch']['median']:.2f} ×",
-        f"torch.utils.checkpoint: {same}, 1 ×",
+        "checkpointing every block: a 25M model's peak, its time, and that of 200 tiny blocks",
+        f"{format_bytes(peaks['memlab'])}, {against['memlab_to_torch']['median']:.2f} ×, "
+        f"{many['memlab_to_torch']['median']:.2f} ×",
+        f"torch.utils.checkpoint: {same}, 1 ×, 1 ×",
         "checkpointing",
     )
     codec = results["compression"]["times"]["encode and decode, to bitsandbytes at 8 bits"][
         "8 bits"
     ]
     yield Line(
-        "8 bits and back: the time",
+        "quantize to 8 bits and back: the time",
         f"{codec:.2f} ×",
         "bitsandbytes: 1 ×",
         "activation_compression",
@@ -190,7 +213,7 @@ def slower(results: dict[str, Any]) -> Iterator[Line]:
         "torch's fused kernel: 1 ×",
         "attention",
     )
-    seconds = results["optim"]["optimizers"]["times"]["1"]
+    seconds = results["optim"]["optimizers"]["times"][THREADS]
     yield Line(
         "**slower**: the time of a step, AdamW",
         f"{seconds['memlab AdamW'] / seconds['torch AdamW, fused']:.1f} ×",

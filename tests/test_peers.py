@@ -29,7 +29,7 @@ def test_each_line_names_a_script_that_is_there():
     ("path", "value"),
     [
         (("losses", "float32", "ways", "memlab", "peak_bytes"), 1),
-        (("optim", "optimizers", "times", "1", "memlab Lion"), 3.0),
+        (("optim", "optimizers", "times", "2", "memlab Lion"), 3.0),
         (("zero", "processes", "rows", 3, "ratio", 1), 7.0),
         (("meter", "exactness", "rows", 0, "memlab"), 4),
     ],
