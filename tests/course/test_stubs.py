@@ -17,10 +17,12 @@ from memlab.course.days import ROOT
 
 LESSONS = sorted((ROOT / "lessons").glob("day*.ipynb"))
 RUN = """
-import json, sys
+import json, linecache, sys
 namespace = {"__name__": "__main__"}
 for number, source in enumerate(json.load(sys.stdin), 1):
-    exec(compile(source, f"code cell {number}", "exec"), namespace)
+    name = f"<code cell {number}>"
+    linecache.cache[name] = len(source), None, source.splitlines(True), name  # inspect reads it
+    exec(compile(source, name, "exec"), namespace)
 """
 
 
@@ -56,4 +58,4 @@ def test_a_lesson_with_its_stubs_runs_to_its_end(lesson):
 def test_a_cell_that_fails_is_named(tmp_path):
     ended = run(["x = 1", "print(x)", "y = z"], tmp_path)
     assert (ended.returncode, ended.stdout) == (1, "1\n")
-    assert 'File "code cell 3", line 1' in ended.stderr
+    assert 'File "<code cell 3>", line 1' in ended.stderr
