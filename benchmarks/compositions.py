@@ -30,6 +30,8 @@ REASONS = dict(zip(NOT_TOGETHER, ascii_lowercase, strict=False))  # a letter for
 INTRODUCTION = """\
 # Two techniques at once
 
+![What each pair of techniques saves of a step's peak](images/compositions.png)
+
 Of each pair of techniques, the share of a step's peak that the two save together; on the diagonal,
 of each alone. The step is that of README's table: {setting}, {plain} at its peak without any of
 them. Bytes are of dry runs, and the same on every CPU.
@@ -40,8 +42,6 @@ stands where the two don't go together, and the list below says why; the same se
 gradients of the plain step: to the bit, or as near as the two are alone; and weights, gradients and
 optimizer state after a step take exactly what the formulas of both say. (The row bfloat16 has an
 AdamW of its own; weights in bfloat16 and another optimizer are `--dtype bfloat16`.)
-
-![The same as a picture](images/compositions.png)
 
 """
 
@@ -116,14 +116,19 @@ def picture(plain: int, peaks: dict[str, int]):
         saved[number, number] = in_per_cent(peaks[name], plain)
     figure = Figure(figsize=(11, 9.5), layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(saved, cmap="RdYlGn", vmin=-60, vmax=60)
-    for row, column in zip(*np.nonzero(~np.isnan(saved)), strict=True):
-        text = f"{saved[row, column]:.0f}".replace("-", "−")
-        axes.text(column, row, text, ha="center", va="center", fontsize=8)
+    limit = np.nanmax(np.abs(saved))
+    image = axes.imshow(saved, cmap="RdYlGn", vmin=-limit, vmax=limit)
+    for row, column in zip(*np.tril_indices(len(ROWS)), strict=True):
+        text = cell(ROWS[column], ROWS[row], plain, peaks).removesuffix("%")
+        color = "white" if abs(saved[row, column]) > 0.65 * limit else "black"
+        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(ROWS)), ROWS, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(ROWS)), ROWS)
     axes.spines[:].set_visible(False)
-    axes.set_title(f"Saved of the peak by two techniques together, in per cent ({SETTING})")
+    axes.set_title(
+        f"Saved of the peak by two techniques together, in per cent ({SETTING})\n"
+        "a dot: both fill one plug; a letter: refused, for the reason in the list"
+    )
     figure.colorbar(image, ax=axes, shrink=0.6, label="per cent of the plain step's peak")
     return figure
 

@@ -8,9 +8,10 @@ and a test holds the two together.
 """
 
 import runpy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 from io import StringIO
+from itertools import groupby
 from pathlib import Path
 
 from common import ROOT, circumstances, progress, set_environment
@@ -24,11 +25,10 @@ INTRODUCTION = """\
 # Rules on trial
 
 People size their training by rules of thumb. Five guides state {all} of them, some in several
-parts; {tried} are tried here, each in the notebook of a day, with the code that measured it. GB are
-10⁹ bytes here, as in the guides.
+parts; {tried} are tried here, each in the notebook of a day, with the code that measured it. Of
+{verdicts} verdicts {count} are *wrong*: {wrong}. GB are 10⁹ bytes here, as in the guides.
 
 Measured on {where}, by `python benchmarks/rules.py`. Bytes are the same on every CPU.
-
 """
 
 
@@ -59,23 +59,35 @@ def page(reached: Iterable[Verdict]) -> str:
     here = circumstances()
     where = f"{here['device']}, torch {here['torch']}, memlab {here['memlab']}, {here['date']}"
     numbers = {number(verdict.rule) for verdict in reached}
-    tried = "all" if len(numbers) == RULES_IN_THE_GUIDES else len(numbers)
-    lines = ["| rule | tried on | measured | verdict |", "| --- | --- | --- | --- |"]
-    lines += [row(verdict) for verdict in reached]
-    return (
-        INTRODUCTION.format(all=RULES_IN_THE_GUIDES, tried=tried, where=where)
-        + "\n".join(lines)
-        + "\n"
+    wrong = [verdict.rule for verdict in reached if verdict.words.startswith("wrong")]
+    introduction = INTRODUCTION.format(
+        all=RULES_IN_THE_GUIDES,
+        tried="all" if len(numbers) == RULES_IN_THE_GUIDES else len(numbers),
+        verdicts=len(reached),
+        count=len(wrong),
+        wrong=", ".join(wrong),
+        where=where,
     )
+    return introduction + "".join(_sections(reached))
 
 
-def row(verdict: Verdict) -> str:
-    """One line of the table."""
+def _sections(reached: Iterable[Verdict]) -> Iterator[str]:
+    """A heading for each day, and its verdicts."""
+    for day, of_day in groupby(reached, key=lambda verdict: RULES[verdict.rule].day):
+        (notebook,) = (ROOT / "solutions").glob(f"day{day:02}_*.ipynb")
+        title = notebook.stem.partition("_")[2].replace("_", " ")
+        yield f"\n## Day {day}: [{title}]({notebook.relative_to(ROOT).as_posix()})\n"
+        yield from map(entry, of_day)
+
+
+def entry(verdict: Verdict) -> str:
+    """What is said, what was measured, and what comes of it."""
     rule = RULES[verdict.rule]
-    (notebook,) = (ROOT / "solutions").glob(f"day{rule.day:02}_*.py")
-    day = f"[day {rule.day}]({notebook.relative_to(ROOT).with_suffix('.ipynb').as_posix()})"
-    claim = f"**{verdict.rule}.** {rule.claim} ({rule.guide})"
-    return f"| {claim} | {day} | {verdict.measured} | **{verdict.words}** |"
+    return (
+        f"\n**{verdict.rule}.** {rule.claim} ({rule.guide})\n"
+        f"- measured: {verdict.measured}\n"
+        f"- verdict: **{verdict.words}**\n"
+    )
 
 
 def number(rule: str) -> int:

@@ -340,9 +340,13 @@ def combined(names: str) -> Technique:
         filled = {name: getattr(part, plug.name) for name, part in parts.items()}
         filled = {name: value for name, value in filled.items() if value is not plug.default}
         if len(filled) > 1 and plug.name not in _JOINED:
+            advice = ""
+            if plug.name == "optimizer" and "bfloat16" in filled:
+                other = next(name for name in filled if name != "bfloat16")
+                advice = f"; for weights in bfloat16, give {other} and --dtype bfloat16"
             raise ValueError(
                 f"{' and '.join(filled)} each bring their own {plug.name.replace('_', ' ')}; "
-                f"leave one of them out"
+                f"leave one of them out{advice}"
             )
         if filled:
             first, *others = filled.values()

@@ -2,15 +2,24 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from memlab.course.rules import RULES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "RULES.md").read_text(encoding="utf-8")
-ROW = re.compile(
-    r"^\| \*\*(\w+)\.\*\* (.*) \| \[day \d+\]\((.*)\) \| (.*) \| \*\*(.*)\*\* \|$", re.M
-)
+ENTRY = re.compile(r"^\*\*(\w+)\.\*\* (.*)\n- measured: (.*)\n- verdict: \*\*(.*)\*\*$", re.M)
+DAYS = re.compile(r"^## Day (\d+): \[.*\]\((.*)\)$", re.M)
+
+
+def entries() -> Iterator[tuple[int, str, tuple[str, ...]]]:
+    """The day, its notebook, and (rule, claim, measured, verdict) of each entry of the page."""
+    _, *sections = re.split(r"^(?=## )", PAGE, flags=re.M)
+    for section in sections:
+        day, notebook = DAYS.match(section).groups()
+        for entry in ENTRY.findall(section):
+            yield int(day), notebook, entry
 
 
 def printed(notebook: Path) -> str:
@@ -20,27 +29,34 @@ def printed(notebook: Path) -> str:
     return " ".join("".join(output.get("text", "")) for output in outputs).replace("\n", " ")
 
 
-def test_each_row_stands_in_the_notebook_that_it_names():
-    rows = ROW.findall(PAGE)
-    assert rows
-    for rule, claim, notebook, measured, words in rows:
+def test_each_entry_stands_in_the_notebook_that_it_names():
+    assert len(list(entries())) == PAGE.count("\n- verdict: ")
+    for day, notebook, (rule, claim, measured, words) in entries():
+        assert day == RULES[rule].day
         verdict = f"Rule {rule}. {claim} Measured: {measured} Verdict: {words}"
         assert verdict in printed(ROOT / notebook)
 
 
-def test_each_verdict_of_a_notebook_has_a_row():
+def test_each_verdict_of_a_notebook_has_an_entry():
     in_notebooks = [
         rule
         for notebook in sorted((ROOT / "solutions").glob("*.ipynb"))
         for rule in re.findall(r"Rule (\w+)\. ", printed(notebook))
     ]
-    assert sorted(in_notebooks) == sorted(row[0] for row in ROW.findall(PAGE))
+    assert sorted(in_notebooks) == sorted(entry[0] for *_, entry in entries())
 
 
 def test_each_rule_of_the_table_was_tried():
-    assert {row[0] for row in ROW.findall(PAGE)} == set(RULES)
+    assert {entry[0] for *_, entry in entries()} == set(RULES)
 
 
 def test_each_claim_is_the_table_s():
-    said = {rule: claim for rule, claim, *_ in ROW.findall(PAGE)}
+    said = {rule: claim for *_, (rule, claim, _, _) in entries()}
     assert said == {name: f"{rule.claim} ({rule.guide})" for name, rule in RULES.items()}
+
+
+def test_the_wrong_ones_are_counted_and_named():
+    verdicts = {rule: words for *_, (rule, _, _, words) in entries()}
+    wrong = [rule for rule, words in verdicts.items() if words.startswith("wrong")]
+    said = f"Of {len(verdicts)} verdicts {len(wrong)} are *wrong*: {', '.join(wrong)}."
+    assert said in PAGE.replace("\n", " ")

@@ -14,6 +14,7 @@ from memlab.configs import config_named
 from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS
 from memlab.planner import LEARNED, Option, Plan, Recipe, plan
+from memlab.planner.options import AS_IT_IS
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS
 from memlab.planner.search import USUAL_SEQ_LEN
 from memlab.units import format_bytes
@@ -144,6 +145,12 @@ def headline(found: Plan) -> Iterator[str]:
             f"{found.memory.name}: {memory}, of which CUDA leaves {left} to torch; "
             f"predicted for {found.target}, nothing is computed"
         )
+    needed = found.bytes_as_it_is
+    lacks = format_bytes(needed - found.budget_bytes)
+    yield (
+        f"as it is, {AS_IT_IS}, nothing saved: ≈ {format_bytes(needed)}, by formula: "
+        f"{'fits' if needed <= found.budget_bytes else f'lacks {lacks}'}"
+    )
 
 
 def table(rows: list[Option]) -> Table:

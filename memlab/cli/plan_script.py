@@ -1,8 +1,11 @@
 """`memlab plan --script`: does a training of the user's own fit, and what would make it fit?"""
 
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from rich.table import Table
+from torch import nn
 
 import memlab
 from memlab.cli import report
@@ -14,7 +17,17 @@ from memlab.cli.script import Script, find_script, measured, predicted
 from memlab.metering.kernels import TARGETS
 from memlab.planner import Memory, memory_named
 from memlab.planner.options import budget_bytes
-from memlab.planner.outside import LADDER, Rung
+from memlab.planner.outside import (
+    AS_IT_IS,
+    CHECKPOINTED,
+    CLIMB,
+    NO_LAYERS,
+    Parts,
+    Places,
+    Rung,
+    find,
+    ladder,
+)
 from memlab.trace import Trace
 from memlab.units import format_bytes
 
@@ -35,7 +48,7 @@ def plan_script(given: str, *, memory: str | None, target: str | None, out: str)
         raise UsageError(f"got --device {shown(target)}; {choice(target, ('cpu', *TARGETS))}")
     folder = choose_folder(out)
     budget = budget_bytes(there, target)
-    with report.progress(3 * len(LADDER)) as announce:
+    with report.progress(3 * len(CLIMB)) as announce:
         rows, chosen = climb(script, target, budget, announce)
     _show(script, there, target, budget, rows, chosen)
     write(rows, f"{script}, planned for {there.name}", folder)
@@ -46,13 +59,19 @@ def climb(
     script: Script, target: str, budget: int, announce: Announce
 ) -> tuple[list[Row], Rung | None]:
     """A row for each rung up to the first that fits, and that rung."""
-    rows: list[Row] = []
-    for rung in LADDER:
+    found: list[Places] = []
+
+    def look(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
+        found.append(find(model, optimizer))
+        return step, model, optimizer
+
+    rows = [Row(AS_IT_IS.name, _trace(script, target, AS_IT_IS.name, look, announce))]
+    if needed(rows[0].trace) <= budget:
+        return rows, AS_IT_IS
+    for rung in ladder(found[0]):
         try:
-            trace = _trace(script, target, rung, announce)
+            trace = _trace(script, target, rung.name, rung.applied, announce)
         except UsageError as error:
-            if not rows:
-                raise  # the script itself fails
             rows.append(Row(rung.name, failure=str(error)))
             continue
         rows.append(Row(rung.name, trace))
@@ -61,12 +80,14 @@ def climb(
     return rows, None
 
 
-def _trace(script: Script, target: str, rung: Rung, announce: Announce) -> Trace:
-    told = partial(_announced, announce, rung.name)
+def _trace(
+    script: Script, target: str, name: str, change: Callable[..., Parts], announce: Announce
+) -> Trace:
+    told = partial(_announced, announce, name)
     if target == "cpu":
         with memlab.dry_run():
-            return measured(script, None, told, rung.applied)
-    return predicted(script, target, told, rung.applied)
+            return measured(script, None, told, change)
+    return predicted(script, target, told, change)
 
 
 def _announced(announce: Announce, name: str, stage: str) -> None:
@@ -92,12 +113,23 @@ def _show(
     report.console.print(_table(rows, budget))
     for sentence in report.failures(rows):
         report.say(f"\n{report.paragraph(sentence)}")
-    if chosen is None:
-        report.say("\nNothing of this makes it fit; a smaller batch, LoRA or bfloat16 weights may")
-    elif chosen.lines:
-        report.say("\nIt fits with\n\n  " + "\n  ".join(chosen.lines))
+    for sentence in _remarks(rows, chosen):
+        report.say(f"\n{sentence}")
+    report.say("")
+
+
+def _remarks(rows: list[Row], chosen: Rung | None) -> Iterator[str]:
+    """What was found, in words; where it takes techniques, the lines that turn them on."""
+    if len(rows) > 1 and not any(CHECKPOINTED.name in row.name for row in rows):
+        yield report.paragraph(NO_LAYERS)
+    if chosen is AS_IT_IS:
+        yield "It fits as it is"
+    elif chosen is None:
+        yield "Nothing of this makes it fit; a smaller batch, LoRA or bfloat16 weights may"
     else:
-        report.say("\nIt fits as it is")
+        lines = "\n  ".join(chosen.lines)
+        yield f"It fits with these, after the model and the optimizer are made:\n\n  {lines}"
+        yield from (report.paragraph(each.but) for each in chosen.techniques if each.but)
 
 
 def _table(rows: list[Row], budget: int) -> Table:

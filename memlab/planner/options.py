@@ -6,10 +6,12 @@ from typing import Any
 
 from memlab.model import GPTConfig
 from memlab.planner.cards import Memory
-from memlab.planner.formulas import Estimate
+from memlab.planner.formulas import Estimate, training_bytes
 from memlab.planner.measuring import Measured
 from memlab.planner.recipes import Recipe
 from memlab.units import format_bytes
+
+AS_IT_IS = Recipe(precision="float32")  # torch's defaults: AdamW, and nothing saved
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,12 @@ class Plan:
         return budget_bytes(self.memory, self.target)
 
     @property
+    def bytes_as_it_is(self) -> int:
+        """What a training without any technique takes on each GPU, by formula."""
+        found = training_bytes(self.config, AS_IT_IS, self.batch, self.seq_len, target=self.target)
+        return found.peak_bytes
+
+    @property
     def best(self) -> Option | None:
         """The fastest that fits."""
         return self.options[0] if self.options else None
@@ -115,6 +123,7 @@ class Plan:
             "batch": self.batch,
             "seq_len": self.seq_len,
             "target": self.target,
+            "bytes_as_it_is": self.bytes_as_it_is,
             "fits": [self._numbers(option) for option in self.options],
             "fits_by_formula": [self._numbers(option) for option in self.others],
             "does_not_fit": None if self.miss is None else self._numbers(self.miss),

@@ -396,7 +396,8 @@ def test_sequences_are_as_long_as_the_model_takes():
         (["--technique", "lora+"], "got --technique ''; choose from plain, "),
         (
             ["--technique", "bfloat16+sgd"],
-            "got --technique bfloat16+sgd: bfloat16 and sgd each bring their own optimizer; leave",
+            "got --technique bfloat16+sgd: bfloat16 and sgd each bring their own optimizer; leave "
+            "one of them out; for weights in bfloat16, give sgd and --dtype bfloat16",
         ),
         (["--dtype", "int8"], "got --dtype int8; choose from float32, bfloat16, float16"),
         (["--batch", "0"], "got --batch 0; wanted a whole number from 1 to 1,000,000"),

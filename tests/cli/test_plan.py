@@ -6,10 +6,12 @@ import shlex
 import pytest
 from quick import slow
 
+from memlab.model import PRESETS
 from memlab.planner import search
 from memlab.planner.formulas import training_bytes
 from memlab.planner.measuring import Measured
-from memlab.planner.recipes import LEARNED, recipes
+from memlab.planner.recipes import LEARNED, Recipe, recipes
+from memlab.units import format_bytes
 
 
 @pytest.fixture
@@ -47,8 +49,21 @@ def test_what_fits_comes_with_what_it_takes_and_what_does_not_with_what_it_lacks
     assert "bfloat16 lion8bit, checkpointing, step in backward" in outcome.out
     assert "does not fit: it lacks" in " ".join(outcome.out.split())
     numbers = json.loads((tmp_path / "work" / "plan.json").read_text())
+    recipe, config = Recipe(precision="float32"), PRESETS["llama-2-7b"]
+    needed = training_bytes(config, recipe, 1, 2048, target="cuda").peak_bytes
+    assert numbers["bytes_as_it_is"] == needed
+    assert (
+        f"as it is, float32 adamw, nothing saved: ≈ {format_bytes(needed)}, by formula: lacks "
+        f"{format_bytes(needed - numbers['budget_bytes'])}" in outcome.out
+    )
     assert numbers["fits"][0]["missing_bytes"] < 0 < numbers["does_not_fit"]["missing_bytes"]
     assert (tmp_path / "work" / "plan.png").stat().st_size > 10_000
+
+
+def test_what_fits_as_it_is_is_said_to(quick, memlab_command):
+    outcome = memlab_command("plan", "--model", "5m", "--memory", "24GB")
+    assert "as it is, float32 adamw, nothing saved: ≈ 1" in outcome.out
+    assert "by formula: fits\n" in outcome.out
 
 
 def test_where_nothing_fits_the_status_is_one_and_it_says_what_would_help(quick, memlab_command):
@@ -157,6 +172,35 @@ def test_a_training_of_ones_own_is_planned(memory, status, words, memlab_command
     outcome = memlab_command("plan", "--script", "own.py:build", "--memory", memory)
     assert (outcome.status, outcome.err) == (status, "")
     assert words in outcome.out
+
+
+NO_LIST = """
+import torch
+from torch import nn
+
+def build():
+    model, x = nn.Linear(9000, 9000), torch.randn(16, 9000)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step, model, optimizer
+"""
+
+
+def test_a_model_without_layers_is_tried_without_checkpointing(memlab_command, tmp_path):
+    (tmp_path / "own.py").write_text(NO_LIST)
+    outcome = memlab_command(
+        "plan", "--script", "own.py:build", "--memory", "740MiB", "--device", "cpu"
+    )
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out.count("checkpointing cannot be put around this model") == 1
+    assert outcome.out.count("\ncheckpointing") == 1  # the sentence: no row tries it
+    assert "no accumulation then" in " ".join(outcome.out.split())
+    assert 'step_in_backward(Lion8bit(model.parameters(), lr=0.002, rounding="' in outcome.out
 
 
 def test_a_script_needs_a_memory_and_has_no_model(in_one_line, tmp_path):
