@@ -17,7 +17,7 @@ from memlab.cli.measure import measured_rows
 from memlab.cli.report import progress
 from memlab.cli.rows import Row
 from memlab.trace import Trace
-from memlab.train import combined
+from memlab.train import TECHNIQUES
 from memlab.units import format_bytes
 
 SETTING = SUITABLE["cpu"]
@@ -33,7 +33,7 @@ def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
     """A line of the README's table: what it is, peak, saved, where the peak lies, time; CUDA's."""
     saved = 1 - row.trace.peak_bytes / plain.trace.peak_bytes
     return (
-        f"{row.name}: {combined(row.name).summary}",
+        row.name if "+" in row.name else f"{row.name}: {TECHNIQUES[row.name].summary}",
         format_bytes(row.trace.peak_bytes),
         "" if row is plain else f"{saved:+.1%}",
         row.trace.peak_phase,

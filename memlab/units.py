@@ -8,7 +8,10 @@ from fractions import Fraction
 
 BINARY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DECIMAL_UNITS = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_FACTORS = {"B": 1, "": 1, **BINARY_UNITS, **DECIMAL_UNITS}
+_FACTORS = {
+    unit.lower(): factor
+    for unit, factor in ({"B": 1, "": 1} | BINARY_UNITS | DECIMAL_UNITS).items()
+}
 MOST_DIGITS = 40  # of a number in front of a unit: no machine has as many bytes
 _QUANTITY = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
@@ -22,7 +25,8 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(quantity: int | str) -> int:
-    """Bytes in `quantity`: an int, or a number with a unit such as `"6 MiB"` or `"24GB"`.
+    """Bytes in `quantity`: an int, or a number with a unit such as `"6 MiB"` or `"24GB"`, in small
+    or large letters.
 
     A part of a larger unit is rounded to the nearest byte. Raises ValueError for anything else,
     and for a fraction without such a unit: "1.5" is a forgotten GiB more often than it is bytes.
@@ -30,7 +34,7 @@ def parse_bytes(quantity: int | str) -> int:
     if isinstance(quantity, int) and not isinstance(quantity, bool) and quantity >= 0:
         return quantity
     match = _QUANTITY.fullmatch(quantity) if isinstance(quantity, str) else None
-    factor = _FACTORS.get(match[2]) if match else None
+    factor = _FACTORS.get(match[2].lower()) if match else None
     if factor is None or len(match[1]) > MOST_DIGITS or (factor == 1 and "." in match[1]):
         raise ValueError(
             f"got {quantity!r} as a number of bytes; give a number and a unit, "

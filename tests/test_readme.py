@@ -28,6 +28,7 @@ SHORTENED = {
         "test_savings predicts every row, of a smaller model",
     ),
 }
+OUTPUT = re.compile(r"^```sh\n([^\n]+)\n```\n\n```\n(.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^ *```(\S*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 NAMES_OF_SHELLS = {"bash", "shell", "zsh", "fish", "shell-session", "powershell"}
 
@@ -48,6 +49,17 @@ def commands(markdown: str) -> list[str]:
 
 def logical_lines(body: str) -> list[str]:
     return [line.strip() for line in body.replace("\\\n", " ").splitlines()]
+
+
+def outputs(markdown: str) -> dict[str, str]:
+    """What is shown of a command that stands in a block of its own, with its output below."""
+    return dict(OUTPUT.findall(markdown))
+
+
+def files(markdown: str) -> dict[str, str]:
+    """Python examples that begin with the name of a file, which commands then take."""
+    named = (re.match(r"# (\w+\.py)\n", body) for body in blocks(markdown, "python"))
+    return {found[1]: found.string for found in named if found}
 
 
 def starts_with(command: str, *beginnings: str) -> bool:
@@ -86,11 +98,14 @@ def copy_of_the_repository(tmp_path_factory):
     copy = tmp_path_factory.mktemp("readme") / "memlab"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "work", "__pycache__"))
     (copy / ".venv").symlink_to(sys.prefix, target_is_directory=True)
+    for name, text in files(README).items():
+        (copy / name).write_text(text, encoding="utf-8")
     return copy
 
 
-def run(command: list[str], folder: Path) -> None:
-    """Run it as a reader would who has just set up; a failure shows all that it printed."""
+def run(command: list[str], folder: Path) -> str:
+    """Run it as a reader would who has just set up, and return what it printed; a failure shows
+    all of that."""
     programs = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {**os.environ, "PATH": os.pathsep.join(programs), "PYTHONPATH": str(folder)}
     environment.pop("MAKEFLAGS", None)  # of the `make test` around us
@@ -103,6 +118,7 @@ def run(command: list[str], folder: Path) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def test_the_readme_has_a_memlab_command_to_run():
@@ -111,16 +127,21 @@ def test_the_readme_has_a_memlab_command_to_run():
     assert {"memlab", ".venv/bin/memlab"} & set(programs), f"no memlab command in {programs}"
 
 
-# Of the larger models; those of tiny are tried always.
-SLOW = ("memlab measure --model llama", "memlab measure --model 124m", "memlab plan --model llama")
+# Of the larger models, and those that predict several steps; those of tiny are tried always.
+SLOW = ("memlab measure --model llama", "memlab measure --model 124m", "memlab plan")
 
 
 @pytest.mark.parametrize(
     "command",
     [slow(command) if command.startswith(SLOW) else command for command in to_run(README)],
 )
-def test_each_command_runs(command, copy_of_the_repository):
-    run(["sh", "-c", shortened(command)], copy_of_the_repository)
+def test_each_command_runs_and_prints_what_is_shown(command, copy_of_the_repository):
+    printed = run(["sh", "-c", shortened(command)], copy_of_the_repository)
+    assert outputs(README).get(command, "") in re.sub(r" +$", "", printed, flags=re.M)
+
+
+def test_outputs_that_are_shown_are_of_commands_that_run():
+    assert outputs(README).keys() <= set(to_run(README))
 
 
 def test_what_is_shortened_is_still_there():
@@ -194,6 +215,16 @@ def test_a_program_that_only_begins_like_set_up_is_run():
 
 def test_targets_of_make_are_found():
     assert make_targets(SAMPLE) == ["make measure        # about a minute"]
+
+
+def test_an_output_belongs_to_the_command_above_it():
+    markdown = "```sh\nmemlab doctor\n```\n\n```\nOK\nall\n```\n\n```sh\na\nb\n```\n\n```\nx\n```\n"
+    assert outputs(markdown) == {"memlab doctor": "OK\nall\n"}
+
+
+def test_an_example_that_begins_with_its_name_is_a_file():
+    markdown = "```python\n# train.py\nx = 1\n```\n\n```python\n# a comment\n```\n"
+    assert files(markdown) == {"train.py": "# train.py\nx = 1\n"}
 
 
 def test_python_examples_are_found():

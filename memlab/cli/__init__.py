@@ -429,7 +429,7 @@ def check_command(
 
     Your copy in work/ is read as it was last saved. Of it only imports, constants,
     functions and classes are run: what an answer needs, it gets as arguments.
-    The exit status is 0 if everything is right, else 1.
+    The exit status is 0 if everything is right, 1 if not, and 2 for what is no day or exercise.
 
     [bold]memlab check 1[/]
 

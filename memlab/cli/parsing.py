@@ -4,6 +4,7 @@ typer brings the parser, as click or as a copy of it, by version. Its errors are
 they carry, and its own words are used only where there are no better ones.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,12 @@ def number(option: str, most: int, meaning: str) -> Any:
 
 
 class Command(TyperCommand):
-    """A command that takes an option once, and no argument too many."""
+    """A command that takes an option once, and no argument too many. Its docstring is its help,
+    whose paragraphs are broken where the terminal ends."""
+
+    def __init__(self, *args: Any, help: str | None = None, **options: Any) -> None:
+        paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", help or "")]
+        super().__init__(*args, help="\n\n".join(paragraphs), **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with _in_one_sentence(ctx):

@@ -106,6 +106,16 @@ def remarks(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{row.name}: no time; the plain training does not fit into memory beside it"
         elif hidden := _hidden_change(row.trace, plain.trace):
             yield f"{row.name}: {hidden}"
+        if more := _kept_beside(row.trace, plain.trace):
+            yield f"{row.name}: {more}"
+
+
+def _kept_beside(trace: Trace, plain: Trace) -> str | None:
+    """What a technique holds that is no weight and no state, in words; None if nothing."""
+    more = trace.at_peak.get("inputs", 0) - plain.at_peak.get("inputs", 0)
+    if more <= 0:
+        return None
+    return f"{format_bytes(more)} that it keeps from step to step, such as averages, are inputs"
 
 
 def failures(rows: Sequence[Row]) -> Iterator[str]:

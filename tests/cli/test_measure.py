@@ -792,6 +792,15 @@ def test_one_category_in_place_of_another_is_not_hidden_by_the_peak():
     assert list(report.remarks([plain, ours])) == []
 
 
+def test_what_a_technique_keeps_beside_weights_and_state_is_named():
+    plain, ours = (dry_row(TINY, n, TECHNIQUES[n]) for n in ("plain", "post-hoc-ema"))
+    averages = 2 * 4 * PRESETS["tiny"].parameters  # two, in float32
+    assert list(report.remarks([plain, ours])) == [
+        f"post-hoc-ema: {format_bytes(averages)} that it keeps from step to step, such as "
+        f"averages, are inputs"
+    ]
+
+
 def test_a_remark_is_broken_into_lines_but_its_words_are_not():
     words = ["eager-attention:", *["--batch"] * 40, "x" * 90]
     lines = report.paragraph(" ".join(words)).splitlines()

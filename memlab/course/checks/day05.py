@@ -402,7 +402,7 @@ _FUNCTION = Exercise(
         "inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]; with "
         "torch.random.fork_rng([]), torch.enable_grad(): torch.set_rng_state(ctx.state); output = "
         "ctx.fn(*inputs). Then torch.autograd.backward(output, gradient); return None, *(x.grad "
-        "for x in inputs).",
+        "for x in inputs): one for each argument of forward, and fn has none.",
     ),
     reference=checkpoint_reference,
     check=_check_function,
@@ -431,6 +431,11 @@ _FUNCTION = Exercise(
         WrongAnswer(
             _function_but(state="never"),
             "The second run drew another dropout mask: keep the random state, and put it back.",
+        ),
+        WrongAnswer(
+            _function_but(state="never", fork=_no_fork),
+            "The second run drew from where the random numbers stood by then: keep their state "
+            "before fn draws, and run again from it.",
         ),
         WrongAnswer(
             _function_but(state="after"),
