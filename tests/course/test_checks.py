@@ -36,7 +36,10 @@ def leaving_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert list(tmp_path.iterdir()) == []
-    assert capfd.readouterr() == ("", "")
+    printed, errors = capfd.readouterr()
+    # torch's profiler, built for CUDA, says once by itself that there is no GPU.
+    errors = [line for line in errors.splitlines() if "gpuGetDeviceCount failed" not in line]
+    assert (printed, errors) == ("", [])
 
 
 @each_exercise

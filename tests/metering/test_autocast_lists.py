@@ -45,7 +45,9 @@ def test_every_operator_with_a_rule_for_cuda_is_on_a_list():
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and has_kernel(name, "AutocastCUDA")
     }
-    assert theirs - ours == {"cudnn_convolution", "cudnn_convolution_transpose"}  # below the others
+    below_others = {"cudnn_convolution", "cudnn_convolution_transpose"}
+    in_cuda_builds = {"_cudnn_rnn"}  # packs weights of its own; here an LSTM is predicted without
+    assert theirs - ours - in_cuda_builds == below_others
 
 
 DTYPES = {  # of the result for bfloat16 inputs, and for float32 ones
