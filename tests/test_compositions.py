@@ -156,15 +156,13 @@ def error(pair: str) -> float:
 
 @pytest.mark.parametrize("pair", TOGETHER)
 def test_two_techniques_have_the_gradients_of_the_plain_step(pair):
+    """Or those of LoRA's, where one is LoRA."""
     names = set(pair.split("+"))
     if names & WITHOUT_GRADIENTS:
         has_the_weights_of_the_other_alone(*names)
         return
     ours = outcome(pair).gradients
-    if "lora" in names:
-        wanted = gradients_of_lora_from(pair)
-    else:
-        wanted = outcome("plain").gradients
+    wanted = gradients_of_lora_from(pair) if "lora" in names else outcome("plain").gradients
     assert ours.keys() == wanted.keys()
     assert max((ours[n] - wanted[n]).abs().max().item() for n in wanted) <= error(pair)
 
