@@ -13,7 +13,7 @@ BENCHMARKS := $(wildcard benchmarks/[a-z]*.py)
 LESSONS := $(wildcard lessons/*.ipynb)
 SOLUTIONS := $(wildcard solutions/*.ipynb)
 
-RUN_TESTS := PYTHONHASHSEED=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile
+RUN_TESTS := PYTHONHASHSEED=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Two files at a time, each as memlab.course.build ran it: no result hangs on the number of threads,
 # and pictures show inside the page.

@@ -74,7 +74,7 @@ def done(result: dict) -> "Future[dict]":
 # ------------------------------------------------------------------ the steps
 
 
-@pytest.mark.parametrize("name", quick(list(CONFIGURATIONS)[::8], CONFIGURATIONS))
+@pytest.mark.parametrize("name", quick(list(CONFIGURATIONS)[::16], CONFIGURATIONS))
 def test_a_configuration_is_predicted_and_makes_all_it_needs_on_the_gpu(name):
     if CONFIGURATIONS[name].missing:
         pytest.skip(f"{CONFIGURATIONS[name].missing} is not here")

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from quick import slow
+from quick import quick
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -519,10 +519,13 @@ def test_a_step_changes_the_weights():
     assert not any(map(torch.equal, before, training.model.parameters()))
 
 
-MANY_OPERATORS = ("int8-activations", "int4-activations", "bfloat16", "selective-checkpointing")
+OF_EACH_PLUG = (
+    *("plain", "checkpointing", "autocast", "chunked-loss", "accumulation", "lora", "adam8bit"),
+    *("step-in-backward", "streamed-layers", "post-hoc-ema"),
+)
 
 
-@pytest.mark.parametrize("name", [slow(n) if n in MANY_OPERATORS else n for n in TECHNIQUES])
+@pytest.mark.parametrize("name", quick(OF_EACH_PLUG, TECHNIQUES))
 def test_a_dry_trace_is_that_of_a_second_step(name):
     setting = Setting(replace(CONFIG, layers=2), batch=2, seq_len=16)
     with memlab.dry_run():
@@ -596,7 +599,11 @@ def test_techniques_combine_plug_by_plug():
 
 
 @pytest.mark.parametrize(
-    "others", ["selective-checkpointing", "checkpointing", "int4-activations", "bfloat16", "lora"]
+    "others",
+    quick(
+        ["int4-activations"],
+        ["selective-checkpointing", "checkpointing", "int4-activations", "bfloat16", "lora"],
+    ),
 )
 def test_flash_attention_keeps_what_torch_s_kernel_does_beside_any_other_technique(others):
     ours, theirs = combined(f"{others}+flash-attention"), combined(others)

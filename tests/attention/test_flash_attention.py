@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import quick
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -181,8 +182,8 @@ def test_backward_keeps_the_arguments_the_result_and_a_number_a_query(dtype):
     assert kept == sorted([q_bytes, q_bytes, k_bytes, k_bytes, lse_bytes])
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("dropout", quick([0.1], [0.0, 0.1]))
+@pytest.mark.parametrize("kv_heads", quick([1], [4, 1]))
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_score_matrix_is_never_there(causal, kv_heads, dropout):
     T, tile = 300, 16
@@ -233,7 +234,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES[2:4], CASES))
 def test_a_dry_run_has_the_same_peak_and_visits_fewer_tiles(case):
     of_tensors = {"queries", "keys", "heads", "kv_heads", "dtype", "width"}
     tensors = {"dtype": torch.float32} | {n: x for n, x in case.items() if n in of_tensors}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quick import quick
+from quick import quick, slow
 
 import memlab
 from memlab import plot
@@ -434,7 +434,7 @@ def test_without_a_choice_every_technique_is_measured():
 
 @pytest.mark.parametrize(
     ("arguments", "is_there"),
-    [([], False), (["--dry-run"], True), (["--technique", "loss-scaling"], True)],
+    [([], False), slow((["--dry-run"], True)), slow((["--technique", "loss-scaling"], True))],
 )
 def test_what_takes_a_cpu_minutes_is_left_out_unless_asked_for(
     memlab_command, tmp_path, monkeypatch, arguments, is_there

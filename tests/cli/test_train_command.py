@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from quick import slow
 
 from memlab.cli import app, choices
 from memlab.cli import train as command
@@ -199,7 +200,9 @@ def test_a_step_as_large_as_the_machine_is_begun(memlab_command, monkeypatch):
     assert memlab_command("train", *SMALL, "--technique", "sgd", "--steps", "1").status == 0
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\n…")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), slow(torch.OutOfMemoryError("CUDA out of memory.\n…"))]
+)
 def test_where_memory_runs_out_one_line_says_what_it_takes(memlab_command, monkeypatch, error):
     def run_out(*given, **more):
         raise error

@@ -107,7 +107,7 @@ def test_units_of_blocks_stay_whole(blocks, unit, wanted):
 @pytest.mark.parametrize(
     "names",
     [
-        "lora+checkpointing",
+        pytest.param("lora+checkpointing", marks=pytest.mark.slow),
         pytest.param("lora+bfloat16", marks=pytest.mark.slow),
         pytest.param("lora+selective-checkpointing+bfloat16", marks=pytest.mark.slow),
     ],

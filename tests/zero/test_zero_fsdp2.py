@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from quick import slow
 from torch.distributed.tensor.debug import CommDebugMode
 
 import memlab
@@ -102,7 +103,7 @@ def test_rows_are_padded_as_fsdp2_pads_them(mesh):
     assert step.traces[0].at_end["parameters"] == trace.at_end["parameters"]
 
 
-@pytest.mark.parametrize(("batch", "share"), [((1, 128), 0.1), ((4, 256), 0.05)])
+@pytest.mark.parametrize(("batch", "share"), [((1, 128), 0.1), slow(((4, 256), 0.05))])
 def test_its_peak_is_near_that_of_fsdp2(mesh, batch, share):
     """FSDP2 gathers the next block ahead, while the last is at work: that is beyond ours."""
     config, schedule = PRESETS["25m"], uniform_schedule(PRESETS["25m"].layers, 1)

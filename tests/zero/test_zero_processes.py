@@ -28,6 +28,7 @@ from in_ranks import (
     inputs_of,
     mean_square,
 )
+from quick import slow
 from ranked import (
     TIED,
     OneProcess,
@@ -74,7 +75,7 @@ def four(two, folder):
     return run_ranks(f"{IN_RANKS}:four_ranks", 4, folder, timeout=TIME_OUT)
 
 
-@pytest.fixture(params=["two", "four"])
+@pytest.fixture(params=["two", slow("four")])
 def beside(request):
     return [rank["beside"] for rank in request.getfixturevalue(request.param)]
 
@@ -364,17 +365,18 @@ def test_only_members_of_a_group_are_missing_in_it():
     assert sentence(notes, [1, 3], 4, "the sum", "closed") == words
 
 
-def test_no_process_and_no_port_is_left(two, four, failed):
+def test_no_process_and_no_port_is_left(two, failed):
     """Not while an error, whose traceback has the launcher's frame, is still held either."""
     _, said = failed
-    left = [rank["where"] for rank in (*two, *four, *said)]
-    assert len({pid for pid, _ in left}) == 2 + 4 + 3
+    left = [rank["where"] for rank in (*two, *said)]
+    assert len({pid for pid, _ in left}) == 2 + 3
     assert [pid for pid, _ in left if psutil.pid_exists(pid)] == []
     connections = psutil.Process().net_connections("tcp")
     listening = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
     assert {port for _, port in left} & listening == set()
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_example(tmp_path):
     """That of the module's docstring, as a user would; and its processes are gone afterwards."""
     example = re.search(r"train.py`:\n\n(.*?\n)\n\S", processes.__doc__, re.DOTALL)[1]
@@ -458,7 +460,7 @@ def test_the_same_ranks_go_on_bit_for_bit(two, label):
         assert also == {"steps": 2}
 
 
-@pytest.fixture(params=[slice(3), slice(3, 4)], ids=["three ranks", "one rank"])
+@pytest.fixture(params=[slow(slice(3)), slow(slice(3, 4))], ids=["three ranks", "one rank"])
 def resumed(four, request):
     return [rank["resumed"] for rank in four[request.param]]
 
