@@ -35,7 +35,7 @@ def fixed_seeds() -> None:
 # Two processes share the files: with these first, neither is left alone with a long one at the end.
 LONG = {
     *("test_zero_processes.py", "test_measure.py", "test_compositions.py", "test_checks.py"),
-    *("test_readme.py", "test_zero_bytes.py", "test_exactness.py", "test_stubs.py", "test_train.py"),
+    *("test_readme.py", "test_zero_bytes.py", "test_exactness.py", "test_train.py"),
 }
 
 
