@@ -45,7 +45,11 @@ Step = Callable[[], object]
 Kind = Literal["result", "scratch", "stray"]
 
 _STEP = "memlab: the recorded step"
-_REMARKS = (b"SyncActivityProfilerHandler", b"Memory block of unknown size was allocated before")
+_REMARKS = (
+    b"SyncActivityProfilerHandler",
+    b"Memory block of unknown size was allocated before",
+    b"gpuGetDeviceCount failed",  # built for CUDA, on a machine without
+)
 _NODE = "autograd::engine::evaluate_function: "
 
 

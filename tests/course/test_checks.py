@@ -36,10 +36,7 @@ def leaving_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert list(tmp_path.iterdir()) == []
-    printed, errors = capfd.readouterr()
-    # torch's profiler, built for CUDA, says once by itself that there is no GPU.
-    errors = [line for line in errors.splitlines() if "gpuGetDeviceCount failed" not in line]
-    assert (printed, errors) == ("", [])
+    assert capfd.readouterr() == ("", "")
 
 
 @each_exercise
