@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick import quick
 
 from memlab.course import days
 from memlab.course.answers import judged
@@ -56,7 +57,9 @@ def test_a_lesson_says_its_question_and_its_minutes_first(number):
     assert int(FIRST_WORDS.match(first)[1]) == number
 
 
-@pytest.mark.parametrize("number", DAYS)
+@pytest.mark.parametrize(
+    "number", quick(list(DAYS)[::5], DAYS)
+)  # make test runs them all in Jupyter
 def test_the_solution_s_answers_pass(number):
     exercises = days.day(number).exercises
     verdicts = list(judged(days.notebook(number, "solutions"), exercises))

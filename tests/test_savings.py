@@ -16,11 +16,13 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 ON_CUDA = {
     name: (allocated, reserved)
     for name, allocated, reserved in re.findall(
-        r"^\| ([a-z0-9+-]+): .*\| ([0-9.]+ [KMG]iB) \| ([0-9.]+ [KMG]iB) \|$", README, re.M
+        r"^\| ([a-z0-9+-]+)(?:: .*)? \|.*\| ([0-9.]+ [KMG]iB) \| ([0-9.]+ [KMG]iB) \|$",
+        README,
+        re.M,
     )
 }
 CHOSEN = choose_techniques(None, left_out=SLOW_ON_A_CPU)
-ROWS = dict(re.findall(r"^\| ([a-z0-9+-]+): [^|]*\| ([0-9.]+ [KMG]iB) \|", README, re.M))
+ROWS = dict(re.findall(r"^\| ([a-z0-9+-]+)(?:: [^|]*)? \| ([0-9.]+ [KMG]iB) \|", README, re.M))
 
 
 # Of every plug one, and of few operators.

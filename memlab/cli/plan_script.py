@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from torch import nn
@@ -19,8 +19,8 @@ from memlab.planner import Memory, memory_named
 from memlab.planner.options import budget_bytes
 from memlab.planner.outside import (
     AS_IT_IS,
-    CHECKPOINTED,
     CLIMB,
+    NO_ADAM,
     NO_LAYERS,
     Parts,
     Places,
@@ -49,16 +49,22 @@ def plan_script(given: str, *, memory: str | None, target: str | None, out: str)
     folder = choose_folder(out)
     budget = budget_bytes(there, target)
     with report.progress(3 * len(CLIMB)) as announce:
-        rows, chosen = climb(script, target, budget, announce)
-    _show(script, there, target, budget, rows, chosen)
-    write(rows, f"{script}, planned for {there.name}", folder)
-    return 0 if chosen else 1
+        found = climb(script, target, budget, announce)
+    _show(script, there, target, budget, found)
+    write(found.rows, f"{script}, planned for {there.name}", folder)
+    return 0 if found.chosen else 1
 
 
-def climb(
-    script: Script, target: str, budget: int, announce: Announce
-) -> tuple[list[Row], Rung | None]:
-    """A row for each rung up to the first that fits, and that rung."""
+class Climb(NamedTuple):
+    """A row for each rung up to the first that fits, that rung, and where rungs could be put."""
+
+    rows: list[Row]
+    chosen: Rung | None
+    places: Places
+
+
+def climb(script: Script, target: str, budget: int, announce: Announce) -> Climb:
+    """Predict rung by rung, until one fits."""
     found: list[Places] = []
 
     def look(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
@@ -66,9 +72,10 @@ def climb(
         return step, model, optimizer
 
     rows = [Row(AS_IT_IS.name, _trace(script, target, AS_IT_IS.name, look, announce))]
+    [places] = found
     if needed(rows[0].trace) <= budget:
-        return rows, AS_IT_IS
-    for rung in ladder(found[0]):
+        return Climb(rows, AS_IT_IS, places)
+    for rung in ladder(places):
         try:
             trace = _trace(script, target, rung.name, rung.applied, announce)
         except UsageError as error:
@@ -76,8 +83,8 @@ def climb(
             continue
         rows.append(Row(rung.name, trace))
         if needed(trace) <= budget:
-            return rows, rung
-    return rows, None
+            return Climb(rows, rung, places)
+    return Climb(rows, None, places)
 
 
 def _trace(
@@ -104,32 +111,41 @@ def _show(
     there: Memory,
     target: str,
     budget: int,
-    rows: list[Row],
-    chosen: Rung | None,
+    found: Climb,
 ) -> None:
-    left = f"{format_bytes(budget)} for torch"
+    left = f"of which CUDA leaves {format_bytes(budget)} to torch"
+    if target == "cpu":
+        left = "all of it for tensors"
     report.say(f"{script}: its second step, predicted for {target}, nothing is computed")
-    report.say(f"{there.name}: {left}\n")
-    report.console.print(_table(rows, budget))
-    for sentence in report.failures(rows):
+    report.say(f"{there.name}: {format_bytes(there.total_bytes)}, {left}\n")
+    report.console.print(_table(found.rows, budget))
+    for sentence in report.failures(found.rows):
         report.say(f"\n{report.paragraph(sentence)}")
-    for sentence in _remarks(rows, chosen):
+    for sentence in _remarks(*found):
         report.say(f"\n{sentence}")
     report.say("")
 
 
-def _remarks(rows: list[Row], chosen: Rung | None) -> Iterator[str]:
+def _remarks(rows: list[Row], chosen: Rung | None, places: Places) -> Iterator[str]:
     """What was found, in words; where it takes techniques, the lines that turn them on."""
-    if len(rows) > 1 and not any(CHECKPOINTED.name in row.name for row in rows):
+    if len(rows) > 1 and not places.layers:
         yield report.paragraph(NO_LAYERS)
+    if len(rows) > 1 and not places.is_adam:
+        yield report.paragraph(NO_ADAM)
     if chosen is AS_IT_IS:
         yield "It fits as it is"
     elif chosen is None:
         yield "Nothing of this makes it fit; a smaller batch, LoRA or bfloat16 weights may"
     else:
-        lines = "\n  ".join(chosen.lines)
-        yield f"It fits with these, after the model and the optimizer are made:\n\n  {lines}"
-        yield from (report.paragraph(each.but) for each in chosen.techniques if each.but)
+        where = "after the model and the optimizer are made"
+        yield _indented(f"It fits with these, {where}:", chosen.lines)
+        if chosen.inside:
+            yield _indented("and in the step, around what makes the loss:", chosen.inside)
+        yield "\n".join(report.paragraph(each.costs) for each in chosen.techniques)
+
+
+def _indented(sentence: str, lines: list[str]) -> str:
+    return "\n\n  ".join([sentence, "\n  ".join(lines)])
 
 
 def _table(rows: list[Row], budget: int) -> Table:

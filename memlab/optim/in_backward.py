@@ -102,9 +102,9 @@ class InBackward:
                 self._step(place, weight)
         self._stepped.clear()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that were set by hand and not stepped; backward leaves none."""
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's."""

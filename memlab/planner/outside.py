@@ -7,7 +7,8 @@
 The step is a closure and stays as it is. What can be changed around it: the layers of the model's
 list run inside a checkpoint; the optimizer that the step calls hands its step on to another of the
 same weights; what backward will want is kept elsewhere. Each rung has the lines that do the same
-where the training is built: they name the list and the learning rate that were found there.
+where the training is built: they name the lists of layers that were found there, and take the
+optimizer's groups as they are.
 """
 
 from collections.abc import Callable
@@ -23,46 +24,59 @@ from memlab.offload import DiskStore, offloaded_activations
 from memlab.optim import Adam8bit, Lion8bit, step_in_backward
 
 Parts = tuple[Callable[[], Any], nn.Module | None, Any]
+Change = Callable[..., Parts]
+Groups = list[dict[str, Any]]
 
 NO_LAYERS = (
     "checkpointing cannot be put around this model: no nn.ModuleList or nn.Sequential holds its "
     "layers; call memlab.checkpointing.checkpoint(layer, x) in its forward"
 )
-RULED_OUT = (
-    "a weight that is stepped in backward has no gradient left: no accumulation then, no clipping "
-    "by the global norm, no loss scaling"
+NO_ADAM = (
+    "the optimizer stays: only for Adam and AdamW (decoupled weight decay, no AMSGrad, a learning "
+    "rate that is a number) is it known which rate another would want"
 )
-LION_RATE = 1 / 5  # of Adam's: Lion's steps all have the length of the learning rate
 
 
 def checkpointed(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
-    """Each layer of the model's list forgets its activations."""
-    path = None if model is None else path_of_layers(model)
-    if path is None:
+    """Each layer of the model's lists forgets its activations."""
+    paths = () if model is None else paths_of_layers(model)
+    if not paths:
         raise ValueError(f"got {_named(model)}; {NO_LAYERS}")
-    for layer in model.get_submodule(path):
-        layer.forward = partial(checkpoint, layer.forward)
+    for path in paths:
+        for layer in model.get_submodule(path):
+            layer.forward = partial(checkpoint, layer.forward)
     return step, model, optimizer
 
 
 def stepped_by(
-    made: Callable[..., Any], rate: float = 1.0, in_backward: bool = False
-) -> Callable[..., Parts]:
-    """The optimizer's weights are stepped by another one, at so much of its learning rate."""
+    made: Callable[..., Any], groups_of: Callable[[Any], Groups], in_backward: bool = False
+) -> Change:
+    """The optimizer's weights are stepped by another one, of groups made of its own."""
 
     def change(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(
-                f"build() returned {_named(optimizer)} as optimizer; another can only take the "
-                f"place of a torch.optim.Optimizer"
-            )
-        groups = [{"params": g["params"], "lr": g["lr"] * rate} for g in optimizer.param_groups]
-        other = made(groups, rounding="stochastic")
+        if not is_adam(optimizer):
+            raise ValueError(f"build() returned {_named(optimizer)} as optimizer; {NO_ADAM}")
+        other = made(groups_of(optimizer), rounding="stochastic")
         stepping = step_in_backward(other) if in_backward else other
         optimizer.step = lambda *args, **kwargs: stepping.step()
         return step, model, other
 
     return change
+
+
+def adams_groups(optimizer: torch.optim.Optimizer) -> Groups:
+    """For one that steps as Adam does: the same settings."""
+    keys = ("params", "lr", "betas", "eps", "weight_decay")
+    return [{key: group[key] for key in keys} for group in optimizer.param_groups]
+
+
+def lions_groups(optimizer: torch.optim.Optimizer) -> Groups:
+    """For Lion, whose steps all have the length of the rate: a fifth of Adam's, and five times the
+    weight decay, so that their product is the same (Chen et al. 2023, arXiv 2302.06675)."""
+    return [
+        {"params": g["params"], "lr": g["lr"] / 5, "weight_decay": g["weight_decay"] * 5}
+        for g in optimizer.param_groups
+    ]
 
 
 def kept_on_disk(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
@@ -83,49 +97,76 @@ def _named(part: object) -> str:
 # ------------------------------------------------------------------ what is there to change
 
 
-def path_of_layers(model: nn.Module) -> str | None:
-    """The name in the model of the list around whose layers a checkpoint can be put: its
-    `nn.ModuleList`, else `nn.Sequential`, of the most layers with weights; "" is the model itself.
+def paths_of_layers(model: nn.Module, path: str = "") -> tuple[str, ...]:
+    """The names in the model of the lists around whose layers a checkpoint can be put; "" is the
+    model itself. Lists are `nn.ModuleList` and `nn.Sequential` of two layers with weights or more;
+    of lists inside of lists the outer, unless its layers are of several kinds.
     """
-    for kind in (nn.ModuleList, nn.Sequential):
-        found = {
-            path: sum(any(True for _ in layer.parameters()) for layer in module)
-            for path, module in model.named_modules()
-            if isinstance(module, kind)
-        }
-        longest = max(found, key=found.__getitem__, default=None)  # of equal ones the outermost
-        if longest is not None and found[longest] > 1:
-            return longest
-    return None
+    inner = tuple(
+        found
+        for name, child in model.named_children()
+        for found in paths_of_layers(child, f"{path}.{name}".lstrip("."))
+    )
+    if not isinstance(model, nn.ModuleList | nn.Sequential):
+        return inner
+    kinds = [type(layer) for layer in model if any(True for _ in layer.parameters())]
+    is_list = len(kinds) > 1 and (len(set(kinds)) == 1 or not inner)
+    return (path,) if is_list else inner
+
+
+def is_adam(optimizer: Any) -> bool:
+    """Whether another optimizer can take its place at a rate that is known."""
+    if not isinstance(optimizer, torch.optim.Adam):  # of which AdamW is one
+        return False
+    return all(
+        isinstance(group["lr"], float | int)
+        and not (group["amsgrad"] or group["maximize"])
+        and (group["decoupled_weight_decay"] or not group["weight_decay"])
+        for group in optimizer.param_groups
+    )
 
 
 @dataclass(frozen=True)
 class Places:
     """Where techniques can be put in a training.
 
-    layers  the path of the list of layers in the model; None where a checkpoint cannot be put
-    rate    the optimizer's learning rate; None where its groups have several, or it has none
+    layers   the paths of its lists of layers; none where a checkpoint cannot be put
+    is_adam  whether another optimizer can take its optimizer's place
     """
 
-    layers: str | None = None
-    rate: float | None = None
+    layers: tuple[str, ...] = ()
+    is_adam: bool = False
 
 
 def find(model: nn.Module | None, optimizer: Any) -> Places:
     """The places of a training, as `build()` made it."""
-    rates = [group.get("lr") for group in getattr(optimizer, "param_groups", ())]
-    is_one = all(isinstance(rate, float | int) for rate in rates) and len(set(rates)) == 1
-    return Places(None if model is None else path_of_layers(model), rates[0] if is_one else None)
+    return Places(() if model is None else paths_of_layers(model), is_adam(optimizer))
 
 
 # ------------------------------------------------------------------ rungs
 
 
 @dataclass(frozen=True)
+class Around:
+    """One change, how it is written, and what it asks for.
+
+    lines   Python, to be put after the model and the optimizer are made
+    inside  Python, to be put around what makes the loss
+    """
+
+    name: str
+    change: Change
+    imports: tuple[str, ...]
+    costs: str
+    lines: Callable[[Places], list[str]] = lambda places: []
+    inside: str | None = None
+
+
+@dataclass(frozen=True)
 class Rung:
     """Some techniques at once, and the lines that turn them on where a training is built."""
 
-    techniques: tuple["Around", ...] = ()
+    techniques: tuple[Around, ...] = ()
     places: Places = Places()
 
     @property
@@ -136,7 +177,14 @@ class Rung:
     def lines(self) -> list[str]:
         """Python, to be put after the model and the optimizer are made."""
         imports = {line for each in self.techniques for line in each.imports}
-        return sorted(imports) + [each.line(self.places) for each in self.techniques]
+        return sorted(imports) + [
+            line for each in self.techniques for line in each.lines(self.places)
+        ]
+
+    @property
+    def inside(self) -> list[str]:
+        """Python, to be put around what makes the loss."""
+        return [each.inside for each in self.techniques if each.inside]
 
     def applied(self, step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
         parts = step, model, optimizer
@@ -145,57 +193,70 @@ class Rung:
         return parts
 
 
-@dataclass(frozen=True)
-class Around:
-    """One change, and how it is written."""
-
-    name: str
-    change: Callable[..., Parts]
-    imports: tuple[str, ...]
-    line: Callable[[Places], str]
-    but: str | None = None  # what it rules out
+def _layers_lines(places: Places) -> list[str]:
+    return [
+        f"for layer in {_written(path)}: layer.forward = partial(checkpoint, layer.forward)"
+        for path in places.layers
+    ]
 
 
-def _layers_line(places: Places) -> str:
-    path = f"model.{places.layers}" if places.layers else "model"
-    return f"for layer in {path}: layer.forward = partial(checkpoint, layer.forward)"
+def _written(path: str) -> str:
+    """As Python: `model.encoder[1]` for "encoder.1"."""
+    names = path.split(".") if path else []
+    if not all(name.isdecimal() or name.isidentifier() for name in names):
+        return f"model.get_submodule({path!r})"
+    return "model" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names)
 
 
-def _optimizer_line(made: type, rate: float, in_backward: bool, places: Places) -> str:
-    share = "" if rate == 1 else f" * {rate:g}"
-    if places.rate is None:
-        groups = f'{{"params": g["params"], "lr": g["lr"]{share}}} for g in optimizer.param_groups'
-        given = f"[{groups}]"
-    else:
-        given = f"model.parameters(), lr={places.rate * rate:g}"
-    new = f'{made.__name__}({given}, rounding="stochastic")'
-    return f"optimizer = {f'step_in_backward({new})' if in_backward else new}"
+def _adam_lines(places: Places) -> list[str]:
+    return [
+        'keys = ("params", "lr", "betas", "eps", "weight_decay")',
+        "groups = [{key: group[key] for key in keys} for group in optimizer.param_groups]",
+        'optimizer = Adam8bit(groups, rounding="stochastic")',
+    ]
 
 
-def _stepped_by(made: type, rate: float = 1.0, in_backward: bool = False) -> Around:
-    imported = f"{made.__name__}, step_in_backward" if in_backward else made.__name__
-    return Around(
-        f"{made.__name__.lower()}{', step in backward' if in_backward else ''}",
-        stepped_by(made, rate, in_backward),
-        (f"from memlab.optim import {imported}",),
-        partial(_optimizer_line, made, rate, in_backward),
-        RULED_OUT if in_backward else None,
-    )
+def _lion_lines(places: Places) -> list[str]:
+    return [
+        "groups = [  # Lion wants a fifth of Adam's rate, and five times its weight decay",
+        '    {"params": g["params"], "lr": g["lr"] / 5, "weight_decay": g["weight_decay"] * 5}',
+        "    for g in optimizer.param_groups",
+        "]",
+        'optimizer = step_in_backward(Lion8bit(groups, rounding="stochastic"))',
+    ]
 
 
 CHECKPOINTED = Around(
     "checkpointing",
     checkpointed,
     ("from functools import partial", "from memlab.checkpointing import checkpoint"),
-    _layers_line,
+    "checkpointing: those layers' forward pass runs again in backward, about a third more time",
+    _layers_lines,
 )
-ADAM = _stepped_by(Adam8bit)
-LION = _stepped_by(Lion8bit, LION_RATE, in_backward=True)
+ADAM = Around(
+    "adam8bit",
+    stepped_by(Adam8bit, adams_groups),
+    ("from memlab.optim import Adam8bit",),
+    "adam8bit: AdamW's steps up to the rounding of its moments to 8 bits",
+    _adam_lines,
+)
+LION = Around(
+    "lion8bit, step in backward",
+    stepped_by(Lion8bit, lions_groups, in_backward=True),
+    ("from memlab.optim import Lion8bit, step_in_backward",),
+    "lion8bit, step in backward: another optimizer, whose rate you may have to find; a weight that "
+    "is stepped in backward has no gradient left, so no accumulation, no loss scaling, and "
+    "clipping by the global norm finds nothing to clip; a scheduler takes optimizer.optimizer",
+    _lion_lines,
+)
 ON_DISK = Around(
     "offloaded-activations",
     kept_on_disk,
     ("from memlab.offload import DiskStore, offloaded_activations",),
-    lambda places: "with offloaded_activations(DiskStore()): loss = ...  # as before, to the loss",
+    "offloaded-activations: in every step, what backward wants is written to the disk and read "
+    'again, in a temporary folder or in that of DiskStore("folder")',
+    lambda places: ["store = DiskStore()"],
+    "with offloaded_activations(store): loss = ...",
 )
 
 AS_IT_IS = Rung()
@@ -203,6 +264,8 @@ CLIMB = (
     (CHECKPOINTED,),
     (ADAM,),
     (CHECKPOINTED, ADAM),
+    (ON_DISK,),
+    (CHECKPOINTED, ON_DISK),
     (LION,),
     (CHECKPOINTED, LION),
     (LION, ON_DISK),
@@ -211,9 +274,10 @@ CLIMB = (
 
 
 def ladder(places: Places) -> tuple[Rung, ...]:
-    """What to try, one after the other: a rung that needs a list of layers only where there is."""
+    """What to try, one after the other, of that for which there is a place."""
     return tuple(
         Rung(techniques, places)
         for techniques in CLIMB
-        if places.layers is not None or CHECKPOINTED not in techniques
+        if (places.layers or CHECKPOINTED not in techniques)
+        and (places.is_adam or not {ADAM, LION} & set(techniques))
     )

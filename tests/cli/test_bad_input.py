@@ -221,7 +221,7 @@ def no_number(rng: random.Random) -> str:
 def no_bytes(rng: random.Random) -> str:
     if rng.random() < 0.5:
         return rng.choice(NO_BYTES)
-    unit = rng.choice(("XB", "gb", "mib", "GBs", "G", "bytes", "%", "GiB/s", "o"))
+    unit = rng.choice(("XB", "gbit", "mbi", "GBs", "G", "bytes", "%", "GiB/s", "o"))
     return f"{rng.randint(1, 99)}{rng.choice(('', ' '))}{unit}"
 
 

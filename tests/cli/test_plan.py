@@ -199,8 +199,19 @@ def test_a_model_without_layers_is_tried_without_checkpointing(memlab_command, t
     assert (outcome.status, outcome.err) == (0, "")
     assert outcome.out.count("checkpointing cannot be put around this model") == 1
     assert outcome.out.count("\ncheckpointing") == 1  # the sentence: no row tries it
-    assert "no accumulation then" in " ".join(outcome.out.split())
-    assert 'step_in_backward(Lion8bit(model.parameters(), lr=0.002, rounding="' in outcome.out
+    assert "so no accumulation, no loss scaling" in " ".join(outcome.out.split())
+    assert 'optimizer = step_in_backward(Lion8bit(groups, rounding="stochastic"))' in outcome.out
+
+
+def test_an_optimizer_that_has_no_counterpart_stays(memlab_command, tmp_path):
+    text = NO_LIST.replace("AdamW(model.parameters(), lr=0.01)", "SGD(model.parameters(), lr=0.1)")
+    (tmp_path / "own.py").write_text(text)
+    outcome = memlab_command(
+        "plan", "--script", "own.py:build", "--memory", "617MiB", "--device", "cpu"
+    )
+    assert (outcome.status, outcome.err) == (1, "")
+    assert "8bit" not in outcome.out
+    assert "the optimizer stays: only for Adam and AdamW" in " ".join(outcome.out.split())
 
 
 def test_a_script_needs_a_memory_and_has_no_model(in_one_line, tmp_path):

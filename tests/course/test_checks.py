@@ -13,7 +13,12 @@ from memlab.course.exercises import NOT_ATTEMPTED, OK, WRONG, Exercise, Verdict,
 
 EXERCISES = [exercise for number in days.numbers() for exercise in days.day(number).exercises]
 WRONG_ANSWERS = [
-    pytest.param(exercise, place, id=f"{exercise.id}-{place}")
+    pytest.param(
+        exercise,
+        place,
+        id=f"{exercise.id}-{place}",
+        marks=[pytest.mark.slow] if place % 3 else [],  # a third in make test, all in make slow
+    )
     for exercise in EXERCISES
     for place in range(len(exercise.wrong_answers))
 ]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from kinds import KINDS, OUTSIDE_THE_PROMISE
+from quick import quick
 from test_fake import renumbered
 
 import memlab
@@ -11,6 +12,7 @@ from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.unobserved import compare, record, with_workspace
 from memlab.trace import Trace
 
+QUICK = list(KINDS)[::3]  # the meter itself sees all of them
 PROMISED = [name for name in KINDS if name not in OUTSIDE_THE_PROMISE]
 DRY_RUN_REFUSES = {
     "masks": "boolean indexing",
@@ -29,6 +31,9 @@ def _no_cycle_collection() -> Iterator[None]:
         yield
 
 
+NOT_REFUSED = [name for name in KINDS if name not in DRY_RUN_REFUSES]
+
+
 def second_step(name: str) -> Trace:
     step, model, optimizer = KINDS[name]()
     step()
@@ -44,7 +49,7 @@ def test_the_meter_sees_exactly_what_happens_unwatched(name):
     assert comparison.exact, comparison
 
 
-@pytest.mark.parametrize("name", [name for name in PROMISED if name != "lstm"])
+@pytest.mark.parametrize("name", quick(QUICK, [name for name in PROMISED if name != "lstm"]))
 def test_with_the_kernels_scratch_the_peak_is_the_real_one(name):
     """Not for `lstm`: of 160 bytes that it frees around its peak, Python decides which die first,
     and watched it decides otherwise."""
@@ -58,7 +63,7 @@ def test_with_the_kernels_scratch_the_peak_is_the_real_one(name):
 
 
 @pytest.mark.filterwarnings("ignore:cov.*degrees of freedom")  # it reads their number
-@pytest.mark.parametrize("name", [name for name in KINDS if name not in DRY_RUN_REFUSES])
+@pytest.mark.parametrize("name", quick(QUICK, NOT_REFUSED))
 def test_a_dry_run_equals_the_real_run(name):
     real = second_step(name)
     with memlab.dry_run():

@@ -10,13 +10,16 @@ from torch import nn
 import memlab
 from memlab.optim import Adam8bit, AdamW
 from memlab.planner.outside import (
+    AS_IT_IS,
     CLIMB,
+    LION,
     Places,
+    adams_groups,
     checkpointed,
     find,
     kept_on_disk,
     ladder,
-    path_of_layers,
+    paths_of_layers,
     stepped_by,
 )
 
@@ -34,9 +37,14 @@ class Deep(nn.Module):
         return x
 
 
+def inputs() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(256, 32)
+
+
 def build(lr: float = 0.01):
     torch.manual_seed(0)
-    model, x = Deep(), torch.randn(256, 32)
+    model, x = Deep(), inputs()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
 
     def step() -> None:
@@ -68,22 +76,44 @@ def test_where_activations_are_changes_no_weight(change):
 
 
 def test_another_optimizer_takes_the_steps_at_the_same_rate():
-    for ours, theirs in zip(
-        trained(stepped_by(partial(AdamW, weight_decay=0.01))), trained(), strict=True
-    ):
+    for ours, theirs in zip(trained(stepped_by(AdamW, adams_groups)), trained(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
 def test_a_step_in_backward_learns_what_the_step_after_it_does():
-    after, inside = (trained(stepped_by(Adam8bit, in_backward=each)) for each in (False, True))
+    after, inside = (
+        trained(stepped_by(Adam8bit, adams_groups, in_backward=each)) for each in (False, True)
+    )
     for one, other in zip(after, inside, strict=True):
         assert torch.equal(one, other)
 
 
-def test_another_rate_is_a_share_of_the_optimizers_own():
-    _, model, optimizer = stepped_by(AdamW, rate=1 / 5)(*build(lr=0.05))
-    assert [group["lr"] for group in optimizer.param_groups] == [0.05 * (1 / 5)]
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+def in_groups(*, lr: float = 0.01, **settings):
+    """A training of two groups with settings of their own."""
+    step, model, optimizer = build(lr)
+    first, *others = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [first]
+    optimizer.add_param_group({"params": others, "lr": lr / 2, **settings})
+    return step, model, optimizer
+
+
+def test_another_optimizer_has_the_groups_settings_of_the_first():
+    _, model, optimizer = stepped_by(Adam8bit, adams_groups)(
+        *in_groups(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
+    )
+    first, second = optimizer.param_groups
+    assert (first["lr"], first["betas"], first["weight_decay"]) == (0.01, (0.9, 0.999), 0.01)
+    assert (second["lr"], second["betas"], second["eps"]) == (0.005, (0.8, 0.95), 1e-6)
+    assert second["weight_decay"] == 0.3
+    assert [*first["params"], *second["params"]] == list(model.parameters())
+
+
+def test_lions_rate_is_a_fifth_and_its_decay_five_times():
+    _, _, optimizer = LION.change(*in_groups(weight_decay=0.3))
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (0.01 / 5, 0.01 * 5),
+        (0.005 / 5, 0.3 * 5),
+    ]
 
 
 @pytest.mark.slow
@@ -122,29 +152,38 @@ class Holding(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "path"),
+    ("model", "paths"),
     [
-        (Deep(), "layers"),
-        (mlp(4, 4, 4, 4), ""),  # the model is the list
-        (nn.Linear(2, 2), None),
-        (mlp(4, 4), None),  # one layer with weights
-        (Holding(few=nn.ModuleList([nn.Linear(2, 2)] * 2), many=mlp(2, 2, 2, 2, 2)), "few"),
-        (Holding(few=mlp(2, 2, 2), many=mlp(2, 2, 2, 2, 2)), "many"),
+        (Deep(), ["layers"]),
+        (mlp(4, 4, 4, 4), [""]),  # the model is the list
+        (nn.Linear(2, 2), []),
+        (mlp(4, 4), []),  # one layer with weights
+        (Holding(few=nn.ModuleList([nn.Linear(2, 2)] * 2), many=mlp(2, 2, 2)), ["few", "many"]),
         # The list of blocks, not what is inside of one of them.
-        (Holding(inner=Holding(blocks=nn.Sequential(mlp(2, 2, 2), mlp(2, 2, 2)))), "inner.blocks"),
+        (
+            Holding(inner=Holding(blocks=nn.Sequential(mlp(2, 2, 2), mlp(2, 2, 2)))),
+            ["inner.blocks"],
+        ),
+        # An embedding, a deep encoder, a head: not around the encoder as a whole.
+        (nn.Sequential(nn.Embedding(9, 4), Deep(), nn.Linear(4, 9)), ["1.layers"]),
     ],
 )
-def test_the_list_of_layers_is_found(model, path):
-    assert path_of_layers(model) == path
-    assert find(model, None) == Places(path, None)
+def test_lists_of_layers_are_found(model, paths):
+    assert paths_of_layers(model) == tuple(paths)
+    assert find(model, None) == Places(tuple(paths), False)
 
 
-def test_where_there_is_no_list_no_rung_has_a_checkpoint_and_a_sentence_says_so():
-    names = [rung.name for rung in ladder(Places(layers=None))]
-    assert names == [
+def test_where_there_is_no_place_no_rung_has_the_technique_and_a_sentence_says_so():
+    assert [rung.name for rung in ladder(Places((), is_adam=True))] == [
         "adam8bit",
+        "offloaded-activations",
         "lion8bit, step in backward",
         "lion8bit, step in backward, offloaded-activations",
+    ]
+    assert [rung.name for rung in ladder(Places(("",), is_adam=False))] == [
+        "checkpointing",
+        "offloaded-activations",
+        "checkpointing, offloaded-activations",
     ]
     with pytest.raises(ValueError, match=r"got a Linear; checkpointing cannot be put around"):
         checkpointed(print, nn.Linear(2, 2), None)
@@ -152,75 +191,76 @@ def test_where_there_is_no_list_no_rung_has_a_checkpoint_and_a_sentence_says_so(
         checkpointed(print, None, None)
 
 
+WEIGHTS = [torch.zeros(1)]
+
+
 @pytest.mark.parametrize(
-    ("groups", "rate"),
+    ("optimizer", "is_it"),
     [
-        ([{"lr": 0.1}], 0.1),
-        ([{"lr": 0.1}, {"lr": 0.1}], 0.1),
-        ([{"lr": 0.1}, {"lr": 0.2}], None),
-        ([{"lr": torch.tensor(0.1)}], None),
+        (torch.optim.AdamW(WEIGHTS), True),
+        (torch.optim.Adam(WEIGHTS), True),
+        (torch.optim.Adam(WEIGHTS, weight_decay=0.1), False),  # in the gradient
+        (torch.optim.Adam(WEIGHTS, weight_decay=0.1, decoupled_weight_decay=True), True),
+        (torch.optim.AdamW(WEIGHTS, amsgrad=True), False),
+        (torch.optim.AdamW(WEIGHTS, maximize=True), False),
+        (torch.optim.AdamW(WEIGHTS, lr=torch.tensor(0.1)), False),
+        (torch.optim.SGD(WEIGHTS, lr=0.1, momentum=0.9), False),
+        (torch.optim.NAdam(WEIGHTS), False),
+        (None, False),
     ],
 )
-def test_a_rate_is_that_of_all_groups(groups, rate):
-    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], **group} for group in groups])
-    assert find(None, optimizer).rate == rate
+def test_another_takes_the_place_of_an_adam_alone(optimizer, is_it):
+    assert find(None, optimizer).is_adam == is_it
 
 
 # ------------------------------------------------------------------ the lines to add
 
 
-def with_the_lines(rung, change_groups=lambda optimizer: None):
-    """The model of a training into which somebody pasted a rung's lines, after three steps."""
-    torch.manual_seed(0)
-    model, x = Deep(), torch.randn(256, 32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    change_groups(optimizer)
-    names = {"model": model, "optimizer": optimizer, "x": x}
-    *lines, last = rung.lines
-    around = last.startswith("with")
-    exec("\n".join(lines if around else [*lines, last]), names)
+def with_the_lines(rung, made=build):
+    """The weights of a training into which somebody pasted a rung's lines, after three steps."""
+    _, model, optimizer = made()
+    names = {"model": model, "optimizer": optimizer, "x": inputs()}
+    exec("\n".join(rung.lines), names)
     forward = "loss = model(x).square().mean()"
+    for line in rung.inside:
+        forward = line.replace("loss = ...", forward)
     for _ in range(3):
-        names["optimizer"].zero_grad()
-        exec(last.replace("loss = ...", forward) if around else forward, names)
+        names["optimizer"].zero_grad(set_to_none=True)
+        exec(forward, names)
         names["loss"].backward()
         names["optimizer"].step()
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("number", range(len(CLIMB)))
-def test_the_lines_of_a_rung_do_what_the_rung_does(number):
-    _, model, optimizer = build()
-    rung = ladder(find(model, optimizer))[number]
-    for ours, theirs in zip(with_the_lines(rung), trained(rung.applied), strict=True):
-        assert torch.equal(ours, theirs)
-    plain = trained()
-    assert any("8bit" in each.name for each in rung.techniques) != all(
-        torch.equal(ours, theirs) for ours, theirs in zip(with_the_lines(rung), plain, strict=True)
-    )
-
-
-def test_groups_keep_their_rates_in_the_lines():
-    def halved(optimizer: torch.optim.Optimizer) -> None:
-        first, *others = optimizer.param_groups[0].pop("params")
-        optimizer.param_groups[0]["params"] = [first]
-        optimizer.add_param_group({"params": others, "lr": 0.005})
-
-    def build_with_groups():
-        step, model, optimizer = build()
-        halved(optimizer)
-        return step, model, optimizer
-
-    _, model, optimizer = build_with_groups()
-    rung = next(r for r in ladder(find(model, optimizer)) if r.name == "adam8bit")
-    step, other, _ = rung.applied(*build_with_groups())
+def with_the_rung(rung, made=build):
+    """Those that the rung itself comes to."""
+    step, model, _ = rung.applied(*made())
     for _ in range(3):
         step()
-    for ours, theirs in zip(with_the_lines(rung, halved), other.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("made", [build, partial(in_groups, betas=(0.8, 0.95), weight_decay=0.3)])
+@pytest.mark.parametrize("number", range(len(CLIMB)))
+def test_the_lines_of_a_rung_do_what_the_rung_does(number, made):
+    _, model, optimizer = made()
+    rung = ladder(find(model, optimizer))[number]
+    ours, theirs = with_the_lines(rung, made), with_the_rung(rung, made)
+    assert all(map(torch.equal, ours, theirs))
+    same_as_plain = all(map(torch.equal, theirs, with_the_rung(AS_IT_IS, made)))
+    assert same_as_plain == (not any("8bit" in each.name for each in rung.techniques))
+
+
+def test_the_lines_reach_a_list_wherever_it_is():
+    model = nn.Sequential(nn.Linear(4, 32), Deep(), Holding(**{"a-b": mlp(4, 4, 4)}))
+    rung = ladder(find(model, None))[0]
+    exec("\n".join(rung.lines), {"model": model})
+    changed = [m for m in model.modules() if isinstance(m.forward, partial)]
+    assert len(changed) == 6 + 4
+    assert "model[1].layers:" in rung.lines[-2]
 
 
 def test_what_is_no_optimizer_cannot_be_replaced():
     step, model, _ = build()
     with pytest.raises(ValueError, match=r"build\(\) returned nothing as optimizer"):
-        stepped_by(Adam8bit)(step, model, None)
+        stepped_by(Adam8bit, adams_groups)(step, model, None)
