@@ -20,7 +20,7 @@ from memlab.cli.errors import is_out_of_memory
 from memlab.trace import Trace
 from memlab.train import Setting, Technique, Training, build, dry_trace, measured, predicted_trace
 
-LONG_SECONDS = 1.0  # of all rounds together
+LONG_SECONDS = 0.4  # of all rounds together
 AGREEMENT = 1.1  # two ratios agree if neither is larger than the other by this factor
 
 Announce = Callable[[str], None]
