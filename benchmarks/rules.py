@@ -7,6 +7,7 @@ reach, prints them as Markdown and writes RULES.md. The same verdicts stand in t
 and a test holds the two together.
 """
 
+import re
 import runpy
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
@@ -26,7 +27,8 @@ INTRODUCTION = """\
 
 People size their training by rules of thumb. Five guides state {all} of them, some in several
 parts; {tried} are tried here, each in the notebook of a day, with the code that measured it. Of
-{verdicts} verdicts {count} are *wrong*: {wrong}. GB are 10⁹ bytes here, as in the guides.
+{verdicts} verdicts {wrong} are *wrong*, and most others hold only under a condition. The guides are
+cited by their titles. GB are 10⁹ bytes here, as in the guides.
 
 Measured on {where}, by `python benchmarks/rules.py`. Bytes are the same on every CPU.
 """
@@ -59,13 +61,11 @@ def page(reached: Iterable[Verdict]) -> str:
     here = circumstances()
     where = f"{here['device']}, torch {here['torch']}, memlab {here['memlab']}, {here['date']}"
     numbers = {number(verdict.rule) for verdict in reached}
-    wrong = [verdict.rule for verdict in reached if verdict.words.startswith("wrong")]
     introduction = INTRODUCTION.format(
         all=RULES_IN_THE_GUIDES,
         tried="all" if len(numbers) == RULES_IN_THE_GUIDES else len(numbers),
         verdicts=len(reached),
-        count=len(wrong),
-        wrong=", ".join(wrong),
+        wrong=sum(verdict.words.startswith("wrong") for verdict in reached),
         where=where,
     )
     return introduction + "".join(_sections(reached))
@@ -75,8 +75,9 @@ def _sections(reached: Iterable[Verdict]) -> Iterator[str]:
     """A heading for each day, and its verdicts."""
     for day, of_day in groupby(reached, key=lambda verdict: RULES[verdict.rule].day):
         (notebook,) = (ROOT / "solutions").glob(f"day{day:02}_*.ipynb")
-        title = notebook.stem.partition("_")[2].replace("_", " ")
-        yield f"\n## Day {day}: [{title}]({notebook.relative_to(ROOT).as_posix()})\n"
+        source = notebook.with_suffix(".py").read_text(encoding="utf-8")
+        title = re.search(r"^# # (Day .*)$", source, re.M)[1]
+        yield f"\n## [{title}]({notebook.relative_to(ROOT).as_posix()})\n"
         yield from map(entry, of_day)
 
 

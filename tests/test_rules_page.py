@@ -10,7 +10,7 @@ from memlab.course.rules import RULES
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "RULES.md").read_text(encoding="utf-8")
 ENTRY = re.compile(r"^\*\*(\w+)\.\*\* (.*)\n- measured: (.*)\n- verdict: \*\*(.*)\*\*$", re.M)
-DAYS = re.compile(r"^## Day (\d+): \[.*\]\((.*)\)$", re.M)
+DAYS = re.compile(r"^## \[Day (\d+): .*\]\((.*)\)$", re.M)
 
 
 def entries() -> Iterator[tuple[int, str, tuple[str, ...]]]:
@@ -55,8 +55,7 @@ def test_each_claim_is_the_table_s():
     assert said == {name: f"{rule.claim} ({rule.guide})" for name, rule in RULES.items()}
 
 
-def test_the_wrong_ones_are_counted_and_named():
-    verdicts = {rule: words for *_, (rule, _, _, words) in entries()}
-    wrong = [rule for rule, words in verdicts.items() if words.startswith("wrong")]
-    said = f"Of {len(verdicts)} verdicts {len(wrong)} are *wrong*: {', '.join(wrong)}."
-    assert said in PAGE.replace("\n", " ")
+def test_the_wrong_ones_are_counted():
+    verdicts = [words for *_, (_, _, _, words) in entries()]
+    wrong = [words for words in verdicts if words.startswith("wrong")]
+    assert f"Of {len(verdicts)} verdicts {len(wrong)} are *wrong*" in PAGE.replace("\n", " ")
