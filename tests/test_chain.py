@@ -127,7 +127,7 @@ def test_the_predicted_peak_is_the_meters_to_the_byte(name, shape):
             assert predicted == metered_peak_bytes(model, tokens, targets, schedule), schedule
 
 
-@pytest.mark.parametrize("name", quick(["frozen, with LoRA"], MODELS_THAT_KEEP_NO_INPUT))
+@pytest.mark.parametrize("name", quick(["bfloat16"], MODELS_THAT_KEEP_NO_INPUT))
 def test_where_blocks_keep_no_input_the_peak_is_below_by_at_most_their_inputs(name):
     with memlab.dry_run():
         model = MODELS_THAT_KEEP_NO_INPUT[name]()
@@ -189,7 +189,7 @@ def test_a_model_of_a_billion_is_planned_without_being_there():
 # ------------------------------------------------------------------ operations
 
 
-@pytest.mark.parametrize("name", quick(list(MODELS)[:2], MODELS))
+@pytest.mark.parametrize("name", quick(list(MODELS)[:1], MODELS))
 def test_as_many_operations_run_again_as_predicted(name):
     with memlab.dry_run():
         model, (tokens, targets) = MODELS[name](), batch(50, 2, 16)

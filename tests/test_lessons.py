@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quick import quick
 
 from memlab.course import days
 from memlab.course.answers import judged
@@ -57,9 +56,8 @@ def test_a_lesson_says_its_question_and_its_minutes_first(number):
     assert int(FIRST_WORDS.match(first)[1]) == number
 
 
-@pytest.mark.parametrize(
-    "number", quick(list(DAYS)[::5], DAYS)
-)  # make test runs them all in Jupyter
+@pytest.mark.slow  # make test runs them in Jupyter
+@pytest.mark.parametrize("number", DAYS)
 def test_the_solution_s_answers_pass(number):
     exercises = days.day(number).exercises
     verdicts = list(judged(days.notebook(number, "solutions"), exercises))

@@ -128,7 +128,10 @@ def test_the_readme_has_a_memlab_command_to_run():
 
 
 # Of the larger models, and those that predict several steps; those of tiny are tried always.
-SLOW = ("memlab measure --model llama", "memlab measure --model 124m", "memlab plan")
+SLOW = (
+    *("memlab measure --model llama", "memlab measure --model 124m", "memlab plan"),
+    "memlab doctor",  # which test_doctor tries
+)
 
 
 @pytest.mark.parametrize(

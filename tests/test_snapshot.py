@@ -121,6 +121,7 @@ def test_a_line_is_a_frame(tmp_path):
     assert frames[-1] == {"filename": "my runs/train.py", "line": 12, "name": "step"}
 
 
+@pytest.mark.slow
 def test_a_model_far_larger_than_this_machine_has_a_snapshot(tmp_path):
     trace = dry_trace(Setting("llama-3-8b", batch=1, seq_len=128), TECHNIQUES["sgd"])
     path = tmp_path / "8b.pickle"

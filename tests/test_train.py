@@ -519,10 +519,7 @@ def test_a_step_changes_the_weights():
     assert not any(map(torch.equal, before, training.model.parameters()))
 
 
-OF_EACH_PLUG = (
-    *("plain", "checkpointing", "autocast", "chunked-loss", "accumulation", "lora", "adam8bit"),
-    *("step-in-backward", "streamed-layers", "post-hoc-ema"),
-)
+OF_EACH_PLUG = ("plain", "checkpointing", "autocast", "chunked-loss", "lora", "adam8bit")
 
 
 @pytest.mark.parametrize("name", quick(OF_EACH_PLUG, TECHNIQUES))

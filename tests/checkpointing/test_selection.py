@@ -138,6 +138,7 @@ def test_torchs_own_selection_has_the_same_gradients(keep):
     assert all(map(torch.equal, gradients(selective(keep), block, x), expected))
 
 
+@pytest.mark.slow
 @given(st.sets(st.integers(0, 70)))
 def test_whatever_calls_are_kept_the_gradients_stay(numbers):
     block, x = block_and_input()

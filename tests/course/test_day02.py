@@ -149,6 +149,7 @@ def test_memory_that_is_flat_from_epoch_to_epoch_may_not_grow_with_the_epoch_s_l
     assert "the largest is 4 × 10000 float32, made by aten.zeros.default." in verdict.text
 
 
+@pytest.mark.slow
 def test_soft_targets_that_are_kept_for_an_epoch_are_named_and_their_mistake():
     answer = train_epoch_with(lambda output: output.abs().mean().item(), keeps_soft_targets=True)
     verdict = judge(TRAIN_EPOCH, answer)

@@ -190,7 +190,7 @@ def test_torch_s_gradient_scaler_takes_it_for_an_optimizer():
 
 
 @pytest.mark.parametrize("name", ["AdamW, all at once", "SGD with momentum", "Adam8bit"])
-@pytest.mark.parametrize("place", ["state", "all"])
+@pytest.mark.parametrize("place", quick(["all"], ["state", "all"]))
 def test_its_state_dict_is_the_optimizer_s_own_and_is_taken_by_both(name, place):
     """Five steps with, five without; and the other way round."""
     made = OPTIMIZERS[name]

@@ -63,6 +63,9 @@ OPTIMIZERS: dict[str, Make] = {
     "two groups": in_two_groups,
 }
 each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+some_optimizers = pytest.mark.parametrize(
+    "make", quick(list(OPTIMIZERS.values())[::3], OPTIMIZERS.values())
+)
 adamw = OPTIMIZERS["torch AdamW, one by one"]
 
 
@@ -333,7 +336,7 @@ def of_the_embeddings_shape(event) -> bool:
     return is_new and event.shape == (TINY.vocab_size, TINY.width)
 
 
-@each_optimizer
+@some_optimizers
 @pytest.mark.parametrize("tied", quick([True], [True, False]))
 def test_the_most_gradient_bytes_are_those_of_the_largest_weight_not_of_all(make, tied):
     parameters = replace(TINY, tied=tied).parameters
@@ -380,7 +383,7 @@ def test_the_meter_sees_what_the_allocator_hands_out(make, tied):
     assert compare(trace, record(step, warm_up=step)).exact
 
 
-@each_optimizer
+@some_optimizers
 def test_a_dry_run_counts_the_same_bytes(make):
     real = second_step(make, in_backward=True)
     with memlab.dry_run():

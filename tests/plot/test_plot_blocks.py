@@ -21,6 +21,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 from matplotlib.transforms import Bbox
+from quick import quick
 
 from memlab import plot
 from memlab.allocator import Blocks, Piece, Segment, simulate
@@ -111,7 +112,7 @@ SAMPLES = {
 }
 
 
-@pytest.fixture(params=SAMPLES)
+@pytest.fixture(params=quick(list(SAMPLES)[::3], SAMPLES))
 def sample(request) -> Blocks:
     return SAMPLES[request.param]
 

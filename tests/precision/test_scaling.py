@@ -42,7 +42,7 @@ def trackers(ours: LossScaler, theirs: torch.amp.GradScaler) -> list[tuple[float
 
 
 @pytest.mark.filterwarnings("ignore:.*lazily")
-@pytest.mark.parametrize("seed", quick(range(3), range(10)))
+@pytest.mark.parametrize("seed", quick(range(1), range(10)))
 def test_it_decides_as_torchs_own_over_random_overflows(seed):
     """A thousand patterns a seed, of four steps and two optimizers."""
     numbers = random.Random(seed)

@@ -206,7 +206,7 @@ def test_below_stage_3_nothing_is_gathered(stage):
 
 
 @pytest.mark.parametrize("micro", quick([2], [1, 2]))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", quick([1, 3], STAGES))
 @pytest.mark.parametrize("ranks", quick([2], [1, 2, 5]))
 def test_every_rank_sends_what_the_ring_formula_says(ranks, stage, micro):
     zero, step = metered(ranks, stage, micro=micro)

@@ -322,6 +322,7 @@ def test_what_is_not_finite_on_one_rank_is_the_same_error_on_all(two, stage, whe
     assert fine_afterwards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -344,6 +345,7 @@ def test_a_rank_that_stops_hangs_or_dies_is_named_by_the_others(failed, how, wor
             assert "rank 1 in the reduce-scatter of root" in said[rank][how]
 
 
+@pytest.mark.slow
 def test_the_launcher_says_which_rank_was_killed(failed):
     error, said = failed
     assert str(error.value) == "rank 1 of 3 failed: killed by SIGKILL"
@@ -365,15 +367,24 @@ def test_only_members_of_a_group_are_missing_in_it():
     assert sentence(notes, [1, 3], 4, "the sum", "closed") == words
 
 
-def test_no_process_and_no_port_is_left(two, failed):
-    """Not while an error, whose traceback has the launcher's frame, is still held either."""
+def test_no_process_and_no_port_is_left(two):
+    require_gone([rank["where"] for rank in two])
+
+
+@pytest.mark.slow
+def test_no_process_and_no_port_is_left_of_ranks_that_failed(failed):
+    """Not while the error, whose traceback has the launcher's frame, is still held either."""
     _, said = failed
-    left = [rank["where"] for rank in (*two, *said)]
-    assert len({pid for pid, _ in left}) == 2 + 3
-    assert [pid for pid, _ in left if psutil.pid_exists(pid)] == []
+    require_gone([rank["where"] for rank in said])
+
+
+def require_gone(ranks):
+    """Neither the processes nor the ports where they met, (pid, port) of each, are there."""
+    assert len({pid for pid, _ in ranks}) == len(ranks)
+    assert [pid for pid, _ in ranks if psutil.pid_exists(pid)] == []
     connections = psutil.Process().net_connections("tcp")
     listening = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
-    assert {port for _, port in left} & listening == set()
+    assert {port for _, port in ranks} & listening == set()
 
 
 @pytest.mark.slow
