@@ -42,11 +42,11 @@ measure: $(stamp) ## measure every technique on this machine
 test: $(stamp) ## format, lint, tests, every notebook
 	@$(VENV_PYTHON) -m ruff format --check .
 	@$(VENV_PYTHON) -m ruff check .
-	@$(RUN_TESTS) -m 'not slow'
+	@$(RUN_TESTS) -m 'not slow' --few 8
 	@$(MAKE) --no-print-directory solutions
 
-slow: $(stamp) ## the tests at full size, which make test leaves out: half an hour
-	@$(RUN_TESTS) -m slow
+slow: $(stamp) ## every test, with every parameter: about an hour
+	@$(RUN_TESTS)
 
 bench: benchmarks-exist $(stamp) ## every number of the README, as Markdown
 	@set -e; for script in $(BENCHMARKS); do $(VENV_PYTHON) "$$script"; done
