@@ -115,9 +115,8 @@ def measure_command(
 ) -> None:
     """Show where the bytes of one training step go, and what each technique saves and costs.
 
-    Without options, it takes a model that suits this machine, and a minute or two. The step that
-    is
-    measured is the second: the first creates the optimizer's state.
+    Without options, it takes a model that suits this machine, and a minute or two. The step
+    that is measured is the second: the first creates the optimizer's state.
 
     [bold]memlab measure --technique checkpointing --batch 8[/]
 
