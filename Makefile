@@ -55,7 +55,7 @@ solutions: lessons-exist $(stamp) ## run every solution in Jupyter: outputs must
 	@$(VENV_PYTHON) -m memlab.course.build --check
 	@$(RUN_NOTEBOOKS) --nbval $(SOLUTIONS)
 
-lessons: solutions ## the same, and every lesson with its stubs, which make test runs without Jupyter
+lessons: solutions ## the same, and every lesson with its stubs, of which make test runs one
 	@$(RUN_NOTEBOOKS) --nbval-lax $(LESSONS)
 
 lab: lessons-exist $(stamp) ## open lesson 1 in JupyterLab

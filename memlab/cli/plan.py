@@ -13,8 +13,8 @@ from memlab.cli.results import write_plan
 from memlab.configs import config_named
 from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS
-from memlab.planner import LEARNED, Option, Plan, Recipe, plan
-from memlab.planner.options import AS_IT_IS
+from memlab.planner import LEARNED, Memory, Option, Plan, Recipe, plan
+from memlab.planner.options import AS_IT_IS, budget_bytes
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS
 from memlab.planner.search import USUAL_SEQ_LEN
 from memlab.units import format_bytes
@@ -136,21 +136,24 @@ def headline(found: Plan) -> Iterator[str]:
         f"{found.model}{many} {found.batch} × {found.seq_len} tokens; "
         f"{found.config.parameters:,} parameters"
     )
-    memory = format_bytes(found.memory.total_bytes)
-    left = format_bytes(found.budget_bytes)
+    how = f"predicted for {found.target}, nothing is computed"
     if found.target == "cpu":
-        yield f"{found.memory.name}: {memory}, all of it for tensors; dry runs for the CPU"
-    else:
-        yield (
-            f"{found.memory.name}: {memory}, of which CUDA leaves {left} to torch; "
-            f"predicted for {found.target}, nothing is computed"
-        )
+        how = "dry runs for the CPU"
+    yield f"{room(found.memory, found.target)}; {how}"
     needed = found.bytes_as_it_is
     lacks = format_bytes(needed - found.budget_bytes)
     yield (
         f"as it is, {AS_IT_IS}, nothing saved: ≈ {format_bytes(needed)}, by formula: "
         f"{'fits' if needed <= found.budget_bytes else f'lacks {lacks}'}"
     )
+
+
+def room(memory: Memory, target: str) -> str:
+    """How much is there, and how much of it for tensors."""
+    total = f"{memory.name}: {format_bytes(memory.total_bytes)}"
+    if target == "cpu":
+        return f"{total}, all of it for tensors"
+    return f"{total}, of which CUDA leaves {format_bytes(budget_bytes(memory, target))} to torch"
 
 
 def table(rows: list[Option]) -> Table:

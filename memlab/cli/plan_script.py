@@ -11,6 +11,7 @@ import memlab
 from memlab.cli import report
 from memlab.cli.choices import choose_folder
 from memlab.cli.errors import UsageError, choice, shown
+from memlab.cli.plan import room
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.cli.script import Script, find_script, measured, predicted
@@ -113,11 +114,8 @@ def _show(
     budget: int,
     found: Climb,
 ) -> None:
-    left = f"of which CUDA leaves {format_bytes(budget)} to torch"
-    if target == "cpu":
-        left = "all of it for tensors"
     report.say(f"{script}: its second step, predicted for {target}, nothing is computed")
-    report.say(f"{there.name}: {format_bytes(there.total_bytes)}, {left}\n")
+    report.say(f"{room(there, target)}\n")
     report.console.print(_table(found.rows, budget))
     for sentence in report.failures(found.rows):
         report.say(f"\n{report.paragraph(sentence)}")

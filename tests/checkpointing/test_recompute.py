@@ -1102,6 +1102,7 @@ def test_a_dry_run_has_the_events_of_the_real_one() -> None:
     assert [e.bytes for e in real.events] == [e.bytes for e in dry.events]
 
 
-@pytest.mark.parametrize("settings", [slow(Checkpoint(check="hash")), slow(all_random)])
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [Checkpoint(check="hash"), all_random])
 def test_a_dry_run_takes_every_setting(settings: Checkpoint) -> None:
     assert dry_trace(TINY, around_blocks(settings)).peak_bytes > 0
