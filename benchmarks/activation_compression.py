@@ -5,7 +5,7 @@
 Bytes are metered between forward and backward of one block, ours and torch's; gradients are held
 against exact ones. Times are ratios, taken side by side: our encoding and decoding to that of
 bitsandbytes where it is installed (blocks of 256), a compressed step to a plain one. Losses are
-those of a training on the standard library's source. Prints Markdown, and writes
+those of a training on torch's own source. Prints Markdown, and writes
 `benchmarks/results/<machine>.json`.
 """
 
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import memlab
 from memlab.compression import compressed_activations
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.quantize import dequantize_blockwise, quantize_blockwise
 from memlab.units import format_bytes
@@ -224,7 +224,7 @@ def final_loss(plan: Plan, around: Callable[[], Any], seed: int, jitter: float =
         optimizer,
         lambda n: min(1.0, (n + 1) / warm_up) * (1 + math.cos(math.pi * n / plan.steps)) / 2,
     )
-    drawn = batches(stdlib_bytes("1 MiB"), plan.batch, min(plan.seq_len, config.seq_len), seed)
+    drawn = batches(source_bytes("1 MiB"), plan.batch, min(plan.seq_len, config.seq_len), seed)
     losses = []
     for _ in range(plan.steps):
         optimizer.zero_grad()

@@ -54,7 +54,7 @@ from memlab.checkpointing import (
 )
 from memlab.checkpointing.operations import Operations
 from memlab.checkpointing.schedules import Schedule
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.units import format_bytes
 
@@ -95,7 +95,7 @@ def gpt(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
     """A model, and its passes by the way in which blocks are called."""
     torch.manual_seed(0)
     model = GPT(PRESETS[plan.preset])
-    tokens, targets = next(batches(stdlib_bytes("1 MiB"), plan.batch, plan.seq_len, 0))
+    tokens, targets = next(batches(source_bytes("1 MiB"), plan.batch, plan.seq_len, 0))
 
     def pass_of(call: Call) -> Pass:
         def run() -> None:
@@ -285,7 +285,7 @@ def outcomes(plan: Plan, bar: Progress) -> dict[str, Outcome]:
     """Every way's peak and operations, then all ways in turn by the clock."""
     torch.manual_seed(0)
     model = GPT(PRESETS[plan.preset])
-    tokens, targets = next(batches(stdlib_bytes("1 MiB"), plan.batch, plan.seq_len, 0))
+    tokens, targets = next(batches(source_bytes("1 MiB"), plan.batch, plan.seq_len, 0))
     costs = chain_costs(model, tokens, targets)
     ways = ways_of(costs)
 

@@ -3,9 +3,9 @@
     python benchmarks/precision.py
 
 Bytes are measured on real steps of the tiny model; gradients are those of it, trained for a hundred
-steps on the standard library's source. Times are ratios, taken side by side: our LossScaler to
-torch's GradScaler, our stochastic rounding to torch's rounding to the nearest, and to torchao's
-where that is installed. Prints Markdown, and writes `benchmarks/results/<machine>.json`.
+steps on torch's own source. Times are ratios, taken side by side: our LossScaler to torch's
+GradScaler, our stochastic rounding to torch's rounding to the nearest, and to torchao's where that
+is installed. Prints Markdown, and writes `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import memlab
 from memlab.course.checks.day04 import POLICIES
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.optim import RoundedAdamW
 from memlab.precision import LossScaler, MasterWeights
@@ -68,7 +68,7 @@ def second_step(policy: str) -> Trace:
     low = torch.float32 if policy in ("float32", "autocast") else torch.bfloat16
     model = GPT(CONFIG, dtype=low)
     optimizer = OPTIMIZERS[policy](model.parameters())
-    tokens, targets = next(batches(stdlib_bytes("64 KiB"), *TOKENS[0], seed=0))
+    tokens, targets = next(batches(source_bytes("64 KiB"), *TOKENS[0], seed=0))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -112,7 +112,7 @@ def trained(steps: int) -> GPT:
     torch.manual_seed(0)
     model = GPT(CONFIG)
     optimizer = adamw(model.parameters(), lr=3e-3)
-    drawn = batches(stdlib_bytes("256 KiB"), *TOKENS[0], seed=0)
+    drawn = batches(source_bytes("256 KiB"), *TOKENS[0], seed=0)
     for _ in range(steps):
         optimizer.zero_grad()
         model(*next(drawn)).backward()
@@ -123,7 +123,7 @@ def trained(steps: int) -> GPT:
 
 def gradients_of(model: GPT, batch: int, seq_len: int) -> dict[str, Tensor]:
     """In float32: that of the logits, and those of all weights."""
-    tokens, targets = next(batches(stdlib_bytes("256 KiB"), batch, seq_len, seed=1))
+    tokens, targets = next(batches(source_bytes("256 KiB"), batch, seq_len, seed=1))
     logits = model(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     first, *others = torch.autograd.grad(loss, [logits, *model.parameters()])

@@ -1,11 +1,11 @@
-"""Bytes to train on: the source of Python's own standard library, which every machine has.
+"""Bytes to train on: the source of torch itself, which is wherever this package is.
 
 A byte is a token, so there is nothing to download and no tokenizer to train: the vocabulary is
-256, and every text that a file can hold is in it.
+256, and every text that a file can hold is in it. One version of torch is one text, whatever the
+Python, the system and the GPU it was built for.
 """
 
 import os
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,29 +14,29 @@ from torch import Tensor
 
 from memlab.units import parse_bytes
 
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+SOURCE = Path(torch.__file__).parent
+BUILD = SOURCE / "version.py"  # what differs between two builds of one version
 
 
-def stdlib_bytes(limit: int | str) -> Tensor:
-    """The first `limit` bytes (`2**20`, `"1 MiB"`) of the standard library's source, as uint8.
+def source_bytes(limit: int | str) -> Tensor:
+    """The first `limit` bytes (`2**20`, `"1 MiB"`) of torch's own Python source, as uint8.
 
-    The order of the files is fixed, so one version of Python gives the same bytes every time.
-    Reads no more than it returns; returns less only where the whole library is less.
+    The order of the files is fixed, so one version of torch gives the same bytes every time.
+    Reads no more than it returns; returns less only where the whole source is less.
     """
     wanted = parse_bytes(limit)
     if wanted < 1:
         raise ValueError(f"got a limit of {limit!r}; give at least one byte, such as '1 MiB'")
-    folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
-    for path in _sources(folder):
+    for path in _sources(SOURCE):
         with path.open("rb") as file:
             text += file.read(wanted - len(text))
         if len(text) == wanted:
             break
     if not text:
         raise ValueError(
-            f"found no .py file in {folder}, where Python's standard library should be; "
-            f"use a Python that is installed with its source"
+            f"found no .py file in {SOURCE}, where torch's source should be; "
+            f"install torch from its wheel, which has it"
         )
     return torch.frombuffer(text, dtype=torch.uint8)
 
@@ -55,15 +55,11 @@ def mapped_bytes(path: str | os.PathLike[str]) -> Tensor:
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """The library's modules, lazily, in an order that no file system decides.
-
-    `_sysconfigdata` is left out: it records how and where one Python was built, so it differs
-    between machines.
-    """
+    """Its modules, lazily, in an order that no file system decides; not the one of the build."""
     for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)  # os.walk goes where this list says
+        folders[:] = sorted(set(folders) - {"__pycache__"})  # os.walk goes where this list says
         for name in sorted(files):
-            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
+            if name.endswith(".py") and Path(parent, name) != BUILD:
                 yield Path(parent, name)
 
 

@@ -33,7 +33,7 @@ from memlab.checkpointing import (
 from memlab.checkpointing.schedules import Schedule
 from memlab.compression import compressed_activations
 from memlab.configs import config_named, name_of
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.ema import PostHocEMA
 from memlab.lora import add_lora
 from memlab.losses import chunked_cross_entropy
@@ -197,7 +197,7 @@ def _model(setting: Setting, technique: Technique) -> GPT:
 
 def _batch(setting: Setting) -> tuple[Tensor, Tensor]:
     """Tokens and targets, each (B, T)."""
-    text = stdlib_bytes(TEXT)
+    text = source_bytes(TEXT)
     tokens, targets = next(batches(text, setting.batch, setting.seq_len, SEED))
     return tokens.to(setting.device), targets.to(setting.device)
 

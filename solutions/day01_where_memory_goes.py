@@ -33,7 +33,7 @@ import torch
 import memlab
 from memlab import plot
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.trace import Trace
 from memlab.train import TECHNIQUES, Setting, Technique, build, dry_trace, measured
@@ -140,8 +140,8 @@ for name in ("124m", "llama-2-7b", "llama-3-405b"):
 # ## Line 2: what stays between steps
 #
 # Now a real model, small enough to train here: 56 thousand weights and a vocabulary of 256, for
-# every byte is a token. It learns from the source of Python's own standard library. Before the
-# first step: how many bytes has Adam put aside for its two moments?
+# every byte is a token. It learns from the source of torch itself. Before the first step: how many
+# bytes has Adam put aside for its two moments?
 
 # %%
 ### BEGIN SOLUTION
@@ -181,7 +181,7 @@ state_bytes = exercise("1.2", state_bytes)
 # Here is a training step as everybody writes it, then a model for it.
 
 # %%
-data = batches(stdlib_bytes("64 KiB"), batch=8, seq_len=64, seed=0)
+data = batches(source_bytes("64 KiB"), batch=8, seq_len=64, seed=0)
 losses = []
 
 
@@ -225,7 +225,7 @@ memory.plot([t.live_bytes / 2**20 for t in (first, second, *steps)], label="aliv
 memory.set(xlabel="step", ylabel="MiB", ylim=(0, None), title="Every step after the first is alike")
 memory.legend(frameon=False, loc="center right")
 learning.plot(losses)
-learning.set(xlabel="step", ylabel="loss in nats", title="Loss on the standard library's source")
+learning.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's own source")
 print(f"different peaks after the first step: {len({t.peak_bytes for t in (second, *steps)})}")
 print(f"the loss went down: {losses[-1] < losses[0]}")
 

@@ -47,7 +47,7 @@ import memlab
 from memlab import plot
 from memlab.allocator import Settings, simulate
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.ledger import activation_bytes
 from memlab.model import GPT, PRESETS
 from memlab.trace import Event, Trace
@@ -60,7 +60,7 @@ MIB, GIB = 2**20, 2**30
 # model with 124M weights, 8 sequences each, in float32. It is written for `"cuda"`.
 
 # %%
-text = stdlib_bytes("64 KiB")
+text = source_bytes("64 KiB")
 lengths = (448, 512, 640, 576)
 
 
@@ -415,7 +415,7 @@ for name, trial in trials.items():
 # %% [markdown]
 # ## What dies at epoch 60?
 #
-# Four people train a small model on the standard library's source. Each added a few innocent lines:
+# Four people train a small model on torch's own source. Each added a few innocent lines:
 #
 # - **Ada** notes the loss on a batch that is *held out*: only looked at, not learnt.
 # - **Ben** watches how large the activations get, with a hook.

@@ -43,7 +43,7 @@ import memlab
 from memlab import plot
 from memlab.accumulation import accumulate
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
-from memlab.data import mapped_bytes, stdlib_bytes
+from memlab.data import mapped_bytes, source_bytes
 from memlab.host import anonymous_bytes
 from memlab.ledger import activation_bytes, state_bytes
 from memlab.lora import add_lora, added_weights
@@ -137,14 +137,13 @@ for batch, trace in zip(sizes, by_batch, strict=True):
 # ## The loop that everybody copies
 #
 # Accumulation saves the memory. Does it learn the same? Real text has sequences of many lengths:
-# here, pieces of the standard library's source, 5 to 64 bytes long. A micro-batch is padded to its
-# longest, and padding is *masked*: a target of −100 counts nothing (`F.cross_entropy` leaves it
-# out).
+# here, pieces of torch's own source, 5 to 64 bytes long. A micro-batch is padded to its longest,
+# and padding is *masked*: a target of −100 counts nothing (`F.cross_entropy` leaves it out).
 
 # %%
 MASKED = -100
 lengths = torch.randint(5, 65, (5000,), generator=torch.Generator().manual_seed(0))
-pieces = stdlib_bytes("256 KiB").long()[: lengths.sum()].split(lengths.tolist())
+pieces = source_bytes("256 KiB").long()[: lengths.sum()].split(lengths.tolist())
 
 
 def micro_batch(pieces):
@@ -271,7 +270,7 @@ def most_activations(parts: int) -> int:
 
 fig, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
 axes.plot(losses)
-axes.set(xlabel="window", ylabel="loss in nats", title="Loss on the standard library's source")
+axes.set(xlabel="window", ylabel="loss in nats", title="Loss on torch's own source")
 print(f"the loss went down: {sum(losses[-10:]) < sum(losses[:10])}")
 for parts in (1, 4, 8):
     most = format_bytes(most_activations(parts))

@@ -42,7 +42,7 @@ import memlab
 from memlab import plot
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import STORED
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.ledger import state_bytes
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.optim import RoundedAdamW
@@ -213,7 +213,7 @@ held_bytes = exercise("4.1", held_bytes)
 
 # %%
 POLICIES = ("float32", "autocast", "bfloat16", "master", "master32")
-tokens, targets = next(batches(stdlib_bytes("64 KiB"), 8, 64, seed=0))
+tokens, targets = next(batches(source_bytes("64 KiB"), 8, 64, seed=0))
 adamw = partial(torch.optim.AdamW, foreach=False)
 
 
@@ -285,11 +285,11 @@ for policy in ("autocast", "bfloat16"):
 # ## What float16 loses
 #
 # Gradients are small. The loss is a *mean* over tokens, so each token's gradient is divided by
-# their number. Let us look at real ones: the tiny model, after 80 steps on the standard library's
-# source, and its gradients in float32 for the 5,120 tokens of the bill's step.
+# their number. Let us look at real ones: the tiny model, after 80 steps on torch's own source, and
+# its gradients in float32 for the 5,120 tokens of the bill's step.
 
 # %%
-text = stdlib_bytes("256 KiB").long()
+text = source_bytes("256 KiB").long()
 
 
 def learn(model, optimizer, steps, data, seed=0, batch=8):
@@ -466,7 +466,7 @@ for fine, colour, name in ((True, "#00798c", "stepped"), (False, "#d1495b", "ove
 above.set(ylabel="log₂ of the scale", title="The scale finds its place, and tries the next one up")
 above.legend(frameon=False)
 below.plot(half_losses, color="#00798c")
-below.set(xlabel="step", ylabel="loss in nats", title="Loss on the standard library's source")
+below.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's own source")
 print(
     f"it skipped steps, and the scale grew again: {not all(stepped)}, {scales[-1] != min(scales)}"
 )

@@ -44,7 +44,7 @@ from memlab.checkpointing.operations import Operations
 from memlab.checkpointing.schedules import plain_schedule, uniform_schedule
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.checks.day05 import checkpointed, most_for_tokens
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.ledger import activation_bytes
 from memlab.model import GPT, PRESETS, Block, Rotary, scaled_dot_product_attention
 from memlab.train import TECHNIQUES, Setting, build, combined, dry_trace, measured
@@ -252,7 +252,7 @@ forget_by_hooks = exercise("5.2", forget_by_hooks)
 # it is a Function.
 
 # %%
-tokens, targets = next(batches(stdlib_bytes("64 KiB"), 8, 64, seed=0))
+tokens, targets = next(batches(source_bytes("64 KiB"), 8, 64, seed=0))
 torch.manual_seed(0)
 model = GPT(PRESETS["tiny"])
 ways = {
@@ -532,8 +532,8 @@ plot.breakdown(three, title=f"Schedules of {setting}")
 # %% [markdown]
 # ## Learn something
 #
-# Nothing that is learnt changes: the tiny model on the standard library's source, all kept, and by
-# your schedule of two segments.
+# Nothing that is learnt changes: the tiny model on torch's own source, all kept, and by your
+# schedule of two segments.
 
 
 # %%
@@ -542,7 +542,7 @@ def losses_of(schedule, steps: int = 20) -> list[float]:
     learning = GPT(PRESETS["tiny"])
     checkpoint_blocks(learning, schedule)
     optimizer = torch.optim.AdamW(learning.parameters(), lr=3e-3, foreach=False)
-    drawn, losses = batches(stdlib_bytes("256 KiB"), 8, 64, seed=0), []
+    drawn, losses = batches(source_bytes("256 KiB"), 8, 64, seed=0), []
     for _ in range(steps):
         optimizer.zero_grad()
         loss = learning(*next(drawn))
@@ -561,7 +561,7 @@ axes.set(
     xticks=range(0, 20, 5),
     xlabel="step",
     ylabel="loss in nats",
-    title="Loss on the standard library's source",
+    title="Loss on torch's own source",
 )
 axes.legend(frameon=False)
 print(f"the loss went down: {by_two[-1] < by_two[0]}")
@@ -669,7 +669,7 @@ verdict(
 import time
 
 timed_model = GPT(replace(PRESETS["25m"], layers=2, vocab_size=256))
-text = next(batches(stdlib_bytes("64 KiB"), 1, 128, seed=0))
+text = next(batches(source_bytes("64 KiB"), 1, 128, seed=0))
 
 
 def seconds() -> float:

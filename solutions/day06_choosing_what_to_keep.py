@@ -40,7 +40,7 @@ from memlab.checkpointing import ATTENTION, MATMULS, checkpoint, checkpoint_bloc
 from memlab.checkpointing.operations import Operations
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import SETTING
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS, Block, scaled_dot_product_attention
 from memlab.train import TECHNIQUES, build, combined, dry_trace, measured, to_bfloat16
 from memlab.units import format_bytes
@@ -139,7 +139,7 @@ reveal("6.1", gone_percent=100 * gone, again_percent=100 * again_of[selected])
 #
 # If all blocks are alike, an even schedule is hard to beat. Real models often are not: OpenELM
 # (2024) lets its MLPs grow from block to block. So does today's patient: the tiny model with nine
-# blocks, `hidden` from 32 to 288. It reads the standard library's source.
+# blocks, `hidden` from 32 to 288. It reads torch's own source.
 
 # %%
 torch.manual_seed(0)
@@ -150,7 +150,7 @@ model.blocks = nn.ModuleList(
     for n in range(1, 10)
 )
 model.initialize_()
-tokens, targets = next(batches(stdlib_bytes("64 KiB"), batch=8, seq_len=64, seed=0))
+tokens, targets = next(batches(source_bytes("64 KiB"), batch=8, seq_len=64, seed=0))
 chain = chain_costs(model, tokens, targets)  # measured: four steps
 for n in (0, 4, 8):
     stage = chain.stages[n]
@@ -606,7 +606,7 @@ def trained(around):
     """The losses of six steps, from the weights that the model has now."""
     start = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
-    text, losses = batches(stdlib_bytes("64 KiB"), batch=8, seq_len=64, seed=1), []
+    text, losses = batches(source_bytes("64 KiB"), batch=8, seq_len=64, seed=1), []
     with around:
         for _ in range(6):
             optimizer.zero_grad()

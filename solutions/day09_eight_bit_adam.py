@@ -44,7 +44,7 @@ import memlab
 from memlab import optim
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import SETTING
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.quantize import quantize_blockwise
 from memlab.train import TECHNIQUES, build, measured
@@ -69,12 +69,12 @@ guess("9.1", state_kib=241, zeros_percent=0.5)  # two bytes a weight; hardly any
 # %% [markdown]
 # ## Measure
 #
-# The model reads the standard library's source, once with 32-bit Adam and once with the library's
+# The model reads torch's own source, once with 32-bit Adam and once with the library's
 # 8-bit one.
 
 # %%
 CONFIG = replace(PRESETS["tiny"], width=64, layers=2, kv_heads=4, hidden=192)
-TEXT = stdlib_bytes("256 KiB")
+TEXT = source_bytes("256 KiB")
 
 
 def learn(make, steps=30):
@@ -116,7 +116,7 @@ reveal("9.1", state_kib=state_bytes(eight), zeros_percent=gone)
 # see what for); the two tables of 256 float32 that you are about to write, 2 KiB; and weights of
 # fewer than 4096 numbers (here five norms), which stay in float32: nothing is to be won there.
 #
-# And 1.5 % of the v's are gone. Is that little? Adam divides by √v.
+# And 2.9 % of the v's are gone. Is that little? Adam divides by √v.
 
 # %% [markdown]
 # ## What v looks like
@@ -343,7 +343,7 @@ class Adam8bit(ByWeight):
 Adam8bit = exercise("9.3", Adam8bit)
 
 # %% [markdown]
-# It reads the standard library, beside the same with even steps for both moments.
+# It reads torch's own source, beside the same with even steps for both moments.
 
 
 # %%
@@ -371,7 +371,7 @@ print(f"dynamic code: the loss is within 1 % of 32-bit Adam's: {within(nearest[0
 print(f"even steps: the loss began at 5.3; after 12 steps it is above {power_below(even[0][-1])}")
 
 # %% [markdown]
-# With the dynamic code the losses of 8 and 32 bits are nearly one curve. With even steps 1.5 % of
+# With the dynamic code the losses of 8 and 32 bits are nearly one curve. With even steps 2.9 % of
 # zeros was enough: the training is lost within a dozen steps. (The two tables, 2 KiB, are the
 # class's here, and not counted.)
 
@@ -561,7 +561,7 @@ for n, (name, (losses, optimizer)) in enumerate(learnt.items()):
     right.barh(name, held / 1024, color=colour)
     right.text(held / 1024 + 15, n, f"{held / 1024:.0f} KiB", va="center")
     print(f"{name:12}{format_bytes(held):>11}, {held / 123_200:.2f} bytes a weight")
-left.set(xlabel="step", ylabel="loss in nats", title="Loss on the standard library's source")
+left.set(xlabel="step", ylabel="loss in nats", title="Loss on torch's own source")
 left.legend(frameon=False)
 right.set(xlabel="KiB of state", xlim=(0, 1300), title="What is kept between steps")
 right.invert_yaxis()

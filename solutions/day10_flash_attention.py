@@ -41,7 +41,7 @@ from memlab.attention import attention_reference, flash_attention, tiles
 from memlab.checkpointing.operations import Operations
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import SETTING
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS, scaled_dot_product_attention
 from memlab.train import combined, dry_trace
 from memlab.units import format_bytes
@@ -586,7 +586,7 @@ for name, spent in took.items():
 #
 # ## In a model
 #
-# The model takes it as it took torch's: 8 steps of the tiny one on the standard library's source.
+# The model takes it as it took torch's: 8 steps of the tiny one on torch's own source.
 
 
 # %%
@@ -594,7 +594,7 @@ def learn(attend_by, steps=8):
     torch.manual_seed(0)
     model, losses = GPT(PRESETS["tiny"], attention=attend_by), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    drawn = batches(stdlib_bytes("64 KiB"), 8, 64, seed=0)
+    drawn = batches(source_bytes("64 KiB"), 8, 64, seed=0)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = model(*next(drawn))

@@ -38,7 +38,7 @@ from memlab import plot
 from memlab.checkpointing.operations import Operations
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
 from memlab.course.bill import SETTING
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.ledger import activation_bytes
 from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
@@ -422,12 +422,12 @@ for name, loss in ways.items():
 # %% [markdown]
 # ## Learn something
 #
-# The text is the standard library's source, and a token two bytes: the 2,047 commonest pairs, and 0
-# for all others. As targets, those are ignored. All logits, and in chunks of 100 rows, which do not
-# divide the 512.
+# The text is torch's own source, and a token two bytes: the 2,047 commonest pairs, and 0 for all
+# others. As targets, those are ignored. All logits, and in chunks of 100 rows, which do not divide
+# the 512.
 
 # %%
-text = stdlib_bytes("256 KiB").long()
+text = source_bytes("256 KiB").long()
 pairs = text[: len(text) // 2 * 2].view(-1, 2) @ torch.tensor([256, 1])
 common = pairs.bincount(minlength=65_536).argsort(descending=True, stable=True)[:2047]
 token_of = torch.zeros(65_536, dtype=torch.long)

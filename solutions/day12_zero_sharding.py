@@ -37,7 +37,7 @@ import memlab
 from memlab import plot
 from memlab.accumulation import accumulate
 from memlab.course import exercise, guess, reveal, running_bill, verdict
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.train import TECHNIQUES
 from memlab.units import format_bytes
@@ -45,7 +45,7 @@ from memlab.zero import model_state_bytes, one_rank, simulate
 
 # %%
 RANKS = 8
-text = stdlib_bytes("128 KiB")
+text = source_bytes("128 KiB")
 
 
 def sum_of_losses(model, batch):
@@ -276,8 +276,8 @@ class ShardedAdam:
 ShardedAdam = exercise("12.2", ShardedAdam)
 
 # %% [markdown]
-# It trains. Four ranks with a tiny model each, on the standard library's source; the gray curve is
-# one rank alone, with all of Adam, on the mean of the same four gradients.
+# It trains. Four ranks with a tiny model each, on torch's own source; the gray curve is one rank
+# alone, with all of Adam, on the mean of the same four gradients.
 
 
 # %%

@@ -48,7 +48,7 @@ import memlab
 from memlab import plot
 from memlab.course import exercise, guess, reveal, running_bill
 from memlab.course.peers import Stuck, in_turns
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.units import format_bytes
 from memlab.zero import processes, simulate
@@ -64,7 +64,7 @@ def a_model(dtype=torch.float32):
 
 def micro_batches(number):
     """Two of each step; rank r of R takes each R-th, from r on."""
-    drawn = batches(stdlib_bytes("128 KiB"), 1, 16, seed=number)
+    drawn = batches(source_bytes("128 KiB"), 1, 16, seed=number)
     return [next(drawn), next(drawn)]
 
 
@@ -223,7 +223,7 @@ import torch, memlab
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.zero import processes
 """

@@ -42,7 +42,7 @@ from torch import nn
 import memlab
 from memlab import ema
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
-from memlab.data import stdlib_bytes
+from memlab.data import source_bytes
 from memlab.ema import inner_product, power_profile, profile_error
 from memlab.model import GPT, PRESETS
 from memlab.units import format_bytes
@@ -54,7 +54,7 @@ from memlab.units import format_bytes
 
 # %%
 STEPS, EVERY = 640, 40
-text = stdlib_bytes("1 MiB").long()
+text = source_bytes("1 MiB").long()
 seen, unseen = text[: -(2**16)], text[-(2**16) :]
 
 
@@ -493,8 +493,8 @@ print(f"at most 0.001 from the library's, from 0.05 to 0.16: {max(apart[2:7]) <=
 losses = [loss_of(tensors) for tensors in made]
 fig, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 axes.axhline(live_loss, color="#b0b0b8", linestyle="--", linewidth=1)
-axes.annotate("the last weights", (0.28, live_loss), (0, 3), textcoords="offset points",
-              ha="right", fontsize=9)  # fmt: skip
+axes.annotate("the last weights", (0.02, live_loss), (0, 3), textcoords="offset points",
+              ha="left", fontsize=9)  # fmt: skip
 near = [profile_error(profiles, target) < 0.01 for target in targets]
 axes.plot(sigmas, losses, color="#00798c")
 axes.scatter(sigmas, losses, c=["#00798c" if n else "white" for n in near], edgecolor="#00798c",

@@ -24,7 +24,7 @@ from memlab.compression import (
     two_values,
     unpack_flags,
 )
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.quantize import dequantize_blockwise, quantize_blockwise
 from memlab.saved import Facts
@@ -126,7 +126,7 @@ def test_a_model_trained_on_text_loses_less_than_a_percent_at_8_bits():
         torch.manual_seed(0)
         model = GPT(PRESETS["tiny"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        drawn = batches(stdlib_bytes("256 KiB"), 4, 64, seed=0)
+        drawn = batches(source_bytes("256 KiB"), 4, 64, seed=0)
         losses = []
         for _ in range(80):
             optimizer.zero_grad()
@@ -377,7 +377,7 @@ def trained() -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
     """A model whose attention has learned to choose, and a batch."""
     model = GPT(GPTConfig(256, 64, layers=2, heads=4, kv_heads=2, hidden=192, seq_len=64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    drawn = batches(stdlib_bytes("256 KiB"), 8, 64, seed=0)
+    drawn = batches(source_bytes("256 KiB"), 8, 64, seed=0)
     for _ in range(150):
         optimizer.zero_grad()
         model(*next(drawn)).backward()

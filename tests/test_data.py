@@ -1,21 +1,22 @@
 """The bytes against small libraries on disk; the batches against slices of a counting tensor."""
 
-import sysconfig
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
-from memlab.data import batches, stdlib_bytes
+from memlab import data
+from memlab.data import batches, source_bytes
 
 COUNTING = torch.arange(100, dtype=torch.uint8)
 
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """An empty folder that passes for the standard library."""
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    """An empty folder that passes for torch's source."""
+    monkeypatch.setattr(data, "SOURCE", tmp_path)
+    monkeypatch.setattr(data, "BUILD", tmp_path / "version.py")
     return tmp_path
 
 
@@ -29,64 +30,63 @@ def text_of(data):
     return bytes(data.tolist()).decode()
 
 
-def test_the_bytes_are_the_source_of_this_python():
-    first = Path(sysconfig.get_paths()["stdlib"], "__future__.py").read_bytes()
-    assert bytes(stdlib_bytes(len(first)).tolist()) == first
+def test_the_bytes_are_the_source_of_this_torch():
+    first = Path(torch.__file__).with_name("_VF.py").read_bytes()
+    assert first in bytes(source_bytes("256 KiB").tolist())
 
 
 def test_the_bytes_are_one_row_of_the_wanted_length():
-    data = stdlib_bytes("64 KiB")
+    data = source_bytes("64 KiB")
     assert (data.shape, data.dtype) == ((2**16,), torch.uint8)
 
 
 def test_a_smaller_limit_is_the_beginning_of_a_larger_one():
-    assert torch.equal(stdlib_bytes(300_000)[:100_000], stdlib_bytes(100_000))
+    assert torch.equal(source_bytes(300_000)[:100_000], source_bytes(100_000))
 
 
 def test_files_come_in_the_order_of_their_names_and_folders_after_files(library):
     write(library / "z", b="7", a="6")
     write(library / "email", b="5", a="4")
     write(library, d="3", b="1", c="2", a="0")
-    assert text_of(stdlib_bytes("1 KiB")) == "01234567"
+    assert text_of(source_bytes("1 KiB")) == "01234567"
 
 
-def test_tests_packages_of_others_and_what_is_no_source_are_skipped(library):
-    write(library, a="yes")
-    for name in ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"):
-        write(library / name, a="no")
-        write(library / "email" / name, a="no")
+def test_the_build_of_torch_its_caches_and_what_is_no_source_are_skipped(library):
+    write(library, a="ye", version="2.13.0+cpu")
+    write(library / "email", version="s")
+    write(library / "__pycache__", a="no")
+    write(library / "email" / "__pycache__", a="no")
     (library / "a.pyc").write_text("no")
     (library / "LICENSE.txt").write_text("no")
-    write(library, _sysconfigdata__linux_="where this Python was built")
-    assert text_of(stdlib_bytes("1 KiB")) == "yes"
+    assert text_of(source_bytes("1 KiB")) == "yes"
 
 
 def test_the_last_file_is_cut_at_the_limit(library):
     write(library, a="aaaa", b="bbbb")
-    assert text_of(stdlib_bytes(6)) == "aaaabb"
+    assert text_of(source_bytes(6)) == "aaaabb"
 
 
 def test_files_beyond_the_limit_are_not_opened(library):
     write(library, a="aaaa")
     (library / "b.py").symlink_to(library / "missing")
-    assert text_of(stdlib_bytes(4)) == "aaaa"
+    assert text_of(source_bytes(4)) == "aaaa"
     with pytest.raises(FileNotFoundError):
-        stdlib_bytes(5)
+        source_bytes(5)
 
 
 def test_a_small_library_gives_all_it_has(library):
     write(library, a="aaaa")
-    assert text_of(stdlib_bytes("1 GiB")) == "aaaa"
+    assert text_of(source_bytes("1 GiB")) == "aaaa"
 
 
-def test_a_python_without_source_says_where_it_looked(library):
-    with pytest.raises(ValueError, match=f"found no .py file in {library}, where .*; use a Python"):
-        stdlib_bytes(1)
+def test_a_torch_without_source_says_where_it_looked(library):
+    with pytest.raises(ValueError, match=f"found no .py file in {library}.*; install torch"):
+        source_bytes(1)
 
 
 def test_a_limit_of_nothing_is_refused():
     with pytest.raises(ValueError, match="got a limit of '0 B'; give at least one byte"):
-        stdlib_bytes("0 B")
+        source_bytes("0 B")
 
 
 def test_a_target_is_the_token_after():

@@ -16,7 +16,7 @@ from scripts import script as part
 import memlab
 from memlab.allocator import Allocator, Settings, history, recording
 from memlab.course.elsewhere import stored_on_a_gpu
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.metering.prediction import EVERYTHING_NOTE
 from memlab.model import PRESETS
 from memlab.trace import Event, Trace
@@ -995,7 +995,7 @@ def test_recipes_are_predicted_and_a_training_is_taken_under_a_cap(rehearsal, fe
     # A bare loop on the same two batches.
     setting, losses = planner_jobs.TINY_BF16, []
     training = build(setting, combined("sgd+chunked-loss"), on_loss=losses.append)
-    text = batches(stdlib_bytes("4 MiB"), setting.batch, setting.seq_len, SEED)
+    text = batches(source_bytes("4 MiB"), setting.batch, setting.seq_len, SEED)
     for _, batch in zip(range(2), text, strict=False):
         for held, new in zip(training.batch, batch, strict=True):
             held.copy_(new)

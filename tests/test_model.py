@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memlab.attention import attention_reference
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import (
     GPT,
     PRESETS,
@@ -272,7 +272,7 @@ def test_the_loss_is_the_cross_entropy_of_the_logits():
 def test_training_on_bytes_lowers_the_loss():
     model = tiny_model(dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = batches(stdlib_bytes("64 KiB"), batch=8, seq_len=32, seed=0)
+    data = batches(source_bytes("64 KiB"), batch=8, seq_len=32, seed=0)
     losses = []
     for _, (tokens, targets) in zip(range(40), data, strict=False):
         loss = model(tokens, targets)

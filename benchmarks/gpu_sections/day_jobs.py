@@ -10,7 +10,7 @@ import torch
 import memlab
 from memlab.allocator import simulate
 from memlab.cli.rows import in_turn
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.trace import Trace
 from memlab.train import Setting, build, combined
@@ -134,7 +134,7 @@ def second_day(_: str, small: bool, rehearsal: bool) -> Answer:
         with torch.device("cuda"):
             model = GPT(PRESETS[preset])
         optimizer = torch.optim.AdamW(model.parameters())
-        text = stdlib_bytes("64 KiB")
+        text = source_bytes("64 KiB")
 
         def steps() -> None:
             for seq_len in lengths:

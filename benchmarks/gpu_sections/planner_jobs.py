@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memlab.cli.train import TEXT, Step, step
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.train import SEED, Setting, Training, build, combined, predicted_trace
 
 from . import recorder
@@ -131,5 +131,5 @@ def trained(name: str, cap_bytes: int | None, small: bool, rehearsal: bool) -> A
 
 
 def steps(training: Training, setting: Setting, losses: list[Tensor]) -> Iterator[Step]:
-    text = batches(stdlib_bytes(TEXT), setting.batch, setting.seq_len, SEED)
+    text = batches(source_bytes(TEXT), setting.batch, setting.seq_len, SEED)
     return (step(training, batch, losses) for batch in islice(text, STEPS))

@@ -19,7 +19,7 @@ from memlab.cli import report
 from memlab.cli.choices import choose_device, choose_setting, choose_techniques, require_memory
 from memlab.cli.errors import UsageError, is_out_of_memory, shown
 from memlab.cli.rows import Announce
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.train import (
     SEED,
     Setting,
@@ -91,7 +91,7 @@ def run(setting: Setting, technique: Technique, steps: int, announce: Announce) 
     announce("building")
     losses: list[Tensor] = []
     training = build(setting, technique, on_loss=losses.append)
-    text = batches(stdlib_bytes(TEXT), setting.batch, setting.seq_len, SEED)
+    text = batches(source_bytes(TEXT), setting.batch, setting.seq_len, SEED)
     taken: list[Step] = []
     every = math.ceil(steps / LINES)
     for number in range(1, steps + 1):

@@ -12,7 +12,7 @@ from quick import slow
 from memlab.cli import app, choices
 from memlab.cli import train as command
 from memlab.cli.errors import UsageError
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import PRESETS
 from memlab.train import (
     SEED,
@@ -40,7 +40,7 @@ def losses(printed: str) -> dict[int, float]:
 def of_a_bare_loop(technique: str, steps: int) -> list[float]:
     """The losses of steps on new batches, each by a forward pass of its own before the step."""
     training = build(TINY, combined(technique))
-    text = batches(stdlib_bytes(command.TEXT), TINY.batch, TINY.seq_len, SEED)
+    text = batches(source_bytes(command.TEXT), TINY.batch, TINY.seq_len, SEED)
     found = []
     for _, batch in zip(range(steps), text, strict=False):
         for held, new in zip(training.batch, batch, strict=True):

@@ -12,7 +12,7 @@ import memlab
 from memlab.course import days
 from memlab.course.checks.day04 import POLICIES, held_bytes
 from memlab.course.exercises import OK, WRONG, judge
-from memlab.data import batches, stdlib_bytes
+from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.precision import LossScaler, MasterWeights
 
@@ -205,7 +205,7 @@ def step_by(config, policy):
     model = GPT(config, dtype=dtype)
     masters = partial(MasterWeights, optimizer=adamw, gather_at_once=policy == "master32")
     optimizer = (masters if policy.startswith("master") else adamw)(model.parameters())
-    tokens, targets = next(batches(stdlib_bytes("64 KiB"), 2, 64, seed=0))
+    tokens, targets = next(batches(source_bytes("64 KiB"), 2, 64, seed=0))
 
     def step():
         optimizer.zero_grad()
