@@ -11,6 +11,7 @@
     time       what precision and checkpointing cost, alone on the card
     optim      8-bit optimizers beside bitsandbytes' kernels, where those are installed
     fused      attention by tiles and the loss by chunks, beside torch's
+    kernels    memlab's Triton kernels beside production's, and beside the card's limits
     offload    what offloading to the host and to the disk saves, and what of it is waited for
     ema        two averages on the GPU, on the host and on the disk: bytes, and an update's time
     planner    two dozen recipes, predicted and taken; 7 billion weights trained under 24 GB
@@ -32,11 +33,19 @@ prediction itself, every check agrees with itself, and nothing is written unless
 """
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+
+# A rehearsal runs memlab's kernels in Triton's interpreter, which is chosen before Triton is
+# imported; many a module of torch does that.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from common import Report, heading, parser, set_environment
 from gpu_sections import (
@@ -82,6 +91,7 @@ SECTIONS: dict[str, Section] = {
     "time": Section("what precision and checkpointing cost in time", day_sections.timed),
     "optim": Section("8-bit optimizers beside bitsandbytes' kernels", peers_sections.optimizers),
     "fused": Section("attention and the loss by parts, beside torch's", peers_sections.fused),
+    "kernels": Section("Triton kernels, beside production's", peers_sections.kernels),
     "offload": Section("state, weights and activations elsewhere", offload_section.run),
     "ema": Section("two averages beside a training", ema_section.run),
     "planner": Section("what recipes take, and a large model under a cap", planner_section.run),

@@ -45,7 +45,7 @@ gradients. Here another one makes them again.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -168,6 +168,7 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     reduction: Reduction = "mean",
+    of_rows: "OfRows | None" = None,
 ) -> Tensor:
     """Cross-entropy in nats between `targets` and the logits `hidden @ weightᵀ + bias`, whose rows
     it makes a chunk at a time.
@@ -184,6 +185,8 @@ def chunked_cross_entropy(
     reduction        "mean" or "sum" over rows; "none": a loss for each, in the shape of targets.
                      Its gradient has a factor for each row, known only in the backward pass, and
                      dW is a sum over rows: so that makes the logits again
+    of_rows          what makes a chunk's logits into losses and gradients; None: torch's operators.
+                     memlab.kernels.losses has a kernel for it
 
     Gradients are made in the forward pass: those that will be asked for, none under no_grad. The
     first backward pass gives them away; another one (`retain_graph=True`) makes new ones. With
@@ -199,7 +202,8 @@ def chunked_cross_entropy(
         chunk = chunk_rows(N, V, C)
     elif chunk < 1:
         raise ValueError(f"got chunk={chunk}; give at least 1 row, or None for a good number")
-    plan = _Plan(terms, reduction, chunk, _dtype_of_products(hidden), torch.is_grad_enabled())
+    dtype, grad_enabled = _dtype_of_products(hidden), torch.is_grad_enabled()
+    plan = _Plan(terms, reduction, chunk, dtype, grad_enabled, of_rows or losses_of_rows_)
     loss = _ChunkedLoss.apply(hidden.reshape(-1, C), weight, bias, targets.flatten(), plan)
     return loss.view(targets.shape) if reduction == "none" else loss
 
@@ -213,6 +217,7 @@ class _Plan:
     chunk: int
     products: torch.dtype  # of the factors of matrix products
     grad_enabled: bool  # where the loss was asked for; inside of a Function it never is
+    of_rows: "OfRows"
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -302,7 +307,7 @@ def _in_chunks(
         if bias is not None:
             x += bias
         factor = factors[rows] if any_gradient else None
-        losses[rows] = _losses_(x, labels[rows], factor, plan.terms)
+        losses[rows] = plan.of_rows(x, labels[rows], factor, plan.terms)
         if of_hidden is not None:
             of_hidden[rows] = torch.mm(x.to(plan.products), weight)
         if of_weight is not None:
@@ -312,9 +317,14 @@ def _in_chunks(
     return losses.masked_fill_(is_ignored, 0).squeeze(1)
 
 
-def _losses_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: Terms) -> Tensor:
+# What a kernel has to do in place of `losses_of_rows_`. The losses of rows with a factor of 0 and a
+# gradient are not looked at: they are ignored, or have been handed out before.
+OfRows = Callable[[Tensor, Tensor, Tensor | None, Terms], Tensor]
+
+
+def losses_of_rows_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: Terms) -> Tensor:
     """The losses (chunk, 1) of logits (chunk, V), which become their own gradients, times the
-    factors (chunk, 1) if there are any."""
+    factors (chunk, 1) if there are any; without, what the logits become is nothing."""
     share, cap, V = terms.label_smoothing, terms.soft_cap, x.shape[1]
     slope = None
     if cap is not None:

@@ -317,7 +317,7 @@ def _interval_ends(device: torch.device) -> Tensor:
     return torch.where(upper < 0, ends.flip(0), ends).view(torch.float32)
 
 
-def _middles_between(code: Tensor) -> Tensor:
+def middles_between(code: Tensor) -> Tensor:
     """The thresholds of the nearest: float64 middles, rounded down."""
     exact = code.double()
     return _float32_down((exact[:-1] + exact[1:]) / 2)
@@ -332,7 +332,7 @@ class _Lookup:
     """The thresholds of each code, of either kind: made when they are first asked for."""
 
     _known = WeakTensorKeyDictionary()  # 131 KiB a kind, as long as the code itself lives
-    _of_kind: ClassVar = {"nearest": _middles_between, "below": _inner}
+    _of_kind: ClassVar = {"nearest": middles_between, "below": _inner}
 
     @classmethod
     def of(cls, code: Tensor, kind: str) -> _Thresholds:

@@ -8,7 +8,7 @@ long as no two fill the same plug or hold the same thing: `combined("checkpointi
 doesn't go together says why: NOT_TOGETHER.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -327,13 +327,15 @@ def adam_mini(model: nn.Module) -> optim.AdamMini:
     return optim.AdamMini(trained, partition=partition, rounding="stochastic")
 
 
-def combined(names: str) -> Technique:
-    """The technique of several rows at once, their names joined by "+", in any order.
+def combined(names: str, rows: Mapping[str, Technique] | None = None) -> Technique:
+    """The technique of several rows at once, their names joined by "+", in any order; `rows` is
+    TECHNIQUES unless given.
 
     Raises KeyError for a name that is no row, and ValueError for two that don't go together.
     """
-    given = {name: TECHNIQUES[name] for name in names.split("+")}
-    parts = {name: part for name, part in TECHNIQUES.items() if name in given}
+    rows = TECHNIQUES if rows is None else rows
+    given = {name: rows[name] for name in names.split("+")}
+    parts = {name: part for name, part in rows.items() if name in given}
     _require_together(parts)
     plugs: dict[str, Any] = {}
     for plug in (field for field in fields(Technique) if field.name not in ("summary", "holds")):
@@ -502,6 +504,30 @@ TECHNIQUES: dict[str, Technique] = {
         "torch's SGD: no state at all", optimizer=of_all_weights(torch.optim.SGD, lr=0.01)
     ),
 }
+
+
+def rows_by_kernels() -> dict[str, Technique]:
+    """Those rows of TECHNIQUES for which there is a kernel, with it in the plug.
+
+    ImportError without Triton.
+    """
+    from memlab import kernels
+
+    plugs: dict[str, dict[str, Any]] = {
+        "selective-checkpointing": {
+            "change_model": scheduled(
+                each_block, using=selective(MATMULS | ATTENTION | {kernels.flash_attention})
+            )
+        },
+        "flash-attention": {"attention": kernels.flash_attention},
+        "chunked-loss": {"loss": kernels.chunked_cross_entropy},
+        "int8-activations": {"around_forward": lambda device: kernels.compressed_activations(8)},
+        "int4-activations": {"around_forward": lambda device: kernels.compressed_activations(4)},
+        "adam8bit": {"optimizer": rounded_at_random(kernels.Adam8bit)},
+        "lion8bit": {"optimizer": rounded_at_random(kernels.Lion8bit)},
+    }
+    return {name: replace(TECHNIQUES[name], **filled) for name, filled in plugs.items()}
+
 
 # Pairs whose plugs have room for both, and that make no sense, or nobody has built: why.
 NOT_TOGETHER: dict[frozenset[str], str] = {

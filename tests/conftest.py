@@ -14,6 +14,11 @@ import signal
 import numpy as np
 import pytest
 import torch
+
+# Read when Triton is first imported, which many a module of torch does.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings
 from quick import few_of_each
 

@@ -18,7 +18,7 @@ LAYERS = (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),
         *("lora", "optim", "compression", "attention", "losses", "zero", "offload", "ema"),
     ),
-    ("metering", "plot", "configs"),
+    ("metering", "plot", "configs", "kernels"),
     ("train", "ledger", "chain"),
     ("planner",),
     ("course",),

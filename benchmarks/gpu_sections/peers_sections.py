@@ -1,4 +1,5 @@
-"""What has a kernel of somebody else's to stand beside: 8-bit optimizers, attention, the loss."""
+"""What has a kernel of somebody else's to stand beside: 8-bit optimizers, attention, the loss,
+and memlab's own kernels."""
 
 from typing import Any
 
@@ -6,8 +7,9 @@ from common import Report, table
 
 from memlab.units import format_bytes
 
-from .bench import Bench
+from .bench import Bench, facts_by_name
 from .fused_jobs import PROBLEMS, TORCH
+from .kernel_jobs import AIM, RACES, TO_LIMIT, TO_PEER
 from .optim_jobs import PAIRS
 
 Found = dict[str, dict[str, Any]]  # by name, what is known of it
@@ -25,6 +27,30 @@ def fused(bench: Bench) -> Report:
     found = bench.in_turn("fused", PROBLEMS)
     times = _listed(found, f"time over that of {TORCH}")
     return _report(f"Beside torch's own, ours takes: {times} the time.", found)
+
+
+def kernels(bench: Bench) -> Report:
+    """memlab's own kernels beside production's, and beside what the card can do."""
+    found = bench.in_turn("kernels", RACES)
+    missed = [name for name, a in found.items() if a[TO_PEER] > a[AIM]]
+    sentence = f"Of {len(found)} kernels {len(found) - len(missed)} are as fast as was aimed at" + (
+        f"; not so: {', '.join(missed)}." if missed else "."
+    )
+    titles = ("kernel", "of", "ms", "to its peer", "aim", "to the card's limit", "error", "takes")
+    lines = [
+        (
+            name,
+            a["what"],
+            text(a["milliseconds"], ""),
+            f"{a[TO_PEER]:.2f} ×",
+            f"{a[AIM]:.2f} ×",
+            f"{a[TO_LIMIT]:.2f} × ({a['limit']})",
+            text(a["error"], ""),
+            text(a["on the way_bytes"], "on the way_bytes"),
+        )
+        for name, a in found.items()
+    ]
+    return Report(sentence, table(titles, lines), facts_by_name(found))
 
 
 def _listed(found: Found, fact: str) -> str:

@@ -96,8 +96,9 @@ def flash_attention(
         settings = {"causal": causal, "alignment": alignment, "scale": scale, "window": window}
         settings |= {"dropout": dropout, "tile": tile}
         return handle_torch_function(flash_attention, (q, k, v), q, k, v, **settings)
-    q, k, v = _as_autocast_wants(q, k, v)
-    _require_fit(q, k, v, dropout, tile)
+    q, k, v = as_autocast_wants(q, k, v)
+    require_fit(q, k, v)
+    _require_settings(dropout, tile)
     limits = band(q.shape[2], k.shape[2], causal=causal, alignment=alignment, window=window)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     seed = _drawn_seed() if dropout and not _has_no_values(q) else 0
@@ -325,6 +326,11 @@ def _has_no_values(x: Tensor) -> bool:
 
 # ------------------------------------------------------------------ in autograd
 
+NO_SECOND_DERIVATIVE = (
+    "flash_attention has no second derivative: its backward keeps nothing of its own; use "
+    "attention_reference where one is needed"
+)
+
 
 class FlashAttention(torch.autograd.Function):
     """The node of the graph: it saves q, k, v, out and lse."""
@@ -352,13 +358,10 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(
-            "flash_attention has no second derivative: its backward keeps nothing of its own; use "
-            "attention_reference where one is needed"
-        )
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
-def _as_autocast_wants(*tensors: Tensor) -> list[Tensor]:
+def as_autocast_wants(*tensors: Tensor) -> list[Tensor]:
     """In the dtype of an autocast region, as torch's own attention is; float64 stays."""
     device = tensors[0].device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
@@ -377,7 +380,8 @@ def _without_autocast(x: Tensor) -> Any:
 # ------------------------------------------------------------------ what is refused
 
 
-def _require_fit(q: Tensor, k: Tensor, v: Tensor, dropout: float, tile: int) -> None:
+def require_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError for shapes and dtypes of which there is no attention."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape != v.shape:
         raise ValueError(f"got {shapes}; give q as (B, H, Tq, D), k and v alike as (B, KV, Tk, D)")
@@ -388,8 +392,11 @@ def _require_fit(q: Tensor, k: Tensor, v: Tensor, dropout: float, tile: int) -> 
             f"got q in {q.dtype}, k in {k.dtype} and v in {v.dtype}; give all of them in one dtype "
             f"of floating-point numbers"
         )
+    queries_to_a_key(q.shape[1], k.shape[1])
+
+
+def _require_settings(dropout: float, tile: int) -> None:
     if not 0 <= dropout < 1:
         raise ValueError(f"got dropout={dropout}; give a probability from 0 to below 1")
     if tile < 1:
         raise ValueError(f"got tile={tile}; give at least 1 query and key")
-    queries_to_a_key(q.shape[1], k.shape[1])

@@ -17,6 +17,7 @@ INTERRUPTED = 130  # as shells count: 128 and the number of the signal
 MOST_SEQUENCES, MOST_TOKENS, MOST_STEPS = 10**6, 10**8, 10**9
 MOST_RANKS = 100_000  # beyond, all is padding
 MOST_RECIPES = 100
+KERNELS = "Techniques that have a Triton kernel are taken by it: on a GPU, or in a dry run."
 IN_ASCII = {
     "×": "x",
     "█": "#",
@@ -109,6 +110,7 @@ def measure_command(
             metavar="PATH.py:FUNCTION",
         ),
     ] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
     out: Annotated[
         str, typer.Option(help="The folder for pictures and numbers.", metavar="FOLDER")
     ] = "work",
@@ -129,7 +131,7 @@ def measure_command(
     if ranks is not None:
         from memlab.cli.ranks import measure_ranks
 
-        given = " and ".join(_given(context, "script", "device"))
+        given = " and ".join(_given(context, "script", "device", "kernels"))
         if given:
             raise UsageError(
                 f"got --ranks together with {given}; a rank is measured by a dry run of one of the "
@@ -152,12 +154,15 @@ def measure_command(
             device=device,
             dry=dry_run,
             out=out,
+            kernels=kernels,
         )
         raise typer.Exit(status)
 
     from memlab.cli.script import measure_script
 
-    if given := ", ".join(_given(context, "model", "batch", "seq", "dtype", "technique")):
+    if given := ", ".join(
+        _given(context, "model", "batch", "seq", "dtype", "technique", "kernels")
+    ):
         raise UsageError(
             f"got --script together with {given}; a script brings its own model and batch, so "
             f"leave them out"
@@ -202,13 +207,13 @@ def train_command(
         str | None,
         typer.Option(help="cpu, cuda (ROCm too), mps or xpu; found by itself.", metavar="NAME"),
     ] = None,
+    kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
 ) -> None:
     """Take real training steps: their loss, their peak and their seconds.
 
-    The weights are random and the text is the source of Python's library, a
-    byte a token: nothing is downloaded, and nothing is written. The loss is in
-    nats and starts near the logarithm of the vocabulary. What a step takes,
-    without taking it, says memlab measure --dry-run.
+    The weights are random and the text is torch's own source, a byte a token: nothing is
+    downloaded, and nothing is written. The loss is in nats and starts near the logarithm of the
+    vocabulary. What a step takes, without taking it, says memlab measure --dry-run.
 
     [bold]memlab train --model 25m --steps 20[/]
 
@@ -228,6 +233,7 @@ def train_command(
         steps=steps,
         memory=memory,
         device=device,
+        kernels=kernels,
     )
 
 

@@ -15,7 +15,14 @@ from memlab.cli.rows import dry_row
 from memlab.configs import config_named
 from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS, GPTConfig
-from memlab.train import COMBINATIONS, TECHNIQUES, Setting, Technique, combined
+from memlab.train import (
+    COMBINATIONS,
+    TECHNIQUES,
+    Setting,
+    Technique,
+    combined,
+    rows_by_kernels,
+)
 from memlab.units import format_bytes
 
 SUITABLE = {
@@ -83,20 +90,38 @@ def choose_setting(
 
 
 def choose_techniques(
-    names: list[str] | None, left_out: Collection[str] = ()
+    names: list[str] | None, left_out: Collection[str] = (), kernels: bool = False
 ) -> dict[str, Technique]:
     """The plain step, and those asked for, or all but some; "a+b" is both at once. Single ones come
-    in the order of their table."""
+    in the order of their table. With `kernels`, those that have one are taken by it."""
     all_but = [name for name in (*TECHNIQUES, *COMBINATIONS) if name not in left_out]
     wanted = dict.fromkeys(names or all_but)
     for part in (part for name in wanted for part in name.split("+")):
         _known("--technique", part, TECHNIQUES)
     single = [name for name in TECHNIQUES if name == "plain" or name in wanted]
     several = [name for name in wanted if name not in TECHNIQUES]
+    rows = TECHNIQUES | _rows_by_kernels() if kernels else TECHNIQUES
     try:
-        return {name: combined(name) for name in (*single, *several)}
+        return {name: combined(name, rows) for name in (*single, *several)}
     except ValueError as error:
         raise UsageError(f"got --technique {' and '.join(map(shown, several))}: {error}") from error
+
+
+def _rows_by_kernels() -> dict[str, Technique]:
+    try:
+        return rows_by_kernels()
+    except ImportError as error:
+        raise UsageError(f"got --kernels: {error}") from error
+
+
+def require_kernels(device: str) -> None:
+    """Triton's kernels run on CUDA or, in its interpreter, on a CPU."""
+    from memlab.kernels.launching import require_gpu
+
+    try:
+        require_gpu(torch.device(device))
+    except RuntimeError as error:
+        raise UsageError(f"got --kernels: {error}") from error
 
 
 def choose_folder(out: str) -> Path:

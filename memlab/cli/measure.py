@@ -14,6 +14,7 @@ from memlab.cli.choices import (
     choose_folder,
     choose_setting,
     choose_techniques,
+    require_kernels,
 )
 from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
 from memlab.cli.results import write
@@ -32,13 +33,16 @@ def measure_techniques(
     device: str | None,
     dry: bool,
     out: str,
+    kernels: bool = False,
 ) -> int:
     """Measure, print a table, write pictures and numbers; 1 if a technique failed, else 0."""
-    choose_techniques(names)  # bad names are told first
+    choose_techniques(names, kernels=kernels)  # bad names are told first
     folder = choose_folder(out)
     setting = choose_setting(model, batch, seq_len, dtype, choose_device(device, dry), dry)
     slow = SLOW_ON_A_CPU if setting.device == "cpu" and not dry and not names else ()
-    chosen = choose_techniques(names, left_out=slow)
+    chosen = choose_techniques(names, left_out=slow, kernels=kernels)
+    if kernels and not dry:
+        require_kernels(setting.device)
     on_cuda = replace(setting, device="cuda")
     foreseen = _to_be_foreseen(setting, chosen, names)
     report.say(report.headline(setting, dry) + "\n")

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from memlab.cli import report
-from memlab.cli.choices import choose_device, choose_setting, choose_techniques, require_memory
+from memlab.cli.choices import (
+    choose_device,
+    choose_setting,
+    choose_techniques,
+    require_kernels,
+    require_memory,
+)
 from memlab.cli.errors import UsageError, is_out_of_memory, shown
 from memlab.cli.rows import Announce
 from memlab.data import batches, source_bytes
@@ -48,10 +54,13 @@ def train(
     steps: int,
     memory: str | None,
     device: str | None,
+    kernels: bool = False,
 ) -> None:
     """Take the steps and print their losses, then the peak and the seconds."""
-    chosen = choose_techniques([technique])[technique]  # bad names are told first
+    chosen = choose_techniques([technique], kernels=kernels)[technique]  # bad names are told first
     device = choose_device(device, dry=False)
+    if kernels:
+        require_kernels(device)
     cap_bytes = choose_cap(memory, device)
     with report.progress(steps + 3) as announce:
         announce("does it fit?")

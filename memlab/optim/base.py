@@ -105,12 +105,12 @@ class Optimizer(torch.optim.Optimizer):
         state["step"] += 1
         flat = weight.contiguous().view(-1)  # a copy only of channels_last and its like
         gradient = weight.grad.reshape(-1)
-        for piece in self._pieces(weight, group):
-            self._step_piece(flat[piece.span], gradient[piece.span], moments, piece, state, group)
+        for piece in self.pieces(weight, group):
+            self.step_piece(flat[piece.span], gradient[piece.span], moments, piece, state, group)
         if not weight.is_contiguous():
             weight.copy_(flat.view(weight.shape))
 
-    def _step_piece(
+    def step_piece(
         self,
         weight: Tensor,
         gradient: Tensor,
@@ -139,7 +139,7 @@ class Optimizer(torch.optim.Optimizer):
         else:
             weight.copy_(exact)
 
-    def _pieces(self, weight: Tensor, group: dict[str, Any]) -> Iterator[Piece]:
+    def pieces(self, weight: Tensor, group: dict[str, Any]) -> Iterator[Piece]:
         count, block = weight.numel(), self.block(weight, group)
         wanted = self.piece or size_on(weight.device)
         size = max(1, wanted // block) * block

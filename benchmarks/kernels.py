@@ -1,0 +1,133 @@
+"""What the compiler makes of memlab's Triton kernels, for GPUs that need not be there.
+
+    python benchmarks/kernels.py
+
+For each kernel and each kind of GPU: the registers of a thread, the bytes of them that were spilled
+to memory (0 is wanted), and the shared memory of a program, of which the GPU has so much and no
+more. How fast they are, a GPU says: `python benchmarks/gpu.py --section kernels`. Prints Markdown,
+and writes `benchmarks/results/<machine>.json`.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from common import heading, parser_with_results, save, set_environment, table
+from torch import nn
+
+from memlab import dry_run, kernels
+from memlab.kernels.compiling import SHARED_BYTES, Compiled, compiled_for
+from memlab.units import format_bytes
+
+HALF = torch.bfloat16
+
+
+def attention(width: int, dtype: torch.dtype) -> None:
+    """Causal, four queries to a key."""
+    draw = partial(torch.empty, dtype=dtype, requires_grad=True)
+    q = draw(1, 8, 4096, width)
+    k, v = (draw(1, 2, 4096, width) for _ in range(2))
+    kernels.flash_attention(q, k, v, causal=True).sum().backward()
+
+
+def optimizer(name: str, dtype: torch.dtype) -> None:
+    """A step of a weight in this dtype."""
+    weight = nn.Parameter(torch.empty(2**20, dtype=dtype))
+    weight.grad = torch.empty_like(weight)
+    getattr(kernels, name)([weight], rounding="stochastic" if dtype == HALF else "nearest").step()
+
+
+def coding(bits: int) -> None:
+    """There and back."""
+    mode = "nearest" if bits == 8 else "stochastic"
+    numbers = torch.empty(2**20, dtype=HALF)
+    kernels.dequantize_affine(kernels.quantize_affine(numbers, bits=bits, mode=mode))
+
+
+def loss() -> None:
+    """Forward and backward."""
+    hidden, weight = (
+        torch.empty(rows, 4096, dtype=HALF, requires_grad=True) for rows in (8192, 128_256)
+    )
+    targets = torch.empty(8192, dtype=torch.int64)
+    kernels.chunked_cross_entropy(hidden, weight, targets).backward()
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{f"attention, D = {width}": partial(attention, width, HALF) for width in (64, 128, 256)},
+    "attention, D = 64, float32": partial(attention, 64, torch.float32),
+    **{
+        f"{name}, {str(dtype).removeprefix('torch.')}": partial(optimizer, name, dtype)
+        for name in ("Adam8bit", "Lion8bit")
+        for dtype in (torch.float32, HALF)
+    },
+    **{f"{bits} bits": partial(coding, bits) for bits in (8, 4, 2)},
+    "loss in chunks": loss,
+}
+
+
+def compiled(case: Callable[[], None], capability: int) -> list[Compiled]:
+    """Its kernels, in the order of their launches."""
+    with compiled_for(capability) as made, dry_run():
+        case()
+    return made
+
+
+def found() -> Iterator[tuple[str, list[Compiled]]]:
+    """(what, the same kernel on each kind of GPU), kernel by kernel."""
+    for name, case in CASES.items():
+        by_gpu = [compiled(case, capability) for capability in SHARED_BYTES]
+        for same in zip(*by_gpu, strict=True):
+            yield f"{name}: {same[0].name.strip('_')}", list(same)
+
+
+def cell(made: Compiled) -> str:
+    """Registers, what was spilled if anything was, and shared memory."""
+    spilled = f", **{made.spilled_bytes} spilled**" if made.spilled_bytes else ""
+    return f"{made.registers}{spilled}; {format_bytes(made.shared_bytes)}"
+
+
+def complaints(rows: Sequence[tuple[str, list[Compiled]]]) -> list[str]:
+    """What would be slow, or would not start."""
+    said = []
+    for what, made in rows:
+        for each in made:
+            where = f"{what}, {each.capability / 10}"
+            if each.spilled_bytes:
+                said.append(f"{where}: {each.spilled_bytes} bytes spilled")
+            if each.shared_bytes > SHARED_BYTES[each.capability]:
+                most = format_bytes(SHARED_BYTES[each.capability])
+                said.append(f"{where}: {format_bytes(each.shared_bytes)} of at most {most}")
+    return said
+
+
+def plain(made: Compiled) -> dict[str, Any]:
+    """What is kept of it: all but its code."""
+    return {name: value for name, value in asdict(made).items() if name not in ("ptx", "constants")}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    set_environment()
+    given = parser_with_results(__doc__).parse_args(words)
+    print(heading("Kernels, compiled"), end="\n\n")
+    try:
+        rows = list(found())
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 2
+    titles = ("kernel", *(f"compute capability {gpu / 10}" for gpu in SHARED_BYTES))
+    print("Registers of a thread; shared memory of a program.", end="\n\n")
+    print(table(titles, [(what, *map(cell, made)) for what, made in rows]), end="\n\n")
+    said = complaints(rows)
+    print("\n".join(said) or "Nothing is spilled, and all fits.")
+    kept = {what: [plain(each) for each in made] for what, made in rows}
+    save(given.results, "kernels", "compiled", {"triton": triton.__version__, "rows": kept})
+    return int(bool(said))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

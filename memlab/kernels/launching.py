@@ -1,0 +1,105 @@
+"""How every kernel here is started, and what all of them share.
+
+A kernel is a function for one tile; Triton compiles it for the GPU at hand and starts one program
+for each tile. With TRITON_INTERPRET=1 in the environment before this is imported, the same
+functions run on a CPU, program by program, in numpy: slowly, and to the same results.
+
+The interpreter differs from a GPU in two points, and both are mended here:
+
+    tl.dot of bfloat16      multiplies the bit patterns (Triton 3.7): `product` takes float32 there
+    float32 to bfloat16     cuts off, where a GPU rounds to the nearest: `rounded` does there too
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+INTERPRETED = triton.knobs.runtime.interpret
+if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
+    raise ImportError(
+        "got TRITON_INTERPRET=1 after Triton had been imported, too late for its own functions; "
+        "set it before Python starts"
+    )
+
+# What a kernel sees of a module must be a constant of the language.
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+_observers: list[Observer] = []
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Inside, `observer(kernel, arguments, constants)` is told of every launch, dry ones too."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Run `kernel` once for each place of `grid`; where tensors have no values, don't.
+
+    RuntimeError for tensors on a CPU, unless the interpreter is on.
+    """
+    for observer in _observers:
+        observer(kernel, arguments, constants)
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if any(has_no_values(x) for x in tensors) or 0 in grid:
+        return
+    device = tensors[0].device
+    if INTERPRETED:
+        with np.errstate(all="ignore"):  # an infinity is a number here as on a GPU
+            kernel[grid](*arguments, **constants)
+        return
+    require_gpu(device)
+    with torch.cuda.device(device):
+        kernel[grid](*arguments, **constants)
+
+
+def require_gpu(device: torch.device) -> None:
+    """RuntimeError where a kernel cannot run."""
+    if device.type != "cuda" and not INTERPRETED:
+        raise RuntimeError(
+            f"got tensors on {device}, and Triton's kernels run on a GPU; move them there, or set "
+            f"TRITON_INTERPRET=1 before Python starts to try the kernels on a CPU, slowly"
+        )
+
+
+def has_no_values(x: Tensor) -> bool:
+    """Whether it is of a dry run: a shape, a dtype, and nothing to compute."""
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def blocks(count: int, size: int) -> int:
+    """How many blocks of `size` hold `count`."""
+    return -(-count // size)
+
+
+@triton.jit
+def product(a, b, total):
+    """total + a @ b, in float32; float32 factors are taken in full, not in tf32."""
+    if _INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 `x` in `dtype`, to the nearest, ties to even."""
+    if _INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        up = bits + 0x7FFF + ((bits >> 16) & 1)
+        nearest = (up & 0xFFFF0000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, nearest, x)
+    return x.to(dtype)

@@ -1,0 +1,134 @@
+"""A kernel is chosen from outside, by the command line too, and what is trained stays the same."""
+
+import pytest
+import torch
+
+from memlab import kernels
+from memlab.cli import choices
+from memlab.cli.choices import choose_techniques
+from memlab.cli.errors import UsageError
+from memlab.cli.measure import measure_techniques
+from memlab.cli.train import train
+from memlab.kernels import launching
+from memlab.model import GPTConfig
+from memlab.train import TECHNIQUES, Setting, build, combined, dry_trace, rows_by_kernels
+
+# 8-bit moments are of weights with at least 4,096 numbers: those of the MLP here.
+SETTING = Setting(GPTConfig(256, 32, layers=1, heads=4, kv_heads=2, hidden=128, seq_len=32), 2, 32)
+ROWS = rows_by_kernels()
+AT_RANDOM = {"int4-activations": 0.3}  # of the gradients' largest: other draws of the same odds
+
+
+def after_two_steps(technique):
+    """The losses of two steps, the first step's gradients, and the weights at the end."""
+    losses = []
+    training = build(SETTING, technique, on_loss=lambda loss: losses.append(loss.item()))
+    training.step()
+    gradients = torch.cat([w.grad.flatten() for w in training.model.parameters()])
+    training.step()
+    weights = torch.cat([w.detach().flatten() for w in training.model.parameters()])
+    return losses, gradients, weights
+
+
+def test_every_technique_with_a_kernel_has_its_row():
+    twins = {name for name in dir(kernels) if not name.startswith("_")}
+    assert {"Adam8bit", "Lion8bit", "flash_attention", "chunked_cross_entropy"} < twins
+    assert set(ROWS) == {
+        *("selective-checkpointing", "flash-attention", "chunked-loss"),
+        *("int8-activations", "int4-activations", "adam8bit", "lion8bit"),
+    }
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_by_a_kernel_trains_as_the_readable_one(name):
+    losses, gradients, weights = after_two_steps(ROWS[name])
+    wanted_losses, wanted_gradients, wanted_weights = after_two_steps(TECHNIQUES[name])
+    assert losses == pytest.approx(wanted_losses, abs=0.05 if name in AT_RANDOM else 1e-5)
+    off = (gradients - wanted_gradients).abs().max() / wanted_gradients.abs().max()
+    assert off < AT_RANDOM.get(name, 1e-5)
+    if name not in AT_RANDOM:
+        assert (weights - wanted_weights).abs().max() < 1e-5
+
+
+# What finds a code without a kernel: counts for 2¹⁶ upper halves of a float32, and 256 thresholds.
+TABLE_BYTES = 2**16 + 4 * 256
+THRESHOLD_BYTES = 4 * 255
+
+
+@pytest.mark.parametrize(("name", "codes"), [("adam8bit", 2), ("lion8bit", 1)])
+def test_an_optimizers_kernel_keeps_the_same_but_for_the_tables(name, codes):
+    by_kernel, readable = dry_trace(SETTING, ROWS[name]), dry_trace(SETTING, TECHNIQUES[name])
+    wanted = dict(readable.at_end)
+    wanted["optimizer_state"] -= codes * (TABLE_BYTES - THRESHOLD_BYTES)
+    assert by_kernel.at_end == wanted
+    assert by_kernel.peak_bytes <= readable.peak_bytes
+
+
+def test_attentions_kernel_keeps_the_same_and_takes_no_more():
+    by_kernel, readable = (
+        dry_trace(SETTING, rows["flash-attention"]) for rows in (ROWS, TECHNIQUES)
+    )
+    assert by_kernel.at_end == readable.at_end
+    assert by_kernel.peak_bytes <= readable.peak_bytes
+
+
+def test_rows_combine_with_the_others():
+    names = "checkpointing+flash-attention+chunked-loss+lion8bit"
+    by_kernel = combined(names, TECHNIQUES | ROWS)
+    assert by_kernel.attention is kernels.flash_attention
+    assert by_kernel.loss is kernels.chunked_cross_entropy
+    losses, gradients, _ = after_two_steps(by_kernel)
+    wanted_losses, wanted_gradients, _ = after_two_steps(combined(names))
+    assert losses == pytest.approx(wanted_losses, abs=1e-5)
+    assert (gradients - wanted_gradients).abs().max() < 1e-5 * wanted_gradients.abs().max()
+
+
+def test_the_command_line_takes_kernels_where_it_is_told_to():
+    chosen = choose_techniques(["flash-attention"], kernels=True)["flash-attention"]
+    assert chosen.attention is kernels.flash_attention
+    plain = choose_techniques(["flash-attention"])["flash-attention"]
+    assert plain.attention is TECHNIQUES["flash-attention"].attention
+
+
+def measure(folder, **options):
+    """`memlab measure`, with what is not given as the command has it."""
+    unset = dict.fromkeys(("batch", "seq_len", "dtype"))
+    given = {**unset, "model": "tiny", "device": None, "dry": False, "out": str(folder), **options}
+    return measure_techniques(**given, kernels=True)
+
+
+def test_measure_shows_them(tmp_path, capsys):
+    assert measure(tmp_path, names=["flash-attention"], batch=1, seq_len=16, device="cpu") == 0
+    assert "flash-attention" in capsys.readouterr().out
+
+
+def test_a_dry_run_shows_them_without_gpu_or_interpreter(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    assert measure(tmp_path, names=["adam8bit"], dry=True, device="cuda") == 0
+    assert "adam8bit" in capsys.readouterr().out
+
+
+REFUSED = "got --kernels: got tensors on cpu, and Triton's kernels run on a GPU"
+
+
+def test_measure_refuses_kernels_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    with pytest.raises(UsageError, match=REFUSED):
+        measure(tmp_path, names=["adam8bit"], device="cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_refuses_kernels_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    unset = dict.fromkeys(("batch", "seq_len", "dtype", "memory"))
+    with pytest.raises(UsageError, match=REFUSED):
+        train(**unset, model="tiny", technique="adam8bit", steps=1, device="cpu", kernels=True)
+
+
+def test_kernels_without_triton_are_refused_with_what_to_do(monkeypatch):
+    def missing():
+        raise ImportError("memlab.kernels needs Triton, and there is none")
+
+    monkeypatch.setattr(choices, "rows_by_kernels", missing)
+    with pytest.raises(UsageError, match=r"got --kernels: memlab.kernels needs Triton"):
+        choose_techniques(["adam8bit"], kernels=True)
