@@ -285,7 +285,7 @@ def _weighed(scores, scale, top):
     """The highest score of each row so far, these scores' weights, and the correction of earlier
     ones. `scale` is above 0, and `top` is scaled."""
     higher = tl.maximum(top, tl.max(scores, 1) * scale)
-    zero = higher  # -inf - (-inf) is NaN
+    zero = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - (-inf) is NaN
     return higher, tl.exp2(scores * scale - zero[:, None]), tl.exp2(top - zero)
 
 

@@ -1,0 +1,97 @@
+"""benchmarks/kernels.py says what is compiled, and complains; the GPU's section races all of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts import part
+
+kernels = part("kernels")
+gpu, jobs, kernel_jobs = part("gpu"), part("gpu_sections.jobs"), part("gpu_sections.kernel_jobs")
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
+FEW = ("Adam8bit, float32", "encode 8 bits", "loss in chunks")
+
+
+def compiled(name="kernel", gpu=89, registers=40, spilled=0, shared=1024):
+    return kernels.Compiled(name, gpu, {}, registers, spilled, shared, "")
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Where the compiler is, not the interpreter."""
+    rest = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), *words]
+    return subprocess.run(command, env=rest, capture_output=True, text=True, check=False)
+
+
+def test_a_kernel_is_compiled_for_a_gpu_that_is_not_there():
+    done = run("--gpu", "8.9", "--case", "8 bits")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "compute capability 8.9" in done.stdout
+    assert "Nothing is spilled, and all fits." in done.stdout
+
+
+def test_another_gpu_is_refused_with_those_there_are():
+    done = run("--gpu", "7.5")
+    assert done.returncode == 2
+    assert "got 7.5; choose one of 8.0, 8.6, 8.9, 9.0, 12.0" in done.stderr
+
+
+def test_the_interpreter_is_no_compiler(capsys):
+    assert kernels.main(["--gpu", "8.9", "--case", "8 bits"]) == 2
+    assert "unset it" in capsys.readouterr().err
+
+
+def test_what_is_spilled_and_what_does_not_fit_is_complained_of():
+    fine, spilled = compiled(), compiled(spilled=8)
+    large = compiled(shared=100 * 1024)
+    assert kernels.complaints([("fine", [fine])]) == []
+    assert kernels.complaints([("dq", [spilled, large])]) == [
+        "dq, 8.9: 8 bytes spilled",
+        "dq, 8.9: 100.00 KiB of at most 99.00 KiB",
+    ]
+
+
+def test_every_kernel_is_compiled_by_a_case_and_raced_on_a_gpu():
+    for name in ("Adam8bit", "Lion8bit", "attention", "8 bits", "4 bits", "2 bits", "loss"):
+        assert any(name in case for case in kernels.CASES), name
+        assert any(name in race for race in kernel_jobs.RACES), name
+
+
+@pytest.fixture
+def races(monkeypatch):
+    """Few of them, in no time: 3 ms to the peer's 2."""
+    monkeypatch.setattr(kernel_jobs, "RACES", {name: kernel_jobs.RACES[name] for name in FEW})
+    monkeypatch.setattr(part("gpu_sections.peers_sections"), "RACES", dict.fromkeys(FEW))
+    clock = iter([0.003, 0.002, 0.004, 0.004] * len(FEW))
+    kernel_jobs.rates.cache_clear()
+    monkeypatch.setattr(kernel_jobs, "rates", lambda *_: {"bytes": 1e9, "operations": 1e9})
+    monkeypatch.setattr(kernel_jobs, "seconds", lambda run, device: next(clock))
+
+
+def test_kernels_stand_beside_production_and_the_cards_limits(races, tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")
+    assert gpu.main(["--section", "kernels", "--quick", "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "Of 3 kernels 1 are as fast as was aimed at; not so: Adam8bit, float32, loss" in told
+    (kept,) = tmp_path.glob("*.json")
+    section = json.loads(kept.read_text())["gpu"]["kernels"]
+    assert section["Adam8bit, float32, time over its peer's"] == pytest.approx(1.5)
+    assert section["Adam8bit, float32, error"] == 0
+    assert section["encode 8 bits, error"] == 0
+
+
+def test_a_wrong_kernel_shows_in_its_error(monkeypatch):
+    right = kernel_jobs.kernels().quantize_affine
+    wrong = type(
+        "Kernels",
+        (),
+        {
+            "quantize_affine": staticmethod(lambda x, bits: right(x * 1.01, bits=bits)),
+            "dequantize_affine": staticmethod(kernel_jobs.kernels().dequantize_affine),
+        },
+    )
+    monkeypatch.setattr(kernel_jobs, "kernels", lambda: wrong)
+    assert kernel_jobs.RACES["encode 8 bits"]("cpu", True).error() > 0.1
