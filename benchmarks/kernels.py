@@ -1,6 +1,7 @@
 """What the compiler makes of memlab's Triton kernels, for GPUs that need not be there.
 
-    python benchmarks/kernels.py
+    python benchmarks/kernels.py                             all of them, in about a minute
+    python benchmarks/kernels.py --gpu 8.9 --case "8 bits"   one, for one GPU; writes nothing
 
 For each kernel and each kind of GPU: the registers of a thread, the bytes of them that were spilled
 to memory (0 is wanted), and the shared memory of a program, of which the GPU has so much and no
@@ -8,6 +9,7 @@ more. How fast they are, a GPU says: `python benchmarks/gpu.py --section kernels
 and writes `benchmarks/results/<machine>.json`.
 """
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -24,6 +26,7 @@ from memlab.kernels.compiling import SHARED_BYTES, Compiled, compiled_for
 from memlab.units import format_bytes
 
 HALF = torch.bfloat16
+Rows = Sequence[tuple[str, list[Compiled]]]
 
 
 def attention(width: int, dtype: torch.dtype) -> None:
@@ -31,7 +34,8 @@ def attention(width: int, dtype: torch.dtype) -> None:
     draw = partial(torch.empty, dtype=dtype, requires_grad=True)
     q = draw(1, 8, 4096, width)
     k, v = (draw(1, 2, 4096, width) for _ in range(2))
-    kernels.flash_attention(q, k, v, causal=True).sum().backward()
+    out = kernels.flash_attention(q, k, v, causal=True)
+    out.backward(torch.empty_like(out))
 
 
 def optimizer(name: str, dtype: torch.dtype) -> None:
@@ -77,10 +81,10 @@ def compiled(case: Callable[[], None], capability: int) -> list[Compiled]:
     return made
 
 
-def found() -> Iterator[tuple[str, list[Compiled]]]:
+def found(cases: Sequence[str], gpus: Sequence[int]) -> Iterator[tuple[str, list[Compiled]]]:
     """(what, the same kernel on each kind of GPU), kernel by kernel."""
-    for name, case in CASES.items():
-        by_gpu = [compiled(case, capability) for capability in SHARED_BYTES]
+    for name in cases:
+        by_gpu = [compiled(CASES[name], capability) for capability in gpus]
         for same in zip(*by_gpu, strict=True):
             yield f"{name}: {same[0].name.strip('_')}", list(same)
 
@@ -91,42 +95,68 @@ def cell(made: Compiled) -> str:
     return f"{made.registers}{spilled}; {format_bytes(made.shared_bytes)}"
 
 
-def complaints(rows: Sequence[tuple[str, list[Compiled]]]) -> list[str]:
-    """What would be slow, or would not start."""
-    said = []
-    for what, made in rows:
-        for each in made:
-            where = f"{what}, {each.capability / 10}"
-            if each.spilled_bytes:
-                said.append(f"{where}: {each.spilled_bytes} bytes spilled")
-            if each.shared_bytes > SHARED_BYTES[each.capability]:
-                most = format_bytes(SHARED_BYTES[each.capability])
-                said.append(f"{where}: {format_bytes(each.shared_bytes)} of at most {most}")
-    return said
+def spilled(rows: Rows) -> list[str]:
+    """What would be slower than it might be."""
+    return [
+        f"{what}, {each.capability / 10}: {each.spilled_bytes} bytes spilled"
+        for what, made in rows
+        for each in made
+        if each.spilled_bytes
+    ]
+
+
+def too_large(rows: Rows) -> list[str]:
+    """What would not start."""
+    return [
+        f"{what}, {each.capability / 10}: {format_bytes(each.shared_bytes)} of shared memory, of "
+        f"at most {format_bytes(SHARED_BYTES[each.capability])}"
+        for what, made in rows
+        for each in made
+        if each.shared_bytes > SHARED_BYTES[each.capability]
+    ]
 
 
 def plain(made: Compiled) -> dict[str, Any]:
     """What is kept of it: all but its code."""
-    return {name: value for name, value in asdict(made).items() if name not in ("ptx", "constants")}
+    return {name: value for name, value in asdict(made).items() if name != "ptx"}
+
+
+def capability(text: str) -> int:
+    """8.9 as 89."""
+    by_name = {str(gpu / 10): gpu for gpu in SHARED_BYTES}
+    if text not in by_name:
+        raise argparse.ArgumentTypeError(f"got {text}; choose one of {', '.join(by_name)}")
+    return by_name[text]
+
+
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    made = parser_with_results(__doc__)
+    made.add_argument("--gpu", type=capability, metavar="8.9", help="of this compute capability")
+    made.add_argument("--case", action="append", choices=CASES, metavar="NAME", help="only this")
+    return made.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     set_environment()
-    given = parser_with_results(__doc__).parse_args(words)
+    given = arguments(words)
+    gpus = [given.gpu] if given.gpu else list(SHARED_BYTES)
     print(heading("Kernels, compiled"), end="\n\n")
     try:
-        rows = list(found())
+        rows = list(found(given.case or list(CASES), gpus))
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
-    titles = ("kernel", *(f"compute capability {gpu / 10}" for gpu in SHARED_BYTES))
+    titles = ("kernel", *(f"compute capability {gpu / 10}" for gpu in gpus))
     print("Registers of a thread; shared memory of a program.", end="\n\n")
     print(table(titles, [(what, *map(cell, made)) for what, made in rows]), end="\n\n")
-    said = complaints(rows)
-    print("\n".join(said) or "Nothing is spilled, and all fits.")
+    does_not_fit = too_large(rows)
+    said = [*spilled(rows), *does_not_fit]
+    print("\n\n".join(said) or "Nothing is spilled, and all fits.")
+    if given.gpu or given.case:
+        return int(bool(does_not_fit))
     kept = {what: [plain(each) for each in made] for what, made in rows}
     save(given.results, "kernels", "compiled", {"triton": triton.__version__, "rows": kept})
-    return int(bool(said))
+    return int(bool(does_not_fit))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from memlab.attention.flash import NO_SECOND_DERIVATIVE, as_autocast_wants, require_fit
 from memlab.attention.tiling import Alignment, Band, Window, band
-from memlab.kernels.launching import blocks, launch, product, rounded
+from memlab.kernels.launching import blocks, capability_of, launch, product, rounded
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_WIDE = 256  # D: beyond it, a tile of 64 queries is more than the registers hold
@@ -147,7 +147,8 @@ TILINGS = {
     (4, 256): (Tiling(32, 16, 8, 1), Tiling(16, 16, 8, 2), Tiling(16, 16, 8, 1)),
 }
 
-# Its tensor cores read the tiles where they lie, so registers are left for larger ones.
+# An H100's tensor cores read the tiles where they lie, so registers are left for larger ones.
+HOPPER = 90
 OF_HOPPER = {
     (2, 64): (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3)),
     (2, 128): (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3), Tiling(32, 128, 8, 3)),
@@ -157,14 +158,8 @@ OF_HOPPER = {
 def tilings(q: Tensor) -> tuple[Tiling, Tiling, Tiling]:
     """Of flash_forward, flash_dq and flash_dkdv, for heads like those of q."""
     key = q.dtype.itemsize, _padded(q.shape[3])
-    return OF_HOPPER.get(key, TILINGS[key]) if is_hopper(q.device) else TILINGS[key]
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether it is an H100 or the like: of a dry run on a machine without a GPU, it is not."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    is_hopper = capability_of(q.device) == HOPPER
+    return OF_HOPPER.get(key, TILINGS[key]) if is_hopper else TILINGS[key]
 
 
 def _padded(D: int) -> int:

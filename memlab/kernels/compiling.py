@@ -1,7 +1,8 @@
 """What the compiler makes of a kernel, for a GPU that is not there.
 
-Triton and its assembler need no GPU to compile for one. What they say is the half of a kernel's
-speed that can be known without it: how many registers a thread takes, whether some of them had to
+Triton and its assembler need no GPU to compile for one, and a launch goes here all the way that it
+goes on a GPU, up to where the kernel would be loaded. What they say is the half of a kernel's speed
+that can be known without one: how many registers a thread takes, whether some of them had to
 be spilled to memory, and how much shared memory a program takes, of which a GPU has so much and no
 more: a kernel that takes too much does not start.
 
@@ -19,29 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
-from memlab.kernels.launching import INTERPRETED, observed
+from memlab.kernels.launching import INTERPRETED, observed, targeting
 
 # Compute capability: the shared memory that one program may take there (CUDA's programming guide,
 # table of technical specifications).
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
-
-_NAMES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.uint8: "u8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)
@@ -50,7 +38,6 @@ class Compiled:
 
     name: str
     capability: int
-    constants: dict[str, Any]
     registers: int
     spilled_bytes: int
     shared_bytes: int
@@ -67,63 +54,46 @@ def compiled_for(capability: int) -> Iterator[list[Compiled]]:
         raise RuntimeError(
             "got TRITON_INTERPRET=1, which puts the interpreter in the compiler's place; unset it"
         )
-    made: dict[str, Compiled] = {}
+    made: dict[int, Compiled] = {}
 
     def compile_one(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        source = _source(kernel, arguments, constants)
-        key = f"{kernel.__name__} {source.signature} {source.constants} {source.attrs} {constants}"
-        if key not in made:
-            made[key] = _compiled(source, capability, constants)
-            found.append(made[key])
+        given = [x.dtype if isinstance(x, Tensor) else x for x in arguments]
+        one = kernel.warmup(*given, grid=(1,), **constants)  # a launch, but for its last step
+        if id(one) not in made:
+            made[id(one)] = _described(one, capability)
+            found.append(made[id(one)])
 
     found: list[Compiled] = []
-    with observed(compile_one):
-        yield found
+    before = driver._active
+    driver.set_active(_Absent(capability))
+    try:
+        with observed(compile_one), targeting(capability):
+            yield found
+    finally:
+        driver.set_active(before)
 
 
-def _source(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> ASTSource:
-    """As a launch would specialize it: what is 1 is a constant, multiples of 16 are known to be."""
-    given = dict(zip(kernel.arg_names, arguments, strict=False))
-    given |= {name: value for name, value in constants.items() if name not in _OPTIONS}
-    signature, values, attributes = {}, {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        is_constant = kernel.params[place].is_constexpr
-        signature[name] = _declared(given[name], (place,), is_constant, values, attributes)
-    return ASTSource(kernel, signature, values, attributes)
+class _Absent:
+    """As much of Triton's driver as is asked before a kernel is loaded."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # a kernel is kept by the number of its device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
-def _declared(
-    value: Any, path: tuple[int, ...], is_constant: bool, values: Any, attributes: Any
-) -> Any:
-    """The type of an argument, or of each part of a tuple; what is known of it is written down."""
-    if isinstance(value, tuple) and not is_constant:
-        parts = enumerate(value)
-        return tuple(_declared(x, (*path, i), False, values, attributes) for i, x in parts)
-    if is_constant or value is None or (type(value) is int and value == 1):
-        values[path] = value
-        return "constexpr"
-    if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0):
-        attributes[path] = [["tt.divisibility", 16]]
-    return _type(value)
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "*" + _NAMES[value.dtype]
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _compiled(source: ASTSource, capability: int, constants: dict[str, Any]) -> Compiled:
-    options = {name: constants[name] for name in _OPTIONS if name in constants}
-    target = GPUTarget("cuda", capability, 32)
-    kernel = triton.compile(source, target=target, options=options)
+def _described(kernel: Any, capability: int) -> Compiled:
     registers, spilled = _assembled(kernel.asm["ptx"], capability)
     return Compiled(
-        name=source.fn.__name__,
+        name=kernel.src.fn.__name__,
         capability=capability,
-        constants={name: value for name, value in constants.items() if name not in _OPTIONS},
         registers=registers,
         spilled_bytes=spilled,
         shared_bytes=kernel.metadata.shared,

@@ -75,6 +75,29 @@ def require_gpu(device: torch.device) -> None:
         )
 
 
+_targets: list[int] = []
+
+
+@contextmanager
+def targeting(capability: int) -> Iterator[None]:
+    """Inside, every device is said to be of this compute capability: 89 is 8.9."""
+    _targets.append(capability)
+    try:
+        yield
+    finally:
+        _targets.pop()
+
+
+def capability_of(device: torch.device) -> int | None:
+    """The compute capability that a kernel's tiles are chosen for; None if that is not known."""
+    if _targets:
+        return _targets[-1]
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def has_no_values(x: Tensor) -> bool:
     """Whether it is of a dry run: a shape, a dtype, and nothing to compute."""
     return x.is_meta or isinstance(x, FakeTensor)

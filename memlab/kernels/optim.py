@@ -65,7 +65,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(math.inf)
-_NAN = tl.constexpr(math.nan)
 
 
 # ------------------------------------------------------------------ the optimizers
@@ -383,7 +382,7 @@ def encoded(numbers, thresholds_ptr, SIGNED: tl.constexpr):
     sizes = tl.abs(numbers)
     # A maximum passes NaN over, but not infinity.
     largest = tl.max(tl.where(sizes < _INFINITY, sizes, _INFINITY), axis=1)
-    scales = tl.where(largest < _INFINITY, largest, _NAN)
+    scales = tl.where(largest < _INFINITY, largest, float("nan"))
     return nearest(fractions(numbers, scales), thresholds_ptr, SIGNED), scales
 
 

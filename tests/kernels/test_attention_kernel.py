@@ -374,7 +374,6 @@ def test_it_takes_what_memlabs_other_flash_attention_takes_but_for_the_tile():
 
 COMPILED = """
 import memlab.kernels.attention as attention
-attention.is_hopper = lambda device: {capability} == 90
 
 def heads(count, width):
     return torch.empty(2, count, 512, width, dtype=torch.bfloat16, device="meta").requires_grad_()

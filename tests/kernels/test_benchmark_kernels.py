@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts import part
+from quick import slow
+from scripts import script as part
 
 kernels = part("kernels")
 gpu, jobs, kernel_jobs = part("gpu"), part("gpu_sections.jobs"), part("gpu_sections.kernel_jobs")
@@ -16,7 +17,7 @@ FEW = ("Adam8bit, float32", "encode 8 bits", "loss in chunks")
 
 
 def compiled(name="kernel", gpu=89, registers=40, spilled=0, shared=1024):
-    return kernels.Compiled(name, gpu, {}, registers, spilled, shared, "")
+    return kernels.Compiled(name, gpu, registers, spilled, shared, "")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -26,10 +27,11 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=rest, capture_output=True, text=True, check=False)
 
 
-def test_a_kernel_is_compiled_for_a_gpu_that_is_not_there():
-    done = run("--gpu", "8.9", "--case", "8 bits")
+@pytest.mark.parametrize("gpu", [slow("8.0"), slow("8.6"), "8.9", slow("9.0")])
+def test_every_kernel_is_launched_up_to_where_a_gpu_is_needed_and_fits(gpu):
+    done = run("--gpu", gpu)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "compute capability 8.9" in done.stdout
+    assert f"compute capability {gpu}" in done.stdout
     assert "Nothing is spilled, and all fits." in done.stdout
 
 
@@ -47,11 +49,9 @@ def test_the_interpreter_is_no_compiler(capsys):
 def test_what_is_spilled_and_what_does_not_fit_is_complained_of():
     fine, spilled = compiled(), compiled(spilled=8)
     large = compiled(shared=100 * 1024)
-    assert kernels.complaints([("fine", [fine])]) == []
-    assert kernels.complaints([("dq", [spilled, large])]) == [
-        "dq, 8.9: 8 bytes spilled",
-        "dq, 8.9: 100.00 KiB of at most 99.00 KiB",
-    ]
+    rows = [("fine", [fine]), ("dq", [spilled, large])]
+    assert kernels.spilled(rows) == ["dq, 8.9: 8 bytes spilled"]
+    assert kernels.too_large(rows) == ["dq, 8.9: 100.00 KiB of shared memory, of at most 99.00 KiB"]
 
 
 def test_every_kernel_is_compiled_by_a_case_and_raced_on_a_gpu():
