@@ -818,8 +818,8 @@ for name, (kept, peak) in seven.items():
 # ## On your GPU
 #
 # Where there is a GPU, this takes the bill's first step on it, plain and in 8 bits. Encoding and
-# decoding are passes over memory: a dozen small kernels each. Fused into one, as ActNN and GACT do
-# it, they would cost less.
+# decoding are passes over memory: a dozen small kernels each. `memlab.kernels` has them fused into
+# one each, in Triton, as ActNN and GACT do it.
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():

@@ -757,7 +757,8 @@ print(f" to a state of {format_bytes(trace.at_end['optimizer_state'])}")
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes the bill's step on it, with three optimizers.
+# Where there is a GPU, this takes the bill's step on it, with three optimizers. (In
+# `memlab.kernels` a step of a weight is one kernel, in Triton: same states, same codes.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():

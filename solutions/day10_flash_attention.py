@@ -658,7 +658,8 @@ for name in ("llama-2-7b", "llama-3-8b"):
 # %% [markdown]
 # ## On your GPU
 #
-# Where there is a GPU, this takes both passes of attention on it, in bfloat16.
+# Where there is a GPU, this takes both passes of attention on it, in bfloat16. (There, a tile of
+# scores belongs into registers: see `memlab/kernels/attention.py`, in Triton.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():

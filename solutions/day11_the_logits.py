@@ -601,7 +601,8 @@ for name, setting in settings.items():
 #
 # ## On your GPU
 #
-# Where there is a GPU, this takes the step of the running bill on it.
+# Where there is a GPU, this takes the step of the running bill on it. (`memlab.kernels` makes a
+# chunk's logits into gradients in one kernel.)
 
 # %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():

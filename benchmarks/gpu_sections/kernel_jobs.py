@@ -163,18 +163,17 @@ def _codes_that_differ(name: str, dtype: torch.dtype, device: str) -> float:
 
 
 def coding(decodes: bool, bits: int, device: str, small: bool) -> Race:
-    """Encoding, or decoding, bfloat16 activations; the peer is a copy of as many bytes."""
+    """Encoding, or decoding, bfloat16 activations; the peer is a copy of as many bytes. Below 8
+    bits they are rounded at random, as `compressed_activations` has it."""
     count = 2**14 if small else 2**28
     x = torch.randn(count, device=device, dtype=HALF)
-    kept = kernels().quantize_affine(x, bits=bits)
+    encode = partial(kernels().quantize_affine, x, bits=bits)
+    encode = partial(encode, mode="nearest" if bits == 8 else "stochastic")
+    kept = encode()
     moved = x.nbytes + kept.nbytes
     source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    run = (
-        partial(kernels().dequantize_affine, kept)
-        if decodes
-        else partial(kernels().quantize_affine, x, bits=bits)
-    )
+    run = partial(kernels().dequantize_affine, kept) if decodes else encode
     return Race(
         f"{count:,} numbers of bfloat16 in {bits} bits",
         run,

@@ -150,8 +150,8 @@ TILINGS = {
 # An H100's tensor cores read the tiles where they lie, so registers are left for larger ones.
 HOPPER = 90
 OF_HOPPER = {
-    (2, 64): (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 3)),
-    (2, 128): (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3), Tiling(32, 128, 8, 3)),
+    (2, 64): (Tiling(128, 128, 8, 3), Tiling(128, 64, 8, 3), Tiling(64, 128, 8, 2)),
+    (2, 128): (Tiling(128, 64, 8, 3), Tiling(128, 64, 8, 3), Tiling(32, 128, 8, 2)),
 }
 
 
