@@ -89,7 +89,7 @@ def test_a_wrong_kernel_shows_in_its_error(monkeypatch):
         "Kernels",
         (),
         {
-            "quantize_affine": staticmethod(lambda x, bits: right(x * 1.01, bits=bits)),
+            "quantize_affine": staticmethod(lambda x, **how: right(x * 1.01, **how)),
             "dequantize_affine": staticmethod(kernel_jobs.kernels().dequantize_affine),
         },
     )
