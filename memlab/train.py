@@ -507,7 +507,8 @@ TECHNIQUES: dict[str, Technique] = {
 
 
 def rows_by_kernels() -> dict[str, Technique]:
-    """Those rows of TECHNIQUES for which there is a kernel, with it in the plug.
+    """Those rows of TECHNIQUES for which there is a kernel, with it in the plug; and selective
+    checkpointing, which has to know attention's to keep what it gives.
 
     ImportError without Triton.
     """

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from rich.console import Console
 import memlab
 from memlab.cli.errors import in_one_line
 from memlab.cli.machine import devices_present, memory_of, name_of
-from memlab.train import TECHNIQUES, Setting, Technique, build, measured
+from memlab.train import TECHNIQUES, Setting, Technique, build, measured, rows_by_kernels
 from memlab.units import format_bytes
 
 LOWEST_PYTHON, LOWEST_TORCH = (3, 11), (2, 11)
@@ -26,6 +27,7 @@ OPTIONAL = {
     "jupyterlab": "the course's notebooks",
     "transformers": "some tests",
     "bitsandbytes": "comparisons with its 8-bit optimizers",
+    "triton": "memlab.kernels, on a GPU",
 }
 NEEDED_DISK = 100 * 2**20
 SMALL = Setting("tiny", batch=2, seq_len=32)
@@ -60,6 +62,8 @@ def _findings() -> Iterator[Finding]:
     for device in devices_present():
         yield _tried("meter", _meter_works, device)
         yield _tried("techniques", _techniques_work, device)
+        if device == "cuda" and find_spec("triton"):
+            yield _tried("kernels", _kernels_work, device)
     yield _tried("dry run", _dry_run_works)
     yield _disk()
     for package, use in OPTIONAL.items():
@@ -152,8 +156,18 @@ def _meter_works(device: str) -> str:
 
 
 def _techniques_work(device: str) -> str:
+    _require_all_work(TECHNIQUES, device)
+    return f"the plain step and all {len(TECHNIQUES) - 1} techniques work on {device}"
+
+
+def _kernels_work(device: str) -> str:
+    _require_all_work(rows_by_kernels(), device)
+    return f"every technique that has a Triton kernel works by it on {device}"
+
+
+def _require_all_work(techniques: dict[str, Technique], device: str) -> None:
     failed = {}
-    for name, technique in TECHNIQUES.items():
+    for name, technique in techniques.items():
         try:
             _peak(technique, device)
         except Exception as error:
@@ -161,7 +175,6 @@ def _techniques_work(device: str) -> str:
     if failed:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in failed.items())
         raise RuntimeError(f"not all work on {device}: {reasons}")
-    return f"the plain step and all {len(TECHNIQUES) - 1} techniques work on {device}"
 
 
 def _dry_run_works() -> str:

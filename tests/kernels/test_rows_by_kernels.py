@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memlab import kernels
-from memlab.cli import choices
+from memlab.cli import choices, doctor
 from memlab.cli.choices import choose_techniques
 from memlab.cli.errors import UsageError
 from memlab.cli.measure import measure_techniques
@@ -132,3 +132,13 @@ def test_kernels_without_triton_are_refused_with_what_to_do(monkeypatch):
     monkeypatch.setattr(choices, "rows_by_kernels", missing)
     with pytest.raises(UsageError, match=r"got --kernels: memlab.kernels needs Triton"):
         choose_techniques(["adam8bit"], kernels=True)
+
+
+def test_the_doctor_tries_the_kernels_where_there_is_cuda(monkeypatch):
+    said = "every technique that has a Triton kernel works by it on cpu"
+    assert doctor._kernels_work("cpu") == said
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    with pytest.raises(
+        RuntimeError, match=r"not all work on cpu: flash-attention .*got tensors on cpu"
+    ):
+        doctor._kernels_work("cpu")
