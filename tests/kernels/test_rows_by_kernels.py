@@ -142,3 +142,13 @@ def test_the_doctor_tries_the_kernels_where_there_is_cuda(monkeypatch):
         RuntimeError, match=r"not all work on cpu: flash-attention .*got tensors on cpu"
     ):
         doctor._kernels_work("cpu")
+
+
+def test_selective_checkpointing_keeps_what_attentions_kernel_gives():
+    names = "selective-checkpointing+flash-attention"
+
+    def kept(rows):
+        return dry_trace(SETTING, combined(names, rows)).at_peak["activations"]
+
+    unaware = TECHNIQUES | {"flash-attention": ROWS["flash-attention"]}
+    assert kept(TECHNIQUES | ROWS) == kept(TECHNIQUES) > kept(unaware)
