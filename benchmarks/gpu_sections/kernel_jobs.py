@@ -48,7 +48,9 @@ class Race:
     peer: Run
     kind: str  # which limit it meets: bytes to move, or operations to do
     amount: float
-    error: Callable[[], float]  # of ours, beside the readable version
+    error: Callable[[], float]  # of ours
+    error_of: str  # what that is
+    rival: str  # whose the peer is
     aim: float  # the time over the peer's that is aimed at
 
 
@@ -75,6 +77,8 @@ def attention(backward: bool, causal: bool, width: int, device: str, small: bool
         OPERATIONS,
         operations,
         lambda: _error_over(ours, partial(attention_reference, causal=causal), (q, k, v)),
+        "of the readable version's error",
+        "torch's flash attention",
         aim=1.5,
     )
 
@@ -138,6 +142,8 @@ def optimizer(name: str, dtype: torch.dtype, device: str, small: bool) -> Race:
         BYTES,
         count * a_weight,
         partial(_codes_that_differ, name, dtype, device),
+        "of the codes differ",
+        "bitsandbytes'",
         aim=1.1,
     )
 
@@ -181,6 +187,8 @@ def coding(decodes: bool, bits: int, device: str, small: bool) -> Race:
         BYTES,
         moved,
         partial(_coding_differs, bits, device),
+        "of the numbers differ",
+        "a copy",
         aim=1 / 0.8,  # 80 % of a copy's bandwidth
     )
 
@@ -223,6 +231,8 @@ def loss(device: str, small: bool) -> Race:
         OPERATIONS,
         3 * 2 * tokens * width * vocab_size,
         partial(_loss_error, ours, readable, inputs),
+        "of the largest number",
+        "all logits",
         aim=1.0,
     )
 
@@ -271,6 +281,7 @@ def beside_its_peer(name: str, small: bool, rehearsal: bool) -> Answer:
     found: Answer = {"what": race.what, AIM: race.aim, "error": race.error()}
     ours, theirs = seconds(race.ours, device), seconds(race.peer, device)
     limit = race.amount / rates(device, small or rehearsal)[race.kind]
+    found |= {"error of": race.error_of, "peer": race.rival}
     found["milliseconds"] = 1e3 * ours
     found[TO_PEER] = ours / theirs
     found[TO_LIMIT] = ours / limit

@@ -33,19 +33,21 @@ def kernels(bench: Bench) -> Report:
     """memlab's own kernels beside production's, and beside what the card can do."""
     found = bench.in_turn("kernels", RACES)
     missed = [name for name, a in found.items() if a[TO_PEER] > a[AIM]]
-    sentence = f"Of {len(found)} kernels {len(found) - len(missed)} are as fast as was aimed at" + (
-        f"; not so: {', '.join(missed)}." if missed else "."
+    where = "In Triton's interpreter, whose times say nothing: of" if bench.rehearsal else "Of"
+    sentence = (
+        f"{where} {len(found)} kernels {len(found) - len(missed)} are as fast as was aimed at"
+        + (f"; not so: {', '.join(missed)}." if missed else ".")
     )
-    titles = ("kernel", "of", "ms", "to its peer", "aim", "to the card's limit", "error", "takes")
+    titles = ("kernel", "of", "ms", "time", "aim", "to the card's limit", "error", "on the way")
     lines = [
         (
             name,
             a["what"],
             text(a["milliseconds"], ""),
-            f"{a[TO_PEER]:.2f} ×",
+            f"{a[TO_PEER]:.2f} × {a['peer']}",
             f"{a[AIM]:.2f} ×",
             f"{a[TO_LIMIT]:.2f} × ({a['limit']})",
-            text(a["error"], ""),
+            f"{text(a['error'], '')} {a['error of']}",
             text(a["on the way_bytes"], "on the way_bytes"),
         )
         for name, a in found.items()

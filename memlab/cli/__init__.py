@@ -17,7 +17,10 @@ INTERRUPTED = 130  # as shells count: 128 and the number of the signal
 MOST_SEQUENCES, MOST_TOKENS, MOST_STEPS = 10**6, 10**8, 10**9
 MOST_RANKS = 100_000  # beyond, all is padding
 MOST_RECIPES = 100
-KERNELS = "Techniques that have a Triton kernel are taken by it: on a GPU, or in a dry run."
+KERNELS = (
+    "Take flash-attention, chunked-loss, int8-activations, int4-activations, adam8bit and lion8bit "
+    "by their Triton kernels, on CUDA."
+)
 IN_ASCII = {
     "×": "x",
     "█": "#",
@@ -160,9 +163,12 @@ def measure_command(
 
     from memlab.cli.script import measure_script
 
-    if given := ", ".join(
-        _given(context, "model", "batch", "seq", "dtype", "technique", "kernels")
-    ):
+    if kernels:
+        raise UsageError(
+            "got --script together with --kernels; call memlab.kernels in the script, and leave "
+            "--kernels out"
+        )
+    if given := ", ".join(_given(context, "model", "batch", "seq", "dtype", "technique")):
         raise UsageError(
             f"got --script together with {given}; a script brings its own model and batch, so "
             f"leave them out"

@@ -1,7 +1,7 @@
 """What the user asked for: a Setting and Techniques, or one sentence that says why not."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -121,7 +121,18 @@ def require_kernels(device: str) -> None:
     try:
         require_gpu(torch.device(device))
     except RuntimeError as error:
-        raise UsageError(f"got --kernels: {error}") from error
+        raise UsageError(
+            f"got --kernels on {device}, and Triton's kernels run on CUDA; leave --kernels out, "
+            f"measure with --dry-run, or set TRITON_INTERPRET=1 to try them here, slowly"
+        ) from error
+
+
+def taken_by_kernels(names: Iterable[str]) -> str:
+    """A line that says which of these, "a+b" being two, their kernels take."""
+    by_kernel = set(_rows_by_kernels()) - {"selective-checkpointing"}
+    parts = dict.fromkeys(part for name in names for part in name.split("+"))
+    taken = [part for part in parts if part in by_kernel]
+    return f"by Triton's kernels: {', '.join(taken) or 'nothing; no technique here has one'}"
 
 
 def choose_folder(out: str) -> Path:

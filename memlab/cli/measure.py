@@ -15,6 +15,7 @@ from memlab.cli.choices import (
     choose_setting,
     choose_techniques,
     require_kernels,
+    taken_by_kernels,
 )
 from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
 from memlab.cli.results import write
@@ -46,6 +47,8 @@ def measure_techniques(
     on_cuda = replace(setting, device="cuda")
     foreseen = _to_be_foreseen(setting, chosen, names)
     report.say(report.headline(setting, dry) + "\n")
+    if kernels:
+        report.say(taken_by_kernels(chosen) + "\n")
     with report.progress((1 if dry else 2) * len(chosen) + len(foreseen)) as announce:
         rows = measured_rows(setting, chosen, dry, announce)
         predicted = measured_rows(on_cuda, foreseen, True, announce)

@@ -22,6 +22,7 @@ from memlab.cli.choices import (
     choose_techniques,
     require_kernels,
     require_memory,
+    taken_by_kernels,
 )
 from memlab.cli.errors import UsageError, is_out_of_memory, shown
 from memlab.cli.rows import Announce
@@ -68,7 +69,8 @@ def train(
         if device == "cpu":
             what, wanted = f"a step with {technique}", dry_trace(setting, chosen).peak_bytes
             require_memory(what, setting, wanted, "use memlab measure --dry-run")
-        report.say(f"{report.headline(setting, dry=False)}\ntechnique: {technique}\n")
+        by_kernels = f"\n{taken_by_kernels([technique])}" if kernels else ""
+        report.say(f"{report.headline(setting, dry=False)}\ntechnique: {technique}{by_kernels}\n")
         with capped(cap_bytes):
             try:
                 summary = run(setting, chosen, steps, announce)

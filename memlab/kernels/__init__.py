@@ -9,9 +9,11 @@ compiling.py     what the compiler makes of a kernel, for a GPU that is not ther
 
 Each is chosen from outside, in the place of its readable twin, and does the same:
 
-    GPT(config, attention=memlab.kernels.flash_attention, loss=memlab.kernels.chunked_cross_entropy)
-    memlab.kernels.Adam8bit(model.parameters())
-    with memlab.kernels.compressed_activations(bits=8): ...
+    from memlab import kernels
+
+    GPT(config, attention=kernels.flash_attention, loss=kernels.chunked_cross_entropy)
+    kernels.Adam8bit(model.parameters())
+    with kernels.compressed_activations(bits=8): ...
 
 Nothing else in memlab imports this: without Triton, importing it is an ImportError. Without a GPU,
 TRITON_INTERPRET=1 in the environment has the kernels run on a CPU, slowly.

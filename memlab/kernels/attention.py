@@ -3,8 +3,9 @@
 Saves    the T² weights a head, as `memlab.attention.flash_attention` does: for backward it keeps
          q, k, v, the result, and one number a query. And their traffic: that one writes each tile
          of scores to memory and reads it back, several times; here no score leaves the processor.
-Costs    the scores twice more in backward: 9 products of matrices where `attention_reference`
-         takes 6. And dropout, which only `memlab.attention.flash_attention` has.
+Costs    the scores twice more in backward, and dout vᵀ twice: 9 products of matrices where
+         `attention_reference` takes 6. Dropout, which only
+         `memlab.attention.flash_attention` has.
 Source   Dao 2023 (FlashAttention-2), arXiv 2307.08691, algorithms 1 and 2; Tillet et al. 2019
          (Triton), doi 10.1145/3315508.3329973.
 
@@ -41,11 +42,15 @@ What is easily done wrong:
     offsets                        to a tile are 64 bits wide, 2³¹ numbers being few. Inside of a
                                    tile they have 32: 128 tokens must lie within 2³¹ numbers
 
+To the kernels `scale` is scale · log₂e, so that what they sum is a power of two; hence ln 2 in the
+gradients of q and k.
+
 Products are of the inputs' dtype with sums in float32: weights and their gradients are rounded for
 them, as in production. All else is float32, and float32 inputs are multiplied in full, not in tf32.
-Beside float64, float32 is off by at most 2e-6 of the largest number (in the interpreter; on a GPU,
-whose 2^x is an approximation and whose a·b + c is rounded once, allow twice that). In 16 bits the
-error is at most twice that of `attention_reference`, of gradients three times.
+Beside float64, of inputs around 1, float32 is off by at most 2e-6 of the largest number (in the
+interpreter; on a GPU, whose 2^x is an approximation and whose a·b + c is rounded once, allow twice
+that). Gradients' errors grow with the scores: an exponent is rounded at the size of the largest. In
+16 bits the error is at most twice that of `attention_reference`, of gradients three times.
 """
 
 import math
@@ -241,7 +246,8 @@ def _store(x, strides, start, length, values, D: tl.constexpr):
 
 @triton.jit
 def _walk(start, stop, low, high, length, BLOCK: tl.constexpr):
-    """The walk of the tile from `start` to `stop`, whose ones see from their place + low to + high.
+    """The walk of the tile from `start` to `stop`, in which i sees others from i + low to i + high.
+    Of queries the others are keys; of keys, with the band turned round, queries.
 
     Of the others, `length` in all, those that the whole tile sees are from the first to the second;
     those that some of it see from the third to the fourth, with the former left out: see `_past`.

@@ -49,14 +49,14 @@ def observed(observer: Observer) -> Iterator[None]:
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run `kernel` once for each place of `grid`; where tensors have no values, don't.
 
-    RuntimeError for tensors on a CPU, unless the interpreter is on.
+    RuntimeError for tensors on several devices, and on a CPU, unless the interpreter is on.
     """
     for observer in _observers:
         observer(kernel, arguments, constants)
     tensors = [x for x in arguments if isinstance(x, Tensor)]
+    device = _one_device(tensors)
     if any(has_no_values(x) for x in tensors) or 0 in grid:
         return
-    device = tensors[0].device
     if INTERPRETED:
         with np.errstate(all="ignore"):  # an infinity is a number here as on a GPU
             kernel[grid](*arguments, **constants)
@@ -64,6 +64,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     require_gpu(device)
     with torch.cuda.device(device):
         kernel[grid](*arguments, **constants)
+
+
+def _one_device(tensors: list[Tensor]) -> torch.device:
+    first, *others = dict.fromkeys(x.device for x in tensors)
+    if others:
+        raise RuntimeError(
+            f"got tensors on {first} and on {others[0]}; move all that one kernel takes to one of "
+            f"them"
+        )
+    return first
 
 
 def require_gpu(device: torch.device) -> None:

@@ -51,7 +51,14 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import memlab.optim
-from memlab.kernels.launching import INTERPRETED, blocks, launch, rounded
+from memlab.kernels.launching import (
+    INTERPRETED,
+    blocks,
+    has_no_values,
+    launch,
+    require_gpu,
+    rounded,
+)
 from memlab.optim.adamw import adam_settings
 from memlab.optim.base import Optimizer
 from memlab.optim.moments import BLOCK, Dynamic, Moment, Piece
@@ -72,6 +79,12 @@ _INFINITY = tl.constexpr(math.inf)
 
 class Fused(Optimizer):
     """What both share: which pieces the kernel takes. The others are the reference's."""
+
+    def _step_weight(self, weight: Tensor, group: dict[str, Any]) -> None:
+        is_for_kernel = _is_for_kernel(weight, self.moments(weight, group))
+        if is_for_kernel and not has_no_values(weight):
+            require_gpu(weight.device)  # before the step counts
+        super()._step_weight(weight, group)
 
     def step_piece(
         self,

@@ -78,6 +78,12 @@ def test_without_gpu_and_interpreter_a_launch_says_what_to_do(monkeypatch):
         launch(rounding_kernel, (1,), x, x, N=256)
 
 
+def test_tensors_on_two_devices_are_refused():
+    real, meta = torch.zeros(256), torch.zeros(256, device="meta")
+    with pytest.raises(RuntimeError, match="got tensors on cpu and on meta; move all"):
+        launch(rounding_kernel, (1,), real, meta, N=256)
+
+
 def failure_of(script: str, **environment: str) -> str:
     """The last line that a Python of its own leaves behind."""
     rest = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

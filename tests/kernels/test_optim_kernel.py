@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memlab
 from memlab import optim as reference
-from memlab.kernels import optim
+from memlab.kernels import launching, optim
 from memlab.kernels.launching import observed
 from memlab.optim import step_in_backward
 from memlab.optim.moments import Dynamic
@@ -651,3 +651,13 @@ def test_for_a_gpu_nothing_spills_and_codes_are_read_eight_at_a_time(compiled):
         assert "ld.global.b8" not in kernel["ptx"]
         assert "st.global.b8" not in kernel["ptx"]
         assert "fma.rn.f32" in kernel["ptx"]
+
+
+def test_a_step_that_is_refused_does_not_count(monkeypatch):
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    weight = torch.nn.Parameter(torch.zeros(4096))
+    weight.grad = torch.ones(4096)
+    optimizer = optim.Adam8bit([weight])
+    with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1"):
+        optimizer.step()
+    assert not optimizer.state[weight]

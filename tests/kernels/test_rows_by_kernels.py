@@ -99,7 +99,12 @@ def measure(folder, **options):
 
 def test_measure_shows_them(tmp_path, capsys):
     assert measure(tmp_path, names=["flash-attention"], batch=1, seq_len=16, device="cpu") == 0
-    assert "flash-attention" in capsys.readouterr().out
+    assert "by Triton's kernels: flash-attention\n" in capsys.readouterr().out
+
+
+def test_it_is_said_where_no_technique_has_a_kernel():
+    assert choices.taken_by_kernels(["plain", "lora+sgd"]).endswith("no technique here has one")
+    assert choices.taken_by_kernels(["lora+adam8bit"]) == "by Triton's kernels: adam8bit"
 
 
 def test_a_dry_run_shows_them_without_gpu_or_interpreter(tmp_path, capsys, monkeypatch):
@@ -108,7 +113,7 @@ def test_a_dry_run_shows_them_without_gpu_or_interpreter(tmp_path, capsys, monke
     assert "adam8bit" in capsys.readouterr().out
 
 
-REFUSED = "got --kernels: got tensors on cpu, and Triton's kernels run on a GPU"
+REFUSED = "got --kernels on cpu, and Triton's kernels run on CUDA; leave --kernels out"
 
 
 def test_measure_refuses_kernels_without_a_gpu(tmp_path, monkeypatch):
