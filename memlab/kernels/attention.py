@@ -40,7 +40,8 @@ What is easily done wrong:
                                    start first, lest one of them begin when all others are done; and
                                    only as many heads at a time as the cache has room for
     offsets                        to a tile are 64 bits wide, 2³¹ numbers being few. Inside of a
-                                   tile they have 32: 128 tokens must lie within 2³¹ numbers
+                                   tile they have 32: what is laid out so that 256 tokens span 2³¹
+                                   numbers is copied
 
 To the kernels `scale` is scale · log₂e, so that what they sum is a power of two; hence ln 2 in the
 gradients of q and k.
@@ -103,7 +104,7 @@ def flash_attention(
         return handle_torch_function(
             flash_attention, (q, k, v), q, k, v, **settings, dropout=dropout
         )
-    q, k, v = as_autocast_wants(q, k, v)
+    q, k, v = map(_within_reach, as_autocast_wants(q, k, v))
     require_fit(q, k, v)
     _require_supported(q, dropout)
     limits = band(q.shape[2], k.shape[2], causal=causal, alignment=alignment, window=window)
@@ -517,6 +518,12 @@ class _Gradients(torch.autograd.Function):
 
 
 # ------------------------------------------------------------------ what is refused
+
+
+def _within_reach(x: Tensor) -> Tensor:
+    """Copied to one run where a tile of it would span 2³¹ numbers, which 32 bits do not count."""
+    is_far = any(MOST_WIDE * stride >= 2**31 for stride in x.stride()[2:])
+    return x.contiguous() if is_far else x
 
 
 def _require_supported(q: Tensor, dropout: float) -> None:

@@ -46,16 +46,21 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
+@torch._disable_dynamo  # torch.compile would have to know what a kernel writes to; it steps aside
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run `kernel` once for each place of `grid`; where tensors have no values, don't.
 
-    RuntimeError for tensors on several devices, and on a CPU, unless the interpreter is on.
+    RuntimeError for tensors on several devices, and on a CPU, unless the interpreter is on; and
+    where torch.export or make_fx records operators: a kernel is none.
     """
     for observer in _observers:
         observer(kernel, arguments, constants)
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     device = _one_device(tensors)
-    if any(has_no_values(x) for x in tensors) or 0 in grid:
+    if any(has_no_values(x) for x in tensors):
+        _require_no_recording()
+        return
+    if 0 in grid:
         return
     if INTERPRETED:
         with np.errstate(all="ignore"):  # an infinity is a number here as on a GPU
@@ -64,6 +69,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     require_gpu(device)
     with torch.cuda.device(device):
         kernel[grid](*arguments, **constants)
+
+
+def _require_no_recording() -> None:
+    """What records a step from tensors without values would leave the kernel out of it."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    if get_proxy_mode() is not None:
+        raise RuntimeError(
+            "got a recording of operators (torch.export or make_fx), which a Triton kernel of "
+            "memlab is not part of; record memlab.attention's, memlab.losses' or memlab.optim's"
+        )
 
 
 def _one_device(tensors: list[Tensor]) -> torch.device:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from memlab.kernels import launching
 from memlab.kernels.launching import INTERPRETED, blocks, launch, observed, product, rounded
@@ -82,6 +83,23 @@ def test_tensors_on_two_devices_are_refused():
     real, meta = torch.zeros(256), torch.zeros(256, device="meta")
     with pytest.raises(RuntimeError, match="got tensors on cpu and on meta; move all"):
         launch(rounding_kernel, (1,), real, meta, N=256)
+
+
+def rounded_to_bfloat16(x):
+    out = torch.empty(256, dtype=torch.bfloat16, device=x.device)
+    launch(rounding_kernel, (1,), x, out, N=256)
+    return out
+
+
+def test_torch_compile_steps_aside_for_a_launch(device):
+    x = torch.randn(256, device=device)
+    by_compile = torch.compile(lambda x: rounded_to_bfloat16(x + 1) * 2, backend="eager")
+    assert torch.equal(by_compile(x), rounded_to_bfloat16(x + 1) * 2)
+
+
+def test_a_recording_that_would_lose_the_kernel_is_refused():
+    with pytest.raises(RuntimeError, match=r"got a recording of operators \(torch.export"):
+        make_fx(rounded_to_bfloat16, tracing_mode="fake")(torch.randn(256))
 
 
 def failure_of(script: str, **environment: str) -> str:
