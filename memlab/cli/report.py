@@ -202,7 +202,7 @@ def progress(stages: int) -> Iterator[Callable[[str], None]]:
         disable=not console.is_terminal,  # else a file would get an empty line
     ) as bar:
         task = bar.add_task("", total=stages, completed=-1)
-        yield lambda stage: bar.update(task, advance=1, description=stage)
+        yield lambda stage: bar.update(task, advance=1, description=stage, refresh=True)
 
 
 # ------------------------------------------------------------------ cells
