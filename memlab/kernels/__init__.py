@@ -4,7 +4,8 @@ attention.py     flash attention, forward and backward
 optim.py         8-bit Adam and 8-bit Lion, a step of a weight in one launch
 compression.py   activations to 8, 4 or 2 bits and back, one pass over the numbers each
 losses.py        a chunk's losses and gradients, from its logits, in place
-launching.py     how a kernel is started, and what all of them share
+launching.py     how a kernel is started
+arithmetic.py    what they reckon with, rounded alike on a GPU and in the interpreter
 compiling.py     what the compiler makes of a kernel, for a GPU that is not there
 
 Each is chosen from outside, in the place of its readable twin, and does the same:

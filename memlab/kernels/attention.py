@@ -66,7 +66,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from memlab.attention.flash import NO_SECOND_DERIVATIVE, as_autocast_wants, require_fit
 from memlab.attention.tiling import Alignment, Band, Window, band
-from memlab.kernels.launching import blocks, capability_of, launch, product, rounded
+from memlab.kernels.arithmetic import product, rounded
+from memlab.kernels.launching import blocks, capability_of, launch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_WIDE = 256  # D: beyond it, a tile of 64 queries is more than the registers hold

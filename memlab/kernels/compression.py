@@ -44,7 +44,8 @@ from torch import Tensor
 
 from memlab import compression
 from memlab.compression import Coder, Report
-from memlab.kernels.launching import blocks, launch, rounded
+from memlab.kernels.arithmetic import rounded
+from memlab.kernels.launching import blocks, launch
 from memlab.quantize import Mode, Quantized, quantize_blockwise
 from memlab.saved import Facts
 

@@ -1,13 +1,8 @@
-"""How every kernel here is started, and what all of them share.
+"""How every kernel here is started.
 
 A kernel is a function for one tile; Triton compiles it for the GPU at hand and starts one program
 for each tile. With TRITON_INTERPRET=1 in the environment before this is imported, the same
 functions run on a CPU, program by program, in numpy: slowly, and to the same results.
-
-The interpreter differs from a GPU in two points, and both are mended here:
-
-    tl.dot of bfloat16      multiplies the bit patterns (Triton 3.7): `product` takes float32 there
-    float32 to bfloat16     cuts off, where a GPU rounds to the nearest: `rounded` does there too
 """
 
 from collections.abc import Callable, Iterator
@@ -27,10 +22,6 @@ if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
         "got TRITON_INTERPRET=1 after Triton had been imported, too late for its own functions; "
         "set it before Python starts"
     )
-
-# What a kernel sees of a module must be a constant of the language.
-_INTERPRETED = tl.constexpr(INTERPRETED)
-
 
 Observer = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _observers: list[Observer] = []
@@ -132,23 +123,3 @@ def has_no_values(x: Tensor) -> bool:
 def blocks(count: int, size: int) -> int:
     """How many blocks of `size` hold `count`."""
     return -(-count // size)
-
-
-@triton.jit
-def product(a, b, total):
-    """total + a @ b, in float32; float32 factors are taken in full, not in tf32."""
-    if _INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """float32 `x` in `dtype`, to the nearest, ties to even."""
-    if _INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        up = bits + 0x7FFF + ((bits >> 16) & 1)
-        nearest = (up & 0xFFFF0000).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, nearest, x)
-    return x.to(dtype)

@@ -51,14 +51,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import memlab.optim
-from memlab.kernels.launching import (
-    INTERPRETED,
-    blocks,
-    has_no_values,
-    launch,
-    require_gpu,
-    rounded,
-)
+from memlab.kernels.arithmetic import fused, quotient, rounded
+from memlab.kernels.launching import INTERPRETED, blocks, has_no_values, launch, require_gpu
 from memlab.optim.adamw import adam_settings
 from memlab.optim.base import Optimizer
 from memlab.optim.moments import BLOCK, Dynamic, Moment, Piece
@@ -69,7 +63,6 @@ from memlab.quantize import middles_between
 ROWS = 64 if INTERPRETED else 4
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INTERPRETED = tl.constexpr(INTERPRETED)
 _BLOCK = tl.constexpr(BLOCK)
 _INFINITY = tl.constexpr(math.inf)
 
@@ -299,15 +292,6 @@ def lion_kernel(
 
 
 @triton.jit
-def fused(a, b, c):
-    """a·b + c, rounded once."""
-    if _INTERPRETED:  # numpy rounds twice; in float64 the product is exact
-        exact = tl.to_tensor(a).to(tl.float64) * tl.to_tensor(b).to(tl.float64)
-        return (exact + c.to(tl.float64)).to(tl.float32)
-    return tl.fma(a, b, c)
-
-
-@triton.jit
 def between(start, end, share, FROM_END: tl.constexpr):
     """torch.lerp, which begins at the end that is nearer."""
     if FROM_END:
@@ -320,19 +304,6 @@ def unbiased_root(v, root_bias):
     """√v/root_bias, infinity included: a gradient may be finite and its square not."""
     root = tl.sqrt_rn(v)
     return tl.where(root < _INFINITY, quotient(root, root_bias), root)
-
-
-@triton.jit
-def quotient(x, divisor):
-    """x/divisor to the nearest, of finite numbers; `divisor` is one of many x.
-
-    Markstein 1990: one division for all, then three operations each. What the first quotient
-    leaves over is exact, and corrects it.
-    """
-    inverse = tl.div_rn(1.0, divisor)
-    about = x * inverse
-    left = fused(-about, divisor, x)
-    return fused(left, inverse, about)
 
 
 # ------------------------------------------------------------------ a program's numbers

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memlab.kernels import launching
-from memlab.kernels.launching import INTERPRETED, blocks, launch, observed, product, rounded
+from memlab.kernels.arithmetic import product, rounded
+from memlab.kernels.launching import INTERPRETED, blocks, launch, observed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
