@@ -331,16 +331,18 @@ def losses_of_rows_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: Te
         x.div_(cap).tanh_()
         slope = x.square().neg_().add_(1) if factors is not None else None  # (chunk, V)
         x.mul_(cap)
+
+    top = x.amax(1, keepdim=True)
+    x.sub_(top)  # no exponential overflows, and at logits of 10⁴ a loss of 1 keeps its digits
     at_label = x.gather(1, labels)
     mean = x.mean(1, keepdim=True) if share else 0
-
-    top = x.amax(1, keepdim=True)  # less this, no exponential overflows
-    z = x.sub_(top).exp_().sum(1, keepdim=True)  # at least 1, at most V
-    log_z = z.log().add_(top)
-    losses = log_z - (1 - share) * at_label - share * mean + terms.z_loss * log_z.square()
+    z = x.exp_().sum(1, keepdim=True)  # at least 1, at most V
+    log_z = z.log()
+    lse = top.add_(log_z)
+    losses = log_z - (1 - share) * at_label - share * mean + terms.z_loss * lse.square()
 
     if factors is not None:
-        x.mul_(factors * (1 + 2 * terms.z_loss * log_z) / z)
+        x.mul_(factors * (1 + 2 * terms.z_loss * lse) / z)
         x.scatter_add_(1, labels, (share - 1) * factors)
         if share:
             x.sub_(factors * (share / V))

@@ -13,7 +13,13 @@ from quick import quick
 from torch.autograd.graph import saved_tensors_hooks
 
 import memlab
-from memlab.losses import chunk_rows, chunked_cross_entropy, cross_entropy_reference
+from memlab.losses import (
+    Terms,
+    chunk_rows,
+    chunked_cross_entropy,
+    cross_entropy_reference,
+    losses_of_rows_,
+)
 from memlab.model import GPT, PRESETS
 from memlab.train import Setting, Technique, build, combined
 
@@ -188,6 +194,19 @@ def test_logits_in_the_thousands_do_not_overflow():
     expected = outcome(cross_entropy_reference, *parts, targets)
     assert expected[0].isfinite()
     assert_close(outcome(chunked_cross_entropy, *parts, targets), expected)
+
+
+@every_option
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_at_logits_of_ten_thousand_a_loss_of_1_keeps_its_digits(options, offset):
+    """A float32 near 1e4 has steps of 1/1024, which these are: nothing is lost before the sum."""
+    steps = torch.randint(-2000, 2000, (4, 100), generator=torch.Generator().manual_seed(2))
+    labels = torch.tensor([[0], [1], [50], [99]])
+    found, expected = (
+        losses_of_rows_((offset + steps / 1024).to(dtype), labels, None, Terms(**options))
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert_close([found], [expected], tolerance=3e-7)
 
 
 def test_a_token_that_a_bias_excludes_gets_no_gradient():

@@ -20,9 +20,9 @@ row's 2048 maxima and sums become one. Then
     lse  = m + log z
     loss = log z + (m − x[y]) − ε·mean(x − x[y]) + ζ·lse²        ε label smoothing, ζ z-loss
 
-is the loss of memlab.losses with what is large taken out before it is summed: at logits of ten
-thousand, a loss of 1 keeps its digits. The second reading has m and z, and writes over each logit
-its gradient.
+is the loss of memlab.losses: what is large is taken out before it is summed, so that at logits of
+ten thousand a loss of 1 keeps its digits. The second reading has m and z, and writes over each
+logit its gradient.
 
 What is easily done wrong:
 
