@@ -4,7 +4,8 @@ Saves    bytes moved: of float32 at 8 bits 5 a number to encode and 5 to decode,
          memlab.quantize, operator by operator, reads and writes 43 and 21. And what those need
          meanwhile: a kernel needs nothing but what is kept.
 Costs    blocks of a power of two from 32 to 4096 numbers, affine alone; stochastic rounding draws
-         other random numbers than memlab.quantize, of the same distribution.
+         other random numbers than memlab.quantize, of 16 bits (15 for codes of 8): the odds are
+         the fraction's to 2⁻¹⁷.
 Source   Chen et al. 2021 (ActNN), arXiv 2104.14129, whose coding was one CUDA kernel too.
 
 What is kept is what `quantize_blockwise` keeps without a code, to the bit:
@@ -17,12 +18,13 @@ What is kept is what `quantize_blockwise` keeps without a code, to the bit:
 A float32's upper half is a bfloat16, that towards zero. So to round down is to cut the lower half
 off, and to add one to what is left where x is negative and something was cut; up, where x is
 positive. And c is in the lowest bits of (x − offset) / scale + 1.5·2²³: a float32 of that size has
-no bits for a fraction, and the addition rounds as c has to be.
+no bits for a fraction, and the addition rounds as c has to be. No c is above 2ᵇ − 1, as no scale
+falls short by more than 2⁻¹⁷ of itself, the subnormal ones included.
 
 What is easily done wrong:
 
     a division by multiplying    with 1/scale: one more rounding, and c is off by one near a tie.
-                                 Triton's `/` is not exactly rounded either: hence `div_rn`
+                                 Triton's `/` is not exactly rounded either: hence `fractions`
     the minimum of NaN           a GPU's minimum takes the other number: NaN is looked for apart
     NaN, rounded by its bits     one added to all ones is zero: a scale is tested before
     the end                      a mask on every load would be a load of 4 bytes at a time where n
@@ -44,7 +46,7 @@ from torch import Tensor
 
 from memlab import compression
 from memlab.compression import Coder, Report
-from memlab.kernels.arithmetic import rounded
+from memlab.kernels.arithmetic import fractions, rounded
 from memlab.kernels.launching import blocks, launch
 from memlab.quantize import Mode, Quantized, quantize_blockwise
 from memlab.saved import Facts
@@ -133,14 +135,13 @@ def _encode(
     left = tl.minimum(count - first, BLOCKS * BLOCK).to(tl.int32)
     x = _loaded(x_ptr + first, left, BLOCK, BLOCKS)  # (BLOCKS, BLOCK)
     scales, offsets = _scales_and_offsets(x, LEVELS)  # (BLOCKS,)
-    divisors = tl.where(scales == 0, 1.0, scales)
-    steps = tl.div_rn(x - offsets[:, None], tl.broadcast_to(divisors[:, None], x.shape))
-    if seed_ptr is not None:
-        below = tl.floor(steps)
-        draws = _uniform(tl.load(seed_ptr), BLOCK, BLOCKS)
-        steps = below + tl.where(draws < steps - below, 1.0, 0.0)
-    steps = tl.where(steps > 0, tl.minimum(steps, LEVELS), 0)  # 0 of NaN
-    codes = (steps + _NO_FRACTION).to(tl.int32, bitcast=True) & LEVELS
+    steps = fractions(x - offsets[:, None], scales)  # at most LEVELS·(1 + 2⁻¹⁷)
+    if seed_ptr is None:
+        codes = (steps + _NO_FRACTION).to(tl.int32, bitcast=True)
+    else:
+        draws = _draws(tl.load(seed_ptr), BLOCK, BLOCKS)
+        codes = _at_random(tl.minimum(steps, LEVELS), draws, min(16, 23 - BITS))
+    codes &= tl.where(scales == scales, LEVELS, 0)[:, None]  # 0 of NaN
     _store_codes(codes_ptr + first * BITS // 8, codes, left, BITS)
     each_block = tl.arange(0, BLOCKS)
     is_block = each_block * BLOCK < left
@@ -203,13 +204,22 @@ def _as_float32(x):
 
 
 @triton.jit
-def _uniform(seed, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """float32 (BLOCKS, BLOCK) in [0, 1), in steps of 2⁻²⁴: four of each round of Philox, which
-    counts by two words, the place here and the program, so that no tensor is too long."""
-    place = _in_runs(BLOCKS * BLOCK // 4, BLOCK // 4)
+def _at_random(steps, draws, PLACES: tl.constexpr):
+    """In the lowest bits the whole number below or, as often as the fraction says, above: a float32
+    of this size has so many binary places, and draws that are added to them carry one."""
+    fixed = (steps + 2.0 ** (23 - PLACES)).to(tl.int32, bitcast=True)
+    return (fixed + (draws >> (16 - PLACES))) >> PLACES
+
+
+@triton.jit
+def _draws(seed, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """int32 (BLOCKS, BLOCK) from 0 to 2¹⁶ − 1: eight of each round of Philox, which counts by two
+    words, the place here and the program, so that no tensor is too long."""
+    place = _in_runs(BLOCKS * BLOCK // 8, BLOCK // 8)
     a, b, c, d = tl.philox(seed, place, tl.program_id(0), 0, 0)
-    drawn = tl.join(tl.join(a, b), tl.join(c, d)).reshape(BLOCKS, BLOCK)
-    return (drawn >> 8).to(tl.float32) * (1 / 2**24)
+    drawn = tl.join(tl.join(a, b), tl.join(c, d))
+    halves = tl.join(drawn & 0xFFFF, drawn >> 16)
+    return halves.to(tl.int32).reshape(BLOCKS, BLOCK)
 
 
 @triton.jit

@@ -51,7 +51,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import memlab.optim
-from memlab.kernels.arithmetic import fused, quotient, rounded
+from memlab.kernels.arithmetic import fractions, fused, quotient, rounded
 from memlab.kernels.launching import INTERPRETED, blocks, has_no_values, launch, require_gpu
 from memlab.optim.adamw import adam_settings
 from memlab.optim.base import Optimizer
@@ -368,17 +368,6 @@ def encoded(numbers, thresholds_ptr, SIGNED: tl.constexpr):
     largest = tl.max(tl.where(sizes < _INFINITY, sizes, _INFINITY), axis=1)
     scales = tl.where(largest < _INFINITY, largest, float("nan"))
     return nearest(fractions(numbers, scales), thresholds_ptr, SIGNED), scales
-
-
-@triton.jit
-def fractions(numbers, scales):
-    """numbers/scales, of a block of zeros 0; both times the same power of two.
-
-    Without it the inverse of a scale below 2⁻¹²⁶ would be infinite.
-    """
-    power = tl.where(scales < 2.0**-60, 2.0**64, tl.where(scales > 2.0**60, 2.0**-64, 1.0))
-    divisors = tl.where(scales == 0, 1.0, scales * power)
-    return quotient(numbers * power[:, None], divisors[:, None])
 
 
 @triton.jit

@@ -82,6 +82,22 @@ def test_halves_are_rounded_to_the_even(bits, device):
 
 
 @every_bits
+@pytest.mark.parametrize("power", [-120, 0, 100])
+def test_the_neighbours_of_halves_are_rounded_to_the_nearer_whatever_the_scale(bits, power, device):
+    """A block for each of the 128 mantissas that a scale can have: a quotient that is off in its
+    last bit, as a product with 1/scale is, has other codes."""
+    levels = 2**bits - 1
+    scales = (1 + torch.arange(128.0) / 128).unsqueeze(1) * 2.0**power
+    halves = scales * (torch.arange(levels) + 0.5)  # exact in float32
+    below, above = (halves.nextafter(torch.tensor(end)) for end in (-math.inf, math.inf))
+    ends = scales * torch.tensor([0.0, levels])
+    x = torch.cat([ends, below, halves, above], dim=1)
+    x = torch.nn.functional.pad(x, (0, 1024 - x.shape[1]))
+    found = assert_as_the_reference(x, device, bits=bits, block=1024)
+    assert torch.equal(found.scales.float().cpu(), scales.squeeze(1))
+
+
+@every_bits
 def test_numbers_of_every_size_have_the_reference_s_codes(bits, device):
     """A block for each power of two, from the smallest subnormal to the largest."""
     sizes = torch.arange(-149, 128).double().exp2()
@@ -192,6 +208,20 @@ def test_the_mean_of_many_draws_is_the_number(bits, device):
     # The standard error of one mean is at most step/2/√draws.
     assert ((mean - x).abs() <= 5 * step / 2 / rows**0.5 + 1e-6).all()
     assert abs(((mean - x) / step).mean().item()) < 4 * 0.5 / (rows * 256) ** 0.5
+
+
+@every_bits
+def test_what_is_above_the_last_code_by_a_rounding_has_it_whatever_is_drawn(bits, device):
+    """Where scales are subnormal: they keep so few bits that one falls short of its range."""
+    levels = 2**bits - 1
+    scale, excess = 2**16, levels // 2  # times the smallest float32; excess/levels is below half
+    largest = torch.tensor(levels * scale + excess, dtype=torch.int32).view(torch.float32)
+    x = largest.repeat(2 * TILE).to(device)
+    x[::256] = 0
+    kept = quantize_affine(x, bits=bits, mode="stochastic", generator=seeded(3, device))
+    assert kept.scales.float().cpu().view(torch.int32).unique().tolist() == [scale]
+    codes = dequantize_affine(kept)[x > 0].cpu().view(torch.int32)
+    assert codes.unique().tolist() == [levels * scale]
 
 
 @every_bits

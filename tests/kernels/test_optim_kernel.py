@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import memlab
 from memlab import optim as reference
 from memlab.kernels import launching, optim
+from memlab.kernels.arithmetic import fractions
 from memlab.kernels.launching import observed
 from memlab.optim import step_in_backward
 from memlab.optim.moments import Dynamic
@@ -117,7 +118,7 @@ def guess_kernel(x_ptr, out_ptr, count, SIGNED: tl.constexpr):
 def fractions_kernel(x_ptr, scales_ptr, out_ptr):
     rows = tl.program_id(0) * 8 + tl.arange(0, 8)
     at = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
-    quotients = optim.fractions(tl.load(x_ptr + at), tl.load(scales_ptr + rows))
+    quotients = fractions(tl.load(x_ptr + at), tl.load(scales_ptr + rows))
     tl.store(out_ptr + at, quotients)
 
 
