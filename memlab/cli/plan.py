@@ -13,7 +13,7 @@ from memlab.cli.results import write_plan
 from memlab.configs import config_named
 from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS
-from memlab.planner import LEARNED, Memory, Option, Plan, Recipe, plan
+from memlab.planner import LEARNED, Memory, Option, Plan, Recipe, memory_named, plan
 from memlab.planner.options import AS_IT_IS, budget_bytes
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS
 from memlab.planner.search import USUAL_SEQ_LEN
@@ -45,12 +45,7 @@ def plan_model(
         raise UsageError(
             f"got no --model; give one of {', '.join(PRESETS)}, a config.json, or --script"
         )
-    if memory is None:
-        raise UsageError(
-            "got no --memory; give it as 24GB, 24GiB or a card's name, such as rtx4090"
-        )
-    if target not in (None, "cpu", *TARGETS):
-        raise UsageError(f"got --device {shown(target)}; {choice(target, ('cpu', *TARGETS))}")
+    there, target = choose_memory(memory, target)
     learned = choose_kinds(precision, optimizer, lora)
     folder = choose_folder(out)
     try:
@@ -59,7 +54,7 @@ def plan_model(
         with report.progress(count + 2) as announce:
             found = plan(
                 model,
-                memory,
+                there,
                 gpus=gpus,
                 batch=batch,
                 seq_len=seq_len,
@@ -77,6 +72,22 @@ def plan_model(
     show(found)
     write_plan(found, folder)
     return 0 if found.best else 1
+
+
+def choose_memory(given: str | None, target: str | None) -> tuple[Memory, str]:
+    """What a training has to fit into, and what kind of device that is of: as its card has it,
+    unless the user says."""
+    if given is None:
+        raise UsageError(
+            "got no --memory; give it as 24GB, 24GiB or a card's name, such as rtx4090"
+        )
+    if target not in (None, "cpu", *TARGETS):
+        raise UsageError(f"got --device {shown(target)}; {choice(target, ('cpu', *TARGETS))}")
+    try:
+        memory = memory_named(given, target)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return memory, target or memory.card_for_costs.target
 
 
 def choose_kinds(

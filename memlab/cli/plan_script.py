@@ -10,13 +10,12 @@ from torch import nn
 import memlab
 from memlab.cli import report
 from memlab.cli.choices import choose_folder
-from memlab.cli.errors import UsageError, choice, shown
-from memlab.cli.plan import room
+from memlab.cli.errors import UsageError
+from memlab.cli.plan import choose_memory, room
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.cli.script import Script, find_script, measured, predicted
-from memlab.metering.kernels import TARGETS
-from memlab.planner import Memory, memory_named
+from memlab.planner import Memory
 from memlab.planner.options import budget_bytes
 from memlab.planner.outside import (
     AS_IT_IS,
@@ -36,17 +35,7 @@ from memlab.units import format_bytes
 def plan_script(given: str, *, memory: str | None, target: str | None, out: str) -> int:
     """Predict the step as it is, then with more techniques until it fits; 1 if it never does."""
     script = find_script(given)
-    if memory is None:
-        raise UsageError(
-            "got no --memory; give it as 24GB, 24GiB or a card's name, such as rtx4090"
-        )
-    try:
-        there = memory_named(memory)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    target = target or there.card_for_costs.target
-    if target not in ("cpu", *TARGETS):
-        raise UsageError(f"got --device {shown(target)}; {choice(target, ('cpu', *TARGETS))}")
+    there, target = choose_memory(memory, target)
     folder = choose_folder(out)
     budget = budget_bytes(there, target)
     with report.progress(3 * len(CLIMB)) as announce:

@@ -138,11 +138,11 @@ def card_named(name: str) -> Card:
     )
 
 
-def memory_named(text: str) -> Memory:
+def memory_named(text: str, target: str | None = None) -> Memory:
     """The memory that a person means by "24GB", "24GiB", a number of bytes, or a card's name.
 
     24GB is 24·10⁹ bytes, 24GiB is 24·2³⁰. ValueError for anything else, and for what leaves nothing
-    beside what CUDA itself takes.
+    beside what CUDA itself takes or, where the target is "cpu", for less than 1 MiB.
     """
     if card := _BY_PLAIN_NAME.get(_plain(text)):
         return Memory(card.name, card.total_bytes, card)
@@ -152,12 +152,16 @@ def memory_named(text: str) -> Memory:
             f"24GiB, nor a card that is known{_nearest(_plain(text))}: {', '.join(CARDS)}"
         )
     total = parse_bytes(text)
-    if total <= CONTEXT_BYTES[1]:
-        raise ValueError(
-            f"got {text!r} as a memory, which is {format_bytes(total)}, and CUDA itself takes up "
-            f"to {format_bytes(CONTEXT_BYTES[1])}; give more, with a unit, such as 24GB or 24GiB"
-        )
-    return Memory(text.strip(), total)
+    if target == "cpu" and total < MIB:
+        why = "no training fits"
+    elif target != "cpu" and total <= CONTEXT_BYTES[1]:
+        why = f"CUDA itself takes up to {format_bytes(CONTEXT_BYTES[1])}"
+    else:
+        return Memory(text.strip(), total)
+    raise ValueError(
+        f"got {text!r} as a memory, which is {format_bytes(total)}, and {why}; give more, with a "
+        f"unit, such as 24GB or 24GiB"
+    )
 
 
 def _plain(name: str) -> str:

@@ -72,7 +72,7 @@ def plan(
     ValueError, in a sentence, for what is no model, memory or number.
     """
     config = config_named(model) if isinstance(model, str) else model
-    there = _memory(memory)
+    there = _memory(memory, target)
     seq_len = min(USUAL_SEQ_LEN, config.seq_len) if seq_len is None else seq_len
     _require_numbers(count=count, batch=batch, seq_len=seq_len)
     asked = _Asked(
@@ -94,10 +94,10 @@ def _require_numbers(**given: int) -> None:
             raise ValueError(f"got {what}={got!r}; give a number from 1")
 
 
-def _memory(memory: str | int | Memory) -> Memory:
+def _memory(memory: str | int | Memory, target: str | None) -> Memory:
     if isinstance(memory, Memory):
         return memory
-    return memory_named(str(memory))
+    return memory_named(str(memory), target)
 
 
 @dataclass(frozen=True)

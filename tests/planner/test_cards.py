@@ -23,9 +23,9 @@ SOLD_WITH_GIB = {
 }
 
 
-def message_of(call, text):
+def message_of(call, *given):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (each caller looks at all of it)
-        call(text)
+        call(*given)
     message = str(caught.value)
     assert "\n" not in message
     assert not message.endswith(".")
@@ -184,6 +184,14 @@ def test_what_cuda_alone_would_fill_is_no_memory(text, size):
     assert message_of(memory_named, text) == (
         f"got {text!r} as a memory, which is {size}, and CUDA itself takes up to 616.00 MiB; "
         f"give more, with a unit, such as 24GB or 24GiB"
+    )
+
+
+def test_of_a_machine_without_a_gpu_all_is_there_from_1_mib():
+    assert memory_named("1MiB", "cpu").total_bytes == MIB
+    assert message_of(memory_named, "24", "cpu") == (
+        "got '24' as a memory, which is 24 B, and no training fits; give more, with a unit, such "
+        "as 24GB or 24GiB"
     )
 
 
