@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import memlab
-from memlab.pieces import starts
+from memlab.pieces import stands_for, starts
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,33 @@ def test_where_pieces_of_four_begin(numbers, wanted, of_a_fake_one):
     assert list(starts(torch.zeros(numbers), 4)) == wanted
     with memlab.dry_run():
         assert list(starts(torch.zeros(numbers), 4)) == of_a_fake_one
+
+
+@pytest.mark.parametrize("numbers", [0, 1, 4, 5, 8, 12, 13, 41])
+def test_the_pieces_of_a_fake_one_stand_for_all(numbers):
+    every = len(range(0, numbers, 4))
+    with memlab.dry_run():
+        assert sum(stands_for() for _ in starts(torch.zeros(numbers), 4)) == every
+    assert sum(stands_for() for _ in starts(torch.zeros(numbers), 4)) == every
+
+
+def test_pieces_of_pieces_stand_for_as_many_of_each():
+    with memlab.dry_run():
+        found = [
+            stands_for() for _ in starts(torch.zeros(41), 4) for _ in starts(torch.zeros(20), 4)
+        ]
+    assert sum(found) == 11 * 5
+    assert max(found) == 9 * 3
+
+
+def test_whoever_leaves_between_two_pieces_leaves_nothing_behind():
+    with memlab.dry_run():
+        for start in starts(torch.zeros(41), 4):
+            if start == 4:
+                assert stands_for() == 9
+                break
+        del start
+    assert stands_for() == 1
 
 
 @pytest.mark.parametrize("numbers", [5, 8, 41, 44])

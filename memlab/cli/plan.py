@@ -1,7 +1,7 @@
 """`memlab plan`: which recipe fits a model into a memory, measured, and at what cost."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from rich.table import Table
@@ -204,8 +204,8 @@ def remarks(found: Plan) -> Iterator[str]:
         yield f"Nothing fits {found.memory.name}{_smallest(found)}"
     else:
         yield (
-            f"time: over the first one's, which goes to {_spent(best)}; an estimate that counts "
-            f"every copy, not a measurement"
+            f"time: over the first one's, which goes to {shares(best.candidate.seconds)}; an "
+            f"estimate that counts every copy, not a measurement"
         )
         yield (
             "each recipe trains something else (another precision, optimizer or LoRA), and is the "
@@ -243,11 +243,8 @@ def _smallest(found: Plan) -> str:
     )
 
 
-def _spent(option: Option) -> str:
+def shares(seconds: Mapping[str, float]) -> str:
     """What an estimated step goes to, the largest first."""
-    total = option.candidate.step_seconds
-    terms = sorted(option.candidate.seconds.items(), key=lambda term: -term[1])
-    shares = ", ".join(
-        f"{name} {value / total:.0%}" for name, value in terms if value > total / 100
-    )
-    return shares
+    total = sum(seconds.values())
+    terms = sorted(seconds.items(), key=lambda term: -term[1])
+    return ", ".join(f"{name} {value / total:.0%}" for name, value in terms if value > total / 100)

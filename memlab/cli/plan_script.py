@@ -11,11 +11,11 @@ import memlab
 from memlab.cli import report
 from memlab.cli.choices import choose_folder
 from memlab.cli.errors import UsageError
-from memlab.cli.plan import choose_memory, room
+from memlab.cli.plan import choose_memory, room, shares
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.cli.script import Script, find_script, measured, predicted
-from memlab.planner import Memory
+from memlab.planner import Card, Memory
 from memlab.planner.options import budget_bytes
 from memlab.planner.outside import (
     AS_IT_IS,
@@ -28,6 +28,7 @@ from memlab.planner.outside import (
     find,
     ladder,
 )
+from memlab.planner.roofline import Roofline
 from memlab.trace import Trace
 from memlab.units import format_bytes
 
@@ -39,7 +40,7 @@ def plan_script(given: str, *, memory: str | None, target: str | None, out: str)
     folder = choose_folder(out)
     budget = budget_bytes(there, target)
     with report.progress(3 * len(CLIMB)) as announce:
-        found = climb(script, target, budget, announce)
+        found = climb(script, target, budget, there.card_for_costs, announce)
     _show(script, there, target, budget, found)
     write(found.rows, f"{script}, planned for {there.name}", folder)
     return 0 if found.chosen else 1
@@ -51,40 +52,56 @@ class Climb(NamedTuple):
     rows: list[Row]
     chosen: Rung | None
     places: Places
+    plain: Roofline | None  # the step as it is, if a card is what it is predicted for
 
 
-def climb(script: Script, target: str, budget: int, announce: Announce) -> Climb:
-    """Predict rung by rung, until one fits."""
+def climb(script: Script, target: str, budget: int, card: Card, announce: Announce) -> Climb:
+    """Predict rung by rung, until one fits; times are the card's, and a CPU has none."""
     found: list[Places] = []
 
     def look(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
         found.append(find(model, optimizer))
         return step, model, optimizer
 
-    rows = [Row(AS_IT_IS.name, _trace(script, target, AS_IT_IS.name, look, announce))]
+    plain = None if target == "cpu" else Roofline(card)
+    trace = _trace(script, target, AS_IT_IS.name, look, plain, announce)
+    rows = [Row(AS_IT_IS.name, trace)]
     [places] = found
-    if needed(rows[0].trace) <= budget:
-        return Climb(rows, AS_IT_IS, places)
+    if needed(trace) <= budget:
+        return Climb(rows, AS_IT_IS, places, plain)
     for rung in ladder(places):
+        changed = plain and Roofline(card)
         try:
-            trace = _trace(script, target, rung.name, rung.applied, announce)
+            trace = _trace(script, target, rung.name, rung.applied, changed, announce)
         except UsageError as error:
             rows.append(Row(rung.name, failure=str(error)))
             continue
-        rows.append(Row(rung.name, trace))
+        ratio = changed.total / plain.total if changed and plain.total else None
+        rows.append(Row(rung.name, trace, estimated_time_ratio=ratio))
         if needed(trace) <= budget:
-            return Climb(rows, rung, places)
-    return Climb(rows, None, places)
+            return Climb(rows, rung, places, plain)
+    return Climb(rows, None, places, plain)
 
 
 def _trace(
-    script: Script, target: str, name: str, change: Callable[..., Parts], announce: Announce
+    script: Script,
+    target: str,
+    name: str,
+    change: Callable[..., Parts],
+    roofline: Roofline | None,
+    announce: Announce,
 ) -> Trace:
+    """The second step of what a change makes of the training, its seconds counted by the way."""
+
+    def counted(*parts: Any) -> Parts:
+        step, model, optimizer = change(*parts)
+        return (roofline.counted(step) if roofline else step), model, optimizer
+
     told = partial(_announced, announce, name)
     if target == "cpu":
         with memlab.dry_run():
-            return measured(script, None, told, change)
-    return predicted(script, target, told, change)
+            return measured(script, None, told, counted)
+    return predicted(script, target, told, counted)
 
 
 def _announced(announce: Announce, name: str, stage: str) -> None:
@@ -106,15 +123,26 @@ def _show(
     report.say(f"{script}: its second step, predicted for {target}, nothing is computed")
     report.say(f"{room(there, target)}\n")
     report.console.print(_table(found.rows, budget))
+    if found.plain and len(found.rows) > 1:
+        report.say(f"\n{report.paragraph(_about_times(found.plain))}")
     for sentence in report.failures(found.rows):
         report.say(f"\n{report.paragraph(sentence)}")
-    for sentence in _remarks(*found):
+    for sentence in _remarks(found):
         report.say(f"\n{sentence}")
     report.say("")
 
 
-def _remarks(rows: list[Row], chosen: Rung | None, places: Places) -> Iterator[str]:
+def _about_times(plain: Roofline) -> str:
+    return (
+        f"time: over the step's as it is, which goes to {shares(plain.seconds)}; an estimate for "
+        f"{plain.card.name}, each operator at the pace of what it computes or of what it moves, "
+        f"that counts every copy; not a measurement"
+    )
+
+
+def _remarks(found: Climb) -> Iterator[str]:
     """What was found, in words; where it takes techniques, the lines that turn them on."""
+    rows, chosen, places, _ = found
     if len(rows) > 1 and not places.layers:
         yield report.paragraph(NO_LAYERS)
     if len(rows) > 1 and not places.is_adam:
@@ -137,11 +165,12 @@ def _indented(sentence: str, lines: list[str]) -> str:
 
 def _table(rows: list[Row], budget: int) -> Table:
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("with", "allocated", "reserved", "left"):
+    has_times = any(row.estimated_time_ratio for row in rows)
+    for title in ("with", "allocated", "reserved", "left", *(["time"] if has_times else [])):
         lines.add_column(title, justify="left" if title == "with" else "right", no_wrap=True)
     for row in rows:
         if row.trace is None:
-            lines.add_row(row.name, "failed", "", "")
+            lines.add_row(row.name, "failed")
             continue
         left = budget - needed(row.trace)
         reserved = row.trace.reserved_bytes
@@ -150,5 +179,6 @@ def _table(rows: list[Row], budget: int) -> Table:
             format_bytes(row.trace.allocated_bytes),
             "" if reserved is None else format_bytes(reserved),
             format_bytes(left) if left >= 0 else f"lacks {format_bytes(-left)}",
+            *([f"{row.estimated_time_ratio or 1:.2f} ×"] if has_times else []),
         )
     return lines

@@ -131,6 +131,7 @@ def _numbers(row: Row) -> dict[str, Any]:
         "seconds": row.seconds,
         "time_ratio": row.time_ratio,
         "time_ratios": row.time_ratios,
+        "estimated_time_ratio": row.estimated_time_ratio,
         "gradient_difference": _or_its_name(row.gradient_difference),
         "largest_gradient": _or_its_name(row.largest_gradient),
         "failure": row.failure,

@@ -40,6 +40,7 @@ class Row:
     gradient_difference: float | None = None
     largest_gradient: float | None = None
     failure: str | None = None
+    estimated_time_ratio: float | None = None  # where nothing runs
 
     @property
     def time_ratio(self) -> float | None:

@@ -14,7 +14,8 @@ calling operators is answered here:
                           one sentence that names the line
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from memlab.metering.modes import LightMode
 from memlab.metering.oversized import enlarge
 
 aten = torch.ops.aten
+Observer = Callable[[Any, Any, Any, Any], None]  # of an operator, its arguments and its result
 # torch looks here whether it may work on a list of tensors at once, as it does on real ones.
 _KINDS_WITH_FOREACH = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
 _KEEPS_TRUTH = frozenset(
@@ -63,6 +65,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     """
 
     active: "dry_run | None" = None
+    _observer: Observer | None = None
 
     def __enter__(self) -> "dry_run":
         if dry_run.active is not None:
@@ -106,6 +109,18 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     def step_back(self) -> None:
         """The opposite of `step_aside`."""
         self._operators.__enter__()
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Inside, `observer(func, args, kwargs, result)` is told of each operator when it has run.
+
+        A mode of its own would be seen by autograd, which then allocates otherwise.
+        """
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake twin of a tensor made outside; the same one each time."""
@@ -157,6 +172,8 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
                 f"{user_line()}: {func} makes a sparse tensor, whose size depends on values, and a "
                 f"dry run has none; use the dense form, such as Embedding(sparse=False)"
             )
+        if self._observer is not None:
+            self._observer(func, args, kwargs, result)
         return result
 
     def _answer(self, func: Any, tensor: torch.Tensor, *others: Any) -> bool | int | float:

@@ -7,6 +7,8 @@ recipes      what can be turned on, as plain data
 cards        what fits into a GPU, and how fast it is
 formulas     bytes, each term with its name
 costs        seconds, estimated, each term with its name
+outside      what can be put around a training that somebody else wrote
+roofline     its seconds, estimated, operator by operator
 repetition   the trace of a deep model out of those of shallow ones
 measuring    what a prediction says that a recipe takes
 options      a recipe that was tried, and the plan, which says what fits

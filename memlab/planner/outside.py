@@ -79,15 +79,20 @@ def lions_groups(optimizer: torch.optim.Optimizer) -> Groups:
     ]
 
 
+class KeptOnDisk:
+    """A step of which what backward will want waits on the disk."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self.step, self.store = step, DiskStore()
+
+    def __call__(self) -> None:
+        with offloaded_activations(self.store):
+            self.step()
+
+
 def kept_on_disk(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
     """What backward will want waits on the disk."""
-    store = DiskStore()
-
-    def changed() -> None:
-        with offloaded_activations(store):
-            step()
-
-    return changed, model, optimizer
+    return KeptOnDisk(step), model, optimizer
 
 
 def _named(part: object) -> str:
@@ -264,12 +269,12 @@ CLIMB = (
     (CHECKPOINTED,),
     (ADAM,),
     (CHECKPOINTED, ADAM),
+    (CHECKPOINTED, ON_DISK),  # before what takes more to the disk for it
     (ON_DISK,),
-    (CHECKPOINTED, ON_DISK),
     (LION,),
     (CHECKPOINTED, LION),
-    (LION, ON_DISK),
     (CHECKPOINTED, LION, ON_DISK),
+    (LION, ON_DISK),
 )
 
 

@@ -174,6 +174,21 @@ def test_a_training_of_ones_own_is_planned(memory, status, words, memlab_command
     assert words in outcome.out
 
 
+def test_what_a_technique_costs_in_time_is_estimated_for_a_card(memlab_command, tmp_path):
+    (tmp_path / "own.py").write_text(SCRIPT)
+    outcome = memlab_command("plan", "--script", "own.py:build", "--gpu", "rtx4090")
+    assert "time" not in outcome.out.split()  # it fits: there is nothing to choose
+    outcome = memlab_command("plan", "--script", "own.py:build", "--memory", "1500MiB")
+    plain, checkpointing = (line.split() for line in outcome.out.splitlines() if "×" in line)
+    assert plain[-2:] == ["1.00", "×"]
+    assert 1.1 < float(checkpointing[-2]) < 1.4  # one of two products of each layer again
+    assert "an estimate for rtx3080, each operator at the pace" in " ".join(outcome.out.split())
+    numbers = json.loads((tmp_path / "work/measure.json").read_text())
+    estimates = [row["estimated_time_ratio"] for row in numbers["rows"]]
+    assert estimates[0] is None
+    assert f"{estimates[1]:.2f}" == checkpointing[-2]
+
+
 NO_LIST = """
 import torch
 from torch import nn
@@ -200,6 +215,7 @@ def test_a_model_without_layers_is_tried_without_checkpointing(memlab_command, t
     assert outcome.out.count("checkpointing cannot be put around this model") == 1
     assert outcome.out.count("\ncheckpointing") == 1  # the sentence: no row tries it
     assert "so no accumulation, no loss scaling" in " ".join(outcome.out.split())
+    assert "time" not in outcome.out.split()  # no card is known that a CPU would be like
     assert 'optimizer = step_in_backward(Lion8bit(groups, rounding="stochastic"))' in outcome.out
 
 

@@ -182,8 +182,8 @@ def test_where_there_is_no_place_no_rung_has_the_technique_and_a_sentence_says_s
     ]
     assert [rung.name for rung in ladder(Places(("",), is_adam=False))] == [
         "checkpointing",
-        "offloaded-activations",
         "checkpointing, offloaded-activations",
+        "offloaded-activations",
     ]
     with pytest.raises(ValueError, match=r"got a Linear; checkpointing cannot be put around"):
         checkpointed(print, nn.Linear(2, 2), None)

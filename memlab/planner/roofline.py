@@ -1,0 +1,138 @@
+"""How long any step takes, estimated: each operator at the pace of what it computes or moves.
+
+    an operator's seconds  =  max( operations / (UTILIZATION · peak),  bytes / bandwidth )
+    a step's seconds       =  the sum over its operators  +  bytes to and from disk / bandwidth
+
+For a training that somebody else wrote there is no formula of its step, but a dry run has all of
+its operators: what is recomputed comes twice, what an optimizer makes on the way goes through
+memory. As in `costs`, nothing overlaps, and no launch waits: it is there to order ways of training,
+and its ratios say what each costs at most. It is no measurement.
+
+Bytes are those of the tensors that an operator reads and writes, each once; where it takes or
+changes rows of a table, those of the rows. Views move nothing.
+
+Source   Williams et al. 2009, "Roofline" (doi 10.1145/1498765.1498785).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from memlab.checkpointing.operations import operations
+from memlab.metering.fake import dry_run
+from memlab.pieces import stands_for
+from memlab.planner.cards import Card
+from memlab.planner.costs import DISK_BANDWIDTH, UTILIZATION
+from memlab.planner.outside import KeptOnDisk
+
+aten = torch.ops.aten
+
+# Of these only some rows of the first argument are read or changed.
+_OF_ROWS = frozenset(
+    {
+        *(aten.embedding, aten.index_select, aten.index, aten.gather),
+        *(aten.index_add_, aten.index_copy_, aten.index_fill_, aten.index_put_),
+        *(aten._index_put_impl_, aten.scatter_, aten.scatter_add_),
+    }
+)
+_FILL = frozenset({aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_})
+_MAKE_ROOM = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty})
+
+
+class Roofline:
+    """The seconds that a step would take on a card.
+
+    seconds   by what they go to: "products" (bound by what is computed), "memory" (by what is
+              moved), "disk"
+    """
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self.seconds: Counter[str] = Counter()
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def counted(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """The step, counted each time anew while a dry run is active."""
+
+        def run() -> Any:
+            assert dry_run.active is not None
+            self.seconds.clear()
+            before = _offloaded_bytes(step)
+            with dry_run.active.observed(self.count):
+                result = step()
+            if moved := _offloaded_bytes(step) - before:
+                self.seconds["disk"] = moved / min(DISK_BANDWIDTH, self.card.host_bandwidth)
+            return result
+
+        return run
+
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """One call of an operator."""
+        computing = 0.0
+        if count := operations(func, args, kwargs, result):
+            computing = count / (UTILIZATION * peak(self.card, func, args))
+        moving = moved_bytes(func, args, kwargs, result) / self.card.memory_bandwidth
+        if computing or moving:
+            bound = "products" if computing > moving else "memory"
+            self.seconds[bound] += max(computing, moving) * stands_for()
+
+
+def _offloaded_bytes(step: Callable[[], Any]) -> int:
+    """There and back, so far."""
+    if not isinstance(step, KeptOnDisk):
+        return 0
+    return step.store.traffic.written + step.store.traffic.read
+
+
+def peak(card: Card, func: Any, args: Any) -> float:
+    """Operations a second at the precision of what is multiplied: TF32 is half of bfloat16's."""
+    if all(x.dtype.itemsize <= 2 for x in _tensors(args) if x.is_floating_point()):
+        return card.flops
+    is_convolution = func.overloadpacket in (aten.convolution, aten.convolution_backward)
+    flags = torch.backends.cudnn if is_convolution else torch.backends.cuda.matmul
+    return card.flops / 2 if flags.allow_tf32 else card.float32_flops
+
+
+def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Bytes that one call of an operator reads and writes."""
+    packet = func.overloadpacket
+    if func.is_view or func.namespace == "prim" or packet in _MAKE_ROOM:
+        return 0
+    places = [(i, a) for i, a in enumerate(func._schema.arguments) if a.is_write]
+    out = {a.name for _, a in places if a.kwarg_only}  # not read
+    given = list(_tensors((args, {name: x for name, x in kwargs.items() if name not in out})))
+    written = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in places]
+    changed = list(_tensors(written))
+    known = {x.untyped_storage()._cdata for x in (*given, *changed)}
+    made = [x for x in _tensors(result) if x.untyped_storage()._cdata not in known]
+    if not made and not changed:
+        return 0  # a view that is not called one, or a question
+    if packet in _OF_ROWS:
+        rows = made or given[1:]
+        return sum(map(_bytes, [*given[1:], *rows, *rows]))
+    read = given[1:] if packet in _FILL else given
+    return sum(map(_bytes, [*read, *changed, *made]))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Those that lie in memory as numbers side by side; what wraps others is seen by its parts."""
+    for x in tree_leaves(tree):
+        if (
+            isinstance(x, Tensor)
+            and x.layout is torch.strided
+            and not is_traceable_wrapper_subclass(x)
+        ):
+            yield x
+
+
+def _bytes(x: Tensor) -> int:
+    """One that was expanded has fewer than its shape says."""
+    return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())
