@@ -98,6 +98,11 @@ def choose_techniques(
     wanted = dict.fromkeys(names or all_but)
     for part in (part for name in wanted for part in name.split("+")):
         _known("--technique", part, TECHNIQUES)
+    for name in wanted:
+        if len(set(parts := name.split("+"))) < len(parts):
+            raise UsageError(
+                f"got --technique {shown(name)}, which names a technique twice; give each once"
+            )
     single = [name for name in TECHNIQUES if name == "plain" or name in wanted]
     several = [name for name in wanted if name not in TECHNIQUES]
     rows = TECHNIQUES | _rows_by_kernels() if kernels else TECHNIQUES

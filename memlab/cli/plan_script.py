@@ -42,7 +42,7 @@ def plan_script(given: str, *, memory: str | None, target: str | None, out: str)
     with report.progress(3 * len(CLIMB)) as announce:
         found = climb(script, target, budget, there.card_for_costs, announce)
     _show(script, there, target, budget, found)
-    write(found.rows, f"{script}, planned for {there.name}", folder)
+    write(found.rows, f"{script}, planned for {there.name}", folder, stem="plan")
     return 0 if found.chosen else 1
 
 
@@ -69,12 +69,17 @@ def climb(script: Script, target: str, budget: int, card: Card, announce: Announ
     [places] = found
     if needed(trace) <= budget:
         return Climb(rows, AS_IT_IS, places, plain)
+    failed: set[str] = set()  # techniques that cannot be put here at all
     for rung in ladder(places):
+        if failed & {each.name for each in rung.techniques}:
+            continue
         changed = plain and Roofline(card)
         try:
             trace = _trace(script, target, rung.name, rung.applied, changed, announce)
         except UsageError as error:
             rows.append(Row(rung.name, failure=str(error)))
+            if len(rung.techniques) == 1:
+                failed.add(rung.name)
             continue
         ratio = changed.total / plain.total if changed and plain.total else None
         rows.append(Row(rung.name, trace, estimated_time_ratio=ratio))
@@ -152,11 +157,18 @@ def _remarks(found: Climb) -> Iterator[str]:
     elif chosen is None:
         yield "Nothing of this makes it fit; a smaller batch, LoRA or bfloat16 weights may"
     else:
-        where = "after the model and the optimizer are made"
+        where = "after the model and the optimizer are made, before a scheduler is"
         yield _indented(f"It fits with these, {where}:", chosen.lines)
         if chosen.inside:
             yield _indented("and in the step, around what makes the loss:", chosen.inside)
         yield "\n".join(report.paragraph(each.costs) for each in chosen.techniques)
+    if notes := _last(rows).notes:
+        yield "\n".join(report.paragraph(f"note: {note}") for note in notes)
+
+
+def _last(rows: list[Row]) -> Trace:
+    """Of those that could be tried: what is said to fit, if anything does."""
+    return [row.trace for row in rows if row.trace is not None][-1]
 
 
 def _indented(sentence: str, lines: list[str]) -> str:

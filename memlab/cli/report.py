@@ -30,7 +30,7 @@ WHERE = {
 }
 
 # Numbers are never cut to the terminal's width: it wraps a line that is too long for it.
-console = Console(highlight=False, width=200)
+console = Console(highlight=False, emoji=False, width=200)
 
 
 def headline(setting: Setting, dry: bool) -> str:

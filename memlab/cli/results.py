@@ -25,13 +25,19 @@ from memlab.trace import Event, Trace
 Drawing = Callable[[Any], Any]  # memlab.plot to a figure
 
 
-def write(rows: Sequence[Row], title: str, folder: Path, predicted: Sequence[Row] = ()) -> None:
+def write(
+    rows: Sequence[Row],
+    title: str,
+    folder: Path,
+    predicted: Sequence[Row] = (),
+    stem: str = "measure",
+) -> None:
     """Write numbers and, where matplotlib is installed, pictures: all of them or none."""
     drawings = _drawings([row for row in rows if row.trace is not None], predicted, title)
     _write_all(
-        "measure.json",
+        f"{stem}.json",
         lambda path: _write_numbers(rows, predicted, title, path),
-        drawings,
+        {f"{stem}{name}.png": draw for name, draw in drawings.items()},
         folder,
     )
 
@@ -85,19 +91,18 @@ def _at_its_peak(measured: Measured) -> Trace:
 
 
 def _drawings(rows: Sequence[Row], predicted: Sequence[Row], title: str) -> dict[str, Drawing]:
-    """What to draw into which file: the peaks, the plain step, and what CUDA reserves for it."""
+    """What to draw, by the end of a file's name: the peaks, the plain step, and what CUDA reserves
+    for it."""
     plain = f"{rows[0].name}: {title}"
     drawings: dict[str, Drawing] = {
-        "measure.png": lambda plot: plot.breakdown({r.name: r.trace for r in rows}, title=title),
-        "measure-timeline.png": lambda plot: plot.timeline(rows[0].trace, title=plain),
+        "": lambda plot: plot.breakdown({r.name: r.trace for r in rows}, title=title),
+        "-timeline": lambda plot: plot.timeline(rows[0].trace, title=plain),
     }
     on_cuda = (predicted or rows)[0].trace
     if on_cuda.dry and on_cuda.reserved_bytes is not None:
         what = re.sub(r", (cpu|cuda[:a-z]*)$", "", plain.removesuffix(", dry run"))
         title_there = f"{what}, predicted for CUDA"
-        drawings["measure-blocks.png"] = lambda plot: plot.blocks(
-            simulate(on_cuda), title=title_there
-        )
+        drawings["-blocks"] = lambda plot: plot.blocks(simulate(on_cuda), title=title_there)
     return drawings
 
 

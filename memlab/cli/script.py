@@ -75,7 +75,8 @@ def find_script(given: str) -> Script:
     path, _, function = given.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
         raise UsageError(
-            f"got --script {shown(given)}; give a file and a function in it, such as train.py:build"
+            f"got --script {shown(given)}; give a file and a function in it that returns (step, "
+            f"model, optimizer), such as train.py:build"
         )
     if not os.path.isfile(path):
         raise UsageError(

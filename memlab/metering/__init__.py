@@ -107,6 +107,7 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
                 *([SCRATCH_NOTE] if leaves_scratch_out else []),
                 *([STAND_IN_NOTE] if is_dry and StandIn.asked_for else []),
                 *([THREADS_NOTE] if self._storages.found_unseen_gradients else []),
+                *(dry_run.active.notes() if is_dry else ()),
             ),
         )
 

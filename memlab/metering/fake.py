@@ -5,7 +5,8 @@ meter sees the same storages, and a 7B step fits into a laptop. What a training 
 calling operators is answered here:
 
     reading a number      `loss.item()`, `f"{loss:.3f}"`, `if x.isnan().any()`: 0.5, 1 or False;
-                          `isfinite` is True
+                          `isfinite` is True. What is reckoned from a whole number is reckoned
+                          from 1, so `data[i : i + 256]` is as long as it is; a note names the line
     compiled code         runs uncompiled
     converting a model    `.to()`, `.half()`, `.cuda()`: parameters keep their identity
     an accelerator        is answered by the CPU, autocast and loss scaling too (absent.py)
@@ -14,8 +15,10 @@ calling operators is answered here:
                           one sentence that names the line
 """
 
+import logging
+import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,7 @@ from torch._subclasses.fake_tensor import (
     disable_fake_tensor_cache,
 )
 from torch.optim import optimizer
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
@@ -41,7 +44,20 @@ from memlab.metering.modes import LightMode
 from memlab.metering.oversized import enlarge
 
 aten = torch.ops.aten
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 Observer = Callable[[Any, Any, Any, Any], None]  # of an operator, its arguments and its result
+# What is reckoned with whole numbers on the way to a size.
+_WHOLE: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: operator.add,
+    aten.sub.Tensor: operator.sub,
+    aten.mul.Tensor: operator.mul,
+    aten.rsub.Scalar: lambda a, b: b - a,
+    aten.floor_divide.default: operator.floordiv,
+    aten.remainder.Scalar: operator.mod,
+    aten.neg.default: operator.neg,
+    aten.clone.default: lambda a: a,
+    aten._to_copy.default: lambda a: a,
+}
 # torch looks here whether it may work on a list of tensors at once, as it does on real ones.
 _KINDS_WITH_FOREACH = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
 _KEEPS_TRUTH = frozenset(
@@ -75,14 +91,21 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         self._outside = _Outside()
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._operators = _Operators(self)
-        self._modes = (self._fake_mode, _Functions(), self._operators)
+        self._functions = _Functions()
+        self._modes = (self._fake_mode, self._functions, self._operators)
         for mode in self._modes:
             mode.__enter__()
         self._zeros = WeakIdKeyDictionary()  # counts of infinities: a dry run finds none
         self._true = WeakIdKeyDictionary()  # answers that are True: all is finite in a dry run
+        self._whole = WeakIdKeyDictionary()  # numbers reckoned from whole ones, which are 1
+        self.whole_numbers_read: dict[str, None] = {}  # the lines where, in order
         self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels want addresses
         self._stance.__enter__()
-        self._replaced = absent.replaced({**_REPLACEMENTS, **absent.replacements()})
+        own = {
+            (torch.autograd, "_engine_run_backward"): self._with_functions,
+            (_LOG, "disabled"): lambda real: True,  # what the user's error says is said by itself
+        }
+        self._replaced = absent.replaced({**_REPLACEMENTS, **own, **absent.replacements()})
         self._replaced.__enter__()
         for kinds in _KINDS_WITH_FOREACH:
             kinds.append(FakeTensor)
@@ -97,6 +120,18 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             mode.__exit__(*exception)
         self._outside.restore()
         dry_run.active = None
+
+    def notes(self) -> tuple[str, ...]:
+        """What it had to make up, where bytes may depend on that."""
+        if not self.whole_numbers_read:
+            return ()
+        first, *others = self.whole_numbers_read
+        more = f" and {len(others)} more" if others else ""
+        return (
+            f"{first}{more} reads a whole number from a tensor, and a dry run has no values: it "
+            f"answers 1, so a size that depends on it is wrong here; take such a size from a "
+            f"shape, or from a number of Python's",
+        )
 
     def step_aside(self) -> bool:
         """Let a meter that is about to start call `arguments` and `execute` itself, which saves
@@ -121,6 +156,18 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             yield
         finally:
             self._observer = None
+
+    def _with_functions(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Hooks and what is recomputed in backward call functions, too; torch takes the mode away
+        for as long as `backward`, itself such a function, runs."""
+
+        def running(*args: Any, **kwargs: Any) -> Any:
+            if self._functions in _get_current_function_mode_stack():
+                return run(*args, **kwargs)
+            with self._functions:
+                return run(*args, **kwargs)
+
+        return running
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake twin of a tensor made outside; the same one each time."""
@@ -172,9 +219,19 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
                 f"{user_line()}: {func} makes a sparse tensor, whose size depends on values, and a "
                 f"dry run has none; use the dense form, such as Embedding(sparse=False)"
             )
+        if func in _WHOLE and _is_whole_number(result):
+            self._reckon(func, args, kwargs, result)
         if self._observer is not None:
             self._observer(func, args, kwargs, result)
         return result
+
+    def _reckon(self, func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
+        """So that `data[i : i + 256]` has 256 numbers, whatever i is."""
+        numbers = [self._whole.get(x, 1) if isinstance(x, torch.Tensor) else x for x in args]
+        if len(numbers) > 1:
+            numbers[1] *= kwargs.get("alpha", 1)
+        with suppress(ZeroDivisionError, ValueError, TypeError):
+            self._whole[result] = int(_WHOLE[func](*numbers[:2]))
 
     def _answer(self, func: Any, tensor: torch.Tensor, *others: Any) -> bool | int | float:
         if func is aten.equal.default:
@@ -186,7 +243,8 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         if tensor.dtype == torch.bool:
             return tensor in self._true
         if not tensor.dtype.is_floating_point:
-            return 1
+            self.whole_numbers_read[user_line()] = None
+            return self._whole.get(tensor, 1)
         return 0.0 if tensor in self._zeros else 0.5
 
 
@@ -325,6 +383,14 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 def _is_in(tensors: WeakIdKeyDictionary, argument: Any) -> bool:
     return isinstance(argument, torch.Tensor) and argument in tensors
+
+
+def _is_whole_number(result: Any) -> bool:
+    return (
+        isinstance(result, torch.Tensor)
+        and result.numel() == 1
+        and result.dtype in (torch.int64, torch.int32)
+    )
 
 
 def _is_fake(argument: Any) -> bool:

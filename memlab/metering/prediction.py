@@ -209,6 +209,7 @@ class _Prediction(dry_run):
                 for kind in sorted(unknown)
             ),
             *([THREADS_NOTE] if meter.found_unseen_gradients else []),
+            *self.notes(),
         )
 
     def _optimizers_kernels(self, meter: "_PredictionMeter") -> set[str]:

@@ -29,7 +29,8 @@ Groups = list[dict[str, Any]]
 
 NO_LAYERS = (
     "checkpointing cannot be put around this model: no nn.ModuleList or nn.Sequential holds its "
-    "layers; call memlab.checkpointing.checkpoint(layer, x) in its forward"
+    "layers, or these write in place or have hooks before their forward pass; call "
+    "memlab.checkpointing.checkpoint(layer, x) in its forward"
 )
 NO_ADAM = (
     "the optimizer stays: only for Adam and AdamW (decoupled weight decay, no AMSGrad, a learning "
@@ -58,10 +59,21 @@ def stepped_by(
             raise ValueError(f"build() returned {_named(optimizer)} as optimizer; {NO_ADAM}")
         other = made(groups_of(optimizer), rounding="stochastic")
         stepping = step_in_backward(other) if in_backward else other
-        optimizer.step = lambda *args, **kwargs: stepping.step()
+        optimizer.step = _handed_to(stepping, optimizer)
         return step, model, other
 
     return change
+
+
+def _handed_to(stepping: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """A step of the other in the place of the optimizer's own, as a scheduler wants to see it."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return stepping.step()
+
+    step._wrapped_by_lr_sched = True
+    return step
 
 
 def adams_groups(optimizer: torch.optim.Optimizer) -> Groups:
@@ -114,9 +126,17 @@ def paths_of_layers(model: nn.Module, path: str = "") -> tuple[str, ...]:
     )
     if not isinstance(model, nn.ModuleList | nn.Sequential):
         return inner
-    kinds = [type(layer) for layer in model if any(True for _ in layer.parameters())]
+    layers = list(model)
+    kinds = [type(layer) for layer in layers if any(True for _ in layer.parameters())]
     is_list = len(kinds) > 1 and (len(set(kinds)) == 1 or not inner)
-    return (path,) if is_list else inner
+    return (path,) if is_list and all(map(_can_run_again, layers)) else inner
+
+
+def _can_run_again(layer: nn.Module) -> bool:
+    """Not one that writes over what the checkpoint before it has to keep, nor one whose hooks
+    change its weights before each forward pass (spectral_norm)."""
+    has_hooks = any(module._forward_pre_hooks for module in layer.modules())
+    return not has_hooks and not getattr(layer, "inplace", False)
 
 
 def is_adam(optimizer: Any) -> bool:
@@ -271,6 +291,8 @@ CLIMB = (
     (CHECKPOINTED, ADAM),
     (CHECKPOINTED, ON_DISK),  # before what takes more to the disk for it
     (ON_DISK,),
+    (CHECKPOINTED, ADAM, ON_DISK),
+    (ADAM, ON_DISK),
     (LION,),
     (CHECKPOINTED, LION),
     (CHECKPOINTED, LION, ON_DISK),

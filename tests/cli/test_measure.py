@@ -393,6 +393,7 @@ def test_sequences_are_as_long_as_the_model_takes():
         (["--model", "gpt"], "got --model gpt; choose from tiny, "),
         (["--technique", "sgdd"], "got --technique sgdd; did you mean sgd? There are plain, "),
         (["--technique", "lora+sgdd"], "got --technique sgdd; did you mean sgd?"),
+        (["--technique", "sgd+sgd"], "got --technique sgd+sgd, which names a technique twice"),
         (["--technique", "lora+"], "got --technique ''; choose from plain, "),
         (
             ["--technique", "bfloat16+sgd"],

@@ -183,10 +183,25 @@ def test_what_a_technique_costs_in_time_is_estimated_for_a_card(memlab_command, 
     assert plain[-2:] == ["1.00", "×"]
     assert 1.1 < float(checkpointing[-2]) < 1.4  # one of two products of each layer again
     assert "an estimate for rtx3080, each operator at the pace" in " ".join(outcome.out.split())
-    numbers = json.loads((tmp_path / "work/measure.json").read_text())
+    assert " ".join(outcome.out.split()).count("note: predicted for most cards") == 1
+    numbers = json.loads((tmp_path / "work/plan.json").read_text())
     estimates = [row["estimated_time_ratio"] for row in numbers["rows"]]
     assert estimates[0] is None
     assert f"{estimates[1]:.2f}" == checkpointing[-2]
+
+
+def test_a_technique_that_cannot_be_put_there_is_tried_once(memlab_command, tmp_path):
+    twice = SCRIPT.replace(".mean().backward()", ".mean().backward(retain_graph=True)", 1)
+    twice = twice.replace(
+        "        optimizer.step()", "        model(x).mean().backward()\n        optimizer.step()"
+    )
+    (tmp_path / "own.py").write_text(f"{twice}\ntrain = build")
+    outcome = memlab_command("plan", "--script", "own.py:train", "--memory", "617MiB")
+    assert outcome.status == 1
+    assert outcome.out.startswith("own.py:train: ")  # where rich would see a tram
+    failed = [line for line in outcome.out.splitlines() if "failed" in line.split()]
+    assert [line.split("  ")[0] for line in failed] == ["lion8bit, step in backward"]
+    assert " ".join(outcome.out.split()).count("got a second gradient") == 1
 
 
 NO_LIST = """

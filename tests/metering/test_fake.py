@@ -344,3 +344,101 @@ def test_real_and_dry_runs_of_one_model_do_not_count_each_others_storages():
     gc.collect()
     again = memlab.measure(step, model=model)
     assert real.peak_bytes == dry.peak_bytes == again.peak_bytes
+
+
+# ------------------------------------------------------------------ whole numbers
+
+
+def batches_by_slices(data, indices):
+    """As nanoGPT has it: where a batch begins is drawn, how long it is is not."""
+    return torch.stack([torch.as_tensor(data[i : i + 16]).float() for i in indices])
+
+
+@pytest.mark.parametrize("data", [torch.zeros(1000), torch.zeros(1000).numpy()])
+def test_a_slice_that_begins_where_nobody_knows_is_as_long_as_it_is(data):
+    def make():
+        model = nn.Linear(16, 8)
+
+        def step() -> None:
+            x = batches_by_slices(data, torch.randint(900, (4,)))
+            y = batches_by_slices(data, (torch.randint(900, (4,)) * 2 - 4) // 2 + 1)
+            model(x - y).sum().backward()
+
+        return step, model
+
+    same_in_a_dry_run(make)
+
+
+@pytest.mark.parametrize(
+    ("reckon", "wanted"),
+    [
+        (lambda i: i + 16, 17),
+        (lambda i: 16 + i, 17),
+        (lambda i: i - 3, -2),
+        (lambda i: 16 - i, 15),
+        (lambda i: i * 4, 4),
+        (lambda i: (i + 9) // 2, 5),
+        (lambda i: (i + 9) % 4, 2),
+        (lambda i: -i, -1),
+        (lambda i: i + i + i, 3),
+        (lambda i: i.add(5, alpha=3), 16),
+        (lambda i: (i + 4).to(torch.int32), 5),
+        (lambda i: (i + 4).clone(), 5),
+        (lambda i: i.max(), 1),
+        (lambda i: i // 0, 1),
+    ],
+)
+def test_what_is_reckoned_from_a_whole_number_is_reckoned_from_1(reckon, wanted):
+    with memlab.dry_run():
+        assert reckon(torch.randint(9, (4,))[2]).item() == wanted
+
+
+def test_a_note_names_the_lines_that_read_a_whole_number():
+    def of(read) -> tuple[str, ...]:
+        model, x = nn.Linear(4, 4), torch.zeros(9, 4)
+        lengths = torch.randint(2, 9, (3,))
+        with memlab.dry_run():
+            return memlab.measure(lambda: model(x[: read(lengths)]).sum().backward()).notes
+
+    [note] = of(lambda lengths: lengths.max().item())
+    assert note.startswith("test_fake.py:") or note.startswith("tests/metering/test_fake.py:")
+    assert "reads a whole number from a tensor" in note
+    assert of(lambda lengths: len(lengths)) == ()
+    assert of(lambda lengths: 3 if lengths.sum().float().item() > 0 else 2) == ()
+
+
+# ------------------------------------------------------------------ functions in backward
+
+
+def test_hooks_may_do_in_backward_what_a_step_may():
+    said = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return (gradient.to("cuda") * 2).to(gradient.device)
+
+    def make():
+        model = nn.Linear(16, 8)
+        model.weight.register_post_accumulate_grad_hook(
+            lambda weight: said.append(f"{weight.grad.norm():.3f}")
+        )
+
+        def step() -> None:
+            pack = {"pack_hook": lambda x: x, "unpack_hook": lambda x: x.cuda()}
+            with torch.autograd.graph.saved_tensors_hooks(**pack):
+                loss = Doubled.apply(model(torch.ones(4, 16))).square().sum()
+            loss.backward()
+            torch.autograd.grad(Doubled.apply(model(torch.ones(4, 16))).sum(), model.weight)
+
+        return step, model
+
+    with memlab.dry_run():
+        step, model = make()
+        step()
+        memlab.measure(step, model=model)
+    assert said == ["0.500", "0.500"]

@@ -6,6 +6,7 @@ from itertools import chain, pairwise
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import spectral_norm
 
 import memlab
 from memlab.optim import Adam8bit, AdamW
@@ -144,6 +145,10 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*chain.from_iterable(parts))
 
 
+def Conv() -> nn.Module:  # noqa: N802 - as the layer it makes
+    return nn.Conv2d(4, 4, 3)
+
+
 class Holding(nn.Module):
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -166,6 +171,10 @@ class Holding(nn.Module):
         ),
         # An embedding, a deep encoder, a head: not around the encoder as a whole.
         (nn.Sequential(nn.Embedding(9, 4), Deep(), nn.Linear(4, 9)), ["1.layers"]),
+        # What a checkpoint keeps would be written over, or the weights are others by then.
+        (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(inplace=True)), []),
+        (nn.Sequential(*(spectral_norm(nn.Linear(4, 4)) for _ in range(3))), []),
+        (Holding(bad=nn.Sequential(Conv(), nn.ReLU(True), Conv()), good=mlp(4, 4, 4)), ["good"]),
     ],
 )
 def test_lists_of_layers_are_found(model, paths):
@@ -177,6 +186,7 @@ def test_where_there_is_no_place_no_rung_has_the_technique_and_a_sentence_says_s
     assert [rung.name for rung in ladder(Places((), is_adam=True))] == [
         "adam8bit",
         "offloaded-activations",
+        "adam8bit, offloaded-activations",
         "lion8bit, step in backward",
         "lion8bit, step in backward, offloaded-activations",
     ]
@@ -264,3 +274,12 @@ def test_what_is_no_optimizer_cannot_be_replaced():
     step, model, _ = build()
     with pytest.raises(ValueError, match=r"build\(\) returned nothing as optimizer"):
         stepped_by(Adam8bit, adams_groups)(step, model, None)
+
+
+def test_a_scheduler_sees_the_step_of_the_optimizer_that_was_replaced(recwarn):
+    step, model, optimizer = build()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    stepped_by(Adam8bit, adams_groups)(step, model, optimizer)
+    step()
+    scheduler.step()
+    assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]

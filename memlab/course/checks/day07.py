@@ -114,6 +114,7 @@ _QUANTIZED: dict[str, tuple[Callable[[], Tensor], int]] = {
     "a group of zeros": (lambda: torch.zeros(1, GROUP), 255),
     "4 groups from -1 to 1, one with an outlier of 50": (_outlier, 255),
     "2 groups, from -1 to 1 and from 0 to 0.001": (lambda: _groups((-1, 1), (0, 1e-3)), 255),
+    "a group of numbers from 0 to 1e-7": (lambda: _groups((0, 1e-7)), 255),
     "a group of numbers from -1.3 to 2.9, at 15 levels": (lambda: _groups((-1.3, 2.9)), 15),
     "32 groups of 16": (lambda: _groups(*[(-1.0, 1.0 + n) for n in range(32)], size=16), 255),
 }
