@@ -158,12 +158,12 @@ def cut_off_by_int(groups, levels, round=torch.round):
     return steps.to(torch.int32).clamp(0, levels).to(torch.uint8), smallest, step
 
 
-def a_little_more_than_the_step(groups, levels, round=torch.round):
-    """Against 0 / 0; of numbers that are as small, half of each code."""
+def a_step_of_a_billionth_at_least(groups, levels, round=torch.round):
+    """Against 0 / 0: too many for numbers that are smaller."""
     low, high = groups.aminmax(dim=1, keepdim=True)
     smallest = as_bfloat16(low, -math.inf)
     step = as_bfloat16((high - smallest.float()) / levels, math.inf)
-    steps = (groups - smallest.float()) / (step.float() + 1e-8)
+    steps = (groups - smallest.float()) / step.float().clamp(min=1e-9)
     return round(steps).clamp(0, levels).to(torch.uint8), smallest, step
 
 
@@ -235,7 +235,7 @@ def mostly_exact(weights, compress, decompress):
     [
         (QUANTIZE, by_the_library, "255 is not always the number of steps"),
         (QUANTIZE, cut_off_by_int, "cuts the fraction off"),
-        (QUANTIZE, a_little_more_than_the_step, "a group of numbers from 0 to 1e-7"),
+        (QUANTIZE, a_step_of_a_billionth_at_least, "a group of numbers from 0 to 1e-7"),
         (HOOKS, a_list_beside, "393,580 bytes"),
         (HOOKS, exact_below, "bytes between forward and backward"),
         (QUANTIZE, from_the_unrounded_end_and_to_the_nearest, "lies above the smallest number"),
