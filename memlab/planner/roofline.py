@@ -5,8 +5,9 @@
 
 For a training that somebody else wrote there is no formula of its step, but a dry run has all of
 its operators: what is recomputed comes twice, what an optimizer makes on the way goes through
-memory. As in `costs`, nothing overlaps, and no launch waits: it is there to order ways of training,
-and its ratios say what each costs at most. It is no measurement.
+memory. As in `costs` nothing overlaps; and no launch takes time, so many small operators cost more
+than this says. It is there to order ways of training, and is no measurement; one is in
+`benchmarks/roofline.py`, beside it.
 
 Bytes are those of the tensors that an operator reads and writes, each once; where it takes or
 changes rows of a table, those of the rows. Views move nothing.
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -75,7 +77,9 @@ class Roofline:
         return run
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """One call of an operator."""
+        """One call of an operator; what is none, such as flex attention, is made of those."""
+        if not isinstance(func, OpOverload):
+            return
         computing = 0.0
         if count := operations(func, args, kwargs, result):
             computing = count / (UTILIZATION * peak(self.card, func, args))
