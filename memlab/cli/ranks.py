@@ -109,4 +109,9 @@ def legend(rows: Sequence[RankRow]) -> Iterator[str]:
     yield from (f"stage {number}: {what}" for number, what in STAGES.items())
     yield "model states: weights, gradients and the optimizer's state, when backward has ended"
     yield "sent: by each rank in a step, as a ring of ranks sends it"
+    if any(row.gathered for row in rows):
+        yield (
+            "whole at the peak: whose weights were just then gathered from all ranks; the root's "
+            "are those of no block"
+        )
     yield from report.failures(rows)
