@@ -589,7 +589,8 @@ def _gradients(shape: tuple[int, ...]) -> list[Tensor]:
 def _stepped(answer: Any, name: str, shape: tuple[int, ...]) -> tuple[list[Tensor], int, int]:
     """The weight after each step; bytes of state that are left; how often encode_v was called."""
     weight, gradients = nn.Parameter(torch.zeros(shape)), _gradients(shape)
-    optimizer, place = answer([weight], **SETTINGS), weight.data_ptr()
+    place = weight.detach()  # while it is held, no other storage can begin where this one does
+    optimizer = answer([weight], **SETTINGS)
     marks = _marked(optimizer)
     after: list[Tensor] = []
 
@@ -606,7 +607,7 @@ def _stepped(answer: Any, name: str, shape: tuple[int, ...]) -> tuple[list[Tenso
         f"Adam8bit on a weight {name}: step changed the gradient.",
     )
     require(
-        any(copy.any() for copy in after) and weight.data_ptr() == place,
+        any(copy.any() for copy in after) and weight.data_ptr() == place.data_ptr(),
         f"Adam8bit on a weight {name}: the weight has not moved where it lies; step it in place, "
         f"weight -= ….",
     )
