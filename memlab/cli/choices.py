@@ -96,10 +96,11 @@ def choose_techniques(
     in the order of their table. With `kernels`, those that have one are taken by it."""
     all_but = [name for name in (*TECHNIQUES, *COMBINATIONS) if name not in left_out]
     wanted = dict.fromkeys(names or all_but)
-    for part in (part for name in wanted for part in name.split("+")):
-        _known("--technique", part, TECHNIQUES)
     for name in wanted:
-        if len(set(parts := name.split("+"))) < len(parts):
+        parts = name.split("+")
+        for part in parts:
+            _known("--technique", part, TECHNIQUES)
+        if len(set(parts)) < len(parts):
             raise UsageError(
                 f"got --technique {shown(name)}, which names a technique twice; give each once"
             )

@@ -54,6 +54,11 @@ class Climb(NamedTuple):
     places: Places
     plain: Roofline | None  # the step as it is, if a card is what it is predicted for
 
+    @property
+    def has_times(self) -> bool:
+        """Whether there is anything to compare."""
+        return any(row.estimated_time_ratio for row in self.rows)
+
 
 def climb(script: Script, target: str, budget: int, card: Card, announce: Announce) -> Climb:
     """Predict rung by rung, until one fits; times are the card's, and a CPU has none."""
@@ -127,8 +132,8 @@ def _show(
 ) -> None:
     report.say(f"{script}: its second step, predicted for {target}, nothing is computed")
     report.say(f"{room(there, target)}\n")
-    report.console.print(_table(found.rows, budget))
-    if found.plain and len(found.rows) > 1:
+    report.console.print(_table(found, budget))
+    if found.has_times:
         report.say(f"\n{report.paragraph(_about_times(found.plain))}")
     for sentence in report.failures(found.rows):
         report.say(f"\n{report.paragraph(sentence)}")
@@ -175,12 +180,11 @@ def _indented(sentence: str, lines: list[str]) -> str:
     return "\n\n  ".join([sentence, "\n  ".join(lines)])
 
 
-def _table(rows: list[Row], budget: int) -> Table:
+def _table(found: Climb, budget: int) -> Table:
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    has_times = any(row.estimated_time_ratio for row in rows)
-    for title in ("with", "allocated", "reserved", "left", *(["time"] if has_times else [])):
+    for title in ("with", "allocated", "reserved", "left", *["time"] * found.has_times):
         lines.add_column(title, justify="left" if title == "with" else "right", no_wrap=True)
-    for row in rows:
+    for row in found.rows:
         if row.trace is None:
             lines.add_row(row.name, "failed")
             continue
@@ -191,6 +195,6 @@ def _table(rows: list[Row], budget: int) -> Table:
             format_bytes(row.trace.allocated_bytes),
             "" if reserved is None else format_bytes(reserved),
             format_bytes(left) if left >= 0 else f"lacks {format_bytes(-left)}",
-            *([f"{row.estimated_time_ratio or 1:.2f} ×"] if has_times else []),
+            *[f"{row.estimated_time_ratio or 1:.2f} ×"] * found.has_times,
         )
     return lines

@@ -16,17 +16,16 @@ Source   Williams et al. 2009, "Roofline" (doi 10.1145/1498765.1498785).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from memlab.checkpointing.operations import operations
 from memlab.metering.fake import dry_run
+from memlab.metering.tensors import tensors_among
 from memlab.pieces import stands_for
 from memlab.planner.cards import Card
 from memlab.planner.costs import DISK_BANDWIDTH, UTILIZATION
@@ -98,7 +97,7 @@ def _offloaded_bytes(step: Callable[[], Any]) -> int:
 
 def peak(card: Card, func: Any, args: Any) -> float:
     """Operations a second at the precision of what is multiplied: TF32 is half of bfloat16's."""
-    if all(x.dtype.itemsize <= 2 for x in _tensors(args) if x.is_floating_point()):
+    if all(x.dtype.itemsize <= 2 for x in tensors_among(args) if x.is_floating_point()):
         return card.flops
     is_convolution = func.overloadpacket in (aten.convolution, aten.convolution_backward)
     flags = torch.backends.cudnn if is_convolution else torch.backends.cuda.matmul
@@ -112,11 +111,10 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return 0
     places = [(i, a) for i, a in enumerate(func._schema.arguments) if a.is_write]
     out = {a.name for _, a in places if a.kwarg_only}  # not read
-    given = list(_tensors((args, {name: x for name, x in kwargs.items() if name not in out})))
-    written = [args[i] if i < len(args) else kwargs.get(a.name) for i, a in places]
-    changed = list(_tensors(written))
+    given = tensors_among([*args, *(x for name, x in kwargs.items() if name not in out)])
+    changed = tensors_among(args[i] if i < len(args) else kwargs.get(a.name) for i, a in places)
     known = {x.untyped_storage()._cdata for x in (*given, *changed)}
-    made = [x for x in _tensors(result) if x.untyped_storage()._cdata not in known]
+    made = [x for x in tensors_among([result]) if x.untyped_storage()._cdata not in known]
     if not made and not changed:
         return 0  # a view that is not called one, or a question
     if packet in _OF_ROWS:
@@ -124,17 +122,6 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return sum(map(_bytes, [*given[1:], *rows, *rows]))
     read = given[1:] if packet in _FILL else given
     return sum(map(_bytes, [*read, *changed, *made]))
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Those that lie in memory as numbers side by side; what wraps others is seen by its parts."""
-    for x in tree_leaves(tree):
-        if (
-            isinstance(x, Tensor)
-            and x.layout is torch.strided
-            and not is_traceable_wrapper_subclass(x)
-        ):
-            yield x
 
 
 def _bytes(x: Tensor) -> int:
