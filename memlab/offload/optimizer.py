@@ -267,6 +267,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._gradients.forget()
         self._broken = ""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refused: two optimizers cannot share one store."""
+        raise TypeError(
+            "an offloaded optimizer cannot be copied or pickled, because its state lies in its "
+            "store; copy its state_dict(), or give the copy a store of its own"
+        )
+
     def remove(self) -> None:
         """Let gradients stay with the weights again; what is in the store stays there."""
         self._gradients.remove()

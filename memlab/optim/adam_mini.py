@@ -15,7 +15,8 @@ about one size, and one v does for all of them: the mean of their g². In a Tran
 
 The partition is declared, a size of block for each parameter's name, and never guessed: of a layer
 that is in no rule, one v for the whole of it trains without a word and slowly. `gpt_partition` and
-`llama_partition` apply tables of rules; a mapping from names to sizes is a partition too.
+`llama_partition` apply tables of rules; a mapping from names to sizes is a partition too. Without
+one, every row has its own v, which needs no names and is never too coarse.
 
     AdamMini(model.named_parameters(), partition=gpt_partition(model.config.head_width))
 
@@ -131,12 +132,18 @@ def llama_partition(head_width: int, *, default: Share | None = None) -> ByRules
     return ByRules(LLAMA_RULES, head_width, default)
 
 
+def by_rows(name: str, shape: Sequence[int]) -> int:
+    """One v for each row of a matrix, (out, in): what makes one element of the output. Each element
+    of a vector has its own."""
+    return max(1, prod(shape[1:]))
+
+
 def block_size(share: Share, name: str, shape: Sequence[int], head_width: int) -> int:
     """How many neighbours share a v in a weight of that shape, whose first dimension is the output.
 
     A row of a vector is a number: each makes one number of the output.
     """
-    row = max(1, prod(shape[1:]))
+    row = by_rows(name, shape)
     if share == "number":
         return 1
     if share == "row":
@@ -161,25 +168,29 @@ def block_size(share: Share, name: str, shape: Sequence[int], head_width: int) -
 class AdamMini(AdamW):
     """AdamW with one second moment for each block of a declared partition.
 
-    It needs names: `model.named_parameters()`, or groups of such pairs, as torch's optimizers take
-    them. A weight that comes twice, tied, counts once, by its first name. `partition` maps a name,
-    or is called with a name and a shape, and gives how many neighbouring numbers share a v.
+    `partition` maps a name, or is called with a name and a shape, and returns how many neighboring
+    elements share a v. It needs names: pass `model.named_parameters()`, or groups of such pairs, as
+    torch's optimizers accept them. A tied weight that comes twice counts once, by its first name.
 
-    Other arguments and their defaults are AdamW's. Raises TypeError for weights without names, and
-    ValueError for a parameter that the partition doesn't know or doesn't divide.
+    Without a partition `model.parameters()` will do: each row of a matrix shares a v, and each
+    element of a vector has its own (`by_rows`). Queries and keys then have one v a row where the
+    paper has one a head: finer, so as safe, for a few bytes more.
+
+    Other arguments and their defaults are AdamW's. Raises TypeError for a partition and weights
+    without names, and ValueError for a parameter that the partition does not cover or divide.
     """
 
     def __init__(
         self,
-        named_parameters: Iterable[Any],
+        params: Iterable[Any],
         lr: float = 1e-3,
-        *,
-        partition: Partition,
-        **adamw: Any,
+        *adamw: Any,
+        partition: Partition | None = None,
+        **settings: Any,
     ) -> None:
         self._partition = partition
         self._sizes: dict[Tensor, int] = {}
-        super().__init__(named_parameters, lr, **adamw)
+        super().__init__(params, lr, *adamw, **settings)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for named weights of which the partition knows."""
@@ -202,7 +213,7 @@ class AdamMini(AdamW):
         name that stands for it in the group."""
         if weight in self._sizes:
             return self._sizes[weight]
-        if len(group.get("param_names", ())) == len(group["params"]):
+        if self._partition is None or len(group.get("param_names", ())) == len(group["params"]):
             return self._sizes_of(group)[weight]
         raise ValueError(
             f"got a weight of shape {tuple(weight.shape)} that has no name, by which a partition "
@@ -220,10 +231,12 @@ class AdamMini(AdamW):
         return {**super().__getstate__(), "_partition": self._partition, "_sizes": self._sizes}
 
     def _sizes_of(self, group: dict[str, Any]) -> dict[Tensor, int]:
+        if self._partition is None:
+            return {weight: by_rows("", weight.shape) for weight in group["params"]}
         if "param_names" not in group:
             raise TypeError(
-                "got weights without names, by which a partition knows them; give "
-                "model.named_parameters()"
+                "got weights without names, by which a partition finds them; pass "
+                "model.named_parameters(), or leave out partition= for one v a row"
             )
         named = zip(group["param_names"], group["params"], strict=True)
         return {weight: _size_in(self._partition, name, weight.shape) for name, weight in named}

@@ -21,7 +21,8 @@ from memlab.optim.moments import Moment
 class AdamW(Optimizer):
     """AdamW with moments of float32: torch.optim.AdamW's arguments, steps and names of states.
 
-    What else it takes is the base's: maximize, rounding, moment_dtype, generator, piece.
+    Further arguments are the base's: maximize, rounding, moment_dtype, generator, piece, and
+    torch's own foreach, fused, capturable and differentiable.
     """
 
     def __init__(
@@ -31,10 +32,11 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         **base: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, **base)
+        super().__init__(params, defaults, amsgrad=amsgrad, **base)
 
     def require_group(self, group: dict[str, Any]) -> None:
         """Of torch's states too: neither AMSGrad nor a decay that is part of the gradient."""

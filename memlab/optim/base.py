@@ -18,6 +18,9 @@ stepped as ever, from the next on all their moments are NaN. No other block know
 such a step out, look before it: `LossScaler`, or `clip_grad_norm_(..., error_if_nonfinite=True)`.
 """
 
+import math
+import numbers
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -40,8 +43,13 @@ class Optimizer(torch.optim.Optimizer):
     CPU, 2²² elsewhere. A weight that is no contiguous run of numbers (channels_last, transposed) is
     copied to one, whole, and back.
 
-    Raises ValueError for settings that nothing can step by; TypeError for weights of integers or
-    complex numbers and for stochastic rounding to float16, and in step() for a sparse gradient.
+    torch's `foreach` and `fused` are accepted and change nothing: they choose how torch computes
+    the same step, and this loop always steps one piece at a time. `amsgrad`, `capturable` and
+    `differentiable` ask for another step, so True is refused.
+
+    Raises ValueError for settings that nothing can step by and for a parameter given twice;
+    TypeError for a setting of the wrong type, for weights of integers or complex numbers and for
+    stochastic rounding to float16, and in step() for a sparse gradient.
     """
 
     def __init__(
@@ -54,9 +62,14 @@ class Optimizer(torch.optim.Optimizer):
         moment_dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
         piece: int | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        **unsupported: bool,
     ) -> None:
         if piece is not None and piece < 1:
             raise ValueError(f"got pieces of {piece} numbers; give at least 1")
+        require_bools(maximize=maximize, foreach=foreach or False, fused=fused or False)
+        require_off(type(self).__name__, unsupported)
         self.generator, self.piece = generator, piece
         own = {"maximize": maximize, "rounding": rounding, "moment_dtype": moment_dtype}
         super().__init__(params, {**defaults, **own})
@@ -150,6 +163,8 @@ class Optimizer(torch.optim.Optimizer):
     def require_group(self, group: dict[str, Any]) -> None:
         """Raises for settings, or weights, that this optimizer cannot step by."""
         require_settings(**{name: group[name] for name in _SETTINGS if name in group})
+        require_bools(maximize=group.get("maximize", False))
+        _require_each_once(group)
         if group["rounding"] not in ("nearest", "stochastic"):
             raise ValueError(f"got rounding={group['rounding']!r}; give 'nearest' or 'stochastic'")
         if group["moment_dtype"] not in _MOMENT_DTYPES:
@@ -162,7 +177,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, for what can be stepped."""
-        super().add_param_group(param_group)
+        with (
+            warnings.catch_warnings()
+        ):  # torch warns of a parameter given twice; here it is refused
+            warnings.filterwarnings("ignore", message=".*contains a parameter group with duplicate")
+            super().add_param_group(param_group)
         try:
             self.require_group(self.param_groups[-1])
         except (TypeError, ValueError):
@@ -264,9 +283,57 @@ _SETTINGS = ("lr", "betas", "weight_decay", "eps")
 def require_settings(
     lr: float | Tensor, betas: Sequence[float], weight_decay: float, eps: float = 0.0
 ) -> None:
-    """ValueError for settings that no optimizer can step by."""
+    """ValueError or TypeError for settings that no optimizer can step by."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
-        if not value >= 0:
-            raise ValueError(f"got {name}={value}; give at least 0")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        if not 0 <= _number(name, value) < math.inf:
+            raise ValueError(f"got {name}={value}; give at least 0, and a finite number")
+    if not isinstance(betas, Sequence) or isinstance(betas, str):
+        raise TypeError(f"got betas={betas!r}; give two numbers, such as (0.9, 0.999)")
+    if len(betas) != 2 or not all(0 <= _number("betas", beta) < 1 for beta in betas):
         raise ValueError(f"got betas={betas}; give two of at least 0 and less than 1")
+
+
+def _number(name: str, value: Any) -> float:
+    is_one_element = isinstance(value, Tensor) and value.numel() == 1
+    if is_one_element or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
+        return float(value)
+    raise TypeError(f"got {name}={value!r}; give a number, or a tensor of one element")
+
+
+def require_bools(**settings: Any) -> None:
+    """TypeError for a switch that is neither True nor False."""
+    for name, value in settings.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"got {name}={value!r}; give True or False")
+
+
+_UNSUPPORTED = {
+    "amsgrad": "it keeps a third moment; use torch.optim.AdamW for it",
+    "capturable": "a step here reads its count on the host, so a CUDA graph cannot record it",
+    "differentiable": "a step here runs in place, without a graph",
+}
+
+
+def require_off(optimizer: str, settings: dict[str, Any]) -> None:
+    """torch's switches may be passed as False; what they would change is refused."""
+    for name, value in settings.items():
+        if name not in _UNSUPPORTED:
+            raise TypeError(f"{optimizer} got an unexpected argument {name!r}={value!r}")
+        require_bools(**{name: value})
+        if value:
+            raise ValueError(f"{optimizer} got {name}=True: {_UNSUPPORTED[name]}; leave it out")
+
+
+def _require_each_once(group: dict[str, Any]) -> None:
+    """A parameter given twice would take two steps at once."""
+    if len(set(group["params"])) == len(group["params"]):
+        return
+    names = group.get("param_names") or [f"parameter {at}" for at in range(len(group["params"]))]
+    first: dict[Tensor, str] = {}
+    for name, weight in zip(names, group["params"], strict=True):
+        if weight in first:
+            raise ValueError(
+                f"got the parameter of shape {tuple(weight.shape)} twice, as {first[weight]} and "
+                f"as {name}; give each once: model.parameters() does"
+            )
+        first[weight] = name

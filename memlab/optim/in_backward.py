@@ -37,7 +37,7 @@ optimizer as they were saved last. Or take the half step as it is: call `zero_gr
 which ends it, and go on with the next batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -95,12 +95,20 @@ class InBackward:
         return self.optimizer.state
 
     @torch.no_grad()
-    def step(self) -> None:
-        """End the step: weights that still have a gradient are stepped, and it is dropped."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """End the step: weights that still have a gradient are stepped, and it is dropped.
+
+        A `closure`, which runs backward, is called first; its result is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for weight, place in self._places():
             if weight.grad is not None:
                 self._step(place, weight)
         self._stepped.clear()
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that were set by hand and not stepped; backward leaves none."""
@@ -120,6 +128,10 @@ class InBackward:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle hooks onto the weights of the copied optimizer."""
+        return step_in_backward, (self.optimizer,)
 
     def __enter__(self) -> "InBackward":
         return self

@@ -33,6 +33,8 @@ class MasterWeights:
     `optimizer(copies)` makes it, such as `functools.partial(torch.optim.AdamW, lr=1e-4)`. With
     `gather_at_once`, each gradient becomes float32 as soon as backward has made it: sums of several
     backward passes are then taken in float32, and gather_gradients() has nothing left to do.
+
+    Pass `.optimizer` to a learning-rate scheduler.
     """
 
     def __init__(
@@ -42,15 +44,29 @@ class MasterWeights:
         *,
         gather_at_once: bool = False,
     ) -> None:
-        self._models = list(dict.fromkeys(p for p in parameters if p.requires_grad))
-        if not self._models:
+        self._models: list[nn.Parameter] = []
+        self.weights: list[nn.Parameter] = []
+        self._gather_at_once = gather_at_once
+        if not self._add(parameters):
             raise ValueError("got no weights to train; give parameters that require a gradient")
-        self.weights = [nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self._models]
-        self.optimizer = optimizer(self.weights)
-        if gather_at_once:
-            pairs = zip(self._models, self.weights, strict=True)
-            for low, copy in pairs:
+        self.optimizer = optimizer(list(self.weights))
+
+    def _add(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Copies of the parameters that train, each once."""
+        models = list(dict.fromkeys(p for p in parameters if p.requires_grad))
+        copies = [nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in models]
+        if self._gather_at_once:
+            for low, copy in zip(models, copies, strict=True):
                 low.register_post_accumulate_grad_hook(lambda low, copy=copy: _gather(low, copy))
+        self._models += models
+        self.weights += copies
+        return copies
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train further weights of the model, by copies of their own."""
+        given = param_group["params"]
+        copies = self._add([given] if isinstance(given, torch.Tensor) else given)
+        self.optimizer.add_param_group({**param_group, "params": copies})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -63,10 +79,20 @@ class MasterWeights:
             if low.grad is not None:
                 _gather(low, copy)
 
-    def step(self, *args: Any) -> Any:
-        """Step the copies and give them, rounded, to the model; what the optimizer returns."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the copies and give them, rounded, to the model; returns what the optimizer returns.
+
+        `closure` computes the loss and the model's gradients, as for torch's optimizers.
+        """
+
+        def evaluate() -> Any:
+            self.hand_over()  # LBFGS evaluates again after it has moved the copies
+            loss = closure()
+            self.gather_gradients()
+            return loss
+
         self.gather_gradients()
-        result = self.optimizer.step(*args)
+        result = self.optimizer.step(evaluate) if closure else self.optimizer.step()
         self.hand_over()
         return result
 

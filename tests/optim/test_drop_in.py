@@ -1,0 +1,243 @@
+"""Every optimizer here takes the place of torch's: its arguments, copies, states, schedulers."""
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from memlab.offload import HostStore, OffloadedOptimizer
+from memlab.optim import Adam8bit, AdamMini, AdamW, Lion, Lion8bit, step_in_backward
+from memlab.optim.adam_mini import by_rows
+from memlab.precision import MasterWeights
+
+OURS = [AdamW, Adam8bit, AdamMini, Lion, Lion8bit]
+LIKE_ADAMW = [AdamW, Adam8bit, AdamMini]
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 80), nn.LayerNorm(80), nn.Linear(80, 5))
+    return model.to(dtype)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
+    """By closures, each with a batch of its own."""
+    for seed in range(steps):
+        batch = torch.randn(3, 70, generator=torch.Generator().manual_seed(seed))
+
+        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch.to(next(model.parameters()).dtype)).square().sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).requires_grad
+
+
+def assert_equal(model: nn.Module, other: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def saved_and_loaded(both: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(both, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both)), saved_and_loaded]
+)
+def test_a_model_and_its_optimizer_are_copied_together(cls, copied):
+    model = model_of()
+    optimizer = cls(model.parameters(), lr=0.01)
+    train(model, optimizer)
+    other, its_optimizer = copied((model, optimizer))
+    train(model, optimizer), train(other, its_optimizer)
+    assert_equal(model, other)
+
+
+@pytest.mark.parametrize("cls", OURS)
+def test_a_state_goes_through_a_file_of_weights_only(cls):
+    model = model_of()
+    optimizer = cls(model.parameters(), lr=0.01)
+    train(model, optimizer)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = copy.deepcopy(model)
+    loaded = cls(other.parameters(), lr=0.5)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    train(model, optimizer), train(other, loaded)
+    assert_equal(model, other)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
+    "one cycle, betas too": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=True),
+    "warm-up, then cosine": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 5)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_schedulers_set_what_they_set_in_torchs(cls, scheduler):
+    ours, torchs = (
+        kind(model_of().parameters(), lr=0.01, betas=(0.9, 0.99))
+        for kind in (cls, torch.optim.AdamW)
+    )
+    settings = []
+    for optimizer in (ours, torchs):
+        schedule = SCHEDULERS[scheduler](optimizer)
+        for _ in range(4):
+            optimizer.step()
+            schedule.step()
+        [group] = optimizer.param_groups
+        settings.append((group["lr"], group["betas"]))
+    assert settings[0] == settings[1]
+
+
+@pytest.mark.parametrize("cls", LIKE_ADAMW)
+def test_arguments_stand_where_torchs_do(cls):
+    given = (1e-2, (0.8, 0.95), 1e-6, 0.1, False)
+    ours = cls(model_of().parameters(), *given)
+    torchs = torch.optim.AdamW(model_of().parameters(), *given)
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        assert ours.defaults[name] == torchs.defaults[name]
+
+
+@pytest.mark.parametrize("cls", OURS)
+def test_torchs_choices_of_a_kernel_are_accepted_and_change_nothing(cls):
+    plain, hinted = model_of(), model_of()
+    train(plain, cls(plain.parameters()))
+    off = dict.fromkeys(("amsgrad", "capturable", "differentiable"), False)
+    train(hinted, cls(hinted.parameters(), foreach=True, fused=True, **off))
+    assert_equal(plain, hinted)
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"capturable": True}, ValueError, "capturable=True: a step here reads its count on the"),
+        ({"differentiable": True}, ValueError, "differentiable=True: a step here runs in place"),
+        ({"amsgrad": True}, ValueError, "amsgrad=True: it keeps a third moment"),
+        ({"lr": math.inf}, ValueError, "got lr=inf; give at least 0, and a finite"),
+        ({"lr": "x"}, TypeError, "got lr='x'; give a number"),
+        ({"lr": True}, TypeError, "got lr=True; give a number"),
+        ({"lr": torch.ones(2)}, TypeError, "give a number, or a tensor of one element"),
+        ({"weight_decay": None}, TypeError, "got weight_decay=None; give a number"),
+        ({"betas": 0.9}, TypeError, "got betas=0.9; give two numbers"),
+        ({"betas": ("a", 0.9)}, TypeError, "got betas='a'; give a number"),
+        ({"maximize": "no"}, TypeError, "got maximize='no'; give True or False"),
+        ({"fused": "yes"}, TypeError, "got fused='yes'; give True or False"),
+        ({"momentum": 0.9}, TypeError, "an unexpected argument 'momentum'=0.9"),
+    ],
+)
+def test_what_no_step_can_be_taken_by_is_refused_in_a_sentence(cls, settings, error, words):
+    with pytest.raises(error, match=words):
+        cls(model_of().parameters(), **settings)
+
+
+@pytest.mark.parametrize("cls", [AdamW, Adam8bit, Lion, Lion8bit])
+def test_a_parameter_given_twice_is_refused_by_its_name(cls):
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="twice, as parameter 0 and as parameter 1; give each"):
+        cls([weight, weight])
+    with pytest.raises(ValueError, match="twice, as head and as tail"):
+        cls([("head", weight), ("tail", weight)])
+
+
+def test_adam_mini_without_a_partition_shares_by_rows():
+    """The oracle: the same rule as a partition, for a model with names."""
+    plain, named = model_of(), model_of()
+    ours = AdamMini(plain.parameters(), lr=0.01)
+    train(plain, ours)
+    train(named, AdamMini(named.named_parameters(), lr=0.01, partition=by_rows))
+    assert_equal(plain, named)
+    shared = [len(ours.state[weight]["exp_avg_sq"]) for weight in plain.parameters()]
+    assert shared == [80, 80, 80, 80, 5, 5]
+
+
+# ------------------------------------------------------------------ optimizers around optimizers
+
+
+def test_master_weights_step_by_a_closure_as_without_one():
+    ways = []
+    for by_closure in (True, False):
+        model = model_of(torch.bfloat16)
+        master = MasterWeights(model.parameters(), lambda w: torch.optim.AdamW(w, lr=0.01))
+        for seed in range(3):
+            batch = torch.randn(3, 70, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+            def closure(model=model, master=master, batch=batch):
+                master.zero_grad()
+                loss = model(batch).square().sum()
+                loss.backward()
+                return loss
+
+            if by_closure:
+                master.step(closure)
+            else:
+                closure(), master.step()
+        ways.append(model)
+    assert_equal(*ways)
+
+
+def test_master_weights_find_the_minimum_that_lbfgs_finds_in_float32():
+    weight = nn.Parameter(torch.tensor([3.0, -2.0], dtype=torch.bfloat16))
+    master = MasterWeights([weight], lambda w: torch.optim.LBFGS(w, max_iter=20))
+
+    def closure() -> torch.Tensor:
+        master.zero_grad()
+        loss = (weight - torch.tensor([1.0, 0.5])).square().sum()
+        loss.backward()
+        return loss
+
+    master.step(closure)
+    assert weight.tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_master_weights_take_a_further_group_with_its_own_settings(at_once):
+    first, second = (nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
+    master = MasterWeights([first], lambda w: torch.optim.SGD(w, lr=0.5), gather_at_once=at_once)
+    master.add_param_group({"params": [second], "lr": 0.25})
+    (first.sum() + second.sum()).backward()
+    master.step()
+    assert first.tolist() == [0.5] * 3
+    assert second.tolist() == [0.75] * 3
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_of_a_step_in_backward_steps_its_own_model_in_backward(copied):
+    model = model_of()
+    stepping = step_in_backward(AdamW(model.parameters(), lr=0.01))
+    train(model, stepping)
+    other, its_stepping = copied((model, stepping))
+    train(model, stepping)
+    model(torch.ones(1, 70)).sum().backward()
+    train(other, its_stepping)
+    other(torch.ones(1, 70)).sum().backward()
+    assert all(weight.grad is None for weight in other.parameters())
+    assert_equal(model, other)
+
+
+def test_an_offloaded_optimizer_says_why_it_cannot_be_copied():
+    model = model_of()
+    optimizer = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), HostStore())
+    for way in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled, because its state lies"):
+            way(optimizer)
