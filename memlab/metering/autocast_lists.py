@@ -7,8 +7,11 @@ Here each operator that only one of them names gets CUDA's rule under the CPU's 
 
     float32        its inputs are cast up
     float32 dtype  its result is asked for in float32, unless the caller named a dtype
-    lower          its inputs are cast down; a weight's cast is kept until autocast ends
+    lower          its inputs are cast down; a weight's cast is cached until autocast ends
     promote        its inputs are cast to the widest among them
+
+The rule for lowering also replaces the CPU's own, so that all operators share one cache of casts,
+as they do on CUDA.
 """
 
 import functools
@@ -93,7 +96,7 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def forget_casts(clear: Callable[[], None]) -> Callable[[], None]:
-    """What `torch.clear_autocast_cache` does, and the same to the casts kept here."""
+    """What `torch.clear_autocast_cache` does, and the same to the casts cached here."""
 
     def clear_both() -> None:
         _casts.clear()
@@ -104,8 +107,7 @@ def forget_casts(clear: Callable[[], None]) -> Callable[[], None]:
 
 def _rules() -> Iterator[tuple[Any, Callable[..., Any]]]:
     for name in LOWER:
-        if not _has_kernel(f"aten::{name}", "AutocastCPU"):  # else the CPU's own does the same
-            yield operator(name), _casting(operator(name), _lower)
+        yield operator(name), _casting(operator(name), _lower)
     for name in FLOAT32:
         yield operator(name), _casting(operator(name), _to_float32)
     for name in FLOAT32_DTYPE:
@@ -196,12 +198,29 @@ def _lower(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor
     dtype = torch.get_autocast_dtype("cpu")
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-        is_kept = is_weight and tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()
-        if not is_kept:
-            return _to(tensor, dtype)
-        if tensor not in _casts:
-            _casts[tensor] = _to(tensor, dtype)
-        return _casts[tensor]
+        return _cached(tensor, dtype) if _is_cacheable(tensor) else _to(tensor, dtype)
 
     return cast
+
+
+def _is_cacheable(tensor: torch.Tensor) -> bool:
+    """Whether torch caches the tensor's cast (`cached_cast` of ATen/autocast_mode.cpp): only a
+    float32 weight's, and never in inference mode, whose tensors no graph could use afterwards.
+
+    torch also leaves out tensors that a CUDA graph's pool caches; a prediction has no graphs.
+    """
+    return (
+        tensor.dtype == torch.float32
+        and tensor.requires_grad
+        and torch.is_autocast_cache_enabled()
+        and not torch.is_inference_mode_enabled()
+        and tensor.is_leaf
+        and not tensor._is_view()
+    )
+
+
+def _cached(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor not in _casts:
+        with torch.enable_grad():  # what no_grad() caches, a later forward pass may train
+            _casts[tensor] = _to(tensor, dtype)
+    return _casts[tensor]

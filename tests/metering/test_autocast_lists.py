@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_prediction import births, predicted
+from test_prediction import WORKSPACE, births, predicted
 from torch import nn
 from torch.nn import functional as F
 
+import memlab
 from memlab import Kernels
 from memlab.metering import autocast_lists
 
@@ -132,6 +133,84 @@ def test_it_is_not_kept_where_the_cache_is_off():
                 torch.einsum("ti,oi->to", x, weight)
 
     assert births(predicted(step), "_to_copy") == [(128, "bfloat16")] * 3
+
+
+def _by_einsum(x: torch.Tensor, weight: torch.Tensor) -> None:
+    torch.einsum("ti,io->to", x, weight)  # on CUDA's list alone
+
+
+WEIGHTS = {
+    "a parameter": lambda: nn.Parameter(torch.zeros(8, 8)),
+    "a parameter made in inference mode": torch.inference_mode()(
+        lambda: nn.Parameter(torch.zeros(8, 8))
+    ),
+    "frozen": lambda: torch.zeros(8, 8),
+    "a view": lambda: nn.Parameter(torch.zeros(8, 8)).t(),
+    "a leaf that is a view": lambda: torch.zeros(9, 8)[:8].detach().requires_grad_(),
+    "no leaf": lambda: nn.Parameter(torch.zeros(8, 8)) * 1,
+}
+
+
+@pytest.mark.parametrize("cache_enabled", [True, False])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_casts_are_cached_where_torch_caches_them(weight, mode, cache_enabled):
+    """The oracle is the CPU's own autocast, which has the same cache for its own list."""
+
+    def step(function, device):
+        tensor = WEIGHTS[weight]()
+        x = torch.zeros(8, 8, dtype=torch.bfloat16)
+        with mode(), torch.autocast(device, torch.bfloat16, cache_enabled=cache_enabled):
+            function(x, tensor)
+            with torch.autocast(device, torch.bfloat16):  # its end is not the end of the cache
+                function(x, tensor)
+            with torch.autocast(device, enabled=False):
+                pass
+            function(x, tensor)
+
+    def casts(trace):
+        return len(births(trace, "_to_copy"))
+
+    real = casts(memlab.measure(lambda: step(torch.mm, "cpu")))
+    for function in (torch.mm, _by_einsum):
+        assert casts(predicted(lambda device, f=function: step(f, device))) == real
+
+
+def test_operators_of_both_lists_share_one_cache():
+    def step(device):
+        weight = nn.Parameter(torch.zeros(8, 8, device=device))
+        x = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
+        with torch.autocast(device, torch.bfloat16):
+            torch.einsum("ti,oi->to", x, weight)
+            x @ weight
+
+    assert births(predicted(step), "_to_copy") == [(128, "bfloat16")]
+
+
+def test_a_weight_whose_cast_no_grad_cached_still_gets_its_gradient():
+    def step(device):
+        weight = nn.Parameter(torch.zeros(8, 8, device=device))
+        x = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
+        with torch.autocast(device, torch.bfloat16):
+            with torch.no_grad():
+                torch.einsum("ti,oi->to", x, weight)
+            y = torch.einsum("ti,oi->to", x, weight)
+        y.sum().backward()
+        assert weight.grad.shape == weight.shape
+
+    predicted(step)
+
+
+def test_inference_holds_one_cast_at_a_time():
+    def step(device):
+        first, second = (nn.Parameter(torch.zeros(256, 256, device=device)) for _ in range(2))
+        x = torch.zeros(1, 256, dtype=torch.bfloat16, device=device)
+        with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
+            x = torch.einsum("ti,oi->to", x, first)
+            torch.einsum("ti,oi->to", x, second)
+
+    weights, cast, row = 2 * 4 * 256**2, 2 * 256**2, 512
+    assert predicted(step).peak_bytes - WORKSPACE == weights + cast + 2 * row
 
 
 def test_the_cpus_list_is_there_to_compare():
