@@ -1,6 +1,6 @@
 """The scratch that CUDA's kernels take while they run, where it follows from shapes.
 
-No dispatcher sees it. Two kinds are known here, both from torch 2.13's own sources:
+No dispatcher sees it. Three kinds are known here, all from torch 2.13's own sources:
 
 Reductions over a dimension that is not the fastest (a bias's gradient: the sum over all tokens)
 are split among thread blocks when one block would have too much to add, and the blocks' partial
@@ -9,6 +9,9 @@ results go through a buffer. How many blocks there are, ATen/native/cuda/Reduce.
 
 Flash attention's backward keeps a float32 gradient of the queries, a float32 row sum and, with
 grouped queries, the gradients of keys and values for all heads (flash_api.cpp, `mha_bwd`).
+
+Softmax's backward multiplies gradient and output first, into a temporary as large as either, which
+log_softmax's does not. Both work on contiguous tensors alone, and copy what is not (SoftMax.cu).
 """
 
 from collections.abc import Sequence
@@ -16,6 +19,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch._prims_common import compute_elementwise_output_strides
 
 aten = torch.ops.aten
 
@@ -31,6 +35,8 @@ def scratch_bytes(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tu
         return _of_reduction(func, args, kwargs, multiprocessors)
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         return _of_flash_backward(*args[1:3])
+    if func in _SOFTMAXES:
+        return _of_softmax(func, *args)
     return ()
 
 
@@ -176,3 +182,30 @@ def _of_flash_backward(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...
     if key.shape[1] != H:
         buffers += 2 * [query.element_size() * B * key.shape[2] * H * D]
     return tuple(buffers)
+
+
+# ------------------------------------------------------------------ softmax
+
+
+def _of_softmax(func: Any, *args: Any) -> tuple[int, ...]:
+    """Copies of the inputs that are not contiguous; in backward, after `grad * output`."""
+    inputs = list(args[: _SOFTMAXES[func]])
+    buffers = []
+    if func is aten._softmax_backward_data.default:
+        grad, output = inputs
+        buffers = [_bytes(output)]  # grad * output: the kernel reads it in place of the gradient
+        strides = compute_elementwise_output_strides(grad, output)
+        inputs[0] = output.as_strided(output.shape, strides)
+    return tuple(buffers + [_bytes(x) for x in inputs if not x.is_contiguous()])
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+_SOFTMAXES = {  # operator: how many tensors it reads
+    aten._softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax_backward_data.default: 2,
+}

@@ -94,3 +94,47 @@ def test_flash_backward_accumulates_in_float32(key_heads, T, D):
     events = [e for e in predicted(step).events if e.category == "workspace"]
     assert [e.bytes for e in events if e.bytes > 0] == expected
     assert sum(e.bytes for e in events) == 0
+
+
+def softmax_scratch(function, *, forward_strides=(1024, 64, 1), expanded=False) -> list[int]:
+    """The scratch of a softmax's forward and backward pass over (2, 16, 64) float32 numbers."""
+
+    def step(device):
+        x = torch.empty_strided((2, 16, 64), forward_strides, device=device, requires_grad=True)
+        y = function(x)
+        grad = torch.ones((), device=device).expand_as(y) if expanded else torch.ones_like(y)
+        y.backward(grad)
+
+    return [e.bytes for e in predicted(step).events if e.category == "workspace" and e.bytes > 0]
+
+
+SCORES = 4 * 2 * 16 * 64
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_softmax_backward_multiplies_gradient_and_output_first(dim):
+    assert softmax_scratch(lambda x: x.softmax(dim)) == [SCORES]
+    assert softmax_scratch(lambda x: x.log_softmax(dim)) == []
+
+
+def test_the_product_has_the_dtype_of_the_output():
+    assert softmax_scratch(lambda x: x.bfloat16().softmax(-1)) == [SCORES // 2]
+    assert softmax_scratch(lambda x: x.half().softmax(-1, dtype=torch.float32)) == [SCORES]
+
+
+def test_softmax_copies_what_is_not_contiguous():
+    transposed = {"forward_strides": (1024, 1, 16)}
+    assert softmax_scratch(lambda x: x.log_softmax(-1), **transposed)[:1] == [SCORES]
+    assert softmax_scratch(lambda x: x.log_softmax(-1), expanded=True) == [SCORES]
+    # The product of an expanded gradient and a contiguous output is contiguous.
+    assert softmax_scratch(lambda x: x.softmax(-1), expanded=True) == [SCORES]
+
+
+def test_the_scratch_of_softmax_lies_beside_both_gradients():
+    def step(device):
+        scores = torch.zeros(64, 1024, device=device, requires_grad=True)
+        y = scores.softmax(-1)
+        y.backward(torch.ones_like(y))
+
+    # the scores, the output, its gradient, the scores' gradient, and the scratch
+    assert predicted(step).peak_bytes == 5 * 4 * 64 * 1024
