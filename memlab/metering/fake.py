@@ -11,6 +11,8 @@ calling operators is answered here:
     converting a model    `.to()`, `.half()`, `.cuda()`: parameters keep their identity
     an accelerator        is answered by the CPU, autocast and loss scaling too (absent.py)
     tensors from outside  converted when they meet the first operator, and left as they were
+    whether a tensor is fake
+                          no, where a library asks (fake_checks.py)
     a shape that depends on values (`x[x > 0]`)
                           one sentence that names the line
 """
@@ -38,7 +40,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.metering import absent
+from memlab.metering import absent, fake_checks
 from memlab.metering.frames import user_line
 from memlab.metering.modes import LightMode
 from memlab.metering.oversized import enlarge
@@ -105,7 +107,9 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             (torch.autograd, "_engine_run_backward"): self._with_functions,
             (_LOG, "disabled"): lambda real: True,  # what the user's error says is said by itself
         }
-        self._replaced = absent.replaced({**_REPLACEMENTS, **own, **absent.replacements()})
+        self._replaced = absent.replaced(
+            {**_REPLACEMENTS, **own, **absent.replacements(), **fake_checks.replacements()}
+        )
         self._replaced.__enter__()
         for kinds in _KINDS_WITH_FOREACH:
             kinds.append(FakeTensor)
