@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memlab.metering.modes import never_compiled
 from memlab.trace import CATEGORIES, Event
 
 _RANKS = {category: rank for rank, category in enumerate(CATEGORIES)}
@@ -171,6 +172,7 @@ class Registry:
         record.reference = reference
         self._alive[reference.key] = record
 
+    @never_compiled  # called wherever a tensor dies, in compiled functions too
     def _died(self, reference: _Reference) -> None:
         if self._alive.get(reference.key) is reference.record:
             del self._alive[reference.key]

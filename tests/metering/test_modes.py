@@ -1,9 +1,13 @@
 """The light dispatch mode."""
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import memlab
 from memlab.metering.modes import LightMode
+from memlab.metering.registry import Registry
+from memlab.metering.storages import StorageMeter
 
 
 class Recorder(LightMode):
@@ -28,3 +32,12 @@ def test_asking_a_fake_tensor_for_its_device_is_no_operator():
         device = torch.nn.functional.linear(x, torch.ones(3, 2)).device
     assert device == torch.device("cpu")
     assert not any("prim" in operator for operator in recorder.operators)
+
+
+@pytest.mark.parametrize("function", [StorageMeter.handle, StorageMeter._born, Registry._died])
+def test_torch_compile_leaves_the_meters_functions_alone(function):
+    """In a handler the mode is off: Dynamo took it for a part of the compiled function."""
+    step = torch.compile(lambda x: x.sin().cos().tan(), backend="eager")
+    memlab.measure(lambda: step(torch.ones(2)))
+    compiled = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+    assert compiled == []
