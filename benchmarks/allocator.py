@@ -2,24 +2,21 @@
 
     python benchmarks/allocator.py [RECORDING.json.gz …] [--conf max_split_size_mb:128]
 
-A recording is JSON, gzipped or not, in the form that `memlab.allocator.replay` reads. It must have
-been made with the settings that are given. Prints Markdown, and writes the speed to
+A recording is JSON, gzipped or not, or CUDA's own pickle (`memlab.allocator.read_recording`). It
+must have been made with the settings that are given. Prints Markdown, and writes the speed to
 `benchmarks/results/<machine>.json`.
 """
 
 import argparse
-import gzip
-import json
 import random
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from common import heading, parser_with_results, save, spread, table
 
-from memlab.allocator import Replay, Settings, replay, simulate
+from memlab.allocator import Replay, Settings, read_recording, replay, simulate
 from memlab.trace import Event
 from memlab.units import format_bytes, parse_bytes
 
@@ -39,13 +36,6 @@ FIDELITY = (
 
 
 # ------------------------------------------------------------------ fidelity
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A recording, from a file that may be gzipped."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        return json.load(file)
 
 
 def fidelity_cells(name: str, result: Replay) -> tuple[str, ...]:
@@ -129,7 +119,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def replays(paths: Sequence[Path], settings: Settings) -> dict[str, Replay]:
     """Each recording's replay, by the file's name without its endings."""
     names = [path.name.removesuffix(".gz").removesuffix(".json") for path in paths]
-    return dict(zip(names, [replay(read(path), settings) for path in paths], strict=True))
+    return dict(zip(names, [replay(read_recording(path), settings) for path in paths], strict=True))
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up. A part is a module or a package right below memlab. `import memlab` imports
 # `__init__`, the public names: the command line may, as any user of memlab may.
 LAYERS = (
-    ("units", "files", "pieces", "snapshot", "host", "closures"),  # what any part may need
+    # what any part may need
+    ("units", "files", "pieces", "snapshot", "host", "closures", "unpickling"),
     ("trace", "quantize", "rounding", "saved"),
     (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),

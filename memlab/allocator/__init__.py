@@ -28,7 +28,7 @@ Source   torch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.
 """
 
 from memlab.allocator.caching import Allocator
-from memlab.allocator.recordings import history, recording
+from memlab.allocator.recordings import history, read_recording, recording
 from memlab.allocator.replaying import Replay, Score, replay
 from memlab.allocator.settings import Settings
 from memlab.allocator.simulation import (
@@ -52,6 +52,7 @@ __all__ = [
     "Settings",
     "block_bytes",
     "history",
+    "read_recording",
     "recording",
     "replay",
     "segment_bytes",

@@ -1,8 +1,13 @@
 """Histories in the form in which CUDA records them: written, and worked back to their start."""
 
+import gzip
+import json
+import os
+import zlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from memlab.allocator.caching import Allocator
@@ -10,6 +15,7 @@ from memlab.allocator.settings import Settings
 from memlab.allocator.simulation import Run, Segment, events_of, segments
 from memlab.allocator.sizes import SMALL_BYTES, SMALL_SEGMENT_BYTES, block_bytes
 from memlab.trace import Event, Trace
+from memlab.unpickling import unpickle
 
 ACTIONS = (
     *("alloc", "free_requested", "free_completed"),
@@ -59,6 +65,24 @@ def as_recorded(segment: Segment) -> dict[str, Any]:
             for piece in segment.pieces
         ],
     }
+
+
+def read_recording(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A history or a memory snapshot from a file, as `replay` takes it: `.json`, `.json.gz`, or a
+    pickle as `torch.cuda.memory._dump_snapshot` writes it.
+
+    A file from somebody else is safe to read: it can hold plain data alone. ValueError for one that
+    holds more, or is damaged.
+    """
+    path = Path(path)
+    if path.suffix not in (".json", ".gz"):
+        return unpickle(path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            return json.load(file)
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is no JSON: {error}; give a recording that is whole") from error
 
 
 # ------------------------------------------------------------------ back to the start

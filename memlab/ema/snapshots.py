@@ -147,9 +147,13 @@ class Snapshot:
     tied: dict[str, str]  # other names of tensors in it
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> "Snapshot":
-        """By its header; ValueError for what is cut short, or no snapshot."""
-        file = TensorFile(path)
+    def open(cls, path: str | os.PathLike[str], *, verify: bool = True) -> "Snapshot":
+        """By its header; ValueError for what is cut short, or no snapshot.
+
+        What is read is held against its checksum, and is a ValueError if it is damaged; with
+        `verify=False` it is not.
+        """
+        file = TensorFile(path, verify=verify)
         about = file.metadata
         if about.get("format") != FORMAT:
             raise ValueError(
@@ -228,9 +232,9 @@ def file_name(step: float, sigma: float) -> str:
 # ------------------------------------------------------------------ several
 
 
-def find_snapshots(folder: str | os.PathLike[str]) -> list[Snapshot]:
-    """All that are in a folder, in the order of time, by their headers."""
-    found = [Snapshot.open(path) for path in Path(folder).glob(PATTERN)]
+def find_snapshots(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Snapshot]:
+    """All that are in a folder, in the order of time, by their headers; see `Snapshot.open`."""
+    found = [Snapshot.open(path, verify=verify) for path in Path(folder).glob(PATTERN)]
     return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.sigma))
 
 

@@ -71,6 +71,9 @@ def synthesize(
     of several, a list. What is not averaged (buffers, frozen weights) is that of the snapshot at
     `at`.
 
+    ValueError for a damaged snapshot, by its checksums; to read it as it is, pass what
+    `find_snapshots(folder, verify=False)` returns.
+
     Warns if the profile's error is above 1 %. The numbers of snapshots are taken as they are. A
     file is whole or not there, whatever happens. Tensors written in place can't be: of what was
     interrupted, a note says so, and the same call again makes it whole. ValueError for snapshots

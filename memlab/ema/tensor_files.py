@@ -8,12 +8,20 @@ Source   The safetensors format: 8 bytes with the header's length, the header in
     {"weight": {"dtype": "F16", "shape": [2, 3], "data_offsets": [0, 12]}, "__metadata__": {…}}
 
 Offsets count from the header's end. Metadata are strings. Tensors stand in falling order of their
-number's size, so that each begins at a multiple of it.
+element's size, so that each begins at a multiple of it.
+
+Two of the metadata are checksums (CRC-32, as in zip files): `crc32` has one for each tensor,
+computed as it is written, and `crc32_of_header` is that of the header with zeros in its own place.
+A tensor is held against its own when it is first asked for, which reads it once more; a flipped bit
+then is an error that names the file and the tensor, and the other tensors can still be read. Files
+of others, which have no such metadata, are read as they are.
 """
 
 import json
 import os
+import re
 import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -27,6 +35,9 @@ from torch import Tensor
 from memlab.files import write_beside
 
 ALIGNMENT = 64  # bytes, of where the first tensor begins
+_SEAL = "crc32_of_header"
+_SEALED_BY = re.compile(rb'"crc32_of_header": "([0-9a-f]{8})"')
+_RUN = 2**22  # bytes that are checked at a time
 _HEADER_LIMIT = 100 * 10**6  # bytes: longer ones are no headers
 DTYPES = {
     "F64": torch.float64,
@@ -58,9 +69,10 @@ class Place(NamedTuple):
 def planned(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Place]]:
-    """The header of a file with such tensors, and where each will be."""
+    """The header of a file with such tensors, its checksums still 0, and where each will be."""
     in_order = sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    checksums = {"crc32": _as_json(dict.fromkeys(sorted(tensors), 0)), _SEAL: _as_hex(0)}
+    entries: dict[str, Any] = {"__metadata__": {**metadata, **checksums}}
     offsets, at = {}, 0
     for name, (dtype, shape) in in_order:
         if dtype not in _NAMES:
@@ -70,28 +82,60 @@ def planned(
         offsets[name], end = at, at + prod(shape) * dtype.itemsize
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
+    header = _packed(entries)
+    return header, {n: Place(*tensors[n], len(header) + at) for n, at in offsets.items()}
+
+
+def _packed(entries: Mapping[str, Any]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    header = struct.pack("<Q", len(text)) + text
-    return header, {n: Place(*tensors[n], len(header) + at) for n, at in offsets.items()}
+    return struct.pack("<Q", len(text)) + text
+
+
+def _as_hex(checksum: int) -> str:
+    """Of eight digits: a header is as long with checksums as it was with zeros."""
+    return f"{checksum:08x}"
+
+
+def _as_json(checksums: Mapping[str, int]) -> str:
+    return json.dumps({name: _as_hex(checksum) for name, checksum in checksums.items()})
+
+
+def sealed(header: bytes, checksums: Mapping[str, int]) -> bytes:
+    """The same header with the tensors' checksums, and with its own."""
+    entries = json.loads(header[8:])
+    entries["__metadata__"]["crc32"] = _as_json(dict(sorted(checksums.items())))
+    filled = _packed(entries)
+    return _with_seal(filled, zlib.crc32(filled))
+
+
+def _with_seal(header: bytes, checksum: int) -> bytes:
+    return _SEALED_BY.sub(f'"{_SEAL}": "{_as_hex(checksum)}"'.encode(), header, count=1)
 
 
 # ------------------------------------------------------------------ written
 
 
 class TensorWriter:
-    """A file whose tensors are written in any order, a run of numbers at a time."""
+    """A file whose tensors are written in any order, each from its first element to its last, a run
+    at a time."""
 
     def __init__(self, file: Any, places: Mapping[str, Place]) -> None:
         self._file, self._places = file, places
+        self._written = dict.fromkeys(places, 0)  # elements
+        self.checksums = dict.fromkeys(places, 0)
 
     def write(self, name: str, start: int, numbers: Tensor) -> None:
-        """Flat numbers of the tensor's dtype, from number `start` of it on."""
+        """Flat elements of the tensor's dtype, from element `start` of it on."""
         place = self._places[name]
         assert numbers.dtype == place.dtype
-        self._file.seek(place.offset + start * place.dtype.itemsize)
+        assert start == self._written[name]
+        self._written[name] += numbers.numel()
         if numbers.numel():
-            self._file.write(numbers.cpu().contiguous().view(torch.uint8).numpy().data)
+            run = numbers.cpu().contiguous().view(torch.uint8).numpy().data
+            self._file.seek(place.offset + start * place.dtype.itemsize)
+            self._file.write(run)
+            self.checksums[name] = zlib.crc32(run, self.checksums[name])
 
 
 @contextmanager
@@ -106,9 +150,12 @@ def written(
     with write_beside(path) as beside, open(beside, "wb") as file:
         file.write(header)
         file.truncate(len(header) + sum(place.nbytes for place in places.values()))
-        yield TensorWriter(file, places)
-        file.flush()
-        os.fsync(file.fileno())
+        writer = TensorWriter(file, places)
+        yield writer
+        with_checksums = sealed(header, writer.checksums)
+        assert len(with_checksums) == len(header)
+        file.seek(0)
+        file.write(with_checksums)
 
 
 # ------------------------------------------------------------------ read
@@ -117,16 +164,29 @@ def written(
 class TensorFile:
     """A file's metadata and places, by its header alone; it is mapped when a tensor is asked for.
 
-    ValueError for a file that is cut short or no safetensors file.
+    `verify=False` reads what is there, whatever the checksums say.
+
+    ValueError for a file that is cut short or no safetensors file, and for a header or a tensor
+    that is not what was written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         self.path = Path(path)
-        self.places, self.metadata, self._size = _read_header(self.path)
+        self.places, self.metadata, self._size = _read_header(self.path, verify)
+        self.metadata.pop(_SEAL, None)
+        checksums = json.loads(self.metadata.pop("crc32", "{}"))
+        self._unverified = checksums if verify else {}
         self._bytes: Tensor | None = None
 
     def tensor(self, name: str) -> Tensor:
-        """Flat, and mapped: not to be written to."""
+        """Flat, and mapped: not to be written to. The first time it is verified."""
+        tensor = self._mapped(name)
+        if (wanted := self._unverified.get(name)) is not None:
+            _require_same(self.path, f"its tensor {name!r}", _checksum(tensor), wanted)
+            del self._unverified[name]
+        return tensor
+
+    def _mapped(self, name: str) -> Tensor:
         place = self.places[name]
         if self._bytes is None:
             _require_size(self.path, self.path.stat().st_size, self._size)
@@ -139,7 +199,31 @@ class TensorFile:
         self._bytes = None
 
 
-def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str], int]:
+def _checksum(tensor: Tensor) -> str:
+    found = 0
+    for run in tensor.view(torch.uint8).split(_RUN):
+        found = zlib.crc32(run.numpy().data, found)
+    return _as_hex(found)
+
+
+def _require_same(path: Path, what: str, got: str, wanted: str) -> None:
+    if got != wanted:
+        raise ValueError(
+            f"{path} is damaged: the checksum of {what} is {got}, and was {wanted} when it was "
+            f"written; put back a copy, or give verify=False to read it as it is"
+        )
+
+
+def _require_sealed(path: Path, header: bytes) -> None:
+    """Where the metadata have one checksum, they have to have both."""
+    seal = _SEALED_BY.search(header)
+    if seal is None and b'"crc32' not in header:
+        return
+    wanted = seal[1].decode() if seal else "missing"
+    _require_same(path, "its header", _as_hex(zlib.crc32(_with_seal(header, 0))), wanted)
+
+
+def _read_header(path: Path, verify: bool) -> tuple[dict[str, Place], dict[str, str], int]:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -149,6 +233,8 @@ def _read_header(path: Path) -> tuple[dict[str, Place], dict[str, str], int]:
         raise ValueError(
             f"could not read {path}: {error}; give the path of a file that is there"
         ) from error
+    if verify:
+        _require_sealed(path, struct.pack("<Q", length) + text)
     try:
         entries = json.loads(text)
         metadata = entries.pop("__metadata__", {})

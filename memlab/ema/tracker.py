@@ -225,9 +225,10 @@ class PostHocEMA:
                     file.write(name, start, flat[start : start + PIECE_ELSEWHERE])
         return path
 
-    def load(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Go on where `save` was called; see `load_state_dict`."""
-        file = TensorFile(self.folder / STATE_FILE if path is None else path)
+    def load(self, path: str | os.PathLike[str] | None = None, *, verify: bool = True) -> None:
+        """Go on where `save` was called; see `load_state_dict`. A damaged file is a ValueError,
+        unless `verify` is False."""
+        file = TensorFile(self.folder / STATE_FILE if path is None else path, verify=verify)
         about = file.metadata
         if about.get("format") != STATE_FORMAT:
             raise ValueError(

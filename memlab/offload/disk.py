@@ -51,7 +51,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from memlab.files import write_beside
+from memlab.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
 from memlab.offload.records import Record, raw
 from memlab.offload.stores import Store, StoreError, Wait, nothing, spoiled_error, was_written_to
 from memlab.units import format_bytes
@@ -59,7 +59,8 @@ from memlab.units import format_bytes
 FORMAT = "memlab offload 1"
 MANIFEST = "manifest.json"
 MARK = ".store"  # says that the folder is one of a store: files that are in the way may be removed
-_FILE = re.compile(r"state\.\d{6,}|\.manifest\.\d+\.json")  # ours, of whatever step
+_FILE = re.compile(r"state\.\d{6,}|\.manifest\.[\d-]+\.json")  # ours, of whatever step
+_PREFIX = "memlab-"  # of temporary folders
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -103,18 +104,26 @@ class DiskStore(Store):
     are more. `step` is the number of the last commit, None before the first; `notes` what was
     committed with it.
 
+    Every read is held against the record's checksum (CRC-32); `verify=False` reads what is there.
+
     StoreError where another process has the folder, where the manifest or a file is damaged, cut
     short or missing, where a training of other shapes or another optimizer lies (another model of
     the same shapes goes on as that one: a folder for each training), and where the disk is full:
-    what was committed last is as it was, and `rollback()` goes back to it. A process that is killed
-    leaves its temporary folder, "memlab-…", behind.
+    what was committed last is as it was, and `rollback()` goes back to it. What a killed process
+    left, its temporary folder too, is removed by the next store that is made in the same place.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None, *, buffers: int = 2) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        buffers: int = 2,
+        verify: bool = True,
+    ) -> None:
         super().__init__()
         if buffers < 1:
             raise ValueError(f"got {buffers} buffers; give at least 1")
-        self.buffers = buffers
+        self.buffers, self.verify = buffers, verify
         self.step: int | None = None
         self.notes: Any = None
         self._claims: dict[str, str] = {}
@@ -135,14 +144,15 @@ class DiskStore(Store):
     def folder(self) -> Path:
         """Where the files are; a temporary one is made when it is first asked for."""
         if self._folder is None:
-            self._open(Path(tempfile.mkdtemp(prefix="memlab-")), temporary=True)
+            remove_orphaned_folders(Path(tempfile.gettempdir()), f"{_PREFIX}*")
+            self._open(Path(tempfile.mkdtemp(prefix=_PREFIX)), temporary=True)
         assert self._folder is not None
         return self._folder
 
     def _open(self, folder: Path, temporary: bool) -> None:
         _require_ours(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "lock")
+        lock = FileLock(folder / (TEMPORARY_LOCK if temporary else "lock"))
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -233,10 +243,8 @@ class DiskStore(Store):
         text = json.dumps(content)
         try:
             self._sync(self.folder)
-            with write_beside(self.folder / MANIFEST) as beside:
+            with write_beside(self.folder / MANIFEST, durable=self._lasts) as beside:
                 beside.write_text(f"{zlib.crc32(text.encode())}\n{text}\n", encoding="utf-8")
-                self._sync(beside)
-            self._sync(self.folder)
         except OSError as error:
             raise self._failure("the manifest", len(text), error) from error
         before, self._committed, self.step, self.notes = self._named, lasting, step, notes
@@ -247,7 +255,7 @@ class DiskStore(Store):
     def _sync(self, path: Path) -> None:
         """A temporary folder ends with this process: nothing has to survive it."""
         if self._lasts:
-            _sync(path)
+            sync(path)
 
     def rollback(self) -> None:
         """Forget what was put since the last commit, and whatever went wrong."""
@@ -283,6 +291,10 @@ class DiskStore(Store):
         self._entries = dict(self._committed)
         self._named = {entry.file for entry in self._committed.values()}
         self.step, self.notes, self._claims = content["step"], content["notes"], content["claims"]
+        if self.verify:
+            self._require_whole_files()
+
+    def _require_whole_files(self) -> None:
         for key, entry in self._committed.items():
             file = self.folder / entry.file
             if not file.exists():
@@ -374,7 +386,7 @@ class DiskStore(Store):
             return self._fill_on_gpu(key, path, entry, tensors)
         # Through `.data`: autograd must not take it for a change of what it saved.
         numbers = [tensor.data for tensor in tensors]  # alive until they are read, whoever lets go
-        reading = self._later(_read_into, path, entry, numbers)
+        reading = self._later(_read_into, path, entry, numbers, self.verify)
         return lambda: self._arrived(key, path, reading)
 
     def _fill_on_gpu(self, key: str, path: Path, entry: _Entry, tensors: list[Tensor]) -> Wait:
@@ -385,7 +397,8 @@ class DiskStore(Store):
         copied: list[Any] = []
 
         def read_and_copy() -> "_Found":
-            found = _read(path, entry, [buffer.of(piece) for piece in entry.record.pieces])
+            places = [buffer.of(piece) for piece in entry.record.pieces]
+            found = _read(path, entry, places, self.verify)
             with self._stream(device, "up", wait=ready) as stream:
                 for piece, tensor in zip(entry.record.pieces, tensors, strict=True):
                     place = buffer.tensor[piece.offset : piece.offset + piece.bytes]
@@ -414,7 +427,8 @@ class DiskStore(Store):
         if found.crc32 != found.crc32_wanted:
             raise StoreError(
                 f"{key!r} in {path} is damaged: its checksum is {found.crc32:08x}, and was "
-                f"{found.crc32_wanted:08x}; put back a copy of the folder, or begin in an empty one"
+                f"{found.crc32_wanted:08x}; put back a copy of the folder, or "
+                f"give verify=False to read it as it is"
             )
 
     def _stream(self, device: torch.device, way: str, wait: Any = None) -> Any:
@@ -509,25 +523,26 @@ class _Found(NamedTuple):
     crc32_wanted: int
 
 
-def _read_into(path: Path, entry: _Entry, tensors: list[Tensor]) -> _Found:
+def _read_into(path: Path, entry: _Entry, tensors: list[Tensor], verify: bool) -> _Found:
     try:
-        return _read(path, entry, [raw(tensor) for tensor in tensors])
+        return _read(path, entry, [raw(tensor) for tensor in tensors], verify)
     finally:
         # The thread lets go of a task a moment after whoever waits for it has gone on: what is
         # freed then, and asked for again, would be another matter each time.
         tensors.clear()
 
 
-def _read(path: Path, entry: _Entry, places: list[memoryview]) -> _Found:
+def _read(path: Path, entry: _Entry, places: list[memoryview], verify: bool) -> _Found:
     """Fill the places, as far as the file goes."""
     got = checksum = 0
+    wanted = entry._crc32() if verify else 0
     with open(path, "rb", buffering=0) as file:
         for piece, place in zip(entry.record.pieces, places, strict=True):
             file.seek(piece.offset)
             while place and (count := file.readinto(place)):
-                checksum = zlib.crc32(place[:count], checksum)
+                checksum = zlib.crc32(place[:count], checksum) if verify else 0
                 place, got = place[count:], got + count
-    return _Found(got, entry.record.bytes, checksum, entry._crc32())
+    return _Found(got, entry.record.bytes, checksum, wanted)
 
 
 def _cut_short(key: str, path: Path, got: int, wanted: int) -> str:
@@ -546,17 +561,6 @@ def _missing(key: str, path: Path) -> str:
 
 def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Force a file, or a folder's names, to the disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # folders can't be opened there
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _require_ours(folder: Path) -> None:

@@ -12,7 +12,6 @@ Tensors lie in it under their own names and shapes (`model.…`, `optimizer.stat
 FSDP2's. Whoever loads asks for the boxes that it owns, by whatever plan.
 """
 
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from math import prod
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from filelock import FileLock
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -30,6 +30,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from memlab.files import TEMPORARY_LOCK
+from memlab.zero.checkpoint_files import (
+    PlainLoadPlanner,
+    PlainReader,
+    checksums_of_own,
+    complete,
+    folder_beside,
+    index_of,
+    make_room,
+    recover,
+    verify_boxes,
+)
 from memlab.zero.group_wire import GroupWire
 from memlab.zero.partitioning import Piece
 from memlab.zero.ranks import Rank
@@ -179,28 +191,38 @@ def save(rank: Rank, wire: GroupWire, folder: Path, also: dict[str, Any]) -> Non
         groups = rank.optimizer.param_groups
         state["settings"] = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         state["also"] = also
-    beside = folder.with_name(f".{folder.name}.partial")
-    _by_first(wire, lambda: _make_room(folder, beside))
-    with wire.watched("writing a checkpoint"):
-        planner = dcp.DefaultSavePlanner(**_AS_NAMED)
-        _quietly(lambda: dcp.save(state, **_at(beside, wire), planner=planner))
-    _by_first(wire, lambda: _replace(folder, beside))
+    beside = folder_beside(folder)
+    lock = FileLock(beside / TEMPORARY_LOCK)
+    _by_first(wire, lambda: make_room(folder, beside, lock, also))
+    try:
+        with wire.watched("writing a checkpoint"):
+            planner = dcp.DefaultSavePlanner(**_AS_NAMED)
+            writer = dcp.FileSystemWriter(beside)
+            _quietly(lambda: dcp.save(state, storage_writer=writer, **_in(wire), planner=planner))
+        checksums = wire.everyone(checksums_of_own(beside, wire.index))
+        _by_first(wire, lambda: complete(folder, beside, lock, checksums))
+    finally:
+        lock.release()
 
 
-def load(rank: Rank, wire: GroupWire, folder: Path) -> dict[str, Any]:
+def load(rank: Rank, wire: GroupWire, folder: Path, *, verify: bool = True) -> dict[str, Any]:
     """Each rank reads what it owns; what was saved `also`. The optimizer has a state afterwards if
     it had one when it was saved. What one rank cannot read is the same error on all."""
+    _by_first(wire, lambda: recover(folder))
+    if verify:
+        _agreed(wire, lambda: verify_boxes(folder, wire.index, wire.ranks))
     state, with_copies = _agreed(wire, lambda: _wanted(rank, folder))
     with wire.watched("reading a checkpoint"):
-        planner = dcp.DefaultLoadPlanner(**_AS_NAMED)
-        _quietly(lambda: dcp.load(state, **_at(folder, wire), planner=planner))
+        planner = PlainLoadPlanner(**_AS_NAMED)
+        reader = PlainReader(folder)
+        _quietly(lambda: dcp.load(state, storage_reader=reader, **_in(wire), planner=planner))
     _put_back(rank, state, with_copies)
     return state["also"]
 
 
 def _wanted(rank: Rank, folder: Path) -> tuple[dict[str, Any], bool]:
     """What this rank is to read, and whether it was saved with float32 copies."""
-    saved = _metadata(folder)
+    saved = index_of(folder).state_dict_metadata
     state_names = {name for name in saved if name.startswith("optimizer.state.")}
     if not state_names:
         rank.optimizer.state.clear()
@@ -229,15 +251,6 @@ def _put_back(rank: Rank, state: dict[str, Any], with_copies: bool) -> None:
             shard = rank.shards[number][span]
             shard.copy_(parameter) if with_copies else parameter.copy_(shard)
     rank.gather()
-
-
-def _metadata(folder: Path) -> dict[str, Any]:
-    try:
-        return dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{folder} is no checkpoint: it has no .metadata; give a folder that save() has written"
-        ) from error
 
 
 def _require_same(state: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:
@@ -276,25 +289,8 @@ def _by_first(wire: GroupWire, do: Callable[[], None]) -> None:
     _agreed(wire, lambda: do() if wire.index == 0 else None)
 
 
-def _make_room(folder: Path, beside: Path) -> None:
-    if folder.exists() and not (folder / ".metadata").exists():
-        raise FileExistsError(
-            f"{folder} is there and no checkpoint; give another folder to save to"
-        )
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-
-
-def _replace(folder: Path, beside: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old")
-    if folder.exists():
-        folder.rename(old)
-    beside.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _at(folder: Path, wire: GroupWire) -> dict[str, Any]:
-    return {"checkpoint_id": folder, "process_group": wire.group}
+def _in(wire: GroupWire) -> dict[str, Any]:
+    return {"process_group": wire.group}
 
 
 def _quietly(do: Callable[[], Any]) -> None:

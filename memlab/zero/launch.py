@@ -16,7 +16,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -25,6 +24,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+from memlab.files import temporary_folder
 
 GRACE_SECONDS = 15.0
 _TAIL = 4000  # characters of what a process said last
@@ -78,8 +79,7 @@ def run_ranks(
     """
     if ranks < 1:
         raise ValueError(f"got {ranks} ranks; give at least 1")
-    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-        folder = Path(name)
+    with temporary_folder("memlab-ranks-") as folder:
         job = (_findable(target), arguments, named)
         (folder / "job.pickle").write_bytes(pickle.dumps(job))
         store = _store()

@@ -210,13 +210,17 @@ class Zero(Ranks):
         self.wire.not_finite()
 
     def save(self, folder: Path | str, **also: Any) -> None:
-        """Write weights, optimizer's state and `also` (what can be pickled, of rank 0); each rank
-        its own shards. A folder that is there is replaced when all is written."""
+        """Write weights, optimizer's state and `also`, plain data and tensors of rank 0; each rank
+        writes its own shards. A folder that is there is replaced when all is written."""
         save(self.rank, self.wire, Path(folder), also)
 
-    def load(self, folder: Path | str) -> dict[str, Any]:
-        """Go on from what `save` wrote, with any number of ranks and any stage; returns `also`."""
-        return self._each(lambda rank: load(rank, self.wire, Path(folder)))[0]
+    def load(self, folder: Path | str, *, verify: bool = True) -> dict[str, Any]:
+        """Go on from what `save` wrote, with any number of ranks and any stage; returns `also`.
+
+        ValueError on every rank, and nothing has changed, for a damaged checkpoint; with
+        `verify=False` it is read as it is.
+        """
+        return self._each(lambda rank: load(rank, self.wire, Path(folder), verify=verify))[0]
 
     # -------------------------------------------------------------- the step's parts
 

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -350,3 +351,39 @@ def test_commits_may_be_rarer_than_steps(tmp_path):
         model, optimizer = a_training(store)
         assert optimizer.resume() == 3
         assert all(map(torch.equal, weights_of(model), weights[2]))
+
+
+# ------------------------------------------------------------------ damaged, and killed
+
+
+def test_verify_false_reads_what_is_there(tmp_path):
+    with DiskStore(tmp_path / "store") as store:
+        store.put("a", torch.arange(100.0), lasting=True)
+        store.commit(1)
+    [path] = (tmp_path / "store").glob("state.*")
+    content = bytearray(path.read_bytes())
+    content[4 * 50] ^= 1
+    path.write_bytes(content)
+    with DiskStore(tmp_path / "store") as store, pytest.raises(StoreError, match="is damaged: its"):
+        store.get("a")
+    with DiskStore(tmp_path / "store", verify=False) as store:
+        assert (store.get("a") == torch.arange(100.0)).sum() == 99
+
+
+@pytest.mark.skipif(os.name == "nt", reason="killed by a signal of POSIX")
+def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next_store(
+    tmp_path, monkeypatch
+):
+    lasting = DiskStore(tmp_path / "memlab-mine")  # of the same beginning, and not temporary
+    lasting.close()
+    code = (
+        "import os, signal, torch; from memlab.offload import DiskStore\n"
+        "store = DiskStore(); store.put('a', torch.ones(3)); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert len(list(tmp_path.iterdir())) == 2
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with DiskStore() as store:
+        store.put("a", torch.ones(3))
+        assert sorted(tmp_path.iterdir()) == sorted([store.folder, tmp_path / "memlab-mine"])
+    assert list(tmp_path.iterdir()) == [tmp_path / "memlab-mine"]

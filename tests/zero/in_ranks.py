@@ -1,6 +1,7 @@
 """What the tests run in real ranks: each function is one launch's, and returns what is compared."""
 
 import os
+import shutil
 import time
 import warnings
 from collections import Counter
@@ -430,7 +431,31 @@ def resumed(folder: str, stages: dict[str, int], group: Any) -> dict[str, Any]:
             zero.load(path)
         except (OSError, ValueError) as error:
             found[case] = f"{type(error).__name__}: {error}"
+    found["damaged"] = load_damaged(f"{folder}/stage 2", stages["stage 2"], group)
     return found
+
+
+def load_damaged(folder: str, stage: int, group: Any) -> tuple[str, bool, bool]:
+    """(the error of a flipped bit, whether nothing had changed, whether it can be read all the
+    same); each group of ranks has a copy of its own."""
+    zero = to_save("stage 2", stage, group)
+    copy = Path(f"{folder}, damaged for {zero.wire.ranks}")
+    if zero.wire.index == 0:
+        shutil.copytree(folder, copy)
+        file = max(copy.glob("*.distcp"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    before = weights(zero)
+    try:
+        zero.load(copy)  # whose first act is one that all ranks wait for
+        said = "nothing"
+    except ValueError as error:
+        said = str(error)
+    after = weights(zero)
+    unchanged = all(torch.equal(after[name], one) for name, one in before.items())
+    zero.load(copy, verify=False)
+    return said, unchanged, zero.optimizer.state != {}
 
 
 # ------------------------------------------------------------------ beside FSDP2

@@ -1,0 +1,78 @@
+"""A flipped bit in a snapshot is noticed, named, and costs no more than the tensor that has it."""
+
+import pytest
+import torch
+from torch import nn
+
+from memlab.ema import PostHocEMA, synthesize
+from memlab.ema.snapshots import Snapshot
+from memlab.ema.tensor_files import TensorFile, written
+
+KINDS = {"a": (torch.float32, (5, 3)), "b": (torch.float16, (7,)), "empty": (torch.float32, (0,))}
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "file.safetensors"
+    with written(path, KINDS, {"about": "a test"}) as file:
+        file.write("b", 0, torch.arange(4.0).half())
+        file.write("a", 0, torch.arange(15.0))
+        file.write("b", 4, torch.arange(3.0).half())
+        file.write("empty", 0, torch.zeros(0))
+    return path
+
+
+def test_what_was_written_is_read(path):
+    file = TensorFile(path)
+    assert file.metadata == {"about": "a test"}
+    assert file.tensor("a").tolist() == list(range(15))
+    assert file.tensor("b").tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert file.tensor("empty").numel() == 0
+
+
+def test_no_bit_can_be_flipped_without_an_error_that_names_the_file(path):
+    content = path.read_bytes()
+    for at in range(len(content)):
+        flipped = bytearray(content)
+        flipped[at] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=path.name):
+            [TensorFile(path).tensor(name) for name in KINDS]
+
+
+def test_what_is_intact_is_still_read_and_verify_false_reads_all(path):
+    content = bytearray(path.read_bytes())
+    content[TensorFile(path).places["b"].offset] ^= 1
+    path.write_bytes(content)
+    file = TensorFile(path)
+    assert file.tensor("a").tolist() == list(range(15))
+    with pytest.raises(ValueError, match=r"the checksum of its tensor 'b' is \w{8}, and was \w{8}"):
+        file.tensor("b")
+    assert TensorFile(path, verify=False).tensor("b").numel() == 7
+
+
+def test_a_file_of_others_has_no_checksums_and_is_read(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(3)}, tmp_path / "theirs.safetensors")
+    assert TensorFile(tmp_path / "theirs.safetensors").tensor("a").tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("snapshot_dtype", [torch.float16, "int8"])
+def test_a_damaged_snapshot_stops_a_synthesis_unless_it_is_told_not_to_look(
+    tmp_path, snapshot_dtype
+):
+    model = nn.Linear(80, 80)
+    ema = PostHocEMA(model, tmp_path, sigmas=(0.05, 0.1), every=1, snapshot_dtype=snapshot_dtype)
+    for step in range(1, 9):
+        ema.update(step)
+        if step % 4 == 0:
+            ema.snapshot()
+    damaged = max(tmp_path.glob("ema-*"))
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{damaged.name} is damaged"):
+        synthesize(tmp_path, 0.08)
+    opened = [Snapshot.open(path, verify=False) for path in tmp_path.glob("ema-*")]
+    synthesize(opened, 0.08)

@@ -1,0 +1,147 @@
+"""A checkpoint's folder: what killed saves leave, what a flipped bit does, what a pickle may do."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from filelock import FileLock
+
+from memlab.files import TEMPORARY_LOCK
+from memlab.zero import checkpoint_files as files
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A complete checkpoint, written as one rank."""
+    return complete(tmp_path / "step 1", 1.0)
+
+
+def complete(folder: Path, value: float) -> Path:
+    beside = files.folder_beside(folder)
+    lock = FileLock(beside / TEMPORARY_LOCK)
+    files.make_room(folder, beside, lock, {})
+    state = {"weight": torch.full((30,), value), "bias": torch.zeros(5)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(beside), no_dist=True)
+    files.complete(folder, beside, lock, [files.checksums_of_own(beside, 0)])
+    return folder
+
+
+def loaded(folder: Path) -> float:
+    state = {"weight": torch.zeros(30)}
+    dcp.load(state, storage_reader=files.PlainReader(folder), no_dist=True)
+    return state["weight"].mean().item()
+
+
+def test_a_complete_checkpoint_is_verified_and_read(folder):
+    files.verify_boxes(folder, 0, 1)
+    assert loaded(folder) == 1.0
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step 1"]
+
+
+def test_every_bit_of_a_box_and_of_the_index_counts(folder):
+    for path in (*folder.glob("*.distcp"), folder / ".metadata"):
+        content = path.read_bytes()
+        for at in range(0, len(content), 7):
+            flipped = bytearray(content)
+            flipped[at] ^= 1 << at % 8
+            path.write_bytes(flipped)
+            with pytest.raises(ValueError, match=f"{path.name} is damaged: .* verify=False"):
+                files.verify_boxes(folder, 0, 1)
+        path.write_bytes(content)
+    files.verify_boxes(folder, 0, 1)
+
+
+def test_of_several_ranks_exactly_one_finds_a_damaged_box(folder):
+    [path] = folder.glob("*.distcp")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    found = 0
+    for rank in range(3):
+        try:
+            files.verify_boxes(folder, rank, 3)
+        except ValueError:
+            found += 1
+    assert found == 1
+
+
+def test_damaged_checksums_are_a_sentence(folder):
+    (folder / files.CHECKSUMS).write_text("{")
+    with pytest.raises(ValueError, match=r"checksums\.json is damaged"):
+        files.verify_boxes(folder, 0, 1)
+
+
+def test_a_checkpoint_of_torchs_own_has_none_and_is_read(tmp_path):
+    dcp.save({"weight": torch.ones(30)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    files.verify_boxes(tmp_path / "torchs", 0, 1)
+    assert loaded(tmp_path / "torchs") == 1.0
+
+
+# ------------------------------------------------------------------ killed
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next_save_beside_it(folder):
+    orphan = folder.with_name(".step 2.partial")
+    orphan.mkdir()
+    (orphan / TEMPORARY_LOCK).touch()
+    complete(folder.with_name("step 3"), 3.0)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["step 1", "step 3"]
+
+
+def test_a_save_that_is_still_being_written_is_left_alone(folder):
+    other = folder.with_name(".step 2.partial")
+    other.mkdir()
+    with FileLock(other / TEMPORARY_LOCK):
+        complete(folder.with_name("step 3"), 3.0)
+        assert other.exists()
+
+
+def test_killed_between_the_two_renamings_the_old_checkpoint_is_put_back(folder):
+    folder.rename(folder.with_name(".step 1.old"))
+    files.recover(folder)
+    assert loaded(folder) == 1.0
+
+
+def test_killed_after_the_second_renaming_the_new_checkpoint_counts(folder):
+    old = folder.with_name(".step 1.old")
+    old.mkdir()
+    (old / "file").touch()
+    complete(folder, 2.0)
+    assert loaded(folder) == 2.0
+    assert not old.exists()
+
+
+# ------------------------------------------------------------------ plain data
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("harm",)
+
+
+def test_an_index_that_would_run_something_is_refused_and_runs_nothing(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    (folder / files.CHECKSUMS).unlink()
+    with pytest.raises(ValueError, match=r"asks for posix\.mkdir, which is no plain data"):
+        files.verify_boxes(folder, 0, 1), files.index_of(folder)
+    assert not Path("harm").exists()
+
+
+def test_what_is_saved_beside_the_weights_must_be_plain_data(tmp_path):
+    folder = tmp_path / "step 1"
+    beside = files.folder_beside(folder)
+    with pytest.raises(ValueError, match="got steps, sampler to save beside the weights"):
+        files.make_room(folder, beside, FileLock(beside), {"steps": 1, "sampler": Harmful()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_checksums_are_a_file_that_anybody_can_read(folder):
+    content = json.loads((folder / files.CHECKSUMS).read_text())
+    assert [len(boxes) for boxes in content["boxes"].values()] == [2]
