@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memlab.allocator import Allocator, Score, Settings, history, recording, replay
+from memlab.allocator.recorded_settings import stated
 from memlab.trace import Event
 
 MIB, GIB = 2**20, 2**30
@@ -305,12 +306,83 @@ def test_memory_that_is_kept_where_the_rules_give_back_is_a_miss():
     assert result.misses[0].endswith("1 pieces in the recording, 2, 1 same here")
 
 
-@pytest.mark.parametrize(
-    "wrong", [Settings(large_segment_bytes=12 * MIB), Settings(roundup_power2_divisions=2)]
-)
-def test_a_history_of_other_settings_is_not_exact(wrong):
-    assert not replay(a_step(wrong).recording).exact
-    assert replay(a_step(wrong).recording, wrong).exact
+OTHERS = [
+    Settings(large_segment_bytes=12 * MIB),
+    Settings(roundup_power2_divisions=2),
+    Settings(max_split_size_bytes=24 * MIB),
+    Settings(expandable_segments=True),
+]
+
+
+def as_in_old_versions(recorded: dict) -> dict:
+    """A recording that does not say which settings it was made with."""
+    return {name: value for name, value in recorded.items() if name != "allocator_settings"}
+
+
+@pytest.mark.parametrize("others", OTHERS[:2])
+def test_a_history_of_other_settings_is_not_exact(others):
+    recorded = as_in_old_versions(a_step(others).recording)
+    assert not replay(recorded).exact
+    assert replay(recorded, others).exact
+
+
+@pytest.mark.parametrize("settings", OTHERS)
+def test_the_settings_that_a_recording_states_hold_without_being_given(settings):
+    recorded = a_step(settings).recording
+    assert replay(recorded).exact
+    assert replay(recorded, settings).exact
+
+
+def test_torchs_own_words_for_settings_are_read():
+    snapshot = {  # as torch.cuda.memory._snapshot() has them
+        "PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:24,pinned_num_register_threads:1",
+        "max_split_size": 128 * MIB,
+        "garbage_collection_threshold": 0.0,
+        "expandable_segments": False,
+        "roundup_power2_divisions": {str(2**power): 4 * (power > 8) for power in range(16)},
+    }
+    assert stated(snapshot) == {
+        "large_segment_bytes": 24 * MIB,
+        "max_split_size_bytes": 128 * MIB,
+        "garbage_collection_threshold": None,
+        "expandable_segments": False,
+        "roundup_power2_divisions": (0,) * 9 + (4,) * 7,
+    }
+    unset = {"max_split_size": -1, "roundup_power2_divisions": {str(2**n): 0 for n in range(16)}}
+    assert set(stated(unset).values()) == {None}
+
+
+def test_whether_segments_expand_shows_in_the_events():
+    recorded = as_in_old_versions(a_step(Settings(expandable_segments=True)).recording)
+    assert replay(recorded).exact
+
+
+@pytest.mark.parametrize("forget", [dict, as_in_old_versions])
+def test_a_recording_with_whole_segments_is_no_recording_with_expandable_ones(forget):
+    plain = forget(a_step().recording)
+    with pytest.raises(ValueError, match="made with expandable_segments=False, and expandable_"):
+        replay(plain, Settings(expandable_segments=True))
+
+
+def test_settings_that_contradict_the_recording_are_refused():
+    recorded = a_step(Settings(max_split_size_bytes=24 * MIB)).recording
+    with pytest.raises(ValueError, match="made with max_split_size_bytes=25165824, and max_spl"):
+        replay(recorded, max_split_size_bytes=48 * MIB)
+
+
+def test_a_share_of_the_cards_memory_needs_no_capacity_to_be_replayed():
+    settings = Settings(garbage_collection_threshold=0.5, capacity_bytes=1 * GIB)
+    recorded = a_step(settings).recording
+    assert recorded["allocator_settings"]["garbage_collection_threshold"] == 0.5
+    assert replay(recorded).exact
+    assert replay(recorded, capacity_bytes=1 * GIB).exact
+
+
+def test_a_recording_of_both_kinds_of_segments_is_refused():
+    recorded = a_step().recording
+    recorded["events"].append({"action": "segment_map", "addr": 0, "size": 20 * MIB, "stream": 0})
+    with pytest.raises(ValueError, match="both whole segments and expandable ones"):
+        replay(recorded)
 
 
 def test_a_history_with_a_gap_is_refused():

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from memlab.allocator import recorded_settings
 from memlab.allocator.caching import Allocator
 from memlab.allocator.settings import Settings
 from memlab.allocator.simulation import Run, Segment, events_of, segments
@@ -39,6 +40,7 @@ def recording(allocator: Allocator, note: str = "") -> dict[str, Any]:
     names = ("action", "addr", "size", "stream")
     return {
         "note": note,
+        recorded_settings.KEY: recorded_settings.as_stated(allocator.settings),
         "events": [dict(zip(names, entry, strict=True)) for entry in allocator.history],
         "segments_at_end": [as_recorded(segment) for segment in segments(allocator)],
     }

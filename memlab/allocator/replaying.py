@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from memlab.allocator.blocks import Block
 from memlab.allocator.caching import Allocator
+from memlab.allocator.recorded_settings import of_recording
 from memlab.allocator.recordings import Range, as_recorded, at_start, kind_of, placed_blocks, read
 from memlab.allocator.settings import Settings
 from memlab.allocator.simulation import segments
@@ -58,14 +59,17 @@ def replay(
     its segments, are the recording's; which block serves a request is decided here.
 
     `recording` has `events` (`action`, `addr`, `size`, `stream`) and `segments_at_end`, or is
-    what `torch.cuda.memory._snapshot()` returns, of its first device. The start is worked out
+    what `torch.cuda.memory._snapshot()` returns, of its first device. Settings that the recording
+    states (`allocator_settings`) or shows hold without being given. The start is worked out
     from the end. When the recording gives memory back, so does the replay, for why the driver
     refused, or who emptied the cache, is not in it; whether that is all that the rules would give
     back, is scored. With `capacity_bytes`, and where that makes the allocator give something back
     on its own, what it gives back is held against the recording.
+
+    ValueError where settings are given that the recording was not made with.
     """
     events, at_end = read(recording)
-    chosen = replace(settings or Settings(), **changes)
+    chosen = of_recording(recording, events, replace(settings or Settings(), **changes))
     player = _Player(chosen)
     player.start(at_start(events, at_end, chosen), events)
     for event in events:

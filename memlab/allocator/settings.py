@@ -115,6 +115,11 @@ class Settings:
                 raise ValueError(f"{name} is a share of the card's memory; give capacity_bytes too")
 
 
+def fields_in(configuration: str) -> dict[str, Any]:
+    """The fields that a PYTORCH_ALLOC_CONF sets; an option that is not simulated is left out."""
+    return _fields({n: v for n, v in _options(configuration) if n in _OPTIONS})
+
+
 def _options(configuration: str) -> Iterator[tuple[str, str]]:
     """(name, value) of each option; commas inside brackets part nothing."""
     text = re.sub(r"\s", "", configuration)
