@@ -124,11 +124,13 @@ class Registry:
         """Number the tensor's storage and follow it until it dies."""
         untyped = tensor.untyped_storage()
         self.count += 1
-        record = Storage(self.count, tensor, untyped.nbytes(), run)
+        has_memory = not tensor._is_zerotensor()  # forward-mode gradients that nothing flows into
+        record = Storage(self.count, tensor, untyped.nbytes() if has_memory else 0, run)
         reference = _Reference(untyped, self._died)
         reference.key = untyped._cdata
         self._tie(reference, record)
-        self._sight(record, untyped)
+        if has_memory:
+            self._sight(record, untyped)
         return record
 
     def continue_as(self, dead: Storage, successor: Storage) -> None:

@@ -365,7 +365,8 @@ class StorageMeter(LightMode):
                 self._scan(parameter.grad, "gradients", self.context.names.owning(parameter))
 
     def _scan_parameter(self, parameter: torch.Tensor) -> None:
-        self._parameter_kinds.add((parameter.untyped_storage().nbytes(), parameter.dtype))
+        for plain in plain_tensors(parameter):
+            self._parameter_kinds.add((plain.untyped_storage().nbytes(), plain.dtype))
         self._scan(parameter, "parameters", self.context.names.owning(parameter))
 
     def _scan(self, tensor: torch.Tensor, category: str, module: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._C import _functorch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -42,7 +43,10 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor itself, or what a wrapper subclass (a sharded or quantized one) consists of."""
+    """The tensor itself, or what a wrapper consists of: a subclass (sharded or quantized), or one
+    of torch.func's transforms, inside of which parameters have no storage of their own."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -591,3 +592,60 @@ def test_nothing_is_left_behind_by_a_step_that_fails():
 
 def test_all_targets_have_a_workspace_of_whole_blocks():
     assert all(target.workspace_bytes % 512 == 0 for target in TARGETS.values())
+
+
+# ------------------------------------------------------------------ torch.func
+
+
+def transformed(kind: str):
+    """A builder: torch.func's transforms of a small model, whose sizes are multiples of 512."""
+
+    def build(device="cuda"):
+        model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).to(device)
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        x = torch.randn(16, 128, device=device)
+
+        def loss(parameters, x):
+            return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+        steps = {
+            "per-sample gradients": lambda: torch.func.vmap(
+                torch.func.grad(loss), in_dims=(None, 0)
+            )(parameters, x),
+            "jacobian": lambda: torch.func.jacrev(loss)(parameters, x),
+            "hessian": lambda: torch.func.hessian(loss, argnums=1)(parameters, x[:1]),
+            "forward mode": lambda: torch.func.jvp(partial(loss, parameters), (x,), (x,)),
+            "a module under vmap": lambda: torch.func.vmap(model)(x).sum().backward(),
+        }
+        return steps[kind], model, None
+
+    return build
+
+
+def peak_of_storages(trace: Trace) -> int:
+    """Without what CUDA adds: workspaces and rounding."""
+    changes = (e.bytes for e in trace.events if e.category not in ("workspace", "rounding"))
+    return max(accumulate(changes))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's forward mode
+@pytest.mark.parametrize(
+    "kind",
+    ["per-sample gradients", "jacobian", "hessian", "forward mode", "a module under vmap"],
+)
+def test_transforms_of_torch_func_take_what_they_take_in_a_dry_run(kind):
+    with memlab.dry_run():
+        step, model, _ = transformed(kind)("cpu")
+        step()
+        dry = memlab.measure(step, model=model)
+    step, model, _ = transformed(kind)("cpu")
+    step()
+    assert memlab.measure(step, model=model).peak_bytes == dry.peak_bytes
+    assert peak_of_storages(memlab.predict(transformed(kind))) == dry.peak_bytes
+
+
+def test_a_model_found_inside_a_transform_is_named_and_counted():
+    step, _, _ = transformed("per-sample gradients")("cpu")
+    step()
+    weights = {e.module for e in memlab.measure(step).events if e.category == "parameters"}
+    assert weights == {"0", "2"}
