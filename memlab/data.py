@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memlab.units import parse_bytes
 
+TOKENS = 256  # a byte is one
 SOURCE = Path(torch.__file__).parent
 BUILD = SOURCE / "version.py"  # what differs between two builds of one version
 

@@ -37,9 +37,13 @@ def write_beside(path: str | os.PathLike[str], *, durable: bool = True) -> Itera
 
     If the block raises, Ctrl-C included, `path` is as it was and nothing lies beside it. The folder
     must be there. A link stays a link: what it leads to is replaced. Without `durable` nothing is
-    forced to the disk.
+    forced to the disk. Inside another such block, what that gave is written in place: it keeps its
+    lock, and is whole or not there as the outer block is.
     """
     path = Path(path).resolve()
+    if _UNFINISHED.fullmatch(path.name):
+        yield path
+        return
     remove_orphans(path.parent)
     beside = path.with_name(f".{path.stem}.{os.getpid()}-{next(_NUMBERS)}{path.suffix}")
     with _locked(beside):

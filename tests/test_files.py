@@ -122,6 +122,16 @@ def test_a_file_that_is_being_written_is_not_taken_for_an_orphan(tmp_path):
 
 
 @needs_locks
+def test_a_block_inside_a_block_keeps_the_lock_of_the_outer_one(tmp_path):
+    with write_beside(tmp_path / "one.png") as outer:
+        with write_beside(outer) as inner:
+            inner.write_text("whole")
+        remove_orphans(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["one.png"]
+    assert (tmp_path / "one.png").read_text() == "whole"
+
+
+@needs_locks
 def test_files_of_others_whose_names_begin_with_a_dot_stay(tmp_path):
     names = (".hidden", ".config.json", ".x.12.json", ".x.a-b.json")
     for name in names:

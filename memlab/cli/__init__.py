@@ -1,7 +1,9 @@
 """The command `memlab`."""
 
 import codecs
+import os
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -507,6 +509,8 @@ def reset_command(day: DayNumber, yes: Sure = False) -> None:
 def main() -> None:
     """Run the command line: what a user can cause ends as one line on standard error, status 2."""
     _print_what_the_terminal_can()
+    _require_a_folder_to_work_in()
+    _require_text(sys.argv[1:])
     try:
         status = app(prog_name="memlab", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):  # which of the two depends on typer's version
@@ -528,6 +532,23 @@ def _given(context: typer.Context, *names: str) -> list[str]:
 def _fail(message: str, status: int) -> NoReturn:
     print(f"memlab: {one_line(message)}", file=sys.stderr)
     sys.exit(status)
+
+
+def _require_a_folder_to_work_in() -> None:
+    """Before torch is imported, whose libraries end the process in a folder that is gone."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        _fail("the folder that this runs in has been removed; change to one that is there", 2)
+
+
+def _require_text(arguments: Iterable[str]) -> None:
+    """A path may be any bytes; pictures and results, which hold it as text, may not."""
+    for argument in arguments:
+        if not argument.isascii() and any("\ud800" <= c <= "\udfff" for c in argument):
+            _fail(
+                f"got {argument!r}, which is not UTF-8; rename the file or folder, or retype it", 2
+            )
 
 
 def _print_what_the_terminal_can() -> None:

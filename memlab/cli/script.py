@@ -5,6 +5,7 @@ arguments but its own name. Only its `__name__` is not `__main__`.
 """
 
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
@@ -132,9 +133,49 @@ def _as_python_runs_it(path: Path) -> Iterator[None]:
     sys.path.insert(0, str(path.parent.resolve()))
     sys.argv = [str(path)]
     try:
-        yield
+        with _streams_kept_open():
+            yield
     finally:
         sys.path[:], sys.argv = folders, arguments
+
+
+@contextmanager
+def _streams_kept_open() -> Iterator[None]:
+    """A script may replace or close its output; ours comes after it, in the same place."""
+    kept = [_Stream.of(name) for name in ("stdout", "stderr")]
+    try:
+        yield
+    finally:
+        for stream in kept:
+            stream.restore()
+
+
+class _Stream(NamedTuple):
+    """`sys.stdout` or `sys.stderr`, with a second descriptor of what it writes to."""
+
+    name: str
+    stream: TextIO
+    descriptor: int | None  # None: it is no file, as in a notebook
+    duplicate: int
+
+    @classmethod
+    def of(cls, name: str) -> "_Stream":
+        stream = getattr(sys, name)
+        try:
+            descriptor = stream.fileno()
+        except (AttributeError, OSError, ValueError):
+            return cls(name, stream, None, -1)
+        return cls(name, stream, descriptor, os.dup(descriptor))
+
+    def restore(self) -> None:
+        stream = self.stream
+        if self.descriptor is not None:
+            os.dup2(self.duplicate, self.descriptor)
+            os.close(self.duplicate)
+            if stream.closed:
+                how = {"encoding": stream.encoding, "errors": stream.errors, "closefd": False}
+                stream = open(self.descriptor, "w", **how)  # noqa: SIM115 - stays open
+        setattr(sys, self.name, stream)
 
 
 def _load(script: Script) -> Callable[[], Any]:
@@ -159,6 +200,9 @@ def _load(script: Script) -> Callable[[], Any]:
 
 def _parts(built: Any, script: Script) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
     """What the function returned, if it is (step, model, optimizer)."""
+    if inspect.iscoroutine(built):
+        built.close()  # or Python would warn that nobody awaited it
+        raise _is_async(f"{script} is", "return the parts from a plain function")
     if not isinstance(built, (tuple, list)):
         raise _wrong_parts(type(built).__name__, script)
     names = f"({', '.join(type(part).__name__ for part in built)})"
@@ -169,7 +213,13 @@ def _parts(built: Any, script: Script) -> tuple[Callable[[], Any], torch.nn.Modu
     is_optimizer = optimizer is None or hasattr(optimizer, "step")
     if not (callable(step) and is_model and is_optimizer):
         raise _wrong_parts(names, script)
+    if inspect.iscoroutinefunction(step):
+        raise _is_async(f"the step that {script} returned is", "let step() call asyncio.run")
     return step, model, optimizer
+
+
+def _is_async(what: str, remedy: str) -> UsageError:
+    return UsageError(f"{what} a coroutine (async def), which nothing here awaits; {remedy}")
 
 
 def _wrong_parts(got: str, script: Script) -> UsageError:

@@ -26,7 +26,7 @@ from memlab.cli.choices import (
 )
 from memlab.cli.errors import UsageError, is_out_of_memory, shown
 from memlab.cli.rows import Announce
-from memlab.data import batches, source_bytes
+from memlab.data import TOKENS, batches, source_bytes
 from memlab.train import (
     SEED,
     Setting,
@@ -66,6 +66,7 @@ def train(
     with report.progress(steps + 3) as announce:
         announce("does it fit?")
         setting = choose_setting(model, batch, seq_len, dtype, device, dry=device == "cpu")
+        _require_every_byte(setting)
         if device == "cpu":
             what, wanted = f"a step with {technique}", dry_trace(setting, chosen).peak_bytes
             require_memory(what, setting, wanted, "use memlab measure --dry-run")
@@ -85,6 +86,17 @@ def train(
     report.say(f"\n{summary}")
     if cap_bytes is not None:
         report.say(f"cap: {format_bytes(cap_bytes)} on what the allocator reserves")
+
+
+def _require_every_byte(setting: Setting) -> None:
+    """The text is bytes, and each of the 256 is a token."""
+    got = setting.config.vocab_size
+    if got < TOKENS:
+        raise UsageError(
+            f"got a vocabulary of {got} tokens in {setting.model}; the text that is trained on has "
+            f"{TOKENS}, one for each byte: give a model with a vocab_size of at least that, or use "
+            f"memlab measure, which needs no text"
+        )
 
 
 # ------------------------------------------------------------------ the steps
