@@ -10,18 +10,17 @@ Source   The safetensors format: 8 bytes with the header's length, the header in
 Offsets count from the header's end. Metadata are strings. Tensors stand in falling order of their
 element's size, so that each begins at a multiple of it.
 
-Two of the metadata are checksums (CRC-32, as in zip files): `crc32` has one for each tensor,
-computed as it is written, and `crc32_of_header` is that of the header with zeros in its own place.
-A tensor is held against its own when it is first asked for, which reads it once more; a flipped bit
-then is an error that names the file and the tensor, and the other tensors can still be read. Files
-of others, which have no such metadata, are read as they are.
+Two of the metadata are checksums (XXH3, 64 bits): `xxh3` has one for each tensor, computed as it is
+written, and `xxh3_of_header` is that of the header with zeros in its own place. A tensor is held
+against its own when it is first asked for, which reads it once more; a flipped bit then is an error
+that names the file and the tensor, and the other tensors can still be read. Files of others, which
+have no such metadata, are read as they are.
 """
 
 import json
 import os
 import re
 import struct
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -30,13 +29,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
+from xxhash import xxh3_64_intdigest as xxh3
 
 from memlab.files import write_beside
 
 ALIGNMENT = 64  # bytes, of where the first tensor begins
-_SEAL = "crc32_of_header"
-_SEALED_BY = re.compile(rb'"crc32_of_header": "([0-9a-f]{8})"')
+_SEAL = "xxh3_of_header"
+_SEALED_BY = re.compile(rb'"xxh3_of_header": "([0-9a-f]{16})"')
 _RUN = 2**22  # bytes that are checked at a time
 _HEADER_LIMIT = 100 * 10**6  # bytes: longer ones are no headers
 DTYPES = {
@@ -71,7 +72,7 @@ def planned(
 ) -> tuple[bytes, dict[str, Place]]:
     """The header of a file with such tensors, its checksums still 0, and where each will be."""
     in_order = sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0]))
-    checksums = {"crc32": _as_json(dict.fromkeys(sorted(tensors), 0)), _SEAL: _as_hex(0)}
+    checksums = {"xxh3": _as_json(dict.fromkeys(sorted(tensors), 0)), _SEAL: _as_hex(0)}
     entries: dict[str, Any] = {"__metadata__": {**metadata, **checksums}}
     offsets, at = {}, 0
     for name, (dtype, shape) in in_order:
@@ -93,8 +94,8 @@ def _packed(entries: Mapping[str, Any]) -> bytes:
 
 
 def _as_hex(checksum: int) -> str:
-    """Of eight digits: a header is as long with checksums as it was with zeros."""
-    return f"{checksum:08x}"
+    """Of 16 digits: a header is as long with checksums as it was with zeros."""
+    return f"{checksum:016x}"
 
 
 def _as_json(checksums: Mapping[str, int]) -> str:
@@ -104,9 +105,9 @@ def _as_json(checksums: Mapping[str, int]) -> str:
 def sealed(header: bytes, checksums: Mapping[str, int]) -> bytes:
     """The same header with the tensors' checksums, and with its own."""
     entries = json.loads(header[8:])
-    entries["__metadata__"]["crc32"] = _as_json(dict(sorted(checksums.items())))
+    entries["__metadata__"]["xxh3"] = _as_json(dict(sorted(checksums.items())))
     filled = _packed(entries)
-    return _with_seal(filled, zlib.crc32(filled))
+    return _with_seal(filled, xxh3(filled))
 
 
 def _with_seal(header: bytes, checksum: int) -> bytes:
@@ -123,7 +124,11 @@ class TensorWriter:
     def __init__(self, file: Any, places: Mapping[str, Place]) -> None:
         self._file, self._places = file, places
         self._written = dict.fromkeys(places, 0)  # elements
-        self.checksums = dict.fromkeys(places, 0)
+        self._hashes = {name: xxhash.xxh3_64() for name in places}
+
+    @property
+    def checksums(self) -> dict[str, int]:
+        return {name: found.intdigest() for name, found in self._hashes.items()}
 
     def write(self, name: str, start: int, numbers: Tensor) -> None:
         """Flat elements of the tensor's dtype, from element `start` of it on."""
@@ -135,7 +140,7 @@ class TensorWriter:
             run = numbers.cpu().contiguous().view(torch.uint8).numpy().data
             self._file.seek(place.offset + start * place.dtype.itemsize)
             self._file.write(run)
-            self.checksums[name] = zlib.crc32(run, self.checksums[name])
+            self._hashes[name].update(run)
 
 
 @contextmanager
@@ -174,7 +179,7 @@ class TensorFile:
         self.path = Path(path)
         self.places, self.metadata, self._size = _read_header(self.path, verify)
         self.metadata.pop(_SEAL, None)
-        checksums = json.loads(self.metadata.pop("crc32", "{}"))
+        checksums = json.loads(self.metadata.pop("xxh3", "{}"))
         self._unverified = checksums if verify else {}
         self._bytes: Tensor | None = None
 
@@ -200,10 +205,10 @@ class TensorFile:
 
 
 def _checksum(tensor: Tensor) -> str:
-    found = 0
+    found = xxhash.xxh3_64()
     for run in tensor.view(torch.uint8).split(_RUN):
-        found = zlib.crc32(run.numpy().data, found)
-    return _as_hex(found)
+        found.update(run.numpy().data)
+    return _as_hex(found.intdigest())
 
 
 def _require_same(path: Path, what: str, got: str, wanted: str) -> None:
@@ -217,10 +222,10 @@ def _require_same(path: Path, what: str, got: str, wanted: str) -> None:
 def _require_sealed(path: Path, header: bytes) -> None:
     """Where the metadata have one checksum, they have to have both."""
     seal = _SEALED_BY.search(header)
-    if seal is None and b'"crc32' not in header:
+    if seal is None and b'"xxh3' not in header:
         return
     wanted = seal[1].decode() if seal else "missing"
-    _require_same(path, "its header", _as_hex(zlib.crc32(_with_seal(header, 0))), wanted)
+    _require_same(path, "its header", _as_hex(xxh3(_with_seal(header, 0))), wanted)
 
 
 def _read_header(path: Path, verify: bool) -> tuple[dict[str, Place], dict[str, str], int]:

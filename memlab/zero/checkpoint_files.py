@@ -2,8 +2,8 @@
 
 All is written into a folder beside it, whose files and names are forced to the disk (fsync) before
 it is renamed. A rank that is killed leaves that folder, and the next save in the same place removes
-it. Beside torch's files `checksums.json` holds a CRC-32 for each box; the ranks verify all of them,
-each its share, before a weight is changed. It costs one more reading of the checkpoint.
+it. Beside torch's files `checksums.json` holds a checksum (XXH3) for each box; the ranks verify all
+of them, each its share, before a weight is changed. It costs one more reading of the checkpoint.
 
 torch unpickles the index and whatever is no tensor. Here both are read as plain data
 (memlab.unpickling, `weights_only`): a checkpoint from somebody else cannot run anything.
@@ -13,12 +13,12 @@ import io
 import json
 import pickle
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from filelock import FileLock
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import (
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from xxhash import xxh3_64_intdigest as xxh3
 
 from memlab.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
 from memlab.unpickling import unpickle
@@ -66,7 +67,7 @@ def complete(
 ) -> None:
     """The moment from which the new checkpoint counts is the second renaming."""
     of_all = {file: of_file for of_rank in checksums for file, of_file in of_rank.items()}
-    index = zlib.crc32((beside / ".metadata").read_bytes())
+    index = xxh3((beside / ".metadata").read_bytes())
     with write_beside(beside / CHECKSUMS) as path:
         path.write_text(json.dumps({"index": index, "boxes": of_all}), encoding="utf-8")
     lock.release()
@@ -103,7 +104,7 @@ def _boxes_by_file(folder: Path) -> dict[str, dict[int, tuple[int, str]]]:
 
 
 def checksums_of_own(folder: Path, rank: int) -> dict[str, dict[str, int]]:
-    """{file: {where a box begins: its CRC-32}} of the files that this rank has written."""
+    """{file: {where a box begins: its checksum}} of the files that this rank has written."""
     return {
         file: {str(at): _checksum(folder / file, at, size) for at, (size, _) in boxes.items()}
         for file, boxes in _boxes_by_file(folder).items()
@@ -112,12 +113,13 @@ def checksums_of_own(folder: Path, rank: int) -> dict[str, dict[str, int]]:
 
 
 def _checksum(path: Path, start: int, size: int) -> int:
-    found = 0
+    found = xxhash.xxh3_64()
     with path.open("rb") as file:
         file.seek(start)
         while size > 0 and (run := file.read(min(size, _RUN))):
-            found, size = zlib.crc32(run, found), size - len(run)
-    return found
+            found.update(run)
+            size -= len(run)
+    return found.intdigest()
 
 
 def verify_boxes(folder: Path, rank: int, ranks: int) -> None:
@@ -130,7 +132,7 @@ def verify_boxes(folder: Path, rank: int, ranks: int) -> None:
         index, boxes = wanted["index"], wanted["boxes"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path, "it cannot be read") from error
-    if zlib.crc32((folder / ".metadata").read_bytes()) != index:
+    if xxh3((folder / ".metadata").read_bytes()) != index:
         raise _damaged(folder / ".metadata", "its checksum is another")
     places = [
         (file, at, size, name)
