@@ -19,10 +19,6 @@ from memlab.trace import Trace
 
 __all__ = ["BudgetExceeded", "Kernels", "budget", "dry_run", "measure", "meter", "predict"]
 
-WORKSPACE_NOTE = (
-    "an LSTM's fused kernel keeps a workspace for backward whose size it alone knows: "
-    "this dry run is without it, and much too low (28 and 70 % in two cases); measure a real step"
-)
 STAND_IN_NOTE = (
     "the script asks for an accelerator, and this dry run counts what the CPU's kernels take; "
     "memlab.predict counts CUDA's (at the command line, --dry-run --device cuda)"
@@ -103,7 +99,6 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
             memory=completed.memory,
             notes=(
                 *completed.notes,
-                *([WORKSPACE_NOTE] if is_dry and context.has_lstm else []),
                 *([SCRATCH_NOTE] if leaves_scratch_out else []),
                 *([STAND_IN_NOTE] if is_dry and StandIn.asked_for else []),
                 *([THREADS_NOTE] if self._storages.found_unseen_gradients else []),

@@ -75,7 +75,7 @@ class Context:
     ) -> None:
         self.names = ModuleNames()
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.has_much_scratch = self.has_recurrent_layer = self.has_lstm = False
+        self.has_much_scratch = self.has_recurrent_layer = False
         self.in_backward = False
         self.last_phase = "forward"
         self._after_backward = False
@@ -159,7 +159,6 @@ class Context:
             self._on_root(module)
         self.has_much_scratch |= isinstance(module, _MUCH_SCRATCH)
         self.has_recurrent_layer |= isinstance(module, torch.nn.RNNBase)
-        self.has_lstm |= isinstance(module, torch.nn.LSTM)
         self._running.append(self.names.of(module))
         self._note_number()
 

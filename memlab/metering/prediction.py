@@ -161,7 +161,7 @@ class _Prediction(dry_run):
         if func in _COPIES and _names_cuda(*args[1:], *kwargs.values()):
             result.fake_device = CUDA  # torch computes with small literals for real, on the CPU
             result.constant = None
-        if func in _MATRIX_PRODUCTS:
+        if func in _MATRIX_PRODUCTS or _is_grouped_by_cublas(func, args):
             self._use_handle()
         elif func in _RESULTS:
             result = _RESULTS[func](result)
@@ -219,6 +219,11 @@ class _Prediction(dry_run):
         return {
             f"{kind.__name__} {how}" for kind in kinds if kind.__module__.startswith("torch.optim.")
         }
+
+
+def _is_grouped_by_cublas(func: Any, args: Any) -> bool:
+    """A grouped product has a kernel of its own in bfloat16; else it is one product per group."""
+    return func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
 
 
 def _names_cuda(*arguments: Any) -> bool:
@@ -376,6 +381,7 @@ _UNKNOWN_SCRATCH = {
     aten.topk.default: "sorts",
     aten.cumsum.default: "cumulative sums",
     aten.embedding_dense_backward.default: "an embedding's gradient (a sort of the indices)",
+    aten._grouped_mm.default: "grouped matrix products (mixtures of experts)",
     aten.index_put.default: "sums by index (a sort of the indices)",
     aten._scaled_dot_product_efficient_attention_backward.default: "attention's backward",
     aten._scaled_dot_product_cudnn_attention_backward.default: "attention's backward",
