@@ -774,7 +774,7 @@ verdict(
 # The next is about speed. *Tensor cores* are the part of a GPU that multiplies small matrices in
 # one go: in 16 bits, or in TF32, which is float32 with 10 bits of mantissa in place of 23.
 
-# %%
+# %% tags=["nbval-ignore-output"] reason="a GPU's time, where one is stored"
 from memlab.course import time_on_a_gpu
 
 # Dense, in 10¹² operations a second, from NVIDIA's data sheets: float32, TF32, 16 bits.

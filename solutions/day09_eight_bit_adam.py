@@ -843,7 +843,7 @@ more_tokens = (step_8 - step_32) / (a_pass / tokens.numel())
 print(f"the optimizer's step takes {step_8 / step_32:.1f} × the CPU time of it in 32 bits")
 print(f"the difference is that of forward and backward of {more_tokens:.0f} tokens")
 
-# %%
+# %% tags=["nbval-ignore-output"] reason="times of a CPU, and a GPU's where one is stored"
 from memlab.course import time_on_a_gpu
 
 verdict(

@@ -669,7 +669,7 @@ reveal("15.1", **found)
 # Averages of a model on a GPU are there, too, or on the host with `device="cpu"`.
 # `benchmarks/gpu.py` measures an update of each kind.
 
-# %%
+# %% tags=["nbval-ignore-output"] reason="depends on the reader's GPU"
 if torch.cuda.is_available():
     on_gpu = Made(64).cuda()
     for where in (None, "cpu"):

@@ -40,10 +40,10 @@ def beside_a_step(name: str, small: bool, rehearsal: bool) -> Answer:
         ema, held, _ = taken(device, lambda: PostHocEMA(model, folder, **PLACES[name]()))
         ema.update(1)
         _, _, update = taken(device, lambda: ema.update(2))
-        ratios = over_a_step(training.step, ema)
         ema.snapshot()
         _, _, synthesis = taken(device, lambda: synthesize(folder, SIGMA, out=model))
         off = furthest(model, ema.averages[SIGMA])
+        ratios = over_a_step(training.step, ema)  # last: how many steps it takes is the clock's
     return {
         "what": str(setting),
         "averages_bytes": ema.nbytes,

@@ -26,6 +26,10 @@ _MACHINE_PATH = re.compile(
 _EMOJI = re.compile(
     "[\u231a\u231b\u23e9-\u23fa\u2600-\u27bf\u2b1b\u2b1c\u2b50\u2b55\ufe0f\U0001f000-\U0001faff]"
 )
+# What prints a measurement of a GPU's: the reader's, or one that is stored here.
+_ON_A_GPU = re.compile(
+    r"\b(?:stored|time)_on_a_gpu\(|\btorch\.(?:cuda|accelerator)\.is_available\("
+)
 _IPYTHON = re.compile(r"\bget_ipython\s*\(")
 _NBVAL_COMMENT = re.compile(r"\s*#+\s*((?:NBVAL|PYTEST_VALIDATE)_[A-Z_]+)\s*")
 _NO_PROSE = re.compile(
@@ -90,6 +94,11 @@ def _of_tags(cell: dict[str, Any]) -> Iterator[str]:
     for tag in NEEDS_REASON:
         if tag in _tags(cell) and not cell["metadata"].get("reason"):
             yield f'the tag {tag} without a reason; add reason="..." to the cell\'s metadata'
+    if "nbval-ignore-output" not in _tags(cell) and _ON_A_GPU.search(_text(cell["source"])):
+        yield (
+            "an output that depends on a GPU, the reader's or a stored one; add the tag "
+            "nbval-ignore-output with that reason"
+        )
     for line in _text(cell["source"]).splitlines():
         if found := _NBVAL_COMMENT.fullmatch(line):
             yield f"the comment {found[1]} steers nbval; use its tag, with a reason"

@@ -221,6 +221,21 @@ def test_a_tag_that_steers_nbval_needs_a_reason_in_both(tag):
     assert findings(code(tags=[tag], reason="a time")) == []
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        'print(stored_on_a_gpu("day 1"))',
+        "text = f\"{time_on_a_gpu('lion')}\"",
+        "if torch.cuda.is_available():\n    pass",
+    ],
+)
+def test_an_output_that_a_gpu_or_a_stored_one_decides_is_to_be_ignored(source):
+    [finding] = findings(code(source))
+    assert finding.startswith("an output that depends on a GPU, the reader's or a stored one; add")
+    assert findings(code(source, tags=["nbval-ignore-output"], reason="a GPU's")) == []
+    assert findings(code("from memlab.course import stored_on_a_gpu")) == []
+
+
 def test_a_cell_that_is_to_raise_needs_a_reason():
     cell = code(outputs=[raises()], tags=["raises-exception"])
     assert findings(cell) == [
