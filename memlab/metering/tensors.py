@@ -49,7 +49,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         tensor = _functorch.get_unwrapped(tensor)
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from plain_tensors(getattr(tensor, name))
+        for part in tensors_among(getattr(tensor, name) for name in names):
+            yield from plain_tensors(part)  # a DTensor also names its mesh
     else:
         yield from tensors_among((tensor,))
