@@ -38,6 +38,7 @@ LOWER = _words(
     _scaled_dot_product_flash_attention scaled_dot_product_attention
     """
 )
+PACKED = ("_cudnn_rnn",)  # torch casts its weights into a new buffer at each call
 FLOAT32 = _words(
     """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
@@ -106,8 +107,11 @@ def forget_casts(clear: Callable[[], None]) -> Callable[[], None]:
 
 
 def _rules() -> Iterator[tuple[Any, Callable[..., Any]]]:
+    of_the_cpu_alone = _of_the_cpu_alone()  # before the rules below are the CPU's, too
     for name in LOWER:
         yield operator(name), _casting(operator(name), _lower)
+    for name in PACKED:
+        yield operator(name), _casting(operator(name), _lower_anew)
     for name in FLOAT32:
         yield operator(name), _casting(operator(name), _to_float32)
     for name in FLOAT32_DTYPE:
@@ -118,7 +122,7 @@ def _rules() -> Iterator[tuple[Any, Callable[..., Any]]]:
         yield operator(name), _casting(operator(name), _promoted)
     for name in REFUSED:
         yield operator(name), _refused
-    for name in _of_the_cpu_alone():
+    for name in of_the_cpu_alone:
         yield operator(name), _untouched(operator(name))
 
 
@@ -201,6 +205,10 @@ def _lower(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor
         return _cached(tensor, dtype) if _is_cacheable(tensor) else _to(tensor, dtype)
 
     return cast
+
+
+def _lower_anew(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return functools.partial(_to, dtype=torch.get_autocast_dtype("cpu"))
 
 
 def _is_cacheable(tensor: torch.Tensor) -> bool:

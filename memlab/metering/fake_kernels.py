@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memlab.metering import recurrent
 from memlab.metering.frames import user_line
 
 aten = torch.ops.aten
@@ -127,6 +128,7 @@ def _round_up(number: int, step: int) -> int:
 
 
 KERNELS: dict[Any, Callable[..., Any]] = {
+    **recurrent.KERNELS,
     aten._grouped_mm.default: _grouped_mm,
     aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
 }

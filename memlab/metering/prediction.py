@@ -26,6 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from memlab.allocator import simulate
+from memlab.metering import recurrent
 from memlab.metering.absent import StandIn, replaced
 from memlab.metering.answers import Answers
 from memlab.metering.autocast_lists import cuda_autocast, forget_casts
@@ -208,6 +209,7 @@ class _Prediction(dry_run):
                 f"the scratch of {kind} is not known and not in here; the real peak can be higher"
                 for kind in sorted(unknown)
             ),
+            *([recurrent.RESERVE_NOTE] if recurrent.IN_WORDS in unconfirmed else []),
             *([THREADS_NOTE] if meter.found_unseen_gradients else []),
             *self.notes(),
         )

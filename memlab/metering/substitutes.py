@@ -1,18 +1,21 @@
 """Operators that CUDA takes apart in another way than the CPU does.
 
-`scaled_dot_product_attention`, `rms_norm`, `dropout` and `softmax` are compositions: torch writes
-them in terms of other operators, and which ones depends on the device. A function of ours stands
+`scaled_dot_product_attention`, `rms_norm`, `dropout`, `softmax` and the recurrent layers
+(recurrent.py) are compositions: torch writes them in terms of other operators, and which ones
+depends on the device. A function of ours stands
 before each for the time of a prediction and calls those that CUDA would. It stands in the
 dispatcher, below autograd's reach: recomputation in a checkpoint passes through it as well.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.library import Library
 
+from memlab.metering import recurrent
 from memlab.metering.kernels import Kernels, Target
 
 aten = torch.ops.aten
@@ -33,6 +36,7 @@ class Substitutes:
             aten.log_softmax.int: _softmax_of_halves(
                 aten.log_softmax.int, aten._log_softmax.default
             ),
+            **recurrent.substitutes(partial(self.used.add, recurrent.IN_WORDS)),
         }
         if kernels.norms == "fused":
             self.of[aten.rms_norm.default] = self.rms_norm

@@ -40,6 +40,7 @@ def test_every_operator_with_a_rule_for_cuda_is_on_a_list():
     ours = {
         *(*autocast_lists.LOWER, *autocast_lists.FLOAT32, *autocast_lists.FLOAT32_DTYPE),
         *(*autocast_lists.APPENDS_DTYPE, *autocast_lists.PROMOTE, *autocast_lists.REFUSED),
+        *autocast_lists.PACKED,
     }
     theirs = {
         name.removeprefix("aten::")
@@ -47,8 +48,7 @@ def test_every_operator_with_a_rule_for_cuda_is_on_a_list():
         if name.startswith("aten::") and has_kernel(name, "AutocastCUDA")
     }
     below_others = {"cudnn_convolution", "cudnn_convolution_transpose"}
-    in_cuda_builds = {"_cudnn_rnn"}  # packs weights of its own; here an LSTM is predicted without
-    assert theirs - ours - in_cuda_builds == below_others
+    assert theirs - ours == below_others
 
 
 DTYPES = {  # of the result for bfloat16 inputs, and for float32 ones
