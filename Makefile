@@ -17,8 +17,15 @@ RUN_TESTS := PYTHONHASHSEED=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no
 
 # Two files at a time, each as memlab.course.build ran it: no result hangs on the number of threads,
 # and pictures show inside the page.
-RUN_NOTEBOOKS := env -u MPLBACKEND OMP_NUM_THREADS=1 PYTHONHASHSEED=0 \
+RUN_NOTEBOOKS := env -u MPLBACKEND OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $$cpu \
   $(VENV_PYTHON) -m pytest -q -n 2 --dist loadfile
+
+# What a CPU can do decides which kernels torch and oneDNN take, and with them the last bits. Each of
+# these is an older CPU, or one with two threads, as a newer one can play it.
+CPUS := ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41 \
+  ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2 \
+  ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 \
+  OMP_NUM_THREADS=2
 
 # A stamp is written when its installation is complete. Its name holds what it is good for: a folder
 # that was copied elsewhere, or another index for torch, is set up again.
@@ -27,7 +34,7 @@ torch_stamp := .venv/.torch-$(label)
 stamp := .venv/.installed-$(label)
 
 .DEFAULT_GOAL := help
-.PHONY: help measure test slow bench solutions lessons lab lessons-exist benchmarks-exist
+.PHONY: help measure test slow bench solutions lessons cpus lab lessons-exist benchmarks-exist
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | \
@@ -57,6 +64,13 @@ solutions: lessons-exist $(stamp) ## run every solution in Jupyter: outputs must
 
 lessons: solutions ## the same, and every lesson with its stubs, of which make test runs one
 	@$(RUN_NOTEBOOKS) --nbval-lax $(LESSONS)
+
+cpus: lessons-exist $(stamp) ## every solution as other CPUs would run it: half an hour
+	@failed=; for name in $(CPUS); do \
+	  echo "== $$name"; cpu=$$(echo "$$name" | tr , ' '); \
+	  $(RUN_NOTEBOOKS) --nbval $(SOLUTIONS) || failed="$$failed $$name"; \
+	done; \
+	[ -z "$$failed" ] || { echo "Outputs differ with:$$failed" >&2; exit 1; }
 
 lab: lessons-exist $(stamp) ## open lesson 1 in JupyterLab
 	@.venv/bin/memlab start 1
