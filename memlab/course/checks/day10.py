@@ -299,20 +299,26 @@ _CASES = (
 _BUILT_ELSEWHERE = ("memlab.attention", "memlab.model", "torch.nn.attention")
 _WITHOUT_TRACES = ("numpy", "tolist")
 _TORCHS_OWN = "scaled_dot_product"  # in the names of all its forms
+_ADD = torch.ops.aten.add
+_CALLS_OF_OPERATORS = [type(operator).__call__.__code__ for operator in (_ADD, _ADD.Tensor)]
 
 
 @contextmanager
 def _own_work(call: str) -> Iterator[None]:
-    """Wrong if what runs inside uses what does the work, or what no meter sees."""
+    """Wrong if what runs inside uses what does the work, or what no meter sees.
+
+    The hook runs nothing of what it looks at, not even its repr: that may be half made.
+    """
     asked: list[str] = []
+    operators: dict[int, Any] = {}  # torch.ops.aten. …, by identity
 
     def look(frame: FrameType, event: str, called: Any) -> None:
         home = frame.f_globals.get("__name__", "")
         if event == "call" and home.startswith(_BUILT_ELSEWHERE):
             asked.append(next(filter(home.startswith, _BUILT_ELSEWHERE)))
-        elif event == "call" and home == "torch._ops":
-            operator = str(frame.f_locals.get("self", ""))  # torch.ops.aten. …
-            asked.extend([operator] if _TORCHS_OWN in operator else [])
+        elif event == "call" and frame.f_code in _CALLS_OF_OPERATORS:
+            operator = frame.f_locals["self"]
+            operators[id(operator)] = operator
         elif event == "c_call":
             name = getattr(called, "__name__", "")
             asked.extend([name] if name in _WITHOUT_TRACES or _TORCHS_OWN in name else [])
@@ -323,6 +329,7 @@ def _own_work(call: str) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
+    asked += [name for name in map(str, operators.values()) if _TORCHS_OWN in name]
     require(not asked, f"{call} uses {asked[0] if asked else ''}; wanted your own lines of torch.")
 
 
