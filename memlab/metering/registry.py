@@ -52,13 +52,13 @@ class Storage:
         "sightings",
     )
 
-    def __init__(self, number: int, tensor: torch.Tensor, count: int, run: object) -> None:
+    def __init__(
+        self, number: int, tensor: "torch.Tensor | _Bytes", count: int, run: object
+    ) -> None:
         self.number = number
         self.bytes = count
-        self.run = run  # the metering that saw it first
-        self.device = tensor.device
-        self.dtype = tensor.dtype
-        self.shape = tuple(tensor.shape)
+        self.run = run  # the metering that saw it first; None until one has seen a tensor of it
+        self.describe(tensor)
         self.category: str | None = None
         self.operator: Any = ""
         self.module = ""
@@ -67,6 +67,9 @@ class Storage:
         self.line: str | None = None
         self.reference: _Reference | None = None
         self.sightings: tuple[Sighting, ...] = ()  # one for each address that it had
+
+    def describe(self, tensor: "torch.Tensor | _Bytes") -> None:
+        self.device, self.dtype, self.shape = tensor.device, tensor.dtype, tuple(tensor.shape)
 
     @property
     def alive(self) -> bool:
@@ -98,6 +101,14 @@ def _name(of: Any) -> str:
     return str(of).removeprefix("torch.")
 
 
+class _Bytes(NamedTuple):
+    """A storage of which no tensor was seen yet."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 class _Reference(weakref.ref):  # type: ignore[type-arg]
     """A weak reference to a torch storage that knows the record of it."""
 
@@ -122,9 +133,19 @@ class Registry:
 
     def add(self, tensor: torch.Tensor, run: object) -> Storage:
         """Number the tensor's storage and follow it until it dies."""
-        untyped = tensor.untyped_storage()
+        # forward-mode gradients that nothing flows into have none
+        has_memory = not tensor._is_zerotensor()
+        return self._add(tensor.untyped_storage(), tensor, run, has_memory=has_memory)
+
+    def _add(
+        self,
+        untyped: torch.UntypedStorage,
+        tensor: "torch.Tensor | _Bytes",
+        run: object,
+        *,
+        has_memory: bool = True,
+    ) -> Storage:
         self.count += 1
-        has_memory = not tensor._is_zerotensor()  # forward-mode gradients that nothing flows into
         record = Storage(self.count, tensor, untyped.nbytes() if has_memory else 0, run)
         reference = _Reference(untyped, self._died)
         reference.key = untyped._cdata
@@ -189,6 +210,9 @@ class Registry:
         resize = torch.UntypedStorage.resize_
 
         def resize_(untyped: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+            if untyped._cdata not in self._alive:
+                as_bytes = _Bytes(untyped.device, torch.uint8, (untyped.nbytes(),))
+                self._add(untyped, as_bytes, run=None)  # so that what it gains now is new
             result = resize(untyped, *args, **kwargs)
             self.check_size(untyped)
             return result

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.metering.casts import Casts
 from memlab.metering.context import Context
@@ -25,6 +26,7 @@ from memlab.metering.fake import dry_run
 from memlab.metering.frames import called_by, comes_from_the_engine, user_line
 from memlab.metering.modes import LightMode
 from memlab.metering.observer import COMPOSITIONS, OUT_OF_PLACE, is_formula, is_in_place_unwatched
+from memlab.metering.reachable import reachable
 from memlab.metering.registry import REGISTRY, Storage
 from memlab.metering.tensors import plain_tensors, tensors_among, tensors_within
 
@@ -83,6 +85,7 @@ class StorageMeter(LightMode):
             on_backward_end=self._backward_ends,
         )
         self._run = Run(step if model is None else model)
+        self._roots = (step, model, optimizer)
         self._run_is_named_after_step = model is None
         self._casts = Casts()
         self._model, self._optimizer = model, optimizer
@@ -91,6 +94,7 @@ class StorageMeter(LightMode):
         self._initial: list[Change] = []
         self._stream: list[Change] = []
         self._accounted: set[int] = set()  # numbers of storages in one of the two
+        self._untouched: dict[int, bool] = {}  # of those that no operator has shown: are they new?
         self._own: dict[int, Storage] = {}  # born here and alive, by number
         self.live_bytes = 0  # of these
         self._births: dict[str, list[Storage]] = {"forward": [], "backward": [], "optimizer": []}
@@ -107,6 +111,7 @@ class StorageMeter(LightMode):
             self._scan_model(self._model)
         if self._optimizer is not None:
             self._scan_optimizer(self._optimizer)
+        self._scan_reachable()
         self.context.start()
         self._casts.start()
         COMPOSITIONS.__enter__()
@@ -130,6 +135,9 @@ class StorageMeter(LightMode):
             self._scan_state(self._optimizer)
         REGISTRY.unlisten(self._storage_changed)
         self._adopt_leftovers()
+        for record, *_ in self._initial:
+            if self._untouched.get(record.number):
+                record.mark("inputs")
         if torch.is_grad_enabled():
             self._backward_starts()  # it might still: what a graph saved is alive for it
 
@@ -189,15 +197,17 @@ class StorageMeter(LightMode):
     def _see(self, tensor: torch.Tensor, phase: str) -> Storage:
         """The record of an operator's input; one never seen before was alive before us."""
         record = REGISTRY.find(tensor)
-        if record is not None and record.number in self._accounted:
-            return record
         is_found = record is None
-        if record is None:
+        if record is not None and record.number in self._untouched:
+            is_found = self._untouched.pop(record.number)
+        elif record is not None and record.number in self._accounted:
+            return record
+        elif record is None:
             if tensor.dim() == 0 and tensor.is_cpu and tensor.dtype in _OF_PYTHON_NUMBERS:
                 return self._born(tensor, "a number", phase, [], [])
             record = self._found(tensor)
         else:
-            self._include(record)
+            self._include(record, tensor)
         if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
             record.mark("parameters")
         elif phase == "optimizer":
@@ -243,9 +253,13 @@ class StorageMeter(LightMode):
         self._initial.append(Change(record, record.bytes, "before"))
         return record
 
-    def _include(self, record: Storage) -> None:
-        """Count a storage that an earlier meter knew."""
+    def _include(self, record: Storage, tensor: torch.Tensor | None = None) -> None:
+        """Count a storage that an earlier meter knew, or that was resized before it was seen."""
         _, count = self._before.get(record.number, (record, record.bytes))
+        if record.run is None:
+            record.run = self._run
+            record.describe(tensor)
+            count -= sum(change.bytes for change in self._stream if change.record is record)
         self._accounted.add(record.number)
         self._initial.append(Change(record, count, "before"))
 
@@ -345,6 +359,39 @@ class StorageMeter(LightMode):
             self._scan(buffer, "buffers", self.context.names.owning(buffer))
         self._scan_gradients(root.parameters())
 
+    def _scan_reachable(self) -> None:
+        """Count what the step, the model or the optimizer holds, whether the step uses it or not.
+
+        Its first operator tells what it is; what has none is data that waits for its turn.
+        """
+        for reached in reachable(self._roots):
+            if isinstance(reached, torch.optim.Optimizer):
+                self._scan_state(reached)
+            elif isinstance(reached, torch.nn.Module):
+                for buffer in reached._buffers.values():
+                    if buffer is not None:
+                        self._scan(buffer, "buffers", self.context.names.owning(buffer))
+            elif not self._is_of_another_run(reached):
+                self._scan_waiting(reached)
+
+    def _is_of_another_run(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is fake, and not of the dry run that is active now, if one is."""
+        mode = self._dry_run._fake_mode if self._dry_run is not None else None
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode
+
+    def _scan_waiting(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
+            self._scan(tensor, "parameters", self.context.names.owning(tensor))
+            self._scan_gradients([tensor])
+            return
+        for plain in self._plain(tensor):
+            record = REGISTRY.find(plain)
+            if record is None:
+                self._untouched[self._found(plain).number] = True
+            elif record.number not in self._accounted:
+                self._include(record, plain)
+                self._untouched[record.number] = record.category is None
+
     def _scan_optimizer(self, optimizer: Any) -> None:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
@@ -370,22 +417,25 @@ class StorageMeter(LightMode):
         self._scan(parameter, "parameters", self.context.names.owning(parameter))
 
     def _scan(self, tensor: torch.Tensor, category: str, module: str) -> None:
-        for plain in plain_tensors(tensor):
-            if self._dry_run is not None:
-                plain = self._dry_run.tensor(plain)
+        for plain in self._plain(tensor):
             record = REGISTRY.find(plain)
             if record is None:
                 record = self._found(plain)
             elif record.number not in self._accounted:
-                self._include(record)
+                self._include(record, plain)
             record.mark(category)
             record.module = module or record.module
+
+    def _plain(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        for plain in plain_tensors(tensor):
+            yield plain if self._dry_run is None else self._dry_run.tensor(plain)
 
     def _adopt_leftovers(self) -> None:
         """Count what earlier steps of the same model left alive, and name the state of an
         optimizer written by hand."""
         for record, _ in self._before.values():
-            if record.number not in self._accounted and self._run.continues(record.run):
+            is_known = record.number in self._accounted or record.run is None
+            if not is_known and self._run.continues(record.run):
                 self._include(record)
         if not self.context.optimizers and self._optimizer is None:
             for record in self._births["optimizer"]:

@@ -65,9 +65,13 @@ class MemoryEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """All events of one step, in order; what was alive when it began counts as 0 bytes."""
+    """All events of one step, in order; what was alive when it began counts as 0 bytes.
+
+    `bytes_at_start` of it were allocated by `warm_up`, which may build the model, too.
+    """
 
     events: tuple[MemoryEvent, ...]
+    bytes_at_start: int = 0
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -103,7 +107,7 @@ def record(step: Step, *, warm_up: Step | None = None) -> Recording:
     and an observer makes many: two runs of one step would free a cycle at different moments. So
     what a cycle holds stays alive here; an observer is compared with the collector off as well.
     """
-    return Recording(tuple(_memory_events(_profiled(step, warm_up))))
+    return _recording(_profiled(step, warm_up))
 
 
 # ------------------------------------------------------------------ against an observer
@@ -423,10 +427,14 @@ def _with_blocks(notes: Iterable[_Note]) -> Iterator[tuple[_Note, _Block]]:
             yield note, block
 
 
-def _memory_events(roots: list[Any]) -> Iterator[MemoryEvent]:
+def _recording(roots: list[Any]) -> Recording:
     """What the allocator did during the step."""
     (step,) = (event for event in roots if event.name == _STEP)
     history = list(_with_blocks(_in_order(_notes(roots))))  # a block's kind is known at its end
-    for note, block in history:
-        if step.start_time_ns <= note.time_ns <= step.end_time_ns:
-            yield block.event(note.bytes)
+    before = [note for note, _ in history if note.time_ns < step.start_time_ns]
+    events = tuple(
+        block.event(note.bytes)
+        for note, block in history
+        if step.start_time_ns <= note.time_ns <= step.end_time_ns
+    )
+    return Recording(events, bytes_at_start=sum(note.bytes for note in before))

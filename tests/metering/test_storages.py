@@ -489,3 +489,24 @@ def test_a_storage_that_dies_meanwhile_leaves_the_correction_right(monkeypatch):
         trace = memlab.measure(step)
     changes = [e.bytes for e in trace.events if e.phase == "backward" and abs(e.bytes) > 4 * KIB]
     assert changes == [8 * KIB * 4, -3 * KIB * 4]
+
+
+def test_a_storage_that_was_empty_and_unknown_when_the_step_began_is_new():
+    """FSDP2 empties the storage of a gathered weight, and fills it in the next step."""
+    gathered = torch.zeros(KIB)
+    gathered.untyped_storage().resize_(0)
+
+    def step() -> None:
+        gathered.untyped_storage().resize_(4 * KIB)
+        gathered.fill_(1.0)
+        gathered.untyped_storage().resize_(0)
+
+    with memlab.meter() as running:
+        step()
+    assert [e.bytes for e in running.trace.events] == [4 * KIB, -4 * KIB]
+    with memlab.dry_run():
+        gathered = torch.zeros(KIB)
+        gathered.untyped_storage().resize_(0)
+        with memlab.meter() as dry:
+            step()
+    assert [e.bytes for e in dry.trace.events] == [4 * KIB, -4 * KIB]

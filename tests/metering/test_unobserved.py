@@ -399,3 +399,10 @@ def test_a_recording_says_nothing_of_the_profiler_and_all_that_the_step_says(cap
 
     record(step)
     assert sorted(capfd.readouterr().err.splitlines()) == ["from Python", "from below"]
+
+
+def test_what_the_warm_up_leaves_alive_is_there_at_the_start():
+    kept = []
+    recording = record(lambda: torch.ones(4), warm_up=lambda: kept.append(torch.ones(1024)))
+    assert recording.bytes_at_start == 4096
+    assert recording.peak_bytes == 16

@@ -1,0 +1,55 @@
+"""What a training holds besides its model and its optimizer's state.
+
+Batches in a list, the tensors of a data set, the optimizer of an earlier `Trainer.fit`: they are in
+memory while the step runs, whether it touches them or not. No operator shows them, so they are
+found from the outside, along the references that Python's garbage collector follows.
+"""
+
+import gc
+from collections.abc import Iterable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+_SHARED_BY_ALL = (ModuleType, type, CodeType)  # everything is reachable from those
+
+
+_WANTED = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+
+
+def reachable(roots: Iterable[Any]) -> Iterator[Any]:
+    """The tensors, modules and optimizers that can be reached from the roots; each once.
+
+    Of a function: its closure, its defaults and the globals that it names, and those of the
+    functions of the same file that it calls. What a module of Python's or a class holds belongs to
+    everybody.
+    """
+    waiting = [root for root in roots if root is not None]
+    files = {id(root.__globals__) for root in waiting if isinstance(root, FunctionType)}
+    seen: set[int] = set()
+    while waiting:
+        reached = waiting.pop()
+        if id(reached) in seen or isinstance(reached, _SHARED_BY_ALL):
+            continue
+        seen.add(id(reached))
+        if isinstance(reached, _WANTED):
+            yield reached
+        waiting += filter(gc.is_tracked, _referents(reached, files))
+
+
+def _referents(reached: Any, files: set[int]) -> list[Any]:
+    if not isinstance(reached, FunctionType):
+        return gc.get_referents(reached)
+    cells = list(reached.__closure__ or ())
+    defaults = [reached.__defaults__, reached.__kwdefaults__, reached.__dict__]
+    names = _global_names(reached.__code__) if id(reached.__globals__) in files else ()
+    return cells + defaults + [reached.__globals__.get(name) for name in names]
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    """The names that the code, and the functions that it defines, may look up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
