@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from edited import each, verdict_on
 from torch import nn
 
 from memlab import optim, quantize
@@ -304,6 +305,46 @@ def test_an_encoder_that_writes_into_its_input_is_told_so():
         return given
 
     assert "changed the numbers that it was given" in judge(ENCODE, answer).text
+
+
+T, LR = 'state.get("step", 0) + 1', 'lr, (beta1, beta2), eps = group["lr"]'
+STEP = "weight -= lr * (m / (1 - beta1**t) / root).view_as(weight)"
+ZERO, FILLED = "scales.where(scales > 0, 1)", "scales = blocks.abs().amax(1)"
+ENCODED = ".to(torch.uint8)\n"
+LIFTED = "(x.flatten() > 0) & (codes == 0)"
+FRACTIONS = "x.flatten() / scales.repeat_interleave(256)[: x.numel()]"
+
+REFUSED = [
+    (
+        "9.2",
+        "zeros are 127 by either code",
+        (ENCODED, ".where(scales.view(-1, 1) > 0, 127).byte()\n"),
+    ),
+    ("9.2", "scales of zeros are 1", (FILLED, f"{FILLED}\n    scales = {ZERO}")),
+    ("9.2", "scales of 1e-30 and more", (FILLED, f"{FILLED}.clamp(1e-30)")),
+    ("9.2", "divided by 1e-30 and more", (ZERO, "scales.clamp(1e-30)")),
+    ("9.3", "one count for all weights", (T, "self.__dict__.get('count', 0) + 1; self.count = t")),
+    ("9.3", "the default lr", (LR, 'lr, (beta1, beta2), eps = self.defaults["lr"]')),
+    ("9.3", "the first group's betas", ('group["betas"]', 'self.param_groups[0]["betas"]')),
+    ("9.3", "a copy where not contiguous", (STEP, STEP[:6] + ".flatten()" + STEP[6:-16])),
+    ("9.4", "by a fraction that underflows", ("x.flatten() > 0", f"{FRACTIONS} > 0")),
+]
+ACCEPTED = [
+    ("9.2", "divided by a tiny number", (ZERO, "scales.clamp(1e-45)")),
+    ("9.3", "a tensor for the count", (T, 'state.get("step", torch.zeros(())) + 1')),
+    ("9.3", "reshaped", (STEP, STEP.replace("view_as(weight)", "reshape(weight.shape)"))),
+    ("9.4", "masked", (f"codes[{LIFTED}] = 1", f"codes.masked_fill_({LIFTED}, 1)")),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == OK
 
 
 # ------------------------------------------------------------------ held against the library

@@ -225,8 +225,8 @@ _CODE = Exercise(
         "For one decade: edges = torch.linspace(0.1, 1, parts + 1); the middles are the means of "
         "neighbours, (edges[:-1] + edges[1:]) / 2.",
         "for i in range(7): parts = 2**i if signed else 2 ** (i + 1); middles = … * 10.0 ** "
-        "(i - 6); then torch.cat([*all_of_them, torch.tensor([0.0, 1.0])]).sort().values, where "
-        "-middles are in the list, too, if signed.",
+        "(i - 6). If signed, put middles and -middles into the list. After the loop, add 0 and 1, "
+        "concatenate, and sort.",
     ),
     reference=dynamic_code,
     check=_check_code,
@@ -300,6 +300,14 @@ def _cases() -> dict[str, tuple[Tensor, Tensor]]:
         "a block of numbers and one of zeros": (torch.cat([normal(256), torch.zeros(256)]), signed),
         "256 squares, without signs": (normal(BLOCK) ** 2, unsigned),
         "256 squares, all below 10⁻¹⁹": (1e-20 * normal(BLOCK) ** 2, unsigned),
+        "256 numbers below 10⁻³³, without signs": (
+            1e-34 * torch.rand(BLOCK, generator=random).add(0.1),
+            unsigned,
+        ),
+        "a block of squares and one of zeros, without signs": (
+            torch.cat([normal(256) ** 2, torch.zeros(256)]),
+            unsigned,
+        ),
         "300 numbers": (normal(300), signed),
         "3 ⋅ 700 numbers over many decades": ((3 * normal(3, 700)).exp(), unsigned),
     }
@@ -373,7 +381,7 @@ def _storage_bytes(tensors: tuple[Tensor, ...]) -> int:
 def _require_scales(call: str, x: Tensor, scales: Tensor) -> None:
     for n, block in enumerate(x.flatten().split(BLOCK)):
         wanted, got = block.abs().max().item(), scales[n].item()
-        if wanted and got != wanted:
+        if got != wanted:
             raise Wrong(f"{call}: the scale of block {n} is {got:.4g}, wanted {wanted:.4g}.")
 
 
@@ -475,8 +483,8 @@ _ENCODE = Exercise(
         "torch.bucketize(fractions, middles) counts the middles below each fraction: that is the "
         "code's number. And what is 0 / 0?",
         "scales = blocks.abs().amax(1); fractions = blocks / scales.where(scales > 0, "
-        "1).view(-1, 1); codes = torch.bucketize(fractions, (code[:-1] + code[1:]) / 2); then "
-        ".to(torch.uint8).flatten()[:n].clone(), as a slice alone would keep the padding, too.",
+        "1).view(-1, 1); codes = torch.bucketize(fractions, (code[:-1] + code[1:]) / 2). What is "
+        "left to do: the dtype, the padding (a slice alone keeps it in memory), and both results.",
     ),
     reference=encode,
     check=_check_encode,
@@ -572,10 +580,42 @@ def _check_adam(answer: type[torch.optim.Optimizer]) -> str:
             f"Adam8bit on a weight {name}: in {STEPS} steps self.encode_v was called {marks} "
             f"times; wanted {wanted_marks}.",
         )
+    _check_groups(answer)
     return (
-        f"{STEPS} steps of {len(SHAPES)} weights as they should be · state 2n + 8⌈n/256⌉ bytes "
-        f"from n = {SMALLEST:,}, 8n below · ragged ends, too"
+        f"{STEPS} steps of {len(SHAPES)} weights as they should be, and of three in two groups · "
+        f"state 2n + 8⌈n/256⌉ bytes from n = {SMALLEST:,}, 8n below · ragged ends, too"
     )
+
+
+def _check_groups(answer: type[torch.optim.Optimizer]) -> None:
+    """Several weights in one optimizer, one of them not contiguous; a group's settings are its own,
+    and differ from the defaults."""
+    got, wanted = _stepped_in_groups(answer), _stepped_in_groups(Adam8bit)
+    for (name, weight), right in zip(got.items(), wanted.values(), strict=True):
+        share = ((weight - right).abs() / LR > 1e-3).float().mean().item()
+        require(
+            share < 0.01,
+            f"Adam8bit of three weights in two groups: after {STEPS} steps {share:.0%} of the "
+            f"numbers of {name} are off.",
+        )
+
+
+def _stepped_in_groups(answer: Any) -> dict[str, Tensor]:
+    weights = {
+        "weight 0, (40,) in group 0": torch.zeros(40),
+        "weight 1, (80, 64) and not contiguous, in group 0": torch.zeros(64, 80).mT,
+        "weight 2, (50,) in group 1, with an lr, betas and an eps of its own": torch.zeros(50),
+    }
+    a, b, c = (weight.requires_grad_() for weight in weights.values())
+    own = {"params": [c], "lr": 3 * LR, "betas": (0.5, 0.7), "eps": 1e-2}
+    optimizer = answer([{"params": [a, b], **SETTINGS}, own])  # the defaults are nobody's
+    gradients = {weight: _gradients(tuple(weight.shape)) for weight in (a, b, c)}
+    for n in range(STEPS):
+        for weight, of_weight in gradients.items():
+            weight.grad = of_weight[n]
+        with _own_work("Adam8bit.step"):
+            optimizer.step()
+    return {name: weight.detach() for name, weight in weights.items()}
 
 
 def _gradients(shape: tuple[int, ...]) -> list[Tensor]:
@@ -693,10 +733,14 @@ def _reference_steps(shape: tuple[int, ...]) -> list[Tensor]:
 
 
 def _require_first_step(name: str, got: Tensor, wanted: Tensor) -> None:
+    nans = got.isnan().sum().item()
+    require(
+        not nans, f"Adam8bit on a weight {name}: {nans:,} numbers are NaN after the first step."
+    )
     off = (got - wanted).abs().max().item() / LR
     require(
         off < 1e-3,
-        f"Adam8bit on a weight {name}: the first step is up to {off:.1g} ⋅ lr off; from moments of "
+        f"Adam8bit on a weight {name}: the first step is up to {off:.3g} ⋅ lr off; from moments of "
         f"zero it is that of Adam in 32 bits.",
     )
 
@@ -889,8 +933,8 @@ _ADAM = Exercise(
         "last. What is kept are m and v without bias correction. len(gradient) >= 4096 decides.",
         "m = beta1 * m + (1 - beta1) * gradient; v = beta2 * v + (1 - beta2) * gradient**2; root = "
         "(v / (1 - beta2**t)).sqrt() + eps; weight -= lr * (m / (1 - beta1**t) / "
-        'root).view_as(weight); then state["m"] = encode(m, signed), state["v"] = '
-        'self.encode_v(v, unsigned). The next step begins with decode(*state["m"], signed).',
+        'root).view_as(weight). A later step begins with decode(*state["m"], signed). Large '
+        "moments go back into the state by encode and self.encode_v, small ones as they are.",
     ),
     reference=Adam8bit,
     check=_check_adam,
@@ -956,6 +1000,7 @@ def _check_rule(answer: Encode) -> str:
     for name, x in {
         "[10⁻²⁰, 10⁻³⁰, 0.0]": torch.tensor([1e-20, 1e-30, 0.0]),
         "[1.0, 10⁻⁹, 0.0]": torch.tensor([1.0, 1e-9, 0.0]),
+        "[10¹⁵, 10⁻³⁵, 0.0]": torch.tensor([1e15, 1e-35, 0.0]),  # their quotient is no float32
         "256 zeros": torch.zeros(BLOCK),
         "3 ⋅ 256 numbers over many decades": many,
         "700 numbers, some of them 0": F.relu(many[:700] - 0.5),
@@ -1044,8 +1089,8 @@ _RULE = Exercise(
     hints=(
         "encode does all but one thing. Which codes are to be changed, and to what?",
         "Where x is above zero and its code is 0, the code becomes 1. A zero keeps its 0.",
-        "codes, scales = encode(x, code); codes[(x.flatten() > 0) & (codes == 0)] = 1; return "
-        "codes, scales.",
+        "codes, scales = encode(x, code), and a mask of what was lost: (x.flatten() > 0) & "
+        "(codes == 0). One assignment is missing.",
     ),
     reference=encode_positive,
     check=_check_rule,
