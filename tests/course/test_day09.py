@@ -344,7 +344,8 @@ def test_what_is_wrong_is_refused(edit, tmp_path):
 
 @each(ACCEPTED)
 def test_what_is_right_is_accepted(edit, tmp_path):
-    assert verdict_on(edit, tmp_path).status == OK
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
 
 
 # ------------------------------------------------------------------ held against the library

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from edited import each, verdict_on
 
 from memlab.attention import attention_reference, flash_attention, tiles
 from memlab.checkpointing import ATTENTION
@@ -270,6 +271,58 @@ def test_gradients_that_are_missing_are_told_by_name():
             return dq, None, *others
 
     assert "there is no dk; backward gave None." in judge(FLASH, Half.apply).text
+
+
+ZERO = "higher.masked_fill(higher == -torch.inf, 0)"
+SEEN = "min(last + shift, keys)"
+END = "return dq, dk, dv, None, None"
+
+REFUSED = [
+    ("10.1", "a little is added to total", ("weights.sum(-1", "1e-6 + weights.sum(-1")),
+    ("10.1", "-10⁴ stands for −∞", (ZERO, "higher.clamp(min=-1e4)")),
+    ("10.2", "the last row is not cut", (SEEN, "min(first + tile + shift, keys)")),
+    ("10.2", "queries for keys", (SEEN, "min(last + shift, queries)")),
+    ("10.2", "columns end at queries", ("min(n + tile, keys)", "min(n + tile, queries)")),
+    ("10.3", "a little is added to lse", ("total.log()", "(total + 1e-7).log()")),
+    ("10.4", "out is written over", (END, f"out *= dout\n        {END}")),
+]
+ACCEPTED = [
+    ("10.1", "the lowest number", (ZERO, "higher.clamp(min=torch.finfo(higher.dtype).min)")),
+    (
+        "10.2",
+        "until nothing is seen",
+        ("range(0, seen, tile)]", "range(0, keys, tile) if n < seen]"),
+    ),
+    (
+        "10.3",
+        "scores are scaled",
+        (" * q.shape[-1] ** -0.5", ""),
+        (".mT,", ".mT / q.shape[-1]**0.5,"),
+    ),
+    (
+        "10.4",
+        "the scale at the end",
+        ("= scale * weights", "= weights"),
+        (END, "return scale * dq, scale * dk, dv, None, None"),
+    ),
+]
+
+
+def test_queries_in_the_place_of_keys_are_told_by_name(tmp_path):
+    """With fewer keys it looks as if shift were left out."""
+    verdict = verdict_on(("10.2", ((SEEN, "min(last + shift, queries)"),)), tmp_path)
+    assert "The number of queries stands where that of keys belongs" in verdict.text
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
 
 
 # ------------------------------------------------------------------ held against the library

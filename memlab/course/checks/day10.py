@@ -357,7 +357,11 @@ def _require_tensor(what: str, got: Any, like: Tensor) -> None:
 
 
 def _require_near(what: str, got: Tensor, wanted: Tensor, within: float = 2e-5) -> None:
-    """Infinities have to be equal, and what is no number is told apart from what is wrong."""
+    """Infinities have to be equal, and what is no number is told apart from what is wrong.
+
+    In float64 nothing but rounding is allowed: 10⁻⁶ added to a sum is a mistake.
+    """
+    within = 1e-10 if got.dtype == torch.float64 else within
     nans = got.isnan().sum().item()
     require(not nans, f"{what}: {nans} of {got.numel()} numbers are NaN.")
     off = (got.double() - wanted).abs() > within * (1 + wanted.abs())
@@ -397,6 +401,7 @@ _PIECES: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype, Callable
         torch.float64,
         lambda s: s + torch.tensor([[1000.0], [-1000.0]], dtype=s.dtype),
     ),
+    "all scores below −10⁶": ((2,), (2, 2), torch.float64, lambda s: s - 1e6),
     "a row whose first piece is hidden, all −∞": (
         (2,),
         (2, 2),
@@ -538,9 +543,9 @@ _ADD = Exercise(
         "The factor is e^(top − new top), for total and for mixed alike. Where the new top is "
         "still −∞, −∞ − (−∞) is NaN: there, count from 0 in place of the new top.",
         "new = torch.maximum(top, scores.amax(-1, keepdim=True)); zero = new.masked_fill(new == "
-        "-torch.inf, 0); weights = (scores - zero).exp(); correction = (top - zero).exp(); return "
-        "new, correction * total + weights.sum(-1, keepdim=True), and the like with weights @ "
-        "values.",
+        "-torch.inf, 0); weights = (scores - zero).exp(); correction = (top - zero).exp(). The new "
+        "total is what was summed, corrected, and the sum of weights; mixed likewise, with weights "
+        "@ values.",
     ),
     reference=add_piece,
     check=_check_add,
@@ -604,7 +609,7 @@ _ADD = Exercise(
 
 _PLANS = (
     ((4, 4, 4, 4), "one tile"),
-    ((2, 4, 2, 2), "the last query sees the last key"),
+    ((3, 11, 2, 4), "a few of many keys, and the last row is smaller"),
     ((4, 4, 2, 4), "nothing hidden"),
     ((5, 5, 2, 5), "the last tiles are smaller"),
     ((6, 6, 2, 0), "causal"),
@@ -613,6 +618,7 @@ _PLANS = (
     ((3, 8, 2, 5), "more keys than queries, bottom-right"),
     ((1, 9, 4, 8), "one query at the end of a cache of 9 keys"),
     ((6, 6, 3, 1), "each query sees one key more"),
+    ((5, 8, 2, 1), "each query sees one key more, and the last row is smaller"),
     ((7, 4, 2, -3), "more queries than keys, bottom-right: the first see nothing"),
     ((10, 4, 3, 0), "more queries than keys, top-left"),
     ((37, 53, 8, 16), "bottom-right"),
@@ -724,6 +730,15 @@ def _by_the_lengths(queries: int, keys: int, tile: int, shift: int) -> Plan:
     return plan(queries, keys, tile, keys - queries if shift else 0)
 
 
+def _by_queries_for_keys(queries: int, keys: int, tile: int, shift: int) -> Plan:
+    rows = []
+    for first in range(0, queries, tile):
+        last = min(first + tile, queries)
+        starts = range(0, min(last + shift, queries), tile)
+        rows.append((slice(first, last), [slice(n, min(n + tile, keys)) for n in starts]))
+    return rows
+
+
 def _one_column(queries: int, keys: int, tile: int, shift: int) -> Plan:
     """Each row's keys in one piece."""
     rows = plan(queries, keys, tile, shift)
@@ -741,8 +756,8 @@ _PLAN = Exercise(
         "A row of the queries first … last − 1 has a pair that is seen for all keys below last + "
         "shift, those that there are. The columns begin at range(0, that, tile).",
         "for first in range(0, queries, tile): last = min(first + tile, queries); seen = min(last "
-        "+ shift, keys); visited = [slice(n, min(n + tile, keys)) for n in range(0, seen, tile)]; "
-        "rows.append((slice(first, last), visited)).",
+        "+ shift, keys). In that row, each n of range(0, seen, tile) begins a slice of keys; which "
+        "end does it have?",
     ),
     reference=plan,
     check=_check_plan,
@@ -782,6 +797,10 @@ _PLAN = Exercise(
         WrongAnswer(
             _plan_but(whole=lambda length, tile: length // tile * tile),
             "What is left where the tile does not divide is lost: range(0, length, tile) has it.",
+        ),
+        WrongAnswer(
+            _by_queries_for_keys,
+            "The number of queries stands where that of keys belongs: columns end at keys.",
         ),
         WrongAnswer(
             _plan_but(stop=lambda end, length: end),
@@ -1074,8 +1093,8 @@ _ATTEND = Exercise(
         "row that saw nothing has total 0: give it out 0 and lse +∞.",
         "part = q[..., row, :] * q.shape[-1] ** -0.5; top = torch.full_like(part[..., :1], "
         "-torch.inf); total, mixed = torch.zeros_like(top), torch.zeros_like(part); then the "
-        "columns; nothing = total == 0; out[..., row, :] = mixed / total.masked_fill(nothing, 1); "
-        "lse[..., row] = (top + total.log()).masked_fill(nothing, torch.inf).squeeze(-1).",
+        "columns; nothing = total == 0; out[..., row, :] = mixed / total.masked_fill(nothing, 1). "
+        "lse[..., row] has one dimension fewer than top and total, and +∞ where nothing was seen.",
     ),
     reference=attend,
     check=_check_attend,
@@ -1205,6 +1224,7 @@ def _check_gradients(answer: Flash, case: _Case) -> None:
     dout = _arguments(case)[3].clone()
     with _own_work("flash"):
         mine, out = _check_result(answer, case)
+        result = out.detach().clone()
         try:
             got = torch.autograd.grad(out, mine, dout, allow_unused=True)
         except NotImplementedError:
@@ -1219,6 +1239,10 @@ def _check_gradients(answer: Flash, case: _Case) -> None:
     _require_all_near(call, got, wanted)
     pairs = zip((*_QKV, "dout"), zip((*mine, dout), _arguments(case), strict=True), strict=True)
     _require_untouched(call, **dict(pairs))
+    require(
+        torch.equal(out, result),
+        f"{call}: backward changed out, which is the caller's, too: what is saved is not a copy.",
+    )
 
 
 def _check_result(answer: Flash, case: _Case) -> tuple[list[Tensor], Tensor]:
@@ -1383,6 +1407,12 @@ def _in_place_of_dout(dout: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return found
 
 
+def _in_place_of_out(dout: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    found = gradients(dout, *others)
+    others[3].mul_(dout)
+    return found
+
+
 _FLASH = Exercise(
     id="10.4",
     title="Backward, tile by tile",
@@ -1398,8 +1428,7 @@ _FLASH = Exercise(
         "dscoresᵀ q.",
         "dscores = weights * (dout[..., row, :] @ v[..., column, :].mT - delta[..., row, :]) * "
         "scale; dv[..., column, :] += weights.mT @ dout[..., row, :]; dq[..., row, :] += dscores @ "
-        "k[..., column, :]; dk[..., column, :] += dscores.mT @ q[..., row, :]; at the end return "
-        "dq, dk, dv, None, None.",
+        "k[..., column, :]. dk is dq's mirror image: which of the two factors is transposed?",
     ),
     reference=flash,
     check=_check_flash,
@@ -1485,6 +1514,10 @@ _FLASH = Exercise(
         WrongAnswer(
             _flash_but(_zero_gradients_if_large),
             "Gradients of longer texts are zeros: what is right for 8 tokens is for 80, too.",
+        ),
+        WrongAnswer(
+            _flash_but(_in_place_of_out),
+            "out is what the caller got: `out *= dout` changes the result itself. Make a new one.",
         ),
         WrongAnswer(
             _flash_but(_gradients_but(is_summed=False)),
