@@ -317,7 +317,7 @@ def _judged(
         right = False
         if exercise := wanted.pop(call.id, None):
             announce(exercise)
-            verdict = _with_advice(judge(exercise, answer))
+            verdict = _verdict(exercise, answer)
             right = verdict.status == OK
             yield verdict
         if call.id in known and not right:
@@ -329,6 +329,12 @@ def _judged(
             f"lesson."
         )
         yield Verdict(exercise, WRONG, missing)
+
+
+def _verdict(exercise: Exercise, answer: Any) -> Verdict:
+    if answer is exercise.reference:
+        return Verdict(exercise, WRONG, "This is the library's own answer: write yours.")
+    return _with_advice(judge(exercise, answer))
 
 
 def _with_advice(verdict: Verdict) -> Verdict:

@@ -1,38 +1,44 @@
 """What an exercise is, and how an answer to it is judged.
 
 A check is a function that is handed the learner's answer. It returns the evidence to print, or
-raises Wrong with the first case that fails. A named wrong answer is a mistake that people make: if
-the learner's answer fails with the very message with which the named one fails, that mistake is
-what they are told.
+raises Wrong with the first case that fails. A named wrong answer is a mistake that people make. The
+learner is told about it only if no other mistake explains what the check found: in every case of
+the check their answer must fail, or pass, exactly as the named one does.
 """
 
 import importlib
 import linecache
 import random
 import signal
-import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from memlab.course.ownwork import NotOwnWork, is_a_librarys, is_rebuilt, watched
 from memlab.trace import Trace
 
 HINTS = 3
 DIFFICULTIES = range(1, 6)
 LONGEST_VALUE = 200  # characters of what an answer gave; a verdict is one line
-_LIBRARIES = {"memlab", "torch", "numpy", *sys.stdlib_module_names}
 
 
 class Wrong(Exception):  # noqa: N818 - it is the answer that is wrong, nothing has failed
-    """What an answer got wrong: the case, what it gave, what was wanted."""
+    """What an answer got wrong: the case, what it gave, what was wanted.
+
+    `evidence` is what tells this failure from others; without one, the message does.
+    """
+
+    def __init__(self, message: str, evidence: Any = None) -> None:
+        super().__init__(message)
+        self.evidence = message if evidence is None else evidence
 
 
 @dataclass(frozen=True, eq=False)  # known by what it is: answers may be anything
@@ -56,6 +62,7 @@ class Exercise:
     reference: Any
     check: Callable[[Any], str]
     wrong_answers: tuple[WrongAnswer, ...]
+    rebuilds: tuple[str, ...] = ()  # "torch.amp.GradScaler": what the answer must not call
 
     def __post_init__(self) -> None:
         assert len(self.hints) == HINTS, f"{self.id} has {len(self.hints)} hints"
@@ -107,14 +114,31 @@ def judge(exercise: Exercise, answer: Any) -> Verdict:
 
     Random numbers, and torch's and numpy's states of them, are afterwards what they were before.
     """
+    with watched(exercise.check, exercise.rebuilds) as calls:
+        verdict = _judged(exercise, answer)
+    handed_over = None if answer is exercise.reference else is_rebuilt(answer, exercise.rebuilds)
+    if not (calls or handed_over):
+        return verdict
+    named = handed_over or calls[0]
+    what = "Your answer is" if handed_over else "Your answer calls"
+    return Verdict(
+        exercise,
+        WRONG,
+        f"{what} {named}, which this exercise rebuilds: write those lines yourself.",
+    )
+
+
+def _judged(exercise: Exercise, answer: Any) -> Verdict:
     try:
         evidence = _checked(exercise, answer)
+    except NotOwnWork:
+        return Verdict(exercise, WRONG)
     except NotImplementedError as error:
         if f"exercise {exercise.id}," in str(error):
             return Verdict(exercise, NOT_ATTEMPTED)
         return Verdict(exercise, WRONG, _raised(error))
     except Wrong as wrong:
-        return Verdict(exercise, WRONG, f"{wrong}{_mistake(exercise, str(wrong))}")
+        return Verdict(exercise, WRONG, f"{wrong}{_mistake(exercise, answer, wrong)}")
     except (Exception, SystemExit) as error:
         return Verdict(exercise, WRONG, _raised(error))
     except _TooLong as error:
@@ -141,22 +165,57 @@ def _import_what_torch_imports_late() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def _mistake(exercise: Exercise, message: str) -> str:
-    """The remark of the named wrong answer that fails with the same message, if there is one."""
-    for wrong in exercise.wrong_answers:
-        if _message(exercise, wrong) == message:
-            return f" {wrong.remark}"
-    return ""
+# ------------------------------------------------------------------ naming the mistake
+
+
+def _mistake(exercise: Exercise, answer: Any, found: Wrong) -> str:
+    """The remark of the one named wrong answer that fails in the same cases in the same way.
+
+    Small cases coincide: that the first failure is the same says little. If two named mistakes
+    explain all failures, neither is told.
+    """
+    alike = [wrong for wrong in exercise.wrong_answers if _first(exercise, wrong) == found.evidence]
+    if not alike:
+        return ""
+    failures = _failures(exercise, answer)
+    explaining = [wrong for wrong in alike if _known_failures(exercise, wrong) == failures]
+    return f" {explaining[0].remark}" if len(explaining) == 1 else ""
 
 
 @cache
-def _message(exercise: Exercise, wrong: WrongAnswer) -> str | None:
-    """With which a named wrong answer fails: always the same one, so it is asked once."""
+def _first(exercise: Exercise, wrong: WrongAnswer) -> Any:
+    """The evidence of the first case in which a named wrong answer fails: always the same."""
     try:
         _checked(exercise, wrong.answer)
     except Wrong as known:
-        return str(known)
+        return known.evidence
     return None
+
+
+@cache
+def _known_failures(exercise: Exercise, wrong: WrongAnswer) -> tuple[Any, ...]:
+    return _failures(exercise, wrong.answer)
+
+
+def _failures(exercise: Exercise, answer: Any) -> tuple[Any, ...]:
+    """The evidence of every failure in a check that goes on after the first, and how it ended."""
+    global _noted
+    _noted = found = []
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what a right answer never reaches
+            _checked(exercise, answer)
+        end: Any = "finished"
+    except Wrong as wrong:
+        end = wrong.evidence
+    except (Exception, SystemExit, _TooLong) as error:
+        end = type(error).__name__
+    finally:
+        _noted = None
+    return (*found, end)
+
+
+# Where failures are noted while a check goes on after them; None while the first one ends it.
+_noted: list[Any] | None = None
 
 
 def _raised(error: BaseException) -> str:
@@ -170,13 +229,9 @@ def _raised(error: BaseException) -> str:
 def _learners_line(error: BaseException) -> str:
     """The innermost line of a notebook, or of another file that is no library's."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if not _is_a_librarys(frame):
+        if not is_a_librarys(frame):
             return linecache.getline(frame.f_code.co_filename, number).strip()
     return ""
-
-
-def _is_a_librarys(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES
 
 
 class _TooLong(BaseException):
@@ -224,23 +279,29 @@ def _gpus_in_use() -> list[int]:
 # ------------------------------------------------------------------ what checks are made of
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise Wrong with the message unless the condition holds."""
-    if not condition:
-        raise Wrong(message)
+def require(condition: bool, message: str, *, evidence: Any = None) -> None:
+    """Raise Wrong with the message unless the condition holds.
+
+    `evidence` is what a named mistake must share to be told; without one, the message. Give one
+    where the message has digits that hang on how an answer is written: bytes, small differences.
+    """
+    if condition:
+        return
+    wrong = Wrong(message, evidence)
+    if _noted is None:
+        raise wrong
+    _noted.append(wrong.evidence)
 
 
 def equal(call: str, got: Any, wanted: Any, unit: str = "") -> None:
     """Require `got` to be `wanted`, types included; `call` is how a learner would type the case."""
     unit = f" {unit}" if unit else ""
+    message = f"{call} gave {_text(got)}, wanted {_text(wanted)}{unit}."
     if got is None and wanted is not None:
-        raise Wrong(f"{call} gave nothing; wanted {_text(wanted)}{unit}. Is there a return?")
-    if isinstance(got, float) and isinstance(wanted, int) and got == wanted:
-        raise Wrong(f"{call} gave {got}, a float; wanted {_text(wanted)}{unit}: use // for /.")
-    require(
-        _same(got, wanted),
-        f"{call} gave {_text(got)}, wanted {_text(wanted)}{unit}.",
-    )
+        message = f"{call} gave nothing; wanted {_text(wanted)}{unit}. Is there a return?"
+    elif isinstance(got, float) and isinstance(wanted, int) and got == wanted:
+        message = f"{call} gave {got}, a float; wanted {_text(wanted)}{unit}: use // for /."
+    require(_same(got, wanted), message)
 
 
 def _same(got: Any, wanted: Any) -> bool:

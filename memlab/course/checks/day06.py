@@ -9,6 +9,7 @@ from functools import cache, partial
 from itertools import chain as chained
 from itertools import combinations, count, product
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -903,6 +904,15 @@ def _none_chosen(chosen: Collection[Any]) -> TorchDispatchMode:
 
 
 _ONE_LIST: list[Any] = []
+_SHARING: WeakSet[Any] = WeakSet()
+
+
+def _sharing_a_list(chosen: Collection[Any]) -> TorchDispatchMode:
+    """One list for all the blocks of a model; a new model's first block finds it empty."""
+    if not _SHARING:
+        _ONE_LIST.clear()
+    _SHARING.add(sharing := _Choosing(chosen, kept=_ONE_LIST))
+    return sharing
 
 
 _CHOOSING = Exercise(
@@ -955,7 +965,7 @@ _CHOOSING = Exercise(
         ),
         WrongAnswer(_ByPlace, "What was handed out is still in your list: pop it."),
         WrongAnswer(
-            partial(_Choosing, kept=_ONE_LIST),
+            _sharing_a_list,
             "One list for all blocks: backward comes to the last block first. Each call has a list "
             "of its own.",
         ),

@@ -1,0 +1,496 @@
+"""Properties that a check asks of an answer in a line or two, each failure one sentence.
+
+    with unchanged("train(…)", may_change={"values", "gradients"}, model=model, rows=rows):
+        answer(model, rows)
+    same_gradients("layer(x)", gradients(mine, x=x), gradients(reference, x=x))
+    limited("layer(x)", peaks(lambda: mine(x)), forward=4096, backward=8192)
+
+A symmetric case hides mistakes: equal sizes, one parameter, default betas, one dtype. `SIZES`,
+`elements`, `parameters` and `ADAM_SETTINGS` are made to be unequal. What an answer must not call is
+said by its exercise (`rebuilds`, see ownwork.py), not here.
+"""
+
+import gc
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memlab.course.exercises import require
+from memlab.metering import measure
+
+# ------------------------------------------------------------------ arguments stay as they are
+
+# What `unchanged` looks at; `may_change` takes some of these.
+KINDS = ("values", "gradients", "requires_grad", "storage", "hooks", "mode", "settings", "state")
+_HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called")
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+
+
+class _Fact(NamedTuple):
+    """Something to be found again afterwards: of which kind, how it is told, what it is."""
+
+    kind: str
+    words: str
+    value: Any
+
+
+@contextmanager
+def unchanged(
+    case: str, *, may_change: Iterable[str] = (), rng: bool = False, **things: Any
+) -> Iterator[None]:
+    """Require what is named to be afterwards what it is now; `may_change` leaves kinds out.
+
+    Tensors keep values, version, dtype, place, requires_grad and gradient; modules keep their
+    tensors, hooks and every submodule's mode; optimizers their groups and state; lists and dicts
+    their items. Grad mode, default dtype and autocast are kept by all; with `rng` the random
+    states too.
+    """
+    left_out = set(may_change)
+    assert left_out <= set(KINDS), f"{left_out - set(KINDS)} are no kinds; there are {KINDS}"
+    before = _all_facts(things, rng)
+    yield
+    after = {(fact.kind, fact.words): fact.value for fact in _all_facts(things, rng)}
+    for kind, words, value in before:
+        if kind not in left_out:
+            now = after.pop((kind, words), "missing")
+            message = _changed(kind, words, value, now)
+            require(_equal(value, now), f"{case} {message}", evidence=(case, kind, words))
+    known = {(fact.kind, fact.words) for fact in before}
+    for kind, words in after:
+        if kind not in left_out and (kind, words) not in known:
+            require(False, f"{case} adds {words}; wanted it as it was.", evidence=(case, kind))
+
+
+def _changed(kind: str, words: str, before: Any, after: Any) -> str:
+    if kind == "values" and isinstance(before, int):
+        return f"writes into {words}; wanted it as it was."
+    if kind in ("values", "gradients") or isinstance(before, (Tensor, np.ndarray)):
+        return f"changes {words}; wanted it as it was."
+    return f"changes {words} from {_short(before)} to {_short(after)}; wanted it as it was."
+
+
+def _short(value: Any) -> str:
+    text = "others" if isinstance(value, tuple) else " ".join(repr(value).split())
+    return text if len(text) < 80 else f"{text[:80]} …"
+
+
+def _all_facts(things: Mapping[str, Any], rng: bool) -> list[_Fact]:
+    seen: dict[int, Any] = {}  # keeps what it has seen alive: an id is not given twice
+    facts = [fact for name, thing in things.items() for fact in _facts(name, thing, seen)]
+    return facts + list(_ambient(rng))
+
+
+def _facts(path: str, thing: Any, seen: dict[int, Any]) -> Iterator[_Fact]:
+    if isinstance(thing, _PLAIN):
+        yield _Fact("settings", path, thing)
+        return
+    if id(thing) in seen:
+        return
+    seen[id(thing)] = thing
+    if isinstance(thing, Tensor):
+        yield from _tensor_facts(path, thing)
+    elif isinstance(thing, nn.Module):
+        yield from _module_facts(path, thing, seen)
+    elif isinstance(thing, torch.optim.Optimizer):
+        yield from _optimizer_facts(path, thing, seen)
+    elif isinstance(thing, torch.Generator):
+        yield _Fact("state", f"the state of {path}", thing.get_state())
+    elif isinstance(thing, Mapping):
+        yield _Fact("settings", f"the keys of {path}", list(thing))
+        for key, part in thing.items():
+            yield from _item_facts(f"{path}[{key!r}]", part, seen)
+    elif isinstance(thing, (list, tuple)):
+        yield _Fact("settings", f"the length of {path}", len(thing))
+        for place, part in enumerate(thing):
+            yield from _item_facts(f"{path}[{place}]", part, seen)
+
+
+def _item_facts(path: str, part: Any, seen: dict[int, Any]) -> Iterator[_Fact]:
+    if not isinstance(part, _PLAIN):
+        yield _Fact("settings", f"which object {path} is", id(part))
+    yield from _facts(path, part, seen)
+
+
+def _tensor_facts(path: str, tensor: Tensor) -> Iterator[_Fact]:
+    yield _Fact("values", f"the values of {path}", tensor.detach().clone())
+    if not tensor.is_inference():
+        yield _Fact("values", f"{path} in place", tensor._version)
+    layout = (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
+    yield _Fact("storage", f"the dtype, shape or storage of {path}", layout)
+    yield _Fact("requires_grad", f"requires_grad of {path}", tensor.requires_grad)
+    if tensor.is_leaf:
+        gradient = None if tensor.grad is None else tensor.grad.detach().clone()
+        yield _Fact("gradients", f"the gradient of {path}", gradient)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name, None) or {}
+        yield _Fact("hooks", f"{path}.{name}", tuple(map(id, hooks.values())))
+
+
+def _module_facts(path: str, module: nn.Module, seen: dict[int, Any]) -> Iterator[_Fact]:
+    for name, part in module.named_modules():
+        place = f"{path}.{name}" if name else path
+        yield _Fact("mode", f"{place}.training", part.training)
+        yield _Fact("settings", f"the class of {place}", type(part))
+        for attribute, value in vars(part).items():
+            if attribute.endswith(_HOOKS) and isinstance(value, Mapping):
+                ids = tuple(map(id, value.values()))
+                yield _Fact("hooks", f"{place}.{attribute}", ids)
+            elif not attribute.startswith("_") and attribute != "training":
+                yield from _item_facts(f"{place}.{attribute}", value, seen)
+        yield _Fact("settings", f"the parts of {place}", [n for n, _ in part.named_children()])
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield _Fact("storage", f"which tensor {path}.{name} is", id(tensor))
+        yield from _facts(f"{path}.{name}", tensor, seen)
+
+
+def _optimizer_facts(
+    path: str, optimizer: torch.optim.Optimizer, seen: dict[int, Any]
+) -> Iterator[_Fact]:
+    for place, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            kept = tuple(map(id, value)) if key == "params" else value
+            yield _Fact("settings", f"{path}.param_groups[{place}][{key!r}]", kept)
+    state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    yield _Fact("state", f"the state of {path}", [_copied(value) for value in state])
+    for name, value in vars(optimizer).items():
+        if name.endswith("hooks") and isinstance(value, Mapping):
+            yield _Fact("hooks", f"{path}.{name}", tuple(map(id, value.values())))
+
+
+def _ambient(rng: bool) -> Iterator[_Fact]:
+    yield _Fact("mode", "whether gradients are recorded", torch.is_grad_enabled())
+    yield _Fact("mode", "inference mode", torch.is_inference_mode_enabled())
+    yield _Fact("mode", "the default dtype", torch.get_default_dtype())
+    yield _Fact("mode", "autocast", torch.is_autocast_enabled("cpu"))
+    if rng:
+        yield _Fact("state", "torch's random state", torch.get_rng_state())
+        yield _Fact("state", "Python's random state", [random.getstate()])
+        yield _Fact("state", "numpy's random state", np.random.get_state()[1].copy())
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _equal(before: Any, after: Any) -> bool:
+    """Bit for bit: NaN is itself, and -0.0 is not 0.0."""
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, Tensor):
+        alike = before.dtype == after.dtype and before.shape == after.shape
+        return alike and torch.equal(_bits(before), _bits(after))
+    if isinstance(before, np.ndarray):
+        return np.array_equal(before, after)
+    if isinstance(before, list):
+        return len(before) == len(after) and all(map(_equal, before, after))
+    return bool(before == after)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+
+
+# ------------------------------------------------------------------ what is read once
+
+
+class ReadOnce:
+    """An iterable whose items are made as they are asked for, as a loader's are.
+
+    It can be iterated over once, and of the tensors handed out at most `alive_at_most` items may
+    be in memory at one time: a `for` loop has two for a moment, its last and its next one.
+    `finished()` requires that it was read to its end.
+    """
+
+    def __init__(
+        self, case: str, items: Sequence[Any], *, alive_at_most: int, name: str = "the iterable"
+    ) -> None:
+        self._case, self._name, self._limit = case, name, alive_at_most
+        self._items = items
+        self._alive: list[list[StorageWeakRef]] = []
+        self._starts = self.taken = self.most_alive = 0
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self._starts += 1
+        self._require_one_start()
+        return self._handed_out()
+
+    def _handed_out(self) -> Iterator[Any]:
+        for item in self._items:
+            self.taken += 1
+            box = [_fresh(item)]
+            self._alive.append([StorageWeakRef(t.untyped_storage()) for t in _tensors_in(box)])
+            self._count()
+            yield box.pop()  # nothing here holds it afterwards
+        self._ended = True
+
+    def _count(self) -> None:
+        if self._number_alive() > self._limit:
+            gc.collect()  # cycles of the learner's objects are no fault of the reading
+        self.most_alive = max(self.most_alive, self._number_alive())
+        self._require_few_alive()
+
+    def _number_alive(self) -> int:
+        self._alive = [refs for refs in self._alive if not all(ref.expired() for ref in refs)]
+        return len(self._alive)
+
+    def _require_one_start(self) -> None:
+        require(
+            self._starts <= 1,
+            f"{self._case} iterates over {self._name} a second time; wanted one pass: a stream can "
+            f"be read only once.",
+            evidence=(self._case, "second pass"),
+        )
+
+    def _require_few_alive(self) -> None:
+        require(
+            self.most_alive <= self._limit,
+            f"{self._case} has {self.most_alive} items of {self._name} in memory at once; wanted "
+            f"at most {self._limit}: read them as you use them.",
+            evidence=(self._case, "items alive"),
+        )
+
+    def finished(self) -> None:
+        """Require one whole pass, also of an answer that caught what was wrong on the way."""
+        self._require_one_start()
+        self._require_few_alive()
+        require(
+            self._ended or self.taken == len(self._items),
+            f"{self._case} read {self.taken} of the {len(self._items)} items of {self._name}; "
+            f"wanted all of them.",
+            evidence=(self._case, "items read"),
+        )
+
+
+def _fresh(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return item.clone()
+    if isinstance(item, (list, tuple)):
+        return type(item)(_fresh(part) for part in item)
+    return item
+
+
+def _tensors_in(item: Any) -> list[Tensor]:
+    if isinstance(item, Tensor):
+        return [item]
+    return (
+        [t for part in item for t in _tensors_in(part)] if isinstance(item, (list, tuple)) else []
+    )
+
+
+# ------------------------------------------------------------------ values and gradients
+
+
+def same_values(case: str, got: Any, wanted: Tensor, *, tolerance: float = 0.0) -> float:
+    """Require equal shape and dtype, and values within the tolerance; gives the difference."""
+    is_tensor(case, got, dtype=wanted.dtype, shape=tuple(wanted.shape))
+    if not isinstance(got, Tensor) or got.shape != wanted.shape:
+        return float("nan")
+    difference = furthest(got, wanted)
+    require(
+        difference <= tolerance,
+        f"{case} is up to {difference:.2e} from what is right; wanted at most {tolerance:.0e}.",
+    )
+    return difference
+
+
+def furthest(got: Tensor, wanted: Tensor) -> float:
+    """The largest difference; NaN and infinity are equal to themselves alone."""
+    a, b = got.detach().double(), wanted.detach().double()
+    alike = (a == b) | (a.isnan() & b.isnan())
+    differences = torch.where(alike, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
+    return differences.max().item() if differences.numel() else 0.0
+
+
+def gradients(
+    call: Callable[..., Any], *, module: nn.Module | None = None, seed: int = 0, **inputs: Any
+) -> dict[str, Tensor | None]:
+    """The gradient of every input and parameter, by name, and each output ("output 0").
+
+    `call(**inputs)` gets copies of the inputs; those that are floats require a gradient. Every
+    element of every output is sent back with a weight of its own.
+    """
+    given = {name: _as_leaf(value) for name, value in inputs.items()}
+    weights = dict(module.named_parameters()) if module is not None else {}
+    for weight in weights.values():
+        weight.grad = None
+    outputs = _tensors_in(_as_tuple(call(**given)))
+    random_weights = torch.Generator().manual_seed(seed)
+    sent = [out for out in outputs if out.requires_grad]
+    upstream = [torch.randn(o.shape, generator=random_weights).to(o.dtype) for o in sent]
+    if sent:
+        torch.autograd.backward(sent, upstream)
+    found: dict[str, Tensor | None] = {}
+    for place, out in enumerate(outputs):
+        found[f"output {place}"] = out.detach()
+    for name, tensor in (*given.items(), *weights.items()):
+        if isinstance(tensor, Tensor) and tensor.is_leaf and tensor.requires_grad:
+            found[name] = tensor.grad
+    return found
+
+
+def _as_leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.is_floating_point())
+
+
+def _as_tuple(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def same_gradients(
+    case: str,
+    got: Mapping[str, Tensor | None],
+    wanted: Mapping[str, Tensor | None],
+    *,
+    tolerance: float = 0.0,
+) -> None:
+    """Require what `gradients` found of an answer to be what it found of the reference."""
+    for name, right in wanted.items():
+        mine = got.get(name)
+        what = name if name.startswith("output ") else f"gradient of {name}"
+        require(
+            (mine is None) == (right is None),
+            f"{case} gives {'no' if mine is None else 'a'} {what}; wanted "
+            f"{'none' if right is None else 'one'}.",
+        )
+        if mine is not None and right is not None:
+            same_values(f"{case}: the {what}", mine, right, tolerance=tolerance)
+
+
+# ------------------------------------------------------------------ bytes of both passes
+
+
+class Peaks(NamedTuple):
+    """The most bytes alive in each pass, beside what was alive before it all."""
+
+    forward: int
+    backward: int
+
+
+def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peaks:
+    """Meter `forward()`, and backward from what it gives: a gradient of ones comes in, which
+    counts where the output is no single element."""
+
+    def step() -> None:
+        outputs = [out for out in _tensors_in(_as_tuple(forward())) if out.requires_grad]
+        ones = [None if out.numel() == 1 else torch.ones_like(out) for out in outputs]
+        torch.autograd.backward(outputs, ones)
+
+    alive, most = 0, {"forward": 0, "backward": 0}
+    for event in measure(step, model=model).events:
+        if event.phase != "before":
+            alive += event.bytes
+            phase = "backward" if event.phase == "backward" else "forward"
+            most[phase] = max(most[phase], alive)
+    return Peaks(**most)
+
+
+def limited(
+    case: str, measured: Peaks, *, forward: int | None = None, backward: int | None = None
+) -> None:
+    """Require each pass to stay within its limit of bytes."""
+    limits = {"forward": forward, "backward": backward}
+    for phase, limit in limits.items():
+        bytes_ = getattr(measured, phase)
+        require(
+            limit is None or bytes_ <= limit,
+            f"{case} has up to {bytes_:,} bytes alive in {phase}, beside its arguments; wanted at "
+            f"most {limit or 0:,}.",
+            evidence=(case, phase, "bytes"),
+        )
+
+
+# ------------------------------------------------------------------ what a result is
+
+
+def is_tensor(
+    case: str,
+    got: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, ...] | None = None,
+    device: str | None = None,
+    contiguous: bool = False,
+) -> None:
+    """Require a tensor, and of what is named the right one."""
+    gave = "nothing: is there a return?" if got is None else f"{_an(type(got).__name__)}"
+    require(isinstance(got, Tensor), f"{case} gave {gave.rstrip('?')}; wanted a tensor.")
+    if not isinstance(got, Tensor):
+        return
+    wanted = {"dtype": dtype, "shape": shape, "device": device}
+    given = {"dtype": got.dtype, "shape": tuple(got.shape), "device": got.device.type}
+    for name, right in wanted.items():
+        require(
+            right is None or given[name] == right,
+            f"{case} gave a tensor of {name} {given[name]}; wanted {right}.",
+        )
+    require(
+        got.is_contiguous() or not contiguous,
+        f"{case} gave a tensor that is not contiguous; wanted one that is.",
+    )
+
+
+def _an(name: str) -> str:
+    return f"an {name}" if name[:1].lower() in "aeiou" else f"a {name}"
+
+
+def shares_no_storage(case: str, result: Tensor, **tensors: Tensor) -> None:
+    """Require a result that keeps none of the tensors' memory alive, nor writes into it."""
+    for name, tensor in tensors.items():
+        require(
+            not _share(result, tensor),
+            f"{case} gave a view of {name}, which shares its storage; wanted memory of its own.",
+        )
+
+
+def shares_storage(case: str, result: Tensor, **tensors: Tensor) -> None:
+    """Require a result in the very memory of the tensors."""
+    for name, tensor in tensors.items():
+        require(
+            _share(result, tensor),
+            f"{case} gave a tensor with memory of its own; wanted a view of {name}.",
+        )
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0
+
+
+# ------------------------------------------------------------------ data without symmetry
+
+SIZES = (5, 3, 7, 11, 2, 13)  # no two alike, none a multiple of another
+ADAM_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"lr": 3e-3, "betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.2},
+    {"lr": 0.02, "betas": (0.6, 0.8), "eps": 1e-5, "weight_decay": 0.0},
+)
+_SHAPES = ((5, 3), (7,), (2, 3, 11), (1,), ())
+
+
+def elements(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Of either sign and many sizes; where there is room, also 0, -0 and a subnormal value."""
+    drawn = torch.Generator().manual_seed(seed)
+    made = torch.randn(shape, generator=drawn) * 4 ** torch.randn(shape, generator=drawn)
+    made = made.to(dtype)
+    if made.numel() >= 8 and dtype.is_floating_point:
+        tiny = torch.finfo(dtype).smallest_normal / 4
+        made.view(-1)[[1, 3, 4]] = torch.tensor([0.0, -0.0, tiny], dtype=torch.float64).to(dtype)
+    return made
+
+
+def parameters(
+    *dtypes: torch.dtype, shapes: Sequence[tuple[int, ...]] = _SHAPES, seed: int = 0
+) -> list[nn.Parameter]:
+    """One of each shape, the dtypes in turn."""
+    of = dtypes or (torch.float32,)
+    return [
+        nn.Parameter(elements(*shape, dtype=of[place % len(of)], seed=seed + place))
+        for place, shape in enumerate(shapes)
+    ]

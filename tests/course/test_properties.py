@@ -1,0 +1,463 @@
+"""The properties that checks ask for: what keeps them passes, each way to break one is told."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memlab import ledger
+from memlab.course.exercises import OK, WRONG, Exercise, Wrong, WrongAnswer, judge, require
+from memlab.course.ownwork import is_rebuilt
+from memlab.course.properties import (
+    ADAM_SETTINGS,
+    SIZES,
+    Peaks,
+    ReadOnce,
+    elements,
+    gradients,
+    is_tensor,
+    limited,
+    parameters,
+    peaks,
+    same_gradients,
+    same_values,
+    shares_no_storage,
+    shares_storage,
+    unchanged,
+)
+
+
+def model_of_three() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.BatchNorm1d(5)).train()
+
+
+# ------------------------------------------------------------------ arguments stay as they are
+
+
+def in_place_and_back(x: Tensor) -> None:
+    x += 1
+    x -= 1
+
+
+def replace_data(x: Tensor) -> None:
+    x.data = x.data.clone()
+
+
+TENSOR_CHANGES = {
+    "add": (lambda x: x.add_(1), "f changes the values of x; wanted it as it was."),
+    "sign of zero": (
+        lambda x: x.masked_fill_(x == 0, -0.0),
+        "f changes the values of x; wanted it as it was.",
+    ),
+    "back": (
+        in_place_and_back,
+        "f writes into x in place; wanted it as it was.",
+    ),
+    "new data": (
+        replace_data,
+        "f changes the dtype, shape or storage of x from others to others; wanted it as it was.",
+    ),
+    "requires_grad": (
+        lambda x: x.requires_grad_(),
+        "f changes requires_grad of x from False to True; wanted it as it was.",
+    ),
+    "grad": (
+        lambda x: setattr(x, "grad", torch.ones_like(x)),
+        "f changes the gradient of x; wanted it as it was.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), TENSOR_CHANGES.values(), ids=TENSOR_CHANGES)
+def test_a_change_of_a_tensor_is_told(change, text):
+    x = torch.zeros(3)
+    with pytest.raises(Wrong) as wrong, unchanged("f", x=x):
+        change(x)
+    assert str(wrong.value) == text
+
+
+MODEL_CHANGES = {
+    "mode": (lambda m: m.eval(), "model.training from True to False"),
+    "mode of one": (lambda m: m[1].eval(), "model.1.training from True to False"),
+    "hook left": (lambda m: m[0].register_forward_hook(print), "model.0._forward_hooks from"),
+    "hook gone": (lambda m: m[2]._forward_pre_hooks.clear(), "model.2._forward_pre_hooks from"),
+    "backward hook": (lambda m: m[0].register_full_backward_hook(print), "model.0._backward_hooks"),
+    "state hook": (lambda m: m._register_state_dict_hook(print), "model._state_dict_hooks"),
+    "weight hook": (lambda m: m[0].weight.register_hook(print), "model.0.weight._backward_hooks"),
+    "frozen": (lambda m: m[0].requires_grad_(False), "requires_grad of model.0.weight"),
+    "weight": (lambda m: nn.init.zeros_(m[0].weight), "the values of model.0.weight"),
+    "other weight": (
+        lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(5))),
+        "which tensor model.0.bias is",
+    ),
+    "running mean": (lambda m: m(torch.ones(4, 3)), "the values of model.2.running_mean"),
+    "attribute": (lambda m: setattr(m[1], "p", 0.0), "model.1.p from 0.5 to 0.0"),
+    "forward": (lambda m: setattr(m[1], "forward", print), "adds which object model.1.forward is"),
+    "part": (lambda m: m.append(nn.ReLU()), "the parts of model from ['0', '1', '2']"),
+    "gradient": (
+        lambda m: m.eval()(torch.ones(4, 3)).sum().backward() or m.train(),
+        "the gradient of model.0.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), MODEL_CHANGES.values(), ids=MODEL_CHANGES)
+def test_a_change_of_a_module_is_told(change, text):
+    model = model_of_three()
+    model[2].register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(Wrong, match=re.escape(text)), unchanged("f", model=model):
+        change(model)
+
+
+def test_what_may_change_may():
+    model, x = model_of_three(), torch.ones(4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    may = {"values", "gradients", "state"}
+    with unchanged("f", may_change=may, model=model, x=x, optimizer=optimizer):
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+OTHER_CHANGES = {
+    "list": (lambda a: a["rows"].pop(), "the length of a['rows'] from 2 to 1"),
+    "item": (lambda a: a["rows"].__setitem__(0, [1]), "which object a['rows'][0] is"),
+    "number": (lambda a: a.update(size=3), "a['size'] from 2 to 3"),
+    "key": (lambda a: a.update(more=1), "the keys of a"),
+    "generator": (
+        lambda a: torch.rand(1, generator=a["generator"]),
+        "the state of a['generator']",
+    ),
+    "group": (
+        lambda a: a["optimizer"].param_groups[0].update(lr=3.0),
+        "a['optimizer'].param_groups[0]['lr'] from 0.5 to 3.0",
+    ),
+    "optimizer hook": (
+        lambda a: a["optimizer"].register_step_post_hook(print),
+        "a['optimizer']._optimizer_step_post_hooks",
+    ),
+    "grad mode": (lambda a: torch.set_grad_enabled(False), "whether gradients are recorded"),
+    "dtype": (lambda a: torch.set_default_dtype(torch.float64), "the default dtype"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), OTHER_CHANGES.values(), ids=OTHER_CHANGES)
+def test_a_change_of_anything_else_is_told(change, text):
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    rows, generator = [[1], [2, 3]], torch.Generator()
+    things = {"rows": rows, "size": 2, "generator": generator, "optimizer": optimizer}
+    try:
+        with pytest.raises(Wrong, match=re.escape(text)), unchanged("f", a=things):
+            change(things)
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_drawing_is_told_where_that_is_asked():
+    with unchanged("f"):
+        torch.rand(1)
+    with pytest.raises(Wrong, match="torch's random state"), unchanged("f", rng=True):
+        torch.rand(1)
+
+
+# ------------------------------------------------------------------ read once
+
+PAIRS = [(torch.full((2,), i), torch.full((3,), i)) for i in range(5)]
+
+
+def test_a_loop_has_two_items_for_a_moment_and_reads_all():
+    rows = ReadOnce("f", PAIRS, alive_at_most=2)
+    assert [int(a[0] + b[0]) for a, b in rows] == [0, 2, 4, 6, 8]
+    rows.finished()
+    assert (rows.most_alive, rows.taken) == (2, 5)
+
+
+def read_all(rows):
+    return list(rows)
+
+
+def keep_a_view(rows):
+    kept = [a[:1] for a, _ in rows]
+    return kept
+
+
+def read_twice(rows):
+    for _ in rows:
+        pass
+    for _ in rows:
+        pass
+
+
+def read_some(rows):
+    next(iter(rows))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (read_all, "f has 3 items of rows in memory at once; wanted at most 2: read them as you"),
+        (keep_a_view, "f has 3 items of rows in memory at once"),
+        (read_twice, "f iterates over rows a second time; wanted one pass"),
+        (read_some, "f read 1 of the 5 items of rows; wanted all of them."),
+    ],
+)
+def test_what_is_not_read_once_is_told(answer, text):
+    rows = ReadOnce("f", PAIRS, alive_at_most=2, name="rows")
+
+    def whole() -> None:
+        answer(rows)
+        rows.finished()
+
+    with pytest.raises(Wrong, match=re.escape(text)):
+        whole()
+
+
+def test_an_answer_that_catches_the_complaint_is_told_in_the_end():
+    rows = ReadOnce("f", PAIRS, alive_at_most=2)
+    with pytest.raises(Wrong):
+        list(rows)
+    with pytest.raises(Wrong, match="3 items of the iterable"):
+        rows.finished()
+
+
+# ------------------------------------------------------------------ gradients and values
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda own, x, y: own(x.detach()) * y, "f gives no gradient of x; wanted one."),
+        (lambda own, x, y: own(x) * y.detach(), "f gives no gradient of y; wanted one."),
+        (lambda own, x, y: own(x) * y + 1, "f: the output 0 is up to 1.00e+00 from what is right"),
+        (
+            lambda own, x, y: nn.functional.linear(x, own.weight.detach(), own.bias) * y,
+            "f gives no gradient of weight; wanted one.",
+        ),
+    ],
+)
+def test_a_gradient_that_is_missing_or_wrong_is_told(wrong, text):
+    inputs = {"x": elements(7, 3), "y": elements(7, 5, seed=1)}
+    own, reference = layer(), layer()
+    wanted = gradients(lambda x, y: reference(x) * y, module=reference, **inputs)
+    got = gradients(lambda x, y: own(x) * y, module=own, **inputs)
+    same_gradients("f", got, wanted)
+    assert list(wanted) == ["output 0", "x", "y", "weight", "bias"]
+    with pytest.raises(Wrong, match=re.escape(text)):
+        same_gradients("f", gradients(partial(wrong, own), module=own, **inputs), wanted)
+
+
+@pytest.mark.parametrize(
+    ("got", "text"),
+    [
+        (torch.tensor([1.0, 2.5]), r"f is up to 5.00e-01 from what is right; wanted at most 1e-01"),
+        (torch.tensor([1.0, torch.nan]), r"f is up to inf from"),
+        (torch.tensor([1.0, 2.0]).double(), r"gave a tensor of dtype torch.float64; wanted torch."),
+        (torch.tensor([[1.0, 2.0]]), r"gave a tensor of shape \(1, 2\); wanted \(2,\)"),
+        (None, r"f gave nothing: is there a return; wanted a tensor"),
+        ([1.0, 2.0], r"f gave a list; wanted a tensor"),
+    ],
+)
+def test_a_value_that_is_not_the_same_is_told(got, text):
+    wanted = torch.tensor([1.0, 2.0])
+    assert same_values("f", torch.tensor([1.0, 2.05]), wanted, tolerance=0.1) > 0
+    with pytest.raises(Wrong, match=text):
+        same_values("f", got, wanted, tolerance=0.1)
+
+
+# ------------------------------------------------------------------ bytes and storage
+
+
+def test_the_peak_of_each_pass_is_beside_the_arguments():
+    x = torch.ones(1000, requires_grad=True)
+    # forward: two results, of which exp's is saved; backward: the first gradient of 4,000 bytes
+    measured = peaks(lambda: x.exp().sum())
+    assert measured.forward == 4000 + 4
+    assert measured.backward >= 2 * 4000
+    limited("f", measured, forward=4004, backward=measured.backward)
+    text = "f has up to 4,004 bytes alive in forward, beside its arguments; wanted at most 4,003."
+    with pytest.raises(Wrong, match=re.escape(text)):
+        limited("f", measured, forward=4003)
+    with pytest.raises(Wrong, match="2 bytes alive in backward"):
+        limited("f", Peaks(1, 2), forward=1, backward=1)
+
+
+def test_views_and_layouts_are_told_apart():
+    x = torch.ones(4, 3)
+    shares_storage("f", x[1:], x=x)
+    shares_no_storage("f", x.clone(), x=x)
+    with pytest.raises(Wrong, match="gave a view of x, which shares its storage"):
+        shares_no_storage("f", x.mT, x=x)
+    with pytest.raises(Wrong, match="memory of its own; wanted a view of x"):
+        shares_storage("f", x + 0, x=x)
+    is_tensor("f", x, dtype=torch.float32, shape=(4, 3), device="cpu", contiguous=True)
+    with pytest.raises(Wrong, match="not contiguous"):
+        is_tensor("f", x.mT, contiguous=True)
+
+
+# ------------------------------------------------------------------ data without symmetry
+
+
+def test_sizes_are_unlike_and_no_multiples():
+    assert not any(a % b == 0 for a in SIZES for b in SIZES if a != b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_elements_have_both_signs_zeros_and_a_subnormal(dtype):
+    made = elements(5, 7, dtype=dtype)
+    assert made.dtype == dtype
+    assert (made > 0).any()
+    assert (made < 0).any()
+    assert (made == 0).sum() == 2
+    assert ((made != 0) & (made.abs() < torch.finfo(dtype).smallest_normal)).any()
+    assert torch.equal(made, elements(5, 7, dtype=dtype))
+
+
+def test_parameters_have_shapes_and_dtypes_in_turn():
+    made = parameters(torch.float32, torch.bfloat16)
+    assert [tuple(p.shape) for p in made] == [(5, 3), (7,), (2, 3, 11), (1,), ()]
+    assert [p.dtype for p in made[:3]] == [torch.float32, torch.bfloat16, torch.float32]
+    defaults = torch.optim.AdamW([torch.ones(1)]).defaults
+    assert all(setting[key] != defaults[key] for setting in ADAM_SETTINGS for key in setting)
+
+
+# ------------------------------------------------------------------ one's own work
+
+
+def check_doubled(answer) -> str:
+    require(answer(2) == 4, "double(2) is wrong.")
+    require(int(answer(torch.ones(1))) == 2, "double(1) is wrong.")
+    return str(ledger.largest_batch(lambda batch: batch, 3))  # the check's own call
+
+
+FORBIDDEN = (
+    "memlab.ledger.largest_batch",
+    "torch.amp.GradScaler",
+    "torch.softmax",
+    "torch.Tensor.tanh",
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.optim",
+    "a_package_that_nobody_has.function",
+)
+OWN = Exercise("5.2", "Double", 5, 1, ("a", "b", "c"), None, check_doubled, (), rebuilds=FORBIDDEN)
+
+
+def calling(call):
+    def answer(x):
+        call()
+        return 2 * x
+
+    return answer
+
+
+def caught():
+    try:
+        torch.softmax(torch.ones(2), 0)
+    except Exception:
+        return
+
+
+class Scaler(torch.amp.GradScaler):
+    def __init__(self):
+        super().__init__("cpu")
+
+
+CALLS = {
+    "function": (lambda: ledger.largest_batch(lambda b: b, 3), "memlab.ledger.largest_batch"),
+    "class": (lambda: torch.amp.GradScaler("cpu"), "torch.amp.GradScaler"),
+    "another name": (lambda: torch.cpu.amp.GradScaler(), "torch.amp.GradScaler"),
+    "subclass": (Scaler, "torch.amp.GradScaler"),
+    "builtin": (lambda: torch.softmax(torch.ones(2), 0), "torch.softmax"),
+    "method": (lambda: torch.ones(2).tanh(), "torch.Tensor.tanh"),
+    "decorated": (lambda: nn.utils.clip_grad_norm_([], 1.0), "torch.nn.utils.clip_grad_norm_"),
+    "module": (lambda: torch.optim.SGD([torch.ones(1)], 0.1), "torch.optim."),
+    "caught": (caught, "torch.softmax"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("call", "name"), CALLS.values(), ids=CALLS)
+def test_a_call_of_what_is_rebuilt_is_told(call, name):
+    verdict = judge(OWN, calling(call))
+    assert verdict.status == WRONG
+    assert verdict.text.startswith(f"Your answer calls {name}")
+    assert verdict.text.endswith(", which this exercise rebuilds: write those lines yourself.")
+
+
+def test_the_checks_own_calls_and_all_others_are_allowed():
+    others = calling(lambda: torch.log_softmax(torch.ones(2), 0).tan())
+    assert judge(OWN, others).status == OK
+
+
+@pytest.mark.parametrize(
+    "answer", [ledger.largest_batch, partial(ledger.largest_batch, budget_bytes=3)]
+)
+def test_the_library_itself_is_no_answer(answer):
+    text = judge(OWN, answer).text
+    assert text.startswith("Your answer is memlab.ledger.largest_batch, which this exercise reb")
+    assert is_rebuilt(test_the_library_itself_is_no_answer, FORBIDDEN) is None
+
+
+# ------------------------------------------------------------------ naming a mistake
+
+
+def check_area(answer) -> str:
+    for width, height in ((1, 1), (2, 2), (3, 5)):
+        got = answer(width, height)
+        require(got == width * height, f"area({width}, {height}) gave {got}.")
+    return "3 cases"
+
+
+AREA = Exercise(
+    *("5.2", "Area", 5, 1, ("a", "b", "c"), None, check_area),
+    (
+        WrongAnswer(lambda w, h: 2 * (w + h), "That is the length around it."),
+        WrongAnswer(lambda w, h: 4 * w, "Both sides count."),
+        WrongAnswer(lambda w, h: 4 * max(w, h), "The one side is not the other."),
+        WrongAnswer(lambda w, h: 4 * h + 0, "The one side is not the other, again."),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "remark"),
+    [
+        (lambda w, h: 2 * w + 2 * h, " That is the length around it."),
+        (lambda w, h: w * 4, " Both sides count."),
+        (lambda w, h: 4, ""),  # the first failure is everyone's
+        (lambda w, h: 4 * h, ""),  # two named mistakes explain it
+        (lambda w, h: 4 if w == 1 else 4 * w if w == 3 else 7, ""),
+    ],
+)
+def test_a_mistake_is_named_only_if_it_alone_explains_every_case(answer, remark):
+    assert judge(AREA, answer).text == f"area(1, 1) gave 4.{remark}"
+
+
+def test_evidence_in_place_of_the_message_is_what_a_mistake_shares():
+    def check(answer) -> str:
+        got = answer()
+        require(got <= 10, f"took {got} bytes.", evidence="too many bytes")
+        return "ok"
+
+    named = (WrongAnswer(lambda: 11, "It is copied."),)
+    exercise = Exercise("5.2", "Bytes", 5, 1, ("a", "b", "c"), None, check, named)
+    assert judge(exercise, lambda: 12).text == "took 12 bytes. It is copied."
+
+
+def test_a_warning_after_the_first_failure_is_not_shown():
+    def check(answer) -> str:
+        require(answer() == 1, "gave 2.")
+        torch.ones(1, requires_grad=True).exp().grad  # noqa: B018 - it warns
+        return "ok"
+
+    named = (WrongAnswer(lambda: 2, "One more."),)
+    exercise = Exercise("5.2", "One", 5, 1, ("a", "b", "c"), None, check, named)
+    assert judge(exercise, lambda: 2).text == "gave 2. One more."
