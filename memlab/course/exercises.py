@@ -114,6 +114,7 @@ def judge(exercise: Exercise, answer: Any) -> Verdict:
 
     Random numbers, and torch's and numpy's states of them, are afterwards what they were before.
     """
+    _import_what_torch_imports_late()
     with watched(exercise.check, exercise.rebuilds) as calls:
         verdict = _judged(exercise, answer)
     handed_over = None if answer is exercise.reference else is_rebuilt(answer, exercise.rebuilds)
@@ -154,7 +155,6 @@ def _judged(exercise: Exercise, answer: Any) -> Verdict:
 
 
 def _checked(exercise: Exercise, answer: Any) -> str:
-    _import_what_torch_imports_late()
     with _random_numbers_kept(), _stopped_after(SECONDS):
         return exercise.check(answer)
 
