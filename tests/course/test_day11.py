@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from edited import each, verdict_on
 from torch.autograd.graph import saved_tensors_hooks
 
 from memlab import losses
@@ -42,6 +43,7 @@ def row_by_row(x, targets):
         if target == -100:
             x[n] = 0
             continue
+        x[n] -= x[n].max()
         found[n] = x[n].logsumexp(0) - x[n, target]
         x[n] = x[n].softmax(0)
         x[n, target] -= 1
@@ -52,15 +54,15 @@ def by_kept_rows(x, targets):
     """Indices of the rows that count; the losses of the others are never made."""
     kept = (targets != -100).nonzero().flatten()
     labels = targets[kept]
+    x.sub_(x.max(dim=1).values[:, None])
     at_label = x[kept, labels]
-    top = x.max(dim=1).values
-    x.sub_(top[:, None]).exp_()
+    x.exp_()
     z = x.sum(1)
     x /= z[:, None]
     x[kept, labels] -= 1
     x[targets == -100] = 0
     found = torch.zeros(len(x))
-    found[kept] = z[kept].log() + top[kept] - at_label
+    found[kept] = z[kept].log() - at_label
     return found
 
 
@@ -244,6 +246,7 @@ def with_logsumexp(x, targets):
     """Softmax in place; the loss by a kernel that has a tensor of its own."""
     kept = targets != -100
     labels = targets.masked_fill(~kept, 0)[:, None]
+    x.sub_(x.amax(1, keepdim=True))
     losses = x.logsumexp(1) - x.gather(1, labels)[:, 0]
     torch.softmax(x, 1, out=x)
     x.scatter_add_(1, labels, torch.full_like(losses, -1)[:, None]).mul_(kept[:, None])
@@ -251,7 +254,7 @@ def with_logsumexp(x, targets):
 
 
 def with_numpy(x, targets):
-    other = np.exp(x.numpy() / 99)
+    other = np.exp(x.numpy() / 9999)
     return loss_and_gradient_(x, targets) + 0 * float(other[0, 0])
 
 
@@ -340,6 +343,46 @@ def test_a_gradient_of_hidden_alone_is_not_enough():
         return chunked_loss(hidden, weight.detach(), targets, chunk)
 
     assert "the gradient of weight is missing after backward." in judge(CHUNKED, answer).text
+
+
+FIRST = "at_label = x.sub_(x.amax(1, keepdim=True)).gather(1, labels)"
+LATE = "top, at_label = x.amax(1, keepdim=True), x.gather(1, labels)\n    x.sub_(top)"
+PRODUCT, OF_HIDDEN = "(hidden[rows] @ weight.mT).float()", "x.to(weight.dtype) @ weight"
+COUNT, OF_ROWS = "(targets != -100).sum().clamp(min=1)", "hidden[rows].float()"
+BEGIN, CHUNKS = "of_hidden = torch.zeros_like(hidden,", "-(-rows // most)"
+IN_FLOAT = f"whole = hidden.float()\n        {BEGIN}"
+
+REFUSED = [
+    ("11.1", "two tensors and gradients", ("logits + gradients)", "2 * logits + gradients)")),
+    ("11.2", "x[y] before the subtraction", (FIRST, LATE), ("z.log() -", "z.log() + top -")),
+    ("11.3", "all of hidden in float32", (BEGIN, IN_FLOAT), (OF_ROWS, "whole[rows]")),
+    ("11.3", "all rows are counted", (COUNT, "torch.tensor(len(targets)).clamp(min=1)")),
+    ("11.4", "chunks rounded down", (CHUNKS, "max(1, rows // most)")),
+]
+ACCEPTED = [
+    ("11.2", "two lines", (FIRST, "x.sub_(x.amax(1, True))\n    at_label = x.gather(1, labels)")),
+    ("11.3", "hidden's gradient in float32", (OF_HIDDEN, "x @ weight.float()")),
+    ("11.3", "logits in float32", (PRODUCT, "hidden[rows].float() @ weight.float().mT")),
+    ("11.3", "two chunks alive", ("            del x  # before the next chunk is made\n", "")),
+    ("11.4", "by search", (CHUNKS, "min(n for n in range(1, rows + 1) if n * most >= rows)")),
+]
+
+
+def test_chunks_rounded_down_are_told_by_name(tmp_path):
+    """Of 12 rows it looks as if hidden's gradient were forgotten."""
+    verdict = verdict_on(("11.4", ((CHUNKS, "max(1, rows // most)"),)), tmp_path)
+    assert "rows // most are too few chunks" in verdict.text
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
 
 
 # ------------------------------------------------------------------ the reference

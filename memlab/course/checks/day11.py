@@ -44,9 +44,9 @@ def loss_and_gradient_(x: Tensor, targets: Tensor) -> Tensor:
     """The losses (n,) of logits (n, V), which become the gradients of their sum."""
     ignored = targets == IGNORED
     labels = targets.masked_fill(ignored, 0).unsqueeze(1)
-    at_label, top = x.gather(1, labels), x.amax(1, keepdim=True)
-    z = x.sub_(top).exp_().sum(1, keepdim=True)
-    losses = (z.log() + top - at_label).squeeze(1)
+    at_label = x.sub_(x.amax(1, keepdim=True)).gather(1, labels)
+    z = x.exp_().sum(1, keepdim=True)
+    losses = (z.log() - at_label).squeeze(1)
     x.div_(z).scatter_add_(1, labels, -torch.ones_like(z))
     x.masked_fill_(ignored.unsqueeze(1), 0)
     return losses.masked_fill(ignored, 0)
@@ -180,7 +180,8 @@ _ALL_LOGITS = Exercise(
         "When backward begins: three tensors of rows · vocab. When the products' gradients are "
         "there: one of rows · vocab, and the gradients of hidden (rows · width) and of weight "
         "(vocab · width).",
-        "4 * max(3 * rows * vocab, rows * vocab + (rows + vocab) * width)",
+        "The first moment has 3 * rows * vocab numbers, the second rows * vocab + (rows + vocab) * "
+        "width. The answer is in bytes, and of the fuller one.",
     ),
     reference=all_logits_bytes,
     check=_check_all_logits,
@@ -237,6 +238,10 @@ def _chunks() -> dict[str, tuple[Tensor, Tensor]]:
         "[[1.0, 0.0], [900.0, 1000.0]] and targets 0, 0": (
             torch.tensor([[1.0, 0.0], [900.0, 1000.0]]),
             torch.tensor([0, 0]),
+        ),
+        "[[10000.25, 9999.5, 9998.75]] and target 1": (  # whose last bit is worth a thousandth
+            torch.tensor([[10000.25, 9999.5, 9998.75]]),
+            torch.tensor([1]),
         ),
         "[[−900.0, −1000.0]] and target 0": (torch.tensor([[-900.0, -1000.0]]), torch.tensor([0])),
         "2 rows, both ignored": (many[:2], torch.tensor([IGNORED, IGNORED])),
@@ -354,9 +359,7 @@ def _gradient_but(
     labels_of: Callable[[Tensor, Tensor], Tensor] = (
         lambda targets, ignored: targets.masked_fill(ignored, 0)
     ),
-    losses_of: Callable[..., Tensor] = (
-        lambda log_z, top, first, less, exponential: log_z + top - first
-    ),
+    losses_of: Callable[..., Tensor] = (lambda log_z, top, first, less, exponential: log_z - less),
 ) -> Gradient:
     """The right one, with something in it that is not."""
 
@@ -421,15 +424,15 @@ _GRADIENT = Exercise(
     difficulty=3,
     hints=(
         "Functions whose names end in _ write into their tensor: sub_, exp_, div_, masked_fill_. "
-        "What you need of the logits themselves (that of the target, the largest of each row), "
-        "take before you write over them.",
+        "What you need on the way (the largest of each row, then x[y] of what is left), take "
+        "before you write over it.",
         "−100 is no column. Give ignored rows label 0 for a while, and set their loss and their "
         "row of x to 0 at the end. gather(1, labels.unsqueeze(1)) picks a number of each row, "
         "scatter_add_ adds to it.",
-        "top = x.amax(1, keepdim=True); at_label = x.gather(1, labels); z = "
-        "x.sub_(top).exp_().sum(1, keepdim=True); losses = z.log() + top - at_label; "
-        "x.div_(z).scatter_add_(1, labels, -torch.ones_like(z)). Then masked_fill_ the ignored "
-        "rows of x with 0, and return losses.squeeze(1).masked_fill(ignored, 0).",
+        "at_label = x.sub_(x.amax(1, keepdim=True)).gather(1, labels); z = x.exp_().sum(1, "
+        "keepdim=True); losses = z.log() - at_label; x.div_(z).scatter_add_(1, labels, "
+        "-torch.ones_like(z)). Two things are left to do, one in x and one to the losses: the "
+        "ignored rows.",
     ),
     reference=loss_and_gradient_,
     check=_check_gradient,
@@ -444,7 +447,7 @@ _GRADIENT = Exercise(
         ),
         WrongAnswer(
             _gradient_but(loss=lambda losses, of_label: -of_label.log()),
-            "−log of a probability that has become 0 is infinite: log z + top − logit is not.",
+            "−log of a probability that has become 0 is infinite: log z − x[y] is not.",
         ),
         WrongAnswer(
             _gradient_but(mask_x=False),
@@ -504,8 +507,15 @@ _GRADIENT = Exercise(
             "Give ignored rows another label for a while: targets.masked_fill(ignored, 0).",
         ),
         WrongAnswer(
+            _gradient_but(
+                losses_of=lambda log_z, top, first, less, exponential: log_z + top - first
+            ),
+            "x[y] was taken before the row's largest was subtracted: of two numbers of ten "
+            "thousand the difference has lost its digits.",
+        ),
+        WrongAnswer(
             _gradient_but(losses_of=lambda log_z, top, first, less, exponential: log_z - first),
-            "The row's largest was subtracted before the sum was made: log z + top is log Σ exp x.",
+            "The row's largest was subtracted before the sum was made: subtract it from x[y], too.",
         ),
         WrongAnswer(
             _gradient_but(
@@ -783,9 +793,9 @@ def _check_bytes(answer: Loss, case: _Case) -> tuple[int, int]:
         f"{call}: {held:,} bytes wait for backward; wanted {gradients:,}, both gradients.",
     )
     is_rounded = weight.dtype != torch.float32
-    _require_one_sum(case, forward, trace, 4 * vocab * width + is_rounded * weight.nbytes)
+    copied = _require_one_sum(case, forward, trace, weight)
     a_logit = 4 + is_rounded * weight.itemsize
-    summing = gradients + chunk * (2 * a_logit * vocab + 4 * width)
+    summing = gradients + copied + chunk * (2 * a_logit * vocab + 4 * width)
     rounding = gradients + is_rounded * (hidden.nbytes + weight.nbytes)
     most, peak = max(summing, rounding) + 64 * rows, trace.peak_bytes - given
     require(
@@ -798,15 +808,23 @@ def _check_bytes(answer: Loss, case: _Case) -> tuple[int, int]:
     return peak, held
 
 
-def _require_one_sum(case: _Case, forward: Trace, whole: Trace, most: int) -> None:
-    """No tensor as large as weight beside the sum of its gradient, whatever else is alive."""
-    numbers = case.vocab * case.width
+def _require_one_sum(case: _Case, forward: Trace, whole: Trace, weight: Tensor) -> int:
+    """No tensor as large as weight or hidden beside the sum of its gradient, whatever else is
+    alive. Returns the bytes of a float32 copy of a weight in fewer bits, which may pass."""
+    is_rounded = weight.dtype != torch.float32
+    of_weight, of_hidden = case.vocab * case.width, case.rows * case.width
     for phase, trace in (("forward", forward), ("backward", whole)):
-        require(
-            _most_alive(trace, numbers) <= most,
-            f"{case.call} holds more than {most:,} bytes at once in tensors as large as weight, in "
-            f"{phase}; wanted the sum of its gradient alone.",
-        )
+        for name, numbers, spare in (
+            ("weight", of_weight, 4 * is_rounded),
+            ("hidden", of_hidden, weight.itemsize * is_rounded),
+        ):
+            most = (4 + spare) * numbers
+            require(
+                _most_alive(trace, numbers) <= most,
+                f"{case.call} holds more than {most:,} bytes at once in tensors as large as "
+                f"{name}, in {phase}; wanted the sum of its gradient alone.",
+            )
+    return is_rounded * max(0, _most_alive(forward, of_weight) - 4 * of_weight)
 
 
 def _most_alive(trace: Trace, numbers: int) -> int:
@@ -893,6 +911,11 @@ def _function_but(
     return Chunked.apply
 
 
+def _function_of_a_copy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """hidden in float32, and the gradient that autograd makes of that."""
+    return _function_but()(hidden.float(), weight, targets, chunk)
+
+
 def _by_loop(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """Chunks, and autograd keeps each of them."""
     total = 0
@@ -939,9 +962,8 @@ _CHUNKED = Exercise(
         "x = (hidden[rows] @ weight.mT).float(); total += loss_and_gradient_(x, "
         "targets[rows]).sum(); dh[rows] = x.to(weight.dtype) @ weight; dw.addmm_(x.mT, "
         "hidden[rows].float()); del x (or it lives on while the next is made). Then ctx.count = "
-        "(targets != -100).sum().clamp(min=1), ctx.save_for_backward(dh, dw), return total / "
-        "ctx.count. In backward: return *(g.mul_(upstream / ctx.count) for g in "
-        "ctx.saved_tensors), None, None.",
+        "(targets != -100).sum().clamp(min=1) and ctx.save_for_backward(dh, dw). backward "
+        "multiplies both by the same number; which two numbers is that made of?",
     ),
     reference=chunked_loss,
     check=_check_chunked,
@@ -1027,8 +1049,8 @@ _CHUNKED = Exercise(
             "x has stayed in bfloat16, and its losses are rounded to 8 bits: .float().",
         ),
         WrongAnswer(
-            _function_but(factor_of=lambda weight: weight.float()),
-            "weight.float() is a copy of the whole weight: make x float32, after the product.",
+            _function_of_a_copy,
+            "hidden.float() is a copy of all rows: make a chunk of them float32, or x.",
         ),
         WrongAnswer(
             _function_but(rows_of=lambda n, chunk: [slice(start, start + 1) for start in range(n)]),
@@ -1055,7 +1077,11 @@ ROOM = 4 * (100 + 10)  # bytes for each row of a chunk, at a width of 10 and 100
 def _check_rows(answer: Callable[..., int]) -> str:
     rows, width, vocab = 12, 10, 100
     floor = chunked_bytes(rows, width, vocab, 0)
-    for count in (20, 12, 5, 11, 6, 7, 1):
+    _check_call(answer, rows, width, vocab, floor + 20 * ROOM)
+    _check_call(
+        answer, 97, 10, 20, chunked_bytes(97, 10, 20, 15)
+    )  # no two mistakes give one number
+    for count in (12, 5, 11, 6, 7, 1):
         _check_call(answer, rows, width, vocab, floor + count * ROOM)
     _check_call(answer, rows, width, vocab, floor + 12 * ROOM - 1)
     _check_call(answer, rows, width, vocab, floor + ROOM - 1)
@@ -1081,6 +1107,7 @@ def _rows_but(
     up: int = 0,
     below: int = 0,
     even: bool = True,
+    down: bool = False,
     most: bool = True,
     is_none: Callable[[int], bool] = lambda fit: fit < 1,
 ) -> Callable[..., int]:
@@ -1093,7 +1120,7 @@ def _rows_but(
             return 0
         if not even:
             return min(fit, rows) if most else fit
-        chunks = -(-rows // fit)
+        chunks = max(1, rows // fit) if down else -(-rows // fit)
         return -(-rows // chunks)
 
     return answer
@@ -1120,7 +1147,7 @@ _ROWS = Exercise(
         "So many rows at once make ⌈rows / most⌉ chunks. Spread the rows evenly over those: the "
         "longest has ⌈rows / chunks⌉. In Python -(-a // b) rounds up.",
         "most = (budget_bytes - 4 * (rows + vocab) * width) // (4 * (vocab + width)); if most < 1: "
-        "return 0; chunks = -(-rows // most); return -(-rows // chunks).",
+        "return 0; chunks = -(-rows // most). The rows of the longest chunk are one line more.",
     ),
     reference=chunk_rows,
     check=_check_rows,
@@ -1132,6 +1159,10 @@ _ROWS = Exercise(
         WrongAnswer(
             _rows_but(even=False, most=False),
             "More rows than there are: a chunk has at most all of them.",
+        ),
+        WrongAnswer(
+            _rows_but(down=True),
+            "rows // most are too few chunks where most does not divide the rows: round up.",
         ),
         WrongAnswer(
             _rows_but(floor=lambda n, c, v: 0),
