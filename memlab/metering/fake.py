@@ -4,9 +4,15 @@ torch's fake tensors go through the same operators and the same autograd as real
 meter sees the same storages, and a 7B step fits into a laptop. What a training loop does besides
 calling operators is answered here:
 
-    reading a number      `loss.item()`, `f"{loss:.3f}"`, `if x.isnan().any()`: 0.5, 1 or False;
-                          `isfinite` is True. What is reckoned from a whole number is reckoned
-                          from 1, so `data[i : i + 256]` is as long as it is; a note names the line
+    reading a known value the real one: literals, `torch.arange`, `torch.zeros`, tensors from
+                          outside, and what is computed from them (known_values.py)
+    reading an unknown value
+                          it depends on random numbers or weights. `loss.item()`, `f"{loss:.3f}"`,
+                          `if x.isnan().any()`: 0.5, 1 or False; `isfinite` is True. A condition
+                          under which an exception is raised does not hold (validations.py).
+                          Integers are computed from 1, so `data[i : i + 256]` has the right
+                          length; a note names the line
+    a DataLoader          draws the samples that a real one would (samplers.py)
     compiled code         runs uncompiled
     converting a model    `.to()`, `.half()`, `.cuda()`: parameters keep their identity
     an accelerator        is answered by the CPU, autocast and loss scaling too (absent.py)
@@ -14,7 +20,8 @@ calling operators is answered here:
     whether a tensor is fake
                           no, where a library asks (fake_checks.py)
     a shape that depends on values (`x[x > 0]`)
-                          one sentence that names the line
+                          the real one where the values are known, else one sentence that names
+                          the line
 """
 
 import logging
@@ -40,11 +47,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.metering import absent, fake_checks
+from memlab.metering import absent, fake_checks, known_values, readers, samplers
 from memlab.metering.fake_kernels import KERNELS
 from memlab.metering.frames import user_line
+from memlab.metering.known_values import UNKNOWN
 from memlab.metering.modes import LightMode
 from memlab.metering.oversized import enlarge
+from memlab.metering.validations import valid_answer
 
 aten = torch.ops.aten
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -73,7 +82,8 @@ _TAKES_A_STORAGE = frozenset({aten.set_.source_Storage, aten.set_.source_Storage
 
 
 class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
-    """Make every tensor inside `with` fake: exact bytes, no memory, no values.
+    """Make every tensor inside `with` fake: exact bytes, no memory, and values only where they
+    depend on no random number and no weight.
 
     Build the model and its inputs inside. A model from outside works too and is left untouched:
     its gradients and its optimizer's state are put back at the end. A script for a GPU runs
@@ -109,7 +119,13 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             (_LOG, "disabled"): lambda real: True,  # what the user's error says is said by itself
         }
         self._replaced = absent.replaced(
-            {**_REPLACEMENTS, **own, **absent.replacements(), **fake_checks.replacements()}
+            {
+                **_REPLACEMENTS,
+                **own,
+                **absent.replacements(),
+                **fake_checks.replacements(),
+                **samplers.replacements(),
+            }
         )
         self._replaced.__enter__()
         for kinds in _KINDS_WITH_FOREACH:
@@ -133,9 +149,10 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         first, *others = self.whole_numbers_read
         more = f" and {len(others)} more" if others else ""
         return (
-            f"{first}{more} reads a whole number from a tensor, and a dry run has no values: it "
-            f"answers 1, so a size that depends on it is wrong here; take such a size from a "
-            f"shape, or from a number of Python's",
+            f"{first}{more} reads an integer from a tensor whose values a dry run does not know, "
+            f"because they depend on random numbers, on weights or on large tensors; it answers 1, "
+            f"so a size computed from it is wrong here; take the size from a shape or from Python "
+            f"numbers",
         )
 
     def step_aside(self) -> bool:
@@ -181,12 +198,13 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         twin = self._outside.twins.get(tensor)
         if twin is None:
             twin = self._outside.twins[tensor] = self._fake_mode.from_tensor(tensor)
+            known_values.borrow(twin, tensor)
             self._outside.note(tensor, self._fake_mode)
         return twin
 
     def arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """An operator's arguments, with every tensor fake; not those of `lift_fresh`, through
-        which a literal comes in: a fake tensor remembers the value of a literal."""
+        which a literal comes in."""
         if func is aten.lift_fresh.default or all(map(_is_fake, (*args, *kwargs.values()))):
             return args, kwargs
         return tree_map_only(torch.Tensor, self.tensor, (args, kwargs))
@@ -198,6 +216,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         if func in _KEEPS_TRUTH and any(_is_in(self._true, argument) for argument in args):
             with torch._C.DisableTorchFunction():
                 result = func(*args, **kwargs)
+                known_values.follow(func, args, kwargs, result)
             self._true[result] = True
             return result
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -209,15 +228,12 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
                         result = func(*args, **kwargs)
                 else:
                     result = KERNELS.get(func, func)(*args, **kwargs)
-            enlarge(func, args, result)
+                enlarge(func, args, result)
+                known_values.follow(func, args, kwargs, result)
         except DataDependentOutputException:
-            return self._answer(func, *args)
+            return self._read(func, args, kwargs)
         except DynamicOutputShapeException as error:
-            raise ValueError(
-                f"{user_line()}: the shape of {func}'s result depends on the values of a tensor, "
-                f"and a dry run has none; give it a fixed shape, for example with torch.where or "
-                f"masked_fill in place of x[mask]"
-            ) from error
+            result = self._shaped_by_values(func, args, kwargs, error)
 
         if isinstance(result, FakeTensor) and result.layout is not torch.strided:
             raise ValueError(
@@ -230,25 +246,47 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             self._observer(func, args, kwargs, result)
         return result
 
+    def _shaped_by_values(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        with torch._C.DisableTorchFunction():
+            result = known_values.with_values(func, args, kwargs)
+        if result is UNKNOWN:
+            raise ValueError(
+                f"{user_line()}: the shape of {func}'s result depends on values that a dry run "
+                f"does not know; give it a fixed shape, for example with torch.where or "
+                f"masked_fill in place of x[mask]"
+            ) from error
+        return result
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator that reads values."""
+        with torch._C.DisableTorchFunction():
+            result = known_values.compute(func, args, kwargs)
+        return self._answer(func, *args) if result is UNKNOWN else result
+
     def _reckon(self, func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
         """So that `data[i : i + 256]` has 256 numbers, whatever i is."""
-        numbers = [self._whole.get(x, 1) if isinstance(x, torch.Tensor) else x for x in args]
+        numbers = [self._whole_number(x) if isinstance(x, torch.Tensor) else x for x in args]
         if len(numbers) > 1:
             numbers[1] *= kwargs.get("alpha", 1)
         with suppress(ZeroDivisionError, ValueError, TypeError):
             self._whole[result] = int(_WHOLE[func](*numbers[:2]))
 
+    def _whole_number(self, tensor: torch.Tensor) -> int:
+        if known_values.is_known(tensor):
+            return int(known_values.real(tensor))
+        return self._whole.get(tensor, 1)
+
     def _answer(self, func: Any, tensor: torch.Tensor, *others: Any) -> bool | int | float:
-        if func is aten.equal.default:
+        if func in (aten.equal.default, aten.allclose.default):
             return True
         if func not in (aten._local_scalar_dense.default, aten.item.default):
-            raise ValueError(
-                f"{user_line()}: {func} reads the values of a tensor, and a dry run has none"
-            )
+            raise ValueError(f"{user_line()}: {func} reads values that a dry run does not know")
         if tensor.dtype == torch.bool:
-            return tensor in self._true
+            valid = valid_answer()
+            return tensor in self._true if valid is None else valid
         if not tensor.dtype.is_floating_point:
-            self.whole_numbers_read[user_line()] = None
+            if not samplers.read_by_a_loader():
+                self.whole_numbers_read[user_line()] = None
             return self._whole.get(tensor, 1)
         return 0.0 if tensor in self._zeros else 0.5
 
@@ -318,12 +356,15 @@ def _format(tensor: torch.Tensor, spec: str) -> str:
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """As on real tensors, a scatter into zeros; on fake ones torch compares with a range."""
+    bounds = torch.aminmax(index)  # which the real one checks
     if num_classes == -1:
-        raise ValueError(
-            f"{user_line()}: one_hot without num_classes has a shape that depends on values, "
-            f"and a dry run has none; pass num_classes"
-        )
-    torch.aminmax(index)  # the real one checks its bounds
+        if not known_values.is_known(bounds.max):
+            raise ValueError(
+                f"{user_line()}: one_hot without num_classes has a shape that depends on values "
+                f"that a dry run does not know; pass num_classes"
+            )
+        num_classes = int(bounds.max) + 1
+    del bounds
     result = torch.zeros((*index.shape, num_classes), dtype=torch.long)
     return result.scatter_(-1, index.unsqueeze(-1), 1)
 
@@ -353,9 +394,19 @@ def _isfinite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numpy(tensor: torch.Tensor, **kwargs: Any) -> np.ndarray:
-    """An array of the numbers that `.item()` would read."""
+    """The tensor's values, in memory that it shares; else an array of what `.item()` reads."""
+    if known_values.writable(tensor):
+        return known_values.as_array(tensor)
     number = tensor.detach().reshape(-1)[:1].sum().to(tensor.dtype).item()
     return np.full(tuple(tensor.shape), number)
+
+
+def _tolist(by_elements: Callable[[FakeTensor], Any]) -> Callable[[FakeTensor], Any]:
+    def tolist(tensor: FakeTensor) -> Any:
+        known = known_values.is_known(tensor)
+        return known_values.as_list(tensor) if known else by_elements(tensor)
+
+    return tolist
 
 
 def _iterator_in_this_process(make: Callable[[DataLoader], Any]) -> Callable[[DataLoader], Any]:
@@ -376,6 +427,7 @@ def _iterator_in_this_process(make: Callable[[DataLoader], Any]) -> Callable[[Da
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **absent.FUNCTIONS,
+    **readers.FUNCTIONS,
     torch.Tensor.__format__: _format,
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.data.__set__: _set_data,
@@ -437,5 +489,6 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
 
 _REPLACEMENTS: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (torch.nn.Module, "_apply"): lambda real: _apply_by_data,
+    (FakeTensor, "tolist"): _tolist,
     (DataLoader, "_get_iterator"): _iterator_in_this_process,
 }

@@ -7,6 +7,11 @@ bytes. Its result is as large for every routing, so how many tokens an expert ge
 An LSTM's layer on the CPU (`mkldnn_rnn_layer`): the fake one has an empty workspace. oneDNN's has
 seven parts, each a multiple of 4096 bytes, by its layout of an LSTM (common/rnn in oneDNN's
 sources); sizes that torch returned, with four kinds of instructions, agree with it to the byte.
+
+CTC's loss (`_ctc_loss`): the fake one refuses lengths whose values are known, too.
+
+Layer norm's backward: the real one gives a contiguous gradient, the fake one a permuted gradient if
+that of the output is permuted; the next matmul would then copy it.
 """
 
 from collections.abc import Callable
@@ -14,7 +19,7 @@ from typing import Any
 
 import torch
 
-from memlab.metering import recurrent
+from memlab.metering import known_values, recurrent
 from memlab.metering.frames import user_line
 
 aten = torch.ops.aten
@@ -123,12 +128,48 @@ def _leading_bytes(width: int, itemsize: int) -> int:
     return row * itemsize + (0 if row % 256 else _LINE_BYTES)
 
 
+# ------------------------------------------------------------------ CTC, layer norm
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, inputs: Any, lengths: Any, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss for each of B sequences, and T times the logarithms of 2 × S + 1 probabilities, where
+    S is the length of the longest target."""
+    if isinstance(lengths, torch.Tensor):
+        if not known_values.is_known(lengths):
+            return aten._ctc_loss.Tensor(log_probs, targets, inputs, lengths, *options)
+        lengths = known_values.as_list(lengths)
+    batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+    T, B = batched.shape[:2]
+    return log_probs.new_empty(B), log_probs.new_empty((B, T, 2 * max(lengths) + 1))
+
+
+def _ctc_loss_backward(
+    grad: torch.Tensor, log_probs: torch.Tensor, *others: Any, **options: Any
+) -> torch.Tensor:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _native_layer_norm_backward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
+    """The gradient to the input is contiguous; the fake one has the order of the output's."""
+    to_input, *others = aten.native_layer_norm_backward.default(*args, **kwargs)
+    if to_input is not None and not to_input.is_contiguous():
+        to_input = torch.empty_like(to_input, memory_format=torch.contiguous_format)
+    return to_input, *others
+
+
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
 KERNELS: dict[Any, Callable[..., Any]] = {
     **recurrent.KERNELS,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     aten._grouped_mm.default: _grouped_mm,
     aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer,
+    aten.native_layer_norm_backward.default: _native_layer_norm_backward,
 }

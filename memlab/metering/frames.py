@@ -23,19 +23,19 @@ def comes_from_the_engine() -> bool:
 
     On the CPU the engine runs below `_engine_run_backward`, on a device in a thread of its own.
     """
-    caller = next(_frames(), None)
+    caller = next(frames(), None)
     return caller is None or caller.f_code.co_name == "_engine_run_backward"
 
 
 def called_by(name: str) -> bool:
     """Whether the function `name` called the operator."""
-    caller = next(_frames(), None)
+    caller = next(frames(), None)
     return caller is not None and caller.f_code.co_name == name
 
 
 def user_line() -> str:
     """`file.py:12 function` of the user's code that the operator came from."""
-    for frame in _frames():
+    for frame in frames():
         path = Path(frame.f_code.co_filename)
         if not path.is_relative_to(_TORCH_FOLDER):
             here = Path.cwd()
@@ -44,7 +44,7 @@ def user_line() -> str:
     return "autograd's engine"
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
     """The Python frames that led to an operator, innermost first, without the machinery."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -139,3 +139,21 @@ def test_what_the_real_grouped_product_refuses_is_refused_with_the_line(second, 
         F.grouped_mm(torch.zeros(8, 16), second, offs=ends)
     with memlab.dry_run(), pytest.raises(ValueError, match=rf"test_fake_kernels.*{message}"):
         F.grouped_mm(torch.zeros(8, 16), second, offs=ends)
+
+
+# ------------------------------------------------------------------ layer norm
+
+
+def test_the_gradient_to_a_layer_norms_input_is_contiguous():
+    """Swin's end: its permuted gradient would be copied before the product."""
+
+    def build():
+        model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))
+
+        def step() -> None:
+            images = model(torch.randn(2, 3, 3, 6)).permute(0, 3, 1, 2)
+            F.adaptive_avg_pool2d(images, 1).square().sum().backward()
+
+        return model, step
+
+    assert_a_dry_run_is_exact(build)
