@@ -244,6 +244,10 @@ def _always(answer: Any) -> Callable[[Any], Any]:
     return lambda real: answer
 
 
+def _capturable(supports_xla: bool = True) -> list[str]:  # TorchScript, too, may compile this
+    return ["cpu"]
+
+
 _REFUSED = (
     *("get_device_name", "get_device_properties", "get_device_capability", "mem_get_info"),
     *("memory_summary", "memory_snapshot", "_dump_snapshot"),
@@ -290,7 +294,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
         (torch, "Generator"): _always(_Generator),
         (torch, "save"): _always(_nothing),
         **{
-            (module, "_get_capturable_supported_devices"): _always(lambda *args, **kwargs: ["cpu"])
+            (module, "_get_capturable_supported_devices"): _always(_capturable)
             for module in _OPTIMIZERS_WITH_CAPTURABLE
         },
         (torch.Tensor, "record_stream"): _always(_nothing),

@@ -47,7 +47,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memlab.metering import absent, fake_checks, known_values, readers, samplers
+from memlab.metering import absent, collectives, fake_checks, known_values, readers, samplers
+from memlab.metering.collectives import done, is_collective
 from memlab.metering.fake_kernels import KERNELS
 from memlab.metering.frames import user_line
 from memlab.metering.known_values import UNKNOWN
@@ -114,19 +115,14 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         self.whole_numbers_read: dict[str, None] = {}  # the lines where, in order
         self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels want addresses
         self._stance.__enter__()
+        torch._dynamo.trace_rules.get_torch_obj_rule_map()  # before functions in it are replaced
         own = {
             (torch.autograd, "_engine_run_backward"): self._with_functions,
             (_LOG, "disabled"): lambda real: True,  # what the user's error says is said by itself
         }
-        self._replaced = absent.replaced(
-            {
-                **_REPLACEMENTS,
-                **own,
-                **absent.replacements(),
-                **fake_checks.replacements(),
-                **samplers.replacements(),
-            }
-        )
+        parts = (absent, fake_checks, collectives, samplers)
+        replacements = {key: new for part in parts for key, new in part.replacements().items()}
+        self._replaced = absent.replaced({**_REPLACEMENTS, **own, **replacements})
         self._replaced.__enter__()
         for kinds in _KINDS_WITH_FOREACH:
             kinds.append(FakeTensor)
@@ -213,6 +209,8 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         """Run an operator on fake tensors, answering what they cannot."""
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device(absent.on_the_stand_in(kwargs["device"]))}
+        if is_collective(func):
+            return done(func, args)
         if func in _KEEPS_TRUTH and any(_is_in(self._true, argument) for argument in args):
             with torch._C.DisableTorchFunction():
                 result = func(*args, **kwargs)

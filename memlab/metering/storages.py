@@ -163,7 +163,7 @@ class StorageMeter(LightMode):
         if self._dry_run is not None:
             args, kwargs = self._dry_run.arguments(func, args, kwargs)
         is_new = func is aten.lift_fresh.default  # torch.tensor(...): made past the dispatcher
-        tensors = [] if is_new else tensors_among((*args, *kwargs.values()))
+        tensors = [] if is_new else self._tensors_of_this_run((*args, *kwargs.values()))
         self._close_watched_pair(func, tensors)
         inputs = [self._see(tensor, phase) for tensor in tensors]
         if self._on_operator is not None:
@@ -174,11 +174,25 @@ class StorageMeter(LightMode):
                 REGISTRY.check_size(tensor.untyped_storage())
         if func is aten.detach.default and self._is_handed_over(args[0], phase):
             inputs[0].mark("gradients")
-        for tensor in tensors_among((result,)):
+        for tensor in self._tensors_of_this_run((result,)):
             record = REGISTRY.find(tensor)
             if record is None or record.number not in self._accounted:
                 self._born(tensor, func, phase, inputs, tensors)
         return result
+
+    def _tensors_of_this_run(self, values: Iterable[Any]) -> list[torch.Tensor]:
+        return [tensor for tensor in tensors_among(values) if not self._is_of_another_run(tensor)]
+
+    @staticmethod
+    def _is_of_another_run(tensor: torch.Tensor) -> bool:
+        """Whether the tensor is fake, and not of the dry run that is active now, if one is.
+
+        Inside a real step, DTensor and torch.compile run operators on fake tensors to learn their
+        shapes.
+        """
+        if not isinstance(tensor, FakeTensor):
+            return False
+        return dry_run.active is None or tensor.fake_mode is not dry_run.active._fake_mode
 
     def _composition(self, func: Any) -> Callable[..., Any] | None:
         """What takes the operator apart, if it has no kernel but is written in terms of others."""
@@ -373,11 +387,6 @@ class StorageMeter(LightMode):
                         self._scan(buffer, "buffers", self.context.names.owning(buffer))
             elif not self._is_of_another_run(reached):
                 self._scan_waiting(reached)
-
-    def _is_of_another_run(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is fake, and not of the dry run that is active now, if one is."""
-        mode = self._dry_run._fake_mode if self._dry_run is not None else None
-        return isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode
 
     def _scan_waiting(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
