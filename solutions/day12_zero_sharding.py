@@ -245,7 +245,8 @@ class ShardedAdam:
         self.weights, self.wire, self.ranks = weights, wire, len(weights)
         ### BEGIN SOLUTION
         pieces = [self.padded(w).chunk(self.ranks)[rank] for rank, w in enumerate(weights)]
-        self.shards = [nn.Parameter(piece.float()) for piece in pieces]
+        copies = [piece.to(torch.float32, copy=True) for piece in pieces]
+        self.shards = [nn.Parameter(copy) for copy in copies]
         self.optimizers = [torch.optim.AdamW([s], lr=lr, foreach=False) for s in self.shards]
         ### END SOLUTION
 

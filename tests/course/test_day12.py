@@ -8,6 +8,7 @@ from itertools import accumulate as running_sums
 import pytest
 import torch
 import torch.nn.functional as F
+from edited import each, verdict_on
 from torch import nn
 
 import memlab
@@ -260,7 +261,9 @@ def test_a_whole_that_is_no_sum_is_not_called_one():
         def reduce_scatter(self, wholes):
             return wholes
 
-    assert "where one piece of the sum was asked for" in judge(COLLECTIVES, Unchanged).text
+    text = judge(COLLECTIVES, Unchanged).text
+    assert "gave tensors of shapes [(6,), (6,), (6,)]; wanted [(2,), (2,), (2,)]." in text
+    assert "an all-reduce" not in text
 
 
 def test_weights_in_a_list_of_ones_own_are_not_the_rank_s():
@@ -429,6 +432,48 @@ def test_wholes_that_are_put_together_behind_the_wire_are_found():
             kept.append([s[unit].repeat(len(shards)) for s in shards])
 
     assert "bytes more at each rank at its fullest" in judge(PASS, answer).text
+
+
+COPY, MEAN = "piece.to(torch.float32, copy=True)", "total.float() / self.ranks"
+PAD, CLIP = "-len(x) % self.ranks", "min(1, max_norm / (norm + 1e-6))"
+RUN = "inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])"
+RUN_IN_A_LOOP = """ys = []
+        for w, x in zip(wholes, inputs[-1], strict=True):
+            ys.append(forward_of(w, x))
+        inputs.append(ys)"""
+ADDED, PIECE = "shards.append(total)", "piece = whole.chunk(len(wholes))[rank]"
+SUM_IN_A_WHOLE = """
+            room = wholes[rank].new_zeros(len(wholes[rank]))
+            room.chunk(len(wholes))[rank].copy_(total)
+            shards.append(room.chunk(len(wholes))[rank])"""
+
+REFUSED = [
+    ("12.1", "slices of the whole", (ADDED, SUM_IN_A_WHOLE)),
+    ("12.2", "what is too many, not too few", (PAD, "len(x) % self.ranks")),
+    ("12.2", "a view of the whole", (COPY, "piece.float()")),
+    ("12.2", "the mean in bfloat16", (MEAN, "(total / self.ranks).float()")),
+    ("12.2", "zero gradients", (CLIP, "min(1, max_norm / norm)")),
+    ("12.4", "a loop's variable", (RUN, RUN_IN_A_LOOP)),
+    ("12.5", "rounded down", ("-(-parameters // ranks)", "parameters // ranks")),
+]
+ACCEPTED = [
+    ("12.1", "clones", (ADDED, "shards.append(total.clone())")),
+    ("12.2", "a clone", (COPY, "piece.float().clone()")),
+    ("12.2", "longer than max_norm", (CLIP, "(max_norm / norm if norm > max_norm else 1)")),
+    ("12.4", "a loop's variable that is let go", (RUN, f"{RUN_IN_A_LOOP}\n        del w")),
+    ("12.5", "a table", ("(2, 2, k + 1, 3 * k)[stage]", "[2, 2, 1 + k, k * 3][stage]")),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
 
 
 # ------------------------------------------------------------------ the ranks of a check

@@ -93,7 +93,8 @@ class ShardedAdam:
     def __init__(self, weights: list[Tensor], wire: Any, lr: float) -> None:
         self.weights, self.wire, self.ranks = weights, wire, len(weights)
         pieces = [self.padded(w).chunk(self.ranks)[rank] for rank, w in enumerate(weights)]
-        self.shards = [nn.Parameter(piece.float()) for piece in pieces]
+        copies = [piece.to(torch.float32, copy=True) for piece in pieces]  # not views of the whole
+        self.shards = [nn.Parameter(copy) for copy in copies]
         self.optimizers = [torch.optim.AdamW([s], lr=lr, foreach=False) for s in self.shards]
 
     def padded(self, x: Tensor) -> Tensor:
@@ -215,6 +216,7 @@ class CheckedWire(Wire):
     def __init__(self, ranks: int, where: Ranks) -> None:
         super().__init__(ranks)
         self.dtypes: set[torch.dtype] = set()
+        self.summed = 0.0  # by the last call of sum
         self._where = where
 
     def send(self, source: int, target: int, numbers: Tensor) -> Tensor:
@@ -231,6 +233,10 @@ class CheckedWire(Wire):
             arrived = super().send(source, target, numbers)
         self._where.place(target, arrived)
         return arrived
+
+    def sum(self, numbers: Sequence[float]) -> float:
+        self.summed = super().sum(numbers)
+        return self.summed
 
 
 @contextmanager
@@ -359,6 +365,12 @@ def _check_collective(
             torch.equal(got[rank], wanted[rank]),
             f"{call} of {', '.join(map(_numbers, before))[:90]} gave rank {rank} "
             f"{_numbers(got[rank])}; wanted {_numbers(wanted[rank])}.",
+        )
+        kept = got[rank].untyped_storage().nbytes()
+        require(
+            kept == got[rank].nbytes,
+            f"{call}: what rank {rank} gets is a slice that keeps {kept:,} bytes alive; wanted the "
+            f"{got[rank].nbytes:,} of its numbers.",
         )
         got[rank].add_(1)
     for rank in range(ranks):
@@ -504,8 +516,8 @@ _COLLECTIVES = Exercise(
         "piece, for += would write into what was given.",
         "reduce_scatter: for rank: total = 0; for source, whole in enumerate(wholes): piece = "
         "whole.chunk(len(wholes))[rank]; if source != rank: piece = self.wire.send(source, rank, "
-        "piece); total = total + piece. all_gather: for rank: torch.cat([x if s == rank else "
-        "self.wire.send(s, rank, x) for s, x in enumerate(shards)]).",
+        "piece); total = total + piece. all_gather has the same two loops, with shards in the "
+        "place of pieces and torch.cat in that of the sum.",
     ),
     reference=Collectives,
     check=_check_collectives,
@@ -557,7 +569,10 @@ def _copies(ranks: int, n: int, dtype: torch.dtype = torch.bfloat16) -> list[Ten
 
 
 def _gradients(ranks: int, n: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Few digits, so that their sums are exact in bfloat16, too; every second step's are short."""
+    """Few digits, so that their sums are exact in bfloat16, too; every second step's are short,
+    and every fourth step's are zero."""
+    if seed % 4 == 0:
+        return [torch.zeros(n, dtype=dtype) for _ in range(ranks)]
     random = torch.Generator().manual_seed(seed)
     whole = [torch.randint(-8, 9, (n,), generator=random) for _ in range(ranks)]
     return [(w / (16 if seed % 2 else 128)).to(dtype) for w in whole]
@@ -567,7 +582,7 @@ class _Exact:
     """One process: AdamW of all weights in float32, by the mean of the gradients."""
 
     def __init__(self, weights: Tensor, lr: float) -> None:
-        self.weights = nn.Parameter(weights.float())
+        self.weights = nn.Parameter(weights.to(torch.float32, copy=True))
         self.optimizer = torch.optim.AdamW([self.weights], lr=lr, foreach=False)
 
     def step(self, gradients: list[Tensor], max_norm: float) -> None:
@@ -577,7 +592,10 @@ class _Exact:
 
 
 LR, LOOSE, TIGHT = 0.01, 100.0, 0.5
-ADAMS = ((2, 6, LOOSE), (2, 7, LOOSE), (2, 50, TIGHT), (4, 30, TIGHT), (1, 3, TIGHT))
+ADAMS = (
+    *((2, 6, LOOSE), (2, 7, LOOSE), (2, 50, TIGHT), (4, 30, TIGHT), (1, 3, TIGHT)),
+    *((3, 10, LOOSE, 4), (5, 13, TIGHT, 4)),  # ranks that are no powers of two; a step of zeros
+)
 LONG = 2, 8, LOOSE, 12, 1.0  # steps so long, and so many, that decay and betas show in bfloat16
 LARGE = 4, 40_003  # ranks, weights
 
@@ -585,20 +603,10 @@ LARGE = 4, 40_003  # ranks, weights
 def _check_adam(answer: Any) -> str:
     for case in (*ADAMS, LONG):
         _check_steps(answer, *case)
-    held = _held_by_adam(answer)
     ranks, n = LARGE
-    shard = -(-n // ranks)
-    most, least = 12 * shard + 64, 12 * shard
-    require(
-        held <= most,
-        f"ShardedAdam of {n:,} weights on {ranks} ranks keeps {held:,} bytes at each rank; wanted "
-        f"at most {most:,}: 12 for each of {shard:,} weights, and a few.",
-    )
-    require(
-        held >= least,
-        f"ShardedAdam of {n:,} weights on {ranks} ranks keeps {held:,} bytes at each rank in "
-        f"tensors; wanted {least:,}: a float32 copy and two moments of {shard:,} weights.",
-    )
+    held = _check_held_by_adam(answer, ranks, n)
+    _check_held_by_adam(answer, ranks, n, torch.float32)
+    _check_held_by_adam(answer, ranks, n - n % ranks, torch.float32)
     weights, gradients = _copies(ranks, n), _gradients(ranks, n, 1)
     _outside_of_tensors(
         f"ShardedAdam of {n:,} weights on {ranks} ranks",
@@ -609,6 +617,27 @@ def _check_adam(answer: Any) -> str:
         f"weights of one process's AdamW, rounded, clipped or not, padded or not · "
         f"{held:,} bytes at each rank, of {12 * n:,} · 2 (R − 1)/R of the weights sent"
     )
+
+
+def _check_held_by_adam(
+    answer: Any, ranks: int, n: int, dtype: torch.dtype = torch.bfloat16
+) -> int:
+    """A float32 copy and two moments of a rank's piece, and nothing of the whole."""
+    held, shard = _held_by_adam(answer, ranks, n, dtype), -(-n // ranks)
+    most, least = 12 * shard + 64, 12 * shard
+    call = f"ShardedAdam of {n:,} weights on {ranks} ranks"
+    call += ", in float32," if dtype == torch.float32 else ""
+    require(
+        held <= most,
+        f"{call} keeps {held:,} bytes at each rank; wanted at most {most:,}: 12 for each of "
+        f"{shard:,} weights, and a few.",
+    )
+    require(
+        held >= least,
+        f"{call} keeps {held:,} bytes at each rank in tensors; wanted {least:,}: a float32 copy "
+        f"and two moments of {shard:,} weights.",
+    )
+    return held
 
 
 def _check_steps(
@@ -631,7 +660,7 @@ def _check_steps(
         sent, sums = list(wire.sent), wire.sums
         for rank, gradient in enumerate(gradients):
             wire._where.place(rank, gradient)
-        with wire._where, _gradients_in_float32(now):
+        with wire._where, _torchs_errors_named(now):
             adam.step(gradients, max_norm)
         exact.step(before, max_norm)
         for rank in range(ranks):
@@ -666,13 +695,17 @@ def _check_steps(
             wire.sums - sums == 1,
             f"{now}: wire.sum was called {wire.sums - sums} times, wanted once, for the norm.",
         )
+        _require_norm(now, wire.summed, before)
 
 
 @contextmanager
-def _gradients_in_float32(call: str) -> Iterator[None]:
-    """What torch says of another dtype are four sentences about grad_dtype."""
+def _torchs_errors_named(call: str) -> Iterator[None]:
+    """What torch says of another dtype are four sentences about grad_dtype; and a norm of 0 is one
+    of the cases, no accident."""
     try:
         yield
+    except ZeroDivisionError:
+        raise Wrong(f"{call} divides by 0; wanted a norm of 0 to change nothing.") from None
     except RuntimeError as error:
         if "grad_dtype" not in str(error):
             raise
@@ -687,15 +720,24 @@ def _require_bfloat16(what: str, got: Tensor, exact: Tensor) -> None:
     off = (got.detach().float() - wanted).abs() > wanted.abs() * 2**-8 * 1.01 + 1e-6
     if off.any():
         at = int(off.nonzero()[0])
-        raise Wrong(
-            f"{what} {at} is {got[at].item():.4f}; wanted {wanted.bfloat16()[at].item():.4f}."
-        )
+        rounded = wanted.bfloat16()[at].item()
+        require(False, f"{what} {at} is {got[at].item():.4f}; wanted {rounded:.4f}.")
 
 
-def _held_by_adam(answer: Any) -> int:
+def _require_norm(call: str, summed: float, gradients: list[Tensor]) -> None:
+    """Σ of squares of the mean, or of the sum: a mean that was rounded first has others."""
+    ranks, total = len(gradients), torch.stack(gradients).double().sum(0).square().sum().item()
+    wanted = total / ranks**2
+    require(
+        min(abs(summed - total), abs(summed - wanted)) <= 1e-5 * wanted,
+        f"{call}: wire.sum gave {summed:.6g}, wanted {wanted:.6g}, the squares of the mean, summed "
+        f"in float32.",
+    )
+
+
+def _held_by_adam(answer: Any, ranks: int, n: int, dtype: torch.dtype) -> int:
     """Bytes alive after a step beyond what was handed in, for each rank."""
-    ranks, n = LARGE
-    weights, gradients, kept = _copies(ranks, n), _gradients(ranks, n, 1), []
+    weights, gradients, kept = _copies(ranks, n, dtype), _gradients(ranks, n, 1, dtype), []
 
     def run() -> None:
         kept.append(answer(weights, Wire(ranks), LR))
@@ -725,6 +767,8 @@ def _adam_but(
     keeps_gradients: bool = False,
     detached: bool = True,
     zeros_in_front: bool = False,
+    copies: bool = True,
+    mean_first: bool = False,
     rebinds: bool = False,
 ) -> Any:
     """The right one, with something in it that is not."""
@@ -735,7 +779,7 @@ def _adam_but(
             self.ranks, self.n = len(weights), len(weights[0])
             self.size = size_of(self.n, self.ranks)
             cut = [self.padded(w).split(self.size)[r] for r, w in enumerate(weights)]
-            self.shards = [nn.Parameter(x.to(copy_dtype, copy=True)) for x in cut]
+            self.shards = [nn.Parameter(x.to(copy_dtype, copy=copies)) for x in cut]
             self.make()
 
         def make(self) -> None:
@@ -749,7 +793,8 @@ def _adam_but(
         def step(self, gradients: list[Tensor], max_norm: float) -> None:
             sums = reduce(self.wire, [self.padded(g) for g in gradients])
             for shard, total in zip(self.shards, sums, strict=True):
-                shard.grad = (total.float() / divisor(self.ranks)).to(gradient_dtype or shard.dtype)
+                total = total if mean_first else total.float()
+                shard.grad = (total / divisor(self.ranks)).to(gradient_dtype or shard.dtype)
             squares = [float(shard.grad.float().square().sum()) for shard in self.shards]
             of_all = norm(self.wire, squares, 0)
             for rank, (shard, optimizer) in enumerate(
@@ -834,11 +879,11 @@ _ADAM = Exercise(
         "nn.functional.pad(x, (0, -len(x) % R)) pads. After reduce_scatter, piece r of the sum is "
         "at rank r: its mean is shard.grad. The norm of all is the root of the sum of the squares "
         "of all shards: wire.sum([…]) ** 0.5. Gather the shards in the dtype of the weights.",
-        "shards = [nn.Parameter(padded(w).chunk(R)[r].float()) for r, w in enumerate(weights)]; in "
-        "step: sums = Collectives(wire).reduce_scatter([padded(g) for g in gradients]); shard.grad "
-        "= total.float() / R; shard.grad *= min(1, max_norm / (norm + 1e-6)); optimizer.step(); "
-        "shard.grad = None; then all_gather([s.detach().to(w.dtype) …]), and "
-        "w.copy_(whole[:len(w)]).",
+        "shards = [nn.Parameter(padded(w).chunk(R)[r].to(torch.float32, copy=True)) for r, w in "
+        "enumerate(weights)]; in step: sums = Collectives(wire).reduce_scatter([padded(g) for g in "
+        "gradients]); shard.grad = total.float() / R; shard.grad *= min(1, max_norm / (norm + "
+        "1e-6)); optimizer.step(); shard.grad = None; then all_gather([s.detach().to(w.dtype) …]). "
+        "A whole is longer than the weights by the padding.",
     ),
     reference=ShardedAdam,
     check=_check_adam,
@@ -887,6 +932,19 @@ _ADAM = Exercise(
         WrongAnswer(
             _adam_but(gradient_dtype=torch.bfloat16),
             "The sum arrives in bfloat16, and the copy is in float32: total.float() / R.",
+        ),
+        WrongAnswer(
+            _adam_but(mean_first=True),
+            "The mean is taken in bfloat16, and rounded: first float(), then / R.",
+        ),
+        WrongAnswer(
+            _adam_but(copies=False),
+            "Of float32 weights .float() is no copy: the shard is a view, and keeps the whole "
+            "alive. to(torch.float32, copy=True) is one, and so is .clone().",
+        ),
+        WrongAnswer(
+            _adam_but(coefficient=lambda most, norm: min(1, most / norm)),
+            "Where all gradients are zero, so is the norm: max_norm / (norm + 1e-6).",
         ),
         WrongAnswer(
             _adam_but(rebinds=True),
@@ -1157,8 +1215,8 @@ _GRADIENTS = Exercise(
         "rank, in a list of your own. Add each rank's shard in place: sums[rank][unit] += shard.",
         "dys = list(dys); for unit in reversed(range(len(weights[0]))): wholes = []; for rank, dy "
         "in enumerate(dys): dw, dys[rank] = backward_of(weights[rank][unit], inputs[rank][unit], "
-        "dy); wholes.append(dw). Then for rank, shard in enumerate(Collectives(wire)."
-        "reduce_scatter(wholes)): sums[rank][unit] += shard. At the end return dys.",
+        "dy); wholes.append(dw). Then, still in the loop over units, one reduce_scatter(wholes), "
+        "whose shards go into sums.",
     ),
     reference=add_gradients_,
     check=_check_gradients,
@@ -1233,17 +1291,20 @@ class _GatherWire(Wire):
 def _require_one_whole(trace: Trace, patient: _Patient) -> None:
     """From where a unit begins to be gathered until it is multiplied, nothing else is whole.
 
-    A gather may take a unit's bytes beside what it gathers, for the pieces that arrive.
+    A gather may take a unit's bytes beside what it gathers, for the pieces that arrive. What is
+    as large as a unit, and was there before the last unit was multiplied, is a whole left over, be
+    it at one rank alone.
     """
     units, events = patient.units, trace.events
     before = sum(event.bytes for event in events if event.phase == "before")
     live = list(running_sums(event.bytes for event in events))
     begins = [n for n, e in enumerate(events) if e.shape == MARK and e.bytes > 0]
     works = [n for n, e in enumerate(events) if e.operator.startswith(PRODUCTS) and e.bytes > 0]
-    whole = []
+    whole, left = [], []
     for begin in begins:
         end = next((n for n in works if n > begin), len(live))
         whole.append((max(live[begin:end]) - before) // patient.ranks // A_UNIT)
+        left.append(_left_over(trace, begin, max((n for n in works if n < begin), default=0)))
     most = max(whole, default=0)
     gather = whole.index(most) if whole else 0
     way, unit = ("forward", gather) if gather < units else ("backward", 2 * units - 1 - gather)
@@ -1252,6 +1313,19 @@ def _require_one_whole(trace: Trace, patient: _Patient) -> None:
         f"sharded_pass of {units} units: in {way}, when unit {unit} has been gathered, each rank "
         f"holds {most} units' bytes; wanted one unit whole.",
     )
+    require(
+        not any(left),
+        f"sharded_pass of {units} units: {max(left, default=0):,} bytes of a unit that has run are "
+        f"still there when the next is gathered, at one rank; wanted them let go.",
+    )
+
+
+def _left_over(trace: Trace, at: int, since: int) -> int:
+    """Bytes alive at a place in the trace, in tensors of a unit's size that are no product's and
+    were there before another place."""
+    older = {id(event) for event in trace.events[:since]}
+    alive = [e for e in trace.alive(at) if e.phase != "before" and id(e) in older]
+    return sum(e.bytes for e in alive if e.bytes >= A_UNIT and not e.operator.startswith(PRODUCTS))
 
 
 def _check_pass(answer: Callable[..., Any]) -> str:
@@ -1288,6 +1362,7 @@ def _pass_but(
     gathered_again: bool = True,
     last_once: bool = False,
     lets_go: tuple[bool, bool] = (True, True),  # in forward, in backward
+    keeps_one: bool = False,
     extra: int = 0,
     add: Any = add_gradients_,
     dy: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = lambda dy_of, y: dy_of(y),
@@ -1314,6 +1389,7 @@ def _pass_but(
                 kept[unit] = wholes
             inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
             held = [] if lets_go[0] else wholes
+            held = wholes[-1:] if keeps_one else held
             if last_once and unit == units[-1]:
                 kept[unit] = wholes
             del wholes
@@ -1393,9 +1469,9 @@ _PASS = Exercise(
         "wholes before the next gather.",
         "for unit in units: wholes = together.all_gather([mine[unit] for mine in shards]); "
         "inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1])]); del wholes. dys = "
-        "[dy_of(y) for y in inputs[-1]]. for unit in reversed(units): gather again; dys = "
-        "add_gradients_(wire, [[w] for w in wholes], [[x] for x in inputs[unit]], dys, "
-        "[[mine[unit]] for mine in sums]); del wholes.",
+        "[dy_of(y) for y in inputs[-1]]. for unit in reversed(units): gather again, call "
+        "add_gradients_ with [[w] for w in wholes], [[x] for x in inputs[unit]] and this unit's "
+        "sums, and let go of everything whole.",
     ),
     reference=sharded_pass,
     check=_check_pass,
@@ -1452,6 +1528,11 @@ _PASS = Exercise(
             _pass_but(lets_go=(False, False)),
             "The unit before is still whole while the next is gathered, for a name holds it: del "
             "it first, and every list that it is in.",
+        ),
+        WrongAnswer(
+            _pass_but(keeps_one=True),
+            "The variable of a loop, or another name, still has the last rank's whole when the "
+            "next unit is gathered: del it, too.",
         ),
         WrongAnswer(
             _pass_but(lets_go=(True, False)),
@@ -1554,8 +1635,8 @@ _FORMULA = Exercise(
         "is). Stage 2 reduces in every backward pass. Stage 3 gathers in every forward and every "
         "backward pass, and reduces.",
         "s = -(-parameters // ranks); held = 2 * (s if stage == 3 else parameters) + 2 * (s if "
-        "stage >= 2 else parameters) + K * (s if stage >= 1 else parameters); sent = 2 * (2, 2, k "
-        "+ 1, 3 * k)[stage] * (ranks - 1) * s.",
+        "stage >= 2 else parameters) + K * (s if stage >= 1 else parameters). sent has (2, 2, k + "
+        "1, 3 * k)[stage] passes.",
     ),
     reference=held_and_sent,
     check=_check_formula,
