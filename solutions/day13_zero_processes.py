@@ -367,14 +367,14 @@ for ranks in (2, 8, 64):
 # %% [markdown]
 # ### Exercise 13.2: buckets that travel while backward goes on
 #
-# About 20 minutes. `made` yields (name, gradient); `buckets` is a list of lists of names, and stays
-# as it is. `peer.begin(flat)` begins a sum over ranks; `.wait()` of what it gives is the sum.
-# Return the sums.
+# About 20 minutes. `made` yields (name, gradient); `buckets`, lists of names, stays as it is.
+# `peer.begin(flat)` begins a sum over ranks; `.wait()` of what it gives is the sum. Return the
+# sums.
 #
 # - Begin a bucket with its last gradient, flat, in the order of its names.
 # - Begin them in the list's order, even if a later one is complete before.
 # - At most two are on their way: just before a third begins, wait for the older.
-# - Keep nothing that was sent: no gradient, no copy.
+# - Keep nothing that was sent: no gradient, no copy, no name for `flat`.
 
 
 # %%
@@ -386,8 +386,7 @@ def reduce_in_buckets(peer, made, buckets):
         while left and all(n in there for n in left[0]):
             if len(way) == 2:
                 sums.append(way.pop(0).wait())
-            flat = torch.cat([there.pop(n).flatten() for n in left.pop(0)])
-            way.append(peer.begin(flat))
+            way.append(peer.begin(torch.cat([there.pop(n).flatten() for n in left.pop(0)])))
     return sums + [work.wait() for work in way]
     ### END SOLUTION
 
@@ -549,8 +548,8 @@ for rank in range(2):
 # About 15 minutes. `gradients` iterates over this rank's; another rank may have more. A round takes
 # one, and ends in one of three ways:
 #
-# - some rank has none left: all stop, and return the number of steps;
-# - a gradient is not finite (inf, nan): all skip the round, none is sent;
+# - some rank has none left: all stop and return the number of steps;
+# - a gradient is not finite (inf, nan): all skip the round (no step), none is sent;
 # - else `weight -= lr *` the **mean** of the ranks' gradients: in place, at once.
 #
 # `peer.most(number)` is the greatest of all ranks' numbers: call it once a round.
@@ -627,8 +626,8 @@ print(f"in the checkpoint: {', '.join(files)}, a file of each rank")
 # About 12 minutes. n numbers were written by `old` ranks, ⌈n/old⌉ each, zeros behind the last.
 # Return what rank `rank` of `new` has of them: ⌈n/new⌉ numbers, zeros behind. `read(source, start,
 # stop)` gives numbers of the file of rank `source`, from `start` to before `stop` in that file.
-# Read what you need, and nothing else: no padding, and no number twice. A rank can have zeros
-# alone; they, too, have the files' dtype, as every read has, also an empty one.
+# Read what you need of a file at once, and nothing else: no padding, no number twice. A rank can
+# have zeros alone; they, too, have the files' dtype, as every read has, also an empty one.
 
 
 # %%
@@ -746,7 +745,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # About 20 minutes. Return four byte counts of the rank with most: what it **holds** in weights,
 # gradients and Adam's state; and what it **sends** in a step for tensor, pipeline and data.
 #
-# - `block` is the number of weights of a block; embedding and head are left out.
+# - `block` is the number of weights of a block; embedding and head are left out. A rank has its
+#   blocks' weights over `tensor`, rounded down.
 # - Numbers have 2 bytes, Adam's state 12 bytes a weight.
 # - Data parallel is ZeRO's stage 1; a shard is rounded up.
 # - In a step `k` micro-batches of `tokens` tokens pass each line.

@@ -7,6 +7,7 @@ from collections import deque
 import pytest
 import torch
 import torch.nn.functional as F
+from edited import each, verdict_on
 
 from memlab.course import days, exercises
 from memlab.course.checks import day12, day13
@@ -75,11 +76,15 @@ def with_the_worst_in_front(peer, weight, gradients, lr):
     return steps
 
 
-def number_by_number(read, n, old, new, rank):
-    """Slow and obvious."""
+def by_lists_of_places(read, n, old, new, rank):
+    """Slow and obvious: the places of each number, and of each file those that it has."""
     size, mine = -(-n // old), -(-n // new)
-    found = [read(i // size, i % size, i % size + 1) for i in range(n)[rank * mine :][:mine]]
-    return F.pad(torch.cat([read(0, 0, 0), *found]), (0, mine - len(found)))
+    found = [read(0, 0, 0)]
+    for source in range(old):
+        places = [i % size for i in range(n)[rank * mine :][:mine] if i // size == source]
+        found += [read(source, places[0], places[-1] + 1)] if places else []
+    numbers = torch.cat(found)
+    return F.pad(numbers, (0, mine - len(numbers)))
 
 
 def with_a_buffer(peer, made, buckets):
@@ -105,8 +110,12 @@ def zeros_by_hand(read, n, old, new, rank):
     """With a tensor of zeros in the files' dtype."""
     share, size = -(-n // new), -(-n // old)
     found = torch.zeros(share, dtype=read(0, 0, 0).dtype)
-    for place, number in enumerate(range(rank * share, min(n, (rank + 1) * share))):
-        found[place] = read(number // size, number % size, number % size + 1)[0]
+    place, number = 0, rank * share
+    while place < share and number < n:
+        source, start = divmod(number, size)
+        part = read(source, start, min(size, n - source * size, start + share - place))
+        found[place : place + len(part)] = part
+        place, number = place + len(part), number + len(part)
     return found
 
 
@@ -134,7 +143,7 @@ def with_fractions(block, layers, width, tensor, pipeline, data, k, tokens):
         pytest.param(RING, with_a_running_sum, id="13.1-running-sum"),
         pytest.param(BUCKETS, with_counters, id="13.2-counters"),
         pytest.param(AGREED, with_the_worst_in_front, id="13.3-other-numbers"),
-        pytest.param(RESHARDED, number_by_number, id="13.4-number-by-number"),
+        pytest.param(RESHARDED, by_lists_of_places, id="13.4-lists-of-places"),
         pytest.param(BUCKETS, with_a_buffer, id="13.2-buffer-and-tuple"),
         pytest.param(RESHARDED, zeros_by_hand, id="13.4-zeros-by-hand"),
         pytest.param(WAYS, with_fractions, id="13.5-other-order"),
@@ -395,6 +404,44 @@ def test_numbers_that_were_calculated_or_read_elsewhere_are_no_shard():
 def test_a_number_read_twice_is_found_where_the_count_is_right():
     with pytest.raises(Wrong, match="never read number 1 of file 0, and another one twice"):
         day13._require_read("resharded", [(0, 0), (0, 0)], [(0, 0), (0, 1)])
+
+
+BEGIN = "way.append(peer.begin(torch.cat([there.pop(n).flatten() for n in left.pop(0)])))"
+FLAT = """flat = torch.cat([there.pop(n).flatten() for n in left.pop(0)])
+            way.append(peer.begin(flat))"""
+READ = "parts.append(read(source, first - source * size, last - source * size))"
+AT, OVER_T = (
+    "for n in range(first - source * size, last - source * size)]",
+    "blocks * block // tensor",
+)
+SENT = "pieces[(peer.rank - turn - 1) % peer.ranks]"
+
+REFUSED = [
+    ("13.1", "a view where there is one rank", (".clone()", "")),
+    ("13.2", "a name for what was sent", (BEGIN, FLAT)),
+    ("13.3", "a skipped round is a step", ("            steps += 1", "        steps += worst < 2")),
+    ("13.4", "a read for each number", (READ, f"parts += [read(source, n, n + 1) {AT}")),
+    ("13.5", "weights over t rounded up", (OVER_T, "-(-blocks * block // tensor)")),
+    ("13.5", "each block rounded down", (OVER_T, "blocks * (block // tensor)")),
+]
+ACCEPTED = [
+    ("13.1", "a copy is sent", (SENT, f"{SENT}.clone()")),
+    ("13.2", "a name that is let go", (BEGIN, f"{FLAT}\n            del flat")),
+    ("13.3", "by torch.all", ("gradient.isfinite().all()", "torch.isfinite(gradient).all()")),
+    ("13.4", "the files that it has to do with", ("range(old)", "range(start // size, old)")),
+    ("13.5", "by divmod", (OVER_T, "divmod(blocks * block, tensor)[0]")),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
 
 
 # ------------------------------------------------------------------ ranks that take turns

@@ -43,8 +43,8 @@ def reduce_in_buckets(
         while left and all(n in there for n in left[0]):
             if len(on_the_way) == 2:
                 sums.append(on_the_way.popleft().wait())
-            flat = torch.cat([there.pop(n).flatten() for n in left.popleft()])
-            on_the_way.append(peer.begin(flat))
+            names = left.popleft()  # the bucket itself gets no name: it would stay
+            on_the_way.append(peer.begin(torch.cat([there.pop(n).flatten() for n in names])))
     return sums + [work.wait() for work in on_the_way]
 
 
@@ -280,8 +280,8 @@ _RING = Exercise(
         "if all receive first, nobody ever sends.",
         "pieces = list(whole.chunk(peer.ranks)); for turn in range(peer.ranks - 1): "
         "peer.send(pieces[(peer.rank - turn - 1) % peer.ranks]); coming = (peer.rank - turn - 2) "
-        "% peer.ranks; pieces[coming] = peer.receive() + pieces[coming]. Then return "
-        "pieces[peer.rank].clone().",
+        "% peer.ranks; pieces[coming] = peer.receive() + pieces[coming]. What is returned must be "
+        "a tensor of its own with a single rank, too.",
     ),
     reference=ring_reduce_scatter,
     check=_check_ring,
@@ -439,7 +439,6 @@ class _Memory(LightMode):
         super().__init__()
         self._looks = True
         self._made: dict[StorageWeakRef, torch.dtype] = {}
-        self._sent: list[tuple[StorageWeakRef, Work]] = []
         begin = peer.begin
 
         def watched(flat: Tensor) -> Work:
@@ -452,7 +451,6 @@ class _Memory(LightMode):
                     return wait()
 
             work.wait = watched_wait
-            self._sent.append((StorageWeakRef(flat.untyped_storage()), work))
             return work
 
         peer.begin = watched
@@ -475,13 +473,11 @@ class _Memory(LightMode):
             self._looks = before
 
     def numbers(self) -> Tensor:
-        """All that is held, but for buckets on the way and the last that was begun."""
-        on_the_way = [ref for ref, work in self._sent if not work.waited]
-        allowed = {*on_the_way, *(ref for ref, _ in self._sent[-1:])}
+        """All that is held: a bucket on its way is the wire's, and no answer's."""
         found = [torch.empty(0)]
         for ref, dtype in self._made.items():
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            if storage is not None and ref not in allowed:
+            if storage is not None:
                 found.append(torch.empty(0, dtype=dtype).set_(storage).float())
         return torch.cat(found)
 
@@ -600,7 +596,7 @@ def _buckets_but(
     eager: bool = False,
     begins_first: bool = False,
     one_each: bool = False,
-    keeps_flat: bool = False,
+    names_flat: bool = False,
 ) -> Any:
     """The right one, with something in it that is not."""
 
@@ -616,6 +612,7 @@ def _buckets_but(
             sums[number] = work.wait()
 
         def begin() -> None:
+            nonlocal kept
             choice = left if as_complete else left[:1]
             ready = [b for b in choice if all(n in there for n in buckets[b])]
             for number in ready:
@@ -626,7 +623,7 @@ def _buckets_but(
                     names = [n for n in there if n in names]
                 kept.extend(there[n] for n in names if keeps)
                 flat = torch.cat([there.pop(n).flatten() for n in names])
-                kept.extend([flat] * keeps_flat)
+                kept = [flat] if names_flat else kept
                 way.append((number, peer.begin(flat)))
                 left.remove(number)
                 if begins_first and len(way) > most:
@@ -665,9 +662,9 @@ _BUCKETS = Exercise(
         "buckets stays as it is: list(buckets) is one of your own.",
         "there, way, sums, left = {}, [], [], list(buckets). for name, gradient in made: "
         "there[name] = gradient; while left and all(n in there for n in left[0]): if len(way) == "
-        "2: sums.append(way.pop(0).wait()); flat = torch.cat([there.pop(n).flatten() for n in "
-        "left.pop(0)]); way.append(peer.begin(flat)). In the end: return sums + [work.wait() for "
-        "work in way].",
+        "2: sums.append(way.pop(0).wait()); way.append(peer.begin(torch.cat([there.pop(n)"
+        ".flatten() for n in left.pop(0)]))), without a name for the bucket. When backward is "
+        "over, up to two are still on their way.",
     ),
     reference=reduce_in_buckets,
     check=_check_buckets,
@@ -702,12 +699,13 @@ _BUCKETS = Exercise(
             "`while`, not `if`.",
         ),
         WrongAnswer(
-            _buckets_but(keeps_flat=True),
-            "A bucket is kept when its sum has come: it is a copy of its gradients.",
+            _buckets_but(names_flat=True),
+            "The last bucket that was begun still has a name, flat, while the next gradients are "
+            "made: hand torch.cat(…) to begin as it is, or del flat.",
         ),
         WrongAnswer(
             _buckets_but(keeps=True),
-            "The gradients are kept beside their bucket, so all of them are there in the end.",
+            "What was sent is kept, gradients or their buckets: all of them are there in the end.",
         ),
         WrongAnswer(
             _buckets_but(as_they_came=True),
@@ -922,8 +920,8 @@ _AGREED = Exercise(
         "is not finite, 2 for none at all. peer.most of it is the same at all ranks: stop at 2, "
         "go on to the next gradient at 1, and step at 0.",
         "while True: gradient = next(gradients, None); mine = 2 if gradient is None else 0 if "
-        "gradient.isfinite().all() else 1; worst = peer.most(mine); if worst == 2: return steps; "
-        "if worst == 0: weight -= lr * peer.sum(gradient) / peer.ranks; steps += 1.",
+        "gradient.isfinite().all() else 1; worst = peer.most(mine); if worst == 2: return steps. "
+        "At 0, two lines: the step in place, by the mean, and the count.",
     ),
     reference=agreed_steps,
     check=_check_agreed,
@@ -1013,7 +1011,14 @@ def _check_resharded(answer: Any) -> str:
             _require_dtype(call, got, wanted[rank])
             _require_equal(call, got, wanted[rank])
             needed = range(min(n, rank * mine), min(n, (rank + 1) * mine))
-            _require_read(call, files_read.places, [(i // size, i % size) for i in needed])
+            places = [(i // size, i % size) for i in needed]
+            _require_read(call, files_read.places, places)
+            files_needed = len({source for source, _ in places})
+            require(
+                files_read.reads <= files_needed,
+                f"{call} read {counted(files_read.reads, 'time')}; wanted {files_needed}: what is "
+                f"needed of a file, at once.",
+            )
             require(
                 got.untyped_storage().nbytes() <= 2 * max(1, mine) * got.element_size(),
                 f"{call} gave a view of {got.untyped_storage().nbytes()} bytes; wanted a tensor "
@@ -1055,6 +1060,7 @@ class _Files:
     def __init__(self, call: str, shards: Sequence[Tensor]) -> None:
         self._call, self._shards = call, shards
         self.places: list[tuple[int, int]] = []  # file, place in it
+        self.reads = 0  # that gave anything
 
     def __call__(self, source: int, start: int, stop: int) -> Tensor:
         asked = f"{self._call}: read({source}, {start}, {stop})"
@@ -1068,6 +1074,7 @@ class _Files:
         )
         length = len(self._shards[source])
         require(0 <= start <= stop <= length, f"{asked}; a file has numbers 0 to before {length}.")
+        self.reads += start < stop
         self.places.extend((source, place) for place in range(start, stop))
         return self._shards[source][start:stop].clone()
 
@@ -1080,6 +1087,7 @@ def _resharded_but(
     whole_files: bool = False,
     relative: bool = True,
     first_only: bool = False,
+    one_by_one: bool = False,
 ) -> Any:
     """The right one, with something in it that is not."""
 
@@ -1098,6 +1106,8 @@ def _resharded_but(
             if first < last and whole_files:
                 there = read(source, 0, min(size, n - at))
                 parts.append(there[first - at : last - at])
+            elif first < last and one_by_one:
+                parts += [read(source, n - at, n - at + 1) for n in range(first, last)]
             elif first < last:
                 parts.append(read(source, first - at, last - at))
         found = torch.cat(parts[:2] if first_only else parts)
@@ -1126,12 +1136,17 @@ _RESHARDED = Exercise(
         "size, mine = -(-n // old), -(-n // new); start, stop = min(rank * mine, n), min((rank + "
         "1) * mine, n); parts = [read(0, 0, 0)]; for each source: first, last = max(start, source "
         "* size), min(stop, (source + 1) * size); if first < last: parts.append(read(source, "
-        "first - source * size, last - source * size)). found = torch.cat(parts); return "
-        "torch.nn.functional.pad(found, (0, mine - len(found))).",
+        "first - source * size, last - source * size)). Then put the parts together; how many "
+        "zeros are behind them?",
     ),
     reference=resharded,
     check=_check_resharded,
     wrong_answers=(
+        WrongAnswer(
+            _resharded_but(one_by_one=True),
+            "A read for each number: a disk takes as long for one as for a million. Read what you "
+            "need of a file at once.",
+        ),
         WrongAnswer(
             _resharded_but(everything=True),
             "Every rank reads all that there is, which is what sharding was to spare.",
@@ -1173,6 +1188,7 @@ SHAPES = (  # block, layers, width, tensor, pipeline, data, k, tokens
     (480, 4, 8, 4, 1, 1, 1, 4),
     (480, 4, 8, 1, 4, 1, 3, 4),
     (480, 6, 8, 2, 4, 3, 2, 4),
+    (483, 9, 8, 4, 3, 2, 2, 4),
     (1008, 12, 16, 8, 4, 4, 5, 8),
 )
 
@@ -1200,7 +1216,7 @@ def _counted(
     stages = [range(s, layers, pipeline) for s in range(pipeline)]
     held, by_tensor, by_pipeline, by_data = [], [], [], []
     for number, blocks in enumerate(stages):
-        weights = sum(block // tensor for _ in blocks)
+        weights = sum(block for _ in blocks) // tensor
         shard = next(s for s in range(weights + 1) if s * data >= weights)
         held.append(2 * weights + 2 * weights + 12 * shard)
         on_ring = sum(tokens * width // tensor * 2 for _ in range(2) for _ in range(tensor - 1))
@@ -1269,7 +1285,7 @@ _WAYS = Exercise(
         "blocks = -(-layers // pipeline); weights = blocks * block // tensor; shard = -(-weights "
         "// data); activation = 2 * tokens * width; held = 4 * weights + 12 * shard; by_tensor = "
         "k * blocks * 4 * 2 * (tensor - 1) * (activation // tensor); by_pipeline = k * "
-        "min(pipeline - 1, 2) * activation; by_data = 2 * 2 * (data - 1) * shard.",
+        "min(pipeline - 1, 2) * activation. by_data has two passes of data − 1 shards.",
     ),
     reference=of_a_rank,
     check=_check_three_ways,
