@@ -49,6 +49,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.metering import absent, collectives, fake_checks, known_values, readers, samplers
 from memlab.metering.collectives import done, is_collective
+from memlab.metering.endless import Patience
 from memlab.metering.fake_kernels import KERNELS
 from memlab.metering.frames import user_line
 from memlab.metering.known_values import UNKNOWN
@@ -113,6 +114,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         self._true = WeakIdKeyDictionary()  # answers that are True: all is finite in a dry run
         self._whole = WeakIdKeyDictionary()  # numbers reckoned from whole ones, which are 1
         self.whole_numbers_read: dict[str, None] = {}  # the lines where, in order
+        self._patience = Patience()
         self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels want addresses
         self._stance.__enter__()
         torch._dynamo.trace_rules.get_torch_obj_rule_map()  # before functions in it are replaced
@@ -281,6 +283,8 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             raise ValueError(f"{user_line()}: {func} reads values that a dry run does not know")
         if tensor.dtype == torch.bool:
             valid = valid_answer()
+            if valid is None:
+                self._patience.round()
             return tensor in self._true if valid is None else valid
         if not tensor.dtype.is_floating_point:
             if not samplers.read_by_a_loader():
