@@ -5,9 +5,11 @@
 
 One model of each family in torchvision and timm, the smallest or close to it, with random weights:
 nothing is downloaded. The second training step of each (forward, backward, SGD with momentum, a
-batch of 2) is measured for real and in a dry run. Both peaks must agree to the byte, and so must
-every allocation. torchvision's detection models are left out: how many boxes they propose depends
-on the weights. So are its quantized ones, which do not train.
+batch of 2) is measured for real and in a dry run. Both peaks must agree to the byte. The last
+column says whether every allocation agrees, too. Where it says no, the model writes in place to a
+view that has gradients: backward on real tensors then makes one more tensor, a short-lived one that
+no peak holds (LOG.md, 2026-11-23). torchvision's detection models are left out: how many boxes they
+propose depends on the weights. So are its quantized ones, which do not train.
 
 Prints Markdown, and writes `benchmarks/results/<machine>.json` where every family was run.
 """
@@ -64,7 +66,7 @@ class Row(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        return not self.error and self.same_events and self.real_bytes == self.dry_bytes
+        return not self.error and self.real_bytes == self.dry_bytes
 
 
 # ------------------------------------------------------------------ models
@@ -183,6 +185,7 @@ def wanted(case: Case, names: list[str] | None) -> bool:
 
 def report(rows: list[Row]) -> str:
     exact = sum(row.is_exact for row in rows)
+    same = sum(row.same_events for row in rows)
     lines = [
         (
             f"{row.name} ({row.library})",
@@ -193,8 +196,9 @@ def report(rows: list[Row]) -> str:
         for row in rows
     ]
     header = ("model", "real peak", "dry run, bytes more", "same allocations")
+    summary = f"{exact} of {len(rows)} peaks are exact; {same} steps have the same allocations."
     title = heading("Families of vision models, dry run against real step")
-    return f"{title}\n\n{exact} of {len(rows)} exact.\n\n{table(header, lines)}"
+    return f"{title}\n\n{summary}\n\n{table(header, lines)}"
 
 
 if __name__ == "__main__":

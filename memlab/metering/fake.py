@@ -149,8 +149,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         return (
             f"{first}{more} reads an integer from a tensor whose values a dry run does not know, "
             f"because they depend on random numbers, on weights or on large tensors; it answers 1, "
-            f"so a size computed from it is wrong here; take the size from a shape or from Python "
-            f"numbers",
+            f"so a size computed from it would be wrong; take sizes from shapes or Python numbers",
         )
 
     def step_aside(self) -> bool:
@@ -398,9 +397,17 @@ def _isfinite(tensor: torch.Tensor) -> torch.Tensor:
 def _numpy(tensor: torch.Tensor, **kwargs: Any) -> np.ndarray:
     """The tensor's values, in memory that it shares; else an array of what `.item()` reads."""
     if known_values.writable(tensor):
-        return known_values.as_array(tensor)
-    number = tensor.detach().reshape(-1)[:1].sum().to(tensor.dtype).item()
-    return np.full(tuple(tensor.shape), number)
+        return known_values.as_array(tensor, known_values.real(tensor))
+    number = dry_run.active._answer(aten.item.default, tensor)
+    with known_values.unseen():
+        made_up = torch.full(tensor.shape, number, dtype=tensor.dtype)
+    return known_values.as_array(tensor, made_up)
+
+
+def _array(tensor: torch.Tensor, dtype: Any = None) -> np.ndarray:
+    """What `numpy.asarray` asks for."""
+    array = _numpy(tensor)
+    return array if dtype is None else array.astype(dtype, copy=False)
 
 
 def _tolist(by_elements: Callable[[FakeTensor], Any]) -> Callable[[FakeTensor], Any]:
@@ -434,6 +441,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.data.__set__: _set_data,
     torch.Tensor.numpy: _numpy,
+    torch.Tensor.__array__: _array,
     torch.Tensor.isfinite: _isfinite,
     torch.isfinite: _isfinite,
     torch.nn.functional.one_hot: _one_hot,

@@ -84,11 +84,19 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
         return _over(values.storage, tensor)
 
 
-def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The known values as an array that shares their memory."""
-    values = real(tensor)
+def as_array(fake: torch.Tensor, values: torch.Tensor) -> np.ndarray:
+    """The values as an array that shares their memory. It keeps the fake storage alive as well, as
+    the array of a real tensor would."""
     with unseen():
-        return values.numpy()
+        return np.asarray(_Shared(values.numpy(), fake.untyped_storage()))
+
+
+class _Shared:
+    """An owner of an array's memory, to NumPy, which keeps it as long as the array."""
+
+    def __init__(self, array: np.ndarray, storage: torch.UntypedStorage) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._kept = array, storage
 
 
 def as_list(tensor: torch.Tensor) -> Any:

@@ -5,6 +5,7 @@ import gc
 import weakref
 from itertools import groupby
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -145,6 +146,7 @@ def test_an_array_has_the_shape_and_made_up_numbers():
         assert torch.randn(2, 3).numpy().tolist() == [[0.5] * 3] * 2
         assert torch.randint(9, (2,)).numpy().tolist() == [1, 1]
         assert torch.arange(2).numpy().tolist() == [0, 1]
+        assert np.asarray(torch.randn(2, 3), dtype=np.float64).tolist() == [[0.5] * 3] * 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's, within inductor

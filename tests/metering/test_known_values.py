@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from test_fake import renumbered, same_in_a_dry_run
@@ -62,6 +63,7 @@ READS = {
     "complex": lambda: torch.view_as_complex(torch.tensor([[1.0, 2.0]])).tolist(),
     "bits": lambda: torch.ones(1).view(torch.int32).item(),
     "array": lambda: torch.arange(4).numpy().tolist(),
+    "asarray": lambda: np.asarray(torch.arange(3), dtype=np.float32).tolist(),
     "from an array": lambda: torch.from_numpy(torch.arange(3).numpy()).sum().item(),
     "view": lambda: changed_through_a_view().tolist(),
     "written whole": lambda: written_whole().tolist(),
@@ -297,7 +299,21 @@ def one_hot_step():
     return step, model
 
 
-@pytest.mark.parametrize("make", [staged_step, masked_step, ctc_step, one_hot_step])
+def rollout_step():
+    """Arrays share the memory of tensors, and keep it: reinforcement learning stores them."""
+    model = nn.Linear(3, 4)
+
+    def step() -> None:
+        model.zero_grad()
+        actions = [model(torch.randn(5, 3)).detach().numpy() for _ in range(3)]
+        masks = [torch.ones(7).numpy() for _ in range(3)]
+        model(torch.randn(9, 3)).sum().backward()
+        del actions, masks
+
+    return step, model
+
+
+@pytest.mark.parametrize("make", [rollout_step, staged_step, masked_step, ctc_step, one_hot_step])
 def test_a_step_whose_sizes_come_from_known_values_is_exact(make):
     same_in_a_dry_run(make)
 
