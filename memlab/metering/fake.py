@@ -44,7 +44,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.metering import absent, collectives, fake_checks, known_values, readers, samplers
@@ -53,6 +52,7 @@ from memlab.metering.endless import Patience
 from memlab.metering.fake_kernels import KERNELS
 from memlab.metering.frames import user_line
 from memlab.metering.known_values import UNKNOWN
+from memlab.metering.loaders import Loaders
 from memlab.metering.modes import LightMode
 from memlab.metering.oversized import enlarge
 from memlab.metering.validations import valid_answer
@@ -115,6 +115,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         self._whole = WeakIdKeyDictionary()  # numbers reckoned from whole ones, which are 1
         self.whole_numbers_read: dict[str, None] = {}  # the lines where, in order
         self._patience = Patience()
+        self._loaders = Loaders()
         self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels want addresses
         self._stance.__enter__()
         torch._dynamo.trace_rules.get_torch_obj_rule_map()  # before functions in it are replaced
@@ -122,7 +123,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             (torch.autograd, "_engine_run_backward"): self._with_functions,
             (_LOG, "disabled"): lambda real: True,  # what the user's error says is said by itself
         }
-        parts = (absent, fake_checks, collectives, samplers)
+        parts = (absent, fake_checks, collectives, samplers, self._loaders)
         replacements = {key: new for part in parts for key, new in part.replacements().items()}
         self._replaced = absent.replaced({**_REPLACEMENTS, **own, **replacements})
         self._replaced.__enter__()
@@ -142,6 +143,9 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
 
     def notes(self) -> tuple[str, ...]:
         """What it had to make up, where bytes may depend on that."""
+        return (*self._note_of_whole_numbers(), *self._loaders.notes())
+
+    def _note_of_whole_numbers(self) -> tuple[str, ...]:
         if not self.whole_numbers_read:
             return ()
         first, *others = self.whole_numbers_read
@@ -418,22 +422,6 @@ def _tolist(by_elements: Callable[[FakeTensor], Any]) -> Callable[[FakeTensor], 
     return tolist
 
 
-def _iterator_in_this_process(make: Callable[[DataLoader], Any]) -> Callable[[DataLoader], Any]:
-    def get_iterator(loader: DataLoader) -> Any:
-        if loader.num_workers:
-            raise ValueError(
-                f"{user_line()}: a DataLoader with num_workers={loader.num_workers} would start "
-                f"processes, and fake tensors stay in this one; use num_workers=0 in a dry run"
-            )
-        pin_memory, loader.pin_memory = loader.pin_memory, False
-        try:
-            return make(loader)
-        finally:
-            loader.pin_memory = pin_memory
-
-    return get_iterator
-
-
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **absent.FUNCTIONS,
     **readers.FUNCTIONS,
@@ -500,5 +488,4 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
 _REPLACEMENTS: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (torch.nn.Module, "_apply"): lambda real: _apply_by_data,
     (FakeTensor, "tolist"): _tolist,
-    (DataLoader, "_get_iterator"): _iterator_in_this_process,
 }

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import weakref
 from itertools import groupby
 
@@ -162,13 +163,41 @@ def test_compiled_code_runs_uncompiled(backend):
     assert [e.bytes for e in dry.events if e.bytes > 0][:5] == [6144, 192, 2048, 3072, 3072]
 
 
-def test_a_data_loader_with_processes_of_its_own_is_refused():
-    data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
+def second_batch(data: torch.utils.data.Dataset, **settings) -> tuple[torch.Tensor, memlab.Trace]:
+    loader = torch.utils.data.DataLoader(data, batch_size=4, **settings)
+    batches = []
+
+    def step() -> None:
+        for (batch,) in loader:
+            batches.append(batch * 2)
+
+    step()
+    return batches[-1], memlab.measure(step)
+
+
+WORKERS = {"num_workers": 2, "persistent_workers": True, "timeout": 60, "prefetch_factor": 3}
+
+
+@pytest.mark.parametrize("settings", [{"num_workers": 2}, WORKERS])
+def test_the_work_of_a_data_loader_s_processes_is_done_in_this_one(settings):
     with memlab.dry_run():
-        with pytest.raises(ValueError, match="num_workers=0"):
-            iter(torch.utils.data.DataLoader(data, num_workers=2))
-        (batch,) = next(iter(torch.utils.data.DataLoader(data, batch_size=4)))
-        assert batch.shape == (4, 2)
+        data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
+        batch, trace = second_batch(data, **settings)
+    with memlab.dry_run():
+        data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
+        _, alone = second_batch(data)
+    assert batch.shape == (4, 2)
+    assert trace.peak_bytes == alone.peak_bytes
+    (note,) = trace.notes
+    assert re.search(r"test_fake.py:\d+ step: .* num_workers=2 loads in this process", note)
+    assert not alone.notes
+
+
+def test_a_data_loader_keeps_its_settings():
+    loader = torch.utils.data.DataLoader([torch.zeros(1)], pin_memory=True, num_workers=1)
+    with memlab.dry_run():
+        next(iter(loader))
+    assert (loader.num_workers, loader.pin_memory, loader.timeout) == (1, True, 0)
 
 
 @pytest.mark.parametrize(
