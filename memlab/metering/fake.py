@@ -275,9 +275,8 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             self._whole[result] = int(_WHOLE[func](*numbers[:2]))
 
     def _whole_number(self, tensor: torch.Tensor) -> int:
-        if known_values.is_known(tensor):
-            return int(known_values.real(tensor))
-        return self._whole.get(tensor, 1)
+        known = known_values.compute(aten._local_scalar_dense.default, (tensor,), {})
+        return self._whole.get(tensor, 1) if known is UNKNOWN else int(known)
 
     def _answer(self, func: Any, tensor: torch.Tensor, *others: Any) -> bool | int | float:
         if func in (aten.equal.default, aten.allclose.default):

@@ -418,6 +418,8 @@ def test_a_slice_that_begins_where_nobody_knows_is_as_long_as_it_is(data):
         (lambda i: (i + 4).clone(), 5),
         (lambda i: i.max(), 1),
         (lambda i: i // 0, 1),
+        (lambda i: i + torch.tensor(5), 6),
+        (lambda i: torch.arange(9).sum() - i, 35),
     ],
 )
 def test_what_is_reckoned_from_a_whole_number_is_reckoned_from_1(reckon, wanted):
