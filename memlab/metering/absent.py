@@ -13,6 +13,7 @@
 
 `torch.cuda.is_available()` and `device_count()` are left alone: a script that asks goes the way it
 goes on this machine. Where there is an accelerator, its own answers take the place of the last two.
+In a prediction the card that it is made for answers (gpu_answers.py).
 
 The list of operators that autocast casts is the CPU's. CUDA's also computes layer, group and RMS
 normalization, softmax, powers, exponentials, logarithms and sums in float32 (torch's
@@ -224,6 +225,9 @@ class _Done:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def record_event(self, event: "_Done | None" = None) -> "_Done":
         return event or _Done()
 
@@ -259,11 +263,12 @@ _DONE_AT_ONCE = (
     *("range_push", "range_pop", "mark"),
 )
 _STREAMS = ("Stream", "Event", "current_stream", "default_stream", "stream", "device", "range")
-_ANSWERS: dict[str, Any] = {
+ANSWERS: dict[str, Any] = {
     **{name: partial(_refuse, name) for name in _REFUSED},
     **dict.fromkeys(_DONE_AT_ONCE, _nothing),
     **dict.fromkeys(_STREAMS, _Done),
     "current_device": lambda: 0,
+    "is_current_stream_capturing": lambda: False,
 }
 _MODULES = {  # whose functions these are: which accelerator has them
     torch.cuda: torch.cuda,
@@ -302,7 +307,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
             (module, name): _always(answer)
             for module, accelerator in _MODULES.items()
             if not accelerator.is_available()
-            for name, answer in _ANSWERS.items()
+            for name, answer in ANSWERS.items()
             if hasattr(module, name)
         },
     }

@@ -56,17 +56,23 @@ DEFAULT = Kernels()
 
 @dataclass(frozen=True)
 class Target:
-    """A class of cards, as far as it decides about memory."""
+    """A class of cards, as far as it decides about memory, and the card that stands for it where a
+    script asks for one."""
 
     name: str
     workspace_bytes: int  # of each of cuBLAS's handles
     multiprocessors: int  # among which large reductions are split
+    card: str  # as torch.cuda.get_device_name says it
+    capability: tuple[int, int]
+    total_bytes: int  # as torch.cuda reports it
     prefers_cudnn: bool = False  # for attention, before flash
 
 
+_A100 = ("NVIDIA A100-SXM4-80GB", (8, 0), 81_152 * 2**20)
+_H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 81_009 * 2**20)
 TARGETS = {
-    "cuda": Target("most cards", 8_519_680, 108),  # :4096:2:16:8, in KiB
-    "cuda:hopper": Target("Hopper", 32 * 2**20, 132, prefers_cudnn=True),  # with cuDNN after 9.15
+    "cuda": Target("most cards", 8_519_680, 108, *_A100),  # :4096:2:16:8, in KiB
+    "cuda:hopper": Target("Hopper", 32 * 2**20, 132, *_H100, prefers_cudnn=True),  # cuDNN > 9.15
 }
 
 

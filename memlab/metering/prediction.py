@@ -36,6 +36,7 @@ from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.devices import complete
 from memlab.metering.fake import dry_run
 from memlab.metering.frames import user_line
+from memlab.metering.gpu_answers import answered_for
 from memlab.metering.kernels import DEFAULT, Kernels, Target, target_named
 from memlab.metering.registry import REGISTRY
 from memlab.metering.scratch import scratch_bytes
@@ -82,7 +83,8 @@ def predict(
 
     build    returns (step, model, optimizer), the latter two None where there are none; it may say
              device="cuda" wherever it would there
-    target   the class of cards: "cuda" for most, "cuda:hopper"
+    target   the class of cards: "cuda" for most, "cuda:hopper". A script that asks for its GPU is
+             told that there is one: an A100 with 80 GB, an H100
     kernels  what CUDA is taken to run; `Kernels()` is what torch does when nobody asks otherwise
     steps    how many are run; the last is measured. The first makes the optimizer's state
 
@@ -142,6 +144,7 @@ class _Prediction(dry_run):
             stack.enter_context(_asked_anew(is_a_composition))
             stack.enter_context(StandIn.being(CUDA))
             stack.enter_context(self)
+            stack.enter_context(answered_for(self.target))
             stack.enter_context(self.substitutes.installed())
             if self.kernels.autocast == "cuda":
                 stack.enter_context(cuda_autocast())
