@@ -19,6 +19,10 @@ INTERRUPTED = 130  # as shells count: 128 and the number of the signal
 MOST_SEQUENCES, MOST_TOKENS, MOST_STEPS = 10**6, 10**8, 10**9
 MOST_RANKS = 100_000  # beyond, all is padding
 MOST_RECIPES = 100
+ASSUME = (
+    "With --script, where a dry run meets a size that depends on values, as in x[mask]: most "
+    "(every element is chosen) or a fraction of them."
+)
 KERNELS = (
     "Take flash-attention, chunked-loss, int8-activations, int4-activations, adam8bit and lion8bit "
     "by their Triton kernels, on CUDA."
@@ -115,6 +119,7 @@ def measure_command(
             metavar="PATH.py:FUNCTION",
         ),
     ] = None,
+    assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION")] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
     out: Annotated[
         str, typer.Option(help="The folder for pictures and numbers.", metavar="FOLDER")
@@ -136,7 +141,7 @@ def measure_command(
     if ranks is not None:
         from memlab.cli.ranks import measure_ranks
 
-        given = " and ".join(_given(context, "script", "device", "kernels"))
+        given = " and ".join(_given(context, "script", "device", "kernels", "assume"))
         if given:
             raise UsageError(
                 f"got --ranks together with {given}; a rank is measured by a dry run of one of the "
@@ -147,6 +152,7 @@ def measure_command(
         )
         raise typer.Exit(status)
 
+    _require_script_for(assume, script)
     if script is None:
         from memlab.cli.measure import measure_techniques
 
@@ -175,7 +181,7 @@ def measure_command(
             f"got --script together with {given}; a script brings its own model and batch, so "
             f"leave them out"
         )
-    measure_script(script, device=device, dry=dry_run, out=out)
+    measure_script(script, device=device, dry=dry_run, out=out, assume=assume)
 
 
 @app.command("train", cls=_WithNames)
@@ -331,6 +337,7 @@ def plan_command(
             metavar="PATH.py:FUNCTION",
         ),
     ] = None,
+    assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION")] = None,
     out: Annotated[
         str, typer.Option(help="The folder for the picture and the numbers.", metavar="FOLDER")
     ] = "work",
@@ -353,14 +360,16 @@ def plan_command(
     if script is not None:
         from memlab.cli.plan_script import plan_script
 
-        others = [n for n in context.params if n not in ("script", "memory", "device", "out")]
+        its_own = ("script", "memory", "device", "assume", "out")
+        others = [n for n in context.params if n not in its_own]
         if given := ", ".join(_given(context, *others)):
             raise UsageError(
                 f"got --script together with {given}; a script brings its own model, batch and "
                 f"optimizer, and is planned for one GPU, so leave them out"
             )
-        raise typer.Exit(plan_script(script, memory=memory, target=device, out=out))
+        raise typer.Exit(plan_script(script, memory=memory, target=device, out=out, assume=assume))
 
+    _require_script_for(assume, script)
     from memlab.cli.plan import plan_model
 
     status = plan_model(
@@ -527,6 +536,14 @@ def _given(context: typer.Context, *names: str) -> list[str]:
     option_of = {param.name: param.opts[0] for param in context.command.params}
     source_of = context.get_parameter_source
     return [option_of[n] for n in names if getattr(source_of(n), "name", "") == "COMMANDLINE"]
+
+
+def _require_script_for(assume: str | None, script: str | None) -> None:
+    if assume is not None and script is None:
+        raise UsageError(
+            "got --assume without --script; in memlab's own models no size depends on values, so "
+            "leave --assume out"
+        )
 
 
 def _fail(message: str, status: int) -> NoReturn:

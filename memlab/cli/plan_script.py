@@ -14,7 +14,7 @@ from memlab.cli.errors import UsageError
 from memlab.cli.plan import choose_memory, room, shares
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
-from memlab.cli.script import Script, find_script, measured, predicted
+from memlab.cli.script import Script, assumed, find_script, measured, predicted
 from memlab.planner import Card, Memory
 from memlab.planner.options import budget_bytes
 from memlab.planner.outside import (
@@ -33,9 +33,11 @@ from memlab.trace import Trace
 from memlab.units import format_bytes
 
 
-def plan_script(given: str, *, memory: str | None, target: str | None, out: str) -> int:
+def plan_script(
+    given: str, *, memory: str | None, target: str | None, out: str, assume: str | None = None
+) -> int:
     """Predict the step as it is, then with more techniques until it fits; 1 if it never does."""
-    script = find_script(given)
+    script = find_script(given, assume)
     there, target = choose_memory(memory, target)
     folder = choose_folder(out)
     budget = budget_bytes(there, target)
@@ -109,7 +111,7 @@ def _trace(
 
     told = partial(_announced, announce, name)
     if target == "cpu":
-        with memlab.dry_run():
+        with memlab.dry_run(assume=script.assume):
             return measured(script, None, told, counted)
     return predicted(script, target, told, counted)
 
@@ -131,6 +133,9 @@ def _show(
     found: Climb,
 ) -> None:
     report.say(f"{script}: its second step, predicted for {target}, nothing is computed")
+    if found.rows[0].trace is not None:
+        for note in assumed(found.rows[0].trace):
+            report.say(note)
     report.say(f"{room(there, target)}\n")
     report.console.print(_table(found, budget))
     if found.has_times:

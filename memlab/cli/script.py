@@ -24,6 +24,7 @@ from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory, said_by
 from memlab.cli.machine import devices_present
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
+from memlab.metering.assumptions import ASSUMED, fraction_of
 from memlab.metering.kernels import TARGETS
 from memlab.trace import Trace
 
@@ -34,31 +35,43 @@ class Script:
 
     path: Path
     function: str
+    assume: str | None = None  # where a dry run meets a size that depends on values
 
     def __str__(self) -> str:
         return f"{self.path}:{self.function}"
 
 
-def measure_script(given: str, *, device: str | None, dry: bool, out: str) -> None:
+def measure_script(
+    given: str, *, device: str | None, dry: bool, out: str, assume: str | None = None
+) -> None:
     """Measure the second step of the user's training; print it, write pictures and numbers."""
-    script = find_script(given)
+    script = find_script(given, assume)
+    if assume is not None and not dry:
+        raise UsageError(
+            "got --assume without --dry-run; a real step has its values, so leave --assume out"
+        )
     device = None if device is None else choose_device(device, dry)
     folder = choose_folder(out)
     with report.progress(stages=3) as announce:
         if dry and device in TARGETS:
             trace = predicted(script, device, announce)
         else:
-            with memlab.dry_run() if dry else nullcontext():
+            with memlab.dry_run(assume=assume) if dry else nullcontext():
                 trace = measured(script, None if dry else device, announce)
     if not trace.peak_bytes:
         raise UsageError(
             f"the step of {script} allocated nothing on {trace.device}; it must call the model"
         )
-    report.say(f"{script}: {_how(dry, device)}\n")
+    report.say("\n".join([f"{script}: {_how(dry, device)}", *assumed(trace)]) + "\n")
     report.say(str(trace))
     if numbers := "\n".join(map(report.paragraph, report.three_numbers(trace))):
         report.say(f"\n{numbers}")
     write([Row(str(script), trace)], f"{script}, dry run" if dry else str(script), folder)
+
+
+def assumed(trace: Trace) -> list[str]:
+    """The notes that belong into the first lines."""
+    return [note for note in trace.notes if note.startswith(ASSUMED)]
 
 
 def _how(dry: bool, device: str | None) -> str:
@@ -71,8 +84,15 @@ def _how(dry: bool, device: str | None) -> str:
     return f"its second step, dry run; {made_up}"
 
 
-def find_script(given: str) -> Script:
+def find_script(given: str, assume: str | None = None) -> Script:
     """The file and the name of the function; the file is there."""
+    try:
+        fraction_of(assume)
+    except ValueError:
+        raise UsageError(
+            f"got --assume {shown(assume)}; give most (every element is chosen) or a fraction "
+            f"above 0, up to 1"
+        ) from None
     path, _, function = given.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
         raise UsageError(
@@ -83,7 +103,7 @@ def find_script(given: str) -> Script:
         raise UsageError(
             f"got --script {shown(given)}; there is no file {shown(path)} here: give one that is"
         )
-    return Script(Path(path), function)
+    return Script(Path(path), function, assume)
 
 
 def unchanged(*parts: Any) -> Any:
@@ -124,7 +144,7 @@ def predicted(
         return announced, model, optimizer
 
     with _as_python_runs_it(script.path), _in_one_sentence(script):
-        return memlab.predict(build, target=target)
+        return memlab.predict(build, target=target, assume=script.assume)
 
 
 @contextmanager

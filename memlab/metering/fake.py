@@ -47,6 +47,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.metering import absent, collectives, fake_checks, known_values, readers, samplers
+from memlab.metering.assumptions import Assumptions
 from memlab.metering.collectives import done, is_collective
 from memlab.metering.endless import Patience
 from memlab.metering.fake_kernels import KERNELS
@@ -91,12 +92,17 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     its gradients and its optimizer's state are put back at the end. A script for a GPU runs
     without one: the CPU stands in, with autocast in the dtype that was asked for and the CPU's own
     list of operators, which leaves normalizations and softmax in it where CUDA takes float32.
-    `torch.save` writes nothing. Raises RuntimeError when a dry run is active already, ValueError
-    (with the line) for a shape that depends on values and for what only a device knows.
+    `torch.save` writes nothing. A size that depends on values is refused, or taken by `assume`:
+    "most" where every element is chosen, or a fraction of them (assumptions.py). Raises
+    RuntimeError when a dry run is active already, ValueError (with the line) for a shape that
+    depends on values and for what only a device knows.
     """
 
     active: "dry_run | None" = None
     _observer: Observer | None = None
+
+    def __init__(self, *, assume: str | float | None = None) -> None:
+        self._assumptions = Assumptions(assume)
 
     def __enter__(self) -> "dry_run":
         if dry_run.active is not None:
@@ -143,7 +149,8 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
 
     def notes(self) -> tuple[str, ...]:
         """What it had to make up, where bytes may depend on that."""
-        return (*self._note_of_whole_numbers(), *self._loaders.notes())
+        assumed, loaded = self._assumptions.notes(), self._loaders.notes()
+        return (*assumed, *self._note_of_whole_numbers(), *loaded)
 
     def _note_of_whole_numbers(self) -> tuple[str, ...]:
         if not self.whole_numbers_read:
@@ -252,11 +259,13 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     def _shaped_by_values(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         with torch._C.DisableTorchFunction():
             result = known_values.with_values(func, args, kwargs)
-        if result is UNKNOWN:
+            if result is UNKNOWN:
+                result = self._assumptions.result(func, args, kwargs)
+        if result is None:
             raise ValueError(
                 f"{user_line()}: the shape of {func}'s result depends on values that a dry run "
                 f"does not know; give it a fixed shape, for example with torch.where or "
-                f"masked_fill in place of x[mask]"
+                f"masked_fill in place of x[mask]{self._assumptions.remedy(func)}"
             ) from error
         return result
 

@@ -53,35 +53,11 @@ def answered_for(target: Target) -> Iterator[None]:
 
 
 def _replacements(card: Properties) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    capability, memory = (card.major, card.minor), (card.total_memory, card.total_memory)
-    there = {"is_available": True, "device_count": 1}
-    of_cuda = {
-        **there,
-        "_device_count_nvml": 1,
-        "is_initialized": True,
-        "is_bf16_supported": capability >= (8, 0),
-        "is_tf32_supported": capability >= (8, 0),
-        "get_device_name": card.name,
-        "get_device_properties": card,
-        "get_device_capability": capability,
-        "get_arch_list": [f"sm_{card.major}{card.minor}"],
-        "can_device_access_peer": False,
-        "mem_get_info": memory,
-        **dict.fromkeys(_SEEDS),
-        "get_rng_state_all": [],
-    }
-    of_accelerators = {
-        **there,
-        "current_accelerator": torch.device("cuda"),
-        "current_device_index": 0,
-        "current_device_idx": 0,
-        "get_memory_info": memory,
-        **dict.fromkeys(_WAITS),
-    }
+    memory = (card.total_memory, card.total_memory)
     modules = {
-        torch.cuda: of_cuda,
+        torch.cuda: {"mem_get_info": memory, **_of_cuda(card)},
         torch.cuda.memory: {"mem_get_info": memory},
-        torch.accelerator: of_accelerators,
+        torch.accelerator: {"get_memory_info": memory, **_OF_ACCELERATORS},
         torch.accelerator.memory: {"get_memory_info": memory},
     }
     answers = {
@@ -96,12 +72,38 @@ def _replacements(card: Properties) -> dict[tuple[Any, str], Callable[[Any], Any
     return {key: answer for key, answer in answers.items() if hasattr(*key)}
 
 
+def _of_cuda(card: Properties) -> dict[str, Any]:
+    capability = (card.major, card.minor)
+    return {
+        **_THERE,
+        "_device_count_nvml": 1,
+        "is_initialized": True,
+        "is_bf16_supported": capability >= (8, 0),
+        "is_tf32_supported": capability >= (8, 0),
+        "get_device_name": card.name,
+        "get_device_properties": card,
+        "get_device_capability": capability,
+        "get_arch_list": [f"sm_{card.major}{card.minor}"],
+        "can_device_access_peer": False,
+        **dict.fromkeys(_SEEDS),
+        "get_rng_state_all": [],
+    }
+
+
+_THERE = {"is_available": True, "device_count": 1}
 # Random numbers are the stand-in's, from its own generator; a wait has nothing to wait for.
 _SEEDS = (
     *("_lazy_init", "manual_seed", "manual_seed_all", "seed", "seed_all"),
     *("get_rng_state", "set_rng_state", "set_rng_state_all"),
 )
 _WAITS = ("synchronize", "empty_cache", "set_device_index", "set_device_idx", "set_stream")
+_OF_ACCELERATORS = {
+    **_THERE,
+    "current_accelerator": torch.device("cuda"),
+    "current_device_index": 0,
+    "current_device_idx": 0,
+    **dict.fromkeys(_WAITS),
+}
 
 
 def _always(answer: Any) -> Callable[..., Any]:

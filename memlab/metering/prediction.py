@@ -78,6 +78,7 @@ def predict(
     kernels: Kernels = DEFAULT,
     steps: int = 2,
     lines: bool = False,
+    assume: str | float | None = None,
 ) -> Trace:
     """What the last of `steps` steps would take on CUDA, without one: bytes, never values.
 
@@ -87,12 +88,14 @@ def predict(
              told that there is one: an A100 with 80 GB, an H100
     kernels  what CUDA is taken to run; `Kernels()` is what torch does when nobody asks otherwise
     steps    how many are run; the last is measured. The first makes the optimizer's state
+    assume   how many elements are chosen where that depends on values: "most" is all of them; or a
+             fraction
 
     The Trace's notes say by which policy, and what it cannot promise. TypeError for what is no
     builder, ValueError for an unknown target and for what a dry run cannot do.
     """
     _check(build, kernels, steps)
-    prediction = _Prediction(kernels, target_named(target))
+    prediction = _Prediction(kernels, target_named(target), assume=assume)
     with prediction.policy():
         history = _PredictionMeter(prediction)
         with history:
@@ -131,7 +134,10 @@ def _built(build: Build) -> tuple[Callable[[], Any], torch.nn.Module | None, Any
 class _Prediction(dry_run):
     """A dry run in which CUDA's choices hold."""
 
-    def __init__(self, kernels: Kernels, target: Target) -> None:
+    def __init__(
+        self, kernels: Kernels, target: Target, *, assume: str | float | None = None
+    ) -> None:
+        super().__init__(assume=assume)
         self.kernels, self.target = kernels, target
         self.substitutes = Substitutes(kernels, target)
         self.workspaces: dict[bool, torch.Tensor] = {}  # of the thread of backward, and the other

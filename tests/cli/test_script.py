@@ -365,3 +365,43 @@ def test_a_dry_run_of_a_script_for_cuda_says_whose_kernels_it_counts(memlab_comm
         outcome = memlab_command("measure", "--script", script(text), "--dry-run")
         assert ("note: the script asks for an accelerator" in outcome.out) == noted
         assert "nothing is computed: a loss that it prints is made up" in outcome.out
+
+
+MASKED = GOOD.replace("model(x).sum()", "model(x[torch.rand_like(x) > 0].view(-1, 8)).sum()")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("assume", "said"), [("most", "every element"), ("0.5", "a fraction of 0.5 of the elements")]
+)
+def test_an_assumption_stands_in_the_first_lines(memlab_command, script, device, assume, said):
+    how = ("--dry-run", "--device", device, "--assume", assume)
+    outcome = memlab_command("measure", "--script", script(MASKED), *how)
+    assert outcome.status == 0
+    second = outcome.out.splitlines()[1]
+    assert second.startswith("assumed where a size depends on values (train.py:11 step)")
+    assert second.endswith(f"{said} is chosen")
+
+
+def test_a_refusal_offers_an_assumption(in_one_line, script):
+    line = in_one_line("measure", "--dry-run", "--script", script(MASKED))
+    assert line.endswith(
+        "or say how much to assume: --assume most, or a fraction (assume= in Python)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--dry-run", "--assume", "all"), "got --assume all; give most"),
+        (("--dry-run", "--assume", "2"), "got --assume 2; give most"),
+        (("--assume", "most"), "got --assume without --dry-run"),
+    ],
+)
+def test_a_wrong_assumption_is_one_line(in_one_line, script, options, said):
+    assert said in in_one_line("measure", "--script", script(GOOD), *options)
+
+
+def test_an_assumption_needs_a_script(in_one_line):
+    assert "without --script" in in_one_line("measure", "--dry-run", "--assume", "most")
+    assert "without --script" in in_one_line("plan", "--model", "5m", "--assume", "most")
