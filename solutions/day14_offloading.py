@@ -208,11 +208,11 @@ store.close()
 # %% [markdown]
 # ### Exercise 14.1: saved tensors wait in a store
 #
-# About 20 minutes. Return `pack` and `unpack`. A storage of at least `minimum` numbers that is no
-# weight's goes into the store, **once** for all its views; back comes the same view of it, strides
-# and dtype included. Everything else stays where it is, detached. The tensor itself must be free to
-# die. When the graph is gone, nothing of it is in the store, even if a tensor that was packed (x,
-# say) still lives.
+# About 20 minutes; do 7.5 before. Return `pack` and `unpack`. A storage of at least `minimum`
+# numbers that is no weight's goes into the store, **once** for all its views; back comes the same
+# view of it, strides and dtype included. Everything else stays where it is, detached. The tensor
+# itself must be free to die. When the graph is gone, nothing of it is in the store, even if a
+# tensor that was packed (x, say) still lives.
 
 
 # %%
@@ -230,13 +230,13 @@ def hooks(weights, store, minimum):
         if kept is None:
             kept = Kept(store, whole(tensor))
             known[storage] = weakref.ref(kept)
-        return kept, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return kept, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(packed):
         if isinstance(packed, torch.Tensor):
             return packed
-        kept, *view = packed
-        return kept.get().as_strided(*view)
+        kept, dtype, *view = packed
+        return kept.get().view(dtype).as_strided(*view)
 
     return pack, unpack
     ### END SOLUTION

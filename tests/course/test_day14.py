@@ -9,6 +9,7 @@ from itertools import accumulate, count
 
 import pytest
 import torch
+from edited import each, verdict_on
 
 import memlab
 from memlab.checkpointing import checkpoint_blocks, uniform_schedule
@@ -65,8 +66,8 @@ def with_a_class(weights, store, minimum):
         if away is None:
             away = Away(tensor)
             pairs.append((weakref.ref(storage), weakref.ref(away)))
-        view = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return lambda: torch.as_strided(store.get(away.key), *view)
+        dtype, view = tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset())
+        return lambda: torch.as_strided(store.get(away.key).view(dtype), *view)
 
     return pack, lambda kept: kept()
 
@@ -216,7 +217,7 @@ def put_and_not_read(weights, store, minimum):
             return kept
         _, numbers, dtype, stride = kept
         made = torch.tensor(numbers, dtype=dtype)
-        return made if made.stride() == stride else made.mT.contiguous().mT
+        return torch.empty_strided(made.shape, stride, dtype=dtype).copy_(made)
 
     return pack_both, unpack_both
 
@@ -289,9 +290,9 @@ def past_the_operations(disk, step, values):
     [
         pytest.param(HOOKS, kept_in_a_list, "their tensor still lives", id="14.1-list"),
         pytest.param(HOOKS, put_and_not_read, "in arrays, bytes or lists", id="14.1-numbers"),
-        pytest.param(ADAM, AllBrought, "All state is there at once", id="14.3-all"),
+        pytest.param(ADAM, AllBrought, "a step takes 110,592 bytes", id="14.3-all"),
         pytest.param(
-            ADAM, NextByGet, "when sub-group 1 of 6 was sent, the next was not", id="14.3-itself"
+            ADAM, NextByGet, "when sub-group 1 of 6 was stepped, the next was not", id="14.3-itself"
         ),
         pytest.param(
             STREAM, once_read, "read in a step gave 94,208, wanted 98,304", id="14.4-once"
@@ -314,6 +315,51 @@ def test_a_check_leaves_no_file_open():
         judge(exercise, exercise.reference)
     after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     assert after == before
+
+
+VIEWED, TIDY = "kept.get().view(dtype)", 'name not in ("manifest", *files.values())'
+ASKED = """            if n + 1 in self.steps:
+                self.store.prefetch(n + 1)
+"""
+BROUGHT, STEP = "            if n in self.steps:\n", "            adam.step()\n"
+REMOVED = "self.waiting.remove(key)\n        if self.waiting"
+PUT, FILES = "store.put(key, w - lr * dw)", 'files = {key: f"{key}.{step}" for key in values}'
+NO_EMPTY = "values = {k: v for k, v in values.items() if v}"
+BY_PLACE = 'files = {key: f"{step}.{n}" for n, key in enumerate(values)}'
+
+REFUSED = [
+    ("14.1", "dtype lost", (VIEWED, "kept.get()")),
+    ("14.1", "more than the minimum", ("< minimum", "<= minimum")),
+    ("14.2", "what was put later is forgotten", (REMOVED, f"del self.waiting[-2:]{REMOVED[24:]}")),
+    ("14.3", "step before prefetch", (ASKED + STEP, STEP + ASKED)),
+    ("14.5", "manifest.STEP", ('"manifest.new"', 'f"manifest.{step}"')),
+    ("14.5", "empty values dropped", (FILES, f"{NO_EMPTY}\n    {FILES}")),
+    ("14.5", "no values, no commit", (FILES, f"if not values:\n        return\n    {FILES}")),
+    ("14.5", "files of the step before alone", (TIDY, 'name.endswith(f".{step - 1}")')),
+]
+ACCEPTED = [
+    ("14.1", "a view of bytes", (VIEWED, "kept.get().view(torch.uint8).view(dtype)")),
+    (
+        "14.2",
+        "while",
+        (" in self.waiting:\n            self", " in list(self.waiting):\n            self"),
+    ),
+    ("14.3", "asked for first", (ASKED, ""), (BROUGHT, f"{ASKED}{BROUGHT}")),
+    ("14.4", "in place", (PUT, "w -= lr * dw\n        store.put(key, w)")),
+    ("14.4", "two layers here", ("        del w, dw", "        pass")),
+    ("14.5", "numbered", (FILES, BY_PLACE)),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
 
 
 # ------------------------------------------------------------------ what is given

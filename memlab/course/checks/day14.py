@@ -205,6 +205,7 @@ def _hooks_but(
     beside: Callable[[Tensor], Any] = lambda tensor: None,
     hoard: Callable[[Any], None] = lambda kept: None,
     given_back: Callable[..., Tensor] = Tensor.as_strided,
+    of_dtype: Callable[[Tensor, torch.dtype], Tensor] = Tensor.view,
 ) -> MakeHooks:
     def make(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
         left_alone = {w.untyped_storage() for w in weights} if spares_weights else set()
@@ -219,13 +220,13 @@ def _hooks_but(
                 found[key(tensor)] = refer(kept)
                 hoard(kept)
             view = tensor.size(), tensor.stride(), tensor.storage_offset()
-            return kept, view, beside(tensor)
+            return kept, tensor.dtype, view, beside(tensor)
 
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            kept, view, _ = packed
-            return given_back(kept.get(), *view)
+            kept, dtype, view, _ = packed
+            return given_back(of_dtype(kept.get(), dtype), *view)
 
         return pack, unpack
 
@@ -273,12 +274,14 @@ def _check_hooks(answer: MakeHooks) -> str:
 
 
 def _check_views(answer: MakeHooks, store: Elsewhere) -> None:
-    """Two views of one storage."""
+    """Four views of one storage, two of them in dtypes of their own."""
     pack, unpack = _hooks_of(answer, [], store, 4)
     base = torch.arange(12.0).view(3, 4)
     views = {"base[1:]": base[1:], "base.mT": base.mT}
+    views |= {"base.view(torch.int32)": base.view(torch.int32)}
+    views |= {"base.view(torch.int16)[:, 1::2]": base.view(torch.int16)[:, 1::2]}
     packed = [pack(view) for view in views.values()]
-    case = "pack of two views of 12 numbers"
+    case = "pack of four views of 12 numbers"
     equal(f"{case}, written to the store", store.traffic.written, base.nbytes, "bytes")
     for (name, view), kept in zip(views.items(), packed, strict=True):
         back = unpack(kept)
@@ -310,10 +313,13 @@ def _check_what_stays(answer: MakeHooks, store: Elsewhere) -> None:
             isinstance(back, Tensor) and back.data_ptr() == given.data_ptr(),
             f"pack and unpack of {name} gave a copy; wanted the numbers where they are.",
         )
-    part = torch.zeros(16)[:2]
-    kept = pack(part)
-    equal("pack of 2 numbers of 16, written to the store", store.traffic.written, 64, "bytes")
-    del kept
+    sixteen, twenty = torch.zeros(16), torch.zeros(20)  # both alive: no address is another's
+    exactly = pack(sixteen)
+    equal("pack of 16 numbers, written to the store", store.traffic.written, 64, "bytes")
+    store.traffic.reset()
+    part = pack(twenty[:2])
+    equal("pack of 2 numbers of 20, written to the store", store.traffic.written, 80, "bytes")
+    del exactly, part
 
 
 def _require_nobody_elses(answer: MakeHooks, store: Elsewhere) -> None:
@@ -325,11 +331,11 @@ def _require_nobody_elses(answer: MakeHooks, store: Elsewhere) -> None:
     del first
     place += 1
     second = torch.from_numpy(place).requires_grad_()
-    require(
-        torch.equal(unpack(pack(second)), second),
-        "hooks: a tensor died, another took its address, and comes back with the first one's "
-        "numbers.",
-    )
+    if not torch.equal(unpack(pack(second)), second):
+        raise Wrong(  # what comes after it would hang on addresses
+            "hooks: a tensor died, another took its address, and comes back with the first one's "
+            "numbers."
+        )
     del kept
 
 
@@ -415,13 +421,13 @@ def _by_address(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
         kept = found.get(address)
         if kept is None:
             kept = found[address] = Kept(store, whole(tensor))
-        return kept, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return kept, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        kept, *view = packed
-        return kept.get().as_strided(*view)
+        kept, dtype, *view = packed
+        return kept.get().view(dtype).as_strided(*view)
 
     return pack, unpack
 
@@ -455,9 +461,10 @@ _HOOKS = Exercise(
         "None if no graph has it any more.",
         "pack: if storage in left_alone or len(whole(tensor)) < minimum: return tensor.detach(). "
         "kept = known[storage]() if storage in known else None. If it is None: kept = Kept(store, "
-        "whole(tensor)); known[storage] = weakref.ref(kept). return kept, tensor.size(), "
-        "tensor.stride(), tensor.storage_offset(). unpack: a Tensor is returned as it is; else "
-        "kept, *view = packed; return kept.get().as_strided(*view).",
+        "whole(tensor)); known[storage] = weakref.ref(kept). return kept, tensor.dtype, "
+        "tensor.size(), tensor.stride(), tensor.storage_offset(). unpack: a Tensor is returned as "
+        "it is; else kept.get().view(dtype) has all numbers of the storage, and as_strided makes "
+        "the view of them.",
     ),
     reference=hooks,
     check=_check_hooks,
@@ -474,8 +481,8 @@ _HOOKS = Exercise(
         ),
         WrongAnswer(
             _hooks_but(beside=lambda tensor: tensor.detach()),
-            "What you packed still holds the tensor, or your closure does: keep the Kept and three "
-            "plain facts, size, stride and offset.",
+            "What you packed still holds the tensor, or your closure does: keep the Kept and plain "
+            "facts: dtype, size, stride and offset.",
         ),
         WrongAnswer(
             _put_by_hand,
@@ -516,6 +523,15 @@ _HOOKS = Exercise(
         WrongAnswer(
             _hooks_but(is_small=lambda t, minimum: t.numel() < minimum),
             "Two numbers of a large storage keep all of it alive: compare len(whole(tensor)).",
+        ),
+        WrongAnswer(
+            _hooks_but(is_small=lambda t, minimum: len(whole(t)) <= minimum),
+            "A storage of `minimum` numbers goes, too: at least so many, <.",
+        ),
+        WrongAnswer(
+            _hooks_but(of_dtype=lambda numbers, dtype: numbers),
+            "A storage's views may differ in dtype, and what comes back has that of the first: "
+            "kept.get().view(dtype).",
         ),
         WrongAnswer(
             _hooks_but(known=dict, key=Tensor.data_ptr),
@@ -582,6 +598,7 @@ def _check_ahead(answer: Any) -> str:
     _check_chain(answer, "a and b", "ab", "ba")
     _check_chain(answer, "a, b, c and d", "abcd", "dcba")
     _check_chain(answer, "a, b and c, each asked for twice", "abc", "ccbbaa")
+    _check_chain(answer, "a, b, c and d, asked for in another order", "abcd", "bdca")
     _check_chain(answer, "a, b, c and d, of which c is dropped", "abcd", "dba", dropped="c")
     _check_again(answer)
     return (
@@ -751,6 +768,21 @@ class _DeletesTwice(Ahead):
         self.waiting.remove(key)
 
 
+class _TheOneBefore(Ahead):
+    """What was put before the one that is asked for, whatever else waits."""
+
+    def get(self, key: Any) -> Tensor:
+        tensor = self.store.get(key)
+        if key in self.waiting:
+            place = self.waiting.index(key)
+            self.waiting.remove(key)
+            if place:
+                self.store.prefetch(self.waiting[place - 1])
+        else:
+            self._prefetch()
+        return tensor
+
+
 class _KeepsAll(Ahead):
     def __init__(self, store: Any) -> None:
         super().__init__(store)
@@ -775,9 +807,9 @@ _AHEAD = Exercise(
         "store.prefetch(key) begins to bring it, and takes its bytes at once; a later get(key) "
         "waits for that. Ask for one after each get, the last key that still waits. A key that was "
         "asked for, or deleted, waits no more.",
-        "get: tensor = self.store.get(key); if key in self.waiting: self.waiting.remove(key); if "
-        "self.waiting: self.store.prefetch(self.waiting[-1]); return tensor. delete: "
-        "self.store.delete(key), and remove it from waiting if it is in there.",
+        "get: tensor = self.store.get(key); if key in self.waiting: self.waiting.remove(key); then "
+        "prefetch the last that waits, if any does, and return tensor. delete has two lines, and "
+        "the same question before the second.",
     ),
     reference=Ahead,
     check=_check_ahead,
@@ -819,6 +851,11 @@ _AHEAD = Exercise(
         WrongAnswer(
             _DeletesTwice,
             "What was asked for has left the list before it is deleted: look before you remove.",
+        ),
+        WrongAnswer(
+            _TheOneBefore,
+            "Backward need not ask in order: of all keys that wait the one that was put last is "
+            "next, not the one put before the key that is asked for.",
         ),
         WrongAnswer(
             _KeepsAll, "All that was brought stays with you: give it, and keep no reference."
@@ -923,7 +960,8 @@ def _check_bytes(answer: Any) -> str:
             _give_gradients(groups, step)
             store.traffic.reset()
             store.asked.clear()
-            trace = measure(lambda: optimizer.step(1.0))
+            with _steps_noted(optimizer, store):
+                trace = measure(lambda: optimizer.step(1.0))
             stays = _grown(trace)
             require(
                 stays <= 256,
@@ -968,15 +1006,26 @@ def _check_bytes(answer: Any) -> str:
 
 
 def _require_overlap(case: str, asked: list[str]) -> None:
-    """Before each sub-group but the last is sent, and so while it was stepped, the next is on its
-    way."""
-    sent = [place for place, what in enumerate(asked) if what == "put"]
-    for n, place in enumerate(sent[:-1], 1):
+    """Before each sub-group but the last is stepped, the next is on its way."""
+    stepped = [place for place, what in enumerate(asked) if what == "step"]
+    for n, place in enumerate(stepped[:-1], 1):
         require(
             asked[:place].count("prefetch") >= n,
-            f"{case}: when sub-group {n} of {len(sent)} was sent, the next was not on its way; "
-            f"wanted it asked for before adam.step().",
+            f"{case}: when sub-group {n} of {len(stepped)} was stepped, the next was not on its "
+            f"way; wanted it asked for before adam.step().",
         )
+
+
+@contextmanager
+def _steps_noted(optimizer: Any, store: Elsewhere) -> Iterator[None]:
+    """Each adam's step among what is asked of the store, in order."""
+    noted = [
+        adam.register_step_pre_hook(lambda *_: store.asked.append(("step", None)))
+        for adam in getattr(optimizer, "adams", [])
+    ]
+    yield
+    for handle in noted:
+        handle.remove()
 
 
 class _Stays(OffloadedAdam):
@@ -1097,6 +1146,20 @@ class _AbsentAhead(OffloadedAdam):
             self.send(n)
 
 
+class _StepsFirst(OffloadedAdam):
+    """The next one's state is asked for when this one has been stepped."""
+
+    def step(self, max_norm: float) -> None:
+        self.clip(max_norm)
+        for n, adam in enumerate(self.adams):
+            if n in self.steps:
+                self.bring(n)
+            adam.step()
+            if n + 1 in self.steps:
+                self.store.prefetch(n + 1)
+            self.send(n)
+
+
 class _BringsTooEarly(OffloadedAdam):
     """self.steps is not empty once the first sub-group was sent."""
 
@@ -1150,12 +1213,17 @@ _ADAM = Exercise(
         "in ('exp_avg', 'exp_avg_sq')]). bring: moments = iter(self.store.get(n)); for w, step in "
         "zip(self.groups[n], self.steps[n]): m, v = next(moments), next(moments); "
         "self.adams[n].state[w] = {'step': step, 'exp_avg': m, 'exp_avg_sq': v}. step: "
-        "clip_grad_norm_ of all; for each n: if n in self.steps: self.bring(n); if n + 1 in "
-        "self.steps: self.store.prefetch(n + 1); self.adams[n].step(); self.send(n).",
+        "clip_grad_norm_ of all; for each n bring, prefetch (if n + 1 is in self.steps), step and "
+        "send, in the one order in which the next state travels while this one is stepped.",
     ),
     reference=OffloadedAdam,
     check=_check_adam,
     wrong_answers=(
+        WrongAnswer(
+            _StepsFirst,
+            "The next state is asked for after adam.step(), so that nothing travels while it "
+            "works: ask first.",
+        ),
         WrongAnswer(
             _Stays,
             "The state is in the store and on the device: put copies it, and adam.state.pop(w) "
@@ -1410,7 +1478,8 @@ _STREAM = Exercise(
         "something else, so del w.",
         "for key in layers: w = store.get(key); inputs.append(forward_of(w, inputs[-1])); del w. "
         "dy = dy_of(inputs.pop()). for key in reversed(layers): w = store.get(key); dw, dy = "
-        "backward_of(w, inputs.pop(), dy); store.put(key, w - lr * dw); del w, dw. return dy.",
+        "backward_of(w, inputs.pop(), dy). What the layer has become goes into the store, and w "
+        "and dw go.",
     ),
     reference=streamed_step,
     check=_check_stream,
@@ -1469,6 +1538,10 @@ _STREAM = Exercise(
 
 VALUES = {1: {"m": b"m of step 1 ", "v": b"v of step 1 "}, 2: {"m": b"m of step 2 ",
           "v": b"v of step 2 "}}  # fmt: skip
+# Keys that are likely names of a temporary manifest, and a value that is empty; then no values.
+VALUES[3] = {key: f"{key} of step 3".encode() for key in ("manifest", "manifest.new", "new", "tmp")}
+VALUES[3] |= {"manifest.tmp": b"the last of step 3", "empty": b""}
+VALUES[4] = {}
 
 
 class PowerFailure(BaseException):
@@ -1579,28 +1652,35 @@ def _commit_but(
     syncs_values: bool = True,
     syncs_manifest: bool = True,
     beside: str = "manifest.new",
+    writes_empty: bool = True,
     keeps: Callable[[dict[str, str]], Iterable[str]] = lambda files: files.values(),
+    tidies: Callable[[str, int], bool] = lambda name, step: True,
 ) -> Any:
     def commit(disk: Any, step: int, values: dict[str, bytes]) -> None:
         files = {key: name_of(key, step) for key in values}
 
         def write_values() -> None:
             for key, data in values.items():
+                if not (data or writes_empty):
+                    files.pop(key)
+                    continue
                 disk.write(files[key], data)
                 if syncs_values:
                     disk.fsync(files[key])
 
         def write_manifest() -> None:
-            disk.write(beside, json.dumps({"step": step, "files": files}).encode())
+            disk.write(
+                beside.format(step=step), json.dumps({"step": step, "files": files}).encode()
+            )
             if syncs_manifest:
-                disk.fsync(beside)
+                disk.fsync(beside.format(step=step))
 
         def rename() -> None:
-            disk.rename(beside, "manifest")
+            disk.rename(beside.format(step=step), "manifest")
 
         def tidy() -> None:
             for name in disk.names():
-                if name not in {"manifest", "manifest.new", *keeps(files)}:
+                if name not in {"manifest", *keeps(files)} and tidies(name, step):
                     disk.remove(name)
 
         doing = {"values": write_values, "manifest": write_manifest, "rename": rename}
@@ -1649,9 +1729,13 @@ def _check_commit(answer: Any) -> str:
         f"commit of step 2 has {disk.most_bytes:,} bytes on the disk; wanted two generations of "
         f"{one}, and two manifests.",
     )
-    third = disk.copy(None)
-    answer(third, 3, {"m": b"m of step 3 "})
-    _require_tidy("commit of step 3, of m alone", third, 1)
+    disk = disk.copy(None)
+    for left_over in ("m.7", "manifest.old", "half a file"):
+        disk.write(left_over, b"of a crash")
+    for step, what in ((3, "of keys such as manifest.new"), (4, "of no values")):
+        answer(disk, step, dict(VALUES[step]))
+        _require_found(f"commit of step {step}, {what}, and then a power failure", disk, (step,))
+        _require_tidy(f"commit of step {step}, {what}", disk, len(VALUES[step]))
     return (
         f"{points} places for the power to fail, and each time step 1 or step 2, whole · nothing "
         f"else left on the disk"
@@ -1670,10 +1754,11 @@ def _require_found(when: str, disk: Disk, steps: tuple[int, ...]) -> None:
     if found is None:
         raise Wrong(f"{when}: there is no manifest; wanted {wanted}, whole.")
     step, values = found
-    if step in steps and values == VALUES[step]:
-        return
     shown = {key: value.decode(errors="replace") for key, value in values.items()}
-    raise Wrong(f"{when}: resume finds step {step} with {shown}; wanted {wanted}, whole.")
+    require(
+        step in steps and values == VALUES[step],
+        f"{when}: resume finds step {step} with {shown}; wanted {wanted}, whole.",
+    )
 
 
 def _require_tidy(when: str, disk: Disk, values: int = 2) -> None:
@@ -1699,8 +1784,7 @@ _COMMIT = Exercise(
         "files = {key: f'{key}.{step}' for key in values}. For each: disk.write(files[key], data); "
         "disk.fsync(files[key]). disk.write('manifest.new', json.dumps({'step': step, 'files': "
         "files}).encode()); disk.fsync('manifest.new'); disk.rename('manifest.new', 'manifest'). "
-        "for name in disk.names(): if name not in ('manifest', *files.values()): "
-        "disk.remove(name).",
+        "Last, of disk.names(), whatever is neither the manifest nor named by it goes.",
     ),
     reference=commit,
     check=_check_commit,
@@ -1746,6 +1830,19 @@ _COMMIT = Exercise(
         WrongAnswer(
             _commit_but(parts="values manifest rename"),
             "Files of earlier steps are never removed: the disk is full one day.",
+        ),
+        WrongAnswer(
+            _commit_but(beside="manifest.{step}"),
+            "A value's file has the name of the new manifest, and is written over by it: a key may "
+            "be any string, manifest too.",
+        ),
+        WrongAnswer(
+            _commit_but(writes_empty=False),
+            "Empty values are left out: no bytes are a value, too.",
+        ),
+        WrongAnswer(
+            _commit_but(tidies=lambda name, step: name.endswith(f".{step - 1}")),
+            "Only files of the step before are removed; an earlier crash has left others.",
         ),
         WrongAnswer(lambda disk, step, values: None, "Nothing was written: there is no manifest."),
     ),
