@@ -179,8 +179,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # %%
 def exponent(sigma):
     ### BEGIN SOLUTION
-    if not 0 < sigma < 12**-0.5:
-        raise ValueError(f"got sigma {sigma}, wanted one between 0 and 0.2887")
+    if not 0 < sigma <= 12**-0.5:
+        raise ValueError(f"got sigma {sigma}, wanted one above 0 and up to 0.2887")
     inverse = sigma**-2
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
     ### END SOLUTION

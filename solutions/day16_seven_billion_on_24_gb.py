@@ -526,8 +526,8 @@ for name, of_states in ZERO.items():
 #
 # About 15 minutes. `block` weights are in a block, `end` in the embedding, as many in the head
 # (there, too, if p is 1). `cut` is (t, p, d); `each` the bytes of a weight, its gradient, its
-# state. What ZeRO's `stage` shards, counted in weights, goes over d, rounded up: state from 1,
-# gradients from 2, weights from 3. `kept`: bytes of a block's checkpointed input of one
+# state. All of its weights go over t, rounded up. What ZeRO's `stage` shards, counted in weights,
+# goes over d, rounded up: state from 1, gradients from 2, weights from 3. `kept`: bytes of a block's checkpointed input of one
 # micro-batch, cut in t, too (*sequence parallelism*). Return the bytes of a rank of the first
 # stage.
 

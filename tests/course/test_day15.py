@@ -5,7 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from edited import each, verdict_on
 
+from memlab import ema
 from memlab.course.checks import day15
 from memlab.course.checks.day15 import DAY, Average, Mapped, Written, keep, solve, synthesize
 from memlab.course.exercises import OK, WRONG, Wrong, judge
@@ -169,6 +171,67 @@ def test_other_wrong_answers_fail(number, answer, said):
     assert said in found.text
 
 
+LIMIT, MOVE = "<= 12**-0.5", "value.lerp_(weight.detach(), share)"
+CHOSEN, PLACED = "if snapshot.t <= target.t]", "weights[chosen] = x / x.sum()"
+LOOP, MIXED = "            value.lerp_(weight.detach(), share)", "total.add_(part, alpha=share)"
+LIVE = f"""            if not self.time:
+                value.set_(weight.detach())
+{LOOP}"""
+ZEROED = """weights = x
+    weights[[s.t > target.t for s in snapshots]] = 0
+    weights /= weights.sum()"""
+NAMES = "for name, size in sizes.items():"
+AGAIN = """totals = [sum(column) for column in zip(*shares)]
+    shares = [[s / t for s, t in zip(row, totals)] for row in shares]"""
+BY_LOOP = "for n, w in zip(chosen, x / x.sum()):\n        weights[n] = w"
+EVEN = "[times[(n + 1) * len(times) // count - 1] for n in range(count)]"
+
+REFUSED = [
+    ("15.1", "a limit of 0.285", (LIMIT, "<= 0.285")),
+    ("15.1", "a limit of 0.2887", (LIMIT, "<= 0.2887")),
+    ("15.1", "γ = 0 refused", (LIMIT, "< 12**-0.5")),
+    ("15.2", "the live weights", (LOOP, LIVE)),
+    ("15.3", "later ones zeroed", (CHOSEN, "]"), (PLACED, ZEROED)),
+    ("15.3", "weights at the front", (PLACED, "weights[: len(x)] = x / x.sum()")),
+    ("15.4", "shares normalised again", (NAMES, f"{AGAIN}\n    {NAMES}")),
+    ("15.5", "the last ones", (EVEN, "times[-count:]")),
+]
+ACCEPTED = [
+    ("15.1", "the limit in other words", (LIMIT, "<= 1 / 12**0.5")),
+    ("15.2", "mul_ and add_", (MOVE, "value.mul_(1 - share).add_(weight.detach(), alpha=share)")),
+    ("15.3", "filled in by a loop", (PLACED, BY_LOOP)),
+    ("15.4", "+=", (MIXED, "total += share * part")),
+    ("15.5", "counted from the end", (EVEN, "times[::-1][:: len(times) // count][:count][::-1]")),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
+
+
+def from_the_library(sigma):
+    return ema.gamma_from_sigma(sigma)
+
+
+def solved_by_the_library(snapshots, target):
+    return ema.solve_weights(snapshots, target)
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer"),
+    [(DAY.exercises[0], from_the_library), (DAY.exercises[2], solved_by_the_library)],
+)
+def test_who_asks_the_library_is_told_so(exercise, answer):
+    assert "which this exercise rebuilds" in judge(exercise, answer).text
+
+
 # ------------------------------------------------------------------ what is given
 
 
@@ -193,9 +256,9 @@ def test_what_is_written_is_numbers_that_fit_and_once():
             written.write(0, "w", start, numbers)
 
 
-def test_shares_sum_to_one_and_some_are_below_zero():
+def test_only_the_first_targets_shares_sum_to_one_and_some_are_below_zero():
     shares = np.array(day15._shares(7, 3))
-    assert shares.sum(axis=0) == pytest.approx([1, 1, 1])
+    assert shares.sum(axis=0) == pytest.approx([1, 1.5, 2])
     assert (shares < 0).any()
 
 

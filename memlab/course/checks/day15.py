@@ -15,13 +15,11 @@ from memlab.course.checks.day14 import offloaded_to_the_disk
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, require
 from memlab.ema import (
     Profile,
-    gamma_from_sigma,
     impulse_response,
     inner_product,
     power_profile,
     profile_error,
     sigma_from_gamma,
-    solve_weights,
 )
 from memlab.metering import measure
 from memlab.offload import DiskStore
@@ -29,6 +27,11 @@ from memlab.trace import Trace
 from memlab.train import averaged
 
 TRACKED = (0.05, 0.10)
+# What 15.1 and 15.3 rebuild.
+_ELSEWHERE = (
+    "memlab.ema.gamma_from_sigma",
+    "memlab.ema.solve_weights",
+)
 
 
 def _most(call: Callable[[], Any]) -> int:
@@ -50,6 +53,9 @@ def _briefly(value: Any) -> str:
 # ------------------------------------------------------------------ 15.1: the exponent
 
 
+WIDEST = 12**-0.5  # of γ = 0
+
+
 def _cubic(sigma: float) -> np.ndarray:
     inverse = sigma**-2
     return np.roots([1, 7, 16 - inverse, 12 - inverse])
@@ -57,19 +63,20 @@ def _cubic(sigma: float) -> np.ndarray:
 
 def exponent(sigma: float) -> float:
     """The γ of a profile of width σ."""
-    if not 0 < sigma < 12**-0.5:
-        raise ValueError(f"got sigma {sigma}, wanted one between 0 and 0.2887")
+    if not 0 < sigma <= WIDEST:
+        raise ValueError(f"got sigma {sigma}, wanted one above 0 and up to 0.2887")
     return float(_cubic(sigma).real.max())
 
 
 def _exponent_but(
     *,
-    limit: float = 12**-0.5,
+    limit: float = WIDEST,
     roots: Callable[[float], np.ndarray] = _cubic,
     pick: Callable[[np.ndarray], float] = lambda roots: roots.real.max(),
+    with_limit: bool = True,
 ) -> Callable[[float], float]:
     def answer(sigma: float) -> float:
-        if not 0 < sigma < limit:
+        if not (0 < sigma <= limit if with_limit else 0 < sigma < limit):
             raise ValueError("too wide")
         return float(pick(roots(sigma)))
 
@@ -83,19 +90,25 @@ def _without_the_square(sigma: float) -> np.ndarray:
 
 
 def _check_exponent(answer: Any) -> str:
-    for sigma in (0.05, 0.10, 0.15, 0.25, 0.28):
-        call = f"exponent({sigma})"
-        gamma = _number(call, answer(sigma))
+    for sigma in (0.05, 0.10, 0.15, 0.25, 0.28, 0.286, 0.28867, WIDEST):
+        call = f"exponent({sigma})" if sigma < WIDEST else "exponent(12**-0.5), of γ = 0,"
+        try:
+            gamma = _number(call, answer(sigma))
+        except ValueError as error:
+            if sigma <= 0.28:
+                raise
+            require(False, f"{call} raised ValueError: {error}; wanted γ, which is not below 0.")
+            continue
         require(
-            0 <= gamma < 1e6,
+            -1e-9 <= gamma < 1e6,
             f"{call} gave {gamma:.4f}; wanted the root that is not below 0.",
         )
-        width = sigma_from_gamma(gamma)
+        width = sigma_from_gamma(max(gamma, 0.0))
         require(
             abs(width - sigma) < 1e-6 * sigma,
             f"{call} gave {gamma:.4f}, a profile of width {width:.4f}; wanted {sigma:.4f}.",
         )
-    for sigma in (0.3, 0.5, 0.29, 0, -0.1):
+    for sigma in (0.3, 0.5, 0.29, 0.28868, 0, -0.1):
         call = f"exponent({sigma})"
         wanted = "wanted a ValueError: no γ from 0 on has that width"
         try:
@@ -104,15 +117,18 @@ def _check_exponent(answer: Any) -> str:
             continue
         except (ArithmeticError, IndexError) as error:
             raise Wrong(f"{call} raised {type(error).__name__}; {wanted}.") from None
-        raise Wrong(f"{call} gave {gamma:.4f}; {wanted}.")
+        require(False, f"{call} gave {gamma:.4f}; {wanted}.")
     return "0.05 ↔ 16.97, 0.10 ↔ 6.94, 0.28 ↔ 0.17 · above 0.2887 refused"
 
 
 def _number(call: str, value: Any) -> float:
     try:
-        return float(value)
+        number = float("nan") if isinstance(value, (complex, bool, str)) else float(value)
     except (TypeError, ValueError):
-        raise Wrong(f"{call} gave {_briefly(value)}; wanted a number.") from None
+        number = float("nan")
+    if math.isnan(number):
+        raise Wrong(f"{call} gave {_briefly(value)}; wanted a number.")
+    return number
 
 
 _EXPONENT = Exercise(
@@ -124,12 +140,15 @@ _EXPONENT = Exercise(
         "Multiply (γ+2)²·(γ+3) out, and divide σ²·(…) = γ + 1 by σ²: what stands before γ³, γ², γ, "
         "and alone? And what is γ where σ is 1/√12?",
         "Divided by σ²: γ³ + 7γ² + (16 − 1/σ²)·γ + (12 − 1/σ²) = 0. Of its three roots two are "
-        "below 0. At σ = 1/√12 the third is 0; what is wider has none, and wants a ValueError.",
-        "if not 0 < sigma < 12**-0.5: raise ValueError('…'). inverse = sigma**-2. return "
-        "float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())",
+        "below 0. At σ = 1/√12 the third is 0, which is right; what is wider has none, and wants a "
+        "ValueError.",
+        "if not 0 < sigma <= 12**-0.5: raise ValueError('…'). inverse = sigma**-2; np.roots([1, 7, "
+        "16 - inverse, 12 - inverse]) are three complex numbers. Which of them is γ, and how does "
+        "it become a float?",
     ),
-    reference=gamma_from_sigma,
+    reference=exponent,
     check=_check_exponent,
+    rebuilds=_ELSEWHERE,
     wrong_answers=(
         WrongAnswer(
             _exponent_but(roots=_without_the_square),
@@ -149,8 +168,20 @@ _EXPONENT = Exercise(
             "like an answer and is none. Refuse.",
         ),
         WrongAnswer(
-            _exponent_but(limit=0.3),
+            _exponent_but(limit=0.295),
             "The limit is 1/√12 = 0.288675, the plain mean's; at 0.29 γ is below 0 already.",
+        ),
+        WrongAnswer(
+            _exponent_but(limit=0.2887),
+            "0.2887 is rounded up: the limit is 12**-0.5, a little less.",
+        ),
+        WrongAnswer(
+            _exponent_but(limit=0.285),
+            "The limit is too low: up to 12**-0.5 there is a γ that is not below 0.",
+        ),
+        WrongAnswer(
+            _exponent_but(with_limit=False),
+            "γ = 0 counts all weights alike, and is allowed: its width 12**-0.5, too.",
         ),
     ),
 )
@@ -186,6 +217,7 @@ def _check_average(answer: Any) -> str:
     ):
         _check_response(answer, name, times)
     _check_place(answer)
+    _check_live(answer)
     return (
         "what each step counts: (t/T)^(γ+1) less that of the update before, to 1e-12 · in place, "
         "nothing beside"
@@ -252,6 +284,33 @@ def _check_place(answer: Any) -> None:
         beside <= 4 * 1000 + 64,
         f"{case}: an update takes {beside:,} bytes beside; wanted at most a tensor's, 4,000.",
     )
+
+
+def _check_live(answer: Any) -> None:
+    """An optimizer steps the weights in place: the average must be of what they were."""
+    weights = [torch.full((3,), 1.0), torch.full((2, 2), 1.0)]
+    average = _average_of(answer, weights, 2.5)
+    average.update(weights, 1)
+    for weight in weights:
+        weight.fill_(100.0)
+    now = [value.tolist() for value in average.values]
+    require(
+        now == [[1.0] * 3, [[1.0] * 2] * 2],
+        f"weights that are changed in place after the first update: the values are {now}; wanted "
+        f"what the weights were.",
+    )
+
+
+class _LiveWeights(Average):
+    """At the first update the values are the weights themselves."""
+
+    def update(self, weights: Iterable[Tensor], time: float) -> None:
+        weights = list(weights)
+        if not self.time:
+            self.values = [weight.detach() for weight in weights]
+        else:
+            self._move(weights, self.share(time))
+        self.time = time
 
 
 class _StepIgnored(Average):
@@ -340,7 +399,8 @@ _AVERAGE = Exercise(
         "a Parameter take .detach(), or its graph comes along. And self.time is set after β was "
         "made.",
         "share = 1 - (1 - (time - self.time) / time) ** (self.gamma + 1). for value, weight in "
-        "zip(self.values, weights): value.lerp_(weight.detach(), share). self.time = time.",
+        "zip(self.values, weights): value moves by share towards weight.detach(), in place. One "
+        "line is left.",
     ),
     reference=Average,
     check=_check_average,
@@ -381,6 +441,11 @@ _AVERAGE = Exercise(
         WrongAnswer(
             _NewTensors,
             "New tensors take the averages' bytes again in each update: lerp_, or mul_ and add_.",
+        ),
+        WrongAnswer(
+            _LiveWeights,
+            "After the first update the values are the model's own weights: detach() shares their "
+            "memory. Copy into the tensors that are there.",
         ),
         WrongAnswer(
             _KeepsGraph, "The weights want gradients, and so does now the average: weight.detach()."
@@ -427,6 +492,9 @@ def _solve_but(
 solve = _solve_but()
 
 
+MIXED = [(11 * n + 5) % 32 for n in range(32)]
+
+
 def _check_solve(answer: Solve) -> str:
     one = [power_profile(0.05, 100)]
     _require_error(answer, "one snapshot of 0.05, wanted 0.05", one, one[0])
@@ -436,6 +504,11 @@ def _check_solve(answer: Solve) -> str:
     for sigma, end in ((0.07, 160), (0.15, 160), (0.25, 160), (0.15, 80)):
         case = f"0.05 and 0.10 at 10, 20, … 160, wanted {sigma:.2f} at {end}"
         _require_error(answer, case, many, power_profile(sigma, end))
+    case = "0.05 and 0.10 at 10, 20, … 160, wanted 0.15 at 75"  # between two snapshots
+    _require_error(answer, case, many, power_profile(0.15, 75))
+    mixed = [many[n] for n in MIXED]  # later ones stand between earlier ones
+    case = "the same in no order, wanted 0.15 at 80"
+    _require_error(answer, case, mixed, power_profile(0.15, 80))
     alike = tracked_profiles(range(1, 51), (0.20, 0.25))
     case = "0.20 and 0.25 at 1, 2, … 50, wanted 0.07 at 50"
     _require_error(answer, case, alike, power_profile(0.07, 50))
@@ -447,7 +520,10 @@ def _check_solve(answer: Solve) -> str:
 
 
 def _require_error(answer: Solve, case: str, snapshots: Sequence[Profile], target: Profile) -> None:
-    given = answer(list(snapshots), target)
+    try:
+        given = answer(list(snapshots), target)
+    except np.linalg.LinAlgError as error:
+        raise Wrong(f"{case}: np.linalg says {str(error).rstrip('.')}; wanted weights.") from None
     try:
         weights = np.asarray(given, dtype=np.float64)
     except (TypeError, ValueError):
@@ -466,11 +542,25 @@ def _require_error(answer: Solve, case: str, snapshots: Sequence[Profile], targe
         f"{case}: the weights sum to {weights.sum():.9f}; wanted 1, to a float64's digits.",
     )
     got = profile_error(snapshots, target, weights)
-    best = profile_error(snapshots, target)
+    best = profile_error(snapshots, target, solve(snapshots, target))
     require(
         got <= 1.05 * best + 1e-11,
         f"{case}: the profile's error is {got:.3g}; wanted {best:.3g}.",
     )
+
+
+def _later_ones_zeroed(snapshots: Sequence[Profile], target: Profile) -> np.ndarray:
+    """All are solved for, and those that are too late are taken out of the result."""
+    x = np.linalg.solve(_overlaps(snapshots, snapshots), _overlaps(snapshots, [target])[:, 0])
+    x[[s.t > target.t for s in snapshots]] = 0
+    return x / x.sum()
+
+
+def _at_the_front(snapshots: Sequence[Profile], target: Profile) -> np.ndarray:
+    """The chosen ones' weights stand first, whatever their places are."""
+    found = solve(snapshots, target)
+    chosen = [s.t <= target.t for s in snapshots]
+    return np.concatenate([found[chosen], np.zeros(chosen.count(False))])
 
 
 def _nearest(snapshots: Sequence[Profile], target: Profile) -> list[float]:
@@ -499,10 +589,11 @@ _SOLVE = Exercise(
         "chosen = [n for n, s in enumerate(snapshots) if s.t <= target.t]. known = [snapshots[n] "
         "for n in chosen]. a = np.array([[inner_product(p, q) for q in known] for p in known]). b "
         "= np.array([inner_product(p, target) for p in known]). x = np.linalg.solve(a, b). weights "
-        "= np.zeros(len(snapshots)); weights[chosen] = x / x.sum(); return weights.",
+        "= np.zeros(len(snapshots)) for all; x, divided by its sum, is for the chosen.",
     ),
-    reference=solve_weights,
+    reference=solve,
     check=_check_solve,
+    rebuilds=_ELSEWHERE,
     wrong_answers=(
         WrongAnswer(
             _solve_but(normalised=False),
@@ -512,6 +603,15 @@ _SOLVE = Exercise(
         WrongAnswer(
             _solve_but(before=lambda t, end: True),
             "Snapshots after the target's time know weights that it must not know: leave them out.",
+        ),
+        WrongAnswer(
+            _later_ones_zeroed,
+            "All were solved for and the later ones set to 0 afterwards: the others' weights still "
+            "lean on them. Choose first, then solve.",
+        ),
+        WrongAnswer(
+            _at_the_front,
+            "The weights stand at the front: each belongs to the place of its snapshot.",
         ),
         WrongAnswer(
             _solve_but(before=lambda t, end: t < end),
@@ -619,11 +719,12 @@ def _snapshots(count: int, sizes: dict[str, int]) -> list[Mapped]:
 
 
 def _shares(snapshots: int, targets: int) -> list[list[float]]:
-    """They sum to one, and some are below zero."""
+    """Some are below zero, and only the first target's sum to one: they are used as they are."""
     made = torch.randn(
         snapshots, targets, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
-    return (made + (1 - made.sum(0)) / snapshots).tolist()
+    sums = 1 + 0.5 * torch.arange(targets)
+    return (made + (sums - made.sum(0)) / snapshots).tolist()
 
 
 def _check_synthesize(answer: Any) -> str:
@@ -792,6 +893,13 @@ def _plain_mean(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int)
     synthesize(snapshots, equal, sizes, write, piece)
 
 
+def _normalised(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
+    """Shares are made to sum to one, which 15.3's do already."""
+    totals = [sum(of_target) for of_target in zip(*shares, strict=True)]
+    made = [[s / t for s, t in zip(of_each, totals, strict=True)] for of_each in shares]
+    synthesize(snapshots, made, sizes, write, piece)
+
+
 def _not_zeroed(snapshots: Any, shares: Any, sizes: Any, write: Any, piece: int) -> None:
     """One buffer for all pieces, with what the last one left in it."""
     sums = torch.zeros(len(shares[0]), piece)
@@ -831,9 +939,9 @@ _SYNTHESIZE = Exercise(
         "read once and added to all of them, times its share; then the sums are written.",
         "for name, size in sizes.items(): for start in range(0, size, piece): stop = min(start + "
         "piece, size). sums = torch.zeros(len(shares[0]), stop - start). for snapshot, of_each in "
-        "zip(snapshots, shares): part = snapshot.read(name, start, stop).float(); for total, share "
-        "in zip(sums, of_each): total.add_(part, alpha=share). for target, total in "
-        "enumerate(sums): write(target, name, start, total).",
+        "zip(snapshots, shares): part = snapshot.read(name, start, stop).float(), which is added "
+        "to each of the sums, times its share. When all snapshots are in, sums are written, each "
+        "to its target.",
     ),
     reference=synthesize,
     check=_check_synthesize,
@@ -868,6 +976,9 @@ _SYNTHESIZE = Exercise(
             _whole_pieces, "The last piece of a tensor may be shorter: min(start + piece, size)."
         ),
         WrongAnswer(_plain_mean, "The shares are not used: each snapshot counts by its own."),
+        WrongAnswer(
+            _normalised, "The shares are divided by their sum once more: use them as they are."
+        ),
         WrongAnswer(
             _not_zeroed, "A piece's sum begins at zero: what the last piece left is still in it."
         ),
@@ -950,7 +1061,8 @@ _KEEP = Exercise(
         "there, and nothing else can stand in for them. A target at the end wants the last one.",
         "Even distances, counted so that the last is among them: if every fifth is kept of 100, "
         "then 5, 10, … 100, and not 1, 6, … 96.",
-        "return [times[(n + 1) * len(times) // count - 1] for n in range(count)]",
+        "Of len(times) times in count groups, as even as can be, group n ends before position "
+        "(n + 1) * len(times) // count. Keep the last of each.",
     ),
     reference=keep,
     check=_check_keep,
