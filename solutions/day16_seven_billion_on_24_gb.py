@@ -346,7 +346,7 @@ lacks = exercise("16.3", lacks)
 # About 10 minutes. Candidates have `.seconds` and `.formula_bytes`; `measure(candidate)` gives the
 # bytes that count, between 0.95 and 1.05 times the formula's. Return the fastest whose *measured*
 # bytes are within `room`, or None. Measure as few as possible, none twice, and none that cannot
-# fit.
+# fit. (What fits at 1.05 times its formula need not be measured.)
 
 
 # %%
@@ -526,8 +526,8 @@ for name, of_states in ZERO.items():
 #
 # About 15 minutes. `block` weights are in a block, `end` in the embedding, as many in the head
 # (there, too, if p is 1). `cut` is (t, p, d); `each` the bytes of a weight, its gradient, its
-# state. All of its weights go over t, rounded up. What ZeRO's `stage` shards, counted in weights,
-# goes over d, rounded up: state from 1, gradients from 2, weights from 3. `kept`: bytes of a block's checkpointed input of one
+# state. A stage's weights go over t; what ZeRO's `stage` shards, over d: state from 1, gradients
+# from 2, weights from 3. Both are rounded up. `kept`: bytes of a block's checkpointed input of one
 # micro-batch, cut in t, too (*sequence parallelism*). Return the bytes of a rank of the first
 # stage.
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from edited import each, verdict_on
 
 from memlab import train
 from memlab.course import bill, days
@@ -62,8 +63,14 @@ def block_by_block(block, layers, tokens, itemsize, checkpointed, ends):
     return max(most, alive + tokens * itemsize * block.gradients)
 
 
-def by_the_library(memory, step):
-    total = CARDS[memory].total_bytes if memory in CARDS else parse_bytes(memory)
+def by_the_last_letters(memory, step):
+    """Units by their letters, in a table of its own."""
+    factors = {"k": 1, "M": 2, "G": 3}
+    if memory in CARDS:
+        total = CARDS[memory].total_bytes
+    else:
+        number, prefix, binary = re.match(r"([\d.]+) ?([kMG])(i?)B$", memory).groups()
+        total = round(float(number) * (1024 if binary else 1000) ** factors[prefix])
     missing = step.reserved_bytes - (total - CONTEXT_BYTES[1])
     return missing if missing > 0 else 0
 
@@ -98,7 +105,7 @@ def a_stage_after_the_other(block, end, layers, cut, stage, each, kept):
     [
         (1, by_a_list_of_moments),
         (2, block_by_block),
-        (3, by_the_library),
+        (3, by_the_last_letters),
         (4, by_turns),
         (5, a_stage_after_the_other),
     ],
@@ -157,6 +164,56 @@ def test_other_wrong_answers_fail(number, answer, said):
     found = verdict(number, answer)
     assert found.status == WRONG
     assert said in found.text
+
+
+FORMULA, CUT = "0.95 * candidate.formula_bytes <= room", "-(-(blocks * block + ends) // tensor)"
+LOOP = "    for candidate in sorted(candidates, key=lambda c: c.seconds):\n"
+SURE = """        if 1.05 * candidate.formula_bytes <= room:
+            return candidate
+"""
+
+REFUSED = [
+    (
+        "16.1",
+        "activations while it steps",
+        ("gradients + scratch", "gradients + scratch + activations"),
+    ),
+    ("16.2", "ends beside the block", ("max(ends, again +", "(ends + again +")),
+    ("16.3", "whole numbers alone", ("float(memory", "int(memory")),
+    ("16.4", "believed where it may not fit", (LOOP, f"{LOOP}{SURE.replace('1.05', '1.0')}")),
+    ("16.5", "rounded down over t", (CUT, "(blocks * block + ends) // tensor")),
+]
+ACCEPTED = [
+    (
+        "16.1",
+        "pairs",
+        ("max(moments, key=moments.get)", "max((b, m) for m, b in moments.items())[1]"),
+    ),
+    ("16.4", "sure without a measurement", (LOOP, f"{LOOP}{SURE}")),
+    (
+        "16.4",
+        "nothing to choose from",
+        (LOOP, f"    if not candidates:\n        return None\n{LOOP}"),
+    ),
+    ("16.5", "by ceil", (CUT, "(blocks * block + ends + tensor - 1) // tensor")),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
+
+
+@pytest.mark.parametrize("call", [parse_bytes, lambda text: memory_named(text).total_bytes])
+def test_who_asks_the_library_how_much_a_memory_has_is_told_so(call):
+    verdict = judge(days.day(16).exercises[2], lambda memory, step: call(memory))
+    assert "which this exercise rebuilds" in verdict.text
 
 
 # ------------------------------------------------------------------ formulas against the meter
