@@ -323,6 +323,7 @@ REFUSED = [
     ("9.2", "scales of zeros are 1", (FILLED, f"{FILLED}\n    scales = {ZERO}")),
     ("9.2", "scales of 1e-30 and more", (FILLED, f"{FILLED}.clamp(1e-30)")),
     ("9.2", "divided by 1e-30 and more", (ZERO, "scales.clamp(1e-30)")),
+    ("9.2", "flat by view", ("x.flatten()", "x.view(-1)")),
     ("9.3", "one count for all weights", (T, "self.__dict__.get('count', 0) + 1; self.count = t")),
     ("9.3", "the default lr", (LR, 'lr, (beta1, beta2), eps = self.defaults["lr"]')),
     ("9.3", "the first group's betas", ('group["betas"]', 'self.param_groups[0]["betas"]')),

@@ -310,7 +310,7 @@ ACCEPTED = [
 
 def test_queries_in_the_place_of_keys_are_told_by_name(tmp_path):
     """With fewer keys it looks as if shift were left out."""
-    verdict = verdict_on(("10.2", ((SEEN, "min(last + shift, queries)"),)), tmp_path)
+    verdict = verdict_on(("10.2", ((SEEN, "min(last + shift, queries)"),)), tmp_path, named=True)
     assert "The number of queries stands where that of keys belongs" in verdict.text
 
 

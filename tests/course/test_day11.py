@@ -370,7 +370,7 @@ ACCEPTED = [
 
 def test_chunks_rounded_down_are_told_by_name(tmp_path):
     """Of 12 rows it looks as if hidden's gradient were forgotten."""
-    verdict = verdict_on(("11.4", ((CHUNKS, "max(1, rows // most)"),)), tmp_path)
+    verdict = verdict_on(("11.4", ((CHUNKS, "max(1, rows // most)"),)), tmp_path, named=True)
     assert "rows // most are too few chunks" in verdict.text
 
 

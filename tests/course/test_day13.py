@@ -420,6 +420,7 @@ REFUSED = [
     ("13.1", "a view where there is one rank", (".clone()", "")),
     ("13.2", "a name for what was sent", (BEGIN, FLAT)),
     ("13.3", "a skipped round is a step", ("            steps += 1", "        steps += worst < 2")),
+    ("13.3", "a sum that overflows", ("gradient.isfinite().all()", "gradient.sum().isfinite()")),
     ("13.4", "a read for each number", (READ, f"parts += [read(source, n, n + 1) {AT}")),
     ("13.5", "weights over t rounded up", (OVER_T, "-(-blocks * block // tensor)")),
     ("13.5", "each block rounded down", (OVER_T, "blocks * (block // tensor)")),

@@ -323,6 +323,12 @@ ASKED = """            if n + 1 in self.steps:
 """
 BROUGHT, STEP = "            if n in self.steps:\n", "            adam.step()\n"
 REMOVED = "self.waiting.remove(key)\n        if self.waiting"
+DELETED = """self.store.delete(key)
+        if key in self.waiting:
+            self.waiting.remove(key)"""
+POPPED = """self.store.delete(key)
+        if self.waiting:
+            self.waiting.pop()"""
 PUT, FILES = "store.put(key, w - lr * dw)", 'files = {key: f"{key}.{step}" for key in values}'
 NO_EMPTY = "values = {k: v for k, v in values.items() if v}"
 BY_PLACE = 'files = {key: f"{step}.{n}" for n, key in enumerate(values)}'
@@ -331,6 +337,7 @@ REFUSED = [
     ("14.1", "dtype lost", (VIEWED, "kept.get()")),
     ("14.1", "more than the minimum", ("< minimum", "<= minimum")),
     ("14.2", "what was put later is forgotten", (REMOVED, f"del self.waiting[-2:]{REMOVED[24:]}")),
+    ("14.2", "what is deleted was the last", (DELETED, POPPED)),
     ("14.3", "step before prefetch", (ASKED + STEP, STEP + ASKED)),
     ("14.5", "manifest.STEP", ('"manifest.new"', 'f"manifest.{step}"')),
     ("14.5", "empty values dropped", (FILES, f"{NO_EMPTY}\n    {FILES}")),

@@ -194,6 +194,7 @@ REFUSED = [
     ("15.3", "later ones zeroed", (CHOSEN, "]"), (PLACED, ZEROED)),
     ("15.3", "weights at the front", (PLACED, "weights[: len(x)] = x / x.sum()")),
     ("15.4", "shares normalised again", (NAMES, f"{AGAIN}\n    {NAMES}")),
+    ("15.4", "written to the file", ("stop).float()", "stop).mul_(1).float()")),
     ("15.5", "the last ones", (EVEN, "times[-count:]")),
 ]
 ACCEPTED = [

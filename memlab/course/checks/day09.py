@@ -309,6 +309,7 @@ def _cases() -> dict[str, tuple[Tensor, Tensor]]:
             unsigned,
         ),
         "300 numbers": (normal(300), signed),
+        "a matrix that is not contiguous, (5, 64)": (normal(64, 5).mT, signed),
         "3 ⋅ 700 numbers over many decades": ((3 * normal(3, 700)).exp(), unsigned),
     }
 

@@ -728,7 +728,8 @@ _BUCKETS = Exercise(
 
 @dataclass(frozen=True)
 class _Run:
-    """Of each rank its gradients, a letter each: f is finite, l large, n is nan, i is inf."""
+    """Of each rank its gradients, a letter each: f is finite, l large, h so large that the sum of
+    its numbers is not finite, n is nan, i is inf."""
 
     ranks: tuple[str, ...]
     lr: float = 0.25
@@ -737,6 +738,8 @@ class _Run:
         numbers = {"n": float("nan"), "i": float("inf"), "l": 2.0**40}
         for step, letter in enumerate(self.ranks[rank]):
             gradient = torch.tensor([step + 1.0, rank + 1.0, 2.0 * step - rank])
+            if letter == "h":
+                gradient.fill_(2.0**127)
             if letter in numbers:
                 gradient[step % 3] = numbers[letter]
             yield gradient
@@ -746,7 +749,7 @@ class _Run:
         return min(map(len, self.ranks))
 
     def good(self) -> list[int]:
-        return [s for s in range(self.together()) if all(r[s] in "fl" for r in self.ranks)]
+        return [s for s in range(self.together()) if all(r[s] in "flh" for r in self.ranks)]
 
     def weight(self, rounds: int | None = None) -> Tensor:
         """After so many rounds, or all."""
@@ -763,6 +766,7 @@ RUNS = (
     _Run(("fffff", "fff"), lr=0.5),
     _Run(("ff", "fff")),
     _Run(("fl", "ff"), lr=0.125),
+    _Run(("ffh", "fff")),
     _Run(("fff", "fnf")),
     _Run(("iff", "fff", "ffn"), lr=2.0),
     _Run(("n", "")),

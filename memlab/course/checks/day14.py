@@ -598,7 +598,7 @@ def _check_ahead(answer: Any) -> str:
     _check_chain(answer, "a and b", "ab", "ba")
     _check_chain(answer, "a, b, c and d", "abcd", "dcba")
     _check_chain(answer, "a, b and c, each asked for twice", "abc", "ccbbaa")
-    _check_chain(answer, "a, b, c and d, asked for in another order", "abcd", "bdca")
+    _check_chain(answer, "a, b, c and d, asked for in another order", "abcd", "acbd")
     _check_chain(answer, "a, b, c and d, of which c is dropped", "abcd", "dba", dropped="c")
     _check_again(answer)
     return (
