@@ -56,6 +56,7 @@ from memlab.metering.known_values import UNKNOWN
 from memlab.metering.loaders import Loaders
 from memlab.metering.modes import LightMode
 from memlab.metering.oversized import enlarge
+from memlab.metering.tensors import has_a_handler_of_its_own
 from memlab.metering.validations import valid_answer
 
 aten = torch.ops.aten
@@ -352,6 +353,8 @@ class _Operators(LightMode):
         self._owner = owner
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if has_a_handler_of_its_own(types):
+            return NotImplemented
         return self._owner.execute(func, *self._owner.arguments(func, args, kwargs))
 
 

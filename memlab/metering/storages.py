@@ -28,7 +28,12 @@ from memlab.metering.modes import LightMode
 from memlab.metering.observer import COMPOSITIONS, OUT_OF_PLACE, is_formula, is_in_place_unwatched
 from memlab.metering.reachable import reachable
 from memlab.metering.registry import REGISTRY, Storage
-from memlab.metering.tensors import plain_tensors, tensors_among, tensors_within
+from memlab.metering.tensors import (
+    has_a_handler_of_its_own,
+    plain_tensors,
+    tensors_among,
+    tensors_within,
+)
 
 aten = torch.ops.aten
 
@@ -493,8 +498,3 @@ def _writes_to_an_input(func: Any) -> bool:
 
 def _all_are_inputs(records: list[Storage]) -> bool:
     return all(record.category == "inputs" for record in records)
-
-
-@functools.cache
-def has_a_handler_of_its_own(types: tuple[type, ...]) -> bool:
-    return any(hasattr(kind, "__tensor_flatten__") for kind in types)

@@ -1,5 +1,6 @@
 """The plain tensors, those with a storage, among everything that a step hands around."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -53,3 +54,9 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from plain_tensors(part)  # a DTensor also names its mesh
     else:
         yield from tensors_among((tensor,))
+
+
+@functools.cache
+def has_a_handler_of_its_own(types: tuple[type, ...]) -> bool:
+    """Whether one of the types, a wrapper, runs an operator on the plain tensors within."""
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)

@@ -45,22 +45,29 @@ def fsdp(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-def build(wrap: Callable[..., tuple[nn.Module, torch.optim.Optimizer]]) -> tuple:
+def build(
+    wrap: Callable[..., tuple[nn.Module, torch.optim.Optimizer]], *, zero_first: bool = False
+) -> tuple:
     model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 8))
     model, optimizer = wrap(model)
     batch = torch.randn(32, 128)
 
     def step() -> None:
+        if zero_first:
+            optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
-        optimizer.zero_grad()
+        if not zero_first:
+            optimizer.zero_grad()
 
     return step, model, optimizer
 
 
-def measured(wrap: Callable, *, is_dry: bool, steps_before: int = 2) -> memlab.Trace:
+def measured(
+    wrap: Callable, *, is_dry: bool, steps_before: int = 2, zero_first: bool = False
+) -> memlab.Trace:
     with memlab.dry_run() if is_dry else nullcontext():
-        step, model, optimizer = build(wrap)
+        step, model, optimizer = build(wrap, zero_first=zero_first)
         for _ in range(steps_before):
             step()
         return memlab.measure(step, model=model, optimizer=optimizer)
@@ -73,8 +80,9 @@ def of_tensors(trace: memlab.Trace) -> list[Event]:
 
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("wrap", [ddp, zero, fsdp])
-def test_a_dry_run_equals_the_real_step(wrap):
-    real, dry = measured(wrap, is_dry=False), measured(wrap, is_dry=True)
+@pytest.mark.parametrize("zero_first", [False, True])
+def test_a_dry_run_equals_the_real_step(wrap, zero_first):
+    real, dry = (measured(wrap, is_dry=dry, zero_first=zero_first) for dry in (False, True))
     assert of_tensors(dry) == of_tensors(real)
 
 
