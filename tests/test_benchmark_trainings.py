@@ -72,9 +72,9 @@ def test_an_error_is_a_sentence_in_its_row_and_the_other_runs_go_on():
 
 def test_the_summary_counts_what_is_exact():
     rows = [
-        run.Row("m", "a", 100_000, 100_000, 100_001, 5),
-        run.Row("m", "b", 100_000, 100_000, 90_000, "ValueError: no"),
-        run.Row("m", "c", 100_000, 100_000, 200_000, 5, assumed=True),
+        run.Row("m", "a", 100_000, 100_000, 100_000, 100_001, 5),
+        run.Row("m", "b", 100_000, 100_000, 100_000, 90_000, "ValueError: no"),
+        run.Row("m", "c", 100_000, 100_000, 100_000, 200_000, 5, assumed=True),
     ]
     assert run.summary(rows) == (
         "measured: 2 of 2 to the byte, 2 within 0.05%; run dry: 0 of 2 to the byte, 1 within "

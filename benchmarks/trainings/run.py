@@ -8,8 +8,9 @@ process of its own. Of its second step (a whole `train()`, `fit()` or `learn()` 
 keeps the loop to itself) four peaks are taken:
 
     recorded    by torch's profiler: the CPU allocator's own record, model and optimizer included
-    measured    by memlab, with the scratch of kernels that only the record shows
-    dry run     without computing anything
+    measured    by memlab, with the scratch of kernels that only the record shows; without it where
+                recorded and measured step differ (other random choices, threads of a backend)
+    dry run     without computing anything; held against the measured step, less that scratch
     predicted   for CUDA; whether it runs, since no GPU is here to compare with
 
 Where a dry run refuses a size that depends on values, it is repeated with `assume="most"`, and the
@@ -57,17 +58,19 @@ class Row(NamedTuple):
     name: str
     recorded: int | str = ""
     measured: int | str = ""
+    traced: int | str = ""  # measured, less the scratch of kernels
     dry: int | str = ""
     predicted: int | str = ""
     assumed: bool = False
     seconds: float = 0.0
 
     def difference(self, column: str) -> float | None:
-        """Of a peak to the record, as a fraction."""
+        """Of what was measured to the record, of the dry run to the measured step; a fraction."""
         peak = getattr(self, column)
-        if isinstance(peak, str) or isinstance(self.recorded, str) or not self.recorded:
+        truth = self.traced if column == "dry" else self.recorded
+        if isinstance(peak, str) or isinstance(truth, str) or not truth:
             return None
-        return peak / self.recorded - 1
+        return peak / truth - 1
 
 
 # ------------------------------------------------------------------ one training
@@ -89,9 +92,10 @@ def peaks_of(training: Training) -> dict[str, Any]:
     gc.collect()
     with _told(found, "measured"):
         trace = measured(training)
-        found["measured"] = (
-            with_workspace(trace, recording) if recording is not None else trace
-        ).peak_bytes
+        found["measured"] = found["traced"] = trace.peak_bytes
+        with contextlib.suppress(ValueError):  # the steps differ
+            if recording is not None:
+                found["measured"] = with_workspace(trace, recording).peak_bytes
     gc.collect()
     for column, run in (("dry", dry), ("predicted", predicted)):
         with _told(found, column):

@@ -2,6 +2,9 @@
 
 import segmentation_models_pytorch as smp
 import timm
+import timm.data
+import timm.loss
+import timm.optim
 import torch
 import torchvision
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel, UNet2DModel

@@ -332,6 +332,7 @@ def dpo():
     )
     made = DPOTrainer(
         model=model,
+        ref_model=_llama(),
         args=DPOConfig(tempfile.mkdtemp(), use_cpu=True, bf16=False, **ARGUMENTS),
         train_dataset=data,
         processing_class=_tokenizer(),
