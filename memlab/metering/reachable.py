@@ -23,7 +23,8 @@ def reachable(roots: Iterable[Any]) -> Iterator[Any]:
 
     Of a function: its closure, its defaults and the globals that it names, and those of the
     functions of the same file that it calls. What a module of Python's or a class holds belongs to
-    everybody.
+    everybody, and what a hook holds to whoever registered it: by that of one rank of a simulation
+    all others would be reached.
     """
     waiting = [root for root in roots if root is not None]
     files = {id(root.__globals__) for root in waiting if isinstance(root, FunctionType)}
@@ -39,6 +40,11 @@ def reachable(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def _referents(reached: Any, files: set[int]) -> list[Any]:
+    if isinstance(reached, torch.nn.Module):
+        return [held for name, held in vars(reached).items() if not name.endswith("_hooks")]
+    if isinstance(reached, torch.Tensor):
+        hooks = (reached._backward_hooks, reached._post_accumulate_grad_hooks)
+        return [held for held in gc.get_referents(reached) if not any(held is h for h in hooks)]
     if not isinstance(reached, FunctionType):
         return gc.get_referents(reached)
     cells = list(reached.__closure__ or ())

@@ -103,3 +103,15 @@ def test_of_a_function_its_closure_its_defaults_and_its_globals_are_reached(step
 
 def test_what_belongs_to_everybody_is_not_reached():
     assert list(reachable([lambda: (torch, pytest, nn.Linear)])) == []
+
+
+def test_what_a_hook_holds_is_its_owners():
+    """One rank of a simulation has hooks that lead to all others."""
+    others = torch.zeros(5)
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(lambda *args: others)
+    model.weight.register_hook(lambda gradient: others)
+    model.weight.register_post_accumulate_grad_hook(lambda weight: others)
+    found = list(reachable([model]))
+    assert any(each is model.weight for each in found)
+    assert not any(each is others for each in found)
