@@ -7,12 +7,11 @@ A dry run answers the same in every round, and such a loop could run for ever. H
 runs depends on values, and with it the memory: so this is refused. A `for` ends by itself.
 """
 
-import dis
-import functools
 import itertools
-from types import CodeType
+from types import CodeType, FrameType
 
 from memlab.metering.frames import frames, user_line
+from memlab.metering.validations import begins_another_round, ends_of
 
 PATIENCE = 100  # rounds
 _NEAR = 3  # frames between the read and the loop: `while not done: train()` is far
@@ -24,10 +23,10 @@ class Patience:
     def __init__(self) -> None:
         self._count: dict[tuple[CodeType, int], int] = {}
 
-    def round(self) -> None:
+    def round(self, answer: bool) -> None:
         """One more answer; ValueError where they lead to nothing."""
         near = list(itertools.islice(frames(), _NEAR))
-        if not any(_is_in_a_while(frame.f_code, frame.f_lasti) for frame in near):
+        if not _goes_on(near, answer):
             return
         place = near[0].f_code, near[0].f_lasti
         self._count[place] = self._count.get(place, 0) + 1
@@ -39,17 +38,15 @@ class Patience:
             )
 
 
-@functools.cache
-def _is_in_a_while(code: CodeType, offset: int) -> bool:
-    """Whether a jump leads from behind the instruction to before it, other than a `for`'s."""
-    by_offset = {i.offset: i for i in dis.get_instructions(code)}
-    return any(
-        "JUMP" in i.opname and i.argval <= offset <= i.offset and not _iterates(by_offset, i.argval)
-        for i in by_offset.values()
-    )
+def _goes_on(near: list[FrameType], answer: bool | None) -> bool:
+    """Whether a `while` of one of these functions can begin another round after this answer.
 
-
-def _iterates(by_offset: dict[int, dis.Instruction], offset: int) -> bool:
-    while by_offset[offset].opname == "EXTENDED_ARG":  # of an instruction that jumps far
-        offset += 2
-    return by_offset[offset].opname in ("FOR_ITER", "SEND")
+    `trunc_normal_` draws until all is in range: it hears that all is, and ends.
+    """
+    for frame in near:
+        place = frame.f_code, frame.f_lasti
+        if begins_another_round(*place, answer):
+            return True
+        ends = set() if answer is None else ends_of(*place, answer)
+        answer = next(iter(ends)) if ends in ({True}, {False}) else None
+    return False

@@ -294,10 +294,11 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         if func not in (aten._local_scalar_dense.default, aten.item.default):
             raise ValueError(f"{user_line()}: {func} reads values that a dry run does not know")
         if tensor.dtype == torch.bool:
-            valid = valid_answer()
-            if valid is None:
-                self._patience.round()
-            return tensor in self._true if valid is None else valid
+            answer = valid_answer()
+            if answer is None:
+                answer = tensor in self._true
+                self._patience.round(answer)
+            return answer
         if not tensor.dtype.is_floating_point:
             if not samplers.read_by_a_loader():
                 self.whole_numbers_read[user_line()] = None

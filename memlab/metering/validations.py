@@ -22,7 +22,10 @@ _MOST_FRAMES = 8  # between the read and the `raise`
 _RAISES = "raises"
 _CALLS = ("CALL", "LOAD_ATTR")  # a property is called, too
 _RETURNS = ("RETURN_VALUE", "YIELD_VALUE")  # the latter to `all` and `any`
-_KEEP = ("NOP", "TO_BOOL", "NOT_TAKEN")  # these leave the stack as it is, in truth values
+_RAISE = ("RAISE_VARARGS", "RERAISE")
+_FOR = ("FOR_ITER", "SEND")
+# These leave the stack as it is, in truth values.
+_KEEP = ("NOP", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG")
 
 
 def valid_answer() -> bool | None:
@@ -37,7 +40,7 @@ def valid_answer() -> bool | None:
 def _certainly_raises(answer: bool) -> bool:
     """Whether an exception follows if the truth value that is being read is `answer`."""
     for frame in itertools.islice(frames(), _MOST_FRAMES):
-        ends = _ends(frame.f_code, frame.f_lasti, answer)
+        ends = ends_of(frame.f_code, frame.f_lasti, answer)
         if ends == {_RAISES}:
             return True
         if ends not in ({True}, {False}):
@@ -55,37 +58,72 @@ class _State(NamedTuple):
 
 
 @functools.cache
-def _ends(code: CodeType, offset: int, answer: bool) -> frozenset[bool | str | None]:
+def ends_of(code: CodeType, offset: int, answer: bool) -> frozenset[bool | str | None]:
     """How a function can end if this instruction reads `answer`, or calls what returns it.
 
     Each is _RAISES, a truth value that is returned, or None for anything else.
     """
+    ends = set()
+    for state in _states(code, offset, answer):
+        name = _instructions(code)[state.offset][0].opname
+        if name in _RAISE:
+            ends.add(_RAISES)
+        elif _is_return(name):
+            ends.add(state.stack[-1] if state.stack and name in _RETURNS else None)
+    return frozenset(ends or {None})
+
+
+@functools.cache
+def begins_another_round(code: CodeType, offset: int, answer: bool | None) -> bool:
+    """Whether a `while` around this instruction can go on after it has read `answer`.
+
+    None stands for an answer that is not known. A `for` ends by itself.
+    """
+    return any(
+        following.offset <= offset <= state.offset and not _iterates(code, following.offset)
+        for state in _states(code, offset, answer, past_for=True)
+        for following in _next(code, state)
+    )
+
+
+def _iterates(code: CodeType, offset: int) -> bool:
+    instructions = _instructions(code)
+    while instructions[offset][0].opname == "EXTENDED_ARG":  # of an instruction that jumps far
+        offset += 2
+    return instructions[offset][0].opname in _FOR
+
+
+def _is_return(name: str) -> bool:
+    return name.startswith("RETURN_") or name in _RETURNS
+
+
+def _states(
+    code: CodeType, offset: int, answer: bool | None, past_for: bool = False
+) -> list[_State]:
+    """All states that can follow, with the rounds of every `for`, or as after the last one."""
     instructions = _instructions(code)
     if offset not in instructions:
-        return frozenset({None})
-    todo, seen, ends = [_start(code, offset, answer)], set(), set()
-    while todo and None not in ends:
+        return []
+    todo, seen = [_start(code, offset, answer)], {}
+    while todo:
         state = todo.pop()
-        if state in seen:
-            continue
-        seen.add(state)
-        name = instructions[state.offset][0].opname
-        if name in ("RAISE_VARARGS", "RERAISE"):
-            ends.add(_RAISES)
-        elif name.startswith("RETURN_") or name in _RETURNS:
-            ends.add(state.stack[-1] if state.stack and name in _RETURNS else None)
-        else:
-            todo += _next(code, state)
-    return frozenset(ends)
+        if state not in seen:
+            seen[state] = None
+            name = instructions[state.offset][0].opname
+            if name not in _RAISE and not _is_return(name):
+                following = _next(code, state)
+                todo += following[-1:] if past_for and name in _FOR else following
+    return list(seen)
 
 
-def _start(code: CodeType, offset: int, answer: bool) -> _State:
+def _start(code: CodeType, offset: int, answer: bool | None) -> _State:
     instruction, following = _instructions(code)[offset]
+    stack = () if answer is None else (answer,)
     if instruction.opname.startswith(_CALLS):
-        return _State(following, (answer,), None)
+        return _State(following, stack, None)
     if instruction.opname == "CONTAINS_OP":  # the other elements are compared in the same way
-        return _State(following, (answer != bool(instruction.arg),), None)
-    return _State(offset, (answer,), None)
+        return _State(following, tuple(one != bool(instruction.arg) for one in stack), None)
+    return _State(offset, stack, None)
 
 
 def _next(code: CodeType, state: _State) -> list[_State]:
@@ -95,7 +133,7 @@ def _next(code: CodeType, state: _State) -> list[_State]:
     top, below = stack[-1:], stack[:-1]
     if "JUMP_" in name and "_IF_" in name:
         return _branches(instruction, following, state)
-    if name in ("FOR_ITER", "SEND"):
+    if name in _FOR:
         return [state._replace(offset=o, stack=()) for o in (following, instruction.argval)]
     if name.startswith("JUMP_"):
         return [state._replace(offset=instruction.argval)]

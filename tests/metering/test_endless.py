@@ -64,3 +64,35 @@ def test_a_training_loop_far_above_the_read_is_left_alone():
         while count < 2 * PATIENCE:
             count += 1
             step(x)
+
+
+def test_loops_that_end_after_their_first_round_are_left_alone():
+    def clipped(x: torch.Tensor) -> torch.Tensor:
+        while True:
+            mask = x > 2
+            if not mask.any():
+                break
+            x = torch.where(mask, torch.randn(8), x)
+        return x
+
+    def clipped_often(x: torch.Tensor) -> None:
+        for _ in range(2 * PATIENCE):
+            while (x > 2).any():
+                x = torch.randn(8)
+
+    with memlab.dry_run():
+        for _ in range(2 * PATIENCE):
+            clipped(torch.randn(8))
+            torch.nn.init.trunc_normal_(torch.empty(3))
+        clipped_often(torch.randn(8))
+
+
+def test_a_read_in_a_for_loop_inside_a_while_loop_is_counted():
+    def run(x: torch.Tensor) -> None:
+        done = False
+        while not done:
+            for row in x:
+                done = bool((row > 9).any())
+
+    with memlab.dry_run(), pytest.raises(ValueError, match="a loop here runs until"):
+        run(torch.randn(3, 2))

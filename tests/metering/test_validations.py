@@ -117,7 +117,18 @@ def loop(x):
         raise ValueError
 
 
+# `if` over so much code that its jump needs more than one byte.
+_SOURCE = f"""
+def far_jump(x):
+    if bool((x > 0).all()):
+        {"x = x * 1; " * 60}
+    else:
+        raise ValueError
+"""
+exec(_SOURCE)
+
 CHECKS = (
+    far_jump,  # noqa: F821 - of _SOURCE
     condition,
     negation,
     disjunction,
