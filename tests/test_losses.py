@@ -563,15 +563,14 @@ def test_a_loss_for_each_row_keeps_no_gradients_until_backward():
     hidden = torch.zeros(rows, width, requires_grad=True)
     weight = torch.zeros(vocab, width, requires_grad=True)
     targets = torch.zeros(rows, dtype=torch.long)
-    kept = []
 
-    def forward(reduction):
+    def forward(reduction, kept):
         settings = {"chunk": chunk, "reduction": reduction}
         kept.append(chunked_cross_entropy(hidden, weight, targets, **settings))
 
     alive = {}
     for reduction in ("mean", "none"):
-        live_bytes = memlab.measure(partial(forward, reduction)).live_bytes
+        live_bytes = memlab.measure(partial(forward, reduction, [])).live_bytes
         alive[reduction] = live_bytes - hidden.nbytes - weight.nbytes - targets.nbytes
     gradients = 4 * rows * width + 4 * vocab * width
     assert alive == {"mean": gradients + 4 + 8, "none": 4 * rows}  # loss and its number of rows

@@ -41,6 +41,9 @@ def beside_a_step(name: str, small: bool, rehearsal: bool) -> Answer:
         ema.update(1)
         _, _, update = taken(device, lambda: ema.update(2))
         ema.snapshot()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.zero_()  # only the synthesis can bring it back
         _, _, synthesis = taken(device, lambda: synthesize(folder, SIGMA, out=model))
         off = furthest(model, ema.averages[SIGMA])
         ratios = over_a_step(training.step, ema)  # last: how many steps it takes is the clock's

@@ -83,11 +83,11 @@ class StorageMeter(LightMode):
     ) -> None:
         super().__init__()
         self.context = Context(
-            on_root=self._scan_model,
-            on_first_step=self._scan_optimizer,
-            on_step_end=self._scan_state,
-            on_backward_start=self._backward_starts,
-            on_backward_end=self._backward_ends,
+            on_root=_weakly(self._scan_model),
+            on_first_step=_weakly(self._scan_optimizer),
+            on_step_end=_weakly(self._scan_state),
+            on_backward_start=_weakly(self._backward_starts),
+            on_backward_end=_weakly(self._backward_ends),
         )
         self._run = Run(step if model is None else model)
         self._roots = (step, model, optimizer)
@@ -455,6 +455,12 @@ class StorageMeter(LightMode):
             for record in self._births["optimizer"]:
                 if record.alive:
                     record.mark("optimizer_state")
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The method, without a cycle in which a finished meter would keep the model alive."""
+    reference = weakref.WeakMethod(method)
+    return lambda *args: reference()(*args)  # type: ignore[misc] # it is called by its owner alone
 
 
 class Run:

@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -383,6 +384,24 @@ def test_the_meter_keeps_nothing_alive():
     kept.clear()
     assert deaths
     assert trace.live_bytes == KIB * FLOAT
+
+
+def test_a_measurement_keeps_neither_the_model_nor_the_data_alive():
+    def references(take: Callable[..., object]) -> list[weakref.ref]:
+        model, data = nn.Linear(4, 4), [torch.ones(2, 4)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step():
+            model(data[0]).sum().backward()
+            optimizer.step()
+
+        take(step, model, optimizer)
+        return [weakref.ref(held) for held in (model, data[0], optimizer, step)]
+
+    references(lambda step, model, optimizer: step())  # torch itself keeps the first of a process
+    with no_cycle_collection():
+        kept = references(lambda step, *of: memlab.measure(step, model=of[0], optimizer=of[1]))
+        assert [reference() for reference in kept] == [None] * 4
 
 
 def test_one_meter_inside_another_sees_the_same(training):

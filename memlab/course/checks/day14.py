@@ -6,6 +6,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count, pairwise
 from typing import Any
@@ -1645,54 +1646,56 @@ def resume(disk: Any) -> tuple[int, dict[str, bytes]] | None:
     return manifest["step"], {key: disk.read(file) for key, file in manifest["files"].items()}
 
 
-def _commit_but(
-    *,
-    name_of: Callable[[str, int], str] = lambda key, step: f"{key}.{step}",
-    parts: str = "values manifest rename tidy",
-    syncs_values: bool = True,
-    syncs_manifest: bool = True,
-    beside: str = "manifest.new",
-    writes_empty: bool = True,
-    keeps: Callable[[dict[str, str]], Iterable[str]] = lambda files: files.values(),
-    tidies: Callable[[str, int], bool] = lambda name, step: True,
-) -> Any:
-    def commit(disk: Any, step: int, values: dict[str, bytes]) -> None:
-        files = {key: name_of(key, step) for key in values}
+@dataclass
+class _Commit:
+    """One way to commit: the right one, or with something done wrong."""
 
-        def write_values() -> None:
-            for key, data in values.items():
-                if not (data or writes_empty):
-                    files.pop(key)
-                    continue
-                disk.write(files[key], data)
-                if syncs_values:
-                    disk.fsync(files[key])
+    name_of: Callable[[str, int], str] = lambda key, step: f"{key}.{step}"
+    parts: str = "values manifest rename tidy"
+    syncs_values: bool = True
+    syncs_manifest: bool = True
+    beside: str = "manifest.new"
+    writes_empty: bool = True
+    keeps: Callable[[dict[str, str]], Iterable[str]] = dict.values
+    tidies: Callable[[str, int], bool] = lambda name, step: True
 
-        def write_manifest() -> None:
-            disk.write(
-                beside.format(step=step), json.dumps({"step": step, "files": files}).encode()
-            )
-            if syncs_manifest:
-                disk.fsync(beside.format(step=step))
+    def __call__(self, disk: Any, step: int, values: dict[str, bytes]) -> None:
+        kept = {key: data for key, data in values.items() if data or self.writes_empty}
+        files = {key: self.name_of(key, step) for key in kept}
+        for part in self.parts.split():
+            match part:
+                case "values":
+                    self._write_values(disk, kept, files)
+                case "manifest":
+                    self._write_manifest(disk, step, files)
+                case "rename":
+                    disk.rename(self.beside.format(step=step), "manifest")
+                case "tidy":
+                    self._tidy(disk, step, files)
+                case "sync":
+                    disk.fsync("manifest")
+                case "drop" if step > 1:
+                    disk.remove("manifest")
 
-        def rename() -> None:
-            disk.rename(beside.format(step=step), "manifest")
+    def _write_values(self, disk: Any, values: dict[str, bytes], files: dict[str, str]) -> None:
+        for key, data in values.items():
+            disk.write(files[key], data)
+            if self.syncs_values:
+                disk.fsync(files[key])
 
-        def tidy() -> None:
-            for name in disk.names():
-                if name not in {"manifest", *keeps(files)} and tidies(name, step):
-                    disk.remove(name)
+    def _write_manifest(self, disk: Any, step: int, files: dict[str, str]) -> None:
+        name = self.beside.format(step=step)
+        disk.write(name, json.dumps({"step": step, "files": files}).encode())
+        if self.syncs_manifest:
+            disk.fsync(name)
 
-        doing = {"values": write_values, "manifest": write_manifest, "rename": rename}
-        doing |= {"tidy": tidy, "sync": lambda: disk.fsync("manifest")}
-        doing |= {"drop": lambda: disk.remove("manifest") if step > 1 else None}
-        for part in parts.split():
-            doing[part]()
-
-    return commit
+    def _tidy(self, disk: Any, step: int, files: dict[str, str]) -> None:
+        for name in disk.names():
+            if name not in {"manifest", *self.keeps(files)} and self.tidies(name, step):
+                disk.remove(name)
 
 
-commit = _commit_but()
+commit = _Commit()
 
 
 def _check_commit(answer: Any) -> str:
@@ -1790,58 +1793,58 @@ _COMMIT = Exercise(
     check=_check_commit,
     wrong_answers=(
         WrongAnswer(
-            _commit_but(name_of=lambda key, step: key),
+            _Commit(name_of=lambda key, step: key),
             "Values are written over those of the last step: give each step's files names of their "
             "own.",
         ),
         WrongAnswer(
-            _commit_but(parts="manifest rename values tidy"),
+            _Commit(parts="manifest rename values tidy"),
             "The manifest comes first and names files that are not there yet: it comes last.",
         ),
         WrongAnswer(
-            _commit_but(parts="values manifest tidy rename"),
+            _Commit(parts="values manifest tidy rename"),
             "The old step's files are removed while the old manifest still names them: rename "
             "first.",
         ),
         WrongAnswer(
-            _commit_but(syncs_values=False),
+            _Commit(syncs_values=False),
             "The values were written and not forced down: half of them is lost with the power, and "
             "the manifest names them. fsync each.",
         ),
         WrongAnswer(
-            _commit_but(syncs_manifest=False),
+            _Commit(syncs_manifest=False),
             "The manifest was renamed before its bytes were forced down: fsync, then rename.",
         ),
         WrongAnswer(
-            _commit_but(parts="values manifest rename sync tidy", syncs_manifest=False),
+            _Commit(parts="values manifest rename sync tidy", syncs_manifest=False),
             "The manifest is forced down after the rename: between the two a power failure finds "
             "half of it.",
         ),
         WrongAnswer(
-            _commit_but(beside="manifest", parts="values manifest tidy"),
+            _Commit(beside="manifest", parts="values manifest tidy"),
             "The manifest is written in place: while that goes on there is neither the old nor the "
             "new one. Write it beside, and rename.",
         ),
         WrongAnswer(
-            _commit_but(parts="values manifest drop rename tidy"),
+            _Commit(parts="values manifest drop rename tidy"),
             "The old manifest is removed before the rename, and for a moment there is none: rename "
             "takes its place in one go.",
         ),
         WrongAnswer(
-            _commit_but(parts="values manifest rename"),
+            _Commit(parts="values manifest rename"),
             "Files of earlier steps are never removed: the disk is full one day.",
         ),
         WrongAnswer(
-            _commit_but(beside="manifest.{step}"),
+            _Commit(beside="manifest.{step}"),
             "A value's file has the name of the new manifest, and is written over by it: a key may "
             "be any string, manifest too.",
         ),
         WrongAnswer(
-            _commit_but(writes_empty=False),
+            _Commit(writes_empty=False),
             "Empty values are left out: no bytes are a value, too.",
         ),
         WrongAnswer(
-            _commit_but(tidies=lambda name, step: name.endswith(f".{step - 1}")),
+            _Commit(tidies=lambda name, step: name.endswith(f".{step - 1}")),
             "Only files of the step before are removed; an earlier crash has left others.",
         ),
         WrongAnswer(lambda disk, step, values: None, "Nothing was written: there is no manifest."),
