@@ -275,7 +275,7 @@ def buffer_bytes(plan: Plan, folder: Path, count: int) -> int:
     found = find_snapshots(folder)
     out = [model_of(plan) for _ in range(count)]
     mapped = sum(snapshot.nbytes for snapshot in found)
-    written = sum(tensor.nbytes for model in out for tensor in model[0].parameters())
+    written = sum(tensor.nbytes for model in out for tensor in model.parameters())
     trace = memlab.measure(lambda: synthesize(found, WANTED[:count], only="0", out=out))
     return trace.peak_bytes - mapped - written
 

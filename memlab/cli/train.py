@@ -123,6 +123,7 @@ def run(setting: Setting, technique: Technique, steps: int, announce: Announce) 
         if number % every == 0 or number in (1, steps):
             report.say(f"step {number:>{len(str(steps))}}: loss {taken[-1].loss:.4f}")
     dtype = losses[0].dtype
+    losses.clear()
     announce("peak")
     return summary(taken, dtype, peak(training, next(text)))
 

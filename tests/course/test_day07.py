@@ -233,7 +233,7 @@ def mostly_exact(weights, compress, decompress):
 @pytest.mark.parametrize(
     ("exercise", "answer", "said"),
     [
-        (QUANTIZE, by_the_library, "255 is not always the number of steps"),
+        (QUANTIZE, by_the_library, "at 15 levels: 15 steps of"),
         (QUANTIZE, cut_off_by_int, "cuts the fraction off"),
         (QUANTIZE, a_step_of_a_billionth_at_least, "a group of numbers from 0 to 1e-7"),
         (HOOKS, a_list_beside, "393,580 bytes"),

@@ -803,6 +803,7 @@ def _check_bytes(answer: Loss, case: _Case) -> tuple[int, int]:
         f"{call} takes {peak:,} bytes at its fullest, in {trace.peak_phase}; wanted at most "
         f"{most:,}: both gradients, {gradients:,}, two chunks of logits, and a few for each row. "
         f"Alive then: {_alive_then(trace)}.",
+        evidence=(call, trace.peak_phase, "bytes"),
     )
     _require_chunks(case, watch)
     return peak, held
