@@ -309,7 +309,10 @@ def of_its_own(add, multiply, dtype_of_total=torch.float32):
 @pytest.mark.parametrize(
     ("answer", "remark"),
     [
-        (of_its_own(lambda w, x, h: w.add_(x @ h), torch.Tensor.mul_), "dw.addmm_(x.mT, h) does not."),
+        (
+            of_its_own(lambda w, x, h: w.add_(x @ h), torch.Tensor.mul_),
+            "dw.addmm_(x.mT, h) does not.",
+        ),
         (of_its_own(torch.Tensor.addmm_, torch.mul), "kept: g.mul_(factor)."),
     ],
     ids=["+=", "g * upstream"],
