@@ -182,9 +182,11 @@ class Runner:
         return self.answer()
 
     def answer(self) -> float:
-        """Wait for the next answer, and watch its memory meanwhile."""
+        """Wait for the next answer, and look at its memory meanwhile: what is over within the 20 ms
+        from look to look shows in what is left."""
         while not select.select([self._process.stdout], [], [], 0.02)[0]:
             self.peak_bytes = max(self.peak_bytes, self.bytes_now())
+        self.peak_bytes = max(self.peak_bytes, self.bytes_now())
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{' '.join(self._process.args)} ended without an answer")

@@ -264,8 +264,7 @@ def costs(plan: Plan, folder: Path, task: Task, bar: Progress) -> Costs:
         side_by_side(runs, range(1))
         rounds = bar.track(range(plan.rounds), description=str(task))
         seconds = side_by_side(runs, rounds)
-        # What is over within the sampling's 20 ms shows in what is left.
-        peaks = {w: max(r.peak_bytes, r.bytes_now()) - before[w] for w, r in runners.items()}
+        peaks = {way: runner.peak_bytes - before[way] for way, runner in runners.items()}
     return Costs(seconds, peaks)
 
 

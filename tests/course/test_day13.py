@@ -1,5 +1,6 @@
 """Day 13's checks let right answers of another make pass, and what the lesson says is so."""
 
+import signal
 import threading
 import time
 from collections import deque
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from edited import each, verdict_on
 
-from memlab.course import days, exercises
+from memlab.course import days
 from memlab.course.checks import day12, day13
 from memlab.course.checks.day13 import (
     agreed_steps,
@@ -520,11 +521,11 @@ def test_the_error_of_a_rank_is_raised_and_the_others_end():
     assert threading.active_count() == threads
 
 
-def test_a_loop_without_end_is_stopped_with_its_thread(monkeypatch):
-    monkeypatch.setattr(exercises, "SECONDS", 0.2)
+def test_a_loop_without_end_is_stopped_with_its_thread():
     threads = threading.active_count()
 
     def endless(peer, whole):
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # the alarm comes while this runs
         while True:
             pass
 
@@ -532,7 +533,7 @@ def test_a_loop_without_end_is_stopped_with_its_thread(monkeypatch):
     assert "ran for more than" in found
     assert "was stopped at `" in found
     assert "somewhere" not in found
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == threads

@@ -567,12 +567,12 @@ def our_held() -> dict[str, Any]:
 # ------------------------------------------------------------------ ranks that fail
 
 
-CASES = {"raises": TIME_OUT, "leaves": TIME_OUT, "sleeps": 5, "goes on": 5, "dies": TIME_OUT}
+CASES = {"raises": TIME_OUT, "leaves": TIME_OUT, "sleeps": 10, "goes on": 10, "dies": TIME_OUT}
 
 
 def failures(folder: str) -> None:
     """Three ranks, of which rank 1 fails in one way after the other, and is killed at last."""
-    joining.GRACE_SECONDS = 2
+    joining.GRACE_SECONDS = 5
     rank, said = int(os.environ["RANK"]), {"where": where()}
     for how, time_out in CASES.items():
         try:
@@ -594,7 +594,7 @@ def one_fails(how: str, rank: int) -> None:
         if rank == 1 and how == "raises":
             raise OSError("the disk is full")
         if rank == 1 and how == "sleeps":
-            time.sleep(8)
+            time.sleep(13)
         if rank == 1 and how == "dies":
             os.kill(os.getpid(), 9)
         return sum_of_losses(model, batch)
