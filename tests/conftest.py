@@ -10,6 +10,7 @@ os.environ["MPLBACKEND"] = "Agg"
 
 import random
 import signal
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -36,6 +37,16 @@ def fixed_seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def autocast_off_again() -> Iterator[None]:
+    """A test that leaves autocast on fails itself, not whichever comes after it."""
+    yield
+    left_on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    for device in left_on:
+        torch.set_autocast_enabled(device, False)
+    assert left_on == []
 
 
 # Two processes share the files: with these first, neither is left alone with a long one at the end.

@@ -171,6 +171,7 @@ def test_one_autocast_object_can_be_entered_again():
                     assert product(x) == torch.bfloat16
                 assert product(x) == torch.bfloat16
             assert product(x) == torch.float32
+    torch.set_autocast_enabled("cuda", False)  # what one object entered twice leaves on, in torch
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
