@@ -5,8 +5,11 @@ memory while the step runs, whether it touches them or not. No operator shows th
 found from the outside, along the references that Python's garbage collector follows.
 """
 
+import dis
 import gc
 from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import chain
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -53,9 +56,10 @@ def _referents(reached: Any, files: set[int]) -> list[Any]:
     return cells + defaults + [reached.__globals__.get(name) for name in names]
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
-    """The names that the code, and the functions that it defines, may look up."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _global_names(constant)
+@cache
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """The names that the code, and the functions that it defines, look up outside. Those of
+    attributes, which stand in the same list of the code, are not among them."""
+    own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = [_global_names(part) for part in code.co_consts if isinstance(part, CodeType)]
+    return tuple(dict.fromkeys(chain(own, *inner)))

@@ -105,6 +105,14 @@ def test_what_belongs_to_everybody_is_not_reached():
     assert list(reachable([lambda: (torch, pytest, nn.Linear)])) == []
 
 
+def test_an_attribute_is_no_global_of_the_same_name():
+    assert list(reachable([lambda trainer: trainer.LEFT_OVER])) == []
+
+
+def test_a_global_of_a_function_within_the_function_is_reached():
+    assert list(reachable([lambda: [LEFT_OVER + row for row in range(3)]])) == [LEFT_OVER]
+
+
 def test_what_a_hook_holds_is_its_owners():
     """One rank of a simulation has hooks that lead to all others."""
     others = torch.zeros(5)
