@@ -113,8 +113,9 @@ plot.timeline(every_block, title=f"Every block computed again: {setting}")
 # About 20 minutes. Write the Function: `forget(fn, *inputs)` gives what `fn(*inputs)` gives, one
 # tensor. All gradients, the weights' in `fn` too, are those of the plain call to the bit, with
 # dropout. Between forward and backward nothing is held but the inputs, by `save_for_backward`, and
-# the random state (5,056 bytes a call, not counted here); `fn` runs twice in all. An input may want
-# no gradient (a table of integers, say).
+# the random state (5,056 bytes a call, not counted here); `fn` runs twice in all. In backward, the
+# activations of one call are in memory at a time. Any input may want no gradient (a table of
+# integers, say).
 
 
 # %%

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from edited import each, verdict_on
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from memlab.checkpointing import checkpoint
@@ -159,6 +160,93 @@ def test_only_what_is_wrong_with_a_schedule_is_told():
     assert "peak" in told
     assert "run" not in told.partition(".")[0]
     assert "parts" not in told
+
+
+# ------------------------------------------------------------------ the solution, edited
+
+INPUTS = "inputs = [x.detach()"
+RETURN = "return None, *(x.grad for x in inputs)"
+BACKWARD = "torch.autograd.backward(output, gradient)"
+FORWARD = "return fn(*inputs)\n"
+NOT_WANTED = (
+    "if not ctx.needs_input_grad[1]:\n            return (None,) * len(ctx.needs_input_grad)"
+)
+SLOT_OF = "slots.append(None)\n        return len(slots) - 1"
+IS_EMPTY = "if slots[number] is None:"
+FLOATS = "t.is_floating_point() and t.numel() > 1"
+BY_SUM = "with torch.enable_grad():\n            (output * gradient).sum().backward()"
+
+REFUSED = [
+    ("5.1", "the first input alone", (RETURN, "return None, inputs[0].grad, *[None] * 3")),
+    ("5.1", "no, if not the first", (INPUTS, f"{NOT_WANTED}\n        {INPUTS}")),
+    (
+        "5.1",
+        "the weights' gradients anew",
+        (BACKWARD, f"ctx.fn.zero_grad()\n        {BACKWARD}"),
+    ),
+    (
+        "5.2",
+        "masks and numbers are kept",
+        (
+            SLOT_OF,
+            f"t = tensor\n        if not ({FLOATS}):\n            return t\n        {SLOT_OF}",
+        ),
+        ("slots.append, lambda", f"lambda t: slots.append(t) if {FLOATS} else None, lambda"),
+        (
+            IS_EMPTY,
+            f"if isinstance(number, torch.Tensor):\n            return number\n        {IS_EMPTY}",
+        ),
+    ),
+    (
+        "5.2",
+        "filled where all are empty",
+        (IS_EMPTY, "if all(t is None for t in slots):"),
+    ),
+    (
+        "5.3",
+        "divisors alone",
+        ("in range(1, blocks + 1):", "in [s for s in range(1, blocks + 1) if blocks % s == 0]:"),
+    ),
+    (
+        "5.3",
+        "the last takes the rest",
+        ("-(-blocks // segments)", "blocks - (segments - 1) * (blocks // segments)"),
+    ),
+]
+ACCEPTED = [
+    (
+        "5.1",
+        "a graph in forward, and a sum in backward",
+        (FORWARD, "with torch.enable_grad():\n            return fn(*inputs).detach().clone()\n"),
+        (BACKWARD, BY_SUM),
+    ),
+    ("5.1", "on clones", (INPUTS, "inputs = [x.detach().clone()"), (BACKWARD, BY_SUM)),
+    ("5.2", "detached", ("slots.append, lambda", "lambda t: slots.append(t.detach()), lambda")),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
+
+
+def test_hooks_that_fill_no_slot_are_not_taken_for_hooks_that_are_missing(tmp_path):
+    """The slots are not emptied before they are filled again, behind the empty ones."""
+    verdict = verdict_on(("5.2", (("slots.clear()", "pass"),)), tmp_path, named=True)
+    assert "under hooks for saved tensors" in verdict.text
+    assert "needs its own" not in verdict.text
+
+
+def test_a_second_run_that_draws_otherwise_is_told_by_the_case_without_dropout(tmp_path):
+    late = "y = fn(*inputs)\n    state = torch.get_rng_state()\n    return y\n"
+    verdict = verdict_on(("5.2", (("        return fn(*inputs)\n", f"        {late}"),)), tmp_path)
+    assert "both runs have to draw the same random numbers." in verdict.text
 
 
 # ------------------------------------------------------------------ held against the meter

@@ -22,6 +22,7 @@ from memlab.checkpointing.execution import run
 from memlab.checkpointing.schedules import Schedule, check_schedule
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.properties import elements, gradients, same_gradients, unchanged
 from memlab.metering import measure
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace
@@ -49,6 +50,18 @@ class _Block(nn.Module):
         hidden = F.gelu(self.up(x if rows is None else x[rows]))
         hidden = F.dropout(hidden, self.dropout, self.training)
         return x + self.down(hidden)
+
+
+class _Mixing(nn.Module):
+    """Of several inputs, and it saves what is no float of theirs: a mask, and a few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows: Tensor, shift: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+        hidden = self.up(x[rows]) + shift
+        return torch.where(hidden > 0, hidden * scale, hidden) * hidden.mean().exp()
 
 
 @dataclass
@@ -114,8 +127,16 @@ _NO_TENSOR = "unpack_hook"
 
 
 def _backward(loss: Tensor, chain: nn.ModuleList, case: str, retain_graph: bool) -> None:
+    entered: list[saved_tensors_hooks] = []
+    as_ever = saved_tensors_hooks.__enter__
+
+    def note(self: saved_tensors_hooks) -> None:
+        entered.append(self)
+        as_ever(self)
+
     try:
-        loss.backward(retain_graph=retain_graph)
+        with patch.object(saved_tensors_hooks, "__enter__", note):
+            loss.backward(retain_graph=retain_graph)
     except (RuntimeError, TypeError, LookupError) as error:
         later = [graph for block in chain for graph in block.graphs[1:]]
         if later and not later[0]:
@@ -125,7 +146,8 @@ def _backward(loss: Tensor, chain: nn.ModuleList, case: str, retain_graph: bool)
             ) from None
         if not any(words in str(error) for words in (_NO_GRAPH, _NO_TENSOR)):
             raise
-        how = "ran again with gradients switched on" if later else "did not run again"
+        under = f"under {'hooks' if entered else 'no hooks'} for saved tensors"
+        how = f"ran again with gradients switched on, {under}" if later else "did not run again"
         first_line = str(error).splitlines()[0].rstrip(".")
         raise Wrong(f"{case}: in backward fn {how}, and torch says: {first_line}.") from None
 
@@ -146,14 +168,37 @@ def _check_values(answer: Forgetting, name: str) -> None:
         case = f"{name} of {case}"
         got = _passed(answer, *others, case=case, **settings)
         wanted = _passed(_plainly, *others, **settings)
-        _same(case, got, wanted)
+        _same(case, got, wanted, drew="dropout" in settings)
         require(
             torch.equal(got.drawn_after, wanted.drawn_after),
             f"{case}: after backward torch draws other random numbers than after the plain pass.",
         )
 
 
-def _same(case: str, got: _Pass, wanted: _Pass) -> None:
+def _check_several_inputs(answer: Forgetting, name: str) -> None:
+    """Some of which want a gradient, and weights that have one already."""
+    case = f"{name} of fn(rows, shift, x, scale) (x and scale want a gradient)"
+    rows, shift = torch.arange(ROWS).flip(0), elements(WIDTH, seed=1)
+    found = []
+    for way in (answer, _plainly):
+        torch.manual_seed(0)
+        block = _Mixing()
+        for n, weight in enumerate(block.parameters()):
+            weight.grad = elements(*weight.shape, seed=n)
+        with unchanged(case, may_change={"gradients"}, block=block, rows=rows, shift=shift):
+            found.append(
+                gradients(
+                    lambda x, scale, way=way, block=block: way(block, rows, shift, x, scale),
+                    x=elements(ROWS, WIDTH, seed=2),
+                    scale=elements(ROWS, 1, dtype=torch.float64, seed=3),
+                )
+            )
+        found[-1] |= {f"fn's {key}": weight.grad for key, weight in block.named_parameters()}
+    same_gradients(case, *found)
+    _check_held_of_any_dtype(answer, name)
+
+
+def _same(case: str, got: _Pass, wanted: _Pass, *, drew: bool = False) -> None:
     require(
         got.output.shape == wanted.output.shape,
         f"{case} gave a tensor {tuple(got.output.shape)}; wanted {tuple(wanted.output.shape)}.",
@@ -172,8 +217,11 @@ def _same(case: str, got: _Pass, wanted: _Pass) -> None:
     require(
         not off,
         f"{case}: the gradients of {_some(list(off))} are not those of the plain pass, up to "
-        f"{max(off.values(), default=0):.2e} off.",
+        f"{max(off.values(), default=0):.2e} off{_DRAWS * drew}.",
     )
+
+
+_DRAWS = "; where nothing is drawn they are: both runs have to draw the same random numbers"
 
 
 def _furthest(a: Tensor, b: Tensor) -> float:
@@ -226,19 +274,33 @@ def _check_costs(answer: Forgetting, name: str) -> str:
     )
 
 
+def _check_held_of_any_dtype(answer: Forgetting, name: str) -> None:
+    """Of masks and of single numbers nothing is held either."""
+    block, x = _Mixing(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    rows, shift, scale = torch.arange(ROWS), torch.ones(WIDTH), torch.ones(ROWS, 1)
+    kept: list[Tensor] = []
+    trace = measure(lambda: kept.append(answer(block, rows, shift, x, scale)), model=block)
+    held = sum(e.bytes for e in trace.events if e.phase != "before")
+    require(
+        held <= OUTPUT_BYTES,
+        f"{name} of a block that makes a mask holds {held:,} bytes between forward and backward; "
+        f"wanted {OUTPUT_BYTES:,}, the result alone.",
+    )
+
+
 def _check_peak(answer: Forgetting, name: str, like: Forgetting) -> None:
     peak, allowed = _peak(answer), _allowed_peak(like)
     require(
         peak <= allowed,
         f"{name} of {BLOCKS} blocks takes {peak:,} bytes at its fullest; wanted at most "
-        f"{allowed:,}: the inputs, and the activations of one block. Something holds tensors that "
-        f"no graph holds, or holds them too long.",
+        f"{allowed:,}: the inputs, the activations of one block, and a few tensors as large as its "
+        f"output. Something holds tensors that no graph holds, or holds them too long.",
     )
 
 
 @cache
 def _allowed_peak(like: Forgetting) -> int:
-    return _peak(like) + OUTPUT_BYTES
+    return _peak(like) + 4 * OUTPUT_BYTES
 
 
 def _of_one_block(answer: Forgetting) -> Tensor:
@@ -275,6 +337,7 @@ def _check_function(answer: Forgetting) -> str:
     _check_is_a_function(answer)
     _check_saved(answer)
     _check_peak(answer, "forget", checkpoint_reference)
+    _check_several_inputs(answer, "forget")
     return evidence
 
 
@@ -401,8 +464,8 @@ _FUNCTION = Exercise(
         "torch.autograd.backward(output, gradient) fills .grad of these inputs and of the weights.",
         "inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]; with "
         "torch.random.fork_rng([]), torch.enable_grad(): torch.set_rng_state(ctx.state); output = "
-        "ctx.fn(*inputs). Then torch.autograd.backward(output, gradient); return None, *(x.grad "
-        "for x in inputs): one for each argument of forward, and fn has none.",
+        "ctx.fn(*inputs). Then go back from output. backward returns as many as forward has "
+        "arguments, and fn has no gradient.",
     ),
     reference=checkpoint_reference,
     check=_check_function,
@@ -501,6 +564,7 @@ def _check_hooks(answer: Forgetting) -> str:
     _check_retained(answer)
     _check_peak(answer, "forget_by_hooks", forget_by_hooks)
     _check_are_hooks(answer)
+    _check_several_inputs(answer, "forget_by_hooks")
     return evidence
 
 
@@ -543,7 +607,8 @@ def _check_retained(answer: Forgetting) -> None:
     case = "forget_by_hooks of 2 blocks, a second backward through a retained graph"
     settings = {"blocks": 2, "dropout": 0.25, "backwards": 2}
     got = _passed(answer, case=case, **settings)
-    _same(case, got, _passed(_plainly, **settings))
+    _same(case, got, _passed(_plainly, **settings), drew=True)
+    _check_walked_in_part(answer)
     held = _held_when_retained(answer)
     wanted = BLOCKS * OUTPUT_BYTES
     require(
@@ -551,6 +616,23 @@ def _check_retained(answer: Forgetting) -> None:
         f"forget_by_hooks of {BLOCKS} blocks holds {held:,} bytes after a backward pass that "
         f"retains the graph (and {got.runs[0]} runs after two); wanted {wanted:,}, as before it.",
     )
+
+
+def _check_walked_in_part(answer: Forgetting) -> None:
+    """The first walk asks for some of the saved tensors, the second for all."""
+    case = "forget_by_hooks of 2 blocks, backward to the last weight, and then to all of them"
+    found: list[list[Tensor]] = []
+    for way in (answer, _plainly):
+        chain, x = _chain(2, 0.25, True)
+        loss = _forward(way, chain, x, case=case).square().sum()
+        weights = [*chain.parameters()]
+        try:
+            last = torch.autograd.grad(loss, weights[-1:], retain_graph=True)
+            found.append([*last, *torch.autograd.grad(loss, [x, *weights])])
+        except (RuntimeError, TypeError, LookupError) as error:
+            raise Wrong(f"{case}, ended in an error: {str(error).splitlines()[0]}.") from None
+    far = max(_furthest(mine, plain) for mine, plain in zip(*found, strict=True))
+    require(far == 0, f"{case}: gradients are up to {far:.2e} off those of the plain pass.")
 
 
 def _held_when_retained(answer: Forgetting) -> int:
@@ -645,9 +727,8 @@ _HOOKS = Exercise(
         "slots, state = [], torch.get_rng_state(). The first hook: slots.append(None); return "
         "len(slots) - 1. The second, of n: if slots[n] is None: slots.clear(); with "
         "torch.random.fork_rng([]), torch.enable_grad(), saved_tensors_hooks(slots.append, lambda "
-        "nothing: nothing): torch.set_rng_state(state); fn(*inputs). Then tensor, slots[n] = "
-        "slots[n], None; return tensor. Last: with saved_tensors_hooks(the first, the second): "
-        "return fn(*inputs).",
+        "nothing: nothing): torch.set_rng_state(state); fn(*inputs). Then hand slot n out, and "
+        "leave it empty. Under which hooks does fn run in forward?",
     ),
     reference=forget_by_hooks,
     check=_check_hooks,
@@ -731,6 +812,9 @@ _CHAINS = (
     (7, 100, 30),
     (32, 16, 365),
     (1, 10, 90),
+    (7, 1, 1),
+    (11, 3, 5),
+    (23, 10, 35),
     (126, 256, 6000),
 )
 BestSegments = Callable[[int, int, int], tuple[int, int]]
@@ -810,8 +894,9 @@ _BEST_SEGMENTS = Exercise(
         "which?",
         "Kept all the time is one input a segment. While the longest segment goes back, all of its "
         "blocks' activations are there: it has blocks / segments of them, rounded up.",
-        "held = segments * input_bytes + -(-blocks // segments) * block_bytes for each number of "
-        "segments from 1 to blocks; return the number with the least, and that.",
+        "held[segments] = segments * input_bytes + -(-blocks // segments) * block_bytes, for each "
+        "number of segments from 1 to blocks. Of a dict, min(held, key=held.get) is the first key "
+        "with the least.",
     ),
     reference=best_segments,
     check=_check_best_segments,
@@ -1001,8 +1086,9 @@ _SCHEDULE = Exercise(
         "how long are those?",
         "size, longer = divmod(blocks, segments): `longer` segments have size + 1 blocks, the "
         "others size. Count up where each begins.",
-        "start, parts = 0, []; for n in range(segments): end = start + size + (n < longer); "
-        "parts.append(tuple(range(start, end))); start = end. Return tuple(parts).",
+        "start, parts = 0, []; for n in range(segments): end = start + size + (n < longer). In the "
+        "loop, a tuple of the blocks from start up to end goes into parts; and where does the next "
+        "segment start?",
     ),
     reference=even_schedule,
     check=_check_schedule,
