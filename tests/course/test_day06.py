@@ -6,6 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from edited import each, verdict_on
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -217,7 +218,7 @@ def of_all_sets(operators, budget_bytes):
     ("exercise", "answer", "said"),
     [
         (BEST_SCHEDULE, with_the_librarys_search, "the check's knows stages, if_last, if_plain"),
-        (BEST_SCHEDULE, with_a_sum_of_peaks, "Its own and the rest's never add up."),
+        (BEST_SCHEDULE, with_a_sum_of_peaks, "own peak and the rest's never add up"),
         (BEST_OPERATORS, of_all_sets, "Each operator doubles the sets"),
     ],
 )
@@ -237,6 +238,79 @@ def test_who_drops_the_beaten_needs_few_additions(monkeypatch):
     """The check says fewer than 5,000."""
     monkeypatch.setattr(day06, "MOST_ADDITIONS", 4_999)
     assert judge(BEST_OPERATORS, best_within).status == OK
+
+
+# ------------------------------------------------------------------ the solution, edited
+
+LAST_OUTPUT = "stages[segment[-1]].output_bytes"
+DETACHED = "torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)"
+KEPT = "if func in self.chosen:\n            detached"
+OF_THE_NAME = KEPT.replace("func in", "func.overloadpacket in").replace(
+    "self.chosen", "{each.overloadpacket for each in self.chosen}"
+)
+ALL_SETS = "    choices = [(0, sum("
+
+REFUSED = [
+    ("6.1", "the first output", (LAST_OUTPUT, "stages[segment[0]].output_bytes")),
+    (
+        "6.1",
+        "the largest output",
+        (LAST_OUTPUT, "max(stages[i].output_bytes for i in segment)"),
+    ),
+    (
+        "6.3",
+        "tuples as they are",
+        (DETACHED, "made.detach() if isinstance(made, torch.Tensor) else made"),
+    ),
+    ("6.3", "operators of one name", (KEPT, OF_THE_NAME)),
+    (
+        "6.4",
+        "what has no bytes is passed over",
+        ("    for o in operators:\n", "    for o in [o for o in operators if o.bytes]:\n"),
+    ),
+    (
+        "6.4",
+        "by the library",
+        (ALL_SETS, f"    return checkpointing.best_within(operators, budget_bytes)\n{ALL_SETS}"),
+    ),
+]
+ACCEPTED = [
+    ("6.3", "detached here, too", ("        return made", f"        return {DETACHED}")),
+    ("6.4", "a list", ("return choices[-1][2]", "return sorted(choices[-1][2])")),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
+
+
+AGAIN = "chain.rerun(i, k) + own[1]"
+ALL_FIT = "All are within their budgets: choices are missing, or what runs again is miscounted."
+TOO_LOW = "What is over its budget has a peak that came out too low."
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (("again, (i, *rest)", "again + chain.rerun(i, i + 1), (i, *rest)"), ALL_FIT),
+        (("rest[0])", "0)"), TOO_LOW),
+        ((AGAIN, "chain.rerun(i, k - 1) + own[1]"), "chain.rerun of a segment without stages"),
+    ],
+    ids=["plain runs again", "the rest is nothing", "one stage less"],
+)
+def test_no_schedule_is_plain_and_yet_the_mistake_is_not_that_none_may_be(changes, said, tmp_path):
+    """What is missing among the choices is told only to who never asked the chain for it."""
+    verdict = verdict_on(("6.2", (changes,)), tmp_path, named=True)
+    assert verdict.status == WRONG
+    assert said in verdict.text
+    assert "A stage may be plain" not in verdict.text
 
 
 # ------------------------------------------------------------------ held against the meter

@@ -46,8 +46,14 @@ WhatItTakes = Callable[[Schedule, Stages], tuple[int, int, int]]
 
 _EQUAL = [Costs(forward=30, backward=60, output_bytes=8, saved_bytes=50, tail=10)] * 6
 _UNEQUAL = [
-    Costs(forward, 2 * forward, output_bytes=8, saved_bytes=saved, tail=tail)
-    for forward, saved, tail in ((10, 20, 1), (30, 50, 3), (5, 90, 2), (40, 31, 7), (20, 64, 4))
+    Costs(forward, 2 * forward, output_bytes=output, saved_bytes=saved, tail=tail)
+    for forward, output, saved, tail in (
+        (10, 9, 20, 1),
+        (30, 14, 50, 3),
+        (5, 6, 90, 2),
+        (40, 8, 31, 7),
+        (20, 11, 64, 4),
+    )
 ]
 _SCHEDULES: tuple[tuple[list[Costs], Schedule], ...] = (
     (_EQUAL[:1], (0,)),
@@ -58,6 +64,7 @@ _SCHEDULES: tuple[tuple[list[Costs], Schedule], ...] = (
     (_EQUAL[:6], ((0,), 1, (2,), 3, (4,), 5)),
     (_UNEQUAL, (0, 1, 2, 3, 4)),
     (_UNEQUAL, ((0, 1, 2), 3, (4,))),
+    (_UNEQUAL, (0, (1, 2, 3), 4)),
     (_UNEQUAL, (0, (1, 2), (3, 4))),
 )
 
@@ -164,8 +171,8 @@ _WHAT_IT_TAKES = Exercise(
         "saved_bytes of all stages of the part.",
         "for part in schedule: segment = (part,) if it is an int else part; full = sum of "
         "saved_bytes; most = max(most, held + full); then held += full if it is an int, else "
-        "stages[segment[-1]].output_bytes, and again += sum of forward - "
-        "stages[segment[-1]].tail.",
+        "stages[segment[-1]].output_bytes. What runs again is missing: the segment's forward, all "
+        "but one tail.",
     ),
     reference=what_it_takes,
     check=_check_what_it_takes,
@@ -329,10 +336,14 @@ class AsTold:
 
     def __init__(self, chain: Chain) -> None:
         self._told = {name: getattr(chain, name) for name in self.TOLD}
+        self.asked: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        self.asked.add(name)
+        if name in ("if_segment", "rerun"):
+            return partial(self._of_a_segment, name)
         if name not in self._told:
             raise Wrong(
                 f"best_schedule asked the chain for .{name}; the check's knows "
@@ -340,24 +351,48 @@ class AsTold:
             )
         return self._told[name]
 
+    def _of_a_segment(self, name: str, i: int, k: int, *rest: int) -> int:
+        if i >= k:
+            self.asked.add(f"{name} of a segment without stages")
+        return int(self._told[name](i, k, *rest))
+
 
 def _check_best_schedule(answer: BestSchedule) -> str:
     tried = [
         (f"best_schedule(a chain of {stages}, {budget:,} bytes)", stages, chain, budget, wanted)
         for stages, chain, budget, wanted in _cases()
     ]
-    gave = [_asked(answer, case, chain, budget) for case, _, chain, budget, _ in tried]
+    gave, asked = [], set[str]()
+    for case, _, chain, budget, _ in tried:
+        told = AsTold(chain)
+        gave.append(_asked(answer, case, told, budget))
+        asked |= told.asked
     faults = [_fault(*case, got) for case, got in zip(tried, gave, strict=True)]
     if any(faults):
         first = next(n for n, fault in enumerate(faults) if fault)
         forgotten = " Is there a return?" if all(got is None for got in gave) else ""
-        raise Wrong(f"{_told(*tried[first], gave[first])} {_of_all(faults)}{forgotten}")
+        raise Wrong(
+            f"{_told(*tried[first], gave[first])} {_of_all(faults)}{_never(asked)}{forgotten}"
+        )
     return f"{len(tried)} budgets, each within it and with the least run again"
 
 
-def _asked(answer: BestSchedule, case: str, chain: Chain, budget: int) -> Any:
+def _never(asked: set[str]) -> str:
+    """What was not asked for in any budget, or should not have been: it tells mistakes apart that
+    agree in all of them."""
+    missing = [name for name in AsTold.TOLD if name not in asked]
+    strange = sorted(asked.difference(AsTold.TOLD))
+    words = [
+        f" chain.{name} was asked for: segments are i … k−1, with k from i + 1." for name in strange
+    ]
+    return (
+        f" chain.{' and chain.'.join(missing)} was never asked for." if missing else "".join(words)
+    )
+
+
+def _asked(answer: BestSchedule, case: str, chain: AsTold, budget: int) -> Any:
     try:
-        return answer(AsTold(chain), budget)
+        return answer(chain, budget)
     except RecursionError:
         raise Wrong(f"{case}: choices() asks for itself again and again, without an end.") from None
 
@@ -394,7 +429,15 @@ def _told(case: str, stages: int, chain: Chain, budget: int, wanted: Any, got: A
 def _of_all(faults: list[str]) -> str:
     """Every budget's fault, by its number: two mistakes can agree in one budget, seldom in all."""
     wrong = [f"{n}: {fault}" for n, fault in enumerate(faults, start=1) if fault]
-    return f"Wrong in {len(wrong)} of {len(faults)} budgets ({', '.join(wrong)})."
+    listed = f"Wrong in {len(wrong)} of {len(faults)} budgets ({', '.join(wrong)})."
+    if any("over" in fault for fault in faults):
+        return f"{listed} What is over its budget has a peak that came out too low."
+    if all("again" in fault for fault in faults if fault):
+        return (
+            f"{listed} All are within their budgets: choices are missing, or what runs again is "
+            f"miscounted."
+        )
+    return listed
 
 
 def _cheapest_fitting(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
@@ -551,9 +594,8 @@ _BEST_SCHEDULE = Exercise(
         "agains.",
         "found = [(chain.if_plain(i, j, peak), again, (i, *rest)) for peak, again, rest in "
         "choices(i + 1, j)]; for k in range(i + 1, j + 1): for own_peak, own_again, own in "
-        "choices(i, k - 1): for peak, again, rest in choices(k, j): "
-        "found.append((chain.if_segment(i, k, j, own_peak, peak), chain.rerun(i, k) + own_again + "
-        "again, (own, *rest))).",
+        "choices(i, k - 1): for peak, again, rest in choices(k, j). In the innermost loop, append "
+        "the peak, all that runs again, and the schedule.",
     ),
     reference=_best_schedule_but(),
     check=_check_best_schedule,
@@ -562,7 +604,12 @@ _BEST_SCHEDULE = Exercise(
         WrongAnswer(
             _all_plain,
             "Plain stages alone come out. Is each segment i … k-1 among found, with "
-            "chain.if_segment as its peak? Its own and the rest's never add up.",
+            "chain.if_segment as its peak?",
+        ),
+        WrongAnswer(
+            _best_schedule_but(if_segment=lambda chain, i, k, j, own, rest: own + rest),
+            "A segment's own peak and the rest's never add up: chain.if_segment says what is there "
+            "at once.",
         ),
         WrongAnswer(_best_uniform, "Every k-th input alone: unequal stages want unequal segments."),
         WrongAnswer(
@@ -678,6 +725,13 @@ class _Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x, scale=2.0)
 
 
+class _Powers(nn.Module):
+    """Two operators of one name: to the power of a tensor, and to that of a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.square() + 1) ** x + x**3
+
+
 # What a case has: its blocks, x's shape, what is chosen, and bytes that may be held: the chosen
 # outputs and each block's output.
 _SELECTIONS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], Any, int]] = {
@@ -709,6 +763,12 @@ _SELECTIONS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], Any
         ATTENTION,
         4 * 2 * ROWS * (WIDTH + 1),
     ),
+    "1 block with pow(tensor, tensor) chosen, and pow(tensor, number) not": (
+        lambda: [_Powers()],
+        (ROWS, WIDTH),
+        frozenset({aten.pow.Tensor_Tensor}),
+        2 * TENSOR,
+    ),
 }
 
 
@@ -737,12 +797,16 @@ def _check_choosing(answer: Choosing) -> str:
             f"{case} holds {held:,} bytes, and the chosen operators ran {again} times again; "
             f"wanted none.",
         )
-    left = _left(answer)
-    require(
-        left == 0,
-        f"Choosing around 2 blocks leaves {left:,} bytes behind when their output is dropped; "
-        f"wanted none.",
-    )
+    for name, blocks, chosen in (
+        ("2 blocks", _layers(), MATMULS),
+        ("attention, which makes two tensors,", _attention_block(), ATTENTION),
+    ):
+        left = _left(answer, blocks, chosen)
+        require(
+            left == 0,
+            f"Choosing around {name} leaves {left:,} bytes behind when the output is dropped; "
+            f"wanted none.",
+        )
     left = _left_by_backward(answer)
     require(
         left == 0,
@@ -819,12 +883,13 @@ def _plainly(build: Callable[[], list[nn.Module]], x: Tensor) -> tuple[list[Tens
     return _backward("", y, blocks, x)
 
 
-def _left(answer: Choosing) -> int:
+def _left(answer: Choosing, blocks: list[nn.Module], chosen: Any) -> int:
     """Bytes alive when the output was dropped, and Python has looked for circles."""
-    blocks, x = _layers(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    width = next(blocks[0].parameters()).shape[-1]
+    x = torch.ones(1, ROWS, width, requires_grad=True)
 
     def forward() -> None:
-        _forward("", answer, MATMULS, blocks, x)
+        _forward("", answer, chosen, blocks, x)
         gc.collect()
 
     return _born(measure(forward, model=nn.ModuleList(blocks)))
@@ -927,8 +992,9 @@ _CHOOSING = Exercise(
         "self.kept, detached, and return made. Second run: a chosen func does not run; the first "
         "of self.kept is its result. Whatever is not chosen runs in both.",
         "if self.is_second and func in self.chosen: return self.kept.pop(0); made = func(*args, "
-        "**(kwargs or {})); if func in self.chosen: self.kept.append("
-        "torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)); return made.",
+        "**(kwargs or {})); detached = torch.utils._pytree.tree_map_only(torch.Tensor, "
+        "torch.Tensor.detach, made). Then keep it, if it is chosen; and what does the operator "
+        "give?",
     ),
     reference=_Choosing,
     check=_check_choosing,
@@ -1001,6 +1067,7 @@ _KNAPSACKS: tuple[tuple[list[Operator], int], ...] = (
     (_many(8, 0), 120),
     (_many(10, 1), 200),
     (_many(9, 0), 150),
+    (_operators((0, 5), (7, 0), (4, 9), (3, 2), first=11), 5),
 )
 MOST_ADDITIONS = 100_000  # 2²⁰ sets take one each at least; who drops the beaten, some 2,000
 
@@ -1136,7 +1203,7 @@ def _rounded(operators: Sequence[Operator], budget_bytes: int) -> Collection[int
 
 
 def _per_byte(operator: Operator) -> float:
-    return -operator.operations / operator.bytes
+    return -operator.operations / max(1, operator.bytes)
 
 
 def _by_operations(operator: Operator) -> float:
@@ -1187,10 +1254,11 @@ _BEST_OPERATORS = Exercise(
         "budget, and unbeaten() drops those that another choice beats.",
         "for o in operators: larger = [(taken + o.bytes, again - o.operations, numbers | "
         "{o.number}) for taken, again, numbers in choices if taken + o.bytes <= budget_bytes]; "
-        "choices = unbeaten(choices + larger). The answer is choices[-1][2].",
+        "choices = unbeaten(choices + larger). Which of the last choices runs the least again?",
     ),
     reference=best_within,
     check=_check_best_operators,
+    rebuilds=("memlab.checkpointing.best_within",),
     wrong_answers=(
         WrongAnswer(_everything, "The budget is not looked at: everything is kept."),
         WrongAnswer(_nothing, "Nothing is kept, whatever the budget."),
