@@ -401,6 +401,14 @@ def test_a_recording_says_nothing_of_the_profiler_and_all_that_the_step_says(cap
     assert sorted(capfd.readouterr().err.splitlines()) == ["from Python", "from below"]
 
 
+def test_what_the_warm_up_leaves_in_a_cycle_is_not_there_at_the_start():
+    def warm_up():
+        cycle = [torch.ones(1024)]
+        cycle.append(cycle)
+
+    assert record(lambda: torch.ones(4), warm_up=warm_up).bytes_at_start == 0
+
+
 def test_what_the_warm_up_leaves_alive_is_there_at_the_start():
     kept = []
     recording = record(lambda: torch.ones(4), warm_up=lambda: kept.append(torch.ones(1024)))
