@@ -493,7 +493,8 @@ for bits in (8, 4, 2):
 
 # %% [markdown]
 # `weakref.WeakKeyDictionary()` is a dict that does not keep its keys: an entry goes when its key, a
-# storage, dies. It asks for the object, not for an address.
+# storage, dies. It asks for the object, not for an address. (Do Exercise 7.5 before 14.1, where the
+# same hooks send storages to a disk.)
 
 
 # %%
@@ -519,8 +520,8 @@ print(f"; when it has died: {len(known)}")
 # About 18 minutes. Return two functions, `pack` and `unpack`. What is eligible (as in 7.4) is kept
 # as `compress(whole(tensor))`, once for each storage, and its view; `decompress` of it gives the
 # numbers, flat. Everything else is kept as it is, but **detached**: a result that its operator
-# saves itself would hold its graph, and the graph holds it (Day 6). Backward may come twice. When
-# the output is dropped, nothing is left.
+# saves itself would hold its graph, and the graph holds it (Day 6). Backward may come twice, and
+# `unpack` keeps nothing of what it hands out. When the output is dropped, nothing is left.
 
 
 # %%

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from edited import each, verdict_on
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
@@ -233,7 +234,7 @@ def mostly_exact(weights, compress, decompress):
 @pytest.mark.parametrize(
     ("exercise", "answer", "said"),
     [
-        (QUANTIZE, by_the_library, "at 15 levels: 15 steps of"),
+        (QUANTIZE, by_the_library, "Your answer calls memlab.quantize.quantize_blockwise,"),
         (QUANTIZE, cut_off_by_int, "cuts the fraction off"),
         (QUANTIZE, a_step_of_a_billionth_at_least, "a group of numbers from 0 to 1e-7"),
         (HOOKS, a_list_beside, "393,580 bytes"),
@@ -246,6 +247,78 @@ def mostly_exact(weights, compress, decompress):
 )
 def test_a_mistake_of_another_make_is_told(exercise, answer, said):
     verdict = judge(exercise, answer)
+    assert verdict.status == WRONG
+    assert said in verdict.text
+
+
+# ------------------------------------------------------------------ the solution, edited
+
+UNPACK, VIEW = "    def unpack(kept):", "        return decompress(compressed).as_strided(*view)"
+BY_CODES = """        if id(compressed) not in found:
+            found[id(compressed)] = decompress(compressed)
+        return found[id(compressed)].as_strided(*view)"""
+BY_VIEW = """        if len(compressed) == 1:
+            compressed.append(decompress(compressed[0]))
+        return compressed[1].as_strided(*view)"""
+FOUND = f"    found = {{}}\n\n{UNPACK}"
+ELIGIBLE = "tensor.requires_grad and count >= 256"
+SEEN = "        seen.add(storage)"
+
+REFUSED = [
+    ("7.2", "up at a draw of 0", ("< steps - down", "<= steps - down")),
+    ("7.4", "256 are too few", (ELIGIBLE, ELIGIBLE.replace(">=", ">"))),
+    ("7.4", "an input is left", (ELIGIBLE, f"{ELIGIBLE} and not tensor.is_leaf")),
+    ("7.4", "views of nothing", (SEEN, f"        if len(tensor):\n    {SEEN}")),
+    ("7.5", "unpack keeps the numbers", (UNPACK, FOUND), (VIEW, BY_CODES)),
+    (
+        "7.5",
+        "each view keeps its numbers",
+        ("return known[storage], tensor.size()", "return [known[storage]], tensor.size()"),
+        (VIEW, BY_VIEW),
+    ),
+]
+ACCEPTED = [
+    (
+        "7.1",
+        "by amin and amax",
+        ("groups.aminmax(dim=1, keepdim=True)", "(groups.amin(1, True), groups.amax(1, True))"),
+    ),
+    ("7.2", "compared with frac", ("< steps - down", "< steps.frac()")),
+    ("7.5", "a copy of the view", (VIEW, f"{VIEW}.clone()")),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
+
+
+LOW, STEP = "(groups - smallest.float())", "torch.where(step == 0, 1, step.float())"
+
+
+@pytest.mark.parametrize(
+    ("id_", "change", "said"),
+    [
+        ("7.1", (LOW, "(groups - low)"), "All of the group come back about 0.3 below"),
+        ("7.1", (STEP, f"{STEP} * 0.9"), "The larger the code, the farther off"),
+        (
+            "7.1",
+            ("return round(steps)", "return (steps * 1)"),
+            "fractions are cut off, not rounded",
+        ),
+        ("7.5", ("tensor.storage_offset()", "0"), "its second half, of its columns, comes back"),
+        ("7.5", ("len(whole(tensor)) < 256", "False"), "Too much: float32 (8,)"),
+    ],
+    ids=["another smallest", "another step", "cut off", "no offset", "small ones, too"],
+)
+def test_beside_the_numbers_a_sentence_says_what_they_have_in_common(id_, change, said, tmp_path):
+    verdict = verdict_on((id_, (change,)), tmp_path)
     assert verdict.status == WRONG
     assert said in verdict.text
 

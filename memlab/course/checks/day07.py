@@ -13,10 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.course.checks.day06 import attention_kept
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.properties import Peaks, elements, limited, peaks
 from memlab.metering import measure
 
 GROUP = 256
 Round = Callable[[Tensor], Tensor]
+_ELSEWHERE = ("memlab.quantize", "memlab.compression")  # what the day rebuilds
 
 # ------------------------------------------------------------------ 7.1: groups on even steps
 
@@ -228,8 +230,34 @@ def _require_half_a_step(
     raise Wrong(
         f"{case}: {int(bad.sum())} of {numbers.numel()} numbers come back more than half a step "
         f"off, the first {numbers[group, place].item():.6g} as {back:.6g}; a step of its group is "
-        f"{step[group].item():.2g}."
+        f"{step[group].item():.2g}.{_how_off(kept, numbers, group, step[group].item())}"
     )
+
+
+def _how_off(kept: tuple[Tensor, Tensor, Tensor], numbers: Tensor, group: int, step: float) -> str:
+    """What the errors of a group have in common, if anything: all alike, all to one side, or
+    growing with the code."""
+    off = (dequantize(*kept) - numbers)[group].double()
+    low, high = off.aminmax()
+    if high - low <= 1.01 * step and off.abs().min() > step / 2:
+        side = "above" if low > 0 else "below"
+        return f" All of the group come back about {off.mean().abs():.1g} {side} what they were."
+    if high <= 0.01 * step and low >= -1.01 * step:
+        return " Not one comes back above what it was: fractions are cut off, not rounded."
+    if _grows(off, kept[0][group].double(), step):
+        return " The larger the code, the farther off: they are counted in steps of another size."
+    return ""
+
+
+def _grows(off: Tensor, codes: Tensor, step: float) -> bool:
+    """Whether errors lie on a slope over the codes, the first and the last, which are clamped,
+    left aside."""
+    inside = (codes > codes.min()) & (codes < codes.max())
+    if inside.sum() < 3:
+        return False
+    over, up = (each[inside] - each[inside].mean() for each in (codes, off))
+    slope = over.dot(up) / over.dot(over).clamp(min=1)
+    return bool((up - slope * over).abs().max() <= 0.6 * step < (slope * over).abs().max())
 
 
 def _briefly(value: Any) -> str:
@@ -290,11 +318,12 @@ _QUANTIZE = Exercise(
         "a step of 0: divide by 1 there.",
         "low, high = groups.aminmax(dim=1, keepdim=True); smallest = as_bfloat16(low, -inf); "
         "step = as_bfloat16((high - smallest.float()) / levels, inf); steps = (groups - "
-        "smallest.float()) / torch.where(step == 0, 1, step.float()); return "
-        "round(steps).clamp(0, levels).to(torch.uint8), smallest, step.",
+        "smallest.float()) / torch.where(step == 0, 1, step.float()). What is left: whole numbers "
+        "by round, none beyond 0 and levels, in the dtype asked for.",
     ),
     reference=quantize,
     check=_check_quantize,
+    rebuilds=_ELSEWHERE,
     wrong_answers=(
         WrongAnswer(
             _quantize_but(scope="tensor"),
@@ -371,6 +400,7 @@ _QUANTIZE = Exercise(
 
 RoundAtRandom = Callable[[Tensor, torch.Generator], Tensor]
 DRAWS = 16_384
+_DRAWS_A_ZERO = 1233  # a seed that has an exact 0 among so many draws
 CLOSE = 0.02  # five standard deviations of the mean of so many draws, at a fraction of a half
 
 
@@ -396,7 +426,7 @@ def _check_round_at_random(answer: RoundAtRandom) -> str:
         f"{case} of {DRAWS:,} times {_listed(off)} has a mean of about "
         f"{_listed(f'{mean:.1f}' for mean in off.values())}; wanted the number itself.",
     )
-    _mean(case, answer, 3.0)  # is 3
+    _mean(case, answer, 4.0, seed=_DRAWS_A_ZERO)  # is 4
     steps = torch.linspace(0, 255, 1021).view(1, -1)
     generator = _seeded(2)
     first, second = answer(steps, generator), answer(steps, generator)
@@ -444,11 +474,11 @@ def _listed(values: Iterable[Any]) -> str:
     return ", ".join(map(str, values))
 
 
-def _mean(case: str, answer: RoundAtRandom, number: float) -> float:
+def _mean(case: str, answer: RoundAtRandom, number: float, *, seed: int = 1) -> float:
     """Of many roundings of a number, all of them to one of its two neighbours."""
     steps = torch.full((DRAWS,), number)
     before = torch.get_rng_state()
-    rounded = answer(steps, _seeded(1))
+    rounded = answer(steps, _seeded(seed))
     require(
         isinstance(rounded, Tensor) and rounded.shape == steps.shape,
         f"{case} gave {_briefly(rounded)}; wanted a tensor {tuple(steps.shape)}."
@@ -550,11 +580,12 @@ _ROUND_AT_RANDOM = Exercise(
         "it come out as 3, so that the mean is 2.25?",
         "torch.rand(steps.shape, generator=generator) gives a number from 0 to 1 for each: below a "
         "fraction f it is with probability f. steps - steps.floor() is the fraction.",
-        "down = steps.floor(); return down + (torch.rand(steps.shape, generator=generator) < "
-        "steps - down).",
+        "down = steps.floor(); is_up = torch.rand(steps.shape, generator=generator) < steps - "
+        "down. True counts as 1.",
     ),
     reference=round_at_random,
     check=_check_round_at_random,
+    rebuilds=_ELSEWHERE,
     wrong_answers=(
         WrongAnswer(
             _nearest, "This is the nearest: 2.25 becomes 2 every time, and its mean is not 2.25."
@@ -731,11 +762,12 @@ _PACK = Exercise(
         "⌈n / per_byte⌉ bytes. The last byte may have fewer codes: codes[place::per_byte] is then "
         "one shorter than the zeros.",
         "per_byte = 8 // bits; packed = torch.zeros(-(-len(codes) // per_byte), "
-        "dtype=torch.uint8); for place in range(per_byte): part = codes[place::per_byte]; "
-        "packed[:len(part)] |= part << place * bits; return packed.",
+        "dtype=torch.uint8); for place in range(per_byte): part = codes[place::per_byte]. In the "
+        "loop, part goes into the first len(part) bytes of packed, moved up: by how many bits?",
     ),
     reference=pack,
     check=_check_pack,
+    rebuilds=_ELSEWHERE,
     wrong_answers=(
         WrongAnswer(_strided, "A byte for each code: nothing is packed, and nothing saved."),
         WrongAnswer(
@@ -832,6 +864,9 @@ def _saved_cases() -> dict[str, _Saved]:
     return {
         "a tensor (40, 64)": _Saved([h], []),
         "a tensor (7, 41)": _Saved([_made(7, 41)], []),
+        "tensors of 256 and of 255 numbers": _Saved([_made(16, 16), _made(5, 51)], []),
+        "an input (40, 64) that wants a gradient": _Saved([h.detach().requires_grad_()], []),
+        "none of a tensor's rows, and the tensor (40, 64)": _Saved([h[:0], h], []),
         "a tensor (40, 64) twice": _Saved([h, h], []),
         "a tensor (40, 64) and its transpose": _Saved([h, h.T], []),
         "the two halves of a tensor (40, 64), with no other view of it,": _Saved(
@@ -879,8 +914,8 @@ _BYTES_KEPT = Exercise(
         "⌈n·bits/8⌉ + 4·⌈n/256⌉ bytes, any other what it took before.",
         "seen = {w.untyped_storage() for w in weights}; for tensor in saved: storage = "
         "tensor.untyped_storage(); if it is in seen: continue; add it; n = storage.nbytes() // "
-        "tensor.itemsize; before += storage.nbytes(); after += -(-n * bits // 8) + 4 * -(-n // "
-        "256) if tensor.requires_grad and n >= 256 else storage.nbytes().",
+        "tensor.itemsize; before += storage.nbytes(); in_bits = -(-n * bits // 8) + 4 * -(-n // "
+        "256). When is it in_bits that after grows by, and when storage.nbytes()?",
     ),
     reference=bytes_kept,
     check=_check_bytes_kept,
@@ -1085,11 +1120,14 @@ def _saved_by_plain() -> list[Tensor]:
 def _check_hooks(answer: MakeHooks) -> str:
     case = "hooks around a layer with index, mask and halves"
     _require_nobody_elses(answer)
+    _require_views_back(answer)
     plain, exact = _run_with(None, _exactly, _itself), _run_with(answer, _exactly, _itself)
     wanted = _run_with(hooks, _exactly, _itself)
     require(
         bool(exact.asked) and exact.asked == wanted.asked,
-        f"{case} compressed {_in_words(exact.asked)}; wanted {_in_words(wanted.asked)}.",
+        f"{case} compressed {_in_words(exact.asked)}; wanted {_in_words(wanted.asked)}. Too much: "
+        f"{_in_words(exact.asked - wanted.asked)}; missing: "
+        f"{_in_words(wanted.asked - exact.asked)}.",
     )
     far = max((a - b).abs().max().item() for a, b in zip(exact[0], plain[0], strict=True))
     require(
@@ -1101,7 +1139,8 @@ def _check_hooks(answer: MakeHooks) -> str:
     require(
         coarse.held == allowed,
         f"{case} holds {coarse.held:,} bytes between forward and backward; wanted {allowed:,}, of "
-        f"the {plain.held:,} without them. When the output is dropped, {left:,} bytes stay.",
+        f"the {plain.held:,} without them: codes, smallest and step of what is eligible, and the "
+        f"rest as it was. When the output is dropped, {left:,} bytes stay.",
     )
     for name, both, run in (
         ("numbers doubled", (_exactly, _doubled), None),
@@ -1118,6 +1157,14 @@ def _check_hooks(answer: MakeHooks) -> str:
         left == 0,
         f"{case} leave {left:,} bytes behind when the output is dropped; wanted none.",
     )
+    retained = _held_when_retained(answer)
+    require(
+        retained <= allowed,
+        f"{case} holds {retained:,} bytes after a backward that retains the graph; wanted "
+        f"{allowed:,}, as before it: unpack keeps nothing of what it hands out.",
+    )
+    limit = _peaks_of(hooks).backward + 4 * ROWS * 2 * WIDTH  # and the largest tensor once more
+    limited(case, _peaks_of(answer), backward=limit)
     return (
         f"exact where compress is exact · {plain.held:,} bytes held without, {coarse.held:,} with "
         f"8 bits · each storage compressed once"
@@ -1160,6 +1207,59 @@ def _require_nobody_elses(answer: MakeHooks) -> None:
         "numbers.",
     )
     del kept
+
+
+def _require_views_back(answer: MakeHooks) -> None:
+    """Of one storage, and of what is left alone."""
+    pack, unpack = _hooks_of(answer, [], _exactly, _itself)
+    h = elements(40, 64).requires_grad_() * 1
+    for name, tensor in (
+        ("a tensor (40, 64)", h),
+        ("its transpose", h.T),
+        ("its second half, of its columns,", h[:, 32:]),
+        ("every third of its rows from the fifth on", h[5::3]),
+        ("its first row as often as it has rows", h[:1].expand(40, 64)),
+        ("a copy in bfloat16", h.bfloat16()),
+        ("a bool (40, 64)", h > 0),
+    ):
+        try:
+            back = unpack(pack(tensor))
+        except RuntimeError as error:
+            raise Wrong(
+                f"hooks: {name} does not come back: {str(error).splitlines()[0]}."
+            ) from None
+        require(
+            isinstance(back, Tensor) and back.dtype == tensor.dtype and torch.equal(back, tensor),
+            f"hooks: {name} comes back as {_briefly(back)} with other numbers, though compress "
+            f"keeps every digit.",
+        )
+
+
+def _peaks_of(answer: MakeHooks) -> Peaks:
+    layer, x = _Gated(), _input()
+    both = _hooks_of(answer, layer.parameters(), compress, decompress)
+
+    def forward() -> Tensor:
+        with saved_tensors_hooks(*both):
+            return layer(x)
+
+    return peaks(forward, model=layer)
+
+
+def _held_when_retained(answer: MakeHooks) -> int:
+    """Bytes, beside the output and gradients."""
+    layer, x = _Gated(), _input()
+    both = _hooks_of(answer, layer.parameters(), compress, decompress)
+    kept: list[Tensor] = []
+
+    def there_and_back() -> None:
+        with saved_tensors_hooks(*both):
+            kept.append(layer(x))
+        torch.autograd.backward(kept[0], torch.ones_like(kept[0]), retain_graph=True)
+
+    trace = measure(there_and_back, model=layer)
+    made = [e.bytes for e in trace.events if e.phase != "before" and e.category != "gradients"]
+    return sum(made) - kept[0].nbytes
 
 
 def _left(answer: MakeHooks) -> int:
@@ -1285,11 +1385,12 @@ _HOOKS = Exercise(
         "in known: "
         "known[storage] = compress(whole(tensor)); return known[storage], tensor.size(), "
         "tensor.stride(), tensor.storage_offset(). def unpack(kept): if isinstance(kept, "
-        "torch.Tensor): return kept; compressed, *view = kept; return "
-        "decompress(compressed).as_strided(*view).",
+        "torch.Tensor): return kept; compressed, *view = kept. Two calls are missing: one gives "
+        "the numbers, one the view of them.",
     ),
     reference=hooks,
     check=_check_hooks,
+    rebuilds=("memlab.compression",),
     wrong_answers=(
         WrongAnswer(_untouched, "Nothing is compressed: the hooks hand on what they get."),
         WrongAnswer(
