@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from edited import each, verdict_on
 
 import memlab
 from memlab import optim
@@ -306,6 +307,98 @@ def test_a_mistake_of_another_make_is_told(exercise, answer, said):
     verdict = judge(exercise, answer)
     assert verdict.status == WRONG
     assert said in verdict.text
+
+
+# ------------------------------------------------------------------ the solution, edited
+
+BETAS = "beta1, beta2 = betas"
+LAYER = 'layer, kind = name.split(".")[-2:]'
+BIAS = '    if kind == "bias":\n        return 1\n'
+NORMS = '    if layer in ("attention_norm", "mlp_norm", "norm"):\n        return shape[0]\n'
+DECAY = "1 - lr * weight_decay"
+END = "    return stepped.clear"
+ONLY_IF_ALL = """    def end_step():
+        if len(stepped) < len(weights):
+            raise RuntimeError("some were not stepped")
+        stepped.clear()
+
+    return end_step"""
+
+REFUSED = [
+    ("8.1", "the smaller beta first", (BETAS, "beta1, beta2 = sorted(betas)")),
+    (
+        "8.1",
+        "no step where no gradient",
+        ("weight -= lr * state", "weight -= (gradient != 0) * lr * state"),
+    ),
+    (
+        "8.1",
+        "the first lr for ever",
+        (BETAS, f"{BETAS}\n    lr = LR_OF.setdefault(id(state), lr)"),
+        ("def adamw_(", "LR_OF = {}\n\n\ndef adamw_("),
+    ),
+    ("8.2", "betas of its own", (BETAS, "beta1, beta2 = 0.9, 0.99")),
+    ("8.3", "norms before biases", (LAYER, f"{LAYER}\n{NORMS}".rstrip())),
+    (
+        "8.3",
+        "the fourth word",
+        (LAYER, 'layer, kind = (name.split(".") * 2)[3], name.split(".")[-1]'),
+    ),
+    (
+        "8.3",
+        "the fourth word of blocks alone",
+        (
+            LAYER,
+            f'{LAYER}\n    if name.startswith("blocks") and name.count(".") > 3:\n'
+            f'        layer = name.split(".")[3]',
+        ),
+    ),
+    ("8.3", "bias by letters", ('kind == "bias"', '"bias" in name')),
+    ("8.4", "betas of its own", (BETAS, "beta1, beta2 = 0.9, 0.999")),
+    ("8.4", "no decay of single weights", (DECAY, f"{DECAY} * (size > 1)")),
+    ("8.5", "all have to be stepped", (END, ONLY_IF_ALL)),
+    (
+        "8.5",
+        "one set for all models",
+        ("    stepped = set()", '    stepped = in_backward.__dict__.setdefault("stepped", set())'),
+    ),
+]
+ACCEPTED = [
+    (
+        "8.1",
+        "by lerp",
+        ('beta1 * state["m"] + (1 - beta1) * gradient', 'state["m"].lerp(gradient, 1 - beta1)'),
+    ),
+    ("8.3", "by numel", ("head_width * shape[1]", "shape.numel() // (shape[0] // head_width)")),
+    ("8.3", "by the ending", ('kind == "bias"', 'name.endswith(".bias")')),
+    ("8.5", "a function of its own", (END, "    return lambda: stepped.clear()")),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
+
+
+@pytest.mark.parametrize(
+    ("id_", "change", "remark"),
+    [
+        ("8.2", (BETAS, "beta1, beta2 = 0.9, 0.99"), True),
+        ("8.4", (BETAS, "beta1, beta2 = 0.9, 0.999"), True),
+        ("8.2", (BETAS, "beta1, beta2 = betas[0], 0.99"), False),
+    ],
+    ids=["Lion's", "Adam-mini's", "one of them"],
+)
+def test_betas_that_are_not_looked_at_are_named(id_, change, remark, tmp_path):
+    verdict = verdict_on((id_, (change,)), tmp_path, named=True)
+    assert verdict.status == WRONG
+    assert ("take them from `betas`" in verdict.text) == remark
 
 
 # ------------------------------------------------------------------ held against the library

@@ -18,6 +18,7 @@ from memlab.checkpointing import ATTENTION
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.properties import ADAM_SETTINGS, elements, parameters
 from memlab.metering import measure
 from memlab.optim import Lion
 from memlab.trace import Trace
@@ -121,6 +122,43 @@ def _require_two_states(answer: Step, wanted: Step, **settings: Any) -> None:
             f"two weights stepped in turn, each with its own state: weight {n + 1} is "
             f"{_numbers(got)}, wanted {_numbers(right)}; keep what you keep in `state` alone.",
         )
+
+
+# No two settings have a number in common, and in the last β₁ is the larger.
+_UNEQUAL = (*ADAM_SETTINGS, {"lr": 0.05, "betas": (0.8, 0.5), "eps": 0.01, "weight_decay": 0.3})
+_SIZES = (3, 1, 33, 1, 1)  # of the blocks in weights of each shape that `parameters` makes
+
+
+def _require_unequal(
+    answer: Step, wanted: Step, *, names: Sequence[str], sizes: Sequence[int] = ()
+) -> None:
+    """Weights of several shapes, stepped in turn by a learning rate that changes, along gradients
+    some of which are 0; each group has settings of its own."""
+    for seed, group in enumerate(_UNEQUAL):
+        settings = {name: group[name] for name in names}
+        for n, start in enumerate(parameters(seed=seed)):
+            more = {"size": sizes[n]} if sizes else {}
+            mine, theirs = start.detach().clone(), start.detach().clone()
+            states: tuple[State, State] = {}, {}
+            for step in range(4):
+                now = settings | {"lr": group["lr"] * (1 + step)} | more
+                gradient = elements(*start.shape, seed=10 * step + n) * (step != 2)
+                with torch.no_grad():
+                    answer(mine, gradient.clone(), states[0], **now)
+                    wanted(theirs, gradient, states[1], **now)
+                named = ", ".join(f"{name}={value}" for name, value in now.items())
+                require(
+                    torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6),
+                    f"a weight {tuple(start.shape)} stepped with lr={group['lr']:g}, twice that, "
+                    f"… and in the third step by zeros: step {step + 1}, {named}, gave "
+                    f"{_numbers(mine.flatten()[:4])} …, wanted {_numbers(theirs.flatten()[:4])} ….",
+                    evidence=("unequal", seed, n, step),
+                )
+
+
+def _with_defaults(step_: Step, **defaults: Any) -> Step:
+    """The right step, which does not look at what it is handed."""
+    return lambda *given, **settings: step_(*given, **(settings | defaults))
 
 
 _SHAPE = (100, 60)  # of the weight whose bytes are metered
@@ -260,6 +298,7 @@ def _check_adamw(answer: Step) -> str:
         right(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
     ]
     _require_two_states(answer, adamw_, lr=0.1)
+    _require_unequal(answer, adamw_, names=("betas", "eps", "weight_decay"))
     _require_kept(answer, 8 * _COUNT, "mvt", shaped="mv", lr=0.1)
     return f"weights as wanted after each of {sum(steps)} steps · 8 bytes a weight"
 
@@ -277,7 +316,7 @@ _ADAMW = Exercise(
         "keep.",
         "state['m'] = beta1 * state['m'] + (1 - beta1) * gradient; state['v'] likewise with "
         "gradient**2; root = (state['v'] / (1 - beta2**t)).sqrt() + eps; weight *= 1 - lr * "
-        "weight_decay; weight -= lr * state['m'] / (1 - beta1**t) / root.",
+        "weight_decay. The last line is the step itself: m, corrected, divided by root.",
     ),
     reference=adamw_,
     check=_check_adamw,
@@ -318,6 +357,10 @@ _ADAMW = Exercise(
             "The weight is stepped by m, not by today's gradient.",
         ),
         WrongAnswer(_adamw_but(swapped=True), "β₁ is m's and β₂ is v's."),
+        WrongAnswer(
+            _with_defaults(adamw_, betas=(0.9, 0.999)),
+            "The betas are 0.9 and 0.999, whatever is handed in: take them from `betas`.",
+        ),
         WrongAnswer(_adamw_but(first=2), "The first step has t = 1."),
         WrongAnswer(
             _adamw_but(first=0),
@@ -410,6 +453,7 @@ def _check_lion(answer: Step) -> str:
         right(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
     ]
     _require_two_states(answer, lion_, lr=0.1)
+    _require_unequal(answer, lion_, names=("betas", "weight_decay"))
     _require_kept(answer, 4 * _COUNT, "m", lr=0.1)
     return f"weights as wanted after each of {sum(steps)} steps · sign(0) is 0 · 4 bytes a weight"
 
@@ -425,8 +469,7 @@ _LION = Exercise(
         "Two mixes of m and g: one with β₁ inside torch.sign, made of m as it was; one with β₂, "
         "which is kept at the end. Write into the weight itself: weight *= …, weight -= ….",
         "m = state.get('m', torch.zeros_like(gradient)); weight *= 1 - lr * weight_decay; weight "
-        "-= lr * torch.sign(beta1 * m + (1 - beta1) * gradient); state['m'] = beta2 * m + "
-        "(1 - beta2) * gradient.",
+        "-= lr * torch.sign(beta1 * m + (1 - beta1) * gradient). What is kept is the other mix.",
     ),
     reference=lion_,
     check=_check_lion,
@@ -482,6 +525,10 @@ _LION = Exercise(
             _lion_but(also_keeps=lambda gradient: {"v": gradient**2}),
             "There is a second moment again: Lion keeps m and nothing else.",
         ),
+        WrongAnswer(
+            _with_defaults(lion_, betas=(0.9, 0.99)),
+            "The betas are 0.9 and 0.99, whatever is handed in: take them from `betas`.",
+        ),
         WrongAnswer(_lion_but(begins=torch.clone), "m began as the gradient; it begins as zeros."),
         WrongAnswer(
             _not_in_place(lion_),
@@ -509,11 +556,19 @@ _WEIGHTS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("blocks.0.attention.key.weight", (16, 32)),
     ("blocks.0.attention.key.bias", (16,)),
     ("blocks.0.mlp.up.bias", (96,)),
+    ("blocks.0.mlp_norm.bias", (32,)),
+    ("blocks.0.mixer.bias", (24,)),
+    ("decoder.blocks.1.attention.output.weight", (32, 48)),
+    ("debiased.blocks.0.attention.query.weight", (48, 32)),
+    ("blocks.0.parallel.mlp.gate.weight", (96, 48)),
+    ("unembedding.weight", (256, 32)),
 )
 _REFUSED: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("blocks.0.attention.qkv.weight", (96, 32)),
     ("blocks.0.attention.key_value.weight", (32, 32)),
     ("blocks.0.mixer.weight", (32, 32)),
+    ("blocks.0.bias.weight", (32, 32)),
+    ("decoder.blocks.1.attention.query_key.weight", (64, 32)),
     ("blocks.0.attention.q_norm.weight", (8,)),
     ("blocks.0.attention.query.weight", (20, 32)),
 )
@@ -568,20 +623,20 @@ def _check_block_size(answer: BlockSize) -> str:
     for name, shape in _WEIGHTS:
         call, wanted = f"block_size({name!r}, {shape}, {D})", block_size(name, shape, D)
         try:
-            got = answer(name, shape, D)
+            got = answer(name, torch.Size(shape), D)
         except (IndexError, ValueError) as error:
             raise Wrong(f"{call} raised {type(error).__name__}, wanted {wanted:,}.") from None
         equal(call, got, wanted)
     for name, shape in _REFUSED:
         call = f"block_size({name!r}, {shape}, {D})"
         try:
-            got = answer(name, shape, D)
+            got = answer(name, torch.Size(shape), D)
         except ValueError:
             continue
         raise Wrong(f"{call} gave {got!r}, wanted a ValueError.")
     equal(
         "block_size('attention.query.weight', (256, 96), 128)",
-        answer("attention.query.weight", (256, 96), 128),
+        answer("attention.query.weight", torch.Size((256, 96)), 128),
         128 * 96,
     )
     return (
@@ -600,9 +655,8 @@ _BLOCK_SIZE = Exercise(
         "A row of (out, in) has shape[1] numbers, and a head head_width rows. Where nothing fits, "
         "raise ValueError; so also if shape[0] % head_width is not 0.",
         "layer, kind = name.split('.')[-2:]; if kind == 'bias': return 1; if layer in ('query', "
-        "'key'): refuse rows that make no whole heads, return head_width * shape[1]; if "
-        "layer in (the three norms): return shape[0]; if layer in (the seven of rows): return "
-        "shape[1]; raise ValueError(…).",
+        "'key'): refuse rows that make no whole heads, return head_width * shape[1]. Two lines of "
+        "the table are left, and then what is in none of them.",
     ),
     reference=block_size,
     check=_check_block_size,
@@ -758,11 +812,13 @@ def _check_adam_mini(answer: Step) -> str:
         right(torch.zeros(2, 3), [two_rows], size=3, **plain),
         right(torch.zeros(4, 2), of_four, size=4, **plain),
         right(_random(2, 3), two, size=3, **plain, eps=0.3),
+        right(_random(2, 3), two, size=3, **plain, betas=(0.6, 0.8)),
         right(_random(2, 3), two, size=3, lr=0.1, weight_decay=0.5),
         right(torch.zeros(3), vectors, size=1, **plain),
         right(torch.zeros(3), vectors, size=3, **plain),
     ]
     _require_two_states(answer, adam_mini_, size=2, lr=0.1)
+    _require_unequal(answer, adam_mini_, names=("betas", "eps", "weight_decay"), sizes=_SIZES)
     blocks = _COUNT // 60
     _require_kept(answer, 4 * _COUNT + 4 * blocks, "mvt", size=60, lr=0.1)
     return (
@@ -783,7 +839,8 @@ _ADAM_MINI = Exercise(
         "share of v, (blocks, 1). m keeps the weight's shape; view it as blocks to divide it.",
         "blocks = gradient.reshape(-1, size); v = beta2 * v + (1 - beta2) * "
         "(blocks**2).mean(1, keepdim=True); step = m.view(-1, size) / (1 - beta1**t) / "
-        "((v / (1 - beta2**t)).sqrt() + eps); weight -= lr * step.view_as(weight).",
+        "((v / (1 - beta2**t)).sqrt() + eps). In which shape is step taken from the weight, and "
+        "what comes before it?",
     ),
     reference=adam_mini_,
     check=_check_adam_mini,
@@ -833,6 +890,10 @@ _ADAM_MINI = Exercise(
         ),
         WrongAnswer(
             _mini_but(root=lambda v, eps: (v + eps).sqrt()), "As in AdamW, eps is outside the root."
+        ),
+        WrongAnswer(
+            _with_defaults(adam_mini_, betas=(0.9, 0.999)),
+            "The betas are 0.9 and 0.999, whatever is handed in: take them from `betas`.",
         ),
         WrongAnswer(
             _mini_but(decay="in the gradient"), "The decay is coupled: it went into m and v."
@@ -957,6 +1018,7 @@ def _check_in_backward(answer: InBackward) -> str:
     )
     _require_refused(watched, "a further backward before end_step()")
     _require_refused_where_one_is_unused(answer)
+    _require_two_apart(answer)
     everything = sum(weight.nbytes for weight in watched.weights)
     return (
         f"each stepped once, the tied one by its whole gradient · at most {most:,} of "
@@ -1013,7 +1075,7 @@ def _require_refused(watched: _Watched, case: str, layers: int = _LAYERS) -> Non
 
 def _require_refused_where_one_is_unused(answer: InBackward) -> None:
     """The last layer takes no part: one gradient fewer than there are weights."""
-    watched, _ = _hooked(answer)
+    watched, end_step = _hooked(answer)
     watched.backward(layers=_LAYERS - 1)
     wanted = [1] * _LAYERS + [0]
     require(
@@ -1023,6 +1085,27 @@ def _require_refused_where_one_is_unused(answer: InBackward) -> None:
     )
     case = "where the loss does without one weight, a further backward before end_step()"
     _require_refused(watched, case, layers=_LAYERS - 1)
+    case = "after a backward of a loss without the last weight"
+    try:
+        end_step()
+        watched.backward(seed=3)
+    except RuntimeError as error:
+        raise Wrong(f"{case}, end_step() and a whole backward raised: {error}.") from None
+    require(
+        watched.stepped() == [2] * _LAYERS + [1],
+        f"{case}, end_step() and a whole backward; updates of each: {watched.stepped()}, wanted 2 "
+        f"of all but the last.",
+    )
+
+
+def _require_two_apart(answer: InBackward) -> None:
+    """Two models, each with an end_step of its own."""
+    first, _ = _hooked(answer)
+    second, end_second = _hooked(answer)
+    first.backward()
+    second.backward()
+    end_second()
+    _require_refused(first, "a further backward of a model when the step of another has ended")
 
 
 def _most_gradients(answer: InBackward) -> tuple[int, int]:
@@ -1165,8 +1248,8 @@ _IN_BACKWARD = Exercise(
         "weight.register_post_accumulate_grad_hook(hook) calls hook(weight). In it: update, drop "
         "weight.grad, and note the weight in a set, which end_step empties: return stepped.clear.",
         "stepped = set(); def hook(weight): if weight in stepped: weight.grad = None, and raise "
-        "RuntimeError(…); stepped.add(weight); update(weight); weight.grad = None. for weight in "
-        "weights: weight.register_post_accumulate_grad_hook(hook). return stepped.clear.",
+        "RuntimeError(…); stepped.add(weight); update(weight); weight.grad = None. Register hook "
+        "with each weight; and what does end_step do?",
     ),
     reference=in_backward,
     check=_check_in_backward,
