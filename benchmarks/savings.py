@@ -14,8 +14,8 @@ from memlab import plot
 from memlab.allocator import simulate
 from memlab.cli.choices import SLOW_ON_A_CPU, SUITABLE, choose_techniques
 from memlab.cli.measure import measured_rows
-from memlab.cli.report import progress
 from memlab.cli.rows import Row
+from memlab.cli.terminal import progress
 from memlab.trace import Trace
 from memlab.train import TECHNIQUES
 from memlab.units import format_bytes

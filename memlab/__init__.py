@@ -7,8 +7,9 @@ print(trace)                      # the peak, split by what holds it
 memlab.plot.timeline(trace)       # the same over time
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from memlab.lazy import lazily
 
 if TYPE_CHECKING:  # for whoever reads the source and doesn't run it
     from memlab import plot as plot
@@ -22,8 +23,6 @@ if TYPE_CHECKING:  # for whoever reads the source and doesn't run it
     from memlab.trace import Event as Event
     from memlab.trace import Trace as Trace
 
-# A name is imported when it is first used: torch takes seconds, `memlab --help` needs none of it,
-# and measuring needs no matplotlib.
 _HOME_OF = {
     "BudgetExceeded": "memlab.metering",
     "Event": "memlab.trace",
@@ -34,8 +33,8 @@ _HOME_OF = {
     "measure": "memlab.metering",
     "meter": "memlab.metering",
     "predict": "memlab.metering",
+    **dict.fromkeys(("allocator", "course", "metering", "plot", "trace"), ""),
 }
-_MODULES = ("allocator", "course", "metering", "plot", "trace")
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,13 +43,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"memlab.{name}")
-    if name in _HOME_OF:
-        return getattr(import_module(_HOME_OF[name]), name)
-    raise AttributeError(f"module 'memlab' has no attribute {name!r}")
+__getattr__ = lazily(__name__, _HOME_OF)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF, *_MODULES})
+    return sorted({*globals(), *_HOME_OF})

@@ -1,6 +1,6 @@
 """The shape of a model, from what a person names it by: a preset, or a `config.json`.
 
-    config_named("llama-3-8b")              a row of memlab.model.PRESETS
+    config_named("llama-3-8b")              a row of memlab.shapes.PRESETS
     config_named("Qwen3-8B/config.json")    a file in Hugging Face's format, or the folder it is in
 
 Such a file names a family in `model_type`, and the family says what the file leaves out: that Qwen2
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from memlab.model import PRESETS, GPTConfig
+from memlab.shapes import PRESETS, GPTConfig
 
 FILE = "config.json"
 MOST = 10**18  # of a count: what is more is a slip

@@ -5,19 +5,9 @@
     logits = norm(x) @ unembeddingᵀ                # (B, T, V)
 
 It is the architecture of Llama 2 and 3: RMSNorm before each branch, rotary positions, SwiGLU,
-query heads that share their keys and values (grouped-query attention), and no biases. Its weights
-are therefore
-
-    N = V·C (2·V·C untied) + C + L·(2·C·H·D + 2·C·KV·D + 3·C·hidden + 2·C)
-
-with V vocabulary, C width, L layers, H heads of width D = C/H, and KV key/value heads. The families
-that came after it changed this much, each by a field of the shape:
-
-    Mistral    a D of its own, in some models
-    Qwen2      biases on query, key and value                        + L·(H + 2·KV)·D
-    Qwen3      its own D; a norm on each query and key head          + L·2·D
-    Gemma      its own D; GELU in the gate; embeddings times √C
-    Gemma 3    as Gemma; norms on heads, and after each branch too   + L·(2·D + 2·C)
+query heads that share their keys and values (grouped-query attention), and no biases. The families
+that came after it changed a little, each by a field of the shape; memlab.shapes says what, and how
+many weights that makes.
 
 The model never asks which technique is on. Attention and loss are functions that it is handed; a
 block maps (B, T, C) to (B, T, C), so anything that wraps a function can wrap `model.blocks[3]`.
@@ -33,132 +23,23 @@ Source   Touvron et al. 2023, arXiv 2302.13971; Su et al. 2021 (rotary positions
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memlab.shapes import PRESETS as PRESETS
+from memlab.shapes import GPTConfig
+
 INITIAL_STD = 0.02
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of each of shapes.ACTIVATIONS
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 
 AttentionFunction = Callable[..., Tensor]  # see scaled_dot_product_attention
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # see cross_entropy
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a model; with the dtype, all that the bytes of its weights depend on."""
-
-    vocab_size: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int  # the width inside the MLP
-    seq_len: int  # the longest sequence
-    tied: bool = True  # one matrix embeds tokens and scores them
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    own_head_width: int | None = None  # D, where it is not width / heads
-    attention_biases: tuple[str, ...] = ()  # of query, key, value, output: who adds one
-    head_norms: bool = False  # of each query and each key, before they are rotated
-    post_norms: bool = False  # after each branch too, before it is added
-    activation: str = "silu"  # of the MLP's gate: one of ACTIVATIONS
-    scaled_embeddings: bool = False  # times √width
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "hidden", "seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"got {name}={getattr(self, name)}; give at least 1")
-        self._check_head_width()
-        if self.heads % self.kv_heads:
-            divisors = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0]
-            raise ValueError(
-                f"{self.heads} heads cannot share {self.kv_heads} key/value heads evenly; "
-                f"use kv_heads={', '.join(divisors)}"
-            )
-        if unknown := set(self.attention_biases) - set(self.attention_widths):
-            raise ValueError(
-                f"got attention_biases for {', '.join(map(repr, sorted(unknown)))}; "
-                f"the matrices are {', '.join(self.attention_widths)}"
-            )
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"got activation={self.activation!r}; choose one of {', '.join(ACTIVATIONS)}"
-            )
-
-    def _check_head_width(self) -> None:
-        """Rotary positions turn pairs of numbers: a head has an even number of them."""
-        if self.own_head_width is not None:
-            if self.own_head_width < 2 or self.own_head_width % 2:
-                raise ValueError(
-                    f"got own_head_width={self.own_head_width}; rotary positions turn pairs: "
-                    f"give an even number from 2 on"
-                )
-            return
-        pair = 2 * self.heads
-        if self.width % pair:
-            below, above = self.width // pair * pair, (self.width // pair + 1) * pair
-            raise ValueError(
-                f"a width of {self.width} does not split into {self.heads} heads of even width "
-                f"(rotary positions turn pairs); use {f'{below} or ' if below else ''}{above}"
-            )
-
-    @property
-    def head_width(self) -> int:
-        return self.own_head_width or self.width // self.heads
-
-    @property
-    def attention_widths(self) -> dict[str, int]:
-        """How many numbers a token each matrix of the attention gives."""
-        D = self.head_width
-        keys = self.kv_heads * D
-        return {"query": self.heads * D, "key": keys, "value": keys, "output": self.width}
-
-    @property
-    def parameters(self) -> int:
-        """N, by the formula at the top of this file; a tied matrix counts once."""
-        C, D = self.width, self.head_width
-        biases = sum(self.attention_widths[name] for name in set(self.attention_biases))
-        attention = 2 * C * self.heads * D + 2 * C * self.kv_heads * D + biases
-        mlp = 3 * C * self.hidden
-        norms = (4 if self.post_norms else 2) * C + (2 * D if self.head_norms else 0)
-        block = attention + mlp + norms
-        embeddings = self.vocab_size * C * (1 if self.tied else 2)
-        return embeddings + self.layers * block + C
-
-
-# A byte (0 to 255) is a token of every vocabulary here, so all of them train on memlab.data.
-#
-# 25m   Llama 3 8B's proportions where they shape memory: 32 tokens of vocabulary per unit of
-#       width, so that the logits weigh what they weigh there, and 4 queries to a key.
-# 34m   34,083,840 weights, 64 short of the 34,083,904 of a published memory test: every tensor
-#       here is a multiple of the width, that number is not, and a 32,000th token is 320 too many.
-# 124m  GPT-2 small to the weight, less its table of positions and its biases: hidden is 2/3 of
-#       GPT-2's 3072, because SwiGLU has three matrices where GPT-2 has two.
-#
-# The rest are published shapes. Llama 3 has its first context of 8,192 tokens, before it was
-# stretched to 131,072 by scaling the rotary angles.
-# fmt: off
-PRESETS: dict[str, GPTConfig] = {
-    #                               V       C    L    H   KV  hidden      T
-    "tiny":         GPTConfig(    256,     32,   4,   4,   2,     96,    64),
-    "5m":           GPTConfig(  8_192,    256,   4,   8,   4,    704,   512),
-    "25m":          GPTConfig( 16_384,    512,   6,   8,   2,  1_376,   512),
-    "34m":          GPTConfig( 31_999,    384,  12,   6,   6,  1_064,   512),
-    "124m":         GPTConfig( 50_257,    768,  12,  12,  12,  2_048, 1_024),
-    "1b":           GPTConfig(128_256,  2_048,  16,  32,   8,  8_192, 8_192, True, 5e5),
-    "llama-2-7b":   GPTConfig( 32_000,  4_096,  32,  32,  32, 11_008, 4_096, False),
-    "llama-3-8b":   GPTConfig(128_256,  4_096,  32,  32,   8, 14_336, 8_192, False, 5e5),
-    "llama-3-70b":  GPTConfig(128_256,  8_192,  80,  64,   8, 28_672, 8_192, False, 5e5),
-    "llama-3-405b": GPTConfig(128_256, 16_384, 126, 128,   8, 53_248, 8_192, False, 5e5),
-}
-# fmt: on
 
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -295,7 +176,7 @@ class MLP(nn.Module):
         self.gate = Linear(config.width, config.hidden, dtype)
         self.up = Linear(config.width, config.hidden, dtype)
         self.down = Linear(config.hidden, config.width, dtype)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = ACTIVATION_FUNCTIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.gate(x)) * self.up(x))

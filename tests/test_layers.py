@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[1]
 # `__init__`, the public names: the command line may, as any user of memlab may.
 LAYERS = (
     # what any part may need
-    ("units", "files", "pieces", "snapshot", "host", "closures", "unpickling"),
+    (
+        *("units", "files", "pieces", "snapshot", "host", "closures", "unpickling"),
+        *("shapes", "targets", "lazy"),
+    ),
     ("trace", "quantize", "rounding", "saved"),
     (
         *("allocator", "model", "data", "checkpointing", "precision", "accumulation"),

@@ -54,6 +54,24 @@ app = typer.Typer(
 )
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from memlab import __version__
+
+        print(f"memlab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _any_command(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say which this is."),
+    ] = False,
+) -> None:
+    """What can be said before a command."""
+
+
 class _WithNames(Command):
     """A command whose help ends with the names of the models and of the techniques."""
 

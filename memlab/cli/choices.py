@@ -2,10 +2,8 @@
 
 import os
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import torch
 
@@ -13,8 +11,8 @@ from memlab.cli.errors import UsageError, choice, shown
 from memlab.cli.machine import devices_present, memory_of
 from memlab.cli.rows import dry_row
 from memlab.configs import config_named
-from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS, GPTConfig
+from memlab.targets import TARGETS
 from memlab.train import (
     COMBINATIONS,
     TECHNIQUES,
@@ -139,28 +137,6 @@ def taken_by_kernels(names: Iterable[str]) -> str:
     parts = dict.fromkeys(part for name in names for part in name.split("+"))
     taken = [part for part in parts if part in by_kernel]
     return f"by Triton's kernels: {', '.join(taken) or 'nothing; no technique here has one'}"
-
-
-def choose_folder(out: str) -> Path:
-    """The folder `out`, in which a file can be written: tried before measuring, and left as it was,
-    so that nothing lies there unless something was measured."""
-    if not out:
-        raise UsageError("got --out ''; name a folder, or leave --out out, which is work/ then")
-    folder = Path(out)
-    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise UsageError(
-            f"got --out {shown(out)}, where no file can be written ({error.strerror}); name "
-            f"another folder"
-        ) from error
-    finally:
-        for each in missing:
-            with suppress(OSError):  # it was never made, or another program writes there, too
-                each.rmdir()
 
 
 def require_countable(config: GPTConfig, batch: int, seq_len: int) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from memlab.cli import report
+from memlab.cli import terminal
 from memlab.cli.errors import UsageError, shown
 from memlab.course import answers, days, notebooks, workspace
 from memlab.course import progress as noted
@@ -40,16 +40,16 @@ def start(number: int, *, opens: bool, to_jupyter: Sequence[str]) -> int:
         )
     with _in_one_sentence():
         copy = workspace.start(number)
-    report.say(_what_start_did(copy, number))
+    terminal.say(_what_start_did(copy, number))
     if not opens:
         return 0
     if importlib.util.find_spec("jupyterlab") is None:
-        report.say(
+        terminal.say(
             "JupyterLab is not installed here: pip install -e '.[lab]' or make lab brings it; any "
             "other program that runs notebooks will do, too"
         )
         return 0
-    report.say("JupyterLab opens it; Ctrl-C here ends JupyterLab")
+    terminal.say("JupyterLab opens it; Ctrl-C here ends JupyterLab")
     return _run_jupyterlab(copy.path, to_jupyter)
 
 
@@ -58,7 +58,7 @@ def check(what: str) -> int:
     with _in_one_sentence():
         number, wanted = _day_and_exercises(what)
         copy = _copy(number)
-    with report.progress(stages=len(wanted)) as announce:
+    with terminal.progress(stages=len(wanted)) as announce:
         verdicts = list(_said(_judging(number, wanted, copy, announce)))
     with _in_one_sentence():
         noted.update(
@@ -67,30 +67,32 @@ def check(what: str) -> int:
         )
     right = sum(verdict.status == OK for verdict in verdicts)
     if len(verdicts) > 1:
-        report.say(f"\n{right} of {len(verdicts)} right")
+        terminal.say(f"\n{right} of {len(verdicts)} right")
     return int(right < len(verdicts))
 
 
 def hint(id_: str) -> int:
     """Show one more hint than the last time, and those before it."""
     with _in_one_sentence():
-        exercise = _exercise(id_)
+        exercise = days.text_of(_id(id_))
         counted = (workspace.folder() / noted.FILE).exists()
         shown = _one_more_hint(exercise) if counted else 1
-    report.say(f"{exercise.id} {exercise.title}")
+    terminal.say(f"{exercise.id} {exercise.title}")
     for place, text in enumerate(exercise.hints[:shown], 1):
-        report.say(_in_lines(f"hint {place} of {HINTS}: {text}"))
+        terminal.say(_in_lines(f"hint {place} of {HINTS}: {text}"))
     if shown == HINTS:
-        report.say(f"These are all; memlab diff {exercise.id} shows a solution")
+        terminal.say(f"These are all; memlab diff {exercise.id} shows a solution")
     if not counted:
-        report.say(f"memlab start {days.day_of(id_)} begins the day: the next hint comes after it")
+        terminal.say(
+            f"memlab start {days.day_of(id_)} begins the day: the next hint comes after it"
+        )
     return 0
 
 
 def diff(id_: str, *, sure: bool) -> int:
     """Show what changes the learner's cell into the solution's."""
     with _in_one_sentence():
-        exercise = _exercise(id_)
+        exercise = days.text_of(_id(id_))
         number = days.day_of(exercise.id)
         copy, solution = _copy(number), days.notebook(number, "solutions")
         yours = answers.cell_of(copy, exercise.id).splitlines()
@@ -100,11 +102,11 @@ def diff(id_: str, *, sure: bool) -> int:
     if untried and not sure and not _agreed("Look at the solution without having tried?"):
         return DECLINED
     if yours == theirs:
-        report.say(f"{exercise.id}: your cell is the solution's, line for line")
+        terminal.say(f"{exercise.id}: your cell is the solution's, line for line")
         return 0
     names = f"{_shown(copy)} (yours)", f"{_shown(solution)} (the solution)"
     for line in difflib.unified_diff(yours, theirs, *names, n=EVERY_LINE, lineterm=""):
-        report.console.print(Text(line, style=STYLES.get(line[:1], "")), soft_wrap=True)
+        terminal.console.print(Text(line, style=STYLES.get(line[:1], "")), soft_wrap=True)
     return 0
 
 
@@ -113,25 +115,25 @@ def progress() -> int:
     folder = workspace.folder()
     with _in_one_sentence():
         done = noted.read(folder)
-        exercises = {number: days.day(number).exercises for number in days.numbers()}
+        exercises = {number: days.texts(number) for number in days.numbers()}
         _require_exercises(done.guesses, folder / noted.FILE)
         guesses = list(_guesses(done))
-        report.console.print(_exercises_table(exercises, done))
+        terminal.console.print(_exercises_table(exercises, done))
     left = [e for es in exercises.values() for e in es if _record(done, e).status != OK]
     minutes = sum(e.minutes for e in left)
-    report.say(
+    terminal.say(
         f"\n{len(left)} exercises left, about {minutes} minutes"
         if left
         else "\nEvery exercise is solved"
     )
     if guesses:
-        report.say("\nGuesses, and how far off they were:\n")
-        report.console.print(_guesses_table(guesses))
+        terminal.say("\nGuesses, and how far off they were:\n")
+        terminal.console.print(_guesses_table(guesses))
         for number in sorted({days.day_of(guess.id) for guess in guesses}):
             _say_how_far_off(number, [g for g in guesses if days.day_of(g.id) == number])
     if not (done.exercises or done.guesses):
         first = min(exercises, default=1)
-        report.say(f"Nothing is noted yet: memlab start {first} opens the lesson")
+        terminal.say(f"Nothing is noted yet: memlab start {first} opens the lesson")
     return 0
 
 
@@ -146,16 +148,16 @@ def reset(number: int, *, sure: bool) -> int:
             f"noted of day {number}: checks, hints and guesses"
         )
         if not sure:
-            report.say(plan)
+            terminal.say(plan)
             if not _agreed("Go on?"):
-                report.say("nothing was changed")
+                terminal.say("nothing was changed")
                 return DECLINED
         backup = workspace.reset(number)
     if sure:  # nobody was to be asked: it is said when it is so
-        report.say(plan)
+        terminal.say(plan)
     if backup is not None:
-        report.say(f"your copy is now {_shown(backup)}")
-    report.say(
+        terminal.say(f"your copy is now {_shown(backup)}")
+    terminal.say(
         f"{_shown(copy)} is a fresh copy; where it is open in JupyterLab, choose File, Reload "
         f"Notebook from Disk"
     )
@@ -190,18 +192,18 @@ def _day_and_exercises(what: str) -> tuple[int, tuple[Exercise, ...]]:
     if what.isdecimal() and len(what) <= LONGEST_ID:
         return int(what), days.day(int(what)).exercises
     if "." in what:
-        exercise = _exercise(what)
+        exercise = days.exercise_of(_id(what))
         return days.day_of(exercise.id), (exercise,)
     raise ValueError(
         f"got {shown(what)}; give a day, such as 1, or one of its exercises, such as 1.2"
     )
 
 
-def _exercise(id_: str) -> Exercise:
-    """The exercise "1.2"; ValueError if there is none."""
-    if len(id_) > LONGEST_ID:
-        raise ValueError(f"got {shown(id_)}; give a day and a number in it, such as 1.2")
-    return days.exercise_of(id_)
+def _id(given: str) -> str:
+    """ValueError for what is too long to be an exercise's."""
+    if len(given) > LONGEST_ID:
+        raise ValueError(f"got {shown(given)}; give a day and a number in it, such as 1.2")
+    return given
 
 
 def _copy(number: int) -> Path:
@@ -220,7 +222,7 @@ def _shown(path: Path) -> Path:
 
 
 def _in_lines(text: str) -> str:
-    return "\n".join(report.paragraph(line) for line in text.splitlines())
+    return "\n".join(terminal.paragraph(line) for line in text.splitlines())
 
 
 def _agreed(question: str) -> bool:
@@ -228,7 +230,7 @@ def _agreed(question: str) -> bool:
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
-        report.say("\nnobody answered: --yes goes on without asking")
+        terminal.say("\nnobody answered: --yes goes on without asking")
         return False
 
 
@@ -307,11 +309,11 @@ def _judging(
 
 def _said(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
     for verdict in verdicts:
-        report.say(str(verdict).removesuffix(": going on with the reference"))
+        terminal.say(str(verdict).removesuffix(": going on with the reference"))
         yield verdict
 
 
-def _one_more_hint(exercise: Exercise) -> int:
+def _one_more_hint(exercise: days.Text) -> int:
     """How many to show now, counted with the learner's progress."""
 
     def count(p: Progress) -> None:
@@ -350,12 +352,12 @@ def _require_exercises(ids: Iterable[str], file: Path) -> None:
             ) from error
 
 
-def _record(done: Progress, exercise: Exercise) -> Record:
+def _record(done: Progress, exercise: days.Text) -> Record:
     return done.exercises.get(exercise.id, Record())
 
 
-def _exercises_table(exercises: dict[int, tuple[Exercise, ...]], done: Progress) -> Table:
-    columns: dict[str, Callable[[Exercise], str]] = {
+def _exercises_table(exercises: dict[int, tuple[days.Text, ...]], done: Progress) -> Table:
+    columns: dict[str, Callable[[days.Text], str]] = {
         "exercise": lambda e: e.title,
         "state": lambda e: _state(_record(done, e)),
         "minutes": lambda e: str(e.minutes),
@@ -416,7 +418,7 @@ def _say_how_far_off(number: int, guesses: Sequence[_Guess]) -> None:
     factors = [guess.factor for guess in guesses if guess.factor is not None]
     if factors:
         mean = math.exp(sum(map(math.log, factors)) / len(factors))
-        report.say(f"day {number}: off by {mean:.2f} × on average")
+        terminal.say(f"day {number}: off by {mean:.2f} × on average")
 
 
 def _number(number: float) -> str:

@@ -7,20 +7,20 @@ from itertools import chain
 
 import torch
 
-from memlab.cli import report
+from memlab.cli import report, terminal
 from memlab.cli.choices import (
     SLOW_ON_A_CPU,
     choose_device,
-    choose_folder,
     choose_setting,
     choose_techniques,
     require_kernels,
     taken_by_kernels,
 )
 from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
+from memlab.cli.parsing import choose_folder
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row, SideBySide, dry_row, predicted_row
-from memlab.metering.kernels import TARGETS
+from memlab.targets import TARGETS
 from memlab.train import Setting, Technique
 
 
@@ -46,16 +46,16 @@ def measure_techniques(
         require_kernels(setting.device)
     on_cuda = replace(setting, device="cuda")
     foreseen = _to_be_foreseen(setting, chosen, names)
-    report.say(report.headline(setting, dry) + "\n")
+    terminal.say(report.headline(setting, dry) + "\n")
     if kernels:
-        report.say(taken_by_kernels(chosen) + "\n")
-    with report.progress((1 if dry else 2) * len(chosen) + len(foreseen)) as announce:
+        terminal.say(taken_by_kernels(chosen) + "\n")
+    with terminal.progress((1 if dry else 2) * len(chosen) + len(foreseen)) as announce:
         rows = measured_rows(setting, chosen, dry, announce)
         predicted = measured_rows(on_cuda, foreseen, True, announce)
     _show(rows, report.legend(rows), report.remarks(rows), report.left_out(slow))
-    report.say(f"\nplain: {rows[0].trace}")
+    terminal.say(f"\nplain: {rows[0].trace}")
     if predicted:
-        report.say("\nThe same steps on CUDA, predicted:\n")
+        terminal.say("\nThe same steps on CUDA, predicted:\n")
         _show(
             predicted,
             report.legend(predicted),
@@ -85,9 +85,9 @@ def options(setting: Setting) -> str:
 
 def _show(rows: list[Row], *sentences: Iterable[str]) -> None:
     """The table, and what needs a word more."""
-    report.console.print(report.table(rows))
-    if text := "\n".join(map(report.paragraph, chain(*sentences))):
-        report.say(f"\n{text}")
+    terminal.console.print(report.table(rows))
+    if text := "\n".join(map(terminal.paragraph, chain(*sentences))):
+        terminal.say(f"\n{text}")
 
 
 def measured_rows(

@@ -4,11 +4,14 @@ typer brings the parser, as click or as a copy of it, by version. Its errors are
 they carry, and its own words are used only where there are no better ones.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import typer
@@ -153,3 +156,25 @@ def _options(ctx: Any) -> dict[str, Any]:
 
 def _is_option(param: Any) -> bool:
     return param.param_type_name == "option"
+
+
+def choose_folder(out: str) -> Path:
+    """The folder `out`, in which a file can be written: tried before measuring, and left as it was,
+    so that nothing lies there unless something was measured."""
+    if not out:
+        raise UsageError("got --out ''; name a folder, or leave --out out, which is work/ then")
+    folder = Path(out)
+    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise UsageError(
+            f"got --out {shown(out)}, where no file can be written ({error.strerror}); name "
+            f"another folder"
+        ) from error
+    finally:
+        for each in missing:
+            with suppress(OSError):  # it was never made, or another program writes there, too
+                each.rmdir()

@@ -8,10 +8,11 @@ from rich.table import Table
 from torch import nn
 
 import memlab
-from memlab.cli import report
-from memlab.cli.choices import choose_folder
+from memlab.cli import report, terminal
 from memlab.cli.errors import UsageError
-from memlab.cli.plan import choose_memory, room, shares
+from memlab.cli.parsing import choose_folder
+from memlab.cli.plan import choose_memory
+from memlab.cli.plan_report import room, shares
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.cli.script import Script, assumed, find_script, measured, predicted
@@ -41,7 +42,7 @@ def plan_script(
     there, target = choose_memory(memory, target)
     folder = choose_folder(out)
     budget = budget_bytes(there, target)
-    with report.progress(3 * len(CLIMB)) as announce:
+    with terminal.progress(3 * len(CLIMB)) as announce:
         found = climb(script, target, budget, there.card_for_costs, announce)
     _show(script, there, target, budget, found)
     write(found.rows, f"{script}, planned for {there.name}", folder, stem="plan")
@@ -132,19 +133,19 @@ def _show(
     budget: int,
     found: Climb,
 ) -> None:
-    report.say(f"{script}: its second step, predicted for {target}, nothing is computed")
+    terminal.say(f"{script}: its second step, predicted for {target}, nothing is computed")
     if found.rows[0].trace is not None:
         for note in assumed(found.rows[0].trace):
-            report.say(note)
-    report.say(f"{room(there, target)}\n")
-    report.console.print(_table(found, budget))
+            terminal.say(note)
+    terminal.say(f"{room(there, target)}\n")
+    terminal.console.print(_table(found, budget))
     if found.has_times:
-        report.say(f"\n{report.paragraph(_about_times(found.plain))}")
+        terminal.say(f"\n{terminal.paragraph(_about_times(found.plain))}")
     for sentence in report.failures(found.rows):
-        report.say(f"\n{report.paragraph(sentence)}")
+        terminal.say(f"\n{terminal.paragraph(sentence)}")
     for sentence in _remarks(found):
-        report.say(f"\n{sentence}")
-    report.say("")
+        terminal.say(f"\n{sentence}")
+    terminal.say("")
 
 
 def _about_times(plain: Roofline) -> str:
@@ -159,9 +160,9 @@ def _remarks(found: Climb) -> Iterator[str]:
     """What was found, in words; where it takes techniques, the lines that turn them on."""
     rows, chosen, places, _ = found
     if len(rows) > 1 and not places.layers:
-        yield report.paragraph(NO_LAYERS)
+        yield terminal.paragraph(NO_LAYERS)
     if len(rows) > 1 and not places.is_adam:
-        yield report.paragraph(NO_ADAM)
+        yield terminal.paragraph(NO_ADAM)
     if chosen is AS_IT_IS:
         yield "It fits as it is"
     elif chosen is None:
@@ -171,9 +172,9 @@ def _remarks(found: Climb) -> Iterator[str]:
         yield _indented(f"It fits with these, {where}:", chosen.lines)
         if chosen.inside:
             yield _indented("and in the step, around what makes the loss:", chosen.inside)
-        yield "\n".join(report.paragraph(each.costs) for each in chosen.techniques)
+        yield "\n".join(terminal.paragraph(each.costs) for each in chosen.techniques)
     if notes := _last(rows).notes:
-        yield "\n".join(report.paragraph(f"note: {note}") for note in notes)
+        yield "\n".join(terminal.paragraph(f"note: {note}") for note in notes)
 
 
 def _last(rows: list[Row]) -> Trace:

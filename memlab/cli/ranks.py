@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from memlab.cli import report
-from memlab.cli.choices import choose_folder, choose_setting, choose_techniques
+from memlab.cli import report, terminal
+from memlab.cli.choices import choose_setting, choose_techniques
 from memlab.cli.errors import UsageError
+from memlab.cli.parsing import choose_folder
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row, silent
 from memlab.trace import Trace
@@ -44,7 +45,7 @@ def measure_ranks(
     setting = choose_setting(model, batch, seq_len, dtype, "cpu", dry=True)
     if names and "plain" not in names:
         chosen.pop("plain")
-    with report.progress(len(STAGES) * len(chosen)) as announce:
+    with terminal.progress(len(STAGES) * len(chosen)) as announce:
         rows = [
             row
             for name, technique in chosen.items()
@@ -53,9 +54,9 @@ def measure_ranks(
     if rows[0].failure is not None:
         raise UsageError(f"{rows[0].name}: {rows[0].failure}")
     of = f"one rank of {ranks}, each with this batch"
-    report.say(f"{report.headline(setting, dry=True)}\n{of}\n")
-    report.console.print(report.table(rows, columns(rows)))
-    report.say("\n" + "\n".join(map(report.paragraph, legend(rows))))
+    terminal.say(f"{report.headline(setting, dry=True)}\n{of}\n")
+    terminal.console.print(report.table(rows, columns(rows)))
+    terminal.say("\n" + "\n".join(map(terminal.paragraph, legend(rows))))
     write(rows, f"{setting}, one rank of {ranks}, dry run", folder)
     return int(any(row.failure for row in rows))
 

@@ -1,21 +1,17 @@
 """What the user sees of Rows in the terminal: a headline, a table, and what needs a word more."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from textwrap import fill
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from memlab.cli import terminal
 from memlab.cli.machine import name_of
 from memlab.cli.rows import Row
-from memlab.metering.kernels import TARGETS
 from memlab.planner.cards import CONTEXT_BYTES
+from memlab.targets import TARGETS
 from memlab.trace import CATEGORIES, Trace
 from memlab.train import Setting
 from memlab.units import format_bytes
@@ -28,9 +24,6 @@ WHERE = {
     "backward": "in backward",
     "optimizer": "in the optimizer step",
 }
-
-# Numbers are never cut to the terminal's width: it wraps a line that is too long for it.
-console = Console(highlight=False, emoji=False, width=200)
 
 
 def headline(setting: Setting, dry: bool) -> str:
@@ -65,24 +58,7 @@ def table(rows: Sequence[Row], more: Mapping[str, list[str]] | None = None) -> T
         "gradients": [""] + [_of(row.gradient_difference, _difference) for row in rows[1:]],
         **(more or {}),
     }
-    return table_of(columns)
-
-
-def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
-    """The columns in which something stands: the first to the left, the others to the right."""
-    lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    shown = {title: cells for title, cells in columns.items() if any(cells)}
-    for number, title in enumerate(shown):
-        lines.add_column(title, justify="right" if number else "left", no_wrap=True)
-    for cells in zip(*shown.values(), strict=True):
-        lines.add_row(*cells)
-    return lines
-
-
-def paragraph(sentence: str) -> str:
-    """The sentence in lines that every terminal has room for; no option or name is broken."""
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    return fill(sentence, 80, subsequent_indent="  ", **whole)
+    return terminal.table_of(columns)
 
 
 def remarks(rows: Sequence[Row]) -> Iterator[str]:
@@ -180,29 +156,6 @@ def _meanings(trace: Trace) -> dict[str, str]:
 def _spread(row: Row) -> float:
     """How much more the largest ratio of the row is than the smallest, as a share."""
     return max(row.time_ratios) / min(row.time_ratios) - 1 if row.time_ratios else 0
-
-
-def say(text: str) -> None:
-    """Print a text as it is: no markup, no line broken."""
-    console.print(text, markup=False, soft_wrap=True)
-
-
-@contextmanager
-def progress(stages: int) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; call what it gives with the name of each stage as that begins."""
-    console = Console(stderr=True)
-    with Progress(
-        SpinnerColumn("line"),
-        TextColumn("{task.description:<32}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # else what goes to a file would go to the terminal
-        disable=not console.is_terminal,  # else a file would get an empty line
-    ) as bar:
-        task = bar.add_task("", total=stages, completed=-1)
-        yield lambda stage: bar.update(task, advance=1, description=stage, refresh=True)
 
 
 # ------------------------------------------------------------------ cells

@@ -16,8 +16,8 @@ import torch
 
 from memlab.allocator import simulate
 from memlab.cli.errors import UsageError
-from memlab.cli.report import say
 from memlab.cli.rows import Row
+from memlab.cli.terminal import say
 from memlab.files import write_beside
 from memlab.planner import Measured, Plan
 from memlab.trace import Event, Trace

@@ -18,14 +18,15 @@ from typing import Any, NamedTuple, TextIO
 import torch
 
 import memlab
-from memlab.cli import report
-from memlab.cli.choices import choose_device, choose_folder
+from memlab.cli import report, terminal
+from memlab.cli.choices import choose_device
 from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory, said_by, shown
 from memlab.cli.machine import devices_present
+from memlab.cli.parsing import choose_folder
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.metering.assumptions import ASSUMED, fraction_of
-from memlab.metering.kernels import TARGETS
+from memlab.targets import TARGETS
 from memlab.trace import Trace
 
 
@@ -52,7 +53,7 @@ def measure_script(
         )
     device = None if device is None else choose_device(device, dry)
     folder = choose_folder(out)
-    with report.progress(stages=3) as announce:
+    with terminal.progress(stages=3) as announce:
         if dry and device in TARGETS:
             trace = predicted(script, device, announce)
         else:
@@ -62,10 +63,10 @@ def measure_script(
         raise UsageError(
             f"the step of {script} allocated nothing on {trace.device}; it must call the model"
         )
-    report.say("\n".join([f"{script}: {_how(dry, device)}", *assumed(trace)]) + "\n")
-    report.say(str(trace))
-    if numbers := "\n".join(map(report.paragraph, report.three_numbers(trace))):
-        report.say(f"\n{numbers}")
+    terminal.say("\n".join([f"{script}: {_how(dry, device)}", *assumed(trace)]) + "\n")
+    terminal.say(str(trace))
+    if numbers := "\n".join(map(terminal.paragraph, report.three_numbers(trace))):
+        terminal.say(f"\n{numbers}")
     write([Row(str(script), trace)], f"{script}, dry run" if dry else str(script), folder)
 
 

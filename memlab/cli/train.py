@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memlab.cli import report
+from memlab.cli import report, terminal
 from memlab.cli.choices import (
     choose_device,
     choose_setting,
@@ -63,7 +63,7 @@ def train(
     if kernels:
         require_kernels(device)
     cap_bytes = choose_cap(memory, device)
-    with report.progress(steps + 3) as announce:
+    with terminal.progress(steps + 3) as announce:
         announce("does it fit?")
         setting = choose_setting(model, batch, seq_len, dtype, device, dry=device == "cpu")
         _require_every_byte(setting)
@@ -71,7 +71,7 @@ def train(
             what, wanted = f"a step with {technique}", dry_trace(setting, chosen).peak_bytes
             require_memory(what, setting, wanted, "use memlab measure --dry-run")
         by_kernels = f"\n{taken_by_kernels([technique])}" if kernels else ""
-        report.say(f"{report.headline(setting, dry=False)}\ntechnique: {technique}{by_kernels}\n")
+        terminal.say(f"{report.headline(setting, dry=False)}\ntechnique: {technique}{by_kernels}\n")
         with capped(cap_bytes):
             try:
                 summary = run(setting, chosen, steps, announce)
@@ -83,9 +83,9 @@ def train(
                 raise UsageError(
                     f"{technique} ran out of memory with {setting}; {lacking}"
                 ) from error
-    report.say(f"\n{summary}")
+    terminal.say(f"\n{summary}")
     if cap_bytes is not None:
-        report.say(f"cap: {format_bytes(cap_bytes)} on what the allocator reserves")
+        terminal.say(f"cap: {format_bytes(cap_bytes)} on what the allocator reserves")
 
 
 def _require_every_byte(setting: Setting) -> None:
@@ -121,7 +121,7 @@ def run(setting: Setting, technique: Technique, steps: int, announce: Announce) 
         announce(f"step {number}")
         taken.append(step(training, next(text), losses))
         if number % every == 0 or number in (1, steps):
-            report.say(f"step {number:>{len(str(steps))}}: loss {taken[-1].loss:.4f}")
+            terminal.say(f"step {number:>{len(str(steps))}}: loss {taken[-1].loss:.4f}")
     dtype = losses[0].dtype
     losses.clear()
     announce("peak")

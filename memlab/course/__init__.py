@@ -3,10 +3,15 @@
 from memlab.course import exercise, guess, reveal
 """
 
-from memlab.course.bill import running_bill
-from memlab.course.elsewhere import stored_on_a_gpu, time_on_a_gpu
-from memlab.course.gate import exercise, guess, reveal
-from memlab.course.rules import verdict
+from typing import TYPE_CHECKING
+
+from memlab.lazy import lazily
+
+if TYPE_CHECKING:
+    from memlab.course.bill import running_bill
+    from memlab.course.elsewhere import stored_on_a_gpu, time_on_a_gpu
+    from memlab.course.gate import exercise, guess, reveal
+    from memlab.course.rules import verdict
 
 __all__ = [
     "exercise",
@@ -17,3 +22,13 @@ __all__ = [
     "time_on_a_gpu",
     "verdict",
 ]
+
+__getattr__ = lazily(
+    __name__,
+    {
+        "running_bill": "memlab.course.bill",
+        **dict.fromkeys(("stored_on_a_gpu", "time_on_a_gpu"), "memlab.course.elsewhere"),
+        **dict.fromkeys(("exercise", "guess", "reveal"), "memlab.course.gate"),
+        "verdict": "memlab.course.rules",
+    },
+)

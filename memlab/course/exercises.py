@@ -19,9 +19,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
-import numpy as np
-import torch
-
 from memlab.course.ownwork import NotOwnWork, is_a_librarys, is_rebuilt, watched
 from memlab.trace import Trace
 
@@ -262,6 +259,9 @@ def _stopped_after(seconds: float) -> Iterator[None]:
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
     """What a check draws, and whether its answer left gradients off, changes nothing after it."""
+    import numpy as np  # here, since a hint needs neither
+    import torch
+
     python, array = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(_gpus_in_use()), torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -273,6 +273,8 @@ def _random_numbers_kept() -> Iterator[None]:
 
 def _gpus_in_use() -> list[int]:
     """None where nothing has used one: to ask a GPU for its random state would start it."""
+    import torch
+
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 

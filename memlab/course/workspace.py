@@ -32,7 +32,7 @@ def folder(root: Path | None = None) -> Path:
 
 def copy_of(number: int, root: Path | None = None) -> Path:
     """Where the learner's copy of a day is, or will be; ValueError if there is no such lesson."""
-    days.day(number)
+    days.require_day(number)
     return folder(root) / days.notebook(number).name
 
 

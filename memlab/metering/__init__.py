@@ -11,10 +11,10 @@ from memlab.metering.answers import Answers
 from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.devices import complete, watch
 from memlab.metering.fake import dry_run
-from memlab.metering.kernels import Kernels
 from memlab.metering.limits import BudgetExceeded, budget
 from memlab.metering.prediction import predict
 from memlab.metering.storages import THREADS_NOTE, Change, StorageMeter
+from memlab.targets import Kernels
 from memlab.trace import Trace
 
 __all__ = ["BudgetExceeded", "Kernels", "budget", "dry_run", "measure", "meter", "predict"]

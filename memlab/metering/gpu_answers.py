@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memlab.metering.absent import ANSWERS, replaced
-from memlab.metering.kernels import Target
+from memlab.targets import Target
 
 _ASKERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
 

@@ -37,7 +37,6 @@ from memlab.metering.devices import complete
 from memlab.metering.fake import dry_run
 from memlab.metering.frames import user_line
 from memlab.metering.gpu_answers import answered_for
-from memlab.metering.kernels import DEFAULT, Kernels, Target, target_named
 from memlab.metering.registry import REGISTRY
 from memlab.metering.scratch import scratch_bytes
 from memlab.metering.storages import (
@@ -47,6 +46,7 @@ from memlab.metering.storages import (
     is_a_composition,
 )
 from memlab.metering.substitutes import Substitutes
+from memlab.targets import DEFAULT, Kernels, Target, target_named
 from memlab.trace import DeviceMemory, Trace
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ import torch
 from torch.library import Library
 
 from memlab.metering import recurrent
-from memlab.metering.kernels import Kernels, Target
+from memlab.targets import Kernels, Target
 
 aten = torch.ops.aten
 _LOW = (torch.float16, torch.bfloat16)

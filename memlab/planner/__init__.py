@@ -16,12 +16,27 @@ processes    several measurements at once
 search       the fastest recipe that is measured to fit
 """
 
-from memlab.planner.cards import CARDS, Card, Memory, card_named, memory_named
-from memlab.planner.formulas import Estimate, training_bytes
-from memlab.planner.measuring import Measured, measured
-from memlab.planner.options import Option, Plan
-from memlab.planner.recipes import LEARNED, Recipe
-from memlab.planner.search import plan
+from typing import TYPE_CHECKING
+
+from memlab.lazy import lazily
+
+if TYPE_CHECKING:
+    from memlab.planner.cards import CARDS, Card, Memory, card_named, memory_named
+    from memlab.planner.formulas import Estimate, training_bytes
+    from memlab.planner.measuring import Measured, measured
+    from memlab.planner.options import Option, Plan
+    from memlab.planner.recipes import LEARNED, Recipe
+    from memlab.planner.search import plan
+
+_HOME_OF = {
+    **dict.fromkeys(("CARDS", "Card", "Memory"), "memlab.planner.cards"),
+    **dict.fromkeys(("card_named", "memory_named"), "memlab.planner.cards"),
+    **dict.fromkeys(("Estimate", "training_bytes"), "memlab.planner.formulas"),
+    **dict.fromkeys(("Measured", "measured"), "memlab.planner.measuring"),
+    **dict.fromkeys(("Option", "Plan"), "memlab.planner.options"),
+    **dict.fromkeys(("LEARNED", "Recipe"), "memlab.planner.recipes"),
+    "plan": "memlab.planner.search",
+}
 
 __all__ = [
     "CARDS",
@@ -39,3 +54,5 @@ __all__ = [
     "plan",
     "training_bytes",
 ]
+
+__getattr__ = lazily(__name__, _HOME_OF)

@@ -34,10 +34,10 @@ from dataclasses import dataclass
 
 from memlab.lora import added_weights
 from memlab.losses import chunk_rows
-from memlab.metering.kernels import TARGETS
-from memlab.model import GPTConfig
 from memlab.pieces import PIECE, PIECE_ELSEWHERE
 from memlab.planner.recipes import Recipe
+from memlab.shapes import GPTConfig
+from memlab.targets import TARGETS
 from memlab.units import format_bytes
 
 MOMENTS = ("loss", "backward", "gradients", "optimizer")

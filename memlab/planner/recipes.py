@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import TYPE_CHECKING
 
-import torch
-
-from memlab.train import combined
+if TYPE_CHECKING:  # which words there are is known without torch
+    import torch
 
 PRECISIONS = {  # the weights' dtype, and the row that goes with it
-    "float32": (torch.float32, None),
-    "autocast": (torch.float32, "autocast"),
-    "bfloat16": (torch.bfloat16, None),
-    "master-weights": (torch.bfloat16, "master-weights"),
+    "float32": ("float32", None),
+    "autocast": ("float32", "autocast"),
+    "bfloat16": ("bfloat16", None),
+    "master-weights": ("bfloat16", "master-weights"),
 }
 OPTIMIZERS = ("adamw", "adam8bit", "adam-mini", "lion", "lion8bit")
 CHECKPOINTING = (None, "checkpointing", "sqrt-checkpointing", "selective-checkpointing")
@@ -113,9 +113,11 @@ class Recipe:
         return self.offload in ("offloaded-optimizer", "streamed-layers")
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """Of the weights, and of `memlab.train.Setting`."""
-        return PRECISIONS[self.precision][0]
+        import torch
+
+        return getattr(torch, PRECISIONS[self.precision][0])
 
     @property
     def techniques(self) -> str:
@@ -197,6 +199,10 @@ _KNOWN = {
 @cache
 def _exclusion(techniques: str) -> str | None:
     """Why two rows exclude each other, in the words of the table."""
+    if "+" not in techniques:
+        return None
+    from memlab.train import combined
+
     try:
         combined(techniques)
     except ValueError as error:

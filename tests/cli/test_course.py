@@ -70,6 +70,7 @@ def root(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(days, "ROOT", tmp_path)
     monkeypatch.setattr(days, "numbers", lambda: [7])
     monkeypatch.setattr(days, "day", one_day)
+    monkeypatch.setattr(days, "texts", lambda number: one_day(number).exercises)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     write_notebook(tmp_path / "lessons" / NAME, STUB, CALL, *SECOND)
     write_notebook(tmp_path / "solutions" / NAME, RIGHT, CALL, *SECOND)

@@ -19,19 +19,14 @@ from quick import quick, slow
 
 import memlab
 from memlab import plot
-from memlab.cli import choices, report, results, rows
-from memlab.cli.choices import (
-    SUITABLE,
-    choose_device,
-    choose_folder,
-    choose_setting,
-    choose_techniques,
-)
+from memlab.cli import choices, report, results, rows, terminal
+from memlab.cli.choices import SUITABLE, choose_device, choose_setting, choose_techniques
 from memlab.cli.errors import UsageError
 from memlab.cli.measure import measured_rows, options
+from memlab.cli.parsing import choose_folder
 from memlab.cli.rows import Row, SideBySide, dry_row, in_turn, silent
-from memlab.metering.kernels import TARGETS
 from memlab.model import PRESETS, cross_entropy
+from memlab.targets import TARGETS
 from memlab.trace import DeviceMemory, Event, Trace
 from memlab.train import (
     COMBINATIONS,
@@ -638,8 +633,8 @@ def test_a_folder_that_cannot_be_written_to_is_noticed_before_measuring(monkeypa
 
 def shown(*rows_: Row) -> list[str]:
     """The lines of the table."""
-    with report.console.capture() as capture:
-        report.console.print(report.table(rows_))
+    with terminal.console.capture() as capture:
+        terminal.console.print(report.table(rows_))
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -804,7 +799,7 @@ def test_what_a_technique_keeps_beside_weights_and_state_is_named():
 
 def test_a_remark_is_broken_into_lines_but_its_words_are_not():
     words = ["eager-attention:", *["--batch"] * 40, "x" * 90]
-    lines = report.paragraph(" ".join(words)).splitlines()
+    lines = terminal.paragraph(" ".join(words)).splitlines()
     assert " ".join(lines).split() == words
     assert max(map(len, lines[:-1])) <= 80
 
@@ -841,7 +836,7 @@ def test_what_is_printed_beside_the_progress_bar_goes_to_standard_output(monkeyp
     out, err = io.StringIO(), Terminal()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    with report.progress(stages=1) as announce:
+    with terminal.progress(stages=1) as announce:
         announce("the only stage")
         print("a number")
     assert out.getvalue() == "a number\n"

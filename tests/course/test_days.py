@@ -92,3 +92,12 @@ def test_a_days_notebook_is_found_by_its_number(root):
 def test_a_notebook_that_is_not_there_is_an_error_with_the_remedy(root):
     with pytest.raises(ValueError, match=r"^there is no notebook of day 2 in lessons/; .* `make`$"):
         days.notebook(2)
+
+
+@pytest.mark.parametrize("number", days.numbers())
+def test_what_the_exercises_say_is_read_without_importing_their_checks(number):
+    said = [
+        (each.id, each.title, each.minutes, each.difficulty, each.hints)
+        for each in days.day(number).exercises
+    ]
+    assert list(map(tuple, days.texts(number))) == said

@@ -10,7 +10,7 @@ import torch
 
 import memlab
 from memlab.metering import gpu_answers
-from memlab.metering.kernels import TARGETS
+from memlab.targets import TARGETS
 
 GIB = 2**30
 

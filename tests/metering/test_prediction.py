@@ -16,7 +16,7 @@ from memlab import Kernels
 from memlab.allocator import simulate
 from memlab.metering import THREADS_NOTE
 from memlab.metering.absent import StandIn
-from memlab.metering.kernels import TARGETS
+from memlab.targets import TARGETS
 from memlab.trace import Trace
 
 WORKSPACE = 8_519_680  # of one handle of cuBLAS

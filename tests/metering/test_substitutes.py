@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab import Kernels
-from memlab.metering.kernels import TARGETS
 from memlab.metering.substitutes import Substitutes
+from memlab.targets import TARGETS
 
 B, H, T, D = 2, 4, 64, 32
 BF16, F32 = torch.bfloat16, torch.float32

@@ -1,0 +1,56 @@
+"""How anything is said in a terminal, or in a file that takes its place: lines, tables, progress.
+
+Nothing here imports torch: a hint and a mistake in a command line come at once.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from textwrap import fill
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+# Numbers are never cut to the terminal's width: it wraps a line that is too long for it.
+console = Console(highlight=False, emoji=False, width=200)
+
+
+def say(text: str) -> None:
+    """Print a text as it is: no markup, no line broken."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress(stages: int) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error; call what it gives with the name of each stage as that begins."""
+    console = Console(stderr=True)
+    with Progress(
+        SpinnerColumn("line"),
+        TextColumn("{task.description:<32}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # else what goes to a file would go to the terminal
+        disable=not console.is_terminal,  # else a file would get an empty line
+    ) as bar:
+        task = bar.add_task("", total=stages, completed=-1)
+        yield lambda stage: bar.update(task, advance=1, description=stage, refresh=True)
+
+
+def paragraph(sentence: str) -> str:
+    """The sentence in lines that every terminal has room for; no option or name is broken."""
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return fill(sentence, 80, subsequent_indent="  ", **whole)
+
+
+def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
+    """The columns in which something stands: the first to the left, the others to the right."""
+    lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
+    for number, title in enumerate(shown):
+        lines.add_column(title, justify="right" if number else "left", no_wrap=True)
+    for cells in zip(*shown.values(), strict=True):
+        lines.add_row(*cells)
+    return lines

@@ -1,0 +1,58 @@
+"""What takes no torch doesn't wait for it: help, hints, a lesson to begin, and slips."""
+
+import subprocess
+import sys
+
+import pytest
+
+SAY_WHETHER = """
+import sys
+from memlab.cli import main
+sys.argv = ["memlab", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print("torch" in sys.modules or "numpy" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("--version", 0),
+        ("--help", 0),
+        ("progress", 0),
+        ("hint 1.2", 0),
+        ("hint 1.9", 2),
+        ("start 1 --no-open", 0),
+        ("start 99", 2),
+        ("plan", 2),
+        ("plan --model 5x --memory 24GB", 2),
+        ("plan --model 5m --memory 24XB", 2),
+        ("plan --model 5m --gpu rtx9999", 2),
+        ("plan --model 5m --memory 24GB --device tpu", 2),
+        ("plan --model 5m --memory 24GB --precision float8", 2),
+        ("plan --model 5m --memory 24GB --optimizer adan", 2),
+        ("plan --model no/config.json --memory 24GB", 2),
+        ("plan --modle 5m", 2),
+    ],
+)
+def test_torch_is_not_imported(command, status, tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", SAY_WHETHER, *command.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == status, ran.stderr
+    assert ran.stderr.splitlines()[-1] == "False"
+
+
+def test_what_measures_does_import_torch(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-c", SAY_WHETHER, *["measure", "--model", "5x"]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stderr.splitlines()[-1] == "True"
