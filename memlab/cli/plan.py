@@ -7,7 +7,6 @@ import os
 from dataclasses import replace
 
 from memlab.cli import terminal
-from memlab.cli.choices import require_countable
 from memlab.cli.errors import UsageError, choice, shown
 from memlab.cli.parsing import choose_folder
 from memlab.configs import config_named
@@ -48,6 +47,7 @@ def plan_model(
         config = config_named(model)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    from memlab.cli.choices import require_countable
     from memlab.cli.plan_report import show
     from memlab.cli.results import write_plan
     from memlab.planner.search import USUAL_SEQ_LEN, plan

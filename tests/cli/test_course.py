@@ -14,7 +14,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from memlab.cli import app, course, report
+from memlab.cli import app, course, terminal
 from memlab.course import days, progress
 from memlab.course.exercises import Exercise, equal
 
@@ -479,8 +479,8 @@ def test_diff_says_where_cells_are_equal(memlab_command, copy):
 
 def test_diff_is_coloured_in_a_terminal(memlab_command, copy, monkeypatch):
     copy(WRONG, CALL)
-    terminal = Console(force_terminal=True, color_system="standard", width=200)
-    monkeypatch.setattr(report, "console", terminal)
+    colours = Console(force_terminal=True, color_system="standard", width=200)
+    monkeypatch.setattr(terminal, "console", colours)
     out = memlab_command("diff", "7.1", "--yes").out
     assert "\x1b[31m-    return x * x\x1b[0m" in out
     assert "\x1b[32m+    return 2 * x\x1b[0m" in out
