@@ -11,7 +11,7 @@ from memlab.cli.errors import UsageError, choice, shown
 from memlab.cli.parsing import choose_folder
 from memlab.configs import config_named
 from memlab.planner.cards import Memory, memory_named
-from memlab.planner.recipes import LEARNED, OPTIMIZERS, PRECISIONS, Recipe
+from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, Recipe, usual_kinds
 from memlab.shapes import PRESETS
 from memlab.targets import TARGETS
 
@@ -41,12 +41,12 @@ def plan_model(
             f"got no --model; give one of {', '.join(PRESETS)}, a config.json, or --script"
         )
     there, target = choose_memory(memory, target)
-    learned = choose_kinds(precision, optimizer, lora)
     folder = choose_folder(out)
     try:
         config = config_named(model)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    learned = choose_kinds(precision, optimizer, lora)
     from memlab.cli.choices import require_countable
     from memlab.cli.plan_report import show
     from memlab.cli.results import write_plan
@@ -106,7 +106,7 @@ def choose_kinds(
             raise UsageError(f"got {option} {shown(got)}; {choice(got, known)}")
     kinds = [
         each
-        for each in LEARNED
+        for each in usual_kinds()
         if precision in (None, each.precision)
         and optimizer in (None, each.optimizer)
         and lora in (None, each.lora)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memlab.planner.formulas import Estimate, training_bytes
     from memlab.planner.measuring import Measured, measured
     from memlab.planner.options import Option, Plan
-    from memlab.planner.recipes import LEARNED, Recipe
+    from memlab.planner.recipes import Recipe, usual_kinds
     from memlab.planner.search import plan
 
 _HOME_OF = {
@@ -34,13 +34,12 @@ _HOME_OF = {
     **dict.fromkeys(("Estimate", "training_bytes"), "memlab.planner.formulas"),
     **dict.fromkeys(("Measured", "measured"), "memlab.planner.measuring"),
     **dict.fromkeys(("Option", "Plan"), "memlab.planner.options"),
-    **dict.fromkeys(("LEARNED", "Recipe"), "memlab.planner.recipes"),
+    **dict.fromkeys(("Recipe", "usual_kinds"), "memlab.planner.recipes"),
     "plan": "memlab.planner.search",
 }
 
 __all__ = [
     "CARDS",
-    "LEARNED",
     "Card",
     "Estimate",
     "Measured",
@@ -53,6 +52,7 @@ __all__ = [
     "memory_named",
     "plan",
     "training_bytes",
+    "usual_kinds",
 ]
 
 __getattr__ = lazily(__name__, _HOME_OF)

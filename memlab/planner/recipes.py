@@ -210,13 +210,15 @@ def _exclusion(techniques: str) -> str | None:
     return None
 
 
-# What is learned, from what changes least on. LoRA trains another, smaller thing: it is searched
-# in bfloat16 alone.
-LEARNED = (
-    *(Recipe(precision) for precision in PRECISIONS),
-    *(Recipe(optimizer=optimizer) for optimizer in OPTIMIZERS[1:]),
-    Recipe(lora=True),
-)
+@cache
+def usual_kinds() -> tuple[Recipe, ...]:
+    """What is learned, from what changes least on. LoRA trains another, smaller thing: it is
+    searched in bfloat16 alone. (Not made at import: whether two rows go together, torch knows.)"""
+    return (
+        *(Recipe(precision) for precision in PRECISIONS),
+        *(Recipe(optimizer=optimizer) for optimizer in OPTIMIZERS[1:]),
+        Recipe(lora=True),
+    )
 
 
 def recipes(

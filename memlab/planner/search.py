@@ -22,7 +22,7 @@ from memlab.planner.formulas import Estimate, data_ranks, training_bytes
 from memlab.planner.measuring import Measured, measured
 from memlab.planner.options import Candidate, Option, Plan, budget_bytes
 from memlab.planner.processes import processes
-from memlab.planner.recipes import LEARNED, Recipe, recipes
+from memlab.planner.recipes import Recipe, recipes, usual_kinds
 from memlab.shapes import GPTConfig
 from memlab.train import Setting
 
@@ -46,7 +46,7 @@ def plan(
     seq_len: int | None = None,
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
-    learned: Iterable[Recipe] = LEARNED,
+    learned: Iterable[Recipe] | None = None,
     count: int = 2,
     exact: bool = False,
     target: str | None = None,
@@ -60,7 +60,8 @@ def plan(
     memory    of each GPU: "24GB", "24GiB", bytes, or a card's name
     batch     sequences of each data-parallel GPU, of `seq_len` tokens (2048, or what the model
               takes)
-    learned   the kinds of training among which to choose: recipes of what is learned
+    learned   the kinds of training among which to choose: recipes of what is learned; None: those
+              of `usual_kinds`
     exact     measure the largest batch and length of each, which takes several times as long;
               else they are the formula's, scaled to what was measured
     target    what is predicted: "cuda", "cuda:hopper"; None: as the card has it. "cpu" plans for
@@ -85,7 +86,8 @@ def plan(
         (tensor_parallel, pipeline_parallel),
         target or there.card_for_costs.target,
     )
-    return _Search(asked, exact, announce).plan(learned, count, workers)
+    kinds = usual_kinds() if learned is None else learned
+    return _Search(asked, exact, announce).plan(kinds, count, workers)
 
 
 def _require_numbers(**given: int) -> None:

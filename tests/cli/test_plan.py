@@ -10,7 +10,7 @@ from memlab.model import PRESETS
 from memlab.planner import search
 from memlab.planner.formulas import training_bytes
 from memlab.planner.measuring import Measured
-from memlab.planner.recipes import LEARNED, Recipe, recipes
+from memlab.planner.recipes import Recipe, recipes, usual_kinds
 from memlab.units import format_bytes
 
 
@@ -19,7 +19,7 @@ def quick(monkeypatch):
     """One process, and the formula in place of predictions: what is printed is tried here."""
 
     def answer(setting, names, ranks=1, stage=0):
-        everything = (r for each in LEARNED for r in recipes(each, sequences=setting.batch))
+        everything = (r for each in usual_kinds() for r in recipes(each, sequences=setting.batch))
         recipe = next(r for r in everything if (r.techniques, r.dtype) == (names, setting.dtype))
         peak = training_bytes(setting.config, recipe, setting.batch, setting.seq_len).peak_bytes
         return Measured(peak, peak, {"parameters": peak}, "backward", False, None)

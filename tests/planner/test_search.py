@@ -11,7 +11,7 @@ from memlab.planner.cards import CARDS
 from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import training_bytes
 from memlab.planner.measuring import Measured
-from memlab.planner.recipes import LEARNED, Recipe, recipes
+from memlab.planner.recipes import Recipe, recipes, usual_kinds
 from memlab.train import Setting, build, combined, rank_step
 from memlab.train import measured as metered
 
@@ -41,7 +41,7 @@ def by_formula(monkeypatch):
 
 
 def everything(sequences):
-    return [recipe for learned in LEARNED for recipe in recipes(learned, sequences=sequences)]
+    return [recipe for learned in usual_kinds() for recipe in recipes(learned, sequences=sequences)]
 
 
 # ------------------------------------------------------------------ recipes
@@ -53,7 +53,7 @@ def test_every_recipe_is_one_that_a_training_can_be_built_of():
 
 
 def test_recipes_of_one_kind_learn_the_same():
-    for learned in LEARNED:
+    for learned in usual_kinds():
         assert {recipe.learned for recipe in recipes(learned, sequences=4)} == {learned}
 
 
@@ -265,7 +265,7 @@ def test_a_plan_for_the_cpu_says_what_the_step_takes_there():
 @pytest.mark.slow
 def test_workers_find_what_one_process_finds():
     tiny = replace(PRESETS["tiny"], layers=6)
-    asked = partial(search.plan, tiny, 2**30, learned=LEARNED[2:4], seq_len=32, target="cpu")
+    asked = partial(search.plan, tiny, 2**30, learned=usual_kinds()[2:4], seq_len=32, target="cpu")
     assert asked(workers=2) == asked(workers=1)
 
 
