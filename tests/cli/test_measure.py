@@ -19,7 +19,7 @@ from quick import quick, slow
 
 import memlab
 from memlab import plot
-from memlab.cli import choices, report, results, rows, terminal
+from memlab.cli import choices, parsing, report, results, rows, terminal
 from memlab.cli.choices import SUITABLE, choose_device, choose_setting, choose_techniques
 from memlab.cli.errors import UsageError
 from memlab.cli.measure import measured_rows, options
@@ -623,7 +623,7 @@ def test_a_folder_that_is_tried_is_left_as_it_was(monkeypatch, tmp_path, out):
 
 
 def test_a_folder_that_cannot_be_written_to_is_noticed_before_measuring(monkeypatch, tmp_path):
-    monkeypatch.setattr(choices, "TemporaryFile", raising(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(parsing, "TemporaryFile", raising(PermissionError(13, "Permission denied")))
     with pytest.raises(UsageError, match=r"no file can be written \(Permission denied\)"):
         choose_folder(str(tmp_path))
 

@@ -1121,8 +1121,27 @@ def _check_hooks(answer: MakeHooks) -> str:
     case = "hooks around a layer with index, mask and halves"
     _require_nobody_elses(answer)
     _require_views_back(answer)
-    plain, exact = _run_with(None, _exactly, _itself), _run_with(answer, _exactly, _itself)
-    wanted = _run_with(hooks, _exactly, _itself)
+    plain = _run_with(None, _exactly, _itself)
+    _require_exact(case, answer, plain)
+    coarse, allowed = _run_with(answer, compress, decompress), _allowed()
+    _require_held(case, answer, plain, coarse, allowed)
+    retained = _held_when_retained(answer)
+    require(
+        retained <= allowed,
+        f"{case} holds {retained:,} bytes after a backward that retains the graph; wanted "
+        f"{allowed:,}, as before it: unpack keeps nothing of what it hands out.",
+    )
+    limit = _peaks_of(hooks).backward + 4 * ROWS * 2 * WIDTH  # and the largest tensor once more
+    limited(case, _peaks_of(answer), backward=limit)
+    return (
+        f"exact where compress is exact · {plain.held:,} bytes held without, {coarse.held:,} with "
+        f"8 bits · each storage compressed once"
+    )
+
+
+def _require_exact(case: str, answer: MakeHooks, plain: _Run) -> None:
+    """What was to be compressed was, and nothing is lost where compressing loses nothing."""
+    exact, wanted = _run_with(answer, _exactly, _itself), _run_with(hooks, _exactly, _itself)
     require(
         bool(exact.asked) and exact.asked == wanted.asked,
         f"{case} compressed {_in_words(exact.asked)}; wanted {_in_words(wanted.asked)}. Too much: "
@@ -1135,7 +1154,11 @@ def _check_hooks(answer: MakeHooks) -> str:
         f"{case}, with a compress that keeps every digit: gradients are up to {far:.1e} off those "
         f"of the plain layer.",
     )
-    coarse, allowed, left = _run_with(answer, compress, decompress), _allowed(), _left(answer)
+
+
+def _require_held(case: str, answer: MakeHooks, plain: _Run, coarse: _Run, allowed: int) -> None:
+    """What waits for backward, what backward makes of it, and that nothing stays."""
+    left = _left(answer)
     require(
         coarse.held == allowed,
         f"{case} holds {coarse.held:,} bytes between forward and backward; wanted {allowed:,}, of "
@@ -1156,18 +1179,6 @@ def _check_hooks(answer: MakeHooks) -> str:
     require(
         left == 0,
         f"{case} leave {left:,} bytes behind when the output is dropped; wanted none.",
-    )
-    retained = _held_when_retained(answer)
-    require(
-        retained <= allowed,
-        f"{case} holds {retained:,} bytes after a backward that retains the graph; wanted "
-        f"{allowed:,}, as before it: unpack keeps nothing of what it hands out.",
-    )
-    limit = _peaks_of(hooks).backward + 4 * ROWS * 2 * WIDTH  # and the largest tensor once more
-    limited(case, _peaks_of(answer), backward=limit)
-    return (
-        f"exact where compress is exact · {plain.held:,} bytes held without, {coarse.held:,} with "
-        f"8 bits · each storage compressed once"
     )
 
 
