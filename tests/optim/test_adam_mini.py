@@ -199,7 +199,7 @@ def test_at_one_number_a_block_it_is_adamw():
     train(model, AdamMini(model.named_parameters(), weight_decay=0.1, partition=ones), steps=20)
     train(other, AdamW(other.parameters(), weight_decay=0.1), steps=20)
     assert largest_difference(gpt(), model) > 5e-3
-    assert largest_difference(model, other) <= 1e-7
+    assert largest_difference(model, other) <= 2.4e-7  # two units in the last place of 1
 
 
 def test_the_first_step_divides_by_the_root_of_the_blocks_mean_square():
