@@ -269,6 +269,7 @@ REFUSED = [
     ("7.4", "256 are too few", (ELIGIBLE, ELIGIBLE.replace(">=", ">"))),
     ("7.4", "an input is left", (ELIGIBLE, f"{ELIGIBLE} and not tensor.is_leaf")),
     ("7.4", "views of nothing", (SEEN, f"        if len(tensor):\n    {SEEN}")),
+    ("7.5", "256 bytes are enough", ("len(whole(tensor)) < 256", "storage.nbytes() < 256")),
     ("7.5", "unpack keeps the numbers", (UNPACK, FOUND), (VIEW, BY_CODES)),
     (
         "7.5",

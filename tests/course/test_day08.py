@@ -356,6 +356,14 @@ REFUSED = [
     ("8.3", "bias by letters", ('kind == "bias"', '"bias" in name')),
     ("8.4", "betas of its own", (BETAS, "beta1, beta2 = 0.9, 0.999")),
     ("8.4", "no decay of single weights", (DECAY, f"{DECAY} * (size > 1)")),
+    (
+        "8.5",
+        "a refusal ends the step",
+        (
+            "            weight.grad = None\n",
+            "            stepped.clear()\n            weight.grad = None\n",
+        ),
+    ),
     ("8.5", "all have to be stepped", (END, ONLY_IF_ALL)),
     (
         "8.5",

@@ -1123,6 +1123,7 @@ def _check_hooks(answer: MakeHooks) -> str:
     _require_views_back(answer)
     plain = _run_with(None, _exactly, _itself)
     _require_exact(case, answer, plain)
+    _require_numbers_counted(answer)
     coarse, allowed = _run_with(answer, compress, decompress), _allowed()
     _require_held(case, answer, plain, coarse, allowed)
     retained = _held_when_retained(answer)
@@ -1243,6 +1244,19 @@ def _require_views_back(answer: MakeHooks) -> None:
             isinstance(back, Tensor) and back.dtype == tensor.dtype and torch.equal(back, tensor),
             f"hooks: {name} comes back as {_briefly(back)} with other numbers, though compress "
             f"keeps every digit.",
+        )
+
+
+def _require_numbers_counted(answer: MakeHooks) -> None:
+    """Not bytes, nor those of a view: of every dtype 256 are enough, and 255 too few."""
+    for count, dtype, wanted in ((255, torch.float32, 0), (256, torch.bfloat16, 1)):
+        asked: list[Tensor] = []
+        pack, _ = _hooks_of(answer, [], lambda x, asked=asked: asked.append(x) or x, _itself)
+        pack(elements(count, dtype=dtype).requires_grad_() * 1)
+        require(
+            len(asked) == wanted,
+            f"hooks: a tensor of {count} numbers in {_dtype(dtype)} was "
+            f"{'compressed' if asked else 'left alone'}; eligible is what has 256 numbers or more.",
         )
 
 

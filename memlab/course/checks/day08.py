@@ -1017,6 +1017,7 @@ def _check_in_backward(answer: InBackward) -> str:
         f"{2 * largest:,}, twice the largest weight's, which comes in two parts.",
     )
     _require_refused(watched, "a further backward before end_step()")
+    _require_refused(watched, "one more, after a refusal and before end_step()")
     _require_refused_where_one_is_unused(answer)
     _require_two_apart(answer)
     everything = sum(weight.nbytes for weight in watched.weights)
