@@ -379,7 +379,8 @@ plot.timeline(few, title="Four tokens: the peak is where the gradients are")
 # ### Exercise 1.5: find the largest batch
 #
 # About 10 minutes. `bytes_at(batch)` is any function that gives bytes and never falls: a formula,
-# or a measurement. Ask it at most 60 times, even when the answer is ten million.
+# or a measurement. Ask it at most 60 times, even when the answer is forty million, and never for
+# more than twice the batch that fits: a batch far too large takes the machine down.
 
 
 # %%

@@ -12,6 +12,7 @@ from torch import nn
 from memlab import ledger
 from memlab.course.bill import plain
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.properties import unchanged
 from memlab.ledger import FLOAT32
 from memlab.model import PRESETS, GPTConfig
 from memlab.units import format_bytes
@@ -49,7 +50,9 @@ def _check_parameter_count(answer: Callable[[GPTConfig], int]) -> str:
         equal(f"parameter_count of {_in_words(shape)}", answer(shape), _count(shape), "weights")
     for name in _REAL_SHAPES:
         shape = _Shape(**vars(PRESETS[name]))
-        equal(f"parameter_count of {name}", answer(shape), _count(shape), "weights")
+        with torch.device("meta"):  # an answer may build the model: without memory
+            got = answer(shape)
+        equal(f"parameter_count of {name}", got, _count(shape), "weights")
     return f"{len(_SHAPES)} small shapes, {' · '.join(_REAL_SHAPES)}"
 
 
@@ -77,6 +80,10 @@ def _without_last_norm(config: GPTConfig) -> int:
     return _count(config) - config.width
 
 
+def _one_norm_a_block(config: GPTConfig) -> int:
+    return _count(config) - config.layers * config.width
+
+
 def _always_tied(config: GPTConfig) -> int:
     return _count(replace(config, tied=True))
 
@@ -100,7 +107,8 @@ _PARAMETER_COUNT = Exercise(
         "Count apart what is there once (the embedding; a second one unless tied; the last norm) "
         "and what is there L times. Key and value together are 2·C·KV·D, a block's norms 2·C.",
         "embeddings = V·C if config.tied else 2·V·C. "
-        "block = 2·C·C + 2·C·KV·D + 3·C·hidden + 2·C. All: embeddings + L·block + C.",
+        "block = 2·C·C + 2·C·KV·D + 3·C·hidden + 2·C. How often does each count, and what comes "
+        "after the last block?",
     ),
     reference=lambda config: _count(config),
     check=_check_parameter_count,
@@ -111,6 +119,7 @@ _PARAMETER_COUNT = Exercise(
         ),
         WrongAnswer(_without_norms, "Each norm has C weights too: two in a block, one at the end."),
         WrongAnswer(_without_last_norm, "After the last block there is one more norm."),
+        WrongAnswer(_one_norm_a_block, "A block has two norms: before attention and the MLP."),
         WrongAnswer(
             _always_tied, "Where config.tied is False, a second V × C matrix scores the tokens."
         ),
@@ -187,15 +196,12 @@ def _check_state_bytes(answer: Callable[[nn.Module, torch.optim.Optimizer], Stat
     for name, make in _TRAININGS.items():
         model, optimizer = make()
         wanted = ledger.state_bytes(model, optimizer)
-        got = answer(model, optimizer)
+        with unchanged(f"state_bytes of {name}", model=model, optimizer=optimizer):
+            got = answer(model, optimizer)
         require(
             isinstance(got, dict) and set(got) == set(_STATE),
             f"state_bytes gave {got!r}; wanted a dictionary of {', '.join(_STATE)}."
             f"{' Is there a return?' if got is None else ''}",
-        )
-        require(
-            ledger.state_bytes(model, optimizer) == wanted,
-            f"state_bytes of {name} changed what it was to count.",
         )
         equal(f"state_bytes of {name}", {key: got[key] for key in _STATE}, wanted, "bytes")
     return f"{len(_TRAININGS)} trainings, every byte"
@@ -285,11 +291,12 @@ _STATE_BYTES = Exercise(
         "optimizer.state is a dictionary: for each parameter a dictionary of tensors. AdamW keeps "
         "exp_avg, exp_avg_sq and a counter called step; other settings keep more.",
         "parameters = sum(p.nbytes for p in model.parameters()); gradients the same over p.grad "
-        "where it is not None; optimizer_state = sum of t.nbytes for every dictionary in "
-        "optimizer.state.values() and every t in its .values().",
+        "where it is not None. For the state two loops: over optimizer.state.values(), and over "
+        "the values of each dictionary in it.",
     ),
     reference=ledger.state_bytes,
     check=_check_state_bytes,
+    rebuilds=("memlab.ledger.state_bytes", "memlab.measure", "memlab.meter"),
     wrong_answers=(
         WrongAnswer(_elements, "These are numbers, not bytes: a float32 has four."),
         WrongAnswer(
@@ -408,11 +415,12 @@ _ACTIVATION_BYTES = Exercise(
         "A block keeps, for each token: 2·C sums, 4·C + 2 for the two norms, 2·C + 2·KV·D + H in "
         "attention, 4·hidden in the MLP. Outside: C for the embedding, 2·C + 1 for the last norm, "
         "V for the log-probabilities, and the loss, one number in all.",
-        "block = 8·C + 2·KV·D + 4·hidden + H + 2; ends = 3·C + 1 + V; "
-        "return 4 * (batch * seq_len * (L * block + ends) + 1).",
+        "block = 8·C + 2·KV·D + 4·hidden + H + 2; ends = 3·C + 1 + V. The block counts L times, "
+        "both count for every token; then the loss, and four bytes each.",
     ),
     reference=ledger.activation_bytes,
     check=_check_activation_bytes,
+    rebuilds=("memlab.ledger.activation_bytes",),
     wrong_answers=(
         WrongAnswer(_activations_but(bytes=1), "These are numbers: a float32 has four bytes."),
         WrongAnswer(_activations_but(losses=0), "The loss itself is kept too: 4 bytes in all."),
@@ -502,11 +510,12 @@ _PEAK_BYTES = Exercise(
         "things that the ledger has so far, one is not there yet.",
         "Weights and both moments of Adam (12 bytes a weight), all activations, and no gradients. "
         "Then backward's first two tensors, each as large as the logits: B·T·V numbers.",
-        "12 * parameter_count(config) + activation_bytes(config, batch, seq_len) "
-        "+ 2 * 4 * batch * seq_len * config.vocab_size.",
+        "logits = 4 * batch * seq_len * config.vocab_size, of which backward makes two. The other "
+        "two terms are 12 * parameter_count(config) and what 1.3 counts.",
     ),
     reference=ledger.start_of_backward_bytes,
     check=_check_peak_bytes,
+    rebuilds=("memlab.ledger.start_of_backward_bytes",),
     wrong_answers=(
         WrongAnswer(
             _peak_of(state=16, temporaries=0),
@@ -545,10 +554,10 @@ _PEAK_BYTES = Exercise(
 
 
 class _Counting:
-    """`bytes_at`, which counts how often it is asked, and knows what is too often."""
+    """`bytes_at`, which counts how often it is asked, and notes the largest batch."""
 
     def __init__(self, bytes_at: Callable[[int], int], most: int) -> None:
-        self.asked = 0
+        self.asked = self.largest = 0
         self._bytes_at = bytes_at
         self._most = most
 
@@ -558,8 +567,9 @@ class _Counting:
             raise _TooOften
         require(
             isinstance(batch, int) and batch >= 1,
-            f"bytes_at was asked for a batch of {batch!r}; it takes whole numbers from 1.",
+            f"bytes_at was asked for a batch of {batch!r}; it takes integers from 1.",
         )
+        self.largest = max(self.largest, batch)
         return self._bytes_at(batch)
 
 
@@ -580,7 +590,10 @@ _BATCH_CASES: dict[str, tuple[Callable[[int], int], int, int]] = {
     ),
     "64 bytes for every 8 sequences or less, in 200": (lambda batch: 64 * -(-batch // 8), 200, 24),
     "100 bytes and the square of the batch, in 1000": (lambda batch: 100 + batch**2, 1000, 30),
+    "1 byte a sequence, in 64": (lambda batch: batch, 64, 64),
+    "1 byte for every 3 sequences, in 7": (lambda batch: -(-batch // 3), 7, 21),
     "1 byte a sequence, in 10000000": (lambda batch: batch, 10_000_000, 10_000_000),
+    "5 bytes a sequence, in 200000004": (lambda batch: 5 * batch, 200_000_004, 40_000_000),
 }
 MOST_CALLS = 60
 
@@ -596,6 +609,13 @@ def _check_largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> 
                 f"largest_batch with {name} bytes measured more than {MOST_CALLS} times."
             ) from None
         equal(f"largest_batch with {name} bytes", got, wanted, "sequences")
+        require(
+            counting.largest <= max(1, 2 * wanted),
+            f"largest_batch with {name} bytes measured a batch of {counting.largest:,}, where "
+            f"{wanted:,} fit; wanted at most twice what fits: a measurement far beyond takes "
+            f"the machine down.",
+            evidence=(name, "too large"),
+        )
         calls = max(calls, counting.asked)
     return f"{len(_BATCH_CASES)} budgets, at most {calls} measurements"
 
@@ -650,11 +670,12 @@ _LARGEST_BATCH = Exercise(
         "Then you know one batch that fits and one that does not. Ask for the middle, and keep "
         "the half in which the answer must lie, until the two are neighbours.",
         "fits, too_many = 0, 1; while bytes_at(too_many) <= budget_bytes: fits, too_many = "
-        "too_many, 2 * too_many; then while too_many - fits > 1: middle = (fits + too_many) // 2 "
-        "takes the place of one of the two.",
+        "too_many, 2 * too_many. Then, while too_many - fits > 1, which of the two does "
+        "middle = (fits + too_many) // 2 replace?",
     ),
     reference=ledger.largest_batch,
     check=_check_largest_batch,
+    rebuilds=("memlab.ledger.largest_batch",),
     wrong_answers=(
         WrongAnswer(
             _by_share, "A step has bytes that no batch changes: twice the batch is not twice them."
