@@ -6,14 +6,16 @@ It measures what `memlab measure` measures on a CPU, and predicts what CUDA woul
 Markdown, draws `images/`, and writes `benchmarks/results/<machine>.json`.
 """
 
+import math
 from dataclasses import replace
 
 from common import RESULTS, ROOT, heading, save, table
 
 from memlab import plot
 from memlab.allocator import simulate
-from memlab.cli.choices import SLOW_ON_A_CPU, SUITABLE, choose_techniques
+from memlab.cli.choices import SUITABLE, choose_techniques
 from memlab.cli.measure import measured_rows
+from memlab.cli.patience import Patience
 from memlab.cli.rows import Row
 from memlab.cli.terminal import progress
 from memlab.trace import Trace
@@ -37,7 +39,7 @@ def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
         format_bytes(row.trace.peak_bytes),
         "" if row is plain else f"{saved:+.1%}",
         row.trace.peak_phase,
-        "1 ×" if row is plain else f"{row.time_ratio:.2f} ×",
+        "1 ×" if row is plain else f"{row.time_ratio:.2f} ×" if row.time_ratio else "",
         format_bytes(predicted.trace.allocated_bytes),
         format_bytes(predicted.trace.reserved_bytes),
     )
@@ -60,9 +62,10 @@ def draw(traces: dict[str, Trace], on_cuda: Trace) -> None:
 
 
 def main() -> None:
-    chosen = choose_techniques(None, left_out=SLOW_ON_A_CPU)
+    chosen = choose_techniques(None)
+    patience = Patience(chosen, most_seconds=math.inf)  # dry is what has no fast kernel here
     with progress(stages=3 * len(chosen)) as announce:
-        rows = measured_rows(SETTING, chosen, False, announce)
+        rows = measured_rows(SETTING, chosen, False, announce, patience)
         predicted = measured_rows(ON_CUDA, chosen, True, announce)
     print(heading(f"Savings: {SETTING}"), end="\n\n")
     lines = [cells(row, rows[0], on_cuda) for row, on_cuda in zip(rows, predicted, strict=True)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from quick import quick
 
-from memlab.cli.choices import SLOW_ON_A_CPU, SUITABLE, choose_techniques
+from memlab.cli.choices import SUITABLE, choose_techniques
 from memlab.cli.rows import dry_row
 from memlab.train import predicted_trace
 from memlab.units import format_bytes
@@ -21,7 +21,7 @@ ON_CUDA = {
         re.M,
     )
 }
-CHOSEN = choose_techniques(None, left_out=SLOW_ON_A_CPU)
+CHOSEN = choose_techniques(None)
 ROWS = dict(re.findall(r"^\| ([a-z0-9+-]+)(?:: [^|]*)? \| ([0-9.]+ [KMG]iB) \|", README, re.M))
 
 

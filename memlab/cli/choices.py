@@ -28,7 +28,13 @@ SUITABLE = {
     "mps": Setting("34m", batch=4, seq_len=512),
     "accelerator": Setting("124m", batch=8, seq_len=1024),
 }
-SLOW_ON_A_CPU = ("loss-scaling",)  # products in float16 have no fast kernel there: 30 × the time
+# What their products are taken in, where not in the weights' dtype.
+PRODUCTS_IN = {
+    "autocast": torch.bfloat16,
+    "loss-scaling": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "master-weights": torch.bfloat16,
+}
 MOST_LAYERS = 10_000  # a dry run takes one after the other: more is hours
 LARGEST_TENSOR = 2**59  # numbers, of which torch still counts the bytes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -87,13 +93,10 @@ def choose_setting(
     return setting if dry or device == "cpu" or batch else _with_a_batch_that_fits(setting)
 
 
-def choose_techniques(
-    names: list[str] | None, left_out: Collection[str] = (), kernels: bool = False
-) -> dict[str, Technique]:
-    """The plain step, and those asked for, or all but some; "a+b" is both at once. Single ones come
-    in the order of their table. With `kernels`, those that have one are taken by it."""
-    all_but = [name for name in (*TECHNIQUES, *COMBINATIONS) if name not in left_out]
-    wanted = dict.fromkeys(names or all_but)
+def choose_techniques(names: list[str] | None, kernels: bool = False) -> dict[str, Technique]:
+    """The plain step, and those asked for, or all; "a+b" is both at once. Single ones come in the
+    order of their table. With `kernels`, those that have one are taken by it."""
+    wanted = dict.fromkeys(names or (*TECHNIQUES, *COMBINATIONS))
     for name in wanted:
         parts = name.split("+")
         for part in parts:

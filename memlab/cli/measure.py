@@ -1,5 +1,6 @@
 """`memlab measure`: one training step, plain and with each technique, side by side."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 
 from memlab.cli import report, terminal
 from memlab.cli.choices import (
-    SLOW_ON_A_CPU,
+    SUITABLE,
     choose_device,
     choose_setting,
     choose_techniques,
@@ -18,6 +19,7 @@ from memlab.cli.choices import (
 )
 from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
 from memlab.cli.parsing import choose_folder
+from memlab.cli.patience import MOST_SECONDS, Patience
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row, SideBySide, dry_row, predicted_row
 from memlab.targets import TARGETS
@@ -40,8 +42,7 @@ def measure_techniques(
     choose_techniques(names, kernels=kernels)  # bad names are told first
     folder = choose_folder(out)
     setting = choose_setting(model, batch, seq_len, dtype, choose_device(device, dry), dry)
-    slow = SLOW_ON_A_CPU if setting.device == "cpu" and not dry and not names else ()
-    chosen = choose_techniques(names, left_out=slow, kernels=kernels)
+    chosen = choose_techniques(names, kernels=kernels)
     if kernels and not dry:
         require_kernels(setting.device)
     on_cuda = replace(setting, device="cuda")
@@ -49,10 +50,14 @@ def measure_techniques(
     terminal.say(report.headline(setting, dry) + "\n")
     if kernels:
         terminal.say(taken_by_kernels(chosen) + "\n")
+    patience = None
+    if setting.device == "cpu" and not (dry or names):
+        is_usual = setting == SUITABLE["cpu"]
+        patience = Patience(chosen, most_seconds=MOST_SECONDS if is_usual else math.inf)
     with terminal.progress((1 if dry else 2) * len(chosen) + len(foreseen)) as announce:
-        rows = measured_rows(setting, chosen, dry, announce)
+        rows = measured_rows(setting, chosen, dry, announce, patience)
         predicted = measured_rows(on_cuda, foreseen, True, announce)
-    _show(rows, report.legend(rows), report.remarks(rows), report.left_out(slow))
+    _show(rows, report.legend(rows), report.remarks(rows), report.measured_dry(rows))
     terminal.say(f"\nplain: {rows[0].trace}")
     if predicted:
         terminal.say("\nThe same steps on CUDA, predicted:\n")
@@ -91,10 +96,14 @@ def _show(rows: list[Row], *sentences: Iterable[str]) -> None:
 
 
 def measured_rows(
-    setting: Setting, chosen: dict[str, Technique], dry: bool, announce: Announce
+    setting: Setting,
+    chosen: dict[str, Technique],
+    dry: bool,
+    announce: Announce,
+    patience: Patience | None = None,
 ) -> list[Row]:
     """A row for each technique, the plain one first. A technique that fails has a row that says
-    so: the others are not lost with it."""
+    so: the others are not lost with it. One that takes too much patience is measured dry."""
     if not dry:
         row_of = SideBySide(setting, chosen["plain"]).row
     elif setting.device in TARGETS:
@@ -104,7 +113,10 @@ def measured_rows(
     rows: list[Row] = []
     for name, technique in chosen.items():
         try:
-            rows.append(row_of(name, technique, announce))
+            if patience and (reason := patience.too_long(name)) and rows:
+                rows.append(replace(dry_row(setting, name, technique, announce), dry_for=reason))
+            else:
+                rows.append(row_of(name, technique, announce))
         except Exception as error:
             if rows:
                 rows.append(Row(name, failure=in_one_line(error)))

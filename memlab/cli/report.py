@@ -78,7 +78,7 @@ def remarks(rows: Sequence[Row]) -> Iterator[str]:
     for row in others:
         if row.failure is not None:
             continue
-        if plain.seconds is not None and row.seconds is None:
+        if plain.seconds is not None and row.seconds is None and row.dry_for is None:
             yield f"{row.name}: no time; the plain training does not fit into memory beside it"
         elif hidden := _hidden_change(row.trace, plain.trace):
             yield f"{row.name}: {hidden}"
@@ -101,10 +101,15 @@ def failures(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{row.name}: {row.failure}"
 
 
-def left_out(names: Sequence[str]) -> Iterator[str]:
-    """Techniques that nobody waits for."""
-    for name in names:
-        yield f"{name}: left out, for a CPU takes minutes for it; --technique {name} measures it"
+def measured_dry(rows: Sequence[Row]) -> Iterator[str]:
+    """Rows that nobody waits for: their bytes, which a dry run has as well, and why."""
+    reasons = dict.fromkeys(row.dry_for for row in rows if row.dry_for)
+    for reason in reasons:
+        names = [row.name for row in rows if row.dry_for == reason]
+        yield (
+            f"measured dry, the same bytes and no time, for {reason}: {', '.join(names)}; "
+            f"--technique {names[0]} takes real steps"
+        )
 
 
 def notes(row: Row) -> Iterator[str]:

@@ -140,6 +140,7 @@ def _numbers(row: Row) -> dict[str, Any]:
         "gradient_difference": _or_its_name(row.gradient_difference),
         "largest_gradient": _or_its_name(row.largest_gradient),
         "failure": row.failure,
+        "dry_for": row.dry_for,
     }
 
 

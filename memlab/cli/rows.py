@@ -30,7 +30,8 @@ Announce = Callable[[str], None]
 class Row:
     """What one technique came to. Ratios and the difference are against the plain step.
 
-    A technique that could not be measured has a `failure`, one line, and nothing else.
+    A technique that could not be measured has a `failure`, one line, and nothing else. One that
+    would have taken too long is `dry_for` a reason: its bytes, and no time.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Row:
     gradient_difference: float | None = None
     largest_gradient: float | None = None
     failure: str | None = None
+    dry_for: str | None = None
     estimated_time_ratio: float | None = None  # where nothing runs
 
     @property

@@ -19,11 +19,12 @@ from quick import quick, slow
 
 import memlab
 from memlab import plot
-from memlab.cli import choices, parsing, report, results, rows, terminal
+from memlab.cli import choices, parsing, patience, report, results, rows, terminal
 from memlab.cli.choices import SUITABLE, choose_device, choose_setting, choose_techniques
 from memlab.cli.errors import UsageError
 from memlab.cli.measure import measured_rows, options
 from memlab.cli.parsing import choose_folder
+from memlab.cli.patience import Patience
 from memlab.cli.rows import Row, SideBySide, dry_row, in_turn, silent
 from memlab.model import PRESETS, cross_entropy
 from memlab.targets import TARGETS
@@ -429,21 +430,35 @@ def test_without_a_choice_every_technique_is_measured():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "is_there"),
-    [([], False), slow((["--dry-run"], True)), slow((["--technique", "loss-scaling"], True))],
+    ("arguments", "is_dry"),
+    [([], True), slow((["--dry-run"], False)), slow((["--technique", "loss-scaling"], False))],
 )
-def test_what_takes_a_cpu_minutes_is_left_out_unless_asked_for(
-    memlab_command, tmp_path, monkeypatch, arguments, is_there
+def test_what_takes_a_cpu_minutes_is_measured_dry_unless_asked_for(
+    memlab_command, tmp_path, monkeypatch, arguments, is_dry
 ):
-    few = {name: TECHNIQUES[name] for name in ("plain", "loss-scaling")}
+    few = {name: TECHNIQUES[name] for name in ("plain", "loss-scaling", "lora")}
     monkeypatch.setattr(choices, "TECHNIQUES", few)
     monkeypatch.setattr(choices, "COMBINATIONS", ())
+    monkeypatch.setattr(patience, "slowdown_of", {torch.float16: 24.0}.get)
     small = ("--model", "tiny", "--batch", "2", "--out", tmp_path)
     outcome = memlab_command("measure", *small, *arguments)
     measured = json.loads((tmp_path / "measure.json").read_text(encoding="utf-8"))
-    names = [row["technique"] for row in measured["rows"]]
-    assert ("loss-scaling" in names) == is_there
-    assert ("loss-scaling: left out" in outcome.out) != is_there
+    why = {row["technique"]: row["dry_for"] for row in measured["rows"]}
+    slowly = "this CPU takes 24 × as long for products in float16"
+    assert why["loss-scaling"] == (slowly if is_dry else None)
+    assert {why[name] for name in why if name != "loss-scaling"} == {None}
+    words = f"the same bytes and no time, for {slowly}: loss-scaling; --technique"
+    assert (words in " ".join(outcome.out.split())) == is_dry
+
+
+def test_a_row_measured_dry_has_the_bytes_of_the_real_step_and_no_time():
+    chosen = {"plain": PLAIN, "autocast": TECHNIQUES["autocast"]}
+    slow_in_bfloat16 = Patience(chosen, slowdown={torch.bfloat16: 24.0}.get)
+    plain, dry = measured_rows(TINY, chosen, False, silent, slow_in_bfloat16)
+    _, real = measured_rows(TINY, chosen, False, silent)
+    assert (dry.trace.peak_bytes, dry.seconds) == (real.trace.peak_bytes, None)
+    assert (dry.trace.dry, real.trace.dry) == (True, False)
+    assert not any("autocast: no time" in sentence for sentence in report.remarks([plain, dry]))
 
 
 def test_the_accelerator_is_found_by_itself(monkeypatch):
