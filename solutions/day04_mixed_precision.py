@@ -399,16 +399,15 @@ print(f"bfloat16, by less than 2 %: {brain < 0.02}, and more than scaled float16
 # %% [markdown]
 # ### Exercise 4.2: a loss scaler
 #
-# About 20 minutes. Which scale? As large as goes; too large shows as inf or nan in a gradient.
-# `train` takes one step:
+# About 20 minutes. Too large a scale shows as inf or nan. `train` takes one step:
 #
 # 1. drop old gradients, send back each micro-batch's loss times the scale;
 # 2. if the gradients of all groups are finite: divide, clip to `max_norm`, step;
 # 3. else no step, scale × ½;
 # 4. after `interval` steps in a row (`fine_steps` counts), scale × 2, at most 2¹²⁷.
 #
-# `losses` is any iterable. Never hold two micro-batches' graphs, nor a second copy of the
-# gradients. Return True if it stepped.
+# `losses` is any iterable; weights: `group["params"]` of each of `optimizer.param_groups`. Never
+# hold two micro-batches' graphs, nor a copy of the gradients. Return True if it stepped.
 
 
 # %%
@@ -496,9 +495,10 @@ print(f"0.999 · 1.5 = {(0.999 * (1.5 * one)).item()}")
 # ### Exercise 4.3: round at random
 #
 # About 12 minutes. `numbers` is float32 of any shape; return bfloat16. The upper 16 bits of a
-# float32 are a bfloat16; the lower 16 say how far it is to the next, as a fraction of 2¹⁶. Random
-# numbers come from `generator` only. inf and nan stay what they are; `numbers` is left as it is.
-# Meanwhile at most 24 bytes a number, and no tensor in a dtype of 8 bytes.
+# float32 are a bfloat16; the lower 16 say how far it is to the next, as a fraction of 2¹⁶.
+# `.view(torch.int32)` shows the bits. Random numbers come from `generator` only, one for each
+# number. inf and nan stay what they are; `numbers` is left as it is. Meanwhile at most 24 bytes a
+# number, and no tensor in a dtype of 8 bytes.
 
 
 # %%
@@ -553,9 +553,9 @@ print(f"to the nearest {ends[0]:.2f}, at random {ends[1]:.2f} in the mean, Kahan
 #
 # About 12 minutes. `weights` is a list of a model's, in 16 bits; `copies` the list of their float32
 # copies, which `optimizer` steps. Backward of the loss times `scale` is done, without overflow.
-# Take the step: gradients up to the copies, divided; step; the result down, rounded. Some weights
-# may have no gradient. At the end no gradient is left, neither the weights' nor the copies'; at no
-# time are all gradients there in both dtypes.
+# Take the step: gradients up to the copies, divided; step; the result down, rounded. A weight
+# without a gradient stays as it is. At the end no gradient is left, of weights or copies; at no
+# time are all there in both dtypes.
 
 
 # %%

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from edited import each, verdict_on
 from torch import nn
 
 import memlab
@@ -21,32 +22,6 @@ adamw = partial(torch.optim.AdamW, foreach=False)
 
 
 # ------------------------------------------------------------------ right in another way
-
-
-class ByTheLibrary:
-    """The library's own scaler, whose floor is out of the way."""
-
-    def __init__(self, scale, interval):
-        self.scaler = LossScaler(scale, growth_interval=interval, floor=0.0)
-
-    @property
-    def scale(self):
-        return self.scaler.get_scale()
-
-    @property
-    def fine_steps(self):
-        return self.scaler.state_dict()["_growth_tracker"]
-
-    def train(self, optimizer, losses, max_norm):
-        optimizer.zero_grad()
-        for loss in losses:
-            self.scaler.scale(loss).backward()
-        self.scaler.unscale_(optimizer)
-        stepped = not self.scaler._overflowed[id(optimizer)]
-        nn.utils.clip_grad_norm_([w for g in optimizer.param_groups for w in g["params"]], max_norm)
-        self.scaler.step(optimizer)
-        self.scaler.update()
-        return stepped
 
 
 class ByNorms:
@@ -124,7 +99,6 @@ def one_by_one(weights, copies, optimizer, scale):
 @pytest.mark.parametrize(
     ("exercise", "answer"),
     [
-        (SCALER, ByTheLibrary),
         (SCALER, ByNorms),
         (ROUND, by_shifts),
         (ROUND, by_fraction),
@@ -194,6 +168,98 @@ def test_rounding_at_random_now_and_then_is_not_enough():
     verdict = judge(ROUND, by_seed)
     assert verdict.status == WRONG
     assert "away from zero" in verdict.text
+
+
+# ------------------------------------------------------------------ wrong and right by an edit
+
+CLIP = "nn.utils.clip_grad_norm_(weights, max_norm)"
+NORM = "norm = torch.stack([g.norm() for g in gradients]).norm()"
+BY_HAND = "g.mul_(min(1.0, max_norm / norm))"
+DRAW = "torch.randint(2**16, numbers.shape, generator=generator, dtype=torch.int32)"
+HAS = "        if weight.grad is not None:\n"
+ZEROS = "weight.grad = torch.zeros_like(weight)"
+DOWN = "weight.copy_(copy)"
+
+REFUSED = [
+    (
+        "4.2",
+        "the wrong norm",
+        (CLIP, "[g.mul_(max_norm / max(g.norm(), max_norm)) for g in gradients]"),
+    ),
+    ("4.2", "clipped to half", (CLIP, "nn.utils.clip_grad_norm_(weights, max_norm / 2)")),
+    ("4.2", "never grows", ("if self.fine_steps == self.interval:", "if False:")),
+    ("4.3", "rows share draws", (DRAW, DRAW.replace("numbers.shape", "numbers.shape[-1:]"))),
+    (
+        "4.3",
+        "columns share draws",
+        (DRAW, DRAW.replace("numbers.shape", "(*numbers.shape[:-1], 1)")),
+    ),
+    (
+        "4.3",
+        "nan is lost",
+        (
+            "torch.where(numbers.isfinite(), bits.view(torch.float32), numbers)",
+            "bits.view(torch.float32)",
+        ),
+    ),
+    (
+        "4.4",
+        "none is zeros",
+        (
+            HAS,
+            f"        if weight.grad is None:\n            {ZEROS}\n        if True:\n",
+        ),
+    ),
+    ("4.4", "by bfloat16", (DOWN, "weight.copy_(copy.bfloat16())")),
+    ("4.4", "divided twice", ("/ scale", "/ scale / scale")),
+]
+ACCEPTED = [
+    (
+        "4.2",
+        "a clip of one's own",
+        (
+            CLIP,
+            f"{NORM}\n        for g in gradients:\n            {BY_HAND}",
+        ),
+    ),
+    (
+        "4.2",
+        "and with 1e-6",
+        (
+            CLIP,
+            f"{NORM} + 1e-6\n        for g in gradients:\n            {BY_HAND}",
+        ),
+    ),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
+    assert verdict.status == OK, verdict
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: torch.amp.GradScaler("cpu", init_scale=8.0), "torch.amp.GradScaler"),
+        (lambda: LossScaler(8.0), "memlab.precision.LossScaler"),
+    ],
+)
+def test_a_librarys_scaler_is_no_answer(make, name):
+    class Wrapped(SCALER.reference):
+        def __init__(self, scale, interval):
+            super().__init__(scale, interval)
+            self.inner = make()
+
+    verdict = judge(SCALER, Wrapped)
+    assert verdict.status == WRONG
+    assert name in verdict.text
 
 
 # ------------------------------------------------------------------ held against the meter
