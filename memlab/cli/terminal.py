@@ -4,8 +4,10 @@ Nothing here imports torch: a hint and a mistake in a command line come at once.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from textwrap import fill
 
 from rich.console import Console
@@ -16,6 +18,9 @@ from rich.table import Table
 console = Console(highlight=False, emoji=False, width=200)
 
 
+SECONDS_TO_A_LINE = 2.0  # where no bar can be drawn
+
+
 def say(text: str) -> None:
     """Print a text as it is: no markup, no line broken."""
     console.print(text, markup=False, soft_wrap=True)
@@ -23,8 +28,12 @@ def say(text: str) -> None:
 
 @contextmanager
 def progress(stages: int) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; call what it gives with the name of each stage as that begins."""
+    """A bar on standard error; call what it gives with the name of each stage as that begins. In a
+    file or a pipe, a line every few seconds."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(stages)
+        return
     with Progress(
         SpinnerColumn("line"),
         TextColumn("{task.description:<32}", markup=False),
@@ -33,10 +42,24 @@ def progress(stages: int) -> Iterator[Callable[[str], None]]:
         console=console,
         transient=True,
         redirect_stdout=sys.stdout.isatty(),  # else what goes to a file would go to the terminal
-        disable=not console.is_terminal,  # else a file would get an empty line
     ) as bar:
         task = bar.add_task("", total=stages, completed=-1)
         yield lambda stage: bar.update(task, advance=1, description=stage, refresh=True)
+
+
+def _lines(stages: int) -> Callable[[str], None]:
+    """Says which stage begins, if nothing was said for a while: what is quick stays silent."""
+    done, said = count(1), time.monotonic()
+
+    def announce(stage: str) -> None:
+        nonlocal said
+        number, now = next(done), time.monotonic()
+        if now - said >= SECONDS_TO_A_LINE:
+            said = now
+            with suppress(OSError):  # nobody reads any more
+                print(f"{number} of {stages}: {stage}", file=sys.stderr, flush=True)
+
+    return announce
 
 
 def paragraph(sentence: str) -> str:

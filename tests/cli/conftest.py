@@ -1,6 +1,7 @@
 """The command line, run in this process."""
 
 import io
+import math
 import sys
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
@@ -12,7 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from memlab.cli import main
+from memlab.cli import main, terminal
+
+# What stands on standard error is not to depend on how long anything takes.
+terminal.SECONDS_TO_A_LINE = math.inf
 
 
 @dataclass(frozen=True)

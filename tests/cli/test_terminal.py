@@ -1,0 +1,33 @@
+"""How progress is shown where there is no terminal."""
+
+import pytest
+
+from memlab.cli import terminal
+
+
+class Clock:
+    """Goes on by so many seconds from look to look."""
+
+    def __init__(self, seconds):
+        self._seconds, self._now = seconds, 0.0
+
+    def monotonic(self):
+        self._now += self._seconds
+        return self._now
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lines"),
+    [
+        (0.1, ""),
+        (1.0, "2 of 4: b\n4 of 4: d\n"),
+        (3.0, "1 of 4: a\n2 of 4: b\n3 of 4: c\n4 of 4: d\n"),
+    ],
+)
+def test_without_a_terminal_there_is_a_line_every_two_seconds(monkeypatch, capsys, seconds, lines):
+    monkeypatch.setattr(terminal, "SECONDS_TO_A_LINE", 2.0)
+    monkeypatch.setattr(terminal, "time", Clock(seconds))
+    with terminal.progress(stages=4) as announce:
+        for stage in "abcd":
+            announce(stage)
+    assert capsys.readouterr() == ("", lines)
