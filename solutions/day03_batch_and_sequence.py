@@ -196,7 +196,8 @@ def copied(model, optimizer, micro_batches, size, max_norm):
 # gradient of the mean loss over all its tokens that count, clipped once to `max_norm`, and one
 # optimizer step. Return the mean loss of each window, as plain floats (0 where no token counts).
 # Never more than one micro-batch's activations may be alive. `micro_batches` is any iterable,
-# without a length; a frozen weight has no gradient.
+# without a length: `itertools.islice(iterator, size)` takes the next ones. Read at most one window
+# at a time. A frozen weight has no gradient.
 
 
 # %%
@@ -433,8 +434,9 @@ plot.breakdown(freezing, title="Which half is frozen decides: the tiny model, 8 
 # ### Exercise 3.3: a LoRA layer
 #
 # About 15 minutes. Two `nn.Parameter`s, `down` (rank, in) and `up` (out, rank), in the dtype and on
-# the device of the frozen layer's weight. Freeze that layer. `merge` returns an `nn.Linear`. The
-# check looks at the bytes of a step, too: nothing in it may be as large as the frozen matrix.
+# the device of the frozen layer's weight. Freeze that layer, the one that is given, not a copy. x
+# gets its gradient through both ways. `merge` returns an `nn.Linear`. The check looks at the bytes
+# of a step, too: nothing in it may be as large as the frozen matrix.
 
 
 # %%
@@ -519,9 +521,9 @@ print(f"merged, it gives the same, difference below 1e-4: {difference < 1e-4}")
 #
 # ### Exercise 3.4: validate without a graph
 #
-# About 10 minutes. The mean loss over all tokens that count, of all batches, as a plain float;
-# without dropout, and with the model afterwards in the mode it came in. Memory: that of one batch,
-# and no graph.
+# About 10 minutes. The mean loss over all tokens that count, of all batches, as a plain float (0
+# where no token counts); without dropout, and with the model afterwards as it came: its mode, its
+# gradients. `held_out` is any iterable. Memory: that of one batch, and no graph.
 
 
 # %%

@@ -5,6 +5,7 @@ from itertools import islice
 import pytest
 import torch
 import torch.nn.functional as F
+from edited import each, verdict_on
 from torch import nn
 
 from memlab.accumulation import accumulate, windows
@@ -47,8 +48,9 @@ def counted_first(model, optimizer, micro_batches, size, max_norm):
     while window := list(islice(remaining, size)):
         tokens = sum(int((targets != MASKED).sum()) for _, targets in window)
         total = 0.0
+        optimizer.zero_grad()
         for x, targets in window:
-            loss = sum_of_losses(model(x), targets)[0] / tokens
+            loss = sum_of_losses(model(x), targets)[0] / max(tokens, 1)
             loss.backward()
             total += loss.item()
         gradients = [w.grad for w in model.parameters() if w.grad is not None]
@@ -56,7 +58,6 @@ def counted_first(model, optimizer, micro_batches, size, max_norm):
         for gradient in gradients:
             gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)
         optimizer.step()
-        optimizer.zero_grad()
         losses.append(total)
     return losses
 
@@ -103,7 +104,7 @@ def inferred(model, held_out):
         loss, tokens_here = sum_of_losses(logits, targets)
         total, count = total + loss, count + tokens_here
     model.train(training)
-    return float(total / count)
+    return float(total / max(count, 1))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,77 @@ def inferred(model, held_out):
 )
 def test_another_right_answer_passes(exercise, answer):
     verdict = judge(exercise, answer)
+    assert verdict.status == OK, verdict
+
+
+# ------------------------------------------------------------------ wrong and right by an edit
+
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+BY_HAND = """grads = [w.grad for w in model.parameters() if w.grad is not None]
+        norm = torch.stack([g.norm() for g in grads]).norm(){}
+        for g in grads:
+            g.mul_(min(1.0, max_norm / norm))"""
+ZERO = "        optimizer.zero_grad()\n        total, count = 0.0, 0\n"
+FROZEN = "return self.frozen(x)"
+TRAINED = "self.frozen = frozen.requires_grad_(False)"
+BACK = "    model.train(training)\n"
+
+REFUSED = [
+    ("3.1", "windows of no token divide by 0", ("/= max(count, 1)", "/= count")),
+    (
+        "3.1",
+        "their loss, too",
+        ("losses.append(total / max(count, 1))", "losses.append(total / count)"),
+    ),
+    (
+        "3.1",
+        "such a window is left out",
+        (
+            "        for weight in model",
+            "        if count == 0:\n            continue\n        for weight in model",
+        ),
+    ),
+    ("3.1", "all in a list", ("iter(micro_batches)", "iter(list(micro_batches))")),
+    ("3.1", "left in eval mode", ("remaining, losses", "model.eval()\n    remaining, losses")),
+    (
+        "3.1",
+        "zeroed only at the end",
+        (ZERO, "        total, count = 0.0, 0\n"),
+        ("    return losses", "    optimizer.zero_grad()\n    return losses"),
+    ),
+    (
+        "3.1",
+        "zeroed behind each step",
+        (ZERO, "        total, count = 0.0, 0\n"),
+        ("        optimizer.step()\n", "        optimizer.step()\n        optimizer.zero_grad()\n"),
+    ),
+    ("3.3", "no gradient below", (FROZEN, "return self.frozen(x.detach())")),
+    ("3.3", "the detour has none", ("(x @ self.down.T", "(x.detach() @ self.down.T")),
+    (
+        "3.3",
+        "a copy",
+        (TRAINED, "import copy; self.frozen = copy.deepcopy(frozen).requires_grad_(False)"),
+    ),
+    ("3.3", "constant down", ("torch.randn_like", "torch.ones_like")),
+    ("3.4", "all in a list", ("targets in held_out:", "targets in list(held_out):")),
+    ("3.4", "gradients dropped", (BACK, f"{BACK}    model.zero_grad()\n")),
+    ("3.4", "all made trainable", (BACK, f"{BACK}    model.requires_grad_(True)\n")),
+    ("3.4", "0 / 0", ("return total / max(count, 1)", "return total / count")),
+]
+ACCEPTED = [
+    ("3.1", "a clip of one's own", (CLIP, BY_HAND.format(""))),
+    ("3.1", "and with 1e-6", (CLIP, BY_HAND.format(" + 1e-6"))),
+]
+
+
+@each(REFUSED)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
+
+
+@each(ACCEPTED)
+def test_what_is_right_is_accepted(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path)
     assert verdict.status == OK, verdict
 
 
