@@ -685,8 +685,10 @@ _ = axes.legend(frameon=False)
 # ### Exercise 2.5: mend it
 #
 # About 15 minutes. After each epoch the same bytes are alive. No tensors may pile up within an
-# epoch either. And nothing else changes: what is learnt; `notes["losses"]`, a Python float for each
-# held-out batch; `notes["scales"]`, a Python float for each epoch, of training alone.
+# epoch either. `register_forward_hook` returns a handle, and `handle.remove()` takes that hook off
+# again. And nothing else changes: what is learnt; `notes["losses"]`, a Python float for each
+# held-out batch; `notes["scales"]`, a Python float for each epoch, of training alone; the model's
+# mode and the hooks of others.
 
 
 # %%

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from edited import each, verdict_on
 
 from memlab.allocator import simulate
 from memlab.course import days
@@ -134,6 +135,20 @@ def test_a_right_answer_of_another_make_passes(exercise, answer):
 
 
 # ------------------------------------------------------------------ wrong beyond the named ones
+
+
+HOOK_OFF = "    hook.remove()\n"
+NO_GRAD = "    with torch.no_grad():"
+
+
+@each(
+    [
+        ("2.5", "all hooks cleared", (HOOK_OFF, "    model[2]._forward_hooks.clear()\n")),
+        ("2.5", "left in eval mode", (NO_GRAD, f"    model.eval()\n{NO_GRAD}")),
+    ]
+)
+def test_what_is_wrong_is_refused(edit, tmp_path):
+    assert verdict_on(edit, tmp_path).status == WRONG
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from memlab.allocator.sizes import (
 )
 from memlab.course.bill import plain
 from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, require
+from memlab.course.properties import unchanged
 from memlab.metering import measure
 from memlab.trace import DeviceMemory, Event, Trace
 from memlab.units import format_bytes
@@ -1167,6 +1168,18 @@ def _trained(answer: TrainEpoch, epochs: int = EPOCHS, batches: int = FEW) -> _T
     return _Trained(notes, weights, traces, sum(len(m._forward_hooks) for m in model.modules()))
 
 
+def _require_all_else_unchanged(answer: TrainEpoch) -> None:
+    """The mode, and hooks that others have put there, beside its own of which none may stay."""
+    model, optimizer = _new_training()
+    for module in model:
+        module.register_forward_hook(lambda module, args, output: None)
+    text = _text(FEW, seed=7)
+    with unchanged(
+        "train_epoch", may_change=("values", "gradients", "state"), model=model, optimizer=optimizer
+    ):
+        answer(model, optimizer, text, text, _new_notes())
+
+
 @cache
 def _wanted() -> _Trained:
     return _trained(_mended)
@@ -1186,6 +1199,7 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
         f"train_epoch leaves {got.hooks} hooks on the model after {EPOCHS} epochs; wanted none.",
     )
     _same_results(got, _wanted())
+    _require_all_else_unchanged(answer)
     few, many = (_trained(answer, 2, batches).traces[-1] for batches in (FEW, MANY))
     higher = many.peak_bytes - few.peak_bytes
     inputs = _input_bytes(MANY) - _input_bytes(FEW)
@@ -1365,8 +1379,8 @@ _TRAIN_EPOCH = Exercise(
         "hook's handle has .remove(); the mean can be taken inside the hook, output by output. A "
         "dictionary whose keys are tensors never finds one again: every batch is a new tensor.",
         'notes["losses"].append(loss.item()); hook = model[2].register_forward_hook(lambda module, '
-        "args, output: seen.append(output.abs().mean().item())), and hook.remove() after the "
-        "training part; soft = soften(targets), without the dictionary.",
+        "args, output: seen.append(output.abs().mean().item())); soft = soften(targets), without "
+        "the dictionary. Where does the hook go off the model again?",
     ),
     reference=_mended,
     check=_check_train_epoch,
