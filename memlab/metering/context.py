@@ -88,20 +88,33 @@ class Context:
         self._on_first_step, self._on_step_end = on_first_step, on_step_end
         self._on_backward_start, self._on_backward_end = on_backward_start, on_backward_end
         self._handles: list[Any] = []
+        self._of_modules: list[Any] = []
 
     def start(self) -> None:
         self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
         ]
+        self.follow_modules(True)
 
     def stop(self) -> None:
+        self.follow_modules(False)
         for handle in self._handles:
             handle.remove()
         if self.in_backward:
             self._leave_backward()
+
+    def follow_modules(self, wanted: bool) -> None:
+        """Let modules that start and end be noticed, or no more."""
+        if wanted and not self._of_modules:
+            self._of_modules = [
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+            ]
+        elif not wanted:
+            for handle in self._of_modules:
+                handle.remove()
+            self._of_modules = []
 
     def phase(self) -> str:
         """The phase of the operator that is about to run."""

@@ -21,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.metering.casts import Casts
+from memlab.metering.compiled import CompiledCode
 from memlab.metering.context import Context
 from memlab.metering.fake import dry_run
 from memlab.metering.frames import called_by, comes_from_the_engine, user_line
@@ -93,6 +94,9 @@ class StorageMeter(LightMode):
         self._roots = (step, model, optimizer)
         self._run_is_named_after_step = model is None
         self._casts = Casts()
+        self._compiled = CompiledCode(
+            on_buffer=_weakly(self._compiled_code_takes), on_run=_weakly(self._compiled_code_runs)
+        )
         self._model, self._optimizer = model, optimizer
         self._lines, self._on_birth, self._on_operator = lines, on_birth, on_operator
         self._dry_run = dry_run.active
@@ -119,6 +123,8 @@ class StorageMeter(LightMode):
         self._scan_reachable()
         self.context.start()
         self._casts.start()
+        if self._dry_run is None:
+            self._compiled.start()
         COMPOSITIONS.__enter__()
         REGISTRY.listen(self._storage_changed)
         self._took_over = self._dry_run is not None and self._dry_run.step_aside()
@@ -131,6 +137,7 @@ class StorageMeter(LightMode):
         COMPOSITIONS.__exit__()
         self._close_watched_pair()
         self._casts.stop()
+        self._compiled.stop()
         self.context.stop()
         known = len(self._initial)
         for root in self.context.names.roots:
@@ -155,6 +162,20 @@ class StorageMeter(LightMode):
     def largest_own(self, count: int) -> list[Storage]:
         """The largest living storages that were born inside."""
         return sorted(self._own.values(), key=lambda record: -record.bytes)[:count]
+
+    # ------------------------------------------------------------------ compiled code
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled functions run compiled under this mode."""
+        return True
+
+    def _compiled_code_takes(self, tensor: torch.Tensor) -> None:
+        self._close_watched_pair()
+        self._born(tensor, "compiled code", self.context.phase(), None, [])
+
+    def _compiled_code_runs(self, does: bool) -> None:
+        self.context.follow_modules(not does)
 
     # ------------------------------------------------------------------ one operator
 
@@ -240,7 +261,7 @@ class StorageMeter(LightMode):
         tensor: torch.Tensor,
         func: Any,
         phase: str,
-        inputs: list[Storage],
+        inputs: list[Storage] | None,
         input_tensors: list[torch.Tensor],
     ) -> Storage:
         if func is aten.ones_like.default and called_by("_make_grads"):
@@ -502,5 +523,6 @@ def _writes_to_an_input(func: Any) -> bool:
     return func._schema.is_mutable
 
 
-def _all_are_inputs(records: list[Storage]) -> bool:
-    return all(record.category == "inputs" for record in records)
+def _all_are_inputs(records: list[Storage] | None) -> bool:
+    """None: nobody knows of what compiled code made it."""
+    return records is not None and all(record.category == "inputs" for record in records)

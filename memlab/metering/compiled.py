@@ -1,0 +1,96 @@
+"""Compiled functions, metered as they run compiled.
+
+Under a dispatch mode Dynamo takes a function's Python code instead, unless the mode says that it
+leaves compiled code alone (`ignore_compile_internals`). Two more things are in the way:
+
+1. Compiled code is good for the global hooks of modules that were there when it was compiled; with
+   the meter's own it would be compiled anew, with the hooks in it. So they are taken away while
+   compiled code runs.
+2. What Inductor's code takes for itself comes from `empty_strided_cpu` and its like, which no
+   dispatcher sees. So those are wrapped, in the code that was loaded and in what is loaded next.
+   Only matrix products and what else Inductor leaves to torch are seen as operators.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+_EVAL_FRAME, _CODE_CACHE = "torch._dynamo.eval_frame", "torch._inductor.codecache"
+_GUARDS = "torch._C._dynamo.guards"  # where generated code has its allocation from
+_TAKES = "empty_strided_"
+
+
+class CompiledCode:
+    """Between `start()` and `stop()`, `on_buffer(tensor)` is called for each tensor that compiled
+    code takes, `on_run(True)` before compiled code may run and `on_run(False)` after it."""
+
+    def __init__(self, on_buffer: Callable[[Tensor], None], on_run: Callable[[bool], None]) -> None:
+        self._on_buffer, self._on_run = on_buffer, on_run
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def start(self) -> None:
+        """Nothing is to be done where nobody compiles."""
+        if (eval_frame := sys.modules.get(_EVAL_FRAME)) is None:
+            return
+        # It is right, and of no concern: the hooks are gone when compiled code runs.
+        warnings.filterwarnings(
+            "ignore", message=r"Using `torch\.compile\(module\)` when there are"
+        )
+        guards = sys.modules[_GUARDS]
+        self._tellers = {
+            name: self._telling(getattr(guards, name))
+            for name in dir(guards)
+            if name.startswith(f"_{_TAKES}")
+        }
+        for name, teller in self._tellers.items():
+            self._replace(guards, name, teller)
+        self._replace(
+            eval_frame, "_maybe_set_eval_frame", self._announcing(eval_frame._maybe_set_eval_frame)
+        )
+        for module in _generated():
+            for name in vars(module).keys() & {name[1:] for name in self._tellers}:
+                self._replace(module, name, self._tellers[f"_{name}"])
+
+    def stop(self) -> None:
+        for owner, name, original in reversed(self._replaced):
+            setattr(owner, name, original)
+        if not self._replaced:
+            return
+        for module in _generated():  # those that were made meanwhile
+            for name, teller in self._tellers.items():
+                if vars(module).get(name[1:]) is teller:
+                    setattr(module, name[1:], teller.__wrapped__)
+        self._replaced.clear()
+
+    def _replace(self, owner: Any, name: str, new: Any) -> None:
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
+
+    def _telling(self, take: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(take)
+        def told(*shape: Any) -> Tensor:
+            tensor = take(*shape)
+            self._on_buffer(tensor)
+            return tensor
+
+        return told
+
+    def _announcing(self, set_frame: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Dynamo is switched on before a compiled function runs, and off behind it."""
+
+        def announced(callback: Any) -> Any:
+            self._on_run(callback is not None)
+            return set_frame(callback)
+
+        return announced
+
+
+def _generated() -> list[ModuleType]:
+    """What Inductor has written and loaded."""
+    cache = sys.modules.get(_CODE_CACHE)
+    return [] if cache is None else list(cache.PyCodeCache.modules)

@@ -1,0 +1,142 @@
+"""A compiled step is metered as it runs compiled, against the allocator's own record."""
+
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import memlab
+from memlab.metering.unobserved import compare, record
+from memlab.model import GPT, PRESETS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(tmp_path_factory):
+    """A place of its own for what is compiled: the one of all is for the CPU that used it first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                torch.compile(torch.sin)(torch.ones(4))
+        except Exception as error:
+            pytest.skip(f"nothing can be compiled here: {str(error).strip().splitlines()[0]}")
+        yield
+        torch._dynamo.reset()
+
+
+class Pointwise(nn.Module):
+    """Between two layers a dozen operators that compiled code does in one loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x):
+        h = self.up(x)
+        h = h.sin() * h.cos() + h.tanh() * h.sigmoid()
+        h = h * h + h.exp().clamp(max=3)
+        return self.down(h).square().mean()
+
+
+class Broken(Pointwise):
+    """Something in the middle that Dynamo cannot compile."""
+
+    def forward(self, x):
+        h = self.up(x).sin().cos()
+        torch._dynamo.graph_break()
+        return self.down(h.tanh() * h).square().mean()
+
+
+def trained(model, *inputs, **settings):
+    """A step of SGD on the compiled model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, **settings)
+
+    def step():
+        optimizer.zero_grad()
+        compiled(*inputs).backward()
+        optimizer.step()
+
+    return step, model, optimizer
+
+
+def pointwise():
+    return trained(Pointwise(), torch.randn(512, 32))
+
+
+def gpt():
+    config = PRESETS["tiny"]
+    tokens = torch.randint(config.vocab_size, (2, 64))
+    return trained(GPT(config), tokens, tokens)
+
+
+def graph_break():
+    return trained(Broken(), torch.randn(512, 32))
+
+
+def dynamic():
+    return trained(Pointwise(), torch.randn(300, 32), dynamic=True)
+
+
+def without_gradients():
+    model, x = Pointwise(), torch.randn(512, 32)
+    compiled = torch.compile(model)
+    return torch.no_grad()(lambda: compiled(x)), model, None
+
+
+def a_function():
+    x = torch.randn(512, 32, requires_grad=True)
+    function = torch.compile(lambda x: (x.sin() * x.cos()).tanh().sum())
+
+    def step():
+        x.grad = None
+        function(x).backward()
+
+    return step, None, None
+
+
+@pytest.mark.parametrize(
+    "build", [pointwise, gpt, graph_break, dynamic, without_gradients, a_function]
+)
+def test_every_allocation_is_that_of_compiled_code(build):
+    step, model, optimizer = compiled(build)
+    before = record(step, warm_up=step)
+    trace = memlab.measure(step, model=model, optimizer=optimizer)
+    found = compare(trace, before)
+    scratch = Counter(e.bytes for e in before.events if e.kind == "scratch" and e.bytes > 0)
+    assert (found.missing, found.unseen, found.excess) == ({}, {}, scratch)
+    assert found.real_peak_difference == 0
+    assert any(event.operator == "compiled code" for event in trace.events)
+    after = record(step, warm_up=step)  # nothing of the meter stays behind
+    assert [e._replace(address=0) for e in after.events] == [
+        e._replace(address=0) for e in before.events
+    ]
+
+
+def test_what_it_holds_is_told_apart():
+    step, model, optimizer = compiled(pointwise)
+    trace = memlab.measure(step, model=model, optimizer=optimizer)
+    weights = sum(p.nbytes for p in model.parameters())
+    assert trace.at_end["parameters"] == trace.at_end["gradients"] == weights
+    assert trace.at_peak["activations"] > 0
+    assert trace.at_peak["inputs"] == 512 * 32 * 4
+
+
+def test_a_function_that_is_compiled_while_it_is_measured_counts_as_it_does_later():
+    torch._dynamo.reset()
+    with warnings.catch_warnings(action="ignore"):
+        step, model, optimizer = pointwise()
+        first = memlab.measure(step, model=model, optimizer=optimizer)
+    later = memlab.measure(step, model=model, optimizer=optimizer)
+    assert first.peak_bytes == later.peak_bytes
+
+
+def compiled(build):
+    """The step, compiled; what the compiler warns of is not the meter's."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings(action="ignore"):
+        made = build()
+        made[0]()
+    return made
