@@ -26,6 +26,7 @@ from memlab.cli.parsing import choose_folder
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.metering.assumptions import ASSUMED, fraction_of
+from memlab.metering.fake import UNCOMPILED
 from memlab.targets import TARGETS
 from memlab.trace import Trace
 
@@ -72,7 +73,7 @@ def measure_script(
 
 def assumed(trace: Trace) -> list[str]:
     """The notes that belong into the first lines."""
-    return [note for note in trace.notes if note.startswith(ASSUMED)]
+    return [note for note in trace.notes if note.startswith(ASSUMED) or note == UNCOMPILED]
 
 
 def _how(dry: bool, device: str | None) -> str:

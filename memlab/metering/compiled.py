@@ -25,6 +25,12 @@ _GUARDS = "torch._C._dynamo.guards"  # where generated code has its allocation f
 _TAKES = "empty_strided_"
 
 
+def leave_out_the_remark_on_hooks() -> None:
+    """That of torch.compile on global hooks of modules: they are the meter's, and it knows."""
+    remark = r"Using `torch\.compile\(module\)` when there are global hooks"
+    warnings.filterwarnings("ignore", message=remark)
+
+
 class CompiledCode:
     """Between `start()` and `stop()`, `on_buffer(tensor)` is called for each tensor that compiled
     code takes, `on_run(True)` before compiled code may run and `on_run(False)` after it."""
@@ -37,10 +43,6 @@ class CompiledCode:
         """Nothing is to be done where nobody compiles."""
         if (eval_frame := sys.modules.get(_EVAL_FRAME)) is None:
             return
-        # It is right, and of no concern: the hooks are gone when compiled code runs.
-        warnings.filterwarnings(
-            "ignore", message=r"Using `torch\.compile\(module\)` when there are"
-        )
         guards = sys.modules[_GUARDS]
         self._tellers = {
             name: self._telling(getattr(guards, name))

@@ -60,6 +60,10 @@ from memlab.metering.tensors import has_a_handler_of_its_own
 from memlab.metering.validations import valid_answer
 
 aten = torch.ops.aten
+UNCOMPILED = (
+    "what torch.compile compiles is counted as it runs uncompiled: an upper bound, as a rule, for "
+    "compiled code keeps less; memlab.measure of a real step counts what it does take"
+)
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 Observer = Callable[[Any, Any, Any, Any], None]  # of an operator, its arguments and its result
 # What is reckoned with whole numbers on the way to a size.
@@ -121,6 +125,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         self._true = WeakIdKeyDictionary()  # answers that are True: all is finite in a dry run
         self._whole = WeakIdKeyDictionary()  # numbers reckoned from whole ones, which are 1
         self.whole_numbers_read: dict[str, None] = {}  # the lines where, in order
+        self._is_uncompiled = False  # whether something was to run compiled
         self._patience = Patience()
         self._loaders = Loaders()
         self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels want addresses
@@ -129,6 +134,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         own = {
             (torch.autograd, "_engine_run_backward"): self._with_functions,
             (_LOG, "disabled"): lambda real: True,  # what the user's error says is said by itself
+            (torch._dynamo.eval_frame, "_callback_from_stance"): self._noting_what_is_compiled,
         }
         parts = (absent, fake_checks, collectives, samplers, self._loaders)
         replacements = {key: new for part in parts for key, new in part.replacements().items()}
@@ -151,7 +157,8 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     def notes(self) -> tuple[str, ...]:
         """What it had to make up, where bytes may depend on that."""
         assumed, loaded = self._assumptions.notes(), self._loaders.notes()
-        return (*assumed, *self._note_of_whole_numbers(), *loaded)
+        uncompiled = (UNCOMPILED,) if self._is_uncompiled else ()
+        return (*uncompiled, *assumed, *self._note_of_whole_numbers(), *loaded)
 
     def _note_of_whole_numbers(self) -> tuple[str, ...]:
         if not self.whole_numbers_read:
@@ -187,6 +194,15 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
             yield
         finally:
             self._observer = None
+
+    def _noting_what_is_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Whenever a compiled function is called, Dynamo asks for its compiler."""
+
+        def choosing(compiler: Any) -> Any:
+            self._is_uncompiled |= compiler is not None and compiler is not False
+            return choose(compiler)
+
+        return choosing
 
     def _with_functions(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Hooks and what is recomputed in backward call functions, too; torch takes the mode away

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.metering.casts import Casts
-from memlab.metering.compiled import CompiledCode
+from memlab.metering.compiled import CompiledCode, leave_out_the_remark_on_hooks
 from memlab.metering.context import Context
 from memlab.metering.fake import dry_run
 from memlab.metering.frames import called_by, comes_from_the_engine, user_line
@@ -123,6 +123,7 @@ class StorageMeter(LightMode):
         self._scan_reachable()
         self.context.start()
         self._casts.start()
+        leave_out_the_remark_on_hooks()
         if self._dry_run is None:
             self._compiled.start()
         COMPOSITIONS.__enter__()

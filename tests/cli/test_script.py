@@ -383,6 +383,13 @@ def test_an_assumption_stands_in_the_first_lines(memlab_command, script, device,
     assert second.endswith(f"{said} is chosen")
 
 
+def test_that_compiled_code_is_counted_uncompiled_stands_in_the_first_lines(memlab_command, script):
+    text = GOOD.replace("return step", "import torch\n    model.compile()\n    return step")
+    assert text != GOOD
+    outcome = memlab_command("measure", "--script", script(text), "--dry-run")
+    assert outcome.out.splitlines()[1].startswith("what torch.compile compiles is counted as it")
+
+
 def test_a_refusal_offers_an_assumption(in_one_line, script):
     line = in_one_line("measure", "--dry-run", "--script", script(MASKED))
     assert line.endswith(

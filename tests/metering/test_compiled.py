@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import memlab
+from memlab.metering.fake import UNCOMPILED
 from memlab.metering.unobserved import compare, record
 from memlab.model import GPT, PRESETS
 
@@ -131,6 +132,23 @@ def test_a_function_that_is_compiled_while_it_is_measured_counts_as_it_does_late
         first = memlab.measure(step, model=model, optimizer=optimizer)
     later = memlab.measure(step, model=model, optimizer=optimizer)
     assert first.peak_bytes == later.peak_bytes
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_a_dry_run_says_that_it_counts_uncompiled(is_compiled):
+    """In every allocation: as without torch.compile."""
+    with memlab.dry_run():
+        model, x = Pointwise(), torch.randn(512, 32)
+        called = torch.compile(model) if is_compiled else model
+        trace = memlab.measure(lambda: called(x).backward(), model=model)
+    assert (UNCOMPILED in trace.notes) == is_compiled
+    plain, x = Pointwise(), torch.randn(512, 32)
+    assert trace.peak_bytes == memlab.measure(lambda: plain(x).backward(), model=plain).peak_bytes
+
+
+def test_a_prediction_says_so_as_well():
+    trace = memlab.predict(pointwise)
+    assert UNCOMPILED in trace.notes
 
 
 def compiled(build):
