@@ -384,7 +384,7 @@ def test_an_assumption_stands_in_the_first_lines(memlab_command, script, device,
 
 
 def test_that_compiled_code_is_counted_uncompiled_stands_in_the_first_lines(memlab_command, script):
-    text = GOOD.replace("return step", "import torch\n    model.compile()\n    return step")
+    text = GOOD.replace("return step", "model.compile()\n    return step")
     assert text != GOOD
     outcome = memlab_command("measure", "--script", script(text), "--dry-run")
     assert outcome.out.splitlines()[1].startswith("what torch.compile compiles is counted as it")
