@@ -12,6 +12,7 @@ VENV_PYTHON := .venv/bin/python
 BENCHMARKS := $(wildcard benchmarks/[a-z]*.py)
 LESSONS := $(wildcard lessons/*.ipynb)
 SOLUTIONS := $(wildcard solutions/*.ipynb)
+ONE_LESSON := $(wildcard lessons/day10_*.ipynb) # among the quickest to run with its stubs
 
 RUN_TESTS := PYTHONHASHSEED=0 $(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -51,6 +52,7 @@ test: $(stamp) ## format, lint, tests, every notebook
 	@$(VENV_PYTHON) -m ruff check .
 	@$(RUN_TESTS) -m 'not slow' --few 8
 	@$(MAKE) --no-print-directory solutions
+	@$(RUN_NOTEBOOKS) --nbval-lax $(ONE_LESSON)
 
 slow: $(stamp) ## every test, with every parameter: about an hour
 	@$(RUN_TESTS)
