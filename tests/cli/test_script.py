@@ -383,6 +383,7 @@ def test_an_assumption_stands_in_the_first_lines(memlab_command, script, device,
     assert second.endswith(f"{said} is chosen")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it compiles first
 def test_that_compiled_code_is_counted_uncompiled_stands_in_the_first_lines(memlab_command, script):
     text = GOOD.replace("return step", "model.compile()\n    return step")
     assert text != GOOD
