@@ -141,8 +141,16 @@ HOOK_OFF = "    hook.remove()\n"
 NO_GRAD = "    with torch.no_grad():"
 
 
+SPLIT = "    if rest >= 512 if size <= MIB else rest > MIB:\n"
+
+
 @each(
     [
+        (
+            "2.2",
+            "the piece says which pool it is",
+            (SPLIT, SPLIT.replace("size <=", "best.bytes <= 2 *")),
+        ),
         ("2.5", "all hooks cleared", (HOOK_OFF, "    model[2]._forward_hooks.clear()\n")),
         ("2.5", "left in eval mode", (NO_GRAD, f"    model.eval()\n{NO_GRAD}")),
     ]

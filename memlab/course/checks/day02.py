@@ -310,6 +310,10 @@ _TAKE_CASES: dict[str, tuple[Pool, int]] = {
         _pool([(5 * MIB + MIB // 2, FREE), (14 * MIB + MIB // 2, TAKEN)]),
         5 * MIB,
     ),
+    "a large request in a piece that is no larger than small segments are": (
+        _pool([(MIB + MIB // 2, FREE), (18 * MIB + MIB // 2, TAKEN)]),
+        MIB + 512,
+    ),
     "a large piece with a rest of 1 MiB": (
         _pool([(6 * MIB, FREE), (14 * MIB, TAKEN)]),
         5 * MIB,
