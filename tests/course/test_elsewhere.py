@@ -1,11 +1,15 @@
 """What a GPU measured stands under its own name, never as if it were the reader's."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from memlab.course.elsewhere import RESULTS, stored_on_a_gpu, time_on_a_gpu
 
+MADE_UP = Path(__file__).parent / "made_up_gpu"
+SOLUTIONS = sorted((Path(__file__).parents[2] / "solutions").glob("*.py"))
 NONE = "No GPU here, and no GPU's measurement of “peak” (benchmarks/gpu.py) is stored yet."
 NONE_OF_A_DAY = "No GPU here, and no GPU's measurement of day 4 is stored yet."
 CIRCUMSTANCES = {
@@ -80,3 +84,13 @@ def test_a_verdict_takes_its_time_from_every_gpu_that_measured_it(tmp_path, writ
 def test_a_verdict_says_that_no_gpu_measured_it(tmp_path, write):
     write("cpu.json", command="savings", time={"bfloat16": 1})
     assert time_on_a_gpu("bfloat16", tmp_path) == "not measured: no GPU"
+
+
+@pytest.mark.parametrize("solution", SOLUTIONS, ids=lambda path: path.stem[:5])
+def test_the_made_up_gpu_has_measured_all_that_a_day_shows(solution):
+    """`make solutions` runs the notebooks with these results: no other output may differ."""
+    source = solution.read_text(encoding="utf-8")
+    for section in re.findall(r"stored_on_a_gpu\((.+?)\)", source):
+        assert "made-up GPU" in stored_on_a_gpu(section.strip('"'), MADE_UP), section
+    for technique in re.findall(r"time_on_a_gpu\((.+?)\)", source):
+        assert "made-up GPU" in time_on_a_gpu(technique.strip("'\""), MADE_UP), technique
