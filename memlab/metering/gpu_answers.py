@@ -4,7 +4,7 @@ A script that asks `torch.cuda.is_available()` before it moves its model, or whe
 bfloat16, goes the way it would go on that card. No driver is asked, even where there is one.
 
     is there a GPU, how many        one, number 0
-    its name, size and capability   those of the target's card (kernels.py)
+    its name, size and capability   those of the target's card (targets.py)
     how much of it is free          all
     torch.accelerator               that GPU too, and its streams have nothing to wait for
 

@@ -7,7 +7,7 @@ mechanism each:
                 what stays on the CPU (an optimizer's step counters, data before `.to("cuda")`)
                 does not count, and a copy between the two does
     kernels     where the composition of an operator depends on the device (substitutes.py), and
-                where a kernel's results do (_RESULTS); a policy that can be flipped (kernels.py)
+                where a kernel's results do (_RESULTS); a policy that can be flipped (targets.py)
     autocast    by CUDA's list of operators (autocast_lists.py)
     optimizers  all parameters at once, as torch.optim does on CUDA
     workspace   one for each handle of cuBLAS: of the forward pass's thread and of backward's
