@@ -5,7 +5,8 @@ leaves compiled code alone (`ignore_compile_internals`). Two more things are in 
 
 1. Compiled code is good for the global hooks of modules that were there when it was compiled; with
    the meter's own it would be compiled anew, with the hooks in it. So they are taken away while
-   compiled code runs.
+   compiled code runs or is made: Dynamo, which begins again after what it cannot compile, has to
+   find the same.
 2. What Inductor's code takes for itself comes from `empty_strided_cpu` and its like, which no
    dispatcher sees. So those are wrapped, in the code that was loaded and in what is loaded next.
    Only matrix products and what else Inductor leaves to torch are seen as operators.
@@ -21,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 _EVAL_FRAME, _CODE_CACHE = "torch._dynamo.eval_frame", "torch._inductor.codecache"
+_CONVERT_FRAME = "torch._dynamo.convert_frame"
 _GUARDS = "torch._C._dynamo.guards"  # where generated code has its allocation from
 _TAKES = "empty_strided_"
 
@@ -37,13 +39,14 @@ class CompiledCode:
 
     def __init__(self, on_buffer: Callable[[Tensor], None], on_run: Callable[[bool], None]) -> None:
         self._on_buffer, self._on_run = on_buffer, on_run
+        self._is_compiling = False
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
         """Nothing is to be done where nobody compiles."""
         if (eval_frame := sys.modules.get(_EVAL_FRAME)) is None:
             return
-        guards = sys.modules[_GUARDS]
+        guards, converter = sys.modules[_GUARDS], sys.modules[_CONVERT_FRAME].CatchErrorsWrapper
         self._tellers = {
             name: self._telling(getattr(guards, name))
             for name in dir(guards)
@@ -54,6 +57,7 @@ class CompiledCode:
         self._replace(
             eval_frame, "_maybe_set_eval_frame", self._announcing(eval_frame._maybe_set_eval_frame)
         )
+        self._replace(converter, "__call__", self._noting_that_it_compiles(converter.__call__))
         for module in _generated():
             for name in vars(module).keys() & {name[1:] for name in self._tellers}:
                 self._replace(module, name, self._tellers[f"_{name}"])
@@ -86,10 +90,24 @@ class CompiledCode:
         """Dynamo is switched on before a compiled function runs, and off behind it."""
 
         def announced(callback: Any) -> Any:
-            self._on_run(callback is not None)
+            if not self._is_compiling:
+                self._on_run(callback is not None)
             return set_frame(callback)
 
         return announced
+
+    def _noting_that_it_compiles(self, compile_frame: Callable[..., Any]) -> Callable[..., Any]:
+        """Dynamo is switched off and on for functions of its own, too."""
+
+        @wraps(compile_frame)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            before, self._is_compiling = self._is_compiling, True
+            try:
+                return compile_frame(*args, **kwargs)
+            finally:
+                self._is_compiling = before
+
+        return noting
 
 
 def _generated() -> list[ModuleType]:

@@ -125,10 +125,11 @@ def test_what_it_holds_is_told_apart():
     assert trace.at_peak["inputs"] == 512 * 32 * 4
 
 
-def test_a_function_that_is_compiled_while_it_is_measured_counts_as_it_does_later():
+@pytest.mark.parametrize("build", [pointwise, graph_break])
+def test_a_function_that_is_compiled_while_it_is_measured_counts_as_it_does_later(build):
     torch._dynamo.reset()
     with warnings.catch_warnings(action="ignore"):
-        step, model, optimizer = pointwise()
+        step, model, optimizer = build()
         first = memlab.measure(step, model=model, optimizer=optimizer)
     later = memlab.measure(step, model=model, optimizer=optimizer)
     assert first.peak_bytes == later.peak_bytes
