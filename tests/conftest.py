@@ -15,6 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch.nn.modules import module
+from torch.utils import _python_dispatch
 
 # Read when Triton is first imported, which many a module of torch does.
 if not torch.cuda.is_available():
@@ -40,13 +42,16 @@ def fixed_seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
-def autocast_off_again() -> Iterator[None]:
-    """A test that leaves autocast on fails itself, not whichever comes after it."""
+def nothing_left_on() -> Iterator[None]:
+    """A test that leaves autocast on, a mode or a global hook fails itself, not whichever comes
+    after it."""
     yield
-    left_on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    for device in left_on:
+    autocast = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    for device in autocast:
         torch.set_autocast_enabled(device, False)
-    assert left_on == []
+    hooks = [name for name, held in vars(module).items() if name.startswith("_global_") and held]
+    modes = [_python_dispatch.is_in_torch_dispatch_mode(), torch._C._len_torch_dispatch_stack() > 0]
+    assert (autocast, hooks, any(modes)) == ([], [], False)
 
 
 # Two processes share the files: with these first, neither is left alone with a long one at the end.
