@@ -70,6 +70,8 @@ def unchanged(
 def _changed(kind: str, words: str, before: Any, after: Any) -> str:
     if kind == "values" and isinstance(before, int):
         return f"writes into {words}; wanted it as it was."
+    if words.startswith("the memory of "):
+        return f"puts {words.removeprefix('the memory of ')} in other memory; wanted it in its own."
     if kind in ("values", "gradients") or isinstance(before, (Tensor, np.ndarray)):
         return f"changes {words}; wanted it as it was."
     return f"changes {words} from {_short(before)} to {_short(after)}; wanted it as it was."
@@ -118,11 +120,13 @@ def _item_facts(path: str, part: Any, seen: dict[int, Any]) -> Iterator[_Fact]:
 
 
 def _tensor_facts(path: str, tensor: Tensor) -> Iterator[_Fact]:
+    layout = {"dtype": tensor.dtype, "device": tensor.device, "shape": list(tensor.shape)}
+    for name, value in layout.items():
+        yield _Fact("storage", f"the {name} of {path}", value)
     yield _Fact("values", f"the values of {path}", tensor.detach().clone())
     if not tensor.is_inference():
         yield _Fact("values", f"{path} in place", tensor._version)
-    layout = (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
-    yield _Fact("storage", f"the dtype, shape or storage of {path}", layout)
+    yield _Fact("storage", f"the memory of {path}", (tensor.data_ptr(), tensor.stride()))
     yield _Fact("requires_grad", f"requires_grad of {path}", tensor.requires_grad)
     if tensor.is_leaf:
         gradient = None if tensor.grad is None else tensor.grad.detach().clone()
