@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 from memlab.course.exercises import OK, WRONG, Exercise, Verdict, Wrong, judge
@@ -266,19 +266,29 @@ _PLAIN = (
 )
 
 
+_CONSTANTS = (int, float, str, ModuleType)
+
+
 def _binds_names_only(target: ast.expr) -> bool:
     """Whether nothing outside the notebook is set, as by `torch.backends... = True`."""
     return not any(isinstance(n, (ast.Attribute, ast.Subscript)) for n in ast.walk(target))
 
 
 def _is_plain(value: ast.expr, namespace: dict[str, Any]) -> bool:
-    """Whether it is another name, a lambda, a constant, or calculated from constants alone, as in
-    `4 * 2**20` or `HEADS * 64`."""
+    """Whether it is another name, a lambda, a constant, a module's (`torch.float32.itemsize`), or
+    calculated from constants alone, as in `4 * 2**20` or `HEADS * 64`."""
     return isinstance(value, (ast.Name, ast.Lambda)) or all(
         isinstance(node, _PLAIN)
-        or (isinstance(node, ast.Name) and isinstance(namespace.get(node.id), (int, float, str)))
+        or (isinstance(node, ast.Attribute) and _is_of_a_module(node, namespace))
+        or (isinstance(node, ast.Name) and isinstance(namespace.get(node.id), _CONSTANTS))
         for node in ast.walk(value)
     )
+
+
+def _is_of_a_module(value: ast.expr, namespace: dict[str, Any]) -> bool:
+    while isinstance(value, ast.Attribute):
+        value = value.value
+    return isinstance(value, ast.Name) and isinstance(namespace.get(value.id), ModuleType)
 
 
 @contextmanager

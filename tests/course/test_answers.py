@@ -95,12 +95,14 @@ def test_an_answer_finds_imports_functions_classes_and_constants_of_earlier_cell
     path = notebook(
         "import math\nfrom math import floor as down",
         "SCALE = 2\nhalf, third = 0.5, -3\nSIZES = {'a': [1, 2]}\nMIB = 4 * SCALE**20\nn: int = 7",
+        "import torch\nFLOAT = torch.float32.itemsize\nLOW, TURN = torch.bfloat16, 2 * math.pi",
         "class Doubler:\n    def double(self, x):\n        return helper(x)",
         "def helper(x):\n    return SCALE * x",
         "shorthand = lambda x: Doubler().double(x)\nother_name = shorthand",
         """
         def double(x):
             assert (half, third, SIZES["a"][1], MIB, n) == (0.5, -3, 2, 2**22, 7)
+            assert (FLOAT, LOW.itemsize, int(TURN)) == (4, 2, 6)
             return down(other_name(x)) + int(math.sin(0))
         """,
         CALL,
