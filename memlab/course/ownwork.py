@@ -1,8 +1,10 @@
 """Whether an answer does its own work: calls of the functions that an exercise rebuilds are seen.
 
 `rebuilds` of an exercise names them: "torch.amp.GradScaler", "memlab.ledger.activation_bytes", or
-a whole module. A call counts if the learner's code made it, itself or through a library; the
-check's own calls, and those of its reference, do not.
+a whole module. A name that ends in * is every function that begins so: "torch._foreach_*". A call
+counts if the learner's code made it, itself or through a library; the check's own calls, and those
+of its reference, do not. A private function counts only where the learner's own line calls it:
+`clip_grad_norm_`, which everybody may use, calls `torch._foreach_norm`.
 """
 
 import importlib
@@ -40,7 +42,8 @@ def watched(check: Callable[..., Any], rebuilds: Sequence[str]) -> Iterator[list
         if name is None or seen:
             return
         caller = frame if event == "c_call" else frame.f_back
-        if _is_the_learners(caller, check_code):
+        direct = caller is not None and not is_a_librarys(caller)
+        if (direct or not _is_private(name)) and _is_the_learners(caller, check_code):
             seen.append(name)
             raise NotOwnWork(name)
 
@@ -65,6 +68,10 @@ class NotOwnWork(Exception):  # noqa: N818 - the name of a verdict
     """Raised in the learner's call of what the exercise rebuilds."""
 
 
+def _is_private(name: str) -> bool:
+    return name.rpartition(".")[2].startswith("_")
+
+
 def _is_the_learners(frame: FrameType | None, check_code: CodeType | None) -> bool:
     """Whether the innermost caller that is neither torch's nor memlab's is the learner's code,
     not a check's: checks hand over functions of their own, which may call what they like."""
@@ -85,7 +92,7 @@ class _Targets:
         self._codes: dict[CodeType, str] = {}
         self._builtins: dict[str, list[tuple[Any, str]]] = {}  # by their last name
         self._modules: tuple[str, ...] = ()
-        for name in names:
+        for name in (full for short in names for full in _spelled_out(short)):
             found = _resolved(name)
             if isinstance(found, ModuleType):
                 self._modules += (name,)
@@ -136,6 +143,16 @@ class _Targets:
 @cache
 def _targets(names: tuple[str, ...]) -> _Targets:
     return _Targets(names)
+
+
+def _spelled_out(name: str) -> list[str]:
+    """The name, or all that "torch._foreach_*" stands for."""
+    if not name.endswith("*"):
+        return [name]
+    home, _, start = name[:-1].rpartition(".")
+    found = [f"{home}.{part}" for part in dir(_resolved(home)) if part.startswith(start)]
+    assert found, f"nothing begins with {name}"
+    return found
 
 
 def _resolved(name: str) -> Any:

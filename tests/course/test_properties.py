@@ -58,7 +58,15 @@ TENSOR_CHANGES = {
     ),
     "new data": (
         replace_data,
-        "f changes the dtype, shape or storage of x from others to others; wanted it as it was.",
+        "f puts x in other memory; wanted it in its own.",
+    ),
+    "other dtype": (
+        lambda x: setattr(x, "data", x.double()),
+        "f changes the dtype of x from torch.float32 to torch.float64; wanted it as it was.",
+    ),
+    "other shape": (
+        lambda x: setattr(x, "data", x[:2]),
+        "f changes the shape of x from [3] to [2]; wanted it as it was.",
     ),
     "requires_grad": (
         lambda x: x.requires_grad_(),
@@ -345,6 +353,7 @@ FORBIDDEN = (
     "torch.Tensor.tanh",
     "torch.nn.utils.clip_grad_norm_",
     "torch.optim",
+    "torch._foreach_*",
     "a_package_that_nobody_has.function",
 )
 OWN = Exercise("5.2", "Double", 5, 1, ("a", "b", "c"), None, check_doubled, (), rebuilds=FORBIDDEN)
@@ -380,6 +389,7 @@ CALLS = {
     "decorated": (lambda: nn.utils.clip_grad_norm_([], 1.0), "torch.nn.utils.clip_grad_norm_"),
     "module": (lambda: torch.optim.SGD([torch.ones(1)], 0.1), "torch.optim."),
     "caught": (caught, "torch.softmax"),
+    "private": (lambda: torch._foreach_norm([torch.ones(2)]), "torch._foreach_norm"),
 }
 
 
@@ -395,6 +405,16 @@ def test_a_call_of_what_is_rebuilt_is_told(call, name):
 def test_the_checks_own_calls_and_all_others_are_allowed():
     others = calling(lambda: torch.log_softmax(torch.ones(2), 0).tan())
     assert judge(OWN, others).status == OK
+
+
+def test_a_private_function_may_be_called_by_what_the_learner_calls():
+    def clipping(x):
+        weight = nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        nn.utils.get_total_norm([weight.grad])  # which calls torch._foreach_norm
+        return 2 * x
+
+    assert judge(OWN, clipping).status == OK
 
 
 @pytest.mark.parametrize(
