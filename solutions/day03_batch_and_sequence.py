@@ -196,8 +196,8 @@ def copied(model, optimizer, micro_batches, size, max_norm):
 # gradient of the mean loss over all its tokens that count, clipped once to `max_norm`, and one
 # optimizer step. Return the mean loss of each window, as plain floats (0 where no token counts).
 # Never more than one micro-batch's activations may be alive. `micro_batches` is any iterable,
-# without a length: `itertools.islice(iterator, size)` takes the next ones. Read at most one window
-# at a time. A frozen weight has no gradient.
+# without a length: `itertools.islice(iterator, size)` takes the next ones. Take a window's step
+# before you read on. A frozen weight has no gradient.
 
 
 # %%

@@ -295,10 +295,11 @@ def require(condition: bool, message: str, *, evidence: Any = None) -> None:
     _noted.append(wrong.evidence)
 
 
-def equal(call: str, got: Any, wanted: Any, unit: str = "") -> None:
-    """Require `got` to be `wanted`, types included; `call` is how a learner would type the case."""
+def equal(call: str, got: Any, wanted: Any, unit: str = "", *, also: str = "") -> None:
+    """Require `got` to be `wanted`, types included; `call` is how a learner would type the case,
+    `also` what else there is to say of the difference."""
     unit = f" {unit}" if unit else ""
-    message = f"{call} gave {_text(got)}, wanted {_text(wanted)}{unit}."
+    message = f"{call} gave {_text(got)}, wanted {_text(wanted)}{unit}.{also}"
     if got is None and wanted is not None:
         message = f"{call} gave nothing; wanted {_text(wanted)}{unit}. Is there a return?"
     elif isinstance(got, float) and isinstance(wanted, int) and got == wanted:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memlab.course.exercises import require
+from memlab.course.exercises import equal, require
 from memlab.metering import measure
 
 # ------------------------------------------------------------------ arguments stay as they are
@@ -410,6 +410,23 @@ def limited(
             f"most {limit or 0:,}.",
             evidence=(case, phase, "bytes"),
         )
+
+
+def same_bytes(case: str, got: Any, wanted: int, units: Mapping[str, int]) -> None:
+    """Require a count of bytes, and say by how much it is off in the first of the units, each so
+    many bytes, that divides the difference: {"numbers a token": 4 * tokens, "numbers": 4}."""
+    gap = f" {_gap(got - wanted, units)}" if type(got) is int and got != wanted else ""
+    equal(case, got, wanted, "bytes", also=gap)
+
+
+def _gap(off: int, units: Mapping[str, int]) -> str:
+    words, size = next(
+        ((words, size) for words, size in units.items() if off % size == 0), ("bytes", 1)
+    )
+    number = abs(off) // size
+    if number == 1:
+        words = words.replace("numbers", "number", 1).replace("bytes", "byte", 1)
+    return f"That is {number:,} {words} too {'many' if off > 0 else 'few'}."
 
 
 # ------------------------------------------------------------------ what a result is

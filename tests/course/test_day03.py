@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from edited import each, verdict_on
 from torch import nn
 
+import memlab
 from memlab.accumulation import accumulate, windows
 from memlab.course import days
 from memlab.course.checks.day03 import MASKED, trained_bytes
@@ -108,11 +109,24 @@ def inferred(model, held_out):
 
 
 @pytest.mark.parametrize(
+    ("exercise", "answer", "named"),
+    [
+        (TRAIN_EPOCH, by_the_library, "memlab.accumulation.accumulate"),
+        (LORA, Library, "memlab.lora.__init__"),
+    ],
+    ids=lambda value: getattr(value, "__name__", getattr(value, "id", None)),
+)
+def test_the_library_is_right_and_no_answer(exercise, answer, named):
+    exercise.check(answer)
+    verdict = judge(exercise, answer)
+    assert verdict.status == WRONG
+    assert f"calls {named}, which this exercise rebuilds" in verdict.text
+
+
+@pytest.mark.parametrize(
     ("exercise", "answer"),
     [
-        (TRAIN_EPOCH, by_the_library),
         (TRAIN_EPOCH, counted_first),
-        (LORA, Library),
         (LORA, FromTheOtherSide),
         (VALIDATE, inferred),
     ],
@@ -123,6 +137,16 @@ def test_another_right_answer_passes(exercise, answer):
     assert verdict.status == OK, verdict
 
 
+def test_bytes_are_to_be_counted_not_measured():
+    def metered(config, batch, seq_len, trained):
+        trace = memlab.measure(lambda: torch.ones(batch, seq_len))
+        return dict.fromkeys(trained_bytes(config, batch, seq_len, trained), trace.peak_bytes)
+
+    verdict = judge(TRAINED_BYTES, metered)
+    assert verdict.status == WRONG
+    assert "calls memlab.measure, which this exercise rebuilds" in verdict.text
+
+
 # ------------------------------------------------------------------ wrong and right by an edit
 
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
@@ -130,6 +154,14 @@ BY_HAND = """grads = [w.grad for w in model.parameters() if w.grad is not None]
         norm = torch.stack([g.norm() for g in grads]).norm(){}
         for g in grads:
             g.mul_(min(1.0, max_norm / norm))"""
+AHEAD = """def ahead(items):
+    upcoming = next(items, None)
+    while upcoming is not None:
+        current, upcoming = upcoming, next(items, None)
+        yield current
+
+
+def train_epoch("""
 ZERO = "        optimizer.zero_grad()\n        total, count = 0.0, 0\n"
 FROZEN = "return self.frozen(x)"
 TRAINED = "self.frozen = frozen.requires_grad_(False)"
@@ -164,6 +196,31 @@ REFUSED = [
         (ZERO, "        total, count = 0.0, 0\n"),
         ("        optimizer.step()\n", "        optimizer.step()\n        optimizer.zero_grad()\n"),
     ),
+    (
+        "3.1",
+        "the next window begun before the step",
+        (
+            "remaining, losses = iter(micro_batches), []",
+            "remaining, losses = ahead(iter(micro_batches)), []",
+        ),
+        (
+            "def train_epoch(",
+            AHEAD,
+        ),
+    ),
+    (
+        "3.3",
+        "the frozen way without gradients",
+        (
+            FROZEN,
+            "with torch.no_grad():\n            y = self.frozen(x)\n        return y",
+        ),
+    ),
+    ("3.3", "a whole scale", ("alpha / rank", "alpha // rank")),
+    ("3.3", "a seed of its own", (TRAINED, f"torch.manual_seed(0)\n        {TRAINED}")),
+    ("3.3", "a scale for all layers", ("self.scale = alpha", "type(self).scale = alpha")),
+    ("3.3", "down in float32", ("(rank, -1)) / rank", "(rank, -1)).float() / rank")),
+    ("3.3", "merged in float32", ("return self.frozen\n", "return self.frozen.float()\n")),
     ("3.3", "no gradient below", (FROZEN, "return self.frozen(x.detach())")),
     ("3.3", "the detour has none", ("(x @ self.down.T", "(x.detach() @ self.down.T")),
     (
@@ -172,6 +229,11 @@ REFUSED = [
         (TRAINED, "import copy; self.frozen = copy.deepcopy(frozen).requires_grad_(False)"),
     ),
     ("3.3", "constant down", ("torch.randn_like", "torch.ones_like")),
+    (
+        "3.4",
+        "gradients on, where they were off",
+        (BACK, f"{BACK}    torch.set_grad_enabled(True)\n"),
+    ),
     ("3.4", "all in a list", ("targets in held_out:", "targets in list(held_out):")),
     ("3.4", "gradients dropped", (BACK, f"{BACK}    model.zero_grad()\n")),
     ("3.4", "all made trainable", (BACK, f"{BACK}    model.requires_grad_(True)\n")),

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memlab.course.bill import SETTING
-from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, require
-from memlab.course.properties import ReadOnce, unchanged
+from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, require
+from memlab.course.properties import ReadOnce, same_bytes, unchanged
 from memlab.ledger import FLOAT32
 from memlab.metering import measure
 from memlab.model import PRESETS, GPTConfig
@@ -90,12 +90,13 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
         )
         difference = _furthest(got.weights, wanted.weights)
         most = 1e-12 if max_norm == NO_CLIP else 1e-6  # torch adds 1e-6 to the norm
-        require(
-            difference < most,
+        off = (
             f"{case} leaves weights {difference:.2e} from those that the full batch gives (float64,"
             f" clip_grad_norm_ called {got.clips} times in {wanted.steps} windows); wanted less "
-            f"than {most:g}.",
+            f"than {most:g}."
         )
+        why = "" if difference < most else _why_off(answer, name)
+        require(difference < most, off + why, evidence=off)
         losses = [torch.tensor(each, dtype=torch.float64) for each in (got.losses, wanted.losses)]
         require(
             _furthest(losses[:1], losses[1:]) < 1e-9,
@@ -110,6 +111,48 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
     )
     _check_frozen(answer)
     return f"weights as by the full batch (within 1e-12) · activations of one of 4, {one:,} bytes"
+
+
+def _why_off(answer: TrainEpoch, name: str) -> str:
+    """What can be seen of a wrong step: old gradients in it, or only its length is wrong."""
+    micro_batches, size, max_norm = _EPOCHS[name]
+    steps = {}
+    for which, loop, old in (
+        ("given", answer, 0.25),
+        ("fresh", answer, None),
+        ("wanted", partial(_in_windows, _one_by_one), None),
+    ):
+        model = _with_gradients(_new_model(), old)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loop(model, optimizer, iter(micro_batches), size, max_norm)
+        steps[which] = nn.utils.parameters_to_vector(model.parameters()).detach() - before
+    if not torch.allclose(steps["given"], steps["fresh"], rtol=1e-6, atol=1e-9):
+        return " It depends on the gradients that were there before the epoch: drop them first."
+    times = (steps["given"] @ steps["wanted"] / steps["wanted"].square().sum()).item()
+    if times > 0 and torch.allclose(steps["given"], times * steps["wanted"], rtol=1e-4, atol=1e-9):
+        return f" Its way is right, and {times:.3g} times as long as wanted."
+    return ""
+
+
+def _in_windows(loop: TrainEpoch, model: nn.Module, *settings: Any) -> list[float]:
+    """The loop, with each window as one batch."""
+    optimizer, micro_batches, size, max_norm = settings
+    return list(loop(model, optimizer, _joined(micro_batches, size), 1, max_norm))
+
+
+def _joined(micro_batches: Iterable[Batch], size: int) -> Iterator[Batch]:
+    remaining = iter(micro_batches)
+    while window := list(islice(remaining, size)):
+        tokens, targets = zip(*window, strict=True)
+        yield torch.cat(tokens), torch.cat(targets)
+
+
+def _with_gradients(model: nn.Module, old: float | None) -> nn.Module:
+    """The model with what a step before has left in its gradients."""
+    for weight in model.parameters():
+        weight.grad = None if old is None else torch.full_like(weight, old)
+    return model
 
 
 def _check_frozen(answer: TrainEpoch) -> None:
@@ -141,21 +184,34 @@ def _trained(
     *,
     frozen: bool = False,
 ) -> _Epoch:
-    model = _new_model()
-    model[0].requires_grad_(not frozen)
+    model = _with_gradients(_new_model(), 0.25)
+    if frozen:
+        model[0].requires_grad_(False).zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for weight in model.parameters():  # what a step before has left
-        weight.grad = torch.full_like(weight, 0.25) if weight.requires_grad else None
-    steps: list[int] = []
-    hook = optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    with _counted_clips() as clips:
-        case = f"train_epoch in windows of {size}"
-        with unchanged(case, may_change=LEARNING, model=model, optimizer=optimizer):
-            once = ReadOnce(case, list(micro_batches), alive_at_most=2 * size, name="micro_batches")
-            losses = answer(model, optimizer, once, size, max_norm)
-            once.finished()
+    read: list[int] = []  # how many micro-batches, at each step
+    case = f"train_epoch in windows of {size}"
+    once = ReadOnce(case, list(micro_batches), alive_at_most=2 * size, name="micro_batches")
+    hook = optimizer.register_step_post_hook(lambda *_: read.append(once.taken))
+    with (
+        _counted_clips() as clips,
+        unchanged(case, may_change=LEARNING, model=model, optimizer=optimizer),
+    ):
+        losses = answer(model, optimizer, once, size, max_norm)
+        once.finished()
     hook.remove()
-    return _Epoch(losses, [w.detach().clone() for w in model.parameters()], len(steps), len(clips))
+    _read_in_time(case, read, size)
+    return _Epoch(losses, [w.detach().clone() for w in model.parameters()], len(read), len(clips))
+
+
+def _read_in_time(case: str, read: list[int], size: int) -> None:
+    """No micro-batch of the next window before the step of this one."""
+    for step, taken in enumerate(read, start=1):
+        require(
+            taken <= step * size,
+            f"{case} has read {taken} micro-batches when it takes step {step}; wanted at most "
+            f"{step * size}: the next window begins after the step.",
+            evidence=(case, "read ahead"),
+        )
 
 
 @contextmanager
@@ -178,11 +234,7 @@ def _counted_clips() -> Iterator[list[int]]:
 def _full_batches(name: str) -> _Epoch:
     """The case with each window as one batch."""
     micro_batches, size, max_norm = _EPOCHS[name]
-    remaining, full = iter(micro_batches), []
-    while window := list(islice(remaining, size)):
-        tokens, targets = zip(*window, strict=True)
-        full.append((torch.cat(tokens), torch.cat(targets)))
-    return _trained(_one_by_one, full, 1, max_norm)
+    return _trained(_one_by_one, list(_joined(micro_batches, size)), 1, max_norm)
 
 
 def _one_by_one(
@@ -343,6 +395,7 @@ _TRAIN_EPOCH = Exercise(
     ),
     reference=_train_epoch_but(),
     check=_check_train_epoch,
+    rebuilds=("memlab.accumulation.accumulate",),
     wrong_answers=(
         WrongAnswer(
             _train_epoch_but(_mean_loss),
@@ -410,7 +463,7 @@ TENSORS = 9  # of weights, in a block
 
 _FREEZE_CASES = (
     #         V  C  L  H KV hidden T      B  T  trained
-    (GPTConfig(10, 8, 1, 2, 2, 5, 4), 1, 1, range(1)),
+    (GPTConfig(10, 8, 1, 2, 2, 5, 4), 1, 3, range(1)),
     (GPTConfig(10, 8, 3, 2, 2, 5, 4), 2, 4, range(3)),
     (GPTConfig(10, 16, 3, 8, 2, 5, 4), 2, 4, range(2, 3)),
     (GPTConfig(10, 16, 3, 8, 2, 5, 4), 2, 4, range(1)),
@@ -435,8 +488,16 @@ def _check_trained_bytes(answer: TrainedBytes) -> str:
             f"{case} gave {got!r}; wanted a dictionary of {', '.join(wanted)}."
             f"{' Is there a return?' if got is None else ''}",
         )
+        units = {
+            "gradients": {"numbers a trained block": FLOAT32 * len(trained)},
+            "optimizer_state": {"numbers": FLOAT32},
+            "activations": {
+                "numbers a token": FLOAT32 * batch * seq_len,
+                "numbers in all": FLOAT32,
+            },
+        }
         for what, bytes_ in wanted.items():
-            equal(f"{case}: {what}", got[what], bytes_, "bytes")
+            same_bytes(f"{case}: {what}", got[what], bytes_, units[what])
     return f"{len(_FREEZE_CASES)} cases to the byte"
 
 
@@ -495,6 +556,7 @@ _TRAINED_BYTES = Exercise(
     ),
     reference=_trained_bytes_but(),
     check=_check_trained_bytes,
+    rebuilds=("memlab.measure", "memlab.meter", "memlab.train.dry_trace"),
     wrong_answers=(
         WrongAnswer(
             _trained_bytes_but(state_of="all"),
@@ -576,10 +638,36 @@ def _linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
 
 
 def _check_lora(answer: LoRAClass) -> str:
-    for rank, alpha in ((1, 1.0), (2, 2.0), (2, 6.0)):
+    for rank, alpha in ((1, 1.0), (2, 2.0), (2, 6.0), (2, 3)):
         for bias in (False, True):
             _check_one(answer, rank, alpha, bias)
+    _check_several(answer)
     return f"{_check_bytes(answer)} · merged, the same within 1e-12"
+
+
+def _check_several(answer: LoRAClass) -> None:
+    """Layers side by side, as in a model: each has random numbers and a scale of its own."""
+    frozen = [_linear(6, 4) for _ in range(3)]
+    weight = frozen[0].weight.detach().clone()
+    first, second = (answer(layer, 2, 6.0) for layer in frozen[:2])
+    answer(frozen[2], 1, 5.0)
+    require(
+        not torch.equal(first.down, second.down),
+        "LoRA of two layers, one made after the other, begins both with the same `down`; wanted "
+        "random numbers for each: set no seed in a layer.",
+        evidence="seeded",
+    )
+    with torch.no_grad():
+        first.up += 1.0
+        wanted = weight + 3.0 * (first.up @ first.down)
+    x = torch.eye(6, dtype=torch.float64)
+    got = first(x) - frozen[0].bias
+    require(
+        torch.allclose(got, wanted.T, rtol=0, atol=1e-12),
+        "LoRA with rank=2, alpha=6 gives something else once a layer with rank=1, alpha=5 is made; "
+        "wanted each layer to keep its own scale and matrices: set them on self.",
+        evidence="shared",
+    )
 
 
 def _check_one(answer: LoRAClass, rank: int, alpha: float, bias: bool) -> None:
@@ -606,16 +694,32 @@ def _check_one(answer: LoRAClass, rank: int, alpha: float, bias: bool) -> None:
     )
     with torch.no_grad():
         layer.up += torch.linspace(0.5, 1.5, layer.up.numel(), dtype=x.dtype).view_as(layer.up)
-        change = alpha / rank * (layer.up @ layer.down)
-    wanted = (x @ (weight + change).T + added).detach()
-    _near(f"{case} with another `up` gives", layer(x), wanted, "W x + (alpha/rank)·B A x")
-    _same_gradients(case, layer, x, weight + change)
+        product = layer.up @ layer.down
+        detour = x @ product.T
+    _detoured(f"{case} with another `up` gives W x +", layer(x) - before, detour, alpha / rank)
+    _same_gradients(case, layer, x, weight + alpha / rank * product)
     merged = layer.merge()
     require(
         isinstance(merged, nn.Linear),
         f"merge() of {case} gave {type(merged).__name__}; wanted an nn.Linear.",
     )
-    _near(f"merge() of {case} makes a layer that gives", merged(x), wanted, "what it gave before")
+    _of_one_dtype(f"merge() of {case} gives a layer whose", merged)
+    require(
+        (merged.bias is not None) == bias,
+        f"merge() of {case} gives a layer with bias={not bias}; wanted bias={bias}, as it was.",
+    )
+    given = f"merge() of {case} makes a layer that gives W x +"
+    _detoured(given, merged(x) - before, detour, alpha / rank)
+
+
+def _of_one_dtype(whose: str, layer: nn.Module) -> None:
+    """Require every weight of it in the dtype of the layer that was frozen, here float64."""
+    for name, weight in layer.named_parameters():
+        require(
+            weight.dtype == torch.float64,
+            f"{whose} {name} is {weight.dtype}; wanted torch.float64, as the frozen layer's weight "
+            f"has it.",
+        )
 
 
 def _is_of_the_given(case: str, layer: nn.Module, frozen: nn.Linear) -> None:
@@ -659,6 +763,7 @@ def _trains(case: str, layer: nn.Module, rank: int) -> None:
         trained == wanted,
         f"{case} trains {_shapes(trained)}; wanted {_shapes(wanted)} and nothing else.",
     )
+    _of_one_dtype(f"{case} has weights of which", layer)
 
 
 def _shapes(weights: dict[str, tuple[int, ...]]) -> str:
@@ -676,6 +781,19 @@ def _near(what: str, got: Tensor, wanted: Tensor, words: str) -> None:
     difference = (got - wanted).abs().max().item()
     require(
         difference < 1e-12, f"{what} numbers {difference:.3f} off; wanted {words}, within 1e-12."
+    )
+
+
+def _detoured(what: str, got: Tensor, detour: Tensor, scale: float) -> None:
+    """Require the detour times the scale; where it is times another one, that is said."""
+    difference = (got - scale * detour).abs().max().item()
+    times = ((got * detour).sum() / detour.square().sum()).item()
+    only_the_scale = torch.allclose(got, times * detour, rtol=0, atol=1e-9)
+    gave = f"{times:.3g} · B A x" if only_the_scale else f"numbers {difference:.3f} off"
+    require(
+        difference < 1e-12,
+        f"{what} {gave}; wanted {scale:.3g} · B A x, alpha / rank times.",
+        evidence=(what, gave),
     )
 
 
@@ -724,6 +842,12 @@ class _ScaledByAlpha(_LoRA):
     def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__(frozen, rank, alpha)
         self.scale = alpha
+
+
+class _ScaledByWholes(_LoRA):
+    def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__(frozen, rank, alpha)
+        self.scale = alpha // rank
 
 
 class _NotFrozen(_LoRA):
@@ -794,6 +918,7 @@ _LORA = Exercise(
     ),
     reference=_LoRA,
     check=_check_lora,
+    rebuilds=("memlab.lora",),
     wrong_answers=(
         WrongAnswer(
             _BothRandom, "`up` begins at zero: before the first step nothing may be changed."
@@ -808,6 +933,7 @@ _LORA = Exercise(
         ),
         WrongAnswer(_Unscaled, "The detour is to be multiplied by alpha / rank."),
         WrongAnswer(_ScaledByAlpha, "The scale is alpha / rank, not alpha."),
+        WrongAnswer(_ScaledByWholes, "alpha // rank cuts 1.5 down to 1: divide by /."),
         WrongAnswer(
             _NotFrozen, "The layer is still trained, and so are its gradient and Adam's state."
         ),
@@ -854,24 +980,19 @@ _HELD_OUT = {
 def _check_validate(answer: Validate) -> str:
     for name, held_out in _HELD_OUT.items():
         case, model = f"validate on {name}", _deep_model()
-        got, wanted = _validated(answer, case, model, held_out), _validate(_deep_model(), held_out)
-        require(
-            isinstance(got, float),
-            f"{case} gave {'a Tensor' if isinstance(got, Tensor) else repr(got)}; wanted a plain "
-            f"float.{' Is there a return?' if got is None else ''}",
-        )
-        require(
-            abs(got - wanted) < 1e-5,
-            f"{case} gave {got:.6f}; wanted {wanted:.6f}, the mean over all tokens, without "
-            f"dropout.",
-        )
+        _check_mean(answer, case, model, held_out)
         require(
             model.training and all(module.training for module in model.modules()),
             f"{case} leaves the model in eval mode; wanted it in training mode, as it came.",
         )
         require(
-            all(weight.requires_grad for weight in model.parameters()) and torch.is_grad_enabled(),
-            f"{case} leaves weights or torch without gradients; training has to go on after it.",
+            all(weight.requires_grad for weight in model.parameters()),
+            f"{case} leaves weights that require no gradient; training has to go on after it.",
+        )
+        require(
+            torch.is_grad_enabled(),
+            f"{case} leaves gradients off for all that follows; training has to go on after it: "
+            f"`with torch.no_grad():` ends by itself.",
         )
     model = _deep_model().eval()
     answer(model, iter(_HELD_OUT["one batch of 12 tokens"]))
@@ -888,6 +1009,29 @@ def _check_validate(answer: Validate) -> str:
     return f"means over tokens · {most:,} bytes at most, and {saved} tensors saved for backward"
 
 
+def _check_mean(answer: Validate, case: str, model: nn.Module, held_out: list[Batch]) -> None:
+    got, wanted = _validated(answer, case, model, held_out), _validate(_deep_model(), held_out)
+    require(
+        isinstance(got, float),
+        f"{case} gave {'a Tensor' if isinstance(got, Tensor) else repr(got)}; wanted a plain "
+        f"float.{' Is there a return?' if got is None else ''}",
+    )
+    off = f"{case} gave {got:.6f}; wanted {wanted:.6f}, the mean over all tokens, without dropout."
+    is_near = abs(got - wanted) < 1e-5
+    require(is_near, off + ("" if is_near else _why_off_mean(answer, held_out)), evidence=off)
+
+
+def _why_off_mean(answer: Validate, held_out: list[Batch]) -> str:
+    """A mean that hangs on random numbers has dropout in it."""
+    means = []
+    for seed in (1, 2):
+        model = _deep_model()
+        torch.manual_seed(seed)
+        means.append(answer(model, iter(held_out)))
+    same = means[0] == means[1] or means[0] != means[0]
+    return "" if same else " Called again it gives another number, so some dropout is on."
+
+
 def _check_training_goes_on(answer: Validate) -> None:
     model = _deep_model()
     model[0].requires_grad_(False)  # a model in training: a frozen part, and gradients
@@ -896,6 +1040,9 @@ def _check_training_goes_on(answer: Validate) -> None:
     case = "validate of a model in training"
     with unchanged(case, model=model):
         _validated(answer, case, model, _micro_batches(6, 0, 2, 1, 0))
+    case = "validate, called under torch.no_grad(),"
+    with torch.no_grad(), unchanged(case, model=model):
+        _validated(answer, case, model, _micro_batches(6, 0))
 
 
 def _validated(answer: Validate, case: str, model: nn.Module, held_out: list[Batch]) -> Any:
