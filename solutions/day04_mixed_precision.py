@@ -407,7 +407,8 @@ print(f"bfloat16, by less than 2 %: {brain < 0.02}, and more than scaled float16
 # 4. after `interval` steps in a row (`fine_steps` counts), scale × 2, at most 2¹²⁷.
 #
 # `losses` is any iterable; weights: `group["params"]` of each of `optimizer.param_groups`. Never
-# hold two micro-batches' graphs, nor a copy of the gradients. Return True if it stepped.
+# hold two micro-batches' graphs, nor a copy of the gradients; call no `torch._…`. Return whether it
+# stepped.
 
 
 # %%

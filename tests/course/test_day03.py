@@ -216,6 +216,14 @@ REFUSED = [
             "with torch.no_grad():\n            y = self.frozen(x)\n        return y",
         ),
     ),
+    (
+        "3.3",
+        "of two dimensions only",
+        (
+            "self.frozen(x) + self.scale * (x @ self.down.T @ self.up.T)",
+            "torch.addmm(self.frozen(x), x @ self.down.T, self.up.T, alpha=self.scale)",
+        ),
+    ),
     ("3.3", "a whole scale", ("alpha / rank", "alpha // rank")),
     ("3.3", "a seed of its own", (TRAINED, f"torch.manual_seed(0)\n        {TRAINED}")),
     ("3.3", "a scale for all layers", ("self.scale = alpha", "type(self).scale = alpha")),
@@ -254,6 +262,50 @@ def test_what_is_wrong_is_refused(edit, tmp_path):
 def test_what_is_right_is_accepted(edit, tmp_path):
     verdict = verdict_on(edit, tmp_path)
     assert verdict.status == OK, verdict
+
+
+# ------------------------------------------------------------------ what is said of a mistake
+
+SAID = [
+    (
+        "3.1",
+        "old gradients",
+        (ZERO, "        total, count = 0.0, 0\n"),
+        "It depends on the gradients that were there before the epoch: drop them first.",
+    ),
+    (
+        "3.1",
+        "the length of the step",
+        ("weight.grad /= max(count, 1)", "weight.grad /= max(2 * count, 1)"),
+        "Its way is right, and 0.5 times as long as wanted.",
+    ),
+    (
+        "3.2",
+        "the loss",
+        ("per_token + 1)", "per_token + batch)"),
+        "That is 1 number in all too many.",
+    ),
+    ("3.2", "a head", ("+ config.heads +", "+ config.kv_heads +"), "6 numbers a token too few."),
+    ("3.3", "the scale", ("alpha / rank", "alpha * rank"), "gives W x + 4 · B A x; wanted 1 ·"),
+    (
+        "3.3",
+        "no graph",
+        ("return self.frozen(x) +", "with torch.no_grad():\n            return self.frozen(x) +"),
+        "without a graph",
+    ),
+    (
+        "3.4",
+        "dropout",
+        ("model.eval()", "model.training = False"),
+        "Called again it gives another number, so some dropout is on.",
+    ),
+]
+
+
+@pytest.mark.parametrize("row", SAID, ids=lambda row: f"{row[0]} {row[1]}")
+def test_a_message_says_what_is_off_and_which_way(row, tmp_path):
+    id_, _, edit, words = row
+    assert words in verdict_on((id_, (edit,)), tmp_path).text
 
 
 # ------------------------------------------------------------------ held against the meter

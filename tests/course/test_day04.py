@@ -16,6 +16,7 @@ from memlab.course.exercises import OK, WRONG, judge
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.precision import LossScaler, MasterWeights
+from memlab.rounding import stochastic_round_
 
 HELD_BYTES, SCALER, ROUND, MASTER_STEP = days.day(4).exercises
 adamw = partial(torch.optim.AdamW, foreach=False)
@@ -170,6 +171,67 @@ def test_rounding_at_random_now_and_then_is_not_enough():
     assert "away from zero" in verdict.text
 
 
+# ------------------------------------------------------------------ what is said of a mistake
+
+
+ALL = "all(gradient.isfinite().all() for"
+SAID = [
+    (
+        "4.1",
+        "in what the formula has",
+        ("0 if config.tied else config.vocab_size * C", "0"),
+        "That is 10 · C casts too many.",
+    ),
+    (
+        "4.2",
+        "in words",
+        (ALL, ALL.replace(".isfinite().all()", ".sum().isfinite()")),
+        "It moved no weight, though the gradients of its losses are finite; it returned False, not "
+        "True; the scale is 0.5 times as large",
+    ),
+    (
+        "4.2",
+        "by how much",
+        ("gradient /= self.scale", "gradient /= 2 * self.scale"),
+        "Its step is 0.5 times as long.",
+    ),
+    ("4.3", "which way", ("(chance +", "(chance.mul(0.9).int() +"), "1.001 too seldom and"),
+    (
+        "4.3",
+        "where the ways are exchanged",
+        ("numbers.view(torch.int32))", "(numbers.view(torch.int32) ^ 0xFFFF))"),
+        "with the chance of the way to the other neighbour.",
+    ),
+    (
+        "4.4",
+        "what is written",
+        ("weight.copy_(copy)", "weight.copy_(copy.bfloat16())"),
+        "leaves other weights than its float32 copies rounded once, to torch.float16.",
+    ),
+]
+
+
+@pytest.mark.parametrize("row", SAID, ids=lambda row: f"{row[0]} {row[1]}")
+def test_a_message_says_what_is_off_and_which_way(row, tmp_path):
+    id_, _, edit, words = row
+    assert words in verdict_on((id_, (edit,)), tmp_path).text
+
+
+CLIP_ALL = "nn.utils.clip_grad_norm_(weights, max_norm)"
+UNNAMED = [
+    ("4.2", "one number will do", (ALL, ALL.replace(".all() for", ".any() for"))),
+    ("4.2", "one group clipped", (CLIP_ALL, CLIP_ALL.replace("(weights", "(weights[:1]"))),
+    ("4.4", "bfloat16 between", ("weight.copy_(copy)", "weight.copy_(copy.bfloat16())")),
+]
+
+
+@each(UNNAMED)
+def test_a_mistake_that_is_not_among_the_named_ones_is_given_no_name(edit, tmp_path):
+    verdict = verdict_on(edit, tmp_path, named=True)
+    assert verdict.status == WRONG
+    assert not any(wrong.remark in verdict.text for wrong in verdict.exercise.wrong_answers)
+
+
 # ------------------------------------------------------------------ wrong and right by an edit
 
 CLIP = "nn.utils.clip_grad_norm_(weights, max_norm)"
@@ -180,6 +242,8 @@ HAS = "        if weight.grad is not None:\n"
 ZEROS = "weight.grad = torch.zeros_like(weight)"
 DOWN = "weight.copy_(copy)"
 
+RESEED = "generator.manual_seed(generator.initial_seed())"
+
 REFUSED = [
     (
         "4.2",
@@ -187,7 +251,21 @@ REFUSED = [
         (CLIP, "[g.mul_(max_norm / max(g.norm(), max_norm)) for g in gradients]"),
     ),
     ("4.2", "clipped to half", (CLIP, "nn.utils.clip_grad_norm_(weights, max_norm / 2)")),
+    (
+        "4.2",
+        "finite by the sum",
+        ("gradient.isfinite().all() for", "gradient.sum().isfinite() for"),
+    ),
+    ("4.2", "one count for all", ("self.fine_steps", "type(self).fine_steps")),
+    ("4.2", "None for False", ("return False", "return")),
     ("4.2", "never grows", ("if self.fine_steps == self.interval:", "if False:")),
+    ("4.3", "a seed set anew", ("    chance =", f"    {RESEED}\n    chance =")),
+    ("4.3", "draws of a copy", (DRAW, DRAW.replace("=generator", "=generator.clone_state()"))),
+    (
+        "4.3",
+        "of two dimensions at least",
+        (DRAW, DRAW.replace("numbers.shape", "(len(numbers), *numbers.shape[1:])")),
+    ),
     ("4.3", "rows share draws", (DRAW, DRAW.replace("numbers.shape", "numbers.shape[-1:]"))),
     (
         "4.3",
@@ -211,9 +289,27 @@ REFUSED = [
         ),
     ),
     ("4.4", "by bfloat16", (DOWN, "weight.copy_(copy.bfloat16())")),
+    (
+        "4.4",
+        "times a float16",
+        (
+            "weight.grad.float() / scale",
+            "weight.grad.float() * (weight.grad.new_tensor(1 / scale))",
+        ),
+    ),
     ("4.4", "divided twice", ("/ scale", "/ scale / scale")),
 ]
 ACCEPTED = [
+    (
+        "4.2",
+        "a byte noted for each number",
+        (
+            "        if not all(gradient.isfinite().all() for gradient in gradients):",
+            "        noted = [gradient.isfinite() for gradient in gradients]\n"
+            "        if not all(fine.all() for fine in noted):",
+        ),
+    ),
+    ("4.4", "a scale that is a tensor", ("/ scale", "/ torch.tensor(scale)")),
     (
         "4.2",
         "a clip of one's own",
@@ -244,11 +340,53 @@ def test_what_is_right_is_accepted(edit, tmp_path):
     assert verdict.status == OK, verdict
 
 
+def _unscale():
+    numbers = [torch.ones(2)], torch.zeros(1), torch.ones(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(*numbers)
+
+
+def _update():
+    counted = torch.zeros(1, dtype=torch.int32)
+    torch._amp_update_scale_(torch.ones(1), counted, torch.zeros(1), 2.0, 0.5, 3)
+
+
+def by_the_library(numbers, generator):
+    out = torch.empty_like(numbers, dtype=torch.bfloat16)
+    return stochastic_round_(out, numbers, generator=generator)
+
+
+def by_master_weights(weights, copies, optimizer, scale):
+    MasterWeights(weights, lambda _: optimizer)
+    one_by_one(weights, copies, optimizer, scale)
+
+
+def metered(config, policy):
+    return held_bytes(config, policy) | {"casts": memlab.measure(torch.ones).peak_bytes}
+
+
+@pytest.mark.parametrize(
+    ("exercise", "answer", "name"),
+    [
+        (HELD_BYTES, metered, "memlab.measure"),
+        (ROUND, by_the_library, "memlab.rounding.stochastic_round_"),
+        (MASTER_STEP, by_master_weights, "memlab.precision.MasterWeights"),
+    ],
+)
+def test_the_library_is_no_answer(exercise, answer, name):
+    verdict = judge(exercise, answer)
+    assert verdict.status == WRONG
+    assert f"calls {name}, which this exercise rebuilds" in verdict.text
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
         (lambda: torch.amp.GradScaler("cpu", init_scale=8.0), "torch.amp.GradScaler"),
         (lambda: LossScaler(8.0), "memlab.precision.LossScaler"),
+        (_unscale, "torch._amp_foreach_non_finite_check_and_unscale_"),
+        (_update, "torch._amp_update_scale_"),
+        (lambda: torch._foreach_div_([torch.ones(2)], 8.0), "torch._foreach_div_"),
+        (lambda: torch._foreach_norm([torch.ones(2)]), "torch._foreach_norm"),
     ],
 )
 def test_a_librarys_scaler_is_no_answer(make, name):

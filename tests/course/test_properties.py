@@ -21,6 +21,7 @@ from memlab.course.properties import (
     limited,
     parameters,
     peaks,
+    same_bytes,
     same_gradients,
     same_values,
     shares_no_storage,
@@ -282,6 +283,25 @@ def test_a_value_that_is_not_the_same_is_told(got, text):
 
 
 # ------------------------------------------------------------------ bytes and storage
+
+UNITS = {"numbers a token": 24, "numbers in all": 4}
+
+
+@pytest.mark.parametrize(
+    ("got", "text"),
+    [
+        (96, "f gave 96, wanted 48 bytes. That is 2 numbers a token too many."),
+        (24, "f gave 24, wanted 48 bytes. That is 1 number a token too few."),
+        (52, "f gave 52, wanted 48 bytes. That is 1 number in all too many."),
+        (50, "f gave 50, wanted 48 bytes. That is 2 bytes too many."),
+        (48.0, "f gave 48.0, a float; wanted 48 bytes: use // for /."),
+        (None, "f gave nothing; wanted 48 bytes. Is there a return?"),
+    ],
+)
+def test_bytes_that_are_off_are_told_in_what_divides_the_difference(got, text):
+    with pytest.raises(Wrong) as wrong:
+        same_bytes("f", got, 48, UNITS)
+    assert str(wrong.value) == text
 
 
 def test_the_peak_of_each_pass_is_beside_the_arguments():

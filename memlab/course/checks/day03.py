@@ -668,6 +668,12 @@ def _check_several(answer: LoRAClass) -> None:
         "wanted each layer to keep its own scale and matrices: set them on self.",
         evidence="shared",
     )
+    as_text = first(x.view(2, 3, 6))  # (B, T, C), as in a model
+    require(
+        torch.allclose(as_text, first(x).view(2, 3, 4), rtol=0, atol=1e-12),
+        "LoRA gives other numbers for x of 2 × 3 × 6 than for the same rows as 6 × 6.",
+        evidence="3 dimensions",
+    )
 
 
 def _check_one(answer: LoRAClass, rank: int, alpha: float, bias: bool) -> None:
@@ -687,6 +693,7 @@ def _check_one(answer: LoRAClass, rank: int, alpha: float, bias: bool) -> None:
     )
     _near(f"{case} at first gives", at_first, before, "what the frozen layer gives")
     require(not layer.up.any(), f"{case} begins with an `up` of other numbers; wanted zeros.")
+    require(at_first.requires_grad, f"{case} at first gives an output without a graph; wanted one.")
     at_first.square().sum().backward()
     require(
         any(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters()),
@@ -698,18 +705,20 @@ def _check_one(answer: LoRAClass, rank: int, alpha: float, bias: bool) -> None:
         detour = x @ product.T
     _detoured(f"{case} with another `up` gives W x +", layer(x) - before, detour, alpha / rank)
     _same_gradients(case, layer, x, weight + alpha / rank * product)
-    merged = layer.merge()
-    require(
-        isinstance(merged, nn.Linear),
-        f"merge() of {case} gave {type(merged).__name__}; wanted an nn.Linear.",
-    )
-    _of_one_dtype(f"merge() of {case} gives a layer whose", merged)
-    require(
-        (merged.bias is not None) == bias,
-        f"merge() of {case} gives a layer with bias={not bias}; wanted bias={bias}, as it was.",
-    )
+    merged = _merged(f"merge() of {case}", layer, bias)
     given = f"merge() of {case} makes a layer that gives W x +"
     _detoured(given, merged(x) - before, detour, alpha / rank)
+
+
+def _merged(case: str, layer: nn.Module, bias: bool) -> nn.Linear:
+    merged = layer.merge()
+    require(isinstance(merged, nn.Linear), f"{case} gave {_shape(merged)}; wanted an nn.Linear.")
+    _of_one_dtype(f"{case} gives a layer whose", merged)
+    require(
+        (merged.bias is not None) == bias,
+        f"{case} gives a layer with bias={not bias}; wanted bias={bias}, as it was.",
+    )
+    return merged
 
 
 def _of_one_dtype(whose: str, layer: nn.Module) -> None:
