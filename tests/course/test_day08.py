@@ -316,6 +316,8 @@ LAYER = 'layer, kind = name.split(".")[-2:]'
 BIAS = '    if kind == "bias":\n        return 1\n'
 NORMS = '    if layer in ("attention_norm", "mlp_norm", "norm"):\n        return shape[0]\n'
 DECAY = "1 - lr * weight_decay"
+COUNTED = 'state["t"] += 1'
+T = '    t = state["t"]\n'
 END = "    return stepped.clear"
 ONLY_IF_ALL = """    def end_step():
         if len(stepped) < len(weights):
@@ -337,6 +339,15 @@ REFUSED = [
         (BETAS, f"{BETAS}\n    lr = LR_OF.setdefault(id(state), lr)"),
         ("def adamw_(", "LR_OF = {}\n\n\ndef adamw_("),
     ),
+    ("8.1", "t begins again", (COUNTED, 'state["t"] = state["t"] % 5_000 + 1')),
+    (
+        "8.1",
+        "t begins again at a number",
+        (COUNTED, 'state["t"] += 1 - 1_000 * (state["t"] == 1_000)'),
+    ),
+    ("8.1", "t is held", (COUNTED, 'state["t"] = min(state["t"] + 1, 2_000)')),
+    ("8.1", "t is used as if held", (T, '    t = min(state["t"], 2_000)\n')),
+    ("8.4", "t begins again", (COUNTED, 'state["t"] = state["t"] % 5_000 + 1')),
     ("8.2", "betas of its own", (BETAS, "beta1, beta2 = 0.9, 0.99")),
     ("8.3", "norms before biases", (LAYER, f"{LAYER}\n{NORMS}".rstrip())),
     (
@@ -377,6 +388,12 @@ ACCEPTED = [
         "by lerp",
         ('beta1 * state["m"] + (1 - beta1) * gradient', 'state["m"].lerp(gradient, 1 - beta1)'),
     ),
+    (
+        "8.1",
+        "the number of the next step is kept",
+        ("t=0, m", "t=torch.tensor(1.0), m"),
+        (f"    {COUNTED}\n{T}", f'    t = state["t"].item()\n    {COUNTED}\n'),
+    ),
     ("8.3", "by numel", ("head_width * shape[1]", "shape.numel() // (shape[0] // head_width)")),
     ("8.3", "by the ending", ('kind == "bias"', 'name.endswith(".bias")')),
     ("8.5", "a function of its own", (END, "    return lambda: stepped.clear()")),
@@ -407,6 +424,40 @@ def test_betas_that_are_not_looked_at_are_named(id_, change, remark, tmp_path):
     verdict = verdict_on((id_, (change,)), tmp_path, named=True)
     assert verdict.status == WRONG
     assert ("take them from `betas`" in verdict.text) == remark
+
+
+ONE_DIMENSION = "Weights of one dimension decay, too"
+
+
+OF_MATRICES = (f"weight *= {DECAY}", f"weight *= {DECAY} * (weight.ndim > 1)")
+MIX = "beta1 * m + (1 - beta1) * gradient"
+
+
+@pytest.mark.parametrize(
+    ("id_", "changes", "said"),
+    [
+        ("8.1", (OF_MATRICES,), ONE_DIMENSION),
+        ("8.2", (OF_MATRICES,), ONE_DIMENSION),
+        ("8.4", (OF_MATRICES,), ONE_DIMENSION),
+        ("8.1", ((COUNTED, 'state["t"] = state["t"] % 100 + 1'),), "and never begins again"),
+        (
+            "8.2",
+            ((f"sign({MIX})", f"sign(mix := {MIX})"), ("beta2 * m", "beta2 * mix")),
+            "mixed once more",
+        ),
+        (
+            "8.2",
+            (('state["m"] =', 'state["u"], state["m"] = u,'),),
+            "In the state are: u of 24,000, m of 24,000.",
+        ),
+        ("8.3", (("raise ValueError(f", "{}[layer], (f"),), "raised KeyError ('qkv'), wanted a"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_is_told_in_words(id_, changes, said, tmp_path):
+    verdict = verdict_on((id_, changes), tmp_path, named=True)
+    assert verdict.status == WRONG
+    assert said in verdict.text
 
 
 # ------------------------------------------------------------------ held against the library

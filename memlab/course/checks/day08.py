@@ -56,6 +56,8 @@ def _own_work(call: str) -> Iterator[None]:
 
 # ------------------------------------------------------------------ a step of one weight
 
+_VECTORS_DECAY = "Weights of one dimension decay, too: the text has no exception."
+
 
 def _numbers(tensor: Tensor) -> str:
     """[1, -0.25], to four digits: a mistake gives the same however it is written."""
@@ -187,7 +189,9 @@ def _require_kept(
     kept = sum(event.bytes for event in trace.events if event.phase != "before")
     require(
         wanted_bytes <= kept <= wanted_bytes + _SLACK,
-        f"{_COUNT:,} weights: {kept:,} bytes are kept between steps, wanted {wanted_bytes:,}.",
+        f"{_COUNT:,} weights: {kept:,} bytes are kept between steps, wanted {wanted_bytes:,}."
+        f"{_in_words(state)}",
+        evidence=("kept", kept),
     )
     require(
         state.keys() == set(names),
@@ -199,6 +203,46 @@ def _require_kept(
         require(
             shape == _SHAPE, f"state[{name!r}] is of shape {shape}, wanted the weight's, {_SHAPE}."
         )
+
+
+def _in_words(state: State) -> str:
+    """What of a state takes memory, by name."""
+    sizes = {name: value.nbytes for name, value in state.items() if isinstance(value, Tensor)}
+    parts = ", ".join(f"{name} of {size:,}" for name, size in sizes.items())
+    return f" In the state are: {parts}." if parts else ""
+
+
+# Steps after which t might be set back, or held: round numbers, and one past all of them.
+_LATE = (100, 128, 200, 256, 500, 512, 1_000, 1_024, 2_000, 5_000, 10_000, 100_000, 1_000_000)
+
+
+def _require_t_goes_on(answer: Step, wanted: Step, **settings: Any) -> None:
+    """Require t to count every step, from states as a long training has them, too."""
+    mine, theirs = torch.ones(3), torch.ones(3)
+    states: tuple[State, State] = {}, {}
+    ahead = 0  # 1 where the number of the next step is kept
+    for late in (1, *_LATE):
+        if late > 1:  # two steps: to this number, and beyond it
+            states[0]["t"], states[1]["t"] = states[0]["t"] * 0 + late - 1 + ahead, late - 1
+        for t in (late, late + 1):
+            with torch.no_grad():
+                answer(mine, _random(3, seed=t), states[0], **settings)
+                wanted(theirs, _random(3, seed=t), states[1], **settings)
+            ahead = int(states[0]["t"]) - 1 if t == 1 else ahead
+            _require_t(states[0], t, ahead)
+            require(
+                torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6),
+                f"step {t:,} gave {_numbers(mine)}, wanted {_numbers(theirs)}.",
+            )
+
+
+def _require_t(state: State, step: int, ahead: int) -> None:
+    got = int(state["t"])
+    require(
+        got == step + ahead,
+        f"after step {step:,} state['t'] is {got:,}, wanted {step + ahead:,}: t counts every step.",
+        evidence=("t", step),
+    )
 
 
 # ------------------------------------------------------------------ 8.1: AdamW
@@ -223,6 +267,7 @@ def _adamw_but(
     corrected: str = "both",
     root: Callable[[Tensor, float], Tensor] = lambda v, eps: v.sqrt() + eps,
     first: int = 1,
+    counted: Callable[[int], int] = lambda t: t + 1,
     squared: Callable[[Tensor, Tensor], Tensor] = lambda gradient, m: gradient**2,
     swapped: bool = False,
     keeps: Callable[[Tensor], Tensor] = lambda kept: kept,
@@ -242,8 +287,7 @@ def _adamw_but(
         beta1, beta2 = reversed(betas) if swapped else betas
         if not state:
             state.update(t=first - 1, m=keeps(0 * gradient), v=keeps(0 * gradient))
-        state["t"] += 1
-        t = state["t"]
+        state["t"] = t = counted(state["t"])
         if decay == "in the gradient":
             gradient = gradient + weight_decay * weight
         m = beta1 * state["m"] + (1 - beta1) * gradient
@@ -260,7 +304,7 @@ def _adamw_but(
         )
         before = weight.clone()
         weight -= (lr * by(use_m, gradient) / root(use_v, eps)).to(weight.dtype)
-        if decay == "of the weight":
+        if decay == "of the weight" or (decay == "of matrices" and weight.ndim > 1):
             weight -= lr * weight_decay * before
         elif decay == "afterwards":
             weight *= 1 - lr * weight_decay
@@ -300,6 +344,7 @@ def _check_adamw(answer: Step) -> str:
     _require_two_states(answer, adamw_, lr=0.1)
     _require_unequal(answer, adamw_, names=("betas", "eps", "weight_decay"))
     _require_kept(answer, 8 * _COUNT, "mvt", shaped="mv", lr=0.1)
+    _require_t_goes_on(answer, adamw_, lr=0.1)
     return f"weights as wanted after each of {sum(steps)} steps · 8 bytes a weight"
 
 
@@ -335,6 +380,11 @@ _ADAMW = Exercise(
             "The decay has lr in it, too: a share of lr · weight_decay goes.",
         ),
         WrongAnswer(_adamw_but(decay="none"), "There is no decay of the weight."),
+        WrongAnswer(_adamw_but(decay="of matrices"), _VECTORS_DECAY),
+        WrongAnswer(
+            _adamw_but(counted=lambda t: t % 100 + 1),
+            "t is the number of all steps so far, and never begins again.",
+        ),
         WrongAnswer(
             _adamw_but(corrected="neither"),
             "m and v began as zeros, and are too small at first: divide by 1 − βᵗ.",
@@ -424,7 +474,7 @@ def _lion_but(
         if decay == "in the gradient":
             gradient = gradient + weight_decay * weight
         step = direction(looks_at(m, gradient, *betas))
-        if decay == "of the weight":
+        if decay == "of the weight" or (decay == "of matrices" and weight.ndim > 1):
             weight *= 1 - lr * weight_decay
         elif decay == "without lr":
             weight *= 1 - weight_decay
@@ -517,6 +567,15 @@ _LION = Exercise(
             "Coupled decay: in the mix only its sign counts. Take it from the weight itself.",
         ),
         WrongAnswer(_lion_but(decay="none"), "There is no decay."),
+        WrongAnswer(_lion_but(decay="of matrices"), _VECTORS_DECAY),
+        WrongAnswer(
+            _lion_but(
+                keeps=lambda m, gradient, beta1, beta2: _mixed(
+                    _mixed(m, gradient, beta1), gradient, beta2
+                )
+            ),
+            "The mix for the step was kept, and mixed once more: both are made of m as it was.",
+        ),
         WrongAnswer(_lion_but(decay="without lr"), "The share that decays is lr · weight_decay."),
         WrongAnswer(
             _lion_but(decay="afterwards"), "The decay is of the weight as it was: before the step."
@@ -624,7 +683,7 @@ def _check_block_size(answer: BlockSize) -> str:
         call, wanted = f"block_size({name!r}, {shape}, {D})", block_size(name, shape, D)
         try:
             got = answer(name, torch.Size(shape), D)
-        except (IndexError, ValueError) as error:
+        except (LookupError, ValueError) as error:
             raise Wrong(f"{call} raised {type(error).__name__}, wanted {wanted:,}.") from None
         equal(call, got, wanted)
     for name, shape in _REFUSED:
@@ -633,6 +692,9 @@ def _check_block_size(answer: BlockSize) -> str:
             got = answer(name, torch.Size(shape), D)
         except ValueError:
             continue
+        except (LookupError, TypeError, AttributeError, UnboundLocalError) as error:
+            name = type(error).__name__
+            raise Wrong(f"{call} raised {name} ({error}), wanted a ValueError.") from None
         raise Wrong(f"{call} gave {got!r}, wanted a ValueError.")
     equal(
         "block_size('attention.query.weight', (256, 96), 128)",
@@ -781,7 +843,7 @@ def _mini_but(
         v = state["v"] / (1 - beta2 ** state["t"]) if corrected == "both" else state["v"]
         m = m.expand_as(blocks) if shared_m else blocks_of(m, size)
         step = back(m / root(v, eps))
-        if decay == "of the weight":
+        if decay == "of the weight" or (decay == "of matrices" and weight.ndim > 1):
             weight *= 1 - lr * weight_decay
         weight -= lr * step.reshape(weight.shape)
 
@@ -821,6 +883,7 @@ def _check_adam_mini(answer: Step) -> str:
     _require_unequal(answer, adam_mini_, names=("betas", "eps", "weight_decay"), sizes=_SIZES)
     blocks = _COUNT // 60
     _require_kept(answer, 4 * _COUNT + 4 * blocks, "mvt", size=60, lr=0.1)
+    _require_t_goes_on(answer, adam_mini_, size=1, lr=0.1)
     return (
         f"weights as wanted after each of {sum(steps)} steps · 4 bytes a weight, 4 a block: "
         f"{4 * _COUNT + 4 * blocks:,} of {8 * _COUNT:,}"
@@ -899,6 +962,7 @@ _ADAM_MINI = Exercise(
             _mini_but(decay="in the gradient"), "The decay is coupled: it went into m and v."
         ),
         WrongAnswer(_mini_but(decay="none"), "The weight does not decay."),
+        WrongAnswer(_mini_but(decay="of matrices"), _VECTORS_DECAY),
         WrongAnswer(
             _mini_but(keeps_each=True),
             "v is written out for each weight: nothing is saved. Keep (blocks, 1), and let it "
