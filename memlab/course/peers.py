@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from memlab.course.exercises import Wrong
+from memlab.metering.modes import flags_restored
 
 PATIENCE_SECONDS = 2.0  # for a thread that was told to end
 
@@ -192,15 +193,16 @@ class _Wire:
         ]
         for thread in threads:
             thread.start()
-        try:
-            while not all(self._over):
-                rank = self._next()
-                self._turn[rank].release()
-                self._wait_for(threads[rank])
-                if self._error is not None:
-                    raise self._error
-        finally:
-            self._stop(threads)
+        with flags_restored():
+            try:
+                while not all(self._over):
+                    rank = self._next()
+                    self._turn[rank].release()
+                    self._wait_for(threads[rank])
+                    if self._error is not None:
+                        raise self._error
+            finally:
+                self._stop(threads)
         return self._results
 
     def _wait_for(self, thread: threading.Thread) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _DEVICE = torch.ops.prim.device.default
@@ -21,6 +22,29 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     skip_all = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip_all)
     return function
+
+
+# torch's record of whether a mode is on: one for all threads. What it held before is kept by each
+# mode, so two threads whose modes end in another order than they began leave it set.
+_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
+@contextmanager
+def flags_restored() -> Iterator[None]:
+    """After threads that had modes on: torch's flags are as they were before.
+
+    Otherwise torch.compile leaves functions uncompiled, and says nothing.
+    """
+    before = {name: getattr(_python_dispatch, name) for name in _FLAGS}
+    try:
+        yield
+    finally:
+        vars(_python_dispatch).update(before)
+        _python_dispatch.set_is_in_mode_without_ignore_compile_internals(before[_FLAGS[-1]])
 
 
 class LightMode(TorchDispatchMode):

@@ -1,11 +1,14 @@
 """The light dispatch mode."""
 
+import threading
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _python_dispatch
 
 import memlab
-from memlab.metering.modes import LightMode
+from memlab.metering.modes import LightMode, flags_restored
 from memlab.metering.registry import Registry
 from memlab.metering.storages import StorageMeter
 
@@ -41,3 +44,35 @@ def test_torch_compile_leaves_the_meters_functions_alone(function):
     memlab.measure(lambda: step(torch.ones(2)))
     compiled = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
     assert compiled == []
+
+
+def modes_that_overlap():
+    """One thread's mode begins within another's and ends after it."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def outer():
+        with LightMode():
+            begun.set()
+            ended.wait()
+
+    def inner():
+        begun.wait()
+        mode = LightMode()
+        mode.__enter__()
+        ended.set()
+        first.join()
+        mode.__exit__(None, None, None)
+
+    first, second = threading.Thread(target=outer), threading.Thread(target=inner)
+    first.start()
+    second.start()
+    second.join()
+
+
+def test_modes_of_threads_leave_no_sign_that_one_is_on():
+    """torch's own flags stay set, and nothing would be compiled any more."""
+    with flags_restored():
+        modes_that_overlap()
+        assert _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+    assert not _python_dispatch.is_in_torch_dispatch_mode()
+    assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
