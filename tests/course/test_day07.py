@@ -264,7 +264,16 @@ FOUND = f"    found = {{}}\n\n{UNPACK}"
 ELIGIBLE = "tensor.requires_grad and count >= 256"
 SEEN = "        seen.add(storage)"
 
+EQUAL_IS_ZERO = "step = torch.where(high == low, 0 * step, step)\n    steps = (groups"
+
 REFUSED = [
+    ("7.1", "no step where all are equal", ("steps = (groups", EQUAL_IS_ZERO)),
+    (
+        "7.5",
+        "known to the next pair of hooks",
+        ("decompress):", "decompress, known=weakref.WeakKeyDictionary()):"),
+        ("    known = weakref.WeakKeyDictionary()\n", ""),
+    ),
     ("7.2", "up at a draw of 0", ("< steps - down", "<= steps - down")),
     ("7.4", "256 are too few", (ELIGIBLE, ELIGIBLE.replace(">=", ">"))),
     ("7.4", "an input is left", (ELIGIBLE, f"{ELIGIBLE} and not tensor.is_leaf")),
@@ -300,6 +309,10 @@ def test_what_is_right_is_accepted(edit, tmp_path):
     assert verdict.status == OK, verdict
 
 
+OF_WEIGHTS = "{weight.untyped_storage() for weight in weights}"
+ASKED = "if storage in seen"
+LEFT_ALONE = "if storage in left_alone"
+OF_EACH = "any(storage is w.untyped_storage() for w in weights)"
 LOW, STEP = "(groups - smallest.float())", "torch.where(step == 0, 1, step.float())"
 
 
@@ -315,13 +328,27 @@ LOW, STEP = "(groups - smallest.float())", "torch.where(step == 0, 1, step.float
         ),
         ("7.5", ("tensor.storage_offset()", "0"), "its second half, of its columns, comes back"),
         ("7.5", ("len(whole(tensor)) < 256", "False"), "Too much: float32 (8,)"),
+        ("7.4", (ASKED, f"{ASKED} or {OF_EACH}"), "goes through weights 2 times; wanted once"),
+        ("7.5", (LEFT_ALONE, f"{LEFT_ALONE} or {OF_EACH}"), "times; wanted once: of model.param"),
     ],
-    ids=["another smallest", "another step", "cut off", "no offset", "small ones, too"],
+    ids=[
+        *("another smallest", "another step", "cut off", "no offset", "small ones, too"),
+        *("weights twice", "weights for each"),
+    ],
 )
 def test_beside_the_numbers_a_sentence_says_what_they_have_in_common(id_, change, said, tmp_path):
     verdict = verdict_on((id_, (change,)), tmp_path)
     assert verdict.status == WRONG
     assert said in verdict.text
+
+
+def test_codes_that_go_with_the_first_backward_are_told_as_that(tmp_path):
+    kept = ("return known[storage], tensor.size()", "return [known[storage]], tensor.size()")
+    verdict = verdict_on(
+        ("7.5", (kept, (VIEW, VIEW.replace("compressed", "compressed.pop()")))), tmp_path
+    )
+    assert verdict.status == WRONG
+    assert "a second backward through a retained graph raised IndexError" in verdict.text
 
 
 # ------------------------------------------------------------------ held against the library

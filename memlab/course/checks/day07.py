@@ -114,6 +114,11 @@ _QUANTIZED: dict[str, tuple[Callable[[], Tensor], int]] = {
     "a group of numbers from -1.3 to 2.9": (lambda: _groups((-1.3, 2.9)), 255),
     "a group of numbers from -0.1 to 2.9": (lambda: _groups((-0.1, 2.9)), 255),
     "a group of zeros": (lambda: torch.zeros(1, GROUP), 255),
+    "a group of 256 times 0.1": (lambda: torch.full((1, GROUP), 0.1), 255),
+    "3 groups, from -5.3 to -2.9, of zeros, and of 0.1 alone": (
+        lambda: _groups((-5.3, -2.9), (0, 0), (0.1, 0.1)),
+        3,
+    ),
     "4 groups from -1 to 1, one with an outlier of 50": (_outlier, 255),
     "2 groups, from -1 to 1 and from 0 to 0.001": (lambda: _groups((-1, 1), (0, 1e-3)), 255),
     "a group of numbers from 0 to 1e-7": (lambda: _groups((0, 1e-7)), 255),
@@ -884,12 +889,36 @@ def _saved_cases() -> dict[str, _Saved]:
     }
 
 
+class _Once:
+    """Weights as `model.parameters()` gives them: whoever begins again finds none."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._rest, self._starts = iter(weights), 0
+
+    def __iter__(self) -> "_Once":
+        self._starts += 1
+        return self
+
+    def __next__(self) -> Tensor:
+        return next(self._rest)
+
+    def require_one_pass(self, case: str) -> None:
+        require(
+            self._starts <= 1,
+            f"{case} goes through weights {self._starts} times; wanted once: of model.parameters() "
+            f"nothing is left for a second time.",
+            evidence=(case, "weights read again"),
+        )
+
+
 def _check_bytes_kept(answer: BytesKept) -> str:
     cases = _saved_cases()
     for name, (tensors, weights) in cases.items():
         for bits in (8, 2):
             case = f"bytes_kept of {name} at {bits} bits"
-            equal(case, answer(tensors, iter(weights), bits), bytes_kept(tensors, weights, bits))
+            got = answer(tensors, once := _Once(weights), bits)
+            once.require_one_pass(case)
+            equal(case, got, bytes_kept(tensors, weights, bits))
     block, x = _Gated(), _input()
     with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         seen: list[Tensor] = []
@@ -1072,7 +1101,7 @@ def _hooks_of(answer: MakeHooks, weights: Iterable[Tensor], *both: Any) -> Hooks
 def _run_with(answer: MakeHooks | None, compress: Compress, decompress: Decompress) -> _Run:
     """Forward once, backward twice."""
     layer, x, asked = _Gated(), _input(), Counter[str]()
-    kept: list[Tensor] = []
+    weights, kept = _Once(layer.parameters()), list[Tensor]()
 
     def compress_and_note(numbers: Tensor) -> Any:
         asked[_kind(numbers)] += 1
@@ -1082,17 +1111,29 @@ def _run_with(answer: MakeHooks | None, compress: Compress, decompress: Decompre
         if answer is None:
             kept.append(layer(x))
             return
-        hooks = _hooks_of(answer, layer.parameters(), compress_and_note, decompress)
+        hooks = _hooks_of(answer, weights, compress_and_note, decompress)
         with saved_tensors_hooks(*hooks):
             kept.append(layer(x))
 
     trace = measure(forward, model=layer)
+    weights.require_one_pass("hooks around a layer")
     held = sum(e.bytes for e in trace.events if e.phase != "before") - kept[0].nbytes
-    gradients: list[Tensor] = []
-    for _ in range(2):
-        learnt = [weight for weight in layer.parameters() if weight.requires_grad]
-        gradients += torch.autograd.grad(kept[0].square().sum(), learnt, retain_graph=True)
-    return _Run(gradients, asked, held)
+    first = _walked(layer, kept[0])
+    try:
+        return _Run([*first, *_walked(layer, kept[0])], asked, held)
+    except (RuntimeError, TypeError, AttributeError, LookupError) as error:
+        raise Wrong(
+            f"hooks around a layer: a second backward through a retained graph raised "
+            f"{type(error).__name__} ({str(error).splitlines()[0].rstrip('.')}); wanted the "
+            f"gradients of the first once more.",
+            ("second backward", type(error).__name__),
+        ) from None
+
+
+def _walked(layer: nn.Module, output: Tensor) -> tuple[Tensor, ...]:
+    """Gradients by a backward that retains the graph."""
+    learnt = [weight for weight in layer.parameters() if weight.requires_grad]
+    return torch.autograd.grad(output.square().sum(), learnt, retain_graph=True)
 
 
 def _exactly(numbers: Tensor) -> Tensor:
@@ -1121,6 +1162,7 @@ def _check_hooks(answer: MakeHooks) -> str:
     case = "hooks around a layer with index, mask and halves"
     _require_nobody_elses(answer)
     _require_views_back(answer)
+    _require_pairs_apart(answer)
     plain = _run_with(None, _exactly, _itself)
     _require_exact(case, answer, plain)
     _require_numbers_counted(answer)
@@ -1204,7 +1246,8 @@ def _in_words(asked: Counter[str]) -> str:
 
 
 def _require_nobody_elses(answer: MakeHooks) -> None:
-    """Two tensors, the second at the address of the first, which has died."""
+    """Two tensors, the second at the address of the first, which has died. Wrong ends the check:
+    what else an answer that goes by addresses gets wrong is chance."""
     place = torch.zeros(512).numpy()
     pack, unpack = _hooks_of(answer, [], _exactly, _itself)
     first = torch.from_numpy(place).requires_grad_()
@@ -1213,10 +1256,26 @@ def _require_nobody_elses(answer: MakeHooks) -> None:
     place += 1
     second = torch.from_numpy(place).requires_grad_()
     got = unpack(pack(second))
+    if not torch.equal(got, second):
+        raise Wrong(
+            "hooks: a tensor died, another took its address, and comes back with the first one's "
+            "numbers."
+        )
+    del kept
+
+
+def _require_pairs_apart(answer: MakeHooks) -> None:
+    """Two pairs of hooks, each with a compress of its own, around one tensor."""
+    h = elements(40, 64).requires_grad_() * 1
+    asked: list[Tensor] = []
+    pack, _ = _hooks_of(answer, [], _exactly, _itself)
+    kept = pack(h)  # alive, and so is what was noted of it
+    other, _ = _hooks_of(answer, [], lambda numbers: asked.append(numbers) or numbers, _itself)
+    other(h)
     require(
-        torch.equal(got, second),
-        "hooks: a tensor died, another took its address, and comes back with the first one's "
-        "numbers.",
+        len(asked) == 1,
+        "hooks: a tensor that one pair of hooks has kept is handed to a second pair, with another "
+        "compress, which is not asked: each call of hooks(…) needs notes of its own.",
     )
     del kept
 
