@@ -207,6 +207,7 @@ REFUSED = [
             "def train_epoch(",
             AHEAD,
         ),
+        ("        optimizer.step()\n", "        window.clear()\n        optimizer.step()\n"),
     ),
     (
         "3.3",
