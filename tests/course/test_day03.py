@@ -155,10 +155,10 @@ BY_HAND = """grads = [w.grad for w in model.parameters() if w.grad is not None]
         for g in grads:
             g.mul_(min(1.0, max_norm / norm))"""
 AHEAD = """def ahead(items):
-    upcoming = next(items, None)
-    while upcoming is not None:
-        current, upcoming = upcoming, next(items, None)
-        yield current
+    held = list(itertools.islice(items, 1))
+    while held:
+        held += itertools.islice(items, 1)
+        yield held.pop(0)
 
 
 def train_epoch("""
@@ -207,7 +207,10 @@ REFUSED = [
             "def train_epoch(",
             AHEAD,
         ),
-        ("        optimizer.step()\n", "        window.clear()\n        optimizer.step()\n"),
+        (
+            "        for weight in model",
+            "        window, tokens, targets = None, None, None\n        for weight in model",
+        ),
     ),
     (
         "3.3",
