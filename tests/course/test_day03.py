@@ -209,7 +209,7 @@ REFUSED = [
         ),
         (
             "        for weight in model",
-            "        window, tokens, targets = None, None, None\n        for weight in model",
+            "        window = tokens = targets = flat = None\n        for weight in model",
         ),
     ),
     (
