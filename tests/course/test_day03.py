@@ -162,6 +162,7 @@ AHEAD = """def ahead(items):
 
 
 def train_epoch("""
+SUM = ("losses.append(total / max(count, 1))", "losses.append(float(total / max(count, 1)))")
 ZERO = "        optimizer.zero_grad()\n        total, count = 0.0, 0\n"
 FROZEN = "return self.frozen(x)"
 TRAINED = "self.frozen = frozen.requires_grad_(False)"
@@ -228,6 +229,21 @@ REFUSED = [
             "torch.addmm(self.frozen(x), x @ self.down.T, self.up.T, alpha=self.scale)",
         ),
     ),
+    (
+        "3.1",
+        "counted in one sequence",
+        ("int((targets != MASKED).sum())", "len(targets) * int((targets[0] != MASKED).sum())"),
+    ),
+    (
+        "3.1",
+        "one group of weights alone",
+        (CLIP, CLIP.replace("model.parameters()", 'optimizer.param_groups[0]["params"]')),
+    ),
+    (
+        "3.4",
+        "counted in one sequence",
+        ("int((targets != MASKED).sum())", "len(targets) * int((targets[0] != MASKED).sum())"),
+    ),
     ("3.3", "a whole scale", ("alpha / rank", "alpha // rank")),
     ("3.3", "a seed of its own", (TRAINED, f"torch.manual_seed(0)\n        {TRAINED}")),
     ("3.3", "a scale for all layers", ("self.scale = alpha", "type(self).scale = alpha")),
@@ -253,6 +269,12 @@ REFUSED = [
 ]
 ACCEPTED = [
     ("3.1", "a clip of one's own", (CLIP, BY_HAND.format(""))),
+    (
+        "3.1",
+        "a sum in float32",
+        ("total, count = 0.0, 0", "total, count = torch.tensor(0.0), 0"),
+        SUM,
+    ),
     ("3.1", "and with 1e-6", (CLIP, BY_HAND.format(" + 1e-6"))),
 ]
 
