@@ -171,6 +171,15 @@ FORWARD = "return fn(*inputs)\n"
 NOT_WANTED = (
     "if not ctx.needs_input_grad[1]:\n            return (None,) * len(ctx.needs_input_grad)"
 )
+OWN = "inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]"
+FIRST_DETACHED = (
+    (
+        OWN,
+        "x, *others = ctx.saved_tensors\n"
+        "        inputs = [x.detach().requires_grad_(x.requires_grad), *others]",
+    ),
+    (RETURN, "return None, inputs[0].grad, *(None for _ in others)"),
+)
 SLOT_OF = "slots.append(None)\n        return len(slots) - 1"
 IS_EMPTY = "if slots[number] is None:"
 FLOATS = "t.is_floating_point() and t.numel() > 1"
@@ -178,6 +187,11 @@ BY_SUM = "with torch.enable_grad():\n            (output * gradient).sum().backw
 
 REFUSED = [
     ("5.1", "the first input alone", (RETURN, "return None, inputs[0].grad, *[None] * 3")),
+    (
+        "5.1",
+        "the first input detached alone",
+        *FIRST_DETACHED,
+    ),
     ("5.1", "no, if not the first", (INPUTS, f"{NOT_WANTED}\n        {INPUTS}")),
     (
         "5.1",
@@ -241,6 +255,19 @@ def test_hooks_that_fill_no_slot_are_not_taken_for_hooks_that_are_missing(tmp_pa
     verdict = verdict_on(("5.2", (("slots.clear()", "pass"),)), tmp_path, named=True)
     assert "under hooks for saved tensors" in verdict.text
     assert "needs its own" not in verdict.text
+
+
+def test_slots_in_another_order_are_told_by_their_shapes(tmp_path):
+    last = ("tensor, slots[number] = slots[number], None", "tensor = slots.pop()")
+    empty = ("if slots[number] is None:", "if not slots or slots[-1] is None:")
+    verdict = verdict_on(("5.2", (last, empty)), tmp_path)
+    assert "of those that fn saved was (8, 64), and came back (64, 16)" in verdict.text
+
+
+def test_an_input_that_leads_back_into_the_graph_before_is_told_as_that(tmp_path):
+    verdict = verdict_on(("5.1", FIRST_DETACHED), tmp_path)
+    assert verdict.status == WRONG
+    assert "an input was not detached" in verdict.text
 
 
 def test_a_second_run_that_draws_otherwise_is_told_by_the_case_without_dropout(tmp_path):

@@ -270,6 +270,16 @@ REFUSED = [
     ),
     (
         "6.4",
+        "a hundred choices",
+        ("unbeaten(choices + with_it)", "unbeaten(choices + with_it)[-100:]"),
+    ),
+    (
+        "6.4",
+        "a few hundred choices",
+        ("unbeaten(choices + with_it)", "unbeaten(choices + with_it)[:500]"),
+    ),
+    (
+        "6.4",
         "by the library",
         (ALL_SETS, f"    return checkpointing.best_within(operators, budget_bytes)\n{ALL_SETS}"),
     ),
@@ -289,6 +299,28 @@ def test_what_is_wrong_is_refused(edit, tmp_path):
 def test_what_is_right_is_accepted(edit, tmp_path):
     verdict = verdict_on(edit, tmp_path)
     assert verdict.status == OK, verdict
+
+
+@pytest.mark.parametrize(
+    ("id_", "changes", "said"),
+    [
+        ("6.1", (("held += in_full", "pass"),), "tail 10, has another held:"),
+        ("6.1", ((LAST_OUTPUT, "0"),), "has another held and another most:"),
+        (
+            "6.3",
+            (
+                ("chosen, [], False", "chosen, ALL, False"),
+                ("class Choosing", "ALL = []\n\n\nclass Choosing"),
+            ),
+            "two Choosing objects have one and the same self.kept",
+        ),
+    ],
+    ids=["held", "held and most", "one list"],
+)
+def test_what_is_off_is_told_in_words(id_, changes, said, tmp_path):
+    verdict = verdict_on((id_, changes), tmp_path)
+    assert verdict.status == WRONG
+    assert said in verdict.text
 
 
 AGAIN = "chain.rerun(i, k) + own[1]"

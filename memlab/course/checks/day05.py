@@ -1,11 +1,11 @@
 """Day 5: gradient checkpointing."""
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from math import isqrt
 from typing import Any
 from unittest.mock import patch
@@ -105,7 +105,9 @@ def _passed(
 ) -> _Pass:
     """Through so many blocks and back; later backward passes begin with no gradients."""
     chain, x = _chain(blocks, dropout, requires_grad)
-    output = _forward(answer, chain, x, *others, case=case)
+    exchanged: list[str] = []
+    with _shapes_noted(exchanged):
+        output = _forward(answer, chain, x, *others, case=case)
     require(
         output.requires_grad,
         f"{case} gave a tensor without a graph (requires_grad is False); no gradient can pass.",
@@ -114,7 +116,7 @@ def _passed(
     for n in range(backwards):
         x.grad = None
         chain.zero_grad()
-        _backward(loss, chain, case, retain_graph=n < backwards - 1)
+        _backward(loss, chain, case, exchanged, retain_graph=n < backwards - 1)
     gradients = {"x": x.grad} if requires_grad else {}
     gradients |= {name: weight.grad for name, weight in chain.named_parameters()}
     runs = [len(block.graphs) for block in chain]
@@ -126,7 +128,40 @@ _NO_GRAPH = "does not require grad"
 _NO_TENSOR = "unpack_hook"
 
 
-def _backward(loss: Tensor, chain: nn.ModuleList, case: str, retain_graph: bool) -> None:
+@contextmanager
+def _shapes_noted(exchanged: list[str]) -> Iterator[None]:
+    """Notes what the hooks made inside hand out in another shape than it was saved in."""
+    as_ever = saved_tensors_hooks.__init__
+
+    def init(
+        self: saved_tensors_hooks,
+        pack_hook: Callable[[Tensor], Any],
+        unpack_hook: Callable[[Any], Tensor],
+    ) -> None:
+        places = count(1)
+
+        def pack(tensor: Tensor) -> tuple[int, torch.Size, Any]:
+            return next(places), tensor.shape, pack_hook(tensor)
+
+        def unpack(kept: tuple[int, torch.Size, Any]) -> Tensor:
+            place, shape, own = kept
+            tensor = unpack_hook(own)
+            if isinstance(tensor, Tensor) and tensor.shape != shape:
+                exchanged.append(
+                    f"tensor {place} of those that fn saved was {tuple(shape)}, and came back "
+                    f"{tuple(tensor.shape)}: another slot's"
+                )
+            return tensor
+
+        as_ever(self, pack, unpack)
+
+    with patch.object(saved_tensors_hooks, "__init__", init):
+        yield
+
+
+def _backward(
+    loss: Tensor, chain: nn.ModuleList, case: str, exchanged: list[str], retain_graph: bool
+) -> None:
     entered: list[saved_tensors_hooks] = []
     as_ever = saved_tensors_hooks.__enter__
 
@@ -144,6 +179,8 @@ def _backward(loss: Tensor, chain: nn.ModuleList, case: str, retain_graph: bool)
                 f"{case}: in backward fn ran again with gradients switched off, so that it made no "
                 f"graph and saved nothing."
             ) from None
+        if exchanged:
+            raise Wrong(f"{case}: {exchanged[0]}.") from None
         if not any(words in str(error) for words in (_NO_GRAPH, _NO_TENSOR)):
             raise
         under = f"under {'hooks' if entered else 'no hooks'} for saved tensors"
@@ -185,17 +222,29 @@ def _check_several_inputs(answer: Forgetting, name: str) -> None:
         block = _Mixing()
         for n, weight in enumerate(block.parameters()):
             weight.grad = elements(*weight.shape, seed=n)
+
+        def call(x: Tensor, scale: Tensor, way: Forgetting = way, block: _Mixing = block) -> Tensor:
+            return way(block, rows, shift, x.tanh(), scale.sigmoid())  # made, as a block makes them
+
         with unchanged(case, may_change={"gradients"}, block=block, rows=rows, shift=shift):
-            found.append(
-                gradients(
-                    lambda x, scale, way=way, block=block: way(block, rows, shift, x, scale),
-                    x=elements(ROWS, WIDTH, seed=2),
-                    scale=elements(ROWS, 1, dtype=torch.float64, seed=3),
-                )
-            )
+            found.append(_gradients_or_wrong(case, call))
         found[-1] |= {f"fn's {key}": weight.grad for key, weight in block.named_parameters()}
     same_gradients(case, *found)
     _check_held_of_any_dtype(answer, name)
+
+
+def _gradients_or_wrong(case: str, call: Callable[..., Tensor]) -> dict[str, Tensor | None]:
+    x = elements(ROWS, WIDTH, seed=2)
+    scale = elements(ROWS, 1, dtype=torch.float64, seed=3)
+    try:
+        return gradients(call, x=x, scale=scale)
+    except RuntimeError as error:
+        if "through the graph a second time" not in str(error):
+            raise
+        raise Wrong(
+            f"{case}: the second run's backward went on into the graph before fn, and the first "
+            f"one found that gone: an input was not detached."
+        ) from None
 
 
 def _same(case: str, got: _Pass, wanted: _Pass, *, drew: bool = False) -> None:
