@@ -242,8 +242,8 @@ def _gradients_or_wrong(case: str, call: Callable[..., Tensor]) -> dict[str, Ten
         if "through the graph a second time" not in str(error):
             raise
         raise Wrong(
-            f"{case}: the second run's backward went on into the graph before fn, and the first "
-            f"one found that gone: an input was not detached."
+            f"{case}: the second run's backward went on into the graph before fn, and freed what "
+            f"the outer backward needed there: an input was not detached."
         ) from None
 
 
