@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from memlab.course.exercises import OK, WRONG, Exercise, Verdict, Wrong, judge
@@ -254,6 +254,9 @@ def _defines_only(statement: ast.stmt, namespace: dict[str, Any]) -> bool:
             return _binds_names_only(target) and _is_plain(value, namespace)
         case ast.AnnAssign(target=target, value=ast.expr() as value):
             return _binds_names_only(target) and _is_plain(value, namespace)
+        case ast.AugAssign(target=ast.Name(name), value=value):
+            is_one = isinstance(namespace.get(name), (int, float, str, *_CONTAINERS))
+            return is_one and _is_plain(value, namespace)
         case ast.Try(body, handlers, orelse, finalbody):
             parts = [*body, *orelse, *finalbody, *(s for h in handlers for s in h.body)]
             return all(_defines_only(part, namespace) for part in parts)
@@ -261,12 +264,13 @@ def _defines_only(statement: ast.stmt, namespace: dict[str, Any]) -> bool:
 
 
 _PLAIN = (
-    *(ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp),
-    *(ast.operator, ast.unaryop, ast.expr_context),
+    *(ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.Lambda),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.comprehension),
+    *(ast.operator, ast.unaryop, ast.expr_context, ast.Starred, ast.keyword),
 )
-
-
-_CONSTANTS = (int, float, str, ModuleType)
+_CONTAINERS = (tuple, list, dict, set, frozenset)
+_CONSTANTS = (int, float, str, ModuleType, FunctionType, type, *_CONTAINERS)
+_MAKERS = {"range", "zip", *(container.__name__ for container in _CONTAINERS)}
 
 
 def _binds_names_only(target: ast.expr) -> bool:
@@ -276,13 +280,42 @@ def _binds_names_only(target: ast.expr) -> bool:
 
 def _is_plain(value: ast.expr, namespace: dict[str, Any]) -> bool:
     """Whether it is another name, a lambda, a constant, a module's (`torch.float32.itemsize`), or
-    calculated from constants alone, as in `4 * 2**20` or `HEADS * 64`."""
-    return isinstance(value, (ast.Name, ast.Lambda)) or all(
+    made of constants and functions alone, as `4 * 2**20`, `HEADS * 64` or a table of functions."""
+    parts = list(_parts(value))
+    bound = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return isinstance(value, ast.Name) or all(
         isinstance(node, _PLAIN)
+        or (isinstance(node, ast.Call) and _makes_plain(node.func))
         or (isinstance(node, ast.Attribute) and _is_of_a_module(node, namespace))
+        or (isinstance(node, ast.Name) and node.id in bound)
         or (isinstance(node, ast.Name) and isinstance(namespace.get(node.id), _CONSTANTS))
-        for node in ast.walk(value)
+        for node in parts
     )
+
+
+def _parts(value: ast.AST) -> Iterator[ast.AST]:
+    """Its nodes, without the body of a lambda, which runs later, and what a plain call calls."""
+    yield value
+    if isinstance(value, ast.Lambda):
+        return
+    makes = isinstance(value, ast.Call) and _makes_plain(value.func)
+    for name, child in ast.iter_fields(value):
+        for node in child if isinstance(child, list) else [child]:
+            if isinstance(node, ast.AST) and not (makes and name == "func"):
+                yield from _parts(node)
+
+
+def _makes_plain(function: ast.expr) -> bool:
+    """Whether a call of it makes a container of what it is handed: dict(…), dict.fromkeys(…),
+    "a b".split()."""
+    match function:
+        case ast.Name(name):
+            return name in _MAKERS
+        case ast.Attribute(value=ast.Name("dict"), attr="fromkeys"):
+            return True
+        case ast.Attribute(value=ast.Constant(str())):
+            return True
+    return False
 
 
 def _is_of_a_module(value: ast.expr, namespace: dict[str, Any]) -> bool:
@@ -353,7 +386,8 @@ def _with_advice(verdict: Verdict) -> Verdict:
     if missed is None:
         return verdict
     advice = (
-        f"`memlab check` runs only a notebook's imports, functions and classes: if another cell "
-        f"makes {missed[1]}, hand it over as an argument."
+        f"`memlab check` runs only a notebook's imports, functions, classes and plain constants: "
+        f"if another line makes {missed[1]}, put that line into the function, or hand {missed[1]} "
+        f"over as an argument."
     )
     return replace(verdict, text=f"{verdict.text} {advice}")

@@ -327,7 +327,7 @@ def test_whatever_is_done_with_an_answer_that_is_not_there_says_why(use):
     assert (given.status, given.text[:22]) == (WRONG, "ValueError: the reason")
 
 
-ADVICE = "`memlab check` runs only a notebook's imports, functions and classes"
+ADVICE = "`memlab check` runs only a notebook's imports, functions, classes and plain constants:"
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ ADVICE = "`memlab check` runs only a notebook's imports, functions and classes"
         ("factor = len('ab')", "def double(x):\n    return factor * x", CALL),
         ("factor = len('ab')", "def double(x, by=factor):\n    return by * x", CALL),
         ("factor = 3\nfactor = len('ab')", "def double(x):\n    return factor * x", CALL),
-        ("factor = 3\nfactor -= 1", "def double(x):\n    return factor * x", CALL),
+        ("factor = 3\nfactor -= len('a')", "def double(x):\n    return factor * x", CALL),
         ("factor = 3\nfor factor in (2,): pass", "def double(x):\n    return factor * x", CALL),
     ],
 )
@@ -344,7 +344,39 @@ def test_what_only_a_whole_run_defines_is_named_with_advice(verdict, cells):
     given = verdict(*cells)
     assert given.text.startswith("NameError: name 'factor' is not defined, at `")
     assert ADVICE in given.text
-    assert given.text.endswith("if another cell makes factor, hand it over as an argument.")
+    assert given.text.endswith(
+        "if another line makes factor, put that line into the function, or hand factor over as an "
+        "argument."
+    )
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "FACTORS = {'two': two, 'three': lambda x: 3 * x}",
+        "FACTORS = {name: two for name in 'one two'.split()}",
+        "FACTORS = dict.fromkeys(('one', 'two'), two)",
+        "FACTORS = {}\nFACTORS |= {name: two for name in ('one', 'two')}",
+        "NAMES = ['one', 'two']\nFACTORS = dict(zip(NAMES, [two] * 2))",
+    ],
+)
+def test_a_table_of_functions_may_stand_before_an_answer(verdict, table):
+    cell = f"def two(x):\n    return 2 * x\n{table}\ndef double(x):\n    return FACTORS['two'](x)"
+    assert verdict(cell, CALL).status == OK
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "FACTORS = [print(2)]",
+        "FACTORS = [print(n) for n in range(2)]",
+        "FACTORS = dict(two=print(2))",
+        "FACTORS = []\nFACTORS += [print(2)]",
+    ],
+)
+def test_what_a_table_is_made_of_is_not_called(verdict, line, capsys):
+    assert verdict(f"{line}\n{RIGHT}", CALL).status == OK
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cell", ["print([factor for factor in 'abc'])", "print.factor = 3"])
