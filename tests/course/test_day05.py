@@ -199,6 +199,17 @@ REFUSED = [
         (BACKWARD, f"ctx.fn.zero_grad()\n        {BACKWARD}"),
     ),
     (
+        "5.1",
+        "frozen weights learn afterwards",
+        (BACKWARD, f"{BACKWARD}\n        getattr(ctx.fn, 'requires_grad_', bool)()"),
+    ),
+    (
+        "5.2",
+        "slots for all calls",
+        ("forget_by_hooks(fn, *inputs):", "forget_by_hooks(fn, *inputs, slots=[]):"),
+        ("slots, state = [], torch", "slots.clear()\n    state = torch"),
+    ),
+    (
         "5.2",
         "masks and numbers are kept",
         (

@@ -342,6 +342,17 @@ def test_beside_the_numbers_a_sentence_says_what_they_have_in_common(id_, change
     assert said in verdict.text
 
 
+def test_a_name_that_two_tensors_have_is_not_taken_for_an_address(tmp_path):
+    by_size = (
+        ("known = weakref.WeakKeyDictionary()", "known = {}"),
+        ("if storage not in known:", "if storage.nbytes() not in known:"),
+        ("known[storage]", "known[storage.nbytes()]"),
+    )
+    verdict = verdict_on(("7.5", by_size), tmp_path, named=True)
+    assert "one comes back with the other's numbers" in verdict.text
+    assert "address" not in verdict.text
+
+
 def test_codes_that_go_with_the_first_backward_are_told_as_that(tmp_path):
     kept = ("return known[storage], tensor.size()", "return [known[storage]], tensor.size()")
     verdict = verdict_on(

@@ -222,6 +222,7 @@ def _check_several_inputs(answer: Forgetting, name: str) -> None:
         block = _Mixing()
         for n, weight in enumerate(block.parameters()):
             weight.grad = elements(*weight.shape, seed=n)
+        block.up.bias.requires_grad_(False)  # and stays frozen
 
         def call(x: Tensor, scale: Tensor, way: Forgetting = way, block: _Mixing = block) -> Tensor:
             return way(block, rows, shift, x.tanh(), scale.sigmoid())  # made, as a block makes them
@@ -658,6 +659,7 @@ def _check_retained(answer: Forgetting) -> None:
     got = _passed(answer, case=case, **settings)
     _same(case, got, _passed(_plainly, **settings), drew=True)
     _check_walked_in_part(answer)
+    _check_walked_in_turn(answer)
     held = _held_when_retained(answer)
     wanted = BLOCKS * OUTPUT_BYTES
     require(
@@ -682,6 +684,30 @@ def _check_walked_in_part(answer: Forgetting) -> None:
             raise Wrong(f"{case}, ended in an error: {str(error).splitlines()[0]}.") from None
     far = max(_furthest(mine, plain) for mine, plain in zip(*found, strict=True))
     require(far == 0, f"{case}: gradients are up to {far:.2e} off those of the plain pass.")
+
+
+def _check_walked_in_turn(answer: Forgetting) -> None:
+    """Two graphs: that of two blocks is walked in part, and then that of one, which saves fewer."""
+    case = "forget_by_hooks of one block and of two at once, backward through the two in part first"
+    found: list[tuple[Tensor, ...]] = []
+    for way in (answer, _plainly):
+        chain, x = _chain(3, 0.0, True)
+        both = nn.Sequential(chain[1], chain[2])
+        first, second = (
+            _forward(way, nn.ModuleList([fn]), x, case=case) for fn in (chain[0], both)
+        )
+        try:
+            torch.autograd.grad(second.sum(), chain[2].down.weight, retain_graph=True)
+            found.append(torch.autograd.grad(first.sum(), [x, *chain[0].parameters()]))
+        except (RuntimeError, TypeError, LookupError) as error:
+            raise Wrong(f"{case}, ended in an error: {str(error).splitlines()[0]}.") from None
+    far = max(_furthest(mine, plain) for mine, plain in zip(*found, strict=True))
+    require(
+        far == 0,
+        f"{case}: gradients are up to {far:.2e} off those of the plain pass; each call needs slots "
+        f"of its own.",
+        evidence="slots of another call",
+    )
 
 
 def _held_when_retained(answer: Forgetting) -> int:

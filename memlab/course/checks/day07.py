@@ -1248,8 +1248,14 @@ def _in_words(asked: Counter[str]) -> str:
 def _require_nobody_elses(answer: MakeHooks) -> None:
     """Two tensors, the second at the address of the first, which has died. Wrong ends the check:
     what else an answer that goes by addresses gets wrong is chance."""
-    place = torch.zeros(512).numpy()
     pack, unpack = _hooks_of(answer, [], _exactly, _itself)
+    alive = [torch.full((512,), float(n), requires_grad=True) for n in range(2)]
+    back = [unpack(kept) for kept in [pack(tensor) for tensor in alive]]
+    require(
+        all(map(torch.equal, back, alive)),
+        "hooks: of two tensors (512,) that are alive one comes back with the other's numbers.",
+    )
+    place = torch.zeros(512).numpy()
     first = torch.from_numpy(place).requires_grad_()
     kept = pack(first)
     del first
