@@ -315,7 +315,7 @@ print(f"after 5 steps: max difference below 1e-6: {farthest(ours, torchs) < 1e-6
 
 # %%
 def lion_(weight, gradient, state, lr, betas=(0.9, 0.99), weight_decay=0.0):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.lion.lion_
     beta1, beta2 = betas
     m = state.get("m", torch.zeros_like(gradient))
     u = torch.sign(beta1 * m + (1 - beta1) * gradient)

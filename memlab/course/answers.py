@@ -1,42 +1,25 @@
-"""The answers in a notebook: found, run as far as they must be, and judged.
+"""The answers in a notebook, judged.
 
-An answer is what a notebook hands to `exercise`. To judge it nothing is run but what defines it:
-imports, functions, classes and plain constants, cell by cell and in order. Training runs, plots and
-guesses are left out, so a check takes as long as the check alone.
+An answer is what a notebook hands to `exercise`. To judge it nothing is run but what defines it
+(memlab.course.cells), so a check takes as long as the check alone.
 """
 
-import ast
-import builtins
-import dis
-import linecache
 import re
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from memlab.course.exercises import OK, WRONG, Exercise, Verdict, Wrong, judge
-from memlab.course.notebooks import code_cells
+from memlab.course.cells import CodeCell, answering, parsed_cells, run
+from memlab.course.exercises import OK, WRONG, Exercise, Verdict, judge
 
-# What only IPython understands, each a line: %magics, !commands, and the questions `name?`.
-_IPYTHON = re.compile(r"^(\s*)(?:[%!].*|\?{1,2}[\w.]+|[\w.]+\?{1,2})\s*$", re.MULTILINE)
-# In a cell that cannot be parsed, lines at the top level still tell what it would have defined.
-_DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
-_CALL = re.compile(
-    r"""^(?:(\w+)\s*=\s*)?(?:\w+\.)*exercise\(\s*["']([\d.]+)["']\s*,\s*(\w+)""", re.MULTILINE
-)
 _NO_NAME = re.compile(r"NameError: name '(\w+)' is not defined")
 
 
 def answers(path: Path) -> dict[str, Any]:
     """For each exercise "1.2" what is handed over as the answer to it: a function or class, or an
     Unusable where there is none. ValueError for what is no notebook."""
-    return {call.id: answer for call, answer, _ in _run(_parsed_cells(path), path.parent)}
+    return {call.id: answer for call, answer, _ in run(parsed_cells(path), path.parent)}
 
 
 def judged(
@@ -51,296 +34,18 @@ def judged(
     right. ValueError, and at once, for what is no notebook.
     """
     return _judged(
-        _parsed_cells(path), path, exercises, exercises if only is None else only, announce
+        parsed_cells(path), path, exercises, exercises if only is None else only, announce
     )
 
 
 def cell_of(path: Path, id_: str) -> str:
     """The source of the cell that defines the answer to an exercise; ValueError if none does."""
-    found = _parsed_cells(path)
-    for place in reversed(range(len(found))):
-        for call in found[place].calls:
-            defining = [cell for cell in found[: place + 1] if call.answer in cell.defines]
-            if call.id == id_ and defining:
-                return defining[-1].source
+    found = parsed_cells(path)
+    if where := answering(found, id_):
+        return found[where[1]].source
     raise ValueError(
         f"{path.name} has no cell that defines the answer to exercise {id_}, followed by a line "
         f'`name = exercise("{id_}", name)`; copy both from the lesson'
-    )
-
-
-class Unusable:
-    """Stands where an answer should: whatever is done with it raises the reason why."""
-
-    def __init__(self, reason: Exception):
-        self._reason = reason
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._reason
-
-    def __getattr__(self, name: str) -> Any:
-        raise self._reason
-
-
-# ------------------------------------------------------------------ cells and what they define
-
-
-@dataclass(frozen=True)
-class _Call:
-    """`target = exercise(id, answer)`; the target is "_" where nothing keeps the result."""
-
-    id: str
-    answer: str
-    target: str
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """A code cell. `body` is empty, and `error` says why, where it cannot be parsed."""
-
-    source: str
-    filename: str  # by which tracebacks find its lines
-    body: Sequence[ast.stmt] = ()
-    error: SyntaxError | None = None
-
-    @cached_property
-    def calls(self) -> list[_Call]:
-        if self.error is None:
-            return [call for statement in self.body if (call := _call_in(statement))]
-        found = _CALL.findall(self.source)
-        return [_Call(id_, answer, target or "_") for target, id_, answer in found]
-
-    @cached_property
-    def defines(self) -> set[str]:
-        """The names that it binds, but for those that only go through `exercise`."""
-        if self.error is None:
-            kept = (statement for statement in self.body if _call_in(statement) is None)
-            return set().union(*(_names_bound(statement, self.filename) for statement in kept))
-        names = set(_DEFINITION.findall(self.source))
-        for line in self.source.splitlines():
-            with suppress(SyntaxError, ValueError):
-                if not _CALL.match(line):
-                    names.update(*(_names_bound(s, "<line>") for s in _parsed(line, "<line>")))
-        return names
-
-    @property
-    def complaint(self) -> Wrong:
-        """That it cannot be parsed, with the line."""
-        assert self.error is not None
-        lines, number = self.source.splitlines(), self.error.lineno or 1
-        line = lines[number - 1].strip() if number <= len(lines) else ""
-        said = f"`{line}` is not Python" if line else "it is not Python"
-        return Wrong(f"Its cell cannot be read: line {number}, {said} ({self.error.msg}).")
-
-
-def _parsed_cells(path: Path) -> list[_Cell]:
-    return [
-        _cell(source, f"<{path}, code cell {number}>")
-        for number, source in enumerate(code_cells(path), 1)
-    ]
-
-
-def _cell(source: str, filename: str) -> _Cell:
-    """The cell parsed, its lines where tracebacks look for them."""
-    lines = source.splitlines(keepends=True)
-    linecache.cache[filename] = (len(source), None, lines, filename)  # no time: never looked up
-    try:
-        with suppress(SyntaxError):  # first as it is: a line of plain Python may begin with %
-            return _Cell(source, filename, _parsed(source, filename))
-        return _Cell(source, filename, _parsed(_IPYTHON.sub(r"\1pass", source), filename))
-    except SyntaxError as error:
-        return _Cell(source, filename, error=error)
-    except ValueError as error:  # a null character, before Python 3.12
-        return _Cell(source, filename, error=SyntaxError(str(error)))
-
-
-def _parsed(source: str, filename: str) -> list[ast.stmt]:
-    """The statements at the top level; SyntaxError also for what only the compiler rejects."""
-    with _warnings_left_to_jupyter():
-        body = ast.parse(source, filename).body
-    _compiled(body, filename)
-    return body
-
-
-def _compiled(statements: Sequence[ast.stmt], filename: str) -> CodeType:
-    tree = ast.Module([*statements], [])
-    with _warnings_left_to_jupyter():
-        return compile(tree, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-
-
-@contextmanager
-def _warnings_left_to_jupyter() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _names_bound(statement: ast.stmt, filename: str) -> set[str]:
-    """What the statement binds at the top level, read off its byte code: no name of a function or
-    of a comprehension is among them."""
-    code = _compiled([statement], filename)
-    return {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_NAME"}
-
-
-def _call_in(statement: ast.stmt) -> _Call | None:
-    """The call of `exercise` that the statement is, if it is one."""
-    match statement:
-        case ast.Assign(targets=[ast.Name(target)], value=value):
-            pass
-        case ast.Expr(value=value):
-            target = "_"
-        case _:
-            return None
-    match value:
-        case ast.Call(
-            func=ast.Name("exercise") | ast.Attribute(attr="exercise"),
-            args=[ast.Constant(str(id_)), ast.Name(answer), *_],
-        ):
-            return _Call(id_, answer, target)
-    return None
-
-
-# ------------------------------------------------------------------ what is run of them
-
-
-def _run(found: Sequence[_Cell], folder: Path) -> Iterator[tuple[_Call, Any, dict[str, Any]]]:
-    """Run what defines answers, and stop at the last call of `exercise` for each id, with the
-    answer and the namespace as they are there."""
-    namespace: dict[str, Any] = {"__name__": "notebook", "__builtins__": builtins}
-    last = {call.id: call for cell in found for call in cell.calls}
-    with _importable(folder):
-        for cell in found:
-            for call in _run_cell(cell, namespace):
-                answer = namespace.get(call.answer, _undefined(call))
-                namespace[call.target] = answer
-                if call is last[call.id]:
-                    yield call, answer, namespace
-
-
-def _run_cell(cell: _Cell, namespace: dict[str, Any]) -> Iterator[_Call]:
-    if cell.error is not None:
-        namespace.update(dict.fromkeys(cell.defines, Unusable(cell.complaint)))
-        yield from cell.calls
-    calls = iter(cell.calls)
-    for statement in cell.body:
-        if _call_in(statement):
-            yield next(calls)
-        else:
-            _run_statement(statement, cell.filename, namespace)
-
-
-def _run_statement(statement: ast.stmt, filename: str, namespace: dict[str, Any]) -> None:
-    """Run what only defines; of anything else, forget what it would have bound anew."""
-    names = _names_bound(statement, filename)
-    if not _defines_only(statement, namespace):
-        for name in names:
-            namespace.pop(name, None)
-        return
-    try:
-        exec(_compiled([statement], filename), namespace)
-    except (Exception, SystemExit) as error:
-        reason = error if isinstance(error, Exception) else RuntimeError("SystemExit")
-        namespace.update(dict.fromkeys(names, Unusable(reason)))
-
-
-def _defines_only(statement: ast.stmt, namespace: dict[str, Any]) -> bool:
-    """Whether it is an import, a function, a class or a plain constant, or tries to be one."""
-    match statement:
-        case ast.Import() | ast.ImportFrom() | ast.Pass():
-            return True
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            return True
-        case ast.Assign(targets=[target], value=value):
-            return _binds_names_only(target) and _is_plain(value, namespace)
-        case ast.AnnAssign(target=target, value=ast.expr() as value):
-            return _binds_names_only(target) and _is_plain(value, namespace)
-        case ast.AugAssign(target=ast.Name(name), value=value):
-            is_one = isinstance(namespace.get(name), (int, float, str, *_CONTAINERS))
-            return is_one and _is_plain(value, namespace)
-        case ast.Try(body, handlers, orelse, finalbody):
-            parts = [*body, *orelse, *finalbody, *(s for h in handlers for s in h.body)]
-            return all(_defines_only(part, namespace) for part in parts)
-    return False
-
-
-_PLAIN = (
-    *(ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.Lambda),
-    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.comprehension),
-    *(ast.operator, ast.unaryop, ast.expr_context, ast.Starred, ast.keyword),
-)
-_CONTAINERS = (tuple, list, dict, set, frozenset)
-_CONSTANTS = (int, float, str, ModuleType, FunctionType, type, *_CONTAINERS)
-_MAKERS = {"range", "zip", *(container.__name__ for container in _CONTAINERS)}
-
-
-def _binds_names_only(target: ast.expr) -> bool:
-    """Whether nothing outside the notebook is set, as by `torch.backends... = True`."""
-    return not any(isinstance(n, (ast.Attribute, ast.Subscript)) for n in ast.walk(target))
-
-
-def _is_plain(value: ast.expr, namespace: dict[str, Any]) -> bool:
-    """Whether it is another name, a lambda, a constant, a module's (`torch.float32.itemsize`), or
-    made of constants and functions alone, as `4 * 2**20`, `HEADS * 64` or a table of functions."""
-    parts = list(_parts(value))
-    bound = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return isinstance(value, ast.Name) or all(
-        isinstance(node, _PLAIN)
-        or (isinstance(node, ast.Call) and _makes_plain(node.func))
-        or (isinstance(node, ast.Attribute) and _is_of_a_module(node, namespace))
-        or (isinstance(node, ast.Name) and node.id in bound)
-        or (isinstance(node, ast.Name) and isinstance(namespace.get(node.id), _CONSTANTS))
-        for node in parts
-    )
-
-
-def _parts(value: ast.AST) -> Iterator[ast.AST]:
-    """Its nodes, without the body of a lambda, which runs later, and what a plain call calls."""
-    yield value
-    if isinstance(value, ast.Lambda):
-        return
-    makes = isinstance(value, ast.Call) and _makes_plain(value.func)
-    for name, child in ast.iter_fields(value):
-        for node in child if isinstance(child, list) else [child]:
-            if isinstance(node, ast.AST) and not (makes and name == "func"):
-                yield from _parts(node)
-
-
-def _makes_plain(function: ast.expr) -> bool:
-    """Whether a call of it makes a container of what it is handed: dict(…), dict.fromkeys(…),
-    "a b".split()."""
-    match function:
-        case ast.Name(name):
-            return name in _MAKERS
-        case ast.Attribute(value=ast.Name("dict"), attr="fromkeys"):
-            return True
-        case ast.Attribute(value=ast.Constant(str())):
-            return True
-    return False
-
-
-def _is_of_a_module(value: ast.expr, namespace: dict[str, Any]) -> bool:
-    while isinstance(value, ast.Attribute):
-        value = value.value
-    return isinstance(value, ast.Name) and isinstance(namespace.get(value.id), ModuleType)
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """What lies beside a notebook can be imported in it."""
-    entry = str(folder.resolve())
-    sys.path.insert(0, entry)
-    try:
-        yield
-    finally:
-        sys.path.remove(entry)
-
-
-def _undefined(call: _Call) -> Unusable:
-    return Unusable(
-        Wrong(
-            f"No function {call.answer} is defined in the cells before "
-            f'exercise("{call.id}", {call.answer}).'
-        )
     )
 
 
@@ -348,7 +53,7 @@ def _undefined(call: _Call) -> Unusable:
 
 
 def _judged(
-    found: Sequence[_Cell],
+    found: Sequence[CodeCell],
     path: Path,
     exercises: Sequence[Exercise],
     only: Sequence[Exercise],
@@ -356,7 +61,7 @@ def _judged(
 ) -> Iterator[Verdict]:
     known = {exercise.id: exercise for exercise in exercises}
     wanted = {exercise.id: exercise for exercise in only}
-    for call, answer, namespace in _run(found, path.parent):
+    for call, answer, namespace in run(found, path.parent):
         right = False
         if exercise := wanted.pop(call.id, None):
             announce(exercise)

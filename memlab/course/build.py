@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from memlab.course.bill import store
 from memlab.course.lint import lint
+from memlab.course.references import with_references
 from memlab.course.source import (
     Notebook,
     SourceError,
@@ -183,7 +184,7 @@ def build_day(source: Path) -> tuple[Notebook, float]:
 
     SourceError and CellError name the file and the line, and leave both files as they were.
     """
-    file, text = _file(source), source.read_text(encoding="utf-8")
+    file, text = _file(source), _with_references(source)
     lesson, solution = lesson_notebook(text, file), solution_notebook(text, file)
     cells = sum(cell["cell_type"] == "code" for cell in solution["cells"])
     try:
@@ -196,7 +197,12 @@ def build_day(source: Path) -> tuple[Notebook, float]:
         raise CellError(message, error.place) from None
     solution_path, lesson_path = notebooks(source)
     lesson_path.parent.mkdir(exist_ok=True)
-    with write_beside(solution_path) as solution_beside, write_beside(lesson_path) as lesson_beside:
+    with (
+        write_beside(source) as source_beside,
+        write_beside(solution_path) as solution_beside,
+        write_beside(lesson_path) as lesson_beside,
+    ):
+        source_beside.write_text(text, encoding="utf-8")
         solution_beside.write_bytes(in_bytes(executed))
         lesson_beside.write_bytes(in_bytes(lesson))
     return executed, cpu_seconds
@@ -210,7 +216,9 @@ def differences(root: Path = ROOT, days: Sequence[int] = ()) -> list[str]:
     found = []
     for source in sources(root, days):
         remedy = f"python -m memlab.course.build {day_of_file(source.name)}"
-        file, text = _file(source), source.read_text(encoding="utf-8")
+        file, text = _file(source), _with_references(source)
+        if text != source.read_text(encoding="utf-8"):
+            found.append(f"{file} shows other code than memlab/reference has: {remedy}")
         solution, lesson = notebooks(source)
         if complaint := _of_solution(solution, solution_notebook(text, file)):
             found.append(f"{_file(solution)} {complaint}: {remedy}")
@@ -224,6 +232,14 @@ def differences(root: Path = ROOT, days: Sequence[int] = ()) -> list[str]:
                 f"{_file(path)} has no source solutions/{path.stem}.py: write one, or delete it"
             )
     return found
+
+
+def _with_references(source: Path) -> str:
+    """The text of a source, with the code of memlab/reference where it names that."""
+    try:
+        return with_references(source.read_text(encoding="utf-8"), source.parents[1])
+    except SourceError as error:
+        raise SourceError(f"{_file(source)}:{error.line}: {error}", error.line) from None
 
 
 def _of_lesson(path: Path, wanted: Notebook) -> str | None:

@@ -40,7 +40,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 
-_MARKER = re.compile(r"\s*### ((?:BEGIN|END) (?:SOLUTION|STUB))\s*")
+_MARKER = re.compile(r"\s*### ((?:BEGIN|END) (?:SOLUTION|STUB))(?:(?<=BEGIN SOLUTION) \S+)?\s*")
 _LIKE_A_MARKER = re.compile(r"\s*#+\s*(?:BEGIN|END)\W*(?:SOLUTION|STUB)", re.IGNORECASE)
 
 Notebook = dict[str, Any]

@@ -10,7 +10,8 @@ from textwrap import dedent
 
 import pytest
 
-from memlab.course.answers import Unusable, answers, cell_of, judged
+from memlab.course.answers import answers, cell_of, judged
+from memlab.course.cells import Unusable
 from memlab.course.exercises import NOT_ATTEMPTED, OK, WRONG, Exercise, equal, judge
 
 CALL = 'double = exercise("7.1", double)'
