@@ -52,7 +52,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from memlab.quantize import (
@@ -64,6 +63,7 @@ from memlab.quantize import (
     unpack,
 )
 from memlab.saved import Decode, Encode, Facts, encoded
+from memlab.torch_internals import FakeTensor
 from memlab.units import format_bytes
 
 # ------------------------------------------------------------------ the plan

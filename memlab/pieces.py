@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.torch_internals import FakeTensor
 
 # Numbers: on a CPU 1 MiB of float32, for its cache; on an accelerator, which begins each operator
 # anew, 16 MiB. A prediction's tensors are on the CPU's device 0 and count as CUDA's.

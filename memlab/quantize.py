@@ -26,10 +26,10 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memlab.pieces import size_on, starts
+from memlab.torch_internals import FakeTensor
 
 Mode = Literal["nearest", "stochastic"]
 

@@ -40,8 +40,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+
+from memlab.torch_internals import is_traceable_wrapper_subclass
 
 
 class Facts(NamedTuple):

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up. A part is a module or a package right below memlab. `import memlab` imports
 # `__init__`, the public names: the command line may, as any user of memlab may.
 LAYERS = (
+    ("torch_internals", "reference"),  # torch, and the techniques as their papers have them
     # what any part may need
     (
         *("units", "files", "pieces", "snapshot", "host", "closures", "unpickling"),
@@ -131,7 +132,7 @@ def package(tmp_path):
 )
 def test_an_upward_import_is_found_however_it_is_written(package, source):
     [violation] = violations(package({"plot.py": source}))
-    assert "plot (layer 3) imports memlab.train" in violation
+    assert "plot (layer 4) imports memlab.train" in violation
 
 
 def test_an_upward_relative_import_is_found_inside_a_package(package):
@@ -140,14 +141,14 @@ def test_an_upward_relative_import_is_found_inside_a_package(package):
         "zero/__init__.py": "from .. import train",
     }
     assert violations(package(sources)) == [
-        "memlab/zero/__init__.py:1: zero (layer 2) imports memlab.train (layer 4)",
-        "memlab/zero/simulation.py:1: zero (layer 2) imports memlab.train.step (layer 4)",
+        "memlab/zero/__init__.py:1: zero (layer 3) imports memlab.train (layer 5)",
+        "memlab/zero/simulation.py:1: zero (layer 3) imports memlab.train.step (layer 5)",
     ]
 
 
 def test_an_import_of_a_neighbour_is_found(package):
     assert violations(package({"lora.py": "from memlab.optim import AdamW"})) == [
-        "memlab/lora.py:1: lora (layer 2) imports memlab.optim.AdamW (layer 2)"
+        "memlab/lora.py:1: lora (layer 3) imports memlab.optim.AdamW (layer 3)"
     ]
 
 
@@ -168,13 +169,13 @@ def test_an_import_of_a_module_that_stands_in_no_layer_is_found(package):
 )
 def test_an_import_of_the_public_names_from_below_is_found(package, source):
     assert violations(package({"course.py": source})) == [
-        "memlab/course.py:1: course (layer 6) imports memlab (layer 7)"
+        "memlab/course.py:1: course (layer 7) imports memlab (layer 8)"
     ]
 
 
 def test_public_names_that_come_from_the_command_line_are_found(package):
     assert violations(package({"__init__.py": "from .cli import main"})) == [
-        "memlab/__init__.py:1: __init__ (layer 7) imports memlab.cli.main (layer 8)"
+        "memlab/__init__.py:1: __init__ (layer 8) imports memlab.cli.main (layer 9)"
     ]
 
 

@@ -50,7 +50,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from memlab.attention.reference import queries_to_a_key
@@ -65,6 +64,7 @@ from memlab.attention.tiling import (
     rows_of_tiles,
     spans,
 )
+from memlab.torch_internals import FakeTensor
 
 LOG2_E = math.log2(math.e)
 TILES_AT_ONCE = 4  # of as many heads: small products leave a processor waiting

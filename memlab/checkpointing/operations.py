@@ -7,8 +7,9 @@ The rest of a block (norms, activations, sums) reads and writes memory and hardl
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from memlab.torch_internals import TorchDispatchMode
 
 aten = torch.ops.aten
 

@@ -47,11 +47,17 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memlab.checkpointing.determinism import Check, Facts, facts
 from memlab.checkpointing.random_states import NAMES
 from memlab.checkpointing.surroundings import STATISTICS, Copies, Surroundings
+from memlab.torch_internals import (
+    disable_dynamo,
+    in_backward,
+    tree_flatten,
+    tree_unflatten,
+    when_backward_ends,
+)
 
 Result = TypeVar("Result")
 
@@ -83,7 +89,7 @@ class Checkpoint:
         if isinstance(self.random, str) or not set(self.random) <= set(NAMES):
             raise ValueError(f"got random={self.random!r}; give a tuple of any of {_words(NAMES)}")
 
-    @torch._disable_dynamo  # compiled around it, the two runs would save different tensors
+    @disable_dynamo  # compiled around it, the two runs would save different tensors
     def __call__(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
         """fn(*args, **kwargs), with these settings."""
         if not torch.is_grad_enabled():
@@ -168,7 +174,7 @@ class CheckpointedCall:
         if slot.tensor is None:
             self.run_again()
         tensor = slot.take()
-        if not _in_backward():  # someone looks at `y.grad_fn._saved_self`
+        if not in_backward():  # someone looks at `y.grad_fn._saved_self`
             _empty(self.slots)
         return tensor
 
@@ -177,8 +183,8 @@ class CheckpointedCall:
         the first run is over."""
         args, kwargs = tree_unflatten(self.inputs.tensors(), self.structure)
         second = _SecondRun(self)
-        if _in_backward():
-            _when_backward_ends(partial(_empty, self.slots))
+        if in_backward():
+            when_backward_ends(partial(_empty, self.slots))
         try:
             with (
                 self.surroundings.restored(self.settings.statistics) as second.statistics,
@@ -276,17 +282,6 @@ class Inputs:
 
 
 _TENSOR = object()  # stands where the node keeps a tensor
-
-
-# ------------------------------------------------------------------ autograd's engine
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _when_backward_ends(do: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(do)
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -18,11 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from memlab.checkpointing.operations import operations
 from memlab.checkpointing.recompute import CheckpointError
+from memlab.torch_internals import (
+    DispatchKey,
+    SetExcludeDispatchKeyGuard,
+    TorchDispatchMode,
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 DETACH = torch.ops.aten.detach.default
 
@@ -342,7 +349,7 @@ def _returns_parts(written: list[Tensor], leaves: list[Any], fresh: list[Tensor]
 def _alias(tensor: Tensor) -> Tensor:
     """The tensor without the graph that autograd will hang on it, and with its count of writes: in
     a dispatch mode, a plain detach begins one of its own."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 

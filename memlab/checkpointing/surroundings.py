@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from memlab.checkpointing import random_states
+from memlab.torch_internals import len_torch_function_stack
 
 STATISTICS = (nn.modules.batchnorm._NormBase,)  # of all BatchNorms and InstanceNorms
 
@@ -79,7 +80,7 @@ def _autocast_on(device: str) -> Autocast:
 
 def _default_device() -> torch.device:
     """A default device is a mode for functions; where there is no mode, there is no need to ask."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+    return torch.get_default_device() if len_torch_function_stack() else _CPU
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from rich.console import Console
 import memlab
 from memlab.cli.errors import in_one_line
 from memlab.cli.machine import devices_present, memory_of, name_of
+from memlab.torch_internals import cuda_driver_version
 from memlab.train import TECHNIQUES, Setting, Technique, build, measured, rows_by_kernels
 from memlab.units import format_bytes
 
@@ -135,7 +136,7 @@ def _describe(device: torch.device) -> str:
         limit = format_bytes(torch.mps.recommended_max_memory())
         parts.append(f"Metal recommends {limit} at most")
     if device.type == "cuda" and not torch.version.hip:
-        version = torch._C._cuda_getDriverVersion()  # 12080 is 12.8
+        version = cuda_driver_version()
         parts.append(f"driver for CUDA {version // 1000}.{version % 1000 // 10}")
     return ", ".join(parts)
 

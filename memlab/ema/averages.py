@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memlab.pieces import size_on, starts
+from memlab.torch_internals import foreach_lerp_
 
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -45,7 +46,7 @@ class InMemory(dict[str, Tensor]):
         alike = [name for name, tensor in self.items() if _is_alike(tensor, weights[name])]
         if alike:
             here, there = [self[name] for name in alike], [weights[name] for name in alike]
-            torch._foreach_lerp_(here, there, share)
+            foreach_lerp_(here, there, share)
         for name in (name for name in self if name not in set(alike)):
             _move_in_pieces(self[name], weights[name], share)
 

@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.ema.profiles import Profile, power_profile
 from memlab.ema.tensor_files import TensorFile
 from memlab.pieces import size_on, starts
 from memlab.quantize import Quantized, dequantize_blockwise, quantize_blockwise
+from memlab.torch_internals import FakeTensor
 
 FORMAT = "memlab ema 1"
 PATTERN = "ema-*.safetensors"

@@ -39,7 +39,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.ema import snapshots as files
 from memlab.ema.averages import Average, begun, require_store
@@ -47,6 +46,7 @@ from memlab.ema.profiles import decay, gamma_from_sigma
 from memlab.ema.snapshots import Encoding
 from memlab.ema.tensor_files import TensorFile, written
 from memlab.pieces import PIECE_ELSEWHERE
+from memlab.torch_internals import FakeTensor
 
 STATE_FORMAT = "memlab ema state 1"
 STATE_FILE = "state.safetensors"

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.torch_internals import FakeTensor, disable_dynamo
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED and isinstance(tl.sum, triton.JITFunction):
@@ -37,7 +38,7 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
 
 
-@torch._disable_dynamo  # torch.compile would have to know what a kernel writes to; it steps aside
+@disable_dynamo  # torch.compile would have to know what a kernel writes to; it steps aside
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run `kernel` once for each place of `grid`; where tensors have no values, don't.
 

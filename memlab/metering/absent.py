@@ -28,9 +28,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._device import _device_constructors
 
 from memlab.metering.frames import user_line
+from memlab.torch_internals import c_nn, device_constructors
 
 _REAL_DEVICES = ("cpu", "meta")
 
@@ -132,7 +132,7 @@ def _like_values(like: torch.Tensor, data: Any, *, device: Any = None, **kwargs:
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{
         make: partial(_made, make)
-        for make in (*_device_constructors(), torch.empty_like, torch.zeros_like, torch.ones_like)
+        for make in (*device_constructors(), torch.empty_like, torch.zeros_like, torch.ones_like)
     },
     **{
         make: partial(_from_values, make) for make in (torch.tensor, torch.as_tensor, torch.asarray)
@@ -295,7 +295,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
         (torch.amp.GradScaler, "scale"): _scale_if_known,
         (torch.cuda.amp.common, "amp_definitely_not_available"): _always(lambda: False),
         (torch.cuda, "is_bf16_supported"): _always(lambda *args, **kwargs: True),
-        (torch._C._nn, "_parse_to"): _to,  # of `Module.to`
+        (c_nn, "_parse_to"): _to,  # of `Module.to`
         (torch, "Generator"): _always(_Generator),
         (torch, "save"): _always(_nothing),
         **{

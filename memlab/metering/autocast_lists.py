@@ -22,10 +22,17 @@ from typing import Any, NoReturn
 
 import torch
 from torch.library import Library
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.metering.frames import user_line
+from memlab.torch_internals import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    dispatch_get_all_op_names,
+    has_kernel,
+    tree_map_only,
+)
 
 _words = str.split  # a list of names, as ATen/autocast_mode.h groups them
 
@@ -70,8 +77,7 @@ PROMOTE = _words(
 )
 REFUSED = ("binary_cross_entropy",)
 
-_KEY = torch._C.DispatchKey.AutocastCPU
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_KEY = DispatchKey.AutocastCPU
 _casts = WeakIdKeyDictionary()  # weight: its cast, until autocast ends
 
 
@@ -128,11 +134,11 @@ def _rules() -> Iterator[tuple[Any, Callable[..., Any]]]:
 
 @functools.cache
 def _of_the_cpu_alone() -> tuple[str, ...]:
-    names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
+    names = (n for n in dispatch_get_all_op_names() if n.startswith("aten::"))
     return tuple(
         name.removeprefix("aten::")
         for name in names
-        if _has_kernel(name, "AutocastCPU") and not _has_kernel(name, "AutocastCUDA")
+        if has_kernel(name, "AutocastCPU") and not has_kernel(name, "AutocastCUDA")
     )
 
 
@@ -141,7 +147,7 @@ def _of_the_cpu_alone() -> tuple[str, ...]:
 
 def _casting(func: Any, cast: Callable[[list[torch.Tensor]], Callable[[Any], Any]]) -> Any:
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+        with ExcludeDispatchKeyGuard(DispatchKeySet(_KEY)):
             tensors: list[torch.Tensor] = []
             tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
             args, kwargs = tree_map_only(torch.Tensor, cast(tensors), (args, kwargs))
@@ -154,7 +160,7 @@ def _asking_for_float32(func: Any, with_dtype: Any) -> Any:
     position = [argument.name for argument in with_dtype._schema.arguments].index("dtype")
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+        with ExcludeDispatchKeyGuard(DispatchKeySet(_KEY)):
             is_given = kwargs.get("dtype") is not None or len(args) > position
             if is_given or not _is_eligible(args[0]):
                 return func(*args, **kwargs)

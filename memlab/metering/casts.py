@@ -12,9 +12,15 @@ from typing import Any
 import torch
 
 from memlab.metering.absent import replaced
+from memlab.torch_internals import (
+    DispatchKey,
+    ForceDispatchKeyGuard,
+    dispatch_tls_local_exclude_set,
+    dispatch_tls_local_include_set,
+    has_kernel,
+)
 
-_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
 class Casts:
@@ -41,14 +47,14 @@ class Casts:
         """Let autocast see what the composition `func` consists of, unless it has cast its inputs
         or those of one around it."""
         before = self._cast
-        on_a_list = {d for d, name in self._lists.items() if _has_kernel(func.name(), name)}
+        on_a_list = {d for d, name in self._lists.items() if has_kernel(func.name(), name)}
         self._cast = before | (self._on & on_a_list)
-        excluded = torch._C._dispatch_tls_local_exclude_set()
+        excluded = dispatch_tls_local_exclude_set()
         for device in self._on - self._cast:
             excluded = excluded.remove(_KEYS[device])
-        included = torch._C._dispatch_tls_local_include_set()
+        included = dispatch_tls_local_include_set()
         try:
-            with torch._C._ForceDispatchKeyGuard(included, excluded):
+            with ForceDispatchKeyGuard(included, excluded):
                 yield
         finally:
             self._cast = before

@@ -9,7 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from memlab.torch_internals import (
+    DisableTorchFunction,
+    disable_current_modes,
+    finished_work,
+    sharding_propagator,
+)
 
 
 def is_collective(func: Any) -> bool:
@@ -21,13 +27,13 @@ def done(func: Any, args: Any) -> Any:
     outputs = args[0] if len(func._schema.returns) > 1 else None
     future = torch.futures.Future()
     future.set_result(outputs if isinstance(outputs, list) else [outputs])  # DDP reads its buckets
-    work = torch._C._distributed_c10d._create_work_from_future(future).boxed()
+    work = finished_work(future)
     return work if outputs is None else (outputs, work)
 
 
 def _for_real(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with disable_current_modes(), DisableTorchFunction():
             return make(*args, **kwargs)
 
     return made
@@ -42,10 +48,8 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     DTensor learns the shape of a result: on fake tensors of its own."""
     if not torch.distributed.is_available():
         return {}
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
     return {
-        (ShardingPropagator, "_propagate_tensor_meta_non_cached"): _for_real,
+        (sharding_propagator(), "_propagate_tensor_meta_non_cached"): _for_real,
         (torch.distributed, "_verify_params_across_processes"): _nothing,
         # DDP's first guess at the buckets stays: another order of the same bytes.
         (torch.distributed.Reducer, "_rebuild_buckets"): _nothing,

@@ -21,9 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-_EVAL_FRAME, _CODE_CACHE = "torch._dynamo.eval_frame", "torch._inductor.codecache"
-_CONVERT_FRAME = "torch._dynamo.convert_frame"
-_GUARDS = "torch._C._dynamo.guards"  # where generated code has its allocation from
+from memlab.torch_internals import CODE_CACHE, CONVERT_FRAME, EVAL_FRAME, GUARDS
+
 _TAKES = "empty_strided_"
 
 
@@ -44,9 +43,9 @@ class CompiledCode:
 
     def start(self) -> None:
         """Nothing is to be done where nobody compiles."""
-        if (eval_frame := sys.modules.get(_EVAL_FRAME)) is None:
+        if (eval_frame := sys.modules.get(EVAL_FRAME)) is None:
             return
-        guards, converter = sys.modules[_GUARDS], sys.modules[_CONVERT_FRAME].CatchErrorsWrapper
+        guards, converter = sys.modules[GUARDS], sys.modules[CONVERT_FRAME].CatchErrorsWrapper
         self._tellers = {
             name: self._telling(getattr(guards, name))
             for name in dir(guards)
@@ -112,5 +111,5 @@ class CompiledCode:
 
 def _generated() -> list[ModuleType]:
     """What Inductor has written and loaded."""
-    cache = sys.modules.get(_CODE_CACHE)
+    cache = sys.modules.get(CODE_CACHE)
     return [] if cache is None else list(cache.PyCodeCache.modules)

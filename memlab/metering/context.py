@@ -19,10 +19,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-_current_node = torch._C._current_autograd_node
-_graph_task = torch._C._current_graph_task_id
-_MUCH_SCRATCH = (torch.nn.RNNBase, torch.nn.modules.conv._ConvNd)  # in their kernels
-_sequence_number = torch._C._autograd._get_sequence_nr
+from memlab.torch_internals import (
+    ConvNd,
+    current_autograd_node,
+    get_sequence_nr,
+    in_backward,
+)
+
+_MUCH_SCRATCH = (torch.nn.RNNBase, ConvNd)  # in their kernels
 _LAST_SEQUENCE_NUMBER = 2**64 - 1  # of AccumulateGrad, which runs before everything else
 
 
@@ -122,7 +126,7 @@ class Context:
         return self.last_phase
 
     def _phase(self) -> str:
-        if _graph_task() != -1:
+        if in_backward():
             if not self.in_backward:
                 self.in_backward = self._after_backward = True
                 self._on_backward_start()
@@ -144,11 +148,11 @@ class Context:
 
     def node(self) -> Node | None:
         """The node of the graph that backward evaluates now, None outside of backward."""
-        return _current_node() if self.in_backward else None
+        return current_autograd_node() if self.in_backward else None
 
     def leaf(self) -> torch.Tensor | None:
         """The leaf to whose `.grad` autograd is handing a gradient, None while it does not."""
-        node = _current_node()
+        node = current_autograd_node()
         return getattr(node, "variable", None) if node and _is_accumulation(node) else None
 
     @property
@@ -182,7 +186,7 @@ class Context:
 
     def _note_number(self) -> None:
         if get_ident() == self._thread:  # each thread counts for itself
-            self._numbers.append(_sequence_number())
+            self._numbers.append(get_sequence_nr())
             self._number_modules.append(self._running[-1] if self._running else "")
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -21,6 +21,12 @@ import torch
 
 from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block, Entry, Mark
 from memlab.metering.registry import REGISTRY
+from memlab.torch_internals import (
+    cuda_history_is_on,
+    cuda_snapshot,
+    record_cuda_history,
+    set_cuda_metadata,
+)
 
 GRANULARITY = 512
 _SMALL = 2**20  # the largest request that the small pool serves
@@ -60,17 +66,16 @@ class Cuda(Accelerator):
         return torch.cuda.get_allocator_backend() == "native"
 
     def is_recording(self) -> bool:
-        return torch._C._cuda_isHistoryEnabled()
+        return cuda_history_is_on()
 
     def record(self, on: bool) -> None:
-        """Start or stop recording, without the stack of each entry, which would cost gigabytes."""
-        torch.cuda.memory._record_memory_history("all" if on else None, context=None)
+        record_cuda_history(on)
 
     def snapshot(self) -> dict[str, Any]:
-        return torch.cuda.memory._snapshot()
+        return cuda_snapshot()
 
     def set_mark(self, text: str) -> None:
-        torch.cuda.memory._set_memory_metadata(text)
+        set_cuda_metadata(text)
 
 
 class CudaWatch(AllocatorWatch):

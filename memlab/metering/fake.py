@@ -32,18 +32,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    disable_fake_tensor_cache,
-)
 from torch.optim import optimizer
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.metering import absent, collectives, fake_checks, known_values, readers, samplers
@@ -58,6 +48,21 @@ from memlab.metering.modes import LightMode
 from memlab.metering.oversized import enlarge
 from memlab.metering.tensors import has_a_handler_of_its_own
 from memlab.metering.validations import valid_answer
+from memlab.torch_internals import (
+    DataDependentOutputException,
+    DisableTorchFunction,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+    eval_frame,
+    foreach_utils,
+    get_current_dispatch_mode,
+    get_current_function_mode_stack,
+    has_compatible_shallow_copy_type,
+    load_dynamos_rules,
+    tree_map_only,
+)
 
 aten = torch.ops.aten
 UNCOMPILED = (
@@ -79,7 +84,7 @@ _WHOLE: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: lambda a: a,
 }
 # torch looks here whether it may work on a list of tensors at once, as it does on real ones.
-_KINDS_WITH_FOREACH = (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
+_KINDS_WITH_FOREACH = (foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
 _KEEPS_TRUTH = frozenset(
     {aten.all.default, aten.any.default, aten.logical_and.default, aten.bitwise_and.Tensor}
 )
@@ -130,11 +135,11 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         self._loaders = Loaders()
         self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels want addresses
         self._stance.__enter__()
-        torch._dynamo.trace_rules.get_torch_obj_rule_map()  # before functions in it are replaced
+        load_dynamos_rules()  # before functions in it are replaced
         own = {
             (torch.autograd, "_engine_run_backward"): self._with_functions,
             (_LOG, "disabled"): lambda real: True,  # what the user's error says is said by itself
-            (torch._dynamo.eval_frame, "_callback_from_stance"): self._noting_what_is_compiled,
+            (eval_frame(), "_callback_from_stance"): self._noting_what_is_compiled,
         }
         parts = (absent, fake_checks, collectives, samplers, self._loaders)
         replacements = {key: new for part in parts for key, new in part.replacements().items()}
@@ -174,7 +179,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     def step_aside(self) -> bool:
         """Let a meter that is about to start call `arguments` and `execute` itself, which saves
         a mode; False if something else has started in between."""
-        is_last = _get_current_dispatch_mode() is self._operators
+        is_last = get_current_dispatch_mode() is self._operators
         if is_last:
             self._operators.__exit__(None, None, None)
         return is_last
@@ -209,7 +214,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         for as long as `backward`, itself such a function, runs."""
 
         def running(*args: Any, **kwargs: Any) -> Any:
-            if self._functions in _get_current_function_mode_stack():
+            if self._functions in get_current_function_mode_stack():
                 return run(*args, **kwargs)
             with self._functions:
                 return run(*args, **kwargs)
@@ -241,7 +246,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         if is_collective(func):
             return done(func, args)
         if func in _KEEPS_TRUTH and any(_is_in(self._true, argument) for argument in args):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 result = func(*args, **kwargs)
                 known_values.follow(func, args, kwargs, result)
             self._true[result] = True
@@ -249,7 +254,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._zeros[args[1]] = True
         try:
-            with torch._C.DisableTorchFunction():  # of _Functions, which costs at every attribute
+            with DisableTorchFunction():  # of _Functions, which costs at every attribute
                 if func in _TAKES_A_STORAGE:
                     with disable_fake_tensor_cache(self._fake_mode):
                         result = func(*args, **kwargs)
@@ -274,7 +279,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         return result
 
     def _shaped_by_values(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             result = known_values.with_values(func, args, kwargs)
             if result is UNKNOWN:
                 result = self._assumptions.result(func, args, kwargs)
@@ -288,7 +293,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operator that reads values."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             result = known_values.compute(func, args, kwargs)
         return self._answer(func, *args) if result is UNKNOWN else result
 
@@ -414,7 +419,7 @@ def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """`tensor.data = data`, and the device with it, which a fake tensor keeps beside its data."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         tensor.data = data
     if isinstance(tensor, FakeTensor) and isinstance(data, FakeTensor):
         tensor.fake_device = data.fake_device
@@ -501,7 +506,7 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
                 f"it without changing the real one; build it inside, or convert it before"
             )
         converted = fn(parameter.data)
-        if not torch._has_compatible_shallow_copy_type(parameter, converted):
+        if not has_compatible_shallow_copy_type(parameter, converted):
             module._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
             continue
         _set_data(parameter, converted)

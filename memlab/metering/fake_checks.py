@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import torch._subclasses
-from torch._subclasses.fake_tensor import FakeTensor
+from memlab.torch_internals import FakeTensor, subclasses
 
 _NAME = "FakeTensor"
 _WHO_MAY_KNOW = ("torch", "memlab")
@@ -54,7 +53,7 @@ def _caller_may_know() -> bool:
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Where the stand-in takes FakeTensor's place, for `replaced`."""
-    return {(module, _NAME): lambda real: _StandIn for module in (torch._subclasses, *_importers())}
+    return {(module, _NAME): lambda real: _StandIn for module in (subclasses, *_importers())}
 
 
 def _importers() -> Iterator[ModuleType]:

@@ -24,8 +24,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.torch_internals import (
+    AutoDispatchBelowAutograd,
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    FakeTensor,
+    OpOverload,
+    StorageBase,
+)
 
 aten = torch.ops.aten
 BOUND = 2**17  # elements of what is computed
@@ -368,7 +375,7 @@ def _faked(values: Any) -> Any:
     if not isinstance(values, torch.Tensor):
         return values
     fake = aten.empty_strided.default(values.shape, values.stride(), dtype=values.dtype)
-    torch._C.StorageBase.resize_(fake.untyped_storage(), values.untyped_storage().nbytes())
+    StorageBase.resize_(fake.untyped_storage(), values.untyped_storage().nbytes())
     with unseen():
         _remember(fake, values)
     return fake
@@ -381,9 +388,9 @@ def _faked(values: Any) -> Any:
 def unseen() -> Iterator[None]:
     """Inside, operators are those of real tensors, and no mode and no graph learns of them."""
     with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
-        torch._C._AutoDispatchBelowAutograd(),
+        DisableTorchFunction(),
+        DisableTorchDispatch(),
+        AutoDispatchBelowAutograd(),
     ):
         yield
 

@@ -5,9 +5,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memlab.torch_internals import (
+    FrameAction,
+    FrameExecStrategy,
+    TorchDispatchMode,
+    python_dispatch,
+    set_code_exec_strategy,
+)
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -19,7 +24,7 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     off: Dynamo would compile the handler itself. That takes minutes, and guards and resumed frames
     keep tensors alive.
     """
-    skip_all = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    skip_all = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip_all)
     return function
 
@@ -39,12 +44,12 @@ def flags_restored() -> Iterator[None]:
 
     Otherwise torch.compile leaves functions uncompiled, and says nothing.
     """
-    before = {name: getattr(_python_dispatch, name) for name in _FLAGS}
+    before = {name: getattr(python_dispatch, name) for name in _FLAGS}
     try:
         yield
     finally:
-        vars(_python_dispatch).update(before)
-        _python_dispatch.set_is_in_mode_without_ignore_compile_internals(before[_FLAGS[-1]])
+        vars(python_dispatch).update(before)
+        python_dispatch.set_is_in_mode_without_ignore_compile_internals(before[_FLAGS[-1]])
 
 
 class LightMode(TorchDispatchMode):

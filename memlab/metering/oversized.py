@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from memlab.torch_internals import StorageBase
+
 aten = torch.ops.aten
 
 
@@ -20,7 +22,7 @@ def enlarge(func: Any, args: tuple[Any, ...], result: Any) -> None:
         tensor, count = rule(result, *args)
         if count > tensor.untyped_storage().nbytes():
             # no resize of the step's, which a meter watches: the storage is born like this
-            torch._C.StorageBase.resize_(tensor.untyped_storage(), count)
+            StorageBase.resize_(tensor.untyped_storage(), count)
 
 
 def _loss(result: Any, input: Any, target: Any, *others: Any) -> tuple[torch.Tensor, int]:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
 
 from memlab.allocator import simulate
 from memlab.metering import recurrent
@@ -47,6 +46,7 @@ from memlab.metering.storages import (
 )
 from memlab.metering.substitutes import Substitutes
 from memlab.targets import DEFAULT, Kernels, Target, target_named
+from memlab.torch_internals import DisableTorchFunction, foreach_utils, in_backward
 from memlab.trace import DeviceMemory, Trace
 
 aten = torch.ops.aten
@@ -181,9 +181,9 @@ class _Prediction(dry_run):
 
     def _use_handle(self) -> None:
         """The thread's handle of cuBLAS takes its workspace when it is first used."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward not in self.workspaces:
-            self.workspaces[in_backward] = _buffer(self.target.workspace_bytes)
+        backward = in_backward()
+        if backward not in self.workspaces:
+            self.workspaces[backward] = _buffer(self.target.workspace_bytes)
 
     # -------------------------------------------------------------- the result
 
@@ -242,7 +242,7 @@ def _names_cuda(*arguments: Any) -> bool:
 
 
 def _buffer(count: int) -> torch.Tensor:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return torch.empty(count, dtype=torch.uint8, device=CUDA)
 
 
@@ -337,7 +337,7 @@ def _asked_anew(cached: Any) -> Iterator[None]:
 def _optimizers(choice: str) -> Iterator[None]:
     """Let torch.optim and `clip_grad_norm_` choose as on CUDA, where nobody chose for them."""
     kinds = [] if choice == "loop" else ["cpu"]
-    lists = (_foreach_utils, torch_optimizer)
+    lists = (foreach_utils, torch_optimizer)
     name = "_get_foreach_kernels_supported_devices"
     with ExitStack() as stack:
         stack.enter_context(

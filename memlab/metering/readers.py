@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import pad_packed_sequence
 
 from memlab.metering import known_values
 from memlab.metering.frames import user_line
+from memlab.torch_internals import FakeTensor, packed_sequence_operator
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -93,7 +93,7 @@ def _real(tensor: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.tensor_split: _tensor_split,
     torch.Tensor.tensor_split: _tensor_split,
-    torch._pad_packed_sequence: _pad_packed_sequence,
+    packed_sequence_operator: _pad_packed_sequence,
     F.ctc_loss: _ctc_loss,
     **{f: partial(_with_real_lengths, f) for f in (getattr(torch, name) for name in _RECURRENT)},
 }

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from memlab.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled
+
 aten = torch.ops.aten
 
 IN_WORDS = "recurrent layers by cuDNN"
@@ -81,12 +83,12 @@ def _in_one_call(composition: Any, mode: int, on_use: Callable[[], None]) -> Cal
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    was_enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    was_enabled = get_mkldnn_enabled()
+    set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(was_enabled)
+        set_mkldnn_enabled(was_enabled)
 
 
 # ------------------------------------------------------------------ what it makes

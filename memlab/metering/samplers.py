@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import data
 from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from memlab.metering import known_values
 from memlab.metering.frames import frames
+from memlab.torch_internals import FakeTensor
 
 _FOLDER = str(Path(data.__file__).parent)
 

@@ -19,7 +19,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch._prims_common import compute_elementwise_output_strides
+
+from memlab.torch_internals import compute_elementwise_output_strides
 
 aten = torch.ops.aten
 

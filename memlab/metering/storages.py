@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.metering.casts import Casts
 from memlab.metering.compiled import CompiledCode, leave_out_the_remark_on_hooks
@@ -35,6 +34,7 @@ from memlab.metering.tensors import (
     tensors_among,
     tensors_within,
 )
+from memlab.torch_internals import FakeTensor, has_kernel
 
 aten = torch.ops.aten
 
@@ -514,7 +514,6 @@ class Run:
 @functools.cache
 def is_a_composition(func: Any) -> bool:
     """Whether the operator has no kernel but is written in terms of other operators."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     name = func.name()
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._C import _functorch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memlab.torch_internals import functorch, is_traceable_wrapper_subclass
 
 
 def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -46,8 +46,8 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor itself, or what a wrapper consists of: a subclass (sharded or quantized), or one
     of torch.func's transforms, inside of which parameters have no storage of their own."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in tensors_among(getattr(tensor, name) for name in names):

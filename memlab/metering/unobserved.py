@@ -33,12 +33,15 @@ from math import inf
 from tempfile import TemporaryFile
 from typing import Any, Literal, NamedTuple
 
-import torch
-from torch._C._profiler import _EventType, _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.metering.cycles import no_cycle_collection
+from memlab.torch_internals import (
+    EventType,
+    ExperimentalConfig,
+    TorchDispatchMode,
+    has_kernel,
+)
 from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
@@ -308,7 +311,7 @@ def _made(recording: Recording) -> Counter[Made]:
 
 def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
     """The roots of the profiler's tree of what ran; one of them is the scope named _STEP."""
-    config = _ExperimentalConfig(capture_overload_names=True)
+    config = ExperimentalConfig(capture_overload_names=True)
     with (
         _without_the_profilers_remarks(),
         no_cycle_collection(),
@@ -358,7 +361,7 @@ def _notes(events: Iterable[Any], operator: Any = None, node: str = "") -> Itera
     """The notes of the CPU's allocator in a tree of events."""
     for event in events:
         kind, details = event.typed
-        if kind == _EventType.Allocation and details.device.type == "cpu":
+        if kind == EventType.Allocation and details.device.type == "cpu":
             block = details.alloc_size, details.ptr, details.total_allocated
             yield _Note(*block, event.start_time_ns, operator, node)
         elif children := event.children:
@@ -370,14 +373,13 @@ def _notes(events: Iterable[Any], operator: Any = None, node: str = "") -> Itera
 def _reaches_the_dispatcher(event: Any) -> bool:
     """Whether the event is an operator with a kernel, not one written in terms of others."""
     overload = f".{event.overload_name}" if event.overload_name else ""
-    return event.tag == _EventType.TorchOp and _has_a_kernel(event.name + overload)
+    return event.tag == EventType.TorchOp and _has_a_kernel(event.name + overload)
 
 
 @cache
 def _has_a_kernel(name: str) -> bool:
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
     try:
-        return has(name, "CPU") or not has(name, "CompositeImplicitAutograd")
+        return has_kernel(name, "CPU") or not has_kernel(name, "CompositeImplicitAutograd")
     except RuntimeError:
         return False  # a node of the graph, an optimizer's step: scopes, not operators
 

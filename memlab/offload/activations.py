@@ -36,6 +36,7 @@ from torch.utils.weak import WeakIdRef
 
 from memlab.offload.stores import Store
 from memlab.saved import Decode, Encode, Facts, encoded
+from memlab.torch_internals import current_autograd_node, get_sequence_nr
 
 MINIMUM = 4096  # numbers; a smaller tensor costs more to move than to keep
 _NUMBERS = count()
@@ -107,7 +108,7 @@ class _Offload:
         """An operator saves what this brings back."""
         assert isinstance(decode, _Offloaded)
         # The node is made, and has taken its number, before it saves.
-        node = torch._C._autograd._get_sequence_nr() - 1
+        node = get_sequence_nr() - 1
         use = _Use(-node, next(_NUMBERS), decode.storage)
         insort(self._uses, use)
         return _Hold(self, use)
@@ -140,7 +141,7 @@ class _Offload:
 
     def _after(self, storage: int) -> Iterator[_Use]:
         """The uses that backward comes to after the one for which it wants the storage."""
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None:  # somebody looks at what was saved
             return
         of_node = -node._sequence_nr()

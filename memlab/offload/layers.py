@@ -35,13 +35,12 @@ from functools import partial
 from typing import Any
 from weakref import WeakMethod, ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memlab.offload.stores import Store
+from memlab.torch_internals import in_backward, tree_leaves, when_backward_ends
 
 _STREAMS = WeakIdKeyDictionary()  # weight: a weak reference to its stream
 
@@ -220,7 +219,7 @@ class StreamedLayers:
     # -------------------------------------------------------------- when
 
     def _before(self, number: int, module: nn.Module, args: Any) -> None:
-        if not _in_backward():
+        if not in_backward():
             self._ends = False  # also where the last backward pass broke off
             self._use(number, number + 1 if number + 1 < len(self._layers) else None)
         elif number < self._at:  # computed again, in a segment that ends further on
@@ -229,7 +228,7 @@ class StreamedLayers:
             self._goes_back(number)
 
     def _after(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
-        if _in_backward() or self._all:
+        if in_backward() or self._all:
             return  # computed again: its backward pass comes next, or that of one further on
         self._free(number)
         for tensor in tree_leaves(output):
@@ -245,7 +244,7 @@ class StreamedLayers:
     def _forward_ends(self, model: nn.Module, args: Any, output: Any) -> None:
         """The model's own hook: the last layer is on its way as soon as backward begins."""
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and not _in_backward():
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not in_backward():
                 tensor.register_hook(partial(_call, WeakMethod(self._backward_begins)))
 
     def _backward_begins(self) -> None:
@@ -256,7 +255,7 @@ class StreamedLayers:
     def _at_the_end_of_backward(self) -> None:
         if not self._ends:
             self._ends = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._free_all)
+            when_backward_ends(self._free_all)
 
     # -------------------------------------------------------------- who has to be told
 
@@ -298,10 +297,6 @@ def _call(method: Any, *args: Any) -> None:
     *args, _ = args
     if (function := method()) is not None:
         function(*args)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 # ------------------------------------------------------------------ which layers

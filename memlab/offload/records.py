@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.torch_internals import FakeTensor
 
 ALIGNMENT = 64  # bytes: a cache line, and what vectors of numbers are loaded from
 

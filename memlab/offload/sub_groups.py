@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab.torch_internals import FakeTensor
 
 WEIGHT = None  # the name of the weight itself among the tensors of a state
 State = dict[Any, Any]

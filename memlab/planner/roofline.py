@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from memlab.checkpointing.operations import operations
 from memlab.metering.fake import dry_run
@@ -30,6 +29,7 @@ from memlab.pieces import stands_for
 from memlab.planner.cards import Card
 from memlab.planner.costs import DISK_BANDWIDTH, UTILIZATION
 from memlab.planner.outside import KeptOnDisk
+from memlab.torch_internals import OpOverload
 
 aten = torch.ops.aten
 

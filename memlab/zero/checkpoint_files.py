@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from xxhash import xxh3_64_intdigest as xxh3
 
 from memlab.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
+from memlab.torch_internals import get_layout
 from memlab.unpickling import unpickle
 
 CHECKSUMS = "checksums.json"
@@ -209,7 +210,7 @@ _IN_AN_INDEX = {
         )
     },
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.serialization", "_get_layout"): get_layout,
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in vars(torch).values()
        if isinstance(dtype, torch.dtype)},
     **{(module, name): _path for module in ("pathlib", "pathlib._local")

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from memlab.torch_internals import disable_current_modes
 from memlab.zero.formulas import ring_elements
 
 
@@ -167,5 +167,5 @@ class LooseEnd(Wire):
 @contextmanager
 def unseen() -> Iterator[None]:
     """Hidden from every meter, and from autograd."""
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         yield

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+
+from memlab.torch_internals import disable_current_modes
 
 SHAPE, CUT, STEPS = (72, 129), 4_500, 2
 
 
 def require_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """TypeError for an optimizer that steps shards otherwise than whole weights."""
-    with _disable_current_modes():  # in a dry run too: it needs the values
+    with disable_current_modes():  # in a dry run too: it needs the values
         _require_elementwise(optimizer)
 
 

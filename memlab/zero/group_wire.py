@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from memlab.torch_internals import storage_use_count
 from memlab.zero.collectives import Pending, Traffic, Wire, unseen
 from memlab.zero.joining import lost
 from memlab.zero.partitioning import Bucket, Partition
@@ -184,8 +185,7 @@ class GroupWire(Wire):
 
 def _holders(storage: int) -> int:
     """How many tensors share a storage, here and in threads of torch; 0 where nothing tells."""
-    count_of = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count_of is None else count_of(storage)
+    return storage_use_count(storage)
 
 
 def _first_not_finite(bucket: Bucket, whole: Tensor) -> str:

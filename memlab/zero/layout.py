@@ -7,8 +7,8 @@ was gathered has to be copied into weights, and gradients into what is to be sca
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.torch_internals import FakeTensor
 from memlab.zero.partitioning import Bucket, FlatBucket, Slot
 
 

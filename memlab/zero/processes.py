@@ -55,8 +55,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from memlab.torch_internals import in_backward, tree_leaves, when_backward_ends
 from memlab.zero.checkpoints import load, save
 from memlab.zero.collectives import Traffic
 from memlab.zero.group_wire import GroupWire
@@ -289,19 +289,19 @@ class Zero(Ranks):
     # -------------------------------------------------------------- a loop of the user's own
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not _in_backward():  # not a second run of a checkpointed model
+        if not in_backward():  # not a second run of a checkpointed model
             self._queued = False
             self.rank.begin_pass()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and not _in_backward():
+            if isinstance(tensor, Tensor) and tensor.requires_grad and not in_backward():
                 tensor.register_hook(self._when_backward_begins)
 
     def _when_backward_begins(self, gradient: Tensor) -> None:
         if not self._queued:
             self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._when_backward_ends)
+            when_backward_ends(self._when_backward_ends)
 
     def _when_backward_ends(self) -> None:
         self._queued = False
@@ -320,10 +320,6 @@ class Zero(Ranks):
                 "this optimizer steps one rank's shards, and the ranks have to step together; call "
                 "zero.step() instead"
             )
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 # ------------------------------------------------------------------ the same on all ranks

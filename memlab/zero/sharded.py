@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from memlab.torch_internals import in_backward, tree_leaves
 from memlab.zero.collectives import Pending
 from memlab.zero.layout import overlaps
 from memlab.zero.ranks import Rank
@@ -93,7 +93,7 @@ class ShardedRank(Rank):
             self._gather(unit)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if _in_backward():  # computed again: its backward is next
+            if in_backward():  # computed again: its backward is next
                 return
             self._free(unit)
             for tensor in tree_leaves(output):
@@ -157,7 +157,3 @@ class ShardedRank(Rank):
 
     def _weights(self, unit: str) -> list[Any]:
         return [w for number in self._buckets_of[unit] for w in self.plan.buckets[number].weights]
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -36,8 +36,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.torch_internals import FakeTensor
 from memlab.zero.collectives import LooseEnd, Wire
 from memlab.zero.elementwise import require_elementwise
 from memlab.zero.layout import overlaps

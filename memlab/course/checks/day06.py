@@ -21,8 +21,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from memlab.checkpointing import (
     ATTENTION,
@@ -44,6 +42,7 @@ from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.metering import measure
 from memlab.model import GPT, PRESETS
+from memlab.torch_internals import TorchDispatchMode, tree_map_only
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace
 

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memlab.checkpointing.operations import Operations
 from memlab.course.checks.day09 import momentum_in_8_bits
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, require
 from memlab.metering import measure
+from memlab.torch_internals import TorchDispatchMode
 from memlab.trace import Trace
 
 Add = Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from memlab.checkpointing.operations import Operations
@@ -23,6 +22,7 @@ from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equ
 from memlab.metering import measure
 from memlab.metering.unobserved import record
 from memlab.optim import Lion8bit
+from memlab.torch_internals import tree_leaves
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace, of_all_weights
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.metering import measure
+from memlab.torch_internals import TorchDispatchMode, disable_current_modes, tree_leaves
 from memlab.trace import Trace
 from memlab.zero import communication_bytes, formulas, model_state_bytes
 
@@ -229,7 +228,7 @@ class CheckedWire(Wire):
         at = self._where.rank_of(numbers)
         require(at in (None, source), f"{call}: these numbers lie at rank {at}.")
         self.dtypes.add(numbers.dtype)
-        with _disable_current_modes():
+        with disable_current_modes():
             arrived = super().send(source, target, numbers)
         self._where.place(target, arrived)
         return arrived

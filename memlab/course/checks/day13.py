@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, require
 from memlab.course.peers import Peer, Stuck, Work, counted, in_turns
 from memlab.metering.modes import LightMode
+from memlab.torch_internals import storage_from_weak_pointer, tree_leaves
 
 # ------------------------------------------------------------------ what is built
 
@@ -476,7 +476,7 @@ class _Memory(LightMode):
         """All that is held: a bucket on its way is the wire's, and no answer's."""
         found = [torch.empty(0)]
         for ref, dtype in self._made.items():
-            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            storage = storage_from_weak_pointer(ref.cdata)
             if storage is not None:
                 found.append(torch.empty(0, dtype=dtype).set_(storage).float())
         return torch.cat(found)
