@@ -35,7 +35,6 @@ LONGER = {
     "memlab.course.checks.day13._buckets_but": PLANTED,
     "memlab.course.checks.day13._buckets_but.answer": PLANTED,
     "memlab.course.checks.day14._check_bytes": SENTENCES,
-    "memlab.course.checks.day14._check_commit": SENTENCES,
 }
 
 

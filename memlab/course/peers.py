@@ -89,7 +89,7 @@ class Work:
         if self.waited:
             raise Wrong("wait() was called twice of one sum; wanted once.")
         self.waited = True
-        self._peer.events.append(("wait", None))
+        self._peer.events.append(("wait", self._place))
         wire = self._peer._wire
         return wire.altered(torch.stack(wire.all_of(self._peer.rank, self._place)).sum(0))
 

@@ -245,6 +245,23 @@ def test_a_gradient_that_is_kept_is_found_also_as_a_view_or_copy(keep):
     assert "gradient a is still held when c is made" in verdict.text
 
 
+def test_gradients_that_a_list_holds_are_not_told_as_a_name_of_their_bucket():
+    def with_parts(peer, made, buckets):
+        there, sums, way, left = {}, [], deque(), deque(buckets)
+        for name, gradient in made:
+            there[name] = gradient.flatten()
+            while left and all(n in there for n in left[0]):
+                if len(way) == 2:
+                    sums.append(way.popleft().wait())
+                parts = [there.pop(n) for n in left.popleft()]
+                way.append(peer.begin(torch.cat(parts)))
+        return sums + [work.wait() for work in way]
+
+    found = judge(BUCKETS, with_parts).text
+    assert "gradient a is still held when c is made" in found
+    assert "still has a name, flat" not in found
+
+
 def test_copies_that_are_never_taken_out_are_found():
     def never_pops(peer, made, buckets):
         there, sums, way, left = {}, [], deque(), deque(buckets)
@@ -415,11 +432,26 @@ AT, OVER_T = (
     "for n in range(first - source * size, last - source * size)]",
     "blocks * block // tensor",
 )
+OF_A_COPY = (
+    ("list(whole.chunk(peer.ranks))", "whole.clone().view(peer.ranks, -1)"),
+    ("pieces[coming] = peer.receive() + pieces[coming]", "pieces[coming] += peer.receive()"),
+    ("pieces[peer.rank].clone()", "pieces[peer.rank]"),
+)
+NEWER = (
+    ("[], [], list(buckets)", "[], {}, list(buckets)"),
+    ("sums.append(way.pop(0).wait())", "newer = way.pop(); sums[newer] = newer.wait()"),
+    ("for name, gradient in made", "begun = []\n    for name, gradient in made"),
+    (BEGIN, f"{BEGIN}\n            begun.append(way[-1])"),
+    ("return sums +", "sums |= dict(zip(way,"),
+    ("for work in way]", "for work in way]))\n    return [sums[work] for work in begun]"),
+)
 SENT = "pieces[(peer.rank - turn - 1) % peer.ranks]"
 
 REFUSED = [
     ("13.1", "a view where there is one rank", (".clone()", "")),
+    ("13.1", "a view of a copy of all", *OF_A_COPY),
     ("13.2", "a name for what was sent", (BEGIN, FLAT)),
+    ("13.2", "the newer is waited for", *NEWER),
     ("13.3", "a skipped round is a step", ("            steps += 1", "        steps += worst < 2")),
     ("13.3", "a sum that overflows", ("gradient.isfinite().all()", "gradient.sum().isfinite()")),
     ("13.4", "a read for each number", (READ, f"parts += [read(source, n, n + 1) {AT}")),

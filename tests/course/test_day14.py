@@ -333,12 +333,24 @@ PUT, FILES = "store.put(key, w - lr * dw)", 'files = {key: f"{key}.{step}" for k
 NO_EMPTY = "values = {k: v for k, v in values.items() if v}"
 BY_PLACE = 'files = {key: f"{step}.{n}" for n, key in enumerate(values)}'
 
+NEXT = "            self.store.prefetch(self.waiting[-1])"
+ANOTHER = f"        if self.waiting:\n{NEXT}"
+TIDIED = "    for name in disk.names():"
+
 REFUSED = [
     ("14.1", "dtype lost", (VIEWED, "kept.get()")),
     ("14.1", "more than the minimum", ("< minimum", "<= minimum")),
     ("14.2", "what was put later is forgotten", (REMOVED, f"del self.waiting[-2:]{REMOVED[24:]}")),
+    ("14.1", "what came back is kept", ("kept.get()", 'vars(kept).setdefault("n", kept.get())')),
     ("14.2", "what is deleted was the last", (DELETED, POPPED)),
+    (
+        "14.2",
+        "nothing ahead of a second get",
+        (ANOTHER, f"    {ANOTHER.replace(NEXT, '    ' + NEXT)}"),
+    ),
     ("14.3", "step before prefetch", (ASKED + STEP, STEP + ASKED)),
+    ("14.4", "layers reversed", ("in reversed(layers)", "in layers.reverse() or layers")),
+    ("14.5", "values emptied", (TIDIED, f"    values.clear()\n{TIDIED}")),
     ("14.5", "manifest.STEP", ('"manifest.new"', 'f"manifest.{step}"')),
     ("14.5", "empty values dropped", (FILES, f"{NO_EMPTY}\n    {FILES}")),
     ("14.5", "no values, no commit", (FILES, f"if not values:\n        return\n    {FILES}")),

@@ -185,6 +185,9 @@ AGAIN = """totals = [sum(column) for column in zip(*shares)]
     shares = [[s / t for s, t in zip(row, totals)] for row in shares]"""
 BY_LOOP = "for n, w in zip(chosen, x / x.sum()):\n        weights[n] = w"
 EVEN = "[times[(n + 1) * len(times) // count - 1] for n in range(count)]"
+FROM_THE_END = "[times[len(times) - 1 - n * len(times) // count] for n in range(count)][::-1]"
+SHARE = "times[-1] * (n + 1) / count"
+BEFORE = f"[max((t for t in times if t <= {SHARE}), default=times[0]) for n in range(count)]"
 
 REFUSED = [
     ("15.1", "a limit of 0.285", (LIMIT, "<= 0.285")),
@@ -195,14 +198,24 @@ REFUSED = [
     ("15.3", "weights at the front", (PLACED, "weights[: len(x)] = x / x.sum()")),
     ("15.4", "shares normalised again", (NAMES, f"{AGAIN}\n    {NAMES}")),
     ("15.4", "written to the file", ("stop).float()", "stop).mul_(1).float()")),
+    ("15.1", "no exponent above 100", ("return float(", "return min(100.0, ")),
+    ("15.2", "grad mode left off", (LOOP, f"            torch.set_grad_enabled(False)\n{LOOP}")),
+    (
+        "15.2",
+        "the weights as scratch",
+        (LOOP, f"            weight.detach().mul_(2).div_(2)\n{LOOP}"),
+    ),
     ("15.5", "the last ones", (EVEN, "times[-count:]")),
+    ("15.5", "the last ones of 39", (EVEN, "times[::-1][:: len(times) // count][:count][::-1]")),
+    ("15.5", "times taken out", (EVEN, f"[{EVEN}, times.clear()][0]")),
+    ("15.5", "the time before", (EVEN, BEFORE)),
 ]
 ACCEPTED = [
     ("15.1", "the limit in other words", (LIMIT, "<= 1 / 12**0.5")),
     ("15.2", "mul_ and add_", (MOVE, "value.mul_(1 - share).add_(weight.detach(), alpha=share)")),
     ("15.3", "filled in by a loop", (PLACED, BY_LOOP)),
     ("15.4", "+=", (MIXED, "total += share * part")),
-    ("15.5", "counted from the end", (EVEN, "times[::-1][:: len(times) // count][:count][::-1]")),
+    ("15.5", "counted from the end", (EVEN, FROM_THE_END)),
 ]
 
 

@@ -181,6 +181,11 @@ REFUSED = [
     ("16.2", "ends beside the block", ("max(ends, again +", "(ends + again +")),
     ("16.3", "whole numbers alone", ("float(memory", "int(memory")),
     ("16.4", "believed where it may not fit", (LOOP, f"{LOOP}{SURE.replace('1.05', '1.0')}")),
+    (
+        "16.4",
+        "recipes compared",
+        ("key=lambda c: c.seconds", "key=lambda c: (c.seconds, c.recipe)"),
+    ),
     ("16.5", "rounded down over t", (CUT, "(blocks * block + ends) // tensor")),
 ]
 ACCEPTED = [

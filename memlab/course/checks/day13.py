@@ -156,6 +156,7 @@ def _check_ring(answer: Any) -> str:
         for rank, peer in enumerate(peers):
             _require_tensor(f"{call}, at rank {rank},", got[rank], wanted[rank])
             _require_messages(call, rank, peer, ranks, before[rank])
+            _require_of_its_own(f"{call}, at rank {rank},", got[rank])
         for rank in range(ranks):
             _require_equal(f"{call}, at rank {rank},", got[rank], wanted[rank])
             got[rank].add_(1)
@@ -168,6 +169,16 @@ def _check_ring(answer: Any) -> str:
     return (
         "sums exact on rings of 1 to 5 · R − 1 messages from each rank, a piece each: (R − 1)/R "
         "of the whole"
+    )
+
+
+def _require_of_its_own(call: str, got: Tensor) -> None:
+    """No view of something larger, all of which would live as long as the result."""
+    held = got.untyped_storage().nbytes()
+    require(
+        held <= got.nbytes,
+        f"{call} gave a view of {held} bytes for a piece of {got.nbytes}: all of them live as "
+        f"long as it does. Wanted a tensor of its own.",
     )
 
 
@@ -486,11 +497,6 @@ def _made(call: str, case: _Backward, peer: Peer, memory: _Memory) -> Iterator[t
     """Gradients, one after the other; those of buckets that were begun must be gone by then."""
     storages: dict[str, StorageWeakRef] = {}
 
-    def one(name: str) -> Tensor:
-        gradient = case.gradient(name, peer.rank)
-        storages[name] = StorageWeakRef(gradient.untyped_storage())
-        return gradient
-
     def require_gone(last: str, when: str) -> None:
         begun = "".join(map("".join, case.buckets[: len(_all(peer, "begin"))]))
         copies = memory.numbers()
@@ -505,18 +511,21 @@ def _made(call: str, case: _Backward, peer: Peer, memory: _Memory) -> Iterator[t
             )
         ]
         what = "gradient {} is" if len(held) == 1 else "gradients {} are"
-        require(
-            not held,
+        message = (
             f"{call}, rank {peer.rank}: {what.format(', '.join(held))} still held when {when}, "
-            f"though sent. (A copy counts, and so does a variable's name.)",
+            f"though sent. (A copy counts, and so does a variable's name.)"
         )
+        # Its own tensor and a copy of it are held by different mistakes.
+        itself = [n for n in held if not storages[n].expired()]
+        require(not held, message, evidence=(message, itself))
 
     last = ""
     for name in case.orders[peer.rank]:
         with memory.not_looking():
             require_gone(last, f"{name} is made")
             peer.events.append(("made", name))
-            gradient = one(name)
+            gradient = case.gradient(name, peer.rank)
+            storages[name] = StorageWeakRef(gradient.untyped_storage())
         last = name
         yield name, gradient
         del gradient
@@ -579,6 +588,12 @@ def _require_waits(at: str, peer: Peer) -> None:
             require(
                 backward_is_over or needed,
                 f"{at}: waits with {on_the_way} on the way, before the next gradient is made.",
+            )
+            later = [number for event, number in peer.events[place + 1 :] if event == "wait"]
+            require(
+                backward_is_over or all(number > peer.events[place][1] for number in later),
+                f"{at}: waits for the newer of the two on their way; wanted the older, which has "
+                f"travelled longer.",
             )
             on_the_way -= 1
     require(on_the_way == 0, f"{at}: {counted(on_the_way, 'bucket')} begun and not waited for.")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad_norm_
 
 from memlab.course.checks.day11 import in_chunks
@@ -293,9 +294,14 @@ def _check_views(answer: MakeHooks, store: Elsewhere) -> None:
             f"{tuple(view.shape)} with {view.stride()}.",
         )
         _require_close(f"unpack of {name}", back, view)
-    there = weakref.ref(base.untyped_storage())
+    there, brought = weakref.ref(base.untyped_storage()), StorageWeakRef(back.untyped_storage())
     del base, views, view, back
     require(there() is None, f"{case}: the numbers are in the store, and their tensor still lives.")
+    require(
+        brought.expired(),
+        f"{case}: what unpack brought back still lives when nothing uses it; wanted it gone, since "
+        f"it is in the store.",
+    )
     del packed, kept
     require(
         not store.keys(),
@@ -684,8 +690,12 @@ def _check_again(answer: Any) -> None:
             ahead.get("b")
             _require_coming(f"a and b, in the {step} step: after get('b')", store, ["a"])
             ahead.get("a")
-            ahead.delete("b")
-            ahead.delete("a")
+            ahead.put("c", _numbers_of("c"))
+            ahead.get("b")
+            again = f"a and b, in the {step} step: after put('c') and another get('b')"
+            _require_coming(again, store, ["c"])
+            for key in "abc":
+                ahead.delete(key)
 
 
 def _require_coming(when: str, store: Elsewhere, wanted: list[str]) -> None:
@@ -1382,8 +1392,10 @@ def _check_small(answer: Any, case: str, widths: list[int]) -> None:
     with _elsewhere() as store:
         for key, w in weights.items():
             store.put(key, w)
-        got = answer(store, list(weights), x, _half, 0.5)
+        keys = list(weights)
+        got = answer(store, keys, x, _half, 0.5)
         require(torch.equal(x, given), f"{case}: x was changed.")
+        require(keys == list(weights), f"{case}: the list of layers was changed.")
         require(got is not None, f"{case} gave nothing; wanted the gradient of x. Is there a "
                 f"return?")  # fmt: skip
         for key in weights:
@@ -1702,27 +1714,7 @@ def _check_commit(answer: Any) -> str:
     first = Disk()
     answer(first, 1, dict(VALUES[1]))
     _require_found("commit of step 1, and then a power failure", first, (1,))
-    points = 0
-    while True:
-        disk = first.copy(fails_before=points)
-        try:
-            answer(disk, 2, dict(VALUES[2]))
-        except PowerFailure:
-            when = f"commit of step 2, power failed before operation {points + 1}, {disk.last}"
-            require(points < 200, "commit of step 2 has asked 200 things of the disk, and asks on.")
-            _require_found(when, disk, (1, 2))
-            again = disk.after_power_failure()
-            answer(again, 2, dict(VALUES[2]))
-            _require_found(f"{when}; committed again", again, (2,))
-            _require_tidy(f"{when}; committed again", again)
-            points += 1
-        else:
-            require(
-                not disk.failed,
-                f"commit of step 2, power failed before operation {points + 1}: commit went on "
-                f"all the same. After a power failure nobody does: let PowerFailure pass.",
-            )
-            break
+    disk, points = _failing_anywhere(answer, first, 1, 2)
     _require_found("commit of step 2, and then a power failure", disk, (2,))
     _require_tidy("commit of step 2", disk)
     one = sum(map(len, VALUES[1].values()))
@@ -1743,6 +1735,38 @@ def _check_commit(answer: Any) -> str:
         f"{points} places for the power to fail, and each time step 1 or step 2, whole · nothing "
         f"else left on the disk"
     )
+
+
+def _failing_anywhere(answer: Any, first: Disk, before: int, step: int) -> tuple[Disk, int]:
+    """The disk after a commit, and how many places there were for the power to fail."""
+    points = 0
+    while True:
+        disk, values = first.copy(fails_before=points), dict(VALUES[step])
+        try:
+            answer(disk, step, values)
+        except PowerFailure:
+            when = f"commit of step {step}, power failed before operation {points + 1}, {disk.last}"
+            require(
+                points < 200,
+                f"commit of step {step} has asked 200 things of the disk, and asks on.",
+            )
+            _require_found(when, disk, (before, step))
+            again = disk.after_power_failure()
+            answer(again, step, dict(VALUES[step]))
+            _require_found(f"{when}; committed again", again, (step,))
+            _require_tidy(f"{when}; committed again", again)
+            points += 1
+        else:
+            require(
+                not disk.failed,
+                f"commit of step {step}, power failed before operation {points + 1}: commit went "
+                f"on all the same. After a power failure nobody does: let PowerFailure pass.",
+            )
+            require(
+                values == VALUES[step],
+                f"commit of step {step} changed the values that it was given.",
+            )
+            return disk, points
 
 
 def _require_found(when: str, disk: Disk, steps: tuple[int, ...]) -> None:

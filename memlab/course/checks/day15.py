@@ -13,6 +13,7 @@ from torch import Tensor
 
 from memlab.course.checks.day14 import offloaded_to_the_disk
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, require
+from memlab.course.properties import unchanged
 from memlab.ema import (
     Profile,
     impulse_response,
@@ -90,7 +91,7 @@ def _without_the_square(sigma: float) -> np.ndarray:
 
 
 def _check_exponent(answer: Any) -> str:
-    for sigma in (0.05, 0.10, 0.15, 0.25, 0.28, 0.286, 0.28867, WIDEST):
+    for sigma in (0.05, 0.10, 0.15, 0.25, 0.28, 0.286, 0.28867, WIDEST, 0.002):
         call = f"exponent({sigma})" if sigma < WIDEST else "exponent(12**-0.5), of γ = 0,"
         try:
             gamma = _number(call, answer(sigma))
@@ -229,7 +230,8 @@ def _check_response(answer: Any, name: str, times: Sequence[int]) -> None:
     gamma, directions = 2.5, torch.eye(len(times) + 1, dtype=torch.float64)
     average = _average_of(answer, [directions[0], directions[0][:1]], gamma)
     for n, time in enumerate(times, 1):
-        average.update([directions[n], directions[n][:1]], time)
+        with unchanged(f"{name}: an update"):
+            average.update([directions[n], directions[n][:1]], time)
     counted = average.values[0]
     require(
         isinstance(counted, Tensor) and counted.shape == directions[0].shape,
@@ -265,9 +267,10 @@ def _check_place(answer: Any) -> None:
     weights = [torch.nn.Parameter(torch.ones(1000)), torch.nn.Parameter(torch.ones(30, 20))]
     case = "weights of 1,000 and 30 × 20 numbers"
     average = _average_of(answer, weights, 2.5)
-    average.update(weights, 1)
-    places = [value.data_ptr() for value in average.values]
-    beside = _most(lambda: average.update(weights, 2))
+    with unchanged(f"{case}: an update", weights=weights):
+        average.update(weights, 1)
+        places = [value.data_ptr() for value in average.values]
+        beside = _most(lambda: average.update(weights, 2))
     require(
         all(bool((weight == 1).all()) for weight in weights),
         f"{case}: the update has changed the model's weights; wanted them as they are.",
@@ -999,10 +1002,12 @@ def keep(times: Sequence[float], count: int) -> list[float]:
 
 
 def _check_keep(answer: Any) -> str:
-    for number, count in ((4, 2), (3, 1), (5, 5), (100, 20), (100, 30), (64, 7)):
+    for number, count in ((4, 2), (3, 1), (5, 5), (100, 20), (100, 30), (64, 7), (39, 20)):
         times = [40 * n for n in range(1, number + 1)]
         call = f"keep([40, 80, … {times[-1]}], {count})"
-        kept = answer(list(times), count)
+        given = list(times)
+        with unchanged(call, times=given):
+            kept = answer(given, count)
         require(
             isinstance(kept, (list, tuple, set, np.ndarray)) and all(t in times for t in kept),
             f"{call} gave {_briefly(kept)}; wanted a list of {count} of the times.",
@@ -1017,6 +1022,12 @@ def _check_keep(answer: Any) -> str:
             f"{call} has {max(kept)} for its last; wanted {times[-1]}, where the target is.",
         )
         _require_as_even(call, sorted(float(t) for t in kept), times, count)
+    uneven = [1, 2, 3, 97, 98, 99, 100]
+    kept = answer(list(uneven), 4)
+    require(
+        len(set(kept)) == 4 and uneven[-1] in kept,
+        f"keep({uneven}, 4) gave {_briefly(kept)}; wanted 4 different times, 100 among them.",
+    )
     errors = [_error(keep(range(1, 101), 20), sigma) for sigma in (0.15, 0.25)]
     return (
         f"20 of 100: width 0.15 is off by {errors[0]:.1e}, 0.25 by {errors[1]:.1e}; the last is "
