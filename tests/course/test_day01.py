@@ -13,11 +13,15 @@ from memlab.model import GPT
 COUNT, STATE, ACTIVATIONS, PEAK, BATCH = days.day(1).exercises
 FIRST = "parameters = list(model.parameters())"
 MIDDLE = "if bytes_at(middle) <= budget_bytes:"
+OF_THE_FIRST_GROUP = (
+    '(optimizer.state[p] for p in optimizer.param_groups[0]["params"] if p in optimizer.state)'
+)
 
 REFUSED = [
     ("1.1", "no groups", ("config.kv_heads * config.head_width", "config.width")),
     ("1.2", "a step", (FIRST, f"optimizer.step(); {FIRST}")),
     ("1.2", "gradients dropped", (FIRST, f"optimizer.zero_grad(); {FIRST}")),
+    ("1.2", "the first group alone", ("optimizer.state.values()", OF_THE_FIRST_GROUP)),
     ("1.2", "mode changed", (FIRST, f"model.eval(); {FIRST}")),
     ("1.2", "all made trainable", (FIRST, f"model.requires_grad_(True); {FIRST}")),
     ("1.2", "a shared matrix twice", (FIRST, "parameters = list(model.state_dict().values())")),

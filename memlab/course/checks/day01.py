@@ -162,7 +162,8 @@ def _trained(
 
 def _with_momentum() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    groups = [{"params": [parameter]} for parameter in model[0].parameters()]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     model(torch.randn(4, 6)).sum().backward()
     optimizer.step()
     return model, optimizer
