@@ -609,9 +609,10 @@ def resume(disk):
 # ### Exercise 14.5: a commit that survives
 #
 # About 15 minutes. Put `values` (bytes by key) on the disk so that `resume` finds step `step` and
-# all of them, or, whenever the power fails, the step before and all of its. The manifest is the
-# file `manifest`: `json.dumps({"step": step, "files": {key: name}}).encode()`. When commit has
-# returned, nothing else is left on the disk, whatever an earlier crash left there.
+# all of them, or, whenever the power fails, the step committed before and all of its (step 12 may
+# follow step 2: not every step is committed). The manifest is the file `manifest`:
+# `json.dumps({"step": step, "files": {key: name}}).encode()`. When commit has returned, nothing
+# else is left on the disk, whatever an earlier crash left there.
 
 
 # %%

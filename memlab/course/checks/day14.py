@@ -1555,6 +1555,8 @@ VALUES = {1: {"m": b"m of step 1 ", "v": b"v of step 1 "}, 2: {"m": b"m of step 
 VALUES[3] = {key: f"{key} of step 3".encode() for key in ("manifest", "manifest.new", "new", "tmp")}
 VALUES[3] |= {"manifest.tmp": b"the last of step 3", "empty": b""}
 VALUES[4] = {}
+# Not every step is committed.
+VALUES[12] = {"m": b"m of step 12", "v": b"v of step 12"}
 
 
 class PowerFailure(BaseException):
@@ -1717,6 +1719,7 @@ def _check_commit(answer: Any) -> str:
     disk, points = _failing_anywhere(answer, first, 1, 2)
     _require_found("commit of step 2, and then a power failure", disk, (2,))
     _require_tidy("commit of step 2", disk)
+    _failing_anywhere(answer, disk, 2, 12)
     one = sum(map(len, VALUES[1].values()))
     peak = disk.most_bytes - 2 * 200
     require(
