@@ -9,7 +9,9 @@ the check their answer must fail, or pass, exactly as the named one does.
 import importlib
 import linecache
 import random
+import re
 import signal
+import sys
 import threading
 import traceback
 import warnings
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any, NoReturn
 
 from memlab.course.ownwork import NotOwnWork, is_a_librarys, is_rebuilt, watched
@@ -25,6 +28,7 @@ from memlab.trace import Trace
 HINTS = 3
 DIFFICULTIES = range(1, 6)
 LONGEST_VALUE = 200  # characters of what an answer gave; a verdict is one line
+FEW_CHARACTERS = 40  # of a value that is told beside a line
 
 
 class Wrong(Exception):  # noqa: N818 - it is the answer that is wrong, nothing has failed
@@ -216,19 +220,47 @@ _noted: list[Any] | None = None
 
 
 def _raised(error: BaseException) -> str:
-    """The error and the learner's line it came from, in one sentence."""
-    said = str(error).strip().splitlines()
-    what = f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
-    line = _learners_line(error)
-    return f"{what.rstrip('.')}, at `{line}`." if line else f"{what.rstrip('.')}."
+    """The error, the learner's line it came from and the values there, in one sentence."""
+    what = ": ".join(filter(None, [type(error).__name__, _first_line(error)])).rstrip(".")
+    frame, line = _learners_line(error)
+    if not frame:
+        return f"{what}."
+    values = "" if line.startswith("raise ") else _values_at(line, frame.f_locals)
+    return f"{what}, at `{line}`{', where ' + values if values else ''}."
 
 
-def _learners_line(error: BaseException) -> str:
-    """The innermost line of a notebook, or of another file that is no library's."""
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, KeyError) and error.args and _is_tensor(error.args[0]):
+        return _value_said(error.args[0])  # a tensor's own text is its numbers
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _learners_line(error: BaseException) -> tuple[FrameType | None, str]:
+    """The innermost frame and line of a notebook, or of another file that is no library's."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         if not is_a_librarys(frame):
-            return linecache.getline(frame.f_code.co_filename, number).strip()
-    return ""
+            return frame, linecache.getline(frame.f_code.co_filename, number).strip()
+    return None, ""
+
+
+def _values_at(line: str, values: dict[str, Any]) -> str:
+    """The first three names of a line that stand for a number, a text or a tensor, and for what."""
+    names = dict.fromkeys(re.findall(r"(?<![\w.\"'])[^\W\d]\w*", line.partition("#")[0]))
+    said = [f"{name} is {_value_said(values[name])}" for name in names if name in values]
+    return " and ".join([text for text in said if not text.endswith(" is ")][:3])
+
+
+def _value_said(value: Any) -> str:
+    """Nothing for a value that takes more than a few words."""
+    if _is_tensor(value):
+        return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return text if plain and len(text := repr(value)) <= FEW_CHARACTERS else ""
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")  # a hint needs none
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 class _TooLong(BaseException):

@@ -247,7 +247,7 @@ def test_a_stub_is_not_attempted(verdict):
 def test_an_answer_that_raises_names_the_learners_line(verdict):
     given = verdict("import math", "def double(x):\n    return math.sqrt(-x)  # mine", CALL)
     assert given.status == WRONG
-    assert given.text.endswith("at `return math.sqrt(-x)  # mine`.")
+    assert given.text.endswith("at `return math.sqrt(-x)  # mine`, where x is 3.")
 
 
 def test_lines_of_notebooks_stay_known_when_files_are_looked_up(notebook):

@@ -194,7 +194,20 @@ def test_an_error_is_told_with_the_learners_own_line():
     def answer(x):
         return x / 0
 
-    assert judge(DOUBLE, answer).text == "ZeroDivisionError: division by zero, at `return x / 0`."
+    wanted = "ZeroDivisionError: division by zero, at `return x / 0`, where x is 2."
+    assert judge(DOUBLE, answer).text == wanted
+
+
+def test_an_error_is_told_with_the_values_of_its_line_that_take_a_few_words():
+    def answer(x):
+        names, weight, text, long = {}, torch.ones(2, 3), "names", "x" * 41
+        return names[weight], text.names, long
+
+    line = "return names[weight], text.names, long"
+    weight = "a tensor of shape (2, 3), float32"
+    assert judge(DOUBLE, answer).text == (
+        f"KeyError: {weight}, at `{line}`, where weight is {weight} and text is 'names'."
+    )
 
 
 def test_an_error_in_a_notebooks_cell_is_told_with_its_line():
@@ -208,7 +221,8 @@ def test_an_error_in_a_notebooks_cell_is_told_with_its_line():
     finally:
         del linecache.cache[filename]
     assert verdict.text == (
-        "AttributeError: 'int' object has no attribute 'shape', at `return y.shape  # of an int`."
+        "AttributeError: 'int' object has no attribute 'shape', at `return y.shape  # of an int`, "
+        "where y is 2."
     )
 
 
@@ -221,7 +235,7 @@ def test_an_error_in_a_notebooks_cell_is_told_with_its_line():
     ],
 )
 def test_an_error_inside_a_library_is_told_with_the_line_that_called_it(answer, line):
-    assert re.search(rf", at `.*{re.escape(line)}.*`\.$", judge(DOUBLE, answer).text)
+    assert re.search(rf", at `.*{re.escape(line)}.*`, where x is 2\.$", judge(DOUBLE, answer).text)
 
 
 def helper(x):
@@ -229,7 +243,9 @@ def helper(x):
 
 
 def test_the_line_is_the_innermost_of_the_learners():
-    assert judge(DOUBLE, lambda x: helper(x)).text == "KeyError: 2, at `return {}[x]`."
+    assert judge(DOUBLE, lambda x: helper(x)).text == (
+        "KeyError: 2, at `return {}[x]`, where x is 2."
+    )
 
 
 @pytest.mark.parametrize(
