@@ -115,8 +115,9 @@ _SIZES = Exercise(
         "(no longer the request) decides which segment is asked for.",
         "Rounded up to a step of s, n bytes are -(-n // s) * s. A block of up to and with 1 MiB "
         "asks for 2 MiB, one below 10 MiB for 20 MiB, any other for itself in steps of 2 MiB.",
-        "block = -(-requested_bytes // 512) * 512; segment = 2 * MIB if block <= MIB else "
-        "20 * MIB if block < 10 * MIB else -(-block // (2 * MIB)) * 2 * MIB.",
+        "block = -(-requested_bytes // 512) * 512, and then three cases, each with a return: "
+        "if block <= MIB: return block, 2 * MIB is the first. The last rounds up as the block "
+        "does, in steps of 2 * MIB.",
     ),
     reference=_sizes,
     check=_check_sizes,
@@ -712,9 +713,9 @@ _GIVE_BACK = Exercise(
         "A neighbour joins if it is free, too, and of the same segment. Begin with the one above: "
         "its bytes go to the lower piece, and it leaves the list. Then do the same with the one "
         "below.",
-        "for i in (place, place - 1): if i >= 0 and i + 1 < len(pieces): one, other = pieces[i], "
-        "pieces[i + 1]; if both are free and one.segment == other.segment: one.bytes += "
-        "other.bytes; del pieces[i + 1].",
+        "for i in (place, place - 1): one, other = pieces[i], pieces[i + 1] are the two that may "
+        "join, where i is no index below 0 and i + 1 is one of the list. To join them: one.bytes "
+        "+= other.bytes and del pieces[i + 1]. Which conditions have to hold before?",
     ),
     reference=_give_back,
     check=_check_give_back,
@@ -1046,9 +1047,9 @@ _LEAKS = Exercise(
         "Sum event.bytes by event.line over epochs[len(epochs) // 2].alive(), and the same over "
         "epochs[-1].alive(). Their difference, line by line, came about in "
         "len(epochs) - 1 - len(epochs) // 2 epochs.",
-        "With the two sums as `before` and `after` (a collections.Counter has 0 for a line it "
-        "never saw): {line: (after[line] - before[line]) // between for line in after if "
-        "after[line] > before[line]}.",
+        "A collections.Counter has 0 for a line that it never saw: for event in "
+        "epochs[-1].alive(): after[event.line] += event.bytes, and the same for `before`. What is "
+        "left is one dictionary: the lines of `after` that grew, and by how much in an epoch.",
     ),
     reference=_leaks,
     check=_check_leaks,
