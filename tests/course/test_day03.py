@@ -168,6 +168,7 @@ FROZEN = "return self.frozen(x)"
 TRAINED = "self.frozen = frozen.requires_grad_(False)"
 BACK = "    model.train(training)\n"
 
+WINDOW = "        for tokens, targets in window:\n"
 REFUSED = [
     ("3.1", "windows of no token divide by 0", ("/= max(count, 1)", "/= count")),
     (
@@ -266,8 +267,26 @@ REFUSED = [
     ("3.4", "gradients dropped", (BACK, f"{BACK}    model.zero_grad()\n")),
     ("3.4", "all made trainable", (BACK, f"{BACK}    model.requires_grad_(True)\n")),
     ("3.4", "0 / 0", ("return total / max(count, 1)", "return total / count")),
+    (
+        "3.1",
+        "a graph kept in a window of one, too",
+        (WINDOW, f"        kept = [model(tokens) for tokens, _ in window[:1]]\n{WINDOW}"),
+    ),
 ]
 ACCEPTED = [
+    (
+        "3.1",
+        "log-probabilities, gathered",
+        (
+            "            flat = model(tokens).flatten(0, 1), targets.flatten()\n",
+            "            log_p, mask = model(tokens).log_softmax(-1), targets != MASKED\n"
+            "            of_target = log_p.gather(2, targets.clamp(min=0)[:, :, None])[:, :, 0]\n",
+        ),
+        (
+            'F.cross_entropy(*flat, ignore_index=MASKED, reduction="sum")',
+            "-(of_target * mask).sum()",
+        ),
+    ),
     ("3.1", "a clip of one's own", (CLIP, BY_HAND.format(""))),
     (
         "3.1",

@@ -107,10 +107,18 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
             f"{_in_digits(wanted.losses)}.",
         )
     one, four = (_most_activations(answer, number) for number in (1, 4))
+    logits = 8 * VOCABULARY * _MEASURED[0].numel()  # a name may hold those before
     require(
-        four - one <= 64,
+        four - one <= logits + 64,
         f"train_epoch has up to {four:,} bytes of activations alive in a window of 4 micro-batches;"
         f" wanted the {one:,} of a window of one.",
+    )
+    most = _most_activations(_one_by_one, 1) * 3 // 2  # a loss can take more ways
+    require(
+        one <= most,
+        f"train_epoch has up to {one:,} bytes of activations alive in a window of one micro-batch; "
+        f"wanted those of one forward pass, at most {most:,}.",
+        evidence="more than one forward pass",
     )
     _check_frozen(answer)
     return f"weights as by the full batch (within 1e-12) · activations of one of 4, {one:,} bytes"
@@ -287,12 +295,14 @@ def _in_digits(numbers: Sequence[float]) -> str:
     return ", ".join(f"{number:.5f}" for number in numbers)
 
 
+_MEASURED = _micro_batches(32, 0)[0]
+
+
 def _most_activations(answer: TrainEpoch, number: int) -> int:
     """The most bytes of activations at one moment of a window of so many equal micro-batches."""
     model = _new_model(width=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    window = _micro_batches(32, *[0] * number)
-    step = partial(answer, model, optimizer, iter(window), number, NO_CLIP)
+    step = partial(answer, model, optimizer, iter([_MEASURED] * number), number, NO_CLIP)
     return most_alive(measure(step, model=model, optimizer=optimizer), "activations")
 
 
