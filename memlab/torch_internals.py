@@ -12,7 +12,8 @@ import torch
 from torch import _disable_dynamo as disable_dynamo
 from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _has_compatible_shallow_copy_type as has_compatible_shallow_copy_type
-from torch import _pad_packed_sequence as packed_sequence_operator
+from torch import _pack_padded_sequence as packing_operator
+from torch import _pad_packed_sequence as unpacking_operator
 from torch import _subclasses as subclasses
 from torch._C import DisableTorchFunction, DispatchKey, DispatchKeySet, StorageBase
 from torch._C import _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_packed_sequence
 
 from memlab.metering import known_values
 from memlab.metering.frames import user_line
-from memlab.torch_internals import FakeTensor, packed_sequence_operator
+from memlab.torch_internals import FakeTensor, packing_operator, unpacking_operator
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
@@ -30,6 +30,35 @@ def _with_real_lengths(function: Callable[..., Any], *args: Any, **kwargs: Any) 
 def _is_batch_sizes(tensor: torch.Tensor) -> bool:
     """Rather than the state of a layer whose input is not packed."""
     return tensor.dtype == torch.int64
+
+
+class _Packing(torch.autograd.Function):
+    """torch's operator, and its backward, which reads the sizes of the batch in C++."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        data, batch_sizes = packing_operator(padded, lengths, batch_first)
+        ctx.mark_non_differentiable(batch_sizes)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(batch_sizes)
+        ctx.shape, ctx.batch_first = padded.shape, batch_first
+        return data, batch_sizes
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None]:
+        """The gradient lies step by step, whatever the order of the batch."""
+        first, second, *features = ctx.shape
+        if not ctx.batch_first:
+            return gradient.new_zeros(ctx.shape), None, None
+        return gradient.new_zeros((second, first, *features)).transpose(0, 1), None, None
+
+
+def _pack_padded_sequence(
+    padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _Packing.apply(padded, lengths, batch_first)
 
 
 def _pad_packed_sequence(
@@ -93,7 +122,8 @@ def _real(tensor: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.tensor_split: _tensor_split,
     torch.Tensor.tensor_split: _tensor_split,
-    packed_sequence_operator: _pad_packed_sequence,
+    packing_operator: _pack_padded_sequence,
+    unpacking_operator: _pad_packed_sequence,
     F.ctc_loss: _ctc_loss,
     **{f: partial(_with_real_lengths, f) for f in (getattr(torch, name) for name in _RECURRENT)},
 }

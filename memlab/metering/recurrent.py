@@ -11,10 +11,12 @@ are taken one by one.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from memlab.metering.known_values import unseen
 from memlab.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled
 
 aten = torch.ops.aten
@@ -27,6 +29,7 @@ RESERVE_NOTE = (
 _DTYPES = (torch.float16, torch.float32, torch.float64)  # that cuDNN takes
 _KEPT = {0: 1, 1: 1, 2: 5, 3: 6}  # by cuDNN's number of the mode: relu, tanh, LSTM, GRU
 _LSTM = 2
+_MODES = {aten.rnn_relu: 0, aten.rnn_tanh: 1, aten.lstm: _LSTM, aten.gru: 3}
 
 
 def reserve_bytes(
@@ -42,43 +45,61 @@ def reserve_bytes(
 
 def substitutes(on_use: Callable[[], None]) -> dict[Any, Callable[..., Any]]:
     """What CUDA calls in the place of each composition; `on_use` is called where it does."""
-    modes = {
-        aten.rnn_relu.input: 0, aten.rnn_tanh.input: 1, aten.lstm.input: _LSTM, aten.gru.input: 3
-    }  # fmt: skip
-    return {
-        composition: _in_one_call(composition, mode, on_use) for composition, mode in modes.items()
-    }
+    found: dict[Any, Callable[..., Any]] = {}
+    for operator, mode in _MODES.items():
+        found[operator.input] = partial(_padded, operator.input, mode, on_use)
+        found[operator.data] = partial(_packed, operator.data, mode, on_use)
+    return found
 
 
-def _in_one_call(composition: Any, mode: int, on_use: Callable[[], None]) -> Callable[..., Any]:
-    def run(
-        input: torch.Tensor,
-        hidden: Any,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
-        options = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
-        if input.dtype not in _DTYPES:
-            with _without_onednn():
-                return composition.decompose(input, hidden, params, *options)
-        on_use()
-        h, c = hidden if mode == _LSTM else (hidden, None)
-        hidden_size = h.shape[2] if c is None else c.shape[2]
-        projected = h.shape[2] if hidden_size != h.shape[2] else 0
-        weights = (4 if has_biases else 2) + bool(projected)
-        flat = params[0].new_empty(0)  # the weights are views of one buffer, which is no new one
-        output, h, c, *_ = aten._cudnn_rnn(
-            input, params, weights, flat, h, c, mode, hidden_size, projected, num_layers,
-            batch_first, dropout, train, bidirectional, [], None,
-        )  # fmt: skip
-        return (output, h, c) if mode == _LSTM else (output, h)
+def _padded(
+    composition: Any, mode: int, on_use: Callable[[], None], input: torch.Tensor, *args: Any
+) -> Any:
+    """All sequences have the same number of steps."""
+    if input.dtype not in _DTYPES:
+        with _without_onednn():
+            return composition.decompose(input, *args)
+    on_use()
+    hidden, params, has_biases, layers, dropout, train, bidirectional, batch_first = args
+    options = layers, batch_first, dropout, train, bidirectional
+    return _in_one_call(mode, input, hidden, params, has_biases, (*options, []))
 
-    return run
+
+def _packed(
+    composition: Any,
+    mode: int,
+    on_use: Callable[[], None],
+    data: torch.Tensor,
+    batch_sizes: torch.Tensor,
+    *args: Any,
+) -> Any:
+    """`batch_sizes` says how many sequences have each step; it is a real tensor (readers.py)."""
+    if data.dtype not in _DTYPES:
+        return composition.decompose(data, batch_sizes, *args)
+    on_use()
+    hidden, params, has_biases, layers, dropout, train, bidirectional = args
+    with unseen():
+        sizes = batch_sizes.tolist()
+    options = layers, False, dropout, train, bidirectional
+    return _in_one_call(mode, data, hidden, params, has_biases, (*options, sizes))
+
+
+def _in_one_call(
+    mode: int,
+    input: torch.Tensor,
+    hidden: Any,
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    options: Sequence[Any],
+) -> Any:
+    h, c = hidden if mode == _LSTM else (hidden, None)
+    hidden_size = h.shape[2] if c is None else c.shape[2]
+    projected = h.shape[2] if hidden_size != h.shape[2] else 0
+    weights = (4 if has_biases else 2) + bool(projected)
+    flat = params[0].new_empty(0)  # the weights are views of one buffer, which is no new one
+    sizes = mode, hidden_size, projected
+    output, h, c, *_ = aten._cudnn_rnn(input, params, weights, flat, h, c, *sizes, *options, None)
+    return (output, h, c) if mode == _LSTM else (output, h)
 
 
 @contextmanager
@@ -96,8 +117,9 @@ def _without_onednn() -> Iterator[None]:
 
 def _forward(input: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     output, h, c, _, flat = aten._cudnn_rnn.default(input, *args)
-    _, _, _, _, _, mode, hidden_size, _, layers, _, _, train, bidirectional, _, _ = args
-    cells = output.shape[0] * output.shape[1]
+    _, _, _, _, _, mode, hidden_size, _, layers, _, _, train, bidirectional, batch_sizes, _ = args
+    steps, sequences = (len(batch_sizes), batch_sizes[0]) if batch_sizes else output.shape[:2]
+    cells = steps * sequences  # also those of packed sequences that have ended
     size = (cells, hidden_size, layers, 1 + bidirectional, mode, input.element_size())
     reserve = input.new_empty(reserve_bytes(*size) if train else 0, dtype=torch.uint8)
     return output, h, c, reserve, flat

@@ -262,16 +262,16 @@ def masked_step():
     return step, model
 
 
-def packed_step():
-    """Only what torch reads the lengths for is compared: a GRU of packed sequences."""
-    model = nn.GRU(3, 4, batch_first=True)
+def packed_step(batch_first, layer=nn.GRU):
+    """What torch reads the lengths for: sequences are packed, and their gradient unpacked."""
+    model = nn.ModuleList([nn.Embedding(9, 3), layer(3, 4, batch_first=batch_first)])
     lengths = torch.tensor([5, 3, 3, 1])
 
     def step() -> None:
         model.zero_grad()
-        x = torch.randn(4, 5, 3)
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-        padded, _ = nn.utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
+        x = model[0](torch.randint(9, (4, 5) if batch_first else (5, 4)))
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=batch_first)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(model[1](packed)[0], batch_first=batch_first)
         padded.square().sum().backward()
 
     return step, model
@@ -318,16 +318,17 @@ def test_a_step_whose_sizes_come_from_known_values_is_exact(make):
     same_in_a_dry_run(make)
 
 
-def test_a_step_of_packed_sequences_is_exact():
+@pytest.mark.parametrize("options", [(True,), (False,), (True, nn.LSTM)])
+def test_a_step_of_packed_sequences_is_exact(options):
     """The operators are torch's, the names of two differ: it writes the lengths in C++."""
 
     def bytes_of(trace):
         return [event.bytes for event in renumbered(trace)]
 
-    step, model = packed_step()
+    step, model = packed_step(*options)
     real = memlab.measure(step, model=model)
     with memlab.dry_run() as run:
-        step, model = packed_step()
+        step, model = packed_step(*options)
         dry = memlab.measure(step, model=model)
     assert bytes_of(dry) == bytes_of(real)
     assert run.notes() == ()

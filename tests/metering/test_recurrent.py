@@ -50,6 +50,22 @@ def test_a_training_step_keeps_the_output_and_the_reserve_and_makes_one_buffer_o
     assert trace.at_peak["gradients"] == weights
 
 
+def test_packed_sequences_are_one_call_whose_reserve_has_all_steps_of_all_sequences():
+    lengths = [7, 7, 6, 5, 4, 3, 2, 1]
+
+    def step(device):
+        layer = nn.LSTM(C, H, device=device)
+        x = torch.zeros(T, B, C, device=device, requires_grad=True)
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor(lengths))
+        output, _ = layer(packed)
+        output.data.backward(torch.ones_like(output.data))
+
+    cells, states = sum(lengths), 2 * [4 * B * H]
+    weights = 4 * GATES[nn.LSTM] * (H * C + H * H + 2 * H)
+    forward = [4 * cells * H, *states, 4 * T * B * H * KEPT[nn.LSTM]]
+    assert by_cudnn(predicted(step)) == [*forward, 4 * cells * C, *states, weights]
+
+
 def test_layers_and_directions_share_one_reserve():
     trace = predicted(training(nn.LSTM, num_layers=2, bidirectional=True))
     assert 4 * T * B * H * 2 * (5 * 2 + 1) in by_cudnn(trace)
