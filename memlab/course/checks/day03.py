@@ -106,6 +106,13 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
             f"{case} gave {_in_digits(got.losses)}; wanted the mean loss of each window's tokens, "
             f"{_in_digits(wanted.losses)}.",
         )
+    one = _check_activations(answer)
+    _check_frozen(answer)
+    return f"weights as by the full batch (within 1e-12) · activations of one of 4, {one:,} bytes"
+
+
+def _check_activations(answer: TrainEpoch) -> int:
+    """The bytes of one micro-batch's activations, which are there at a time."""
     one, four = (_most_activations(answer, number) for number in (1, 4))
     logits = 8 * VOCABULARY * _MEASURED[0].numel()  # a name may hold those before
     require(
@@ -120,8 +127,7 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
         f"wanted those of one forward pass, at most {most:,}.",
         evidence="more than one forward pass",
     )
-    _check_frozen(answer)
-    return f"weights as by the full batch (within 1e-12) · activations of one of 4, {one:,} bytes"
+    return one
 
 
 def _why_off(answer: TrainEpoch, name: str) -> str:
