@@ -28,7 +28,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -111,7 +111,12 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
     active: "dry_run | None" = None
     _observer: Observer | None = None
 
-    def __init__(self, *, assume: str | float | None = None) -> None:
+    def __init__(self, *others: object, assume: str | float | None = None) -> None:
+        if others:
+            raise TypeError(
+                f"got dry_run({type(others[0]).__name__}); it takes no function: build the model "
+                f"and measure a step inside `with memlab.dry_run():`"
+            )
         self._assumptions = Assumptions(assume)
 
     def __enter__(self) -> "dry_run":
@@ -121,6 +126,7 @@ class dry_run:  # noqa: N801 - used as a function: `with memlab.dry_run():`
         absent.StandIn.asked_for = False
         self._outside = _Outside()
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake_mode.create_symbolic_nested_int = _refuse_jagged
         self._operators = _Operators(self)
         self._functions = _Functions()
         self._modes = (self._fake_mode, self._functions, self._operators)
@@ -386,6 +392,13 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         answer = _FUNCTIONS.get(func)
         return (answer or func)(*args, **(kwargs or {}))
+
+
+def _refuse_jagged(*args: Any, **options: Any) -> NoReturn:
+    raise ValueError(
+        f"{user_line()}: a dry run does not follow the lengths in a nested tensor of layout "
+        f"jagged; pad the sequences, or measure a real step"
+    )
 
 
 def _format(tensor: torch.Tensor, spec: str) -> str:

@@ -247,13 +247,19 @@ def test_one_hot_takes_the_memory_of_the_real_one():
         lambda x: x.unique(),
         lambda x: F.one_hot(x.long()),
         lambda x: nn.Embedding(4, 4, sparse=True)(x.long().abs()).sum().backward(),
+        lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
     ],
-    ids=["mask", "nonzero", "unique", "one-hot", "sparse"],
+    ids=["mask", "nonzero", "unique", "one-hot", "sparse", "jagged"],
 )
 def test_a_shape_that_depends_on_values_is_one_sentence_that_names_the_line(use):
     with memlab.dry_run(), pytest.raises(ValueError, match=r"^\S*test_fake.py:\d+ ") as caught:
         use(torch.randn(3))
     assert "\n" not in str(caught.value)
+
+
+def test_a_dry_run_of_a_function_is_told_to_stand_around_it():
+    with pytest.raises(TypeError, match=r"got dry_run\(function\); it takes no function: build"):
+        memlab.dry_run(test_devices_are_answered_by_the_cpu)
 
 
 def test_boolean_masks_that_keep_the_shape_work():
