@@ -31,6 +31,7 @@ from memlab.metering.registry import REGISTRY, Storage
 from memlab.metering.tensors import (
     has_a_handler_of_its_own,
     plain_tensors,
+    sharing_the_parts,
     tensors_among,
     tensors_within,
 )
@@ -233,7 +234,18 @@ class StorageMeter(LightMode):
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._dry_run is not None:
             return self._dry_run.execute(func, args, kwargs)
+        if func is aten.clone.default and self._is_handed_over_sparse(args[0]):
+            return sharing_the_parts(args[0])
         return func(*args, **kwargs)
+
+    def _is_handed_over_sparse(self, tensor: torch.Tensor) -> bool:
+        """Whether it becomes `.grad` as it is unwatched; watched, autograd clones its parts."""
+        return (
+            tensor.layout is torch.sparse_coo
+            and self.context.leaf() is not None
+            and not torch.is_grad_enabled()
+            and all(part.is_contiguous() for part in tensors_among((tensor,)))
+        )
 
     def _see(self, tensor: torch.Tensor, phase: str) -> Storage:
         """The record of an operator's input; one never seen before was alive before us."""

@@ -31,6 +31,17 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
+def sharing_the_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Another sparse tensor of the same indices and values."""
+    return torch.sparse_coo_tensor(
+        tensor._indices(),
+        tensor._values(),
+        tensor.shape,
+        is_coalesced=tensor.is_coalesced(),
+        check_invariants=False,
+    )
+
+
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in an optimizer's state, however nested."""
     if isinstance(value, torch.Tensor):

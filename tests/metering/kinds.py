@@ -32,7 +32,6 @@ KINDS: dict[str, Builder] = {}
 # Where a meter of operators and the step itself part, and why.
 OUTSIDE_THE_PROMISE = {
     "formulas_beyond_the_promise": "watched, their gradients come from other operators",
-    "recommender_sparse_gradients": "watched, a sparse gradient is cloned on its way to `.grad`",
 }
 
 # Every storage is seen, but the real peak is higher by what a kernel takes for itself.
