@@ -20,7 +20,7 @@ import torch
 import memlab
 from memlab.cli import report, terminal
 from memlab.cli.choices import choose_device
-from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory, said_by, shown
+from memlab.cli.errors import UsageError, choice, in_one_line, is_out_of_memory, said_by, shown
 from memlab.cli.machine import devices_present
 from memlab.cli.parsing import choose_folder
 from memlab.cli.results import write
@@ -64,8 +64,9 @@ def measure_script(
         raise UsageError(
             f"the step of {script} allocated nothing on {trace.device}; it must call the model"
         )
-    terminal.say("\n".join([f"{script}: {_how(dry, device)}", *assumed(trace)]) + "\n")
-    terminal.say(str(trace))
+    first = [f"{script}: {_how(dry, device)}", *assumed(trace), ""]
+    for line in [*first, *str(trace).splitlines()]:
+        terminal.say(terminal.paragraph(line) if len(line) > terminal.WIDTH else line)
     if numbers := "\n".join(map(terminal.paragraph, report.three_numbers(trace))):
         terminal.say(f"\n{numbers}")
     write([Row(str(script), trace)], f"{script}, dry run" if dry else str(script), folder)
@@ -216,8 +217,17 @@ def _load(script: Script) -> Callable[[], Any]:
         raise
     function = getattr(module, script.function, None)
     if not callable(function):
-        raise UsageError(f"got --script {script}; {script.path} has no function {script.function}")
+        own = [key for key, value in vars(module).items() if _is_offered(key, value, name)]
+        there = f"; {choice(script.function, own)}" if own else ""
+        raise UsageError(
+            f"got --script {script}; {script.path} has no function {script.function}{there}"
+        )
     return function
+
+
+def _is_offered(name: str, value: Any, module: str) -> bool:
+    own = inspect.isfunction(value) and value.__module__ == module
+    return own and not name.startswith("_")
 
 
 def _parts(built: Any, script: Script) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:

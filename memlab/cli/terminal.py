@@ -17,7 +17,7 @@ from rich.table import Table
 # Numbers are never cut to the terminal's width: it wraps a line that is too long for it.
 console = Console(highlight=False, emoji=False, width=200)
 
-
+WIDTH = 80  # characters that every terminal has in a line
 SECONDS_TO_A_LINE = 2.0  # where no bar can be drawn
 
 
@@ -65,7 +65,7 @@ def _lines(stages: int) -> Callable[[str], None]:
 def paragraph(sentence: str) -> str:
     """The sentence in lines that every terminal has room for; no option or name is broken."""
     whole = {"break_long_words": False, "break_on_hyphens": False}
-    return fill(sentence, 80, subsequent_indent="  ", **whole)
+    return fill(sentence, WIDTH, subsequent_indent="  ", **whole)
 
 
 def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
