@@ -12,6 +12,7 @@ from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.devices import complete, watch
 from memlab.metering.fake import dry_run
 from memlab.metering.limits import BudgetExceeded, budget
+from memlab.metering.observer import formulas_note
 from memlab.metering.prediction import predict
 from memlab.metering.storages import THREADS_NOTE, Change, StorageMeter
 from memlab.targets import Kernels
@@ -102,6 +103,7 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
                 *([SCRATCH_NOTE] if leaves_scratch_out else []),
                 *([STAND_IN_NOTE] if is_dry and StandIn.asked_for else []),
                 *([THREADS_NOTE] if self._storages.found_unseen_gradients else []),
+                *formulas_note(self._storages.nodes),
                 *(dry_run.active.notes() if is_dry else ()),
             ),
         )

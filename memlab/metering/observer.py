@@ -43,6 +43,25 @@ _IN_FORMULA = frozenset(
 )
 
 
+# Nodes that take other operators altogether while they are watched: most look for zeros, or for
+# NaNs, in the values otherwise.
+_OTHER_FORMULAS = {
+    "AngleBackward0": "angle",
+    "CumprodBackward0": "cumprod",
+    "LinalgHouseholderProductBackward0": "householder_product",
+    "LinalgLstsqBackward0": "lstsq",
+    "LinalgMatrixExpBackward0": "matrix_exp",
+    "LinalgPinvBackward0": "pinv",
+    "LinalgQrBackward0": "qr",
+    "MaskedFillBackward1": "masked_fill by a tensor",
+    "MaxBackward1": "max of all elements",
+    "MedianBackward0": "median of all elements",
+    "MinBackward1": "min of all elements",
+    "NanmedianBackward0": "nanmedian of all elements",
+    "ProdBackward0": "prod",
+    "ProdBackward1": "prod",
+}
+
 # What can be in place unwatched, at all.
 OUT_OF_PLACE = _INTO_ZEROS | {func for _, func in _IN_FORMULA} | {aten.add.Tensor}
 
@@ -110,6 +129,17 @@ def is_in_place_unwatched(
     if func in _INTO_ZEROS:
         return old.node is not None and old.node == new.node
     return (node.name(), func) in _IN_FORMULA
+
+
+def formulas_note(nodes: set[str]) -> tuple[str, ...]:
+    """A note on the gradients among these nodes that are not metered to the byte, if any is."""
+    names = sorted({_OTHER_FORMULAS[node] for node in nodes & _OTHER_FORMULAS.keys()})
+    if not names:
+        return ()
+    return (
+        f"the gradient of {', '.join(names)} is computed in another way while it is watched: what "
+        f"it takes meanwhile is not exact",
+    )
 
 
 def is_formula(func: Any, next_func: Any) -> bool:

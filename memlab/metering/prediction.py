@@ -36,6 +36,7 @@ from memlab.metering.devices import complete
 from memlab.metering.fake import dry_run
 from memlab.metering.frames import user_line
 from memlab.metering.gpu_answers import answered_for
+from memlab.metering.observer import formulas_note
 from memlab.metering.registry import REGISTRY
 from memlab.metering.scratch import scratch_bytes
 from memlab.metering.storages import (
@@ -220,6 +221,7 @@ class _Prediction(dry_run):
             ),
             *([recurrent.RESERVE_NOTE] if recurrent.IN_WORDS in unconfirmed else []),
             *([THREADS_NOTE] if meter.found_unseen_gradients else []),
+            *formulas_note(meter.nodes),
             *self.notes(),
         )
 

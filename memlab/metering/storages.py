@@ -110,6 +110,7 @@ class StorageMeter(LightMode):
         self._births: dict[str, list[Storage]] = {"forward": [], "backward": [], "optimizer": []}
         self._parameter_kinds: set[tuple[int, torch.dtype]] = set()  # (bytes, dtype)
         self._watched_pair: WatchedPair | None = None
+        self.nodes: set[str] = set()  # names of those of autograd that allocated
 
     # ------------------------------------------------------------------ begin and end
 
@@ -283,6 +284,8 @@ class StorageMeter(LightMode):
         record.operator, record.phase, record.module = func, phase, self.context.module()
         node = self.context.node()
         record.node = None if node is None else node._sequence_nr()
+        if node is not None:
+            self.nodes.add(node.name())
         record.line = user_line() if self._lines else None
         if phase == "backward" and self.context.leaf() is not None:
             record.mark("gradients")

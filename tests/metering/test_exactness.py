@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from kinds import KINDS, OUTSIDE_THE_PROMISE
 from quick import quick
 from test_fake import renumbered
@@ -81,3 +82,46 @@ def test_a_dry_run_refuses_what_depends_on_values_in_one_sentence(name):
 def test_what_is_outside_the_promise_is_so_for_a_reason_that_still_holds(name):
     step, _, _ = KINDS[name]()
     assert not compare(second_step(name), record(step, warm_up=step)).exact
+
+
+IN_ANOTHER_WAY = {  # operators whose gradients take other operators while they are watched
+    "prod": lambda x: (x / 9 + 1).prod(),
+    "prod of a dimension": lambda x: (x / 9 + 1).prod(dim=1),
+    "cumprod": lambda x: (x / 9 + 1).cumprod(dim=1),
+    "max of all elements": lambda x: x.max(),
+    "min of all elements": lambda x: x.min(),
+    "median of all elements": lambda x: x.median(),
+    "nanmedian of all elements": lambda x: x.nanmedian(),
+    "masked_fill by a tensor": lambda x: x.masked_fill((x > 0).detach(), x.mean()),
+    "angle": lambda x: torch.polar(x + 3, x).angle(),
+    "matrix_exp": lambda x: torch.linalg.matrix_exp(x / 9),
+    "pinv": lambda x: torch.linalg.pinv(x + 3 * torch.eye(8)),
+    "lstsq": lambda x: torch.linalg.lstsq(x + 3 * torch.eye(8), x[:, :3]).solution,
+    "qr": lambda x: torch.linalg.qr(x)[0],
+    "householder_product": lambda x: torch.linalg.householder_product(x, x[0]),
+}
+IN_THE_SAME_WAY = {
+    "amax": lambda x: x.amax(),
+    "max of a dimension": lambda x: x.max(dim=1).values,
+    "masked_fill by a number": lambda x: x.masked_fill((x > 0).detach(), 0.0),
+    "inverse": lambda x: torch.linalg.inv(x + 3 * torch.eye(8)),
+    "norm": lambda x: x.norm(float("inf")),
+}
+
+
+@pytest.mark.parametrize("name", IN_ANOTHER_WAY | IN_THE_SAME_WAY)
+def test_a_note_names_a_gradient_that_is_computed_in_another_way_while_watched(name):
+    """It is there exactly if the meter and the step unwatched differ."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(8, 8))
+
+    def step() -> None:
+        weight.grad = None
+        (IN_ANOTHER_WAY | IN_THE_SAME_WAY)[name](weight * 1).sum().backward()
+
+    step()
+    trace = memlab.measure(step)
+    note = [note for note in trace.notes if "in another way" in note]
+    assert bool(note) == (name in IN_ANOTHER_WAY)
+    assert all(name.removesuffix(" of a dimension") in each for each in note)
+    assert compare(trace, record(step, warm_up=step)).exact == (not note)
