@@ -118,7 +118,7 @@ def progress() -> int:
         exercises = {number: days.texts(number) for number in days.numbers()}
         _require_exercises(done.guesses, folder / noted.FILE)
         guesses = list(_guesses(done))
-        terminal.console.print(_exercises_table(exercises, done))
+        terminal.console.print(_exercises_table(exercises, done), width=terminal.WIDTH)
     left = [e for es in exercises.values() for e in es if _record(done, e).status != OK]
     minutes = sum(e.minutes for e in left)
     terminal.say(
@@ -128,7 +128,7 @@ def progress() -> int:
     )
     if guesses:
         terminal.say("\nGuesses, and how far off they were:\n")
-        terminal.console.print(_guesses_table(guesses))
+        terminal.console.print(_guesses_table(guesses), width=terminal.WIDTH)
         for number in sorted({days.day_of(guess.id) for guess in guesses}):
             _say_how_far_off(number, [g for g in guesses if days.day_of(g.id) == number])
     if not (done.exercises or done.guesses):
@@ -360,12 +360,12 @@ def _exercises_table(exercises: dict[int, tuple[days.Text, ...]], done: Progress
     columns: dict[str, Callable[[days.Text], str]] = {
         "exercise": lambda e: e.title,
         "state": lambda e: _state(_record(done, e)),
-        "minutes": lambda e: str(e.minutes),
-        "difficulty": lambda e: "●" * e.difficulty + "○" * (len(DIFFICULTIES) - e.difficulty),
+        "min": lambda e: str(e.minutes),
+        "level": lambda e: "●" * e.difficulty + "○" * (len(DIFFICULTIES) - e.difficulty),
         "checks": lambda e: str(_record(done, e).checks or ""),
         "hints": lambda e: str(_record(done, e).hints or ""),
     }
-    table = _plain_table(["", *columns], left=("", "exercise", "state", "difficulty"))
+    table = _plain_table(["", *columns], left=("", "exercise", "state", "level"))
     for number, of_day in exercises.items():
         table.add_row("", Text(_title(number), "bold"))
         for exercise in of_day:
@@ -426,7 +426,9 @@ def _number(number: float) -> str:
 
 
 def _plain_table(titles: Sequence[str], left: Sequence[str]) -> Table:
+    """Its second column, which names things, takes several lines where there is no room."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(title, justify="left" if title in left else "right", no_wrap=True)
+    for place, title in enumerate(titles):
+        side = "left" if title in left else "right"
+        table.add_column(title, justify=side, no_wrap=place != 1)
     return table

@@ -94,7 +94,7 @@ def options(setting: Setting) -> str:
 
 def _show(rows: list[Row], *sentences: Iterable[str]) -> None:
     """The table, and what needs a word more."""
-    terminal.console.print(report.table(rows))
+    terminal.show_table(report.table(rows))
     if text := "\n".join(map(terminal.paragraph, chain(*sentences))):
         terminal.say(f"\n{text}")
 

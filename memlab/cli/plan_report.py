@@ -14,10 +14,10 @@ MOST_OTHERS = 3  # recipes that were not measured, to be shown
 
 def show(found: Plan) -> None:
     """What was asked, the table, and what each column leaves open."""
-    terminal.say("\n".join(headline(found)) + "\n")
+    terminal.say("\n".join(map(terminal.paragraph, headline(found))) + "\n")
     others = found.others[:MOST_OTHERS]
     if rows := [*found.options, *others, *([found.miss] if found.miss else [])]:
-        terminal.console.print(table(rows))
+        terminal.show_table(table(rows))
     sentences = "\n".join(map(terminal.paragraph, remarks(found)))
     terminal.say(f"\n{sentences}")
     for option in found.options:

@@ -138,7 +138,7 @@ def _show(
         for note in assumed(found.rows[0].trace):
             terminal.say(note)
     terminal.say(f"{room(there, target)}\n")
-    terminal.console.print(_table(found, budget))
+    terminal.show_table(_table(found, budget))
     if found.has_times:
         terminal.say(f"\n{terminal.paragraph(_about_times(found.plain))}")
     for sentence in report.failures(found.rows):

@@ -21,7 +21,7 @@ STATES = ("parameters", "gradients", "optimizer_state")
 @dataclass(frozen=True)
 class RankRow(Row):
     """One stage; what a rank holds of model states, what it sends in a step, and which units are
-    whole at the peak."""
+    whole at peak."""
 
     states_bytes: int | None = None
     sent_bytes: int | None = None
@@ -55,7 +55,7 @@ def measure_ranks(
         raise UsageError(f"{rows[0].name}: {rows[0].failure}")
     of = f"one rank of {ranks}, each with this batch"
     terminal.say(f"{report.headline(setting, dry=True)}\n{of}\n")
-    terminal.console.print(report.table(rows, columns(rows)))
+    terminal.show_table(report.table(rows, columns(rows)))
     terminal.say("\n" + "\n".join(map(terminal.paragraph, legend(rows))))
     write(rows, f"{setting}, one rank of {ranks}, dry run", folder)
     return int(any(row.failure for row in rows))
@@ -101,7 +101,7 @@ def columns(rows: Sequence[RankRow]) -> dict[str, list[str]]:
             "" if r.states_bytes is None else format_bytes(r.states_bytes) for r in rows
         ],
         "sent": ["" if r.sent_bytes is None else format_bytes(r.sent_bytes) for r in rows],
-        "whole at the peak": [" + ".join(row.gathered) for row in rows],
+        "whole at peak": [" + ".join(row.gathered) for row in rows],
     }
 
 
@@ -112,7 +112,7 @@ def legend(rows: Sequence[RankRow]) -> Iterator[str]:
     yield "sent: by each rank in a step, as a ring of ranks sends it"
     if any(row.gathered for row in rows):
         yield (
-            "whole at the peak: whose weights were just then gathered from all ranks; the root's "
+            "whole at peak: whose weights were just then gathered from all ranks; the root's "
             "are those of no block"
         )
     yield from report.failures(rows)

@@ -17,7 +17,7 @@ import torch
 from memlab.allocator import simulate
 from memlab.cli.errors import UsageError
 from memlab.cli.rows import Row
-from memlab.cli.terminal import say
+from memlab.cli.terminal import paragraph, say
 from memlab.files import write_beside
 from memlab.planner import Measured, Plan
 from memlab.trace import Event, Trace
@@ -58,7 +58,7 @@ def _write_all(
                 _draw(draw, beside[name])
     except OSError as error:
         raise UsageError(f"writing to {folder} failed: {error}") from error
-    say("written: " + ", ".join(str(folder / name) for name in names))
+    say(paragraph("written: " + ", ".join(str(folder / name) for name in names)))
 
 
 def write_plan(plan: Plan, folder: Path) -> None:

@@ -68,6 +68,27 @@ def paragraph(sentence: str) -> str:
     return fill(sentence, WIDTH, subsequent_indent="  ", **whole)
 
 
+def show_table(table: Table) -> None:
+    """Print it within WIDTH: where it is wider, each row's name stands above its figures."""
+    if console.measure(table).maximum <= WIDTH:
+        console.print(table)
+        return
+    title, *others = table.columns
+    figures = Table.grid(padding=(0, 2, 0, 0))
+    for _ in others:
+        figures.add_column(justify="right", no_wrap=True)
+    for cells in zip(*((column.header, *column.cells) for column in others), strict=True):
+        figures.add_row(*cells)
+    for name, line in zip((title.header, *title.cells), _lines_of(figures), strict=True):
+        say(f"{name}\n  {line.rstrip()}")
+
+
+def _lines_of(table: Table) -> list[str]:
+    with console.capture() as printed:
+        console.print(table)
+    return printed.get().splitlines()
+
+
 def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
     """The columns in which something stands: the first to the left, the others to the right."""
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

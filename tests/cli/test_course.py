@@ -525,7 +525,7 @@ def test_progress_shows_how_every_exercise_stands(memlab_command, copy):
     memlab_command("hint", "7.1")
     lines = [line.split() for line in memlab_command("progress").out.splitlines()]
     assert lines == [
-        ["exercise", "state", "minutes", "difficulty", "checks", "hints"],
+        ["exercise", "state", "min", "level", "checks", "hints"],
         ["Day", "7:", "doubling", "[pairs]"],
         ["7.1", "Double", "[it]", "tried", "5", "●○○○○", "2", "1"],
         ["7.2", "Half", "of", "it", "ok", "20", "●●●○○", "1"],

@@ -530,8 +530,8 @@ def test_numbers_and_pictures_are_written(finished):
     assert outcome.status == 0
     assert {path.name for path in folder.iterdir()} == set(FILES)
     assert outcome.out.endswith(
-        "written: here/and/there/measure.json, here/and/there/measure.png, "
-        "here/and/there/measure-timeline.png, here/and/there/measure-blocks.png\n"
+        "written: here/and/there/measure.json, here/and/there/measure.png,\n"
+        "  here/and/there/measure-timeline.png, here/and/there/measure-blocks.png\n"
     )
 
 

@@ -61,7 +61,7 @@ def test_of_one_rank_stage_0_holds_what_the_plain_step_does():
 
 
 def test_what_is_whole_at_the_peak_is_named():
-    found = columns(rows())["whole at the peak"]
+    found = columns(rows())["whole at peak"]
     assert found[:3] == ["", "", ""]
     assert "root" in found[3]
 

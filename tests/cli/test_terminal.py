@@ -1,4 +1,4 @@
-"""How progress is shown where there is no terminal."""
+"""Progress where there is no terminal, and tables where there is no room."""
 
 import pytest
 
@@ -31,3 +31,17 @@ def test_without_a_terminal_there_is_a_line_every_two_seconds(monkeypatch, capsy
         for stage in "abcd":
             announce(stage)
     assert capsys.readouterr() == ("", lines)
+
+
+def test_a_table_that_is_too_wide_has_each_name_above_its_figures(capsys):
+    name = "a name of many words"
+    for wide in (False, True):
+        name *= 1 + 4 * wide
+        terminal.show_table(terminal.table_of({"name": ["x", name], "a": ["1", "22"]}))
+    narrow = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert narrow[:3] == [
+        "name                   a",
+        "x                      1",
+        f"{name[:20]}  22",
+    ]
+    assert narrow[3:] == ["name", "   a", "x", "   1", name, "  22"]
