@@ -18,7 +18,7 @@
 # ## The question
 #
 # Each query of a sequence is compared with each key: T tokens (the N of the question), T² *scores*.
-# A *softmax* makes a row of them into attention's weights, and these mix the values:
+# A *softmax* makes a row of them into probabilities, and these mix the values:
 #
 # out = softmax(scale · q kᵀ) v, with scale = 1 / √D
 #
@@ -98,76 +98,78 @@ fused = kept_bytes(scaled_dot_product_attention)
 reveal("10.1", matrix_gib=matrix, fullest_gib=fullest, fused_mib=fused)
 
 # %% [markdown]
-# 8 GiB are attention's weights. What is above 8: the scaled q, the result and the causal mask, 128,
-# 128 and 64 MiB. At the fullest moment there are **three** such matrices: the weights, their
-# gradient, and the scores' gradient.
+# 8 GiB are attention's probabilities. What is above 8: the scaled q, the result and the causal
+# mask, 128, 128 and 64 MiB. At the fullest moment there are **three** such matrices: the
+# probabilities, their gradient, and the scores' gradient.
 #
 # Fused attention keeps 129 MiB: the result, 128; and one number for each query of each head, 1.
 # Which number?
 
 # %% [markdown]
-# ## A softmax that runs
+# ## Online softmax
 #
-# e^1000 is infinite, so softmax counts from the highest score of a row, its *top*:
+# e^1000 is infinite, so softmax first subtracts the highest score of a row, `row_max`:
 #
-# weight = e^(score − top) / total, with total = Σ e^(score − top)
+# probability = e^(score − row_max) / row_sum, with row_sum = Σ e^(score − row_max)
 #
-# That takes two walks along the row: one for top, one for total. But a sum that counts from a
-# *wrong* top is off by a known factor. So walk once, piece by piece, and where a higher score turns
-# up, **correct** what was summed before, by e^(old top − new top).
+# That takes two passes over the row: one for row_max, one for row_sum. But a sum that was computed
+# with a smaller row_max is off by a known factor. So one pass is enough, tile by tile: where a
+# higher score turns up, **correct** the sum so far by e^(old row_max − new row_max). This is the
+# **online softmax**.
 
 # %%
 row = 1.5 * torch.randn(32, generator=torch.Generator().manual_seed(3)) + torch.arange(32) / 16
-top = row.cummax(0).values
-total = torch.stack([(row[: n + 1] - top[n]).exp().sum() for n in range(32)])
+row_max = row.cummax(0).values
+row_sum = torch.stack([(row[: n + 1] - row_max[n]).exp().sum() for n in range(32)])
 fig, (above, below) = plt.subplots(2, sharex=True, figsize=(9, 3.6), layout="constrained")
 above.bar(range(32), row, color=[f"C{n // 8}" for n in range(32)], width=0.8)
-above.step(range(32), top, where="mid", color="k", label="top so far")
-above.set(ylabel="score", title="A row of scores in four pieces")
+above.step(range(32), row_max, where="mid", color="k", label="row_max so far")
+above.set(ylabel="score", title="A row of scores in four tiles")
 above.legend(frameon=False)
-below.step(range(32), total, where="mid", color="#882233")
+below.step(range(32), row_sum, where="mid", color="#882233")
 ends = [7, 15, 23, 31]
-at_ends = [f"{total[n]:.2f}" for n in ends]
-below.plot(ends, total[ends], "o", color="#882233", label="after each piece")
+at_ends = [f"{row_sum[n]:.2f}" for n in ends]
+below.plot(ends, row_sum[ends], "o", color="#882233", label="after each tile")
 for n, text in zip(ends, at_ends, strict=True):
-    below.annotate(text, (n, total[n]), (0, 5), textcoords="offset points", ha="center")
+    below.annotate(text, (n, row_sum[n]), (0, 5), textcoords="offset points", ha="center")
     above.axvline(n + 0.5, color="0.8", linewidth=0.8, zorder=0)
     below.axvline(n + 0.5, color="0.8", linewidth=0.8, zorder=0)
-below.set(xlabel="key", ylabel="total so far", ylim=(0, 1.25 * total.max()))
+below.set(xlabel="key", ylabel="row_sum so far", ylim=(0, 1.25 * row_sum.max()))
 below.legend(frameon=False, loc="upper left")
-print(f"total after each piece, from the top so far: {', '.join(at_ends)}")
-print(f"softmax's own sum, from the last top: {(row - row.max()).exp().sum():.2f}")
+print(f"row_sum after each tile, with the row_max so far: {', '.join(at_ends)}")
+print(f"softmax's own sum, with the last row_max: {(row - row.max()).exp().sum():.2f}")
 
 # %% [markdown]
-# Where top rises far, total falls: what came before counts for less. At the end it is softmax's
-# own.
+# Where row_max jumps up, row_sum falls: the scores before count for less. At the end row_sum is
+# softmax's own sum.
 #
-# The mixture of the values runs likewise. Whatever a row's length, its state is three things: top,
-# total, and *mixed* = Σ e^(score − top) · value. At the end the result is mixed / total.
+# The weighted sum of the values is updated in the same way. Whatever a row's length, its state is
+# three things: row_max, row_sum, and the **accumulator** acc = Σ e^(score − row_max) · value. At
+# the end the output is acc / row_sum.
 
 # %% [markdown]
-# ### Exercise 10.1: a softmax that runs
+# ### Exercise 10.1: online softmax
 #
-# About 12 minutes. Given the state so far, of R rows: `top` and `total` (…, R, 1), `mixed`
-# (…, R, D); and a piece: `scores` (…, R, K), `values` (…, K, D). Return the new top, total and
-# mixed, and change nothing that you are given. A row that has seen nothing has top −∞. Scores may
-# be −∞, too: keys that a query may not see. Then top may still be −∞ afterwards, and total and
-# mixed are 0.
+# About 12 minutes. You get the state of R rows so far: `row_max` and `row_sum` (…, R, 1), `acc`
+# (…, R, D); and a tile of K keys: `scores` (…, R, K), `values` (…, K, D). Return the new row_max,
+# row_sum and acc; do not change the arguments. A row that has seen no key yet has row_max −∞.
+# Scores can be −∞ too, for keys that a query must not see. Then row_max may still be −∞ afterwards,
+# and row_sum and acc are 0.
 
 
 # %%
-def add_piece(top, total, mixed, scores, values):
-    ### BEGIN SOLUTION
-    higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-    zero = higher.masked_fill(higher == -torch.inf, 0)  # −∞ − (−∞) is NaN
-    weights, correction = (scores - zero).exp(), (top - zero).exp()
-    total = correction * total + weights.sum(-1, keepdim=True)
-    return higher, total, correction * mixed + weights @ values
+def add_tile(row_max, row_sum, acc, scores, values):
+    ### BEGIN SOLUTION memlab.reference.tiled_attention.add_tile
+    new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
+    safe_max = new_max.masked_fill(new_max == -torch.inf, 0)  # −∞ − (−∞) is NaN
+    probs, correction = (scores - safe_max).exp(), (row_max - safe_max).exp()
+    row_sum = correction * row_sum + probs.sum(-1, keepdim=True)
+    return new_max, row_sum, correction * acc + probs @ values
     ### END SOLUTION
 
 
 # %%
-add_piece = exercise("10.1", add_piece)
+add_tile = exercise("10.1", add_tile)
 
 # %% [markdown]
 # ## Tiles
@@ -198,7 +200,7 @@ for number, axes in enumerate(panels.flat):
     axes.set_title(f"tile {number + 1}", fontsize=9)
     axes.set(ylabel="queries" if number % 5 == 0 else "", xlabel="keys" if number > 4 else "")
 _ = fig.suptitle(
-    "64 × 64 scores, causal, a tile at a time (colour: the root of e^(score − top)); grey: gone"
+    "64 × 64 scores, causal, a tile at a time (colour: the root of e^(score − row_max)); grey: gone"
 )
 
 # %% [markdown]
@@ -258,7 +260,7 @@ print(f"torch, 2 queries, 5 keys: they see {seen.count_nonzero(1).tolist()} keys
 
 # %%
 def plan(queries, keys, tile, shift):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.tiled_attention.plan
     rows = []
     for first in range(0, queries, tile):
         last = min(first + tile, queries)
@@ -300,16 +302,16 @@ def hide(scores, row, column, shift):
 # At the end of a row there is one number more, that backward will need: the **log-sum-exp**, of
 # all scores that the query sees:
 #
-# lse = ln Σ e^score = top + ln total
+# lse = ln Σ e^score = row_max + ln row_sum
 #
 # With it each weight can be made again from its score alone: e^(score − lse). One number has both
-# top and total in it.
+# row_max and row_sum in it.
 
 # %% [markdown]
 # ### Exercise 10.3: forward, tile by tile
 #
 # About 16 minutes. q is (…, Tq, D), k and v (…, Tk, D); the scores are q kᵀ / √D. Return `out`
-# (…, Tq, D) and `lse` (…, Tq), in q's dtype, by `plan`, `hide` and `add_piece`. No tensor may have
+# (…, Tq, D) and `lse` (…, Tq), in q's dtype, by `plan`, `hide` and `add_tile`. No tensor may have
 # more numbers than q, and no tile stays. A query that sees nothing gets out 0 and lse **+∞** (you
 # will see why). No product takes more than `tile` queries and `tile` keys. A slice goes into the
 # brackets as it is: `q[..., row, :]`, `lse[..., row]`.
@@ -317,18 +319,18 @@ def hide(scores, row, column, shift):
 
 # %%
 def attend(q, k, v, tile, shift):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.tiled_attention.attend
     out, lse = torch.empty_like(q), torch.empty_like(q[..., 0])
     for row, columns in plan(q.shape[-2], k.shape[-2], tile, shift):
         part = q[..., row, :] * q.shape[-1] ** -0.5
-        top = torch.full_like(part[..., :1], -torch.inf)
-        total, mixed = torch.zeros_like(top), torch.zeros_like(part)
+        row_max = torch.full_like(part[..., :1], -torch.inf)
+        row_sum, acc = torch.zeros_like(row_max), torch.zeros_like(part)
         for column in columns:
             scores = hide(part @ k[..., column, :].mT, row, column, shift)
-            top, total, mixed = add_piece(top, total, mixed, scores, v[..., column, :])
-        nothing = total == 0
-        out[..., row, :] = mixed / total.masked_fill(nothing, 1)
-        lse[..., row] = (top + total.log()).masked_fill(nothing, torch.inf).squeeze(-1)
+            row_max, row_sum, acc = add_tile(row_max, row_sum, acc, scores, v[..., column, :])
+        nothing = row_sum == 0
+        out[..., row, :] = acc / row_sum.masked_fill(nothing, 1)
+        lse[..., row] = (row_max + row_sum.log()).masked_fill(nothing, torch.inf).squeeze(-1)
     return out, lse
     ### END SOLUTION
 
@@ -365,20 +367,20 @@ print(f"{'your loop of tiles':19}{format_bytes(loop):>10}")
 
 # %% [markdown]
 # **N² is back**, in small pieces. Autograd saves what each operator of each tile will need: its
-# mask, its weights, the states in between. Forgetting has to be said. That is Day 5 once more, but
-# a checkpoint around the loop would not do: its second run would have all tiles again. Backward has
-# to go tile by tile, too.
+# mask, its probabilities, the states in between. Forgetting has to be said. That is Day 5 once
+# more, but a checkpoint around the loop would not do: its second run would have all tiles again.
+# Backward has to go tile by tile, too.
 
 # %% [markdown]
 # ## Backward
 #
-# dout is the gradient of the result. Of one head, with the weights P = e^(scores − lse); ∘
-# multiplies number by number:
+# dout is the gradient of the result. For one head, with the probabilities P =
+# e^(scores − lse); ∘ multiplies element by element:
 #
 # | gradient of | is |
 # | --- | --- |
 # | v | dv = Pᵀ dout |
-# | the weights | dP = dout vᵀ |
+# | the probabilities | dP = dout vᵀ |
 # | the scores | dS = P ∘ (dP − delta), delta = rowsum(dout ∘ out) |
 # | q | dq = scale · dS k |
 # | k | dk = scale · dSᵀ q |
@@ -390,8 +392,8 @@ print(f"{'your loop of tiles':19}{format_bytes(loop):>10}")
 
 # %% [markdown]
 # And a query that sees nothing: its scores are −∞, and with lse = −∞, which the formula gives,
-# e^(−∞ − (−∞)) would be NaN. Any other number makes its weights 0, and so all of its gradients. We
-# take the flash-attn package's, +∞: with it a weight is 0 whatever its score.
+# e^(−∞ − (−∞)) would be NaN. Any other lse makes its probabilities 0, and so all of its
+# gradients. We take +∞, as the flash-attn package does: the probability is then 0 for any score.
 
 # %% [markdown]
 # ### Exercise 10.4: backward, tile by tile
@@ -407,7 +409,7 @@ print(f"{'your loop of tiles':19}{format_bytes(loop):>10}")
 class Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, tile, shift):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.tiled_attention.Flash.forward
         out, lse = attend(q, k, v, tile, shift)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.tile, ctx.shift = tile, shift
@@ -419,17 +421,17 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.tiled_attention.Flash.backward
         q, k, v, out, lse = ctx.saved_tensors
         scale, delta = q.shape[-1] ** -0.5, (dout * out).sum(-1, keepdim=True)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for row, columns in plan(q.shape[-2], k.shape[-2], ctx.tile, ctx.shift):
             for column in columns:
                 scores = scale * q[..., row, :] @ k[..., column, :].mT
-                weights = (hide(scores, row, column, ctx.shift) - lse[..., row, None]).exp()
-                dv[..., column, :] += weights.mT @ dout[..., row, :]
-                dweights = dout[..., row, :] @ v[..., column, :].mT
-                dscores = scale * weights * (dweights - delta[..., row, :])
+                probs = (hide(scores, row, column, ctx.shift) - lse[..., row, None]).exp()
+                dv[..., column, :] += probs.mT @ dout[..., row, :]
+                dprobs = dout[..., row, :] @ v[..., column, :].mT
+                dscores = scale * probs * (dprobs - delta[..., row, :])
                 dq[..., row, :] += dscores @ k[..., column, :]
                 dk[..., column, :] += dscores.mT @ q[..., row, :]
         return dq, dk, dv, None, None
@@ -506,10 +508,10 @@ for name, way in WAYS.items():
 
 # %% [markdown]
 # Yours keeps what torch's keeps, to the byte: 4 heads × 1,024 queries × (64 + 1) numbers. By way of
-# the matrix it is 6 products, as backward has the weights. Tiles make them again, 7. Of 8 × 8 tiles
-# the mask leaves 36, and 7 · 36/64 = 3.94; memlab's tiles are of 256, so 7 · 10/16 = 4.38, and one
-# takes more room. (torch's is a formula, as if nothing were skipped.) That is Day 6's bargain: the
-# weights are the dearest to keep and among the cheapest to make again.
+# the matrix it is 6 products, as backward has the probabilities. Tiles recompute them: 7. Of 8 × 8
+# tiles the mask leaves 36, and 7 · 36/64 = 3.94; memlab's tiles are of 256, so 7 · 10/16 = 4.38,
+# and one takes more room. (torch's is a formula, as if nothing were skipped.) That is Day 6's
+# bargain: the probabilities take the most memory and are among the cheapest to recompute.
 
 # %% [markdown]
 # ## Slopes 2 and 1
@@ -652,7 +654,7 @@ for name in ("llama-2-7b", "llama-3-8b"):
 # from groups: k and v are 96 MiB smaller, and copied for each query head they are 128 more. (At the
 # fullest moment all have gradients of q, k and v, too; the library sums dk and dv in float32.)
 #
-# A checkpoint around each block forgets attention's weights as well; but one block's are there at a
+# A checkpoint around each block forgets the probabilities as well; but one block's are there at a
 # time, some 12 GiB at their fullest. Tiles and checkpoints go together.
 
 # %% [markdown]
@@ -715,7 +717,7 @@ verdict(
 # | --- | --- | --- |
 # | q, k, v | T · (C + 2 · KV · D) | 192 MiB |
 # | by tiles: result and lse | T · C + T · H (float32) | 65 MiB |
-# | by matrix: attention's weights | H · T² | 4 GiB, three such at the fullest |
+# | by matrix: the probabilities | H · T² | 4 GiB, three such at the fullest |
 #
 # N² went into time: each score is computed twice, and lives as long as its tile. You can say which
 # tiles a mask spares, which of two diagonals a library means, and why backward needs one number a

@@ -10,7 +10,7 @@ exactly as it stands there, so a solution that changes can make an edit fail, ne
 
 import textwrap
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from memlab.course import days
@@ -34,9 +34,21 @@ def given(day: int, *names: str) -> Any:
     return found[0] if len(found) == 1 else found
 
 
+class EditedAnswer(WrongAnswer):
+    """A wrong answer that is the solution with edits. It is made when it is first needed: the
+    notebook may be older than the edits while it is built."""
+
+    def __init__(self, id_: str, remark: str, edits: Sequence[Edit]) -> None:
+        self.__dict__.update(id=id_, remark=remark, edits=edits)  # the class it is of is frozen
+
+    @cached_property
+    def answer(self) -> Any:
+        return edited(self.id, *self.edits)
+
+
 def mistakes(id_: str, *rows: tuple[Any, ...]) -> tuple[WrongAnswer, ...]:
-    """Named wrong answers, each of a row: what is said of it, and the edits of the solution."""
-    return tuple(WrongAnswer(edited(id_, *edits), remark) for remark, *edits in rows)
+    """Named wrong answers, one per row: the remark on it, then the edits of the solution."""
+    return tuple(EditedAnswer(id_, remark, edits) for remark, *edits in rows)
 
 
 def edited(id_: str, *edits: Edit) -> Any:

@@ -1,5 +1,23 @@
-"""Each technique as its paper has it: one file, one sitting, torch alone.
+"""Reference implementations: one technique a file, at most 60 lines of code, torch alone.
 
-These are the solutions of the lessons, and what the library's own versions are tested against. What
-a library version adds (speed, fewer bytes, more cases) stands at the head of its file.
+Each file follows its paper step by step. The lessons' solutions are taken from these files, and the
+library's own versions are tested against them, on values and on bytes.
+
+    technique                           library version
+    adamw                               memlab.optim.AdamW
+    lion                                memlab.optim.Lion
+    adam_mini                           memlab.optim.AdamMini
+    adam8bit                            memlab.optim.Adam8bit
+    loss_scaling                        memlab.precision.LossScaler
+    checkpointing                       memlab.checkpointing.checkpoint
+    selective_checkpointing             memlab.checkpointing.selective
+    activation_compression              memlab.compression.compressed_activations
+    tiled_attention                     memlab.attention.flash_attention
+    chunked_loss                        memlab.losses.chunked_cross_entropy
+    collectives, sharded_optimizer,     memlab.zero.simulate
+    sharded_weights
+    offloaded_optimizer                 memlab.offload.OffloadedOptimizer
+    post_hoc_ema                        memlab.ema
+    meter                               memlab.measure
+    caching_allocator                   memlab.allocator.simulate
 """

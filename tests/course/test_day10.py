@@ -14,10 +14,12 @@ from memlab.course import days
 from memlab.course.bill import SETTING
 from memlab.course.checks import day10
 from memlab.course.checks.day06 import keep_of_each_block
-from memlab.course.checks.day10 import add_piece, attend, flash, hide, plan
 from memlab.course.exercises import OK, WRONG, judge
+from memlab.course.solutions import body, edited
 from memlab.metering import dry_run, measure
 from memlab.model import GPT, PRESETS, scaled_dot_product_attention
+from memlab.reference import tiled_attention
+from memlab.reference.tiled_attention import Flash, add_tile, attend, flash, hide, plan
 from memlab.train import combined, dry_trace
 
 ADD, PLAN, ATTEND, FLASH = days.day(10).exercises
@@ -26,14 +28,14 @@ ADD, PLAN, ATTEND, FLASH = days.day(10).exercises
 # ------------------------------------------------------------------ right in another way
 
 
-def by_log_sum_exp(top, total, mixed, scores, values):
+def by_log_sum_exp(row_max, row_sum, acc, scores, values):
     """The old state as one more key, whose score is what it sums to."""
-    new = torch.cat([top, scores], -1).amax(-1, keepdim=True)
+    new = torch.cat([row_max, scores], -1).amax(-1, keepdim=True)
     safe = torch.where(new.isinf(), torch.zeros_like(new), new)
-    factor = torch.exp(top - safe)
+    factor = torch.exp(row_max - safe)
     weights = torch.exp(scores - safe)
     parts = torch.einsum("...rk,...kd->...rd", weights, values)
-    return new, total * factor + weights.sum(-1, True), mixed * factor + parts
+    return new, row_sum * factor + weights.sum(-1, True), acc * factor + parts
 
 
 def by_pairs(queries, keys, tile, shift):
@@ -47,26 +49,26 @@ def by_pairs(queries, keys, tile, shift):
 
 
 def in_base_2(q, k, v, tile, shift):
-    """Powers of 2, results joined at the end, no plan and no add_piece."""
+    """Powers of 2, results joined at the end, no plan and no add_tile."""
     outs, lses = [], []
     log2e, scale = math.log2(math.e), 1 / math.sqrt(q.shape[-1])
     for first in range(0, q.shape[-2], tile):
         row = slice(first, min(first + tile, q.shape[-2]))
         queries = q[..., row, :] * (scale * log2e)
-        top = queries.new_full((*queries.shape[:-1], 1), -math.inf)
-        total, mixed = torch.zeros_like(top), torch.zeros_like(queries)
+        row_max = queries.new_full((*queries.shape[:-1], 1), -math.inf)
+        row_sum, acc = torch.zeros_like(row_max), torch.zeros_like(queries)
         for start in range(0, min(row.stop + shift, k.shape[-2]), tile):
             column = slice(start, min(start + tile, k.shape[-2]))
             scores = hide(queries @ k[..., column, :].transpose(-1, -2), row, column, shift)
-            new = torch.maximum(top, scores.amax(-1, keepdim=True))
+            new = torch.maximum(row_max, scores.amax(-1, keepdim=True))
             zero = new.masked_fill(new == -math.inf, 0)
-            weights, factor = torch.exp2(scores - zero), torch.exp2(top - zero)
-            total.mul_(factor).add_(weights.sum(-1, keepdim=True))
-            mixed.mul_(factor).add_(weights @ v[..., column, :])
-            top = new
-        blind = total == 0
-        outs.append(mixed / (total + blind))
-        lse = (top + total.log2()) / log2e
+            weights, factor = torch.exp2(scores - zero), torch.exp2(row_max - zero)
+            row_sum.mul_(factor).add_(weights.sum(-1, keepdim=True))
+            acc.mul_(factor).add_(weights @ v[..., column, :])
+            row_max = new
+        blind = row_sum == 0
+        outs.append(acc / (row_sum + blind))
+        lse = (row_max + row_sum.log2()) / log2e
         lses.append(torch.where(blind, math.inf, lse)[..., 0])
     return torch.cat(outs, -2), torch.cat(lses, -1)
 
@@ -154,21 +156,14 @@ def in_tiles_if_long(q, k, v, tile, shift):
     return way(q, k, v, tile, shift)
 
 
-class Counted(torch.autograd.Function):
-    """Gradients by way of a flattened list of all weights, in one vector."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, tile, shift):
-        out, lse = attend(q, k, v, tile, shift)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = tile, shift
-        return out
+class Counted(Flash):
+    """Gradients by way of a flattened list of all scores, in one vector."""
 
     @staticmethod
     def backward(ctx, dout):
         q, k, *_ = ctx.saved_tensors
         (q @ k.mT).flatten()
-        return *day10.gradients(dout, *ctx.saved_tensors, *ctx.settings), None, None
+        return Flash.backward(ctx, dout)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +172,11 @@ class Counted(torch.autograd.Function):
         (ATTEND, through_the_library, "attend uses memlab.attention; wanted your own lines"),
         (ATTEND, in_an_array, "attend uses numpy; wanted your own lines"),
         (FLASH, Counted.apply, "makes a tensor of 17,328 numbers"),
-        (ATTEND, by_heads(day10._by_strips), "multiplies 12 × 8 by 8 × 76 numbers; wanted tiles"),
+        (
+            ATTEND,
+            by_heads(edited("10.3", body("attend", day10._BY_STRIPS))),
+            "multiplies 12 × 8 by 8 × 76 numbers; wanted tiles",
+        ),
         (ATTEND, in_tiles_if_long, "tile=4, shift=-8 (more queries than keys, bottom-right)"),
     ],
     ids=["library", "array", "flat", "strips of a head", "tiles if long"],
@@ -224,43 +223,44 @@ def test_lists_and_tuples_are_alike(kind):
         return kind(kind((row, kind(columns))) for row, columns in plan(*given))
 
     assert judge(PLAN, rows).status == OK
-    assert judge(ADD, lambda *given: kind(add_piece(*given))).status == OK
+    assert judge(ADD, lambda *given: kind(add_tile(*given))).status == OK
     assert judge(ATTEND, lambda *given: kind(attend(*given))).status == OK
 
 
 def test_a_factor_of_two_is_not_taken_for_the_scale():
-    def doubled(*given):
-        dq, dk, dv = day10.gradients(*given)
-        return dq, 2 * dk, dv
-
-    verdict = judge(FLASH, day10._flash_but(doubled))
+    verdict = judge(FLASH, edited("10.4", (END, "return dq, 2 * dk, dv, None, None")))
     assert verdict.text.endswith("Off: dk.")
 
 
 def test_who_has_written_forward_hears_that_it_is_right():
-    def still_open(*given):
-        raise NotImplementedError("exercise 10.4, about 13 lines")
-
-    verdict = judge(FLASH, day10._flash_but(still_open))
+    still_open = body(
+        "Flash.backward", 'raise NotImplementedError("exercise 10.4, about 13 lines")'
+    )
+    verdict = judge(FLASH, edited("10.4", still_open))
     assert verdict.status == WRONG
     assert verdict.text == "flash: forward is right, and backward is still open."
-    wrong = judge(FLASH, day10._flash_but(still_open, forth=day10._tiled(scaled=lambda q: q)))
+    unscaled = ("attend(q, k, v, tile", "attend(q * q.shape[-1] ** 0.5, k, v, tile")
+    wrong = judge(FLASH, edited("10.4", still_open, unscaled))
     assert "forward is right" not in wrong.text
 
 
 def test_too_much_at_once_is_told_by_its_largest_tensors():
-    told = judge(ATTEND, day10._in_float64).text
+    def in_float64(q, k, v, tile, shift):
+        return [x.to(q.dtype) for x in attend(*(x.double() for x in (q, k, v)), tile, shift)]
+
+    told = judge(ATTEND, in_float64).text
     assert "of (1, 3, 76, 8) in float64" in told
 
 
-def test_a_column_more_that_carries_the_total_is_no_fault():
-    def add(top, total, mixed, scores, values):
+def test_a_column_more_that_carries_the_row_sum_is_no_fault(monkeypatch):
+    def add(row_max, row_sum, acc, scores, values):
         values = torch.cat([values, torch.ones_like(values[..., :1])], -1)
-        top, _, both = add_piece(top, total, torch.cat([mixed, total], -1), scores, values)
-        return top, both[..., -1:], both[..., :-1]
+        row_max, _, both = add_tile(row_max, row_sum, torch.cat([acc, row_sum], -1), scores, values)
+        return row_max, both[..., -1:], both[..., :-1]
 
     assert judge(ADD, add).status == OK
-    assert judge(ATTEND, day10._tiled(add=add)).status == OK
+    monkeypatch.setattr(tiled_attention, "add_tile", add)
+    assert judge(ATTEND, attend).status == OK
 
 
 def test_gradients_that_are_missing_are_told_by_name():
@@ -273,21 +273,21 @@ def test_gradients_that_are_missing_are_told_by_name():
     assert "there is no dk; backward gave None." in judge(FLASH, Half.apply).text
 
 
-ZERO = "higher.masked_fill(higher == -torch.inf, 0)"
+ZERO = "new_max.masked_fill(new_max == -torch.inf, 0)"
 SEEN = "min(last + shift, keys)"
 END = "return dq, dk, dv, None, None"
 
 REFUSED = [
-    ("10.1", "a little is added to total", ("weights.sum(-1", "1e-6 + weights.sum(-1")),
-    ("10.1", "-10⁴ stands for −∞", (ZERO, "higher.clamp(min=-1e4)")),
+    ("10.1", "a little is added to row_sum", ("probs.sum(-1", "1e-6 + probs.sum(-1")),
+    ("10.1", "-10⁴ stands for −∞", (ZERO, "new_max.clamp(min=-1e4)")),
     ("10.2", "the last row is not cut", (SEEN, "min(first + tile + shift, keys)")),
     ("10.2", "queries for keys", (SEEN, "min(last + shift, queries)")),
     ("10.2", "columns end at queries", ("min(n + tile, keys)", "min(n + tile, queries)")),
-    ("10.3", "a little is added to lse", ("total.log()", "(total + 1e-7).log()")),
+    ("10.3", "a little is added to lse", ("row_sum.log()", "(row_sum + 1e-7).log()")),
     ("10.4", "out is written over", (END, f"out *= dout\n        {END}")),
 ]
 ACCEPTED = [
-    ("10.1", "the lowest number", (ZERO, "higher.clamp(min=torch.finfo(higher.dtype).min)")),
+    ("10.1", "the lowest number", (ZERO, "new_max.clamp(min=torch.finfo(new_max.dtype).min)")),
     (
         "10.2",
         "until nothing is seen",
@@ -302,7 +302,7 @@ ACCEPTED = [
     (
         "10.4",
         "the scale at the end",
-        ("= scale * weights", "= weights"),
+        ("= scale * probs", "= probs"),
         (END, "return scale * dq, scale * dk, dv, None, None"),
     ),
 ]
@@ -362,10 +362,10 @@ def test_pieces_end_where_softmax_does():
     scores, values = torch.randn(4, 10).double(), torch.randn(10, 3).double()
     state = day10._begin((4,), 3, torch.float64)
     for start in range(0, 10, 3):
-        state = add_piece(*state, scores[:, start : start + 3], values[start : start + 3])
-    top, total, mixed = state
-    torch.testing.assert_close(mixed / total, scores.softmax(-1) @ values)
-    torch.testing.assert_close((top + total.log())[:, 0], scores.logsumexp(-1))
+        state = add_tile(*state, scores[:, start : start + 3], values[start : start + 3])
+    row_max, row_sum, acc = state
+    torch.testing.assert_close(acc / row_sum, scores.softmax(-1) @ values)
+    torch.testing.assert_close((row_max + row_sum.log())[:, 0], scores.logsumexp(-1))
 
 
 # ------------------------------------------------------------------ what the lesson says

@@ -7,204 +7,35 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from textwrap import dedent, indent
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from memlab.checkpointing.operations import Operations
 from memlab.course.checks.day09 import momentum_in_8_bits
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, require
+from memlab.course.solutions import body, mistakes
 from memlab.metering import measure
+from memlab.reference.tiled_attention import add_tile, attend, flash, hide, plan
 from memlab.torch_internals import TorchDispatchMode
 from memlab.trace import Trace
 
 Add = Callable[..., tuple[Tensor, Tensor, Tensor]]
-Plan = list[tuple[slice, list[slice]]]
-Planner = Callable[[int, int, int, int], Plan]
+Planner = Callable[[int, int, int, int], list[tuple[slice, list[slice]]]]
 Attend = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
 Flash = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
-
-# ------------------------------------------------------------------ what is built
-
-
-def add_piece(
-    top: Tensor, total: Tensor, mixed: Tensor, scores: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """top and total (…, R, 1) and mixed (…, R, D), with (…, R, K) more scores and (…, K, D)
-    values."""
-    higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-    zero = higher.masked_fill(higher == -math.inf, 0)
-    weights, correction = (scores - zero).exp(), (top - zero).exp()
-    total = correction * total + weights.sum(-1, keepdim=True)
-    return higher, total, correction * mixed + weights @ values
-
-
-def plan(queries: int, keys: int, tile: int, shift: int) -> Plan:
-    """The rows of tiles, and in each the columns in which a query i sees a key up to i + shift."""
-    rows = []
-    for first in range(0, queries, tile):
-        last = min(first + tile, queries)
-        seen = min(last + shift, keys)
-        visited = [slice(start, min(start + tile, keys)) for start in range(0, seen, tile)]
-        rows.append((slice(first, last), visited))
-    return rows
-
-
-def hide(scores: Tensor, rows: slice, columns: slice, shift: int) -> Tensor:
-    """−∞ where the key is beyond query + shift."""
-    pairs = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-    hidden = pairs.triu(rows.start - columns.start + shift + 1)
-    return scores.masked_fill(hidden, -math.inf)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
-    """q (…, Tq, D), k and v (…, Tk, D): the result (…, Tq, D), and lse (…, Tq)."""
-    return _tiled()(q, k, v, tile, shift)
-
-
-def gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: int, shift: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of q, k and v, tile by tile."""
-    return _gradients_but()(dout, q, k, v, out, lse, tile, shift)
-
-
-def flash(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> Tensor:
-    """The result (…, Tq, D), with a backward by tiles."""
-    return _flash_but()(q, k, v, tile, shift)
-
-
-# ------------------------------------------------------------------ the same, but for a mistake
-
-
-def _scaled(q: Tensor) -> Tensor:
-    return q * q.shape[-1] ** -0.5
-
-
-def _finished(top: Tensor, total: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-    saw_nothing = total == 0
-    lse = (top + total.log()).masked_fill(saw_nothing, math.inf)
-    return mixed / total.masked_fill(saw_nothing, 1), lse.squeeze(-1)
-
-
-def _tiled(
-    scaled: Callable[[Tensor], Tensor] = _scaled,
-    finished: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = _finished,
-    rows: Planner = plan,
-    masked: Callable[[Tensor, slice, slice, int], Tensor] = hide,
-    add: Add = add_piece,
-    dtype: torch.dtype | None = None,
-    is_fresh: bool = True,
-    keeps_scores: bool = False,
-) -> Attend:
-    """The right forward pass with something in it that is not."""
-
-    def answer(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
-        outs, lses, state, kept = [], [], None, []
-        for row, visited in rows(q.shape[-2], k.shape[-2], tile, shift):
-            part = scaled(q[..., row, :])
-            if is_fresh or state is None or state[2].shape != part.shape:
-                top = torch.full_like(part[..., :1], -math.inf, dtype=dtype)
-                state = top, torch.zeros_like(top), torch.zeros_like(part, dtype=dtype)
-            for column in visited:
-                scores = masked(part @ k[..., column, :].mT, row, column, shift)
-                kept += [scores] if keeps_scores else []
-                state = add(*state, scores, v[..., column, :])
-            out, lse = finished(*state)
-            outs.append(out)
-            lses.append(lse)
-        return torch.cat(outs, -2), torch.cat(lses, -1)
-
-    return answer
-
-
-def _delta(dout: Tensor, out: Tensor, dweights: Tensor, weights: Tensor) -> Tensor:
-    return (dout * out).sum(-1, keepdim=True)
-
-
-def _gradients_but(
-    scales: tuple[float, float] = (-0.5, -0.5),  # powers of D, of dq and dk
-    delta: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _delta,
-    rows: Planner = plan,
-    masked: Callable[[Tensor, slice, slice, int], Tensor] = hide,
-    is_summed: bool = True,
-    scaled: Callable[[Tensor], Tensor] = _scaled,
-    of_v: Callable[[Tensor, Tensor], Tensor] = lambda weights, dscores: weights,
-    weights_of: Callable[[Tensor, Tensor], Tensor] = lambda s, lse: (s - lse[..., None]).exp(),
-    of_scores: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda w, dw, delta: w * (dw - delta),
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """The right gradients with something in them that is not."""
-
-    def answer(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tile: int,
-        shift: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        for row, visited in rows(q.shape[-2], k.shape[-2], tile, shift):
-            queries, dresult = q[..., row, :], dout[..., row, :]
-            for column in visited:
-                keys, values = k[..., column, :], v[..., column, :]
-                scores = masked(scaled(queries) @ keys.mT, row, column, shift)
-                weights = weights_of(scores, lse[..., row])
-                dweights = dresult @ values.mT
-                taken_off = delta(dresult, out[..., row, :], dweights, weights)
-                dscores = of_scores(weights, dweights, taken_off)
-                if not is_summed:
-                    dk[..., column, :] = dv[..., column, :] = 0
-                dv[..., column, :] += of_v(weights, dscores).mT @ dresult
-                dq[..., row, :] += dscores @ keys * q.shape[-1] ** scales[0]
-                dk[..., column, :] += dscores.mT @ queries * q.shape[-1] ** scales[1]
-        return dq, dk, dv
-
-    return answer
-
-
-def _flash_but(
-    back: Callable[..., tuple[Tensor, ...]] | None = None,
-    forth: Attend | None = None,
-    is_saved: bool = True,
-    beside: Callable[..., Any] = lambda q, k, v, shift: None,
-) -> Flash:
-    """The right Function with something in it that is not."""
-    forth, back = forth or _tiled(), back or _gradients_but()
-
-    class Flash(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> Tensor:
-            out, lse = forth(q, k, v, tile, shift)
-            ctx.settings, ctx.beside = (tile, shift), beside(q, k, v, shift)
-            if is_saved:
-                ctx.save_for_backward(q, k, v, out, lse)
-            else:
-                ctx.tensors = q, k, v, out.clone(), lse  # out itself would hold its own node
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-            tensors = ctx.saved_tensors if is_saved else ctx.tensors
-            return *back(dout, *tensors, *ctx.settings), None, None
-
-    return Flash.apply
-
 
 # ------------------------------------------------------------------ the oracle
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
     """By way of the score matrix: what tiles are held against."""
-    scores = _scaled(q) @ k.mT
+    scores = q * q.shape[-1] ** -0.5 @ k.mT
     scores = hide(scores, slice(0, q.shape[-2]), slice(0, k.shape[-2]), shift)
     lse = scores.logsumexp(-1)
     lse = lse.masked_fill(lse == -math.inf, math.inf)
@@ -380,7 +211,7 @@ def _require_untouched(call: str, **pairs: tuple[Tensor, Tensor]) -> None:
     require(not touched, f"{call} changed {', '.join(touched)}, which it was given.")
 
 
-# ------------------------------------------------------------------ 10.1: the running softmax
+# ------------------------------------------------------------------ 10.1: online softmax
 
 _INF = math.inf
 _PIECES: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype, Callable[..., Tensor]]] = {
@@ -416,16 +247,16 @@ _PIECES: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype, Callable
     ),
     "2 sequences of 2 heads": ((2, 2, 3), (4, 4), torch.float64, lambda s: 2 * s),
 }
-_STATE = ("top", "total", "mixed")
+_STATE = ("row_max", "row_sum", "acc")
 
 
 def _check_add(answer: Add) -> str:
     for what, (rows, keys, dtype, change) in _PIECES.items():
-        _check_pieces(answer, f"add_piece, {what}", rows, keys, dtype, change)
+        _check_pieces(answer, f"add_tile, {what}", rows, keys, dtype, change)
     _check_room_of_add(answer)
     return (
-        f"top, total and mixed right after each piece of {len(_PIECES)} runs · −∞ makes no NaN · "
-        "2 + D numbers a row are all that goes on"
+        f"row_max, row_sum and acc right after each piece of {len(_PIECES)} runs · −∞ makes no "
+        "NaN · 2 + D numbers a row are all that goes on"
     )
 
 
@@ -447,7 +278,7 @@ def _check_pieces(
         piece = slice(seen, seen + count)
         given = *state, scores[..., piece].clone(), values[..., piece, :].clone()
         copies = [x.clone() for x in given]
-        with _own_work("add_piece"):
+        with _own_work("add_tile"):
             got = answer(*given)
         seen += count
         after = f"{call}: after piece {number}"
@@ -461,16 +292,16 @@ def _check_pieces(
 
 
 def _begin(rows: tuple[int, ...], width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    top = torch.full((*rows, 1), -_INF, dtype=dtype)
-    return top, torch.zeros_like(top), torch.zeros(*rows, width, dtype=dtype)
+    row_max = torch.full((*rows, 1), -_INF, dtype=dtype)
+    return row_max, torch.zeros_like(row_max), torch.zeros(*rows, width, dtype=dtype)
 
 
 def _state_after(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """From all scores at once, in float64."""
     scores, values = scores.double(), values.double()
-    top = scores.amax(-1, keepdim=True)
-    weights = (scores - top.masked_fill(top == -_INF, 0)).exp()
-    return top, weights.sum(-1, keepdim=True), weights @ values
+    row_max = scores.amax(-1, keepdim=True)
+    probs = (scores - row_max.masked_fill(row_max == -_INF, 0)).exp()
+    return row_max, probs.sum(-1, keepdim=True), probs @ values
 
 
 def _check_room_of_add(answer: Add) -> None:
@@ -482,125 +313,103 @@ def _check_room_of_add(answer: Add) -> None:
     largest = max(math.prod(e.shape) for e in trace.events)
     require(
         largest <= 2 * R * K,
-        f"add_piece of {R} × {K} scores makes a tensor of {largest:,} numbers; wanted at most "
+        f"add_tile of {R} × {K} scores makes a tensor of {largest:,} numbers; wanted at most "
         f"{2 * R * K:,}, twice as many as there are scores.",
     )
     held, wanted = sum(e.bytes for e in trace.events if e.phase != "before"), 4 * R * (2 + D)
     require(
         held <= wanted,
-        f"add_piece of {R} × {K} scores leaves {held:,} bytes behind; wanted {wanted:,}: 2 + D "
+        f"add_tile of {R} × {K} scores leaves {held:,} bytes behind; wanted {wanted:,}: 2 + D "
         f"numbers a row.",
     )
 
 
-def _add_but(
-    higher: Callable[[Tensor, Tensor], Tensor] = (
-        lambda top, scores: torch.maximum(top, scores.amax(-1, keepdim=True))
-    ),
-    zero: Callable[[Tensor], Tensor] = lambda top: top.masked_fill(top == -_INF, 0),
-    of_total: Callable[[Tensor], Tensor] = lambda correction: correction,
-    of_mixed: Callable[[Tensor], Tensor] = lambda correction: correction,
-    end: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] = lambda *state: state,
-) -> Add:
-    """The right one with something in it that is not."""
-
-    def answer(
-        top: Tensor, total: Tensor, mixed: Tensor, scores: Tensor, values: Tensor
-    ) -> tuple[Tensor, ...]:
-        new = higher(top, scores)
-        weights, correction = (scores - zero(new)).exp(), (top - zero(new)).exp()
-        total = of_total(correction) * total + weights.sum(-1, keepdim=True)
-        return end(new, total, of_mixed(correction) * mixed + weights @ values)
-
-    return answer
-
-
-def _add_in_place(
-    top: Tensor, total: Tensor, mixed: Tensor, scores: Tensor, values: Tensor
-) -> tuple[Tensor, ...]:
-    got = add_piece(top, total, mixed, scores, values)
-    return tuple(old.copy_(new) for old, new in zip((top, total, mixed), got, strict=True))
-
-
-def _add_by_broadcasting(
-    top: Tensor, total: Tensor, mixed: Tensor, scores: Tensor, values: Tensor
-) -> tuple[Tensor, ...]:
-    higher, total, _ = add_piece(top, total, mixed, scores, values)
-    zero = higher.masked_fill(higher == -_INF, 0)
-    products = (scores - zero).exp()[..., None] * values[..., None, :, :]
-    return higher, total, (top - zero).exp() * mixed + products.sum(-2)
-
+_HIGHER = "torch.maximum(row_max, scores.amax(-1, keepdim=True))"
+_SAFE = "new_max.masked_fill(new_max == -torch.inf, 0)"
 
 _ADD = Exercise(
     id="10.1",
-    title="A softmax that runs",
+    title="Online softmax",
     minutes=12,
     difficulty=3,
     hints=(
-        "Begin with the new top: the larger of the old one and the piece's, row by row "
+        "Begin with the new row_max: the larger of the old one and the tile's, row by row "
         "(torch.maximum, and amax(-1, keepdim=True)). What was summed before counted from the old "
-        "top; by which factor is it too large now?",
-        "The factor is e^(top − new top), for total and for mixed alike. Where the new top is "
-        "still −∞, −∞ − (−∞) is NaN: there, count from 0 in place of the new top.",
-        "new = torch.maximum(top, scores.amax(-1, keepdim=True)); zero = new.masked_fill(new == "
-        "-torch.inf, 0); weights = (scores - zero).exp(); correction = (top - zero).exp(). The new "
-        "total is what was summed, corrected, and the sum of weights; mixed likewise, with weights "
-        "@ values.",
+        "row_max; by which factor is it too large now?",
+        "The factor is e^(row_max − new row_max), for row_sum and for acc alike. Where the new "
+        "row_max is still −∞, −∞ − (−∞) is NaN: there, count from 0 in place of the new row_max.",
+        "new = torch.maximum(row_max, scores.amax(-1, keepdim=True)); safe = new.masked_fill(new "
+        "== -torch.inf, 0); probs = (scores - safe).exp(); correction = (row_max - safe).exp(). "
+        "The new row_sum is what was summed, corrected, and the sum of probs; acc likewise, with "
+        "probs @ values.",
     ),
-    reference=add_piece,
+    reference=add_tile,
     check=_check_add,
-    wrong_answers=(
-        WrongAnswer(
-            _add_but(of_total=torch.ones_like, of_mixed=torch.ones_like),
-            "The earlier sums are not corrected: they counted from a lower top.",
+    wrong_answers=mistakes(
+        "10.1",
+        (
+            "The earlier sums are not corrected: they counted from a lower row_max.",
+            ("correction * row_sum", "row_sum"),
+            ("correction * acc", "acc"),
         ),
-        WrongAnswer(
-            _add_but(of_mixed=torch.ones_like),
-            "total is corrected and mixed is not: both were summed from the old top.",
+        (
+            "row_sum is corrected and acc is not: both were summed from the old row_max.",
+            ("correction * acc", "acc"),
         ),
-        WrongAnswer(
-            _add_but(of_total=torch.reciprocal, of_mixed=torch.reciprocal),
-            "The correction is the wrong way round: e^(top − new top) is at most 1.",
+        (
+            "The correction is the wrong way round: e^(row_max − new row_max) is at most 1.",
+            ("(row_max - safe_max).exp()", "(safe_max - row_max).exp()"),
         ),
-        WrongAnswer(
-            _add_but(higher=lambda top, scores: scores.amax(-1, keepdim=True)),
-            "This is the top of the piece; wanted the highest score so far.",
+        (
+            "This is the row_max of the tile; wanted the highest score so far.",
+            (_HIGHER, "scores.amax(-1, keepdim=True)"),
         ),
-        WrongAnswer(
-            _add_but(higher=lambda top, scores: torch.maximum(top, scores.max())),
-            "One top for all rows: each row has its own, or low rows underflow to 0.",
+        (
+            "One row_max for all rows: each row has its own, or low rows underflow to 0.",
+            (_HIGHER, "torch.maximum(row_max, scores.max())"),
         ),
-        WrongAnswer(
-            _add_but(zero=torch.zeros_like),
+        (
             "Nothing is subtracted before exp: e^1000 is infinite.",
+            (_SAFE, "torch.zeros_like(new_max)"),
         ),
-        WrongAnswer(
-            _add_but(zero=lambda top: top),
+        (
             "−∞ − (−∞) is NaN: a row that has seen nothing yet has to count from 0.",
+            (_SAFE, "new_max"),
         ),
-        WrongAnswer(
-            _add_but(end=lambda top, total, mixed: (top, total, mixed / total)),
-            "mixed is divided already; what comes later is added to the undivided sum.",
+        (
+            "acc is divided already; what comes later is added to the undivided sum.",
+            ("correction * acc + probs @ values", "(correction * acc + probs @ values) / row_sum"),
         ),
-        WrongAnswer(
-            _add_but(zero=lambda top: top.clamp(min=0)),
-            "Rows whose scores are all below 0 have a top below 0, too: only −∞ counts from 0.",
+        (
+            "Rows whose scores are all below 0 have a row_max below 0, too: only −∞ counts from 0.",
+            (_SAFE, "new_max.clamp(min=0)"),
         ),
-        WrongAnswer(
-            _add_but(end=lambda top, *sums: (top.masked_fill(top == -_INF, 0), *sums)),
-            "The 0 that a row counts from so far is handed on as its top: a later score below 0 "
-            "would be measured from there.",
+        (
+            "The 0 that a row counts from so far is handed on as its row_max: a later score below "
+            "0 would be measured from there.",
+            ("return new_max,", "return safe_max,"),
         ),
-        WrongAnswer(
-            _add_but(end=lambda top, *sums: (top.clamp(min=-1e30), *sums)),
-            "A very low number stands for −∞: a row that has seen nothing has no top, and −∞ says "
-            "so whatever the scores are.",
+        (
+            "A very low number stands for −∞: a row that has seen nothing has no row_max, and −∞ "
+            "says so whatever the scores are.",
+            ("return new_max,", "return new_max.clamp(min=-1e30),"),
         ),
-        WrongAnswer(_add_in_place, "Make new tensors: the old state belongs to the caller."),
-        WrongAnswer(
-            _add_by_broadcasting,
-            "Weights times values, broadcast, are R · K · D numbers: a product of matrices, "
-            "weights @ values, sums as it goes.",
+        (
+            "Make new tensors: the old state belongs to the caller.",
+            ("row_sum = correction * row_sum", "row_sum[:] = correction * row_sum"),
+            (
+                "    return",
+                "    row_max[:], acc[:] = new_max, correction * acc + probs @ values\n    return",
+            ),
+            (
+                "return new_max, row_sum, correction * acc + probs @ values",
+                "return row_max, row_sum, acc",
+            ),
+        ),
+        (
+            "Weights times values, broadcast, are R · K · D numbers: a matmul, probs @ values, "
+            "sums as it goes.",
+            ("probs @ values", "(probs[..., None] * values[..., None, :, :]).sum(-2)"),
         ),
     ),
 )
@@ -698,52 +507,10 @@ def _compare_plans(
         )
 
 
-def _plan_but(
-    seen: Callable[[int, int, int, int], int] = (
-        lambda first, last, keys, shift: min(last + shift, keys)
-    ),
-    stop: Callable[[int, int], int] = min,
-    whole: Callable[[int, int], int] = lambda length, tile: length,
-    with_empty: bool = True,
-) -> Planner:
-    """The right plan with something in it that is not. `seen` is of a row's first query, and the
-    one after its last; `whole` is how far tiles go."""
-
-    def answer(queries: int, keys: int, tile: int, shift: int) -> Plan:
-        rows = []
-        for first in range(0, whole(queries, tile), tile):
-            last = stop(first + tile, queries)
-            end = min(seen(first, last, keys, shift), whole(keys, tile))
-            visited = [slice(n, stop(n + tile, keys)) for n in range(0, end, tile)]
-            if visited or with_empty:
-                rows.append((slice(first, last), visited))
-        return rows
-
-    return answer
-
-
-def _every_tile(queries: int, keys: int, tile: int, shift: int) -> Plan:
-    return plan(queries, keys, tile, keys + queries)
-
-
-def _by_the_lengths(queries: int, keys: int, tile: int, shift: int) -> Plan:
-    return plan(queries, keys, tile, keys - queries if shift else 0)
-
-
-def _by_queries_for_keys(queries: int, keys: int, tile: int, shift: int) -> Plan:
-    rows = []
-    for first in range(0, queries, tile):
-        last = min(first + tile, queries)
-        starts = range(0, min(last + shift, queries), tile)
-        rows.append((slice(first, last), [slice(n, min(n + tile, keys)) for n in starts]))
-    return rows
-
-
-def _one_column(queries: int, keys: int, tile: int, shift: int) -> Plan:
-    """Each row's keys in one piece."""
-    rows = plan(queries, keys, tile, shift)
-    return [(row, [slice(0, visited[-1].stop)] if visited else []) for row, visited in rows]
-
+_REST_LOST = (
+    ("range(0, queries, tile)", "range(0, queries // tile * tile, tile)"),
+    ("range(0, seen, tile)", "range(0, min(seen, keys // tile * tile), tile)"),
+)
 
 _PLAN = Exercise(
     id="10.2",
@@ -761,58 +528,59 @@ _PLAN = Exercise(
     ),
     reference=plan,
     check=_check_plan,
-    wrong_answers=(
-        WrongAnswer(
-            _every_tile, "Every tile is visited: those in which nobody sees anything cost as much."
+    wrong_answers=mistakes(
+        "10.2",
+        (
+            "Every tile is visited: those in which nobody sees anything cost as much.",
+            ("min(last + shift, keys)", "keys"),
         ),
-        WrongAnswer(
-            _plan_but(seen=lambda first, last, keys, shift: last),
+        (
             "shift is left out: this is top-left, whatever was asked for.",
+            ("min(last + shift, keys)", "min(last, keys)"),
         ),
-        WrongAnswer(
-            _by_the_lengths,
+        (
             "The diagonal is taken from the lengths: query i sees the keys up to i + shift itself, "
             "which is more than a yes or no.",
+            ("last + shift", "last + (keys - queries if shift else 0)"),
         ),
-        WrongAnswer(
-            _plan_but(
-                seen=lambda first, last, keys, shift: (
-                    min(last + keys, keys) if shift >= keys else last - shift
-                )
-            ),
+        (
             "shift has the wrong sign: query i sees the keys up to i + shift.",
+            ("last + shift", "last + (shift if shift >= keys else -shift)"),
         ),
-        WrongAnswer(
-            _plan_but(seen=lambda first, last, keys, shift: first + shift + 1),
+        (
             "Asked of a row's first query; its last one sees the most.",
+            ("last + shift", "first + shift + 1"),
         ),
-        WrongAnswer(
-            _plan_but(seen=lambda first, last, keys, shift: last + shift - 1),
-            "One key too few: i + shift itself is seen.",
-        ),
-        WrongAnswer(
-            _plan_but(seen=lambda first, last, keys, shift: last + shift + 1),
+        ("One key too few: i + shift itself is seen.", ("last + shift", "last + shift - 1")),
+        (
             "One key too many: the last query of a row is last − 1.",
+            ("last + shift", "last + shift + 1"),
         ),
-        WrongAnswer(
-            _plan_but(whole=lambda length, tile: length // tile * tile),
+        (
             "What is left where the tile does not divide is lost: range(0, length, tile) has it.",
+            *_REST_LOST,
         ),
-        WrongAnswer(
-            _by_queries_for_keys,
+        (
             "The number of queries stands where that of keys belongs: columns end at keys.",
+            ("min(last + shift, keys)", "min(last + shift, queries)"),
         ),
-        WrongAnswer(
-            _plan_but(stop=lambda end, length: end),
+        (
             "The last tiles reach beyond the end: min(…, queries), and min(…, keys).",
+            ("min(first + tile, queries)", "first + tile"),
+            ("min(n + tile, keys)", "n + tile"),
         ),
-        WrongAnswer(
-            _plan_but(with_empty=False),
+        (
             "Rows in which nobody sees anything are left out; their results have to be written, "
             "too.",
+            ("rows.append(", "if visited: rows.append("),
         ),
-        WrongAnswer(
-            _one_column, "A row's keys are in one piece: that is a strip as long as the text."
+        (
+            "A row's keys are in one piece: that is a strip as long as the text.",
+            ("visited = [", "ends = ["),
+            (
+                "rows.append(",
+                "visited = [slice(0, ends[-1].stop)] if ends else []\n        rows.append(",
+            ),
         ),
     ),
 )
@@ -900,7 +668,7 @@ def _require_tiles(
 ) -> int:
     """No strips, however few heads at once; and each visited tile is there as often as it should.
 
-    A column more is no fault (it can carry total, or lse), nor are the sums of rows as a product.
+    A column more is no fault (it can carry row_sum, or lse), nor are the sums of rows as a product.
     """
     inner = [size for size in sizes if 1 not in (size[1], size[3])]
     widest = max(case.tile, case.width + 1)
@@ -987,97 +755,57 @@ def _check_costs_of_attend(answer: Attend) -> tuple[int, int]:
     return costs.peak_bytes, made
 
 
-def _by_strips(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
-    """Softmax over whole rows, so many at a time."""
-    parts = []
-    for row, _ in plan(q.shape[-2], k.shape[-2], tile, shift):
-        scores = hide(_scaled(q[..., row, :]) @ k.mT, row, slice(0, k.shape[-2]), shift)
-        lse = scores.logsumexp(-1)
-        lse = lse.masked_fill(lse == -_INF, _INF)
-        parts.append(((scores - lse[..., None]).exp() @ v, lse))
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs, -2), torch.cat(lses, -1)
+_BEGIN = "    out, lse = torch.empty_like(q)"
 
 
-def _by_queries(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
-    """Softmax over the whole row of one query after another."""
-    outs, lses = torch.zeros_like(q), torch.full_like(q[..., 0], _INF)
-    for i in range(q.shape[-2]):
-        seen = min(max(i + shift + 1, 0), k.shape[-2])
-        if seen:
-            scores = _scaled(q[..., i : i + 1, :]) @ k[..., :seen, :].mT
-            outs[..., i : i + 1, :] = scores.softmax(-1) @ v[..., :seen, :]
-            lses[..., i : i + 1] = scores.logsumexp(-1)
-    return outs, lses
+def _begins(text: str) -> tuple[str, str]:
+    """The edit that puts a line in front of attend's own."""
+    return _BEGIN, f"    {text}\n{_BEGIN}"
 
 
-def _zeros_if_large(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    out, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0])
-    return (out, lse) if q.shape[-2] >= 30 else attend(q, *others)
-
-
-def _in_float64(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    return tuple(x.to(q.dtype) for x in attend(q.double(), k.double(), v.double(), *others))
-
-
-def _by_torchs_kernel(
-    q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int
-) -> tuple[Tensor, Tensor]:
-    """A row of tiles at a time."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    outs, lses = torch.zeros_like(q), torch.full_like(q[..., 0], _INF)
-    for row, visited in plan(q.shape[-2], k.shape[-2], tile, shift):
-        if visited:
-            keys = slice(0, visited[-1].stop)
-            mask = hide(q.new_zeros(_length(row), keys.stop), row, keys, shift)
-            given = (x.unflatten(0, (1, -1)) for x in (q[..., row, :], k[..., keys, :]))
-            values = v[..., keys, :].unflatten(0, (1, -1))
-            out, lse = kernel(*given, values, 0.0, False, attn_mask=mask)
-            blind = mask.amax(-1) == -_INF
-            outs[..., row, :] = out.view_as(q[..., row, :]).masked_fill(blind[:, None], 0)
-            lses[..., row] = lse.reshape(lses[..., row].shape).masked_fill(blind, _INF)
-    return outs, lses
-
-
-def _top_left(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
-    return attend(q, k, v, tile, shift if shift >= k.shape[-2] else 0)
-
-
-def _bottom_right(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
-    queries, keys = q.shape[-2], k.shape[-2]
-    return attend(q, k, v, tile, shift if shift >= keys else keys - queries)
-
-
-def _scaled_in_place(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _tiled(scaled=lambda x: x)(q.mul_(q.shape[-1] ** -0.5), *others)
-
-
-def _zero_of_nothing(top: Tensor, total: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = _finished(top, total, mixed)
-    return out, lse.masked_fill(lse == _INF, 0)
-
-
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
-    out, lse = attend(q, k, v, tile, shift)
-    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(shift + 1)
-    whole = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
-    return torch.where(lse[..., None] == _INF, out, whole), lse
-
-
-def _without_scale_in_lse(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Tops of scores without the scale, which is applied in exp alone."""
-    out, lse = _tiled()(q, *others)
-    unscaled = _tiled(finished=lambda top, total, mixed: (mixed, top.squeeze(-1)))(q, *others)[1]
-    return out, torch.where(lse == _INF, lse, lse + unscaled * (q.shape[-1] ** 0.5 - 1))
-
-
-def _unguarded(top: Tensor, total: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-    return mixed / total, (top + total.log()).squeeze(-1)
-
-
-def _lse_of_nothing(top: Tensor, total: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-    return _finished(top, total, mixed)[0], (top + total.log()).squeeze(-1)
-
+_BY_STRIPS = """
+out, lse = torch.empty_like(q), torch.empty_like(q[..., 0])
+for row, _ in plan(q.shape[-2], k.shape[-2], tile, shift):
+    part = q[..., row, :] * q.shape[-1] ** -0.5
+    scores = hide(part @ k.mT, row, slice(0, k.shape[-2]), shift)
+    of_row = scores.logsumexp(-1)
+    lse[..., row] = of_row.masked_fill(of_row == -torch.inf, torch.inf)
+    out[..., row, :] = (scores - lse[..., row, None]).exp() @ v
+return out, lse
+"""
+_BY_QUERIES = """
+out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], torch.inf)
+for i in range(q.shape[-2]):
+    seen = min(max(i + shift + 1, 0), k.shape[-2])
+    if seen:
+        part = q[..., i : i + 1, :] * q.shape[-1] ** -0.5
+        scores = part @ k[..., :seen, :].mT
+        out[..., i : i + 1, :] = scores.softmax(-1) @ v[..., :seen, :]
+        lse[..., i : i + 1] = scores.logsumexp(-1)
+return out, lse
+"""
+_BY_TORCHS_KERNEL = """
+kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+out, lse = torch.zeros_like(q), torch.full_like(q[..., 0], torch.inf)
+for row, visited in plan(q.shape[-2], k.shape[-2], tile, shift):
+    if visited:
+        keys = slice(0, visited[-1].stop)
+        mask = hide(q.new_zeros(row.stop - row.start, keys.stop), row, keys, shift)
+        qkv = q[..., row, :], k[..., keys, :], v[..., keys, :]
+        part, of_part = kernel(*(x.unflatten(0, (1, -1)) for x in qkv), 0.0, attn_mask=mask)
+        blind = mask.amax(-1) == -torch.inf
+        out[..., row, :] = part.view_as(q[..., row, :]).masked_fill(blind[:, None], 0)
+        lse[..., row] = of_part.reshape(lse[..., row].shape).masked_fill(blind, torch.inf)
+return out, lse
+"""
+_BY_TORCH = """hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(shift + 1)
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
+    out = torch.where(lse[..., None] == torch.inf, out, whole)
+    return out"""
+_LSE_GUARD = ".masked_fill(nothing, torch.inf)"
+_FRESH = """        row_max = torch.full_like(part[..., :1], -torch.inf)
+        row_sum, acc = torch.zeros_like(row_max), torch.zeros_like(part)
+"""
 
 _ATTEND = Exercise(
     id="10.3",
@@ -1085,16 +813,17 @@ _ATTEND = Exercise(
     minutes=16,
     difficulty=4,
     hints=(
-        "For each row of the plan: a state that has seen nothing (top −∞, total 0, mixed 0), then "
-        "add_piece for each of its columns, then the end: out = mixed / total, lse = top + "
-        "ln total. q[..., row, :] are the queries of a row.",
+        "For each row of the plan: a state that has seen nothing (row_max −∞, row_sum 0, acc 0), "
+        "then add_tile for each of its columns, then the end: out = acc / row_sum, lse = row_max "
+        "+ ln row_sum. q[..., row, :] are the queries of a row.",
         "A tile's scores are hide(scale · q[..., row, :] @ k[..., column, :].mT, row, column, "
         "shift), its values v[..., column, :]. Write into out[..., row, :] and lse[..., row]. A "
-        "row that saw nothing has total 0: give it out 0 and lse +∞.",
-        "part = q[..., row, :] * q.shape[-1] ** -0.5; top = torch.full_like(part[..., :1], "
-        "-torch.inf); total, mixed = torch.zeros_like(top), torch.zeros_like(part); then the "
-        "columns; nothing = total == 0; out[..., row, :] = mixed / total.masked_fill(nothing, 1). "
-        "lse[..., row] has one dimension fewer than top and total, and +∞ where nothing was seen.",
+        "row that saw nothing has row_sum 0: give it out 0 and lse +∞.",
+        "part = q[..., row, :] * q.shape[-1] ** -0.5; row_max = torch.full_like(part[..., :1], "
+        "-torch.inf); row_sum, acc = torch.zeros_like(row_max), torch.zeros_like(part); then the "
+        "columns; nothing = row_sum == 0; out[..., row, :] = acc / row_sum.masked_fill(nothing, "
+        "1). lse[..., row] has one dimension fewer than row_max and row_sum, and +∞ where nothing "
+        "was seen.",
     ),
     reference=attend,
     check=_check_attend,
@@ -1103,102 +832,117 @@ _ATTEND = Exercise(
             _whole,
             "This is the whole score matrix: the right numbers, and T² of them in memory.",
         ),
-        WrongAnswer(
-            _by_strips,
-            "A strip of scores as long as the text, for one softmax: with add_piece a tile will "
-            "do.",
-        ),
-        WrongAnswer(
-            _tiled(keeps_scores=True),
-            "The scores of every tile are kept in a list: T² of them in small pieces.",
-        ),
-        WrongAnswer(_tiled(scaled=lambda q: q), "The scores are not scaled: q kᵀ / √D."),
-        WrongAnswer(
-            _tiled(scaled=lambda q: q / q.shape[-1]), "Scaled by D; wanted its root, 1 / √D."
-        ),
-        WrongAnswer(
-            _without_scale_in_lse,
-            "The scale is missing in lse: its top has to be that of the scaled scores.",
-        ),
-        WrongAnswer(
-            _tiled(
-                finished=lambda top, total, mixed: (
-                    _finished(top, total, mixed)[0],
-                    _finished(torch.zeros_like(top), total, mixed)[1],
-                )
+        *mistakes(
+            "10.3",
+            (
+                "A strip of scores as long as the text, for one softmax: with add_tile a tile will "
+                "do.",
+                body("attend", _BY_STRIPS),
             ),
-            "lse is ln total alone: total counts from top, so top has to be added.",
+            (
+                "The scores of every tile are kept in a list: T² of them in small pieces.",
+                _begins("kept = []"),
+                ("row_max, row_sum, acc = add", "kept.append(scores); row_max, row_sum, acc = add"),
+            ),
+            ("The scores are not scaled: q kᵀ / √D.", (" * q.shape[-1] ** -0.5", "")),
+            ("Scaled by D; wanted its root, 1 / √D.", ("** -0.5", "** -1")),
+            (
+                "The scale is missing in lse: its row_max has to be that of the scaled scores.",
+                ("(row_max + ", "(row_max * q.shape[-1] ** 0.5 + "),
+            ),
+            (
+                "lse is ln row_sum alone: row_sum counts from row_max, so row_max has to be added.",
+                ("(row_max + row_sum.log())", "row_sum.log()"),
+            ),
+            ("out is not divided by row_sum.", (" / row_sum.masked_fill(nothing, 1)", "")),
+            (
+                "A query that sees nothing has row_sum 0, and 0 / 0 is NaN: its result is 0.",
+                (".masked_fill(nothing, 1)", ""),
+                (_LSE_GUARD, ""),
+            ),
+            (
+                "Of a query that sees nothing lse is +∞, so that e^(score − lse) is 0 in backward.",
+                (_LSE_GUARD, ""),
+            ),
+            (
+                "lse is a number where a query sees nothing, as if its scores summed to e^lse: +∞ "
+                "says that no score, hidden or not, has any weight.",
+                (_LSE_GUARD, ".masked_fill(nothing, 0)"),
+            ),
+            (
+                "One query at a time with all of its keys: its row grows with the text. A tile "
+                "does not.",
+                body("attend", _BY_QUERIES),
+            ),
+            (
+                "Longer texts get zeros: what is right for 8 tokens is for 80, too.",
+                _begins(
+                    "if q.shape[-2] >= 30: return torch.zeros_like(q), torch.zeros_like(q[..., 0])"
+                ),
+            ),
+            (
+                "All of q, k and v is copied to another dtype first: a tile's part of them is "
+                "enough, if anything.",
+                _begins("dtype, q, k, v = q.dtype, q.double(), k.double(), v.double()"),
+                ("return out, lse", "return out.to(dtype), lse.to(dtype)"),
+            ),
+            (
+                "This is the kernel under torch's attention: now build yours.",
+                body("attend", _BY_TORCHS_KERNEL),
+            ),
+            (
+                "Tiles are visited in which everything is hidden: go by the plan.",
+                ("min(last + shift, keys)", "keys"),
+            ),
+            (
+                "Nothing is hidden inside of the tiles on the diagonal: hide(…).",
+                (
+                    "hide(part @ k[..., column, :].mT, row, column, shift)",
+                    "part @ k[..., column, :].mT",
+                ),
+            ),
+            (
+                "Top-left, whatever was asked for: hand shift on to plan and to hide.",
+                _begins("shift = shift if shift >= k.shape[-2] else 0"),
+            ),
+            (
+                "Bottom-right, whatever was asked for: which it is, shift says, not the lengths.",
+                _begins("shift = shift if shift >= k.shape[-2] else k.shape[-2] - q.shape[-2]"),
+            ),
+            (
+                "What is left where the tile does not divide is lost: it is one of the plan's "
+                "rows.",
+                *_REST_LOST,
+            ),
+            (
+                "Every tile is masked as if it were the first: hide has to know its row and "
+                "column.",
+                (".mT, row, column, shift)", ".mT, slice(0, 1), slice(0, 1), shift)"),
+            ),
+            (
+                "The second row of tiles goes on with the first one's sums: each row begins anew.",
+                _begins("acc = None"),
+                (
+                    _FRESH,
+                    f"        if acc is None or acc.shape != part.shape:\n{indent(_FRESH, '    ')}",
+                ),
+            ),
+            (
+                "Earlier sums are added up without a correction: add_tile has it.",
+                ("correction * row_sum", "row_sum"),
+                ("correction * acc", "acc"),
+            ),
+            (
+                "The result is float32 whatever q is: torch.empty_like(q), torch.zeros_like(part).",
+                ("return out, lse", "return out.float(), lse.float()"),
+            ),
+            (
+                "q is scaled in place: backward needs it as it was.",
+                (" * q.shape[-1] ** -0.5", ""),
+                _begins("q *= q.shape[-1] ** -0.5"),
+            ),
+            ("This is torch's own, and it is right: now build yours.", ("return out", _BY_TORCH)),
         ),
-        WrongAnswer(
-            _tiled(finished=lambda top, total, mixed: (mixed, _finished(top, total, mixed)[1])),
-            "out is not divided by total.",
-        ),
-        WrongAnswer(
-            _tiled(finished=_unguarded),
-            "A query that sees nothing has total 0, and 0 / 0 is NaN: its result is 0.",
-        ),
-        WrongAnswer(
-            _tiled(finished=_lse_of_nothing),
-            "Of a query that sees nothing lse is +∞, so that e^(score − lse) is 0 in backward.",
-        ),
-        WrongAnswer(
-            _tiled(finished=_zero_of_nothing),
-            "lse is a number where a query sees nothing, as if its scores summed to e^lse: +∞ says "
-            "that no score, hidden or not, has any weight.",
-        ),
-        WrongAnswer(
-            _by_queries,
-            "One query at a time with all of its keys: its row grows with the text. A tile does "
-            "not.",
-        ),
-        WrongAnswer(
-            _zeros_if_large, "Longer texts get zeros: what is right for 8 tokens is for 80, too."
-        ),
-        WrongAnswer(
-            _in_float64,
-            "All of q, k and v is copied to another dtype first: a tile's part of them is enough, "
-            "if anything.",
-        ),
-        WrongAnswer(
-            _by_torchs_kernel, "This is the kernel under torch's attention: now build yours."
-        ),
-        WrongAnswer(
-            _tiled(rows=_every_tile),
-            "Tiles are visited in which everything is hidden: go by the plan.",
-        ),
-        WrongAnswer(
-            _tiled(masked=lambda scores, *_: scores),
-            "Nothing is hidden inside of the tiles on the diagonal: hide(…).",
-        ),
-        WrongAnswer(
-            _top_left, "Top-left, whatever was asked for: hand shift on to plan and to hide."
-        ),
-        WrongAnswer(
-            _bottom_right,
-            "Bottom-right, whatever was asked for: which it is, shift says, not the lengths.",
-        ),
-        WrongAnswer(
-            _tiled(rows=_plan_but(whole=lambda length, tile: length // tile * tile)),
-            "What is left where the tile does not divide is lost: it is one of the plan's rows.",
-        ),
-        WrongAnswer(
-            _tiled(masked=lambda s, row, column, shift: hide(s, slice(0, 1), slice(0, 1), shift)),
-            "Every tile is masked as if it were the first: hide has to know its row and column.",
-        ),
-        WrongAnswer(
-            _tiled(is_fresh=False),
-            "The second row of tiles goes on with the first one's sums: each row begins anew.",
-        ),
-        WrongAnswer(
-            _tiled(add=_add_but(of_total=torch.ones_like, of_mixed=torch.ones_like)),
-            "Earlier sums are added up without a correction: add_piece has it.",
-        ),
-        WrongAnswer(
-            lambda *given: tuple(x.float() for x in _tiled()(*given)),
-            "The result is float32 whatever q is: torch.empty_like(q), torch.zeros_like(part).",
-        ),
-        WrongAnswer(_scaled_in_place, "q is scaled in place: backward needs it as it was."),
-        WrongAnswer(_by_torch, "This is torch's own, and it is right: now build yours."),
     ),
 )
 
@@ -1337,81 +1081,42 @@ def _check_is_a_function(answer: Flash) -> None:
     )
 
 
-def _through_the_loop(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> Tensor:
-    return attend(q, k, v, tile, shift)[0]
-
-
-def _checkpointed(*given: Any) -> Tensor:
-    return checkpoint(_through_the_loop, *given, use_reentrant=False)
-
-
-def _whole_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: int, shift: int
-) -> tuple[Tensor, ...]:
-    """The right formulas, of all scores at once."""
-    return gradients(dout, q, k, v, out, lse, max(q.shape[-2], k.shape[-2]), shift)
-
-
-def _weights_of_all(q: Tensor, k: Tensor, v: Tensor, shift: int) -> list[Tensor]:
-    return [
-        hide(_scaled(q[..., row, :]) @ k[..., column, :].mT, row, column, shift)
-        for row, visited in plan(q.shape[-2], k.shape[-2], 12, shift)
-        for column in visited
-    ]
-
-
-def _twice_a_query(q: Tensor, k: Tensor, v: Tensor, shift: int) -> Tensor:
-    return q.new_zeros(q.shape[:-1])
-
-
-def _delta_of_a_tile(dout: Tensor, out: Tensor, dweights: Tensor, weights: Tensor) -> Tensor:
-    return (dweights * weights).sum(-1, keepdim=True)
-
-
-def _made_again(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any
-) -> tuple[Tensor, ...]:
-    return gradients(dout, q, k, v, *attend(q, k, v, *others), *others)
-
-
-def _swapped(*given: Any) -> tuple[Tensor, ...]:
-    dq, dk, dv = gradients(*given)
-    return dq, dv, dk
-
-
-def _backward_by_queries(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: int, shift: int
-) -> tuple[Tensor, ...]:
-    """A softmax over the whole row of one query after another."""
-    (dq, dk, dv), scale = (torch.zeros_like(x) for x in (q, k, v)), q.shape[-1] ** -0.5
-    for i in range(q.shape[-2]):
-        row, seen = slice(i, i + 1), slice(0, min(max(i + shift + 1, 0), k.shape[-2]))
-        keys, above = k[..., seen, :], dout[..., row, :]
-        weights = (_scaled(q[..., row, :]) @ keys.mT).softmax(-1)
-        delta = (above * out[..., row, :]).sum(-1, keepdim=True)
-        dscores = scale * weights * (above @ v[..., seen, :].mT - delta)
-        dv[..., seen, :] += weights.mT @ above
-        dq[..., row, :] += dscores @ keys
-        dk[..., seen, :] += dscores.mT @ q[..., row, :]
-    return dq, dk, dv
-
-
-def _zero_gradients_if_large(dout: Tensor, q: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    found = gradients(dout, q, *others)
-    return tuple(x * 0 for x in found) if q.shape[-2] >= 30 else found
-
-
-def _in_place_of_dout(dout: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    found = gradients(dout, *others)
-    dout.mul_(others[3])
-    return found
-
-
-def _in_place_of_out(dout: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    found = gradients(dout, *others)
-    others[3].mul_(dout)
-    return found
-
+_BACKWARD_BY_QUERIES = """
+q, k, v, out, lse = ctx.saved_tensors
+(dq, dk, dv), scale = (torch.zeros_like(x) for x in (q, k, v)), q.shape[-1] ** -0.5
+for i in range(q.shape[-2]):
+    row, seen = slice(i, i + 1), slice(0, min(max(i + ctx.shift + 1, 0), k.shape[-2]))
+    keys, above = k[..., seen, :], dout[..., row, :]
+    probs = (scale * q[..., row, :] @ keys.mT).softmax(-1)
+    delta = (above * out[..., row, :]).sum(-1, keepdim=True)
+    dscores = scale * probs * (above @ v[..., seen, :].mT - delta)
+    dv[..., seen, :] += probs.mT @ above
+    dq[..., row, :] += dscores @ keys
+    dk[..., seen, :] += dscores.mT @ q[..., row, :]
+return dq, dk, dv, None, None
+"""
+_WHOLE_FORWARD = """scores = q * q.shape[-1] ** -0.5 @ k.mT
+        scores = hide(scores, slice(0, q.shape[-2]), slice(0, k.shape[-2]), shift)
+        lse = scores.logsumexp(-1)
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        out = (scores - lse[..., None]).exp() @ v""".replace(
+    "scale_of(q)", "q * q.shape[-1] ** -0.5"
+)
+_CHECKPOINTED = """
+from torch.utils.checkpoint import checkpoint
+return checkpoint(lambda *qkv: attend(*qkv, tile, shift)[0], q, k, v, use_reentrant=False)
+"""
+_SETTINGS = "ctx.tile, ctx.shift = tile, shift"
+_SCORES_KEPT = f"""{_SETTINGS}
+        ctx.kept = [
+            hide(q[..., row, :] @ k[..., column, :].mT, row, column, shift)
+            for row, columns in plan(q.shape[-2], k.shape[-2], tile, shift)
+            for column in columns
+        ]"""
+_PROBS = "(hide(scores, row, column, ctx.shift) - lse[..., row, None]).exp()"
+_OF_V = "                dv[..., column, :] += probs.mT @ dout[..., row, :]\n"
+_DSCORES = "scale * probs * (dprobs - delta[..., row, :])"
+_END = "return dq, dk, dv, None, None"
 
 _FLASH = Exercise(
     id="10.4",
@@ -1421,138 +1126,157 @@ _FLASH = Exercise(
     hints=(
         "forward: call attend, save q, k, v, out and lse by ctx.save_for_backward; tile and shift "
         "go on ctx. backward: zeros like q, k and v, then the plan's two loops; each tile makes "
-        "its weights again and adds its share to three gradients.",
-        "Of a tile: weights = (hide(scale · q kᵀ, …) − lse[..., row, None]).exp(); dweights = dout "
-        "vᵀ; dscores = weights · (dweights − delta). delta is (dout * out).sum(-1, keepdim=True), "
-        "of the whole row, once. Then dv += weightsᵀ dout, dq += scale · dscores k, dk += scale · "
+        "its probs again and adds its share to three gradients.",
+        "Of a tile: probs = (hide(scale · q kᵀ, …) − lse[..., row, None]).exp(); dprobs = dout "
+        "vᵀ; dscores = probs · (dprobs − delta). delta is (dout * out).sum(-1, keepdim=True), "
+        "of the whole row, once. Then dv += probsᵀ dout, dq += scale · dscores k, dk += scale · "
         "dscoresᵀ q.",
-        "dscores = weights * (dout[..., row, :] @ v[..., column, :].mT - delta[..., row, :]) * "
-        "scale; dv[..., column, :] += weights.mT @ dout[..., row, :]; dq[..., row, :] += dscores @ "
+        "dscores = probs * (dout[..., row, :] @ v[..., column, :].mT - delta[..., row, :]) * "
+        "scale; dv[..., column, :] += probs.mT @ dout[..., row, :]; dq[..., row, :] += dscores @ "
         "k[..., column, :]. dk is dq's mirror image: which of the two factors is transposed?",
     ),
     reference=flash,
     check=_check_flash,
     wrong_answers=(
         WrongAnswer(
-            _through_the_loop,
-            "Autograd goes through the loop and saves every tile: N² again. Write its backward.",
-        ),
-        WrongAnswer(
-            _checkpointed,
-            "A checkpoint forgets the tiles, and in backward has all of them at once.",
-        ),
-        WrongAnswer(
             lambda *given: _whole(*given)[0],
             "The whole score matrix, by autograd: nothing is saved at all.",
         ),
-        WrongAnswer(
-            _flash_but(_whole_backward),
-            "Forward goes by tiles, backward makes all weights at once.",
-        ),
-        WrongAnswer(
-            _flash_but(forth=_whole),
-            "Backward goes by tiles, forward makes all scores at once: take attend.",
-        ),
-        WrongAnswer(
-            _flash_but(beside=_weights_of_all),
-            "The tiles' weights are kept on ctx; backward makes them again, from lse.",
-        ),
-        WrongAnswer(
-            _flash_but(beside=_twice_a_query),
-            "Two numbers a query are kept, top and total: lse is both in one.",
-        ),
-        WrongAnswer(
-            _flash_but(is_saved=False),
-            "Tensors on ctx are out of reach for a checkpoint or for an offload: "
-            "ctx.save_for_backward.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(delta=lambda dout, *_: torch.zeros_like(dout[..., :1]))),
-            "delta is missing: the weights of a row sum to 1, so if one grows the others shrink.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(of_scores=lambda w, dw, delta: w * dw - delta)),
-            "The brackets: weights · (dweights − delta). Here delta was taken off the product.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(delta=_delta_of_a_tile)),
-            "delta is summed over one tile; it belongs to the whole row: rowsum(dout · out).",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(scales=(0, -0.5))), "dq lacks the scale that scores have."
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(scales=(-0.5, 0))), "dk lacks the scale that scores have."
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(scales=(0, 0))), "Neither dq nor dk has the scale in it."
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(scales=(-1, -1))),
-            "The scale is in dq and dk twice: it belongs there once, as the scores have it once.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(scales=(-0.5, -1))),
-            "dk has the scale twice: a q that is scaled already has brought it along.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(weights_of=lambda scores, lse: scores.exp())),
-            "lse is left out: e^score alone are no weights, they don't sum to 1.",
-        ),
-        WrongAnswer(
-            _flash_but(_swapped), "dk and dv have changed places: the order is that of q, k, v."
-        ),
-        WrongAnswer(
-            _flash_but(_made_again),
-            "Backward runs forward once more, for out and lse: save them, and it needs no product.",
-        ),
-        WrongAnswer(
-            _flash_but(_backward_by_queries),
-            "Backward takes one query at a time with all of its keys, and lse has no use: by "
-            "tiles, please.",
-        ),
-        WrongAnswer(
-            _flash_but(_zero_gradients_if_large),
-            "Gradients of longer texts are zeros: what is right for 8 tokens is for 80, too.",
-        ),
-        WrongAnswer(
-            _flash_but(_in_place_of_out),
-            "out is what the caller got: `out *= dout` changes the result itself. Make a new one.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(is_summed=False)),
-            "A key is seen by many queries: dk and dv add up (+=) over the rows of tiles.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(scaled=lambda q: q)),
-            "The scores of backward are not scaled, and lse is of scaled ones.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(masked=lambda scores, *_: scores)),
-            "Nothing is hidden in backward: hidden pairs get weights that forward never had.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(of_v=lambda weights, dscores: dscores)),
-            "dv is the weights', not the scores': weightsᵀ dout.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(weights_of=lambda s, lse: s.softmax(-1).nan_to_num(0))),
-            "A softmax of one tile; the weights are e^(score − lse), of the whole row.",
-        ),
-        WrongAnswer(
-            _flash_but(_gradients_but(rows=_every_tile)),
-            "Backward visits tiles in which everything is hidden: go by the plan.",
-        ),
-        WrongAnswer(
-            _flash_but(forth=_tiled(finished=_lse_of_nothing)),
-            "lse is −∞ where a query sees nothing, and −∞ − (−∞) is NaN: +∞ makes its weights 0.",
-        ),
-        WrongAnswer(
-            _flash_but(_in_place_of_dout), "dout is changed; others may still want to read it."
-        ),
-        WrongAnswer(
-            lambda q, k, v, tile, shift: _by_torch(q, k, v, tile, shift)[0],
-            "This is torch's fused attention: now build yours.",
+        *mistakes(
+            "10.4",
+            (
+                "Autograd goes through the loop and saves every tile: N² again. Write its "
+                "backward.",
+                body("flash", "return attend(q, k, v, tile, shift)[0]"),
+            ),
+            (
+                "A checkpoint forgets the tiles, and in backward has all of them at once.",
+                body("flash", _CHECKPOINTED),
+            ),
+            (
+                "Forward goes by tiles, backward makes all probs at once.",
+                ("ctx.tile, ctx.shift)", "max(q.shape[-2], k.shape[-2]), ctx.shift)"),
+            ),
+            (
+                "Backward goes by tiles, forward makes all scores at once: take attend.",
+                ("out, lse = attend(q, k, v, tile, shift)", _WHOLE_FORWARD),
+            ),
+            (
+                "The tiles' probs are kept on ctx; backward makes them again, from lse.",
+                (_SETTINGS, _SCORES_KEPT),
+            ),
+            (
+                "Two numbers a query are kept, row_max and row_sum: lse is both in one.",
+                (_SETTINGS, f"{_SETTINGS}; ctx.row_max = q.new_zeros(q.shape[:-1])"),
+            ),
+            (
+                "Tensors on ctx are out of reach for a checkpoint or for an offload: "
+                "ctx.save_for_backward.",
+                # out itself would hold its own node
+                (
+                    "ctx.save_for_backward(q, k, v, out, lse)",
+                    "ctx.ours = q, k, v, out.clone(), lse",
+                ),
+                ("ctx.saved_tensors", "ctx.ours"),
+            ),
+            (
+                "delta is missing: the probs of a row sum to 1, so if one grows the others shrink.",
+                (_DSCORES, "scale * probs * dprobs"),
+            ),
+            (
+                "The brackets: probs · (dprobs − delta). Here delta was taken off the product.",
+                (_DSCORES, "scale * (probs * dprobs - delta[..., row, :])"),
+            ),
+            (
+                "delta is summed over one tile; it belongs to the whole row: rowsum(dout · out).",
+                ("- delta[..., row, :]", "- (dprobs * probs).sum(-1, keepdim=True)"),
+            ),
+            ("dq lacks the scale that scores have.", ("dscores @ k[", "dscores / scale @ k[")),
+            ("dk lacks the scale that scores have.", ("dscores.mT @ q", "dscores.mT / scale @ q")),
+            ("Neither dq nor dk has the scale in it.", ("scale * probs *", "probs *")),
+            (
+                "The scale is in dq and dk twice: it belongs there once, as the scores have it "
+                "once.",
+                ("scale * probs *", "scale**2 * probs *"),
+            ),
+            (
+                "dk has the scale twice: a q that is scaled already has brought it along.",
+                ("dscores.mT @ q", "scale * dscores.mT @ q"),
+            ),
+            (
+                "lse is left out: e^score alone are no probs, they don't sum to 1.",
+                (_PROBS, "hide(scores, row, column, ctx.shift).exp()"),
+            ),
+            (
+                "dk and dv have changed places: the order is that of q, k, v.",
+                (_END, "return dq, dv, dk, None, None"),
+            ),
+            (
+                "Backward runs forward once more, for out and lse: save them, and it needs no "
+                "product.",
+                (
+                    "= ctx.saved_tensors",
+                    "= ctx.saved_tensors; out, lse = attend(q, k, v, ctx.tile, ctx.shift)",
+                ),
+            ),
+            (
+                "Backward takes one query at a time with all of its keys, and lse has no use: by "
+                "tiles, please.",
+                body("Flash.backward", _BACKWARD_BY_QUERIES),
+            ),
+            (
+                "Gradients of longer texts are zeros: what is right for 8 tokens is for 80, too.",
+                (
+                    _END,
+                    f"if q.shape[-2] >= 30: dq, dk, dv = dq * 0, dk * 0, dv * 0\n        {_END}",
+                ),
+            ),
+            (
+                "out is what the caller got: `out *= dout` changes the result itself. Make a new "
+                "one.",
+                (_END, f"out *= dout; {_END}"),
+            ),
+            (
+                "A key is seen by many queries: dk and dv add up (+=) over the rows of tiles.",
+                ("dv[..., column, :] +=", "dv[..., column, :] ="),
+                ("dk[..., column, :] +=", "dk[..., column, :] ="),
+            ),
+            (
+                "The scores of backward are not scaled, and lse is of scaled ones.",
+                ("scores = scale * q", "scores = q"),
+            ),
+            (
+                "Nothing is hidden in backward: hidden pairs get probs that forward never had.",
+                ("hide(scores, row, column, ctx.shift)", "scores"),
+            ),
+            (
+                "dv is the probs', not the scores': probsᵀ dout.",
+                (_OF_V, ""),
+                (f"{_DSCORES}\n", f"{_DSCORES}\n{_OF_V.replace('probs', 'dscores')}"),
+            ),
+            (
+                "A softmax of one tile; the probs are e^(score − lse), of the whole row.",
+                (_PROBS, "hide(scores, row, column, ctx.shift).softmax(-1).nan_to_num(0)"),
+            ),
+            (
+                "Backward visits tiles in which everything is hidden: go by the plan.",
+                ("ctx.tile, ctx.shift)", "ctx.tile, k.shape[-2] + q.shape[-2])"),
+            ),
+            (
+                "lse is −∞ where a query sees nothing, and −∞ − (−∞) is NaN: +∞ makes its probs 0.",
+                (_LSE_GUARD, ""),
+            ),
+            (
+                "dout is changed; others may still want to read it.",
+                (_END, f"dout *= out; {_END}"),
+            ),
+            (
+                "This is torch's fused attention: now build yours.",
+                body(
+                    "flash",
+                    f"out, lse = attend(q, k, v, tile, shift)\n{dedent('    ' + _BY_TORCH)}",
+                ),
+            ),
         ),
     ),
 )

@@ -1,0 +1,47 @@
+"""A memory meter: count every storage when it appears and when it is freed.
+
+Saves    nothing: it tells what there is to save.
+Costs    a Python call per operator.
+Source   torch.utils._python_dispatch.TorchDispatchMode; METER.md's comparison of meters.
+
+    with Meter() as meter:
+        loss = model(x); loss.backward(); optimizer.step()
+    meter.peak_bytes
+
+A dispatch mode sees every operator below autograd, backward's too. Storages that existed before
+are counted when an operator first returns them. `memlab.measure` is the version to use.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+
+class Meter(TorchDispatchMode):
+    """`live_bytes` now, and `peak_bytes`, of all tensors made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self._counted: weakref.WeakSet[Any] = weakref.WeakSet()  # of storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._count, made)
+        return made
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage not in self._counted:
+            self._counted.add(storage)
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            weakref.finalize(storage, self._free, storage.nbytes()).atexit = False
+        return tensor
+
+    def _free(self, nbytes: int) -> None:
+        self.live_bytes -= nbytes
