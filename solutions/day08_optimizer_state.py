@@ -198,7 +198,7 @@ for name, step_ in {"SGD": sgd_, "momentum": momentum_}.items():
 
 # %%
 def adamw_(weight, gradient, state, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.adamw.adamw_
     beta1, beta2 = betas
     if not state:
         state.update(t=0, m=torch.zeros_like(gradient), v=torch.zeros_like(gradient))
@@ -469,7 +469,7 @@ for name in names:
 
 # %%
 def block_size(name, shape, head_width):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.adam_mini.block_size
     layer, kind = name.split(".")[-2:]
     if kind == "bias":
         return 1
@@ -501,7 +501,7 @@ block_size = exercise("8.3", block_size)
 
 # %%
 def adam_mini_(weight, gradient, state, size, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.adam_mini.adam_mini_
     beta1, beta2 = betas
     squares = gradient.reshape(-1, size) ** 2  # (blocks, size)
     mean = squares.mean(1, keepdim=True)  # (blocks, 1)
@@ -618,7 +618,7 @@ else:
 
 # %%
 def in_backward(weights, update):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.step_in_backward.in_backward
     stepped = set()
 
     def hook(weight):

@@ -160,14 +160,14 @@ _ = below.set_ylabel("even steps", rotation=0, ha="right", va="center")
 
 # %%
 def dynamic_code(signed):
-    ### BEGIN SOLUTION
-    numbers = [torch.tensor([0.0, 1.0])]
+    ### BEGIN SOLUTION memlab.reference.adam8bit.dynamic_code
+    values = [torch.tensor([0.0, 1.0])]
     for i in range(7):
         parts = 2**i if signed else 2 ** (i + 1)
         edges = torch.linspace(0.1, 1, parts + 1)
         middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)
-        numbers += [middles, -middles] if signed else [middles]
-    return torch.cat(numbers).sort().values
+        values += [middles, -middles] if signed else [middles]
+    return torch.cat(values).sort().values
     ### END SOLUTION
 
 
@@ -248,13 +248,13 @@ def decode(codes, scales, code):
 
 # %%
 def encode(x, code):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.adam8bit.encode
     n = x.numel()
     blocks = F.pad(x.flatten(), (0, -n % 256)).view(-1, 256)
     scales = blocks.abs().amax(1)
     fractions = blocks / scales.where(scales > 0, 1).view(-1, 1)
-    middles = (code[:-1] + code[1:]) / 2
-    codes = torch.bucketize(fractions, middles, out_int32=True).to(torch.uint8)
+    thresholds = (code[:-1] + code[1:]) / 2
+    codes = torch.bucketize(fractions, thresholds, out_int32=True).to(torch.uint8)
     return codes.flatten()[:n].clone(), scales
     ### END SOLUTION
 
@@ -313,7 +313,7 @@ class Adam8bit(ByWeight):
     encode_v = staticmethod(encode)
 
     def step_weight(self, weight, gradient, state, group):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.adam8bit.Adam8bit.step_weight
         lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
         signed, unsigned = self.codes
         if not state:
@@ -427,7 +427,7 @@ for name, (longest, _) in heavy.items():
 
 # %%
 def encode_positive(x, code):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.adam8bit.encode_positive
     codes, scales = encode(x, code)
     codes[(x.flatten() > 0) & (codes == 0)] = 1
     return codes, scales

@@ -25,8 +25,6 @@ LONGER = {
     "memlab.course.checks.day06._best_schedule_but": PLANTED,
     "memlab.course.checks.day06._check_choosing": SENTENCES,
     "memlab.course.checks.day07._check_quantize": SENTENCES,
-    "memlab.course.checks.day08._adamw_but": PLANTED,
-    "memlab.course.checks.day08._mini_but": PLANTED,
     "memlab.course.checks.day11._function_but": PLANTED,
     "memlab.course.checks.day12._adam_but": PLANTED,
     "memlab.course.checks.day12._check_steps": SENTENCES,

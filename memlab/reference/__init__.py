@@ -8,6 +8,7 @@ library's own versions are tested against them, on values and on bytes.
     lion                                memlab.optim.Lion
     adam_mini                           memlab.optim.AdamMini
     adam8bit                            memlab.optim.Adam8bit
+    step_in_backward                    memlab.optim.step_in_backward
     loss_scaling                        memlab.precision.LossScaler
     checkpointing                       memlab.checkpointing.checkpoint
     selective_checkpointing             memlab.checkpointing.selective

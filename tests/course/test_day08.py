@@ -11,10 +11,13 @@ import memlab
 from memlab import optim
 from memlab.course import bill, days
 from memlab.course.bill import SETTING
-from memlab.course.checks.day08 import adam_mini_, adamw_, block_size, in_backward, lion_
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.model import GPT, PRESETS
 from memlab.optim.adamw import adamw_ as librarys_adamw_
+from memlab.reference.adam_mini import adam_mini_, block_size
+from memlab.reference.adamw import adamw_
+from memlab.reference.lion import lion_
+from memlab.reference.step_in_backward import in_backward
 from memlab.train import TECHNIQUES, Setting, dry_trace
 from memlab.units import format_bytes
 

@@ -11,17 +11,11 @@ from memlab import optim, quantize
 from memlab.course import bill, days
 from memlab.course.bill import SETTING
 from memlab.course.checks import day09
-from memlab.course.checks.day09 import (
-    Adam8bit,
-    decode,
-    dynamic_code,
-    encode,
-    encode_positive,
-    longest_step,
-)
+from memlab.course.checks.day09 import ByNearest, longest_step
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.metering import dry_run, measure
 from memlab.model import GPT, PRESETS
+from memlab.reference.adam8bit import Adam8bit, decode, dynamic_code, encode, encode_positive
 
 CODE, ENCODE, ADAM, RULE = days.day(9).exercises
 
@@ -385,7 +379,7 @@ def test_torchaos_nearest_codes_step_as_far_as_the_lessons():
     torchao = pytest.importorskip("torchao.optim")
     longest = []
     with torch.compiler.set_stance("force_eager"):
-        for make in (torchao.Adam8bit, Adam8bit):
+        for make in (torchao.Adam8bit, ByNearest):
             random, weight = torch.Generator().manual_seed(0), nn.Parameter(torch.zeros(4096))
             size, optimizer = (2 * torch.randn(4096, generator=random)).exp(), make([weight], 1e-3)
             steps = []

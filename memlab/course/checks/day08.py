@@ -19,8 +19,13 @@ from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.course.properties import ADAM_SETTINGS, elements, parameters
+from memlab.course.solutions import body, mistakes
 from memlab.metering import measure
 from memlab.optim import Lion
+from memlab.reference.adam_mini import adam_mini_, block_size
+from memlab.reference.adamw import adamw_
+from memlab.reference.lion import lion_
+from memlab.reference.step_in_backward import in_backward
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace, of_all_weights
 
@@ -104,11 +109,6 @@ def _require_in_place(answer: Step, **settings: Any) -> None:
     )
 
 
-def _not_in_place(step_: Step) -> Step:
-    """The right step of a new tensor, which nobody sees."""
-    return lambda weight, *rest, **settings: step_(weight.clone(), *rest, **settings)
-
-
 def _require_two_states(answer: Step, wanted: Step, **settings: Any) -> None:
     """Two weights stepped in turn, each with a state of its own."""
     weights = [[torch.ones(4), {}] for _ in range(4)]
@@ -156,11 +156,6 @@ def _require_unequal(
                     f"{_numbers(mine.flatten()[:4])} …, wanted {_numbers(theirs.flatten()[:4])} ….",
                     evidence=("unequal", seed, n, step),
                 )
-
-
-def _with_defaults(step_: Step, **defaults: Any) -> Step:
-    """The right step, which does not look at what it is handed."""
-    return lambda *given, **settings: step_(*given, **(settings | defaults))
 
 
 _SHAPE = (100, 60)  # of the weight whose bytes are metered
@@ -248,71 +243,19 @@ def _require_t(state: State, step: int, ahead: int) -> None:
 # ------------------------------------------------------------------ 8.1: AdamW
 
 
-def adamw_(
-    weight: Tensor,
-    gradient: Tensor,
-    state: State,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-) -> None:
-    """One step in place: decoupled decay, and both moments freed of the zeros they began with."""
-    _adamw_but()(weight, gradient, state, lr, betas, eps, weight_decay)
-
-
-def _adamw_but(
-    *,
-    decay: str = "of the weight",
-    corrected: str = "both",
-    root: Callable[[Tensor, float], Tensor] = lambda v, eps: v.sqrt() + eps,
-    first: int = 1,
-    counted: Callable[[int], int] = lambda t: t + 1,
-    squared: Callable[[Tensor, Tensor], Tensor] = lambda gradient, m: gradient**2,
-    swapped: bool = False,
-    keeps: Callable[[Tensor], Tensor] = lambda kept: kept,
-    by: Callable[[Tensor, Tensor], Tensor] = lambda m, gradient: m,
-) -> Step:
-    """The right step with something in it that is not."""
-
-    def step_(
-        weight: Tensor,
-        gradient: Tensor,
-        state: State,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
-        beta1, beta2 = reversed(betas) if swapped else betas
-        if not state:
-            state.update(t=first - 1, m=keeps(0 * gradient), v=keeps(0 * gradient))
-        state["t"] = t = counted(state["t"])
-        if decay == "in the gradient":
-            gradient = gradient + weight_decay * weight
-        m = beta1 * state["m"] + (1 - beta1) * gradient
-        v = beta2 * state["v"] + (1 - beta2) * squared(gradient, m)
-        hat = m / (1 - beta1**t), v / (1 - beta2**t)
-        use_m, use_v = {
-            "both": hat,
-            "neither": (m, v),
-            "m": (hat[0], v),
-            "kept": hat,
-        }[corrected]
-        state["m"], state["v"] = (
-            keeps(k.to(gradient.dtype)) for k in (hat if corrected == "kept" else (m, v))
-        )
-        before = weight.clone()
-        weight -= (lr * by(use_m, gradient) / root(use_v, eps)).to(weight.dtype)
-        if decay == "of the weight" or (decay == "of matrices" and weight.ndim > 1):
-            weight -= lr * weight_decay * before
-        elif decay == "afterwards":
-            weight *= 1 - lr * weight_decay
-        elif decay == "without lr":
-            weight -= weight_decay * before
-
-    return step_
-
+_BETAS = "beta1, beta2 = betas"
+_DECAY = "    weight *= 1 - lr * weight_decay\n"
+_COUPLED = ((_BETAS, f"{_BETAS}; gradient = gradient + weight_decay * weight"), (_DECAY, ""))
+_OF_MATRICES = ("    weight *=", "    if weight.ndim > 1: weight *=")
+_WITHOUT_LR = ("1 - lr * weight_decay", "1 - weight_decay")
+_NEW_WEIGHT = (
+    "The weight itself has to change: weight -= …, not weight = weight − ….",
+    (_BETAS, f"{_BETAS}; weight = weight.clone()"),
+)
+_EPS_IN_THE_ROOT = (").sqrt() + eps", " + eps).sqrt()")
+_V_AS_IT_IS, _M_AS_IT_IS = ('state["v"] / (1 - beta2**t)', 'state["v"]'), (" / (1 - beta1**t)", "")
+_CORRECTED_KEPT = """state.update(m=state["m"] / (1 - beta1**t), v=state["v"] / (1 - beta2**t))
+    root = state["v"].sqrt()"""
 
 _OURS: State = {}
 
@@ -366,124 +309,71 @@ _ADAMW = Exercise(
     reference=adamw_,
     check=_check_adamw,
     wrong_answers=(
-        WrongAnswer(
-            _adamw_but(decay="in the gradient"),
-            "Coupled decay: it passed through m and √v, which is Adam with L2. AdamW takes it "
-            "from the weight itself.",
-        ),
-        WrongAnswer(
-            _adamw_but(decay="afterwards"),
-            "The decay is a share of the weight as it was before the step.",
-        ),
-        WrongAnswer(
-            _adamw_but(decay="without lr"),
-            "The decay has lr in it, too: a share of lr · weight_decay goes.",
-        ),
-        WrongAnswer(_adamw_but(decay="none"), "There is no decay of the weight."),
-        WrongAnswer(_adamw_but(decay="of matrices"), _VECTORS_DECAY),
-        WrongAnswer(
-            _adamw_but(counted=lambda t: t % 100 + 1),
-            "t is the number of all steps so far, and never begins again.",
-        ),
-        WrongAnswer(
-            _adamw_but(corrected="neither"),
-            "m and v began as zeros, and are too small at first: divide by 1 − βᵗ.",
-        ),
-        WrongAnswer(_adamw_but(corrected="m"), "v began as zeros as well: divide by 1 − β₂ᵗ."),
-        WrongAnswer(
-            _adamw_but(corrected="kept"),
-            "The corrected moments are for this step alone: keep m and v as they are.",
-        ),
-        WrongAnswer(
-            _adamw_but(root=lambda v, eps: (v + eps).sqrt()), "eps stands outside of the root."
-        ),
-        WrongAnswer(_adamw_but(root=lambda v, eps: v + eps), "m is divided by the root of v."),
-        WrongAnswer(
-            _adamw_but(squared=lambda gradient, m: m**2),
-            "v is a mean of the gradient's squares, not of m's.",
-        ),
-        WrongAnswer(
-            _adamw_but(by=lambda m, gradient: gradient),
-            "The weight is stepped by m, not by today's gradient.",
-        ),
-        WrongAnswer(_adamw_but(swapped=True), "β₁ is m's and β₂ is v's."),
-        WrongAnswer(
-            _with_defaults(adamw_, betas=(0.9, 0.999)),
-            "The betas are 0.9 and 0.999, whatever is handed in: take them from `betas`.",
-        ),
-        WrongAnswer(_adamw_but(first=2), "The first step has t = 1."),
-        WrongAnswer(
-            _adamw_but(first=0),
-            "t is 1 in the first step, not 0: 1 − β⁰ is 0. Count up before you divide.",
-        ),
-        WrongAnswer(
-            _adamw_but(keeps=lambda kept: kept.double()),
-            "The moments are kept in float64: 16 bytes a weight.",
-        ),
-        WrongAnswer(
-            _not_in_place(adamw_),
-            "The weight itself has to change: weight -= …, not weight = weight − ….",
-        ),
         WrongAnswer(_in_a_global, "Every weight has moments of its own."),
+        *mistakes(
+            "8.1",
+            (
+                "Coupled decay: it passed through m and √v, which is Adam with L2. AdamW takes it "
+                "from the weight itself.",
+                *_COUPLED,
+            ),
+            (
+                "The decay is a share of the weight as it was before the step.",
+                (_DECAY, ""),
+                ("/ root", f"/ root\n{_DECAY}"),
+            ),
+            ("The decay has lr in it, too: a share of lr · weight_decay goes.", _WITHOUT_LR),
+            ("There is no decay of the weight.", (_DECAY, "")),
+            (_VECTORS_DECAY, _OF_MATRICES),
+            (
+                "t is the number of all steps so far, and never begins again.",
+                ('state["t"] += 1', 'state["t"] = state["t"] % 100 + 1'),
+            ),
+            (
+                "m and v began as zeros, and are too small at first: divide by 1 − βᵗ.",
+                _V_AS_IT_IS,
+                _M_AS_IT_IS,
+            ),
+            ("v began as zeros as well: divide by 1 − β₂ᵗ.", _V_AS_IT_IS),
+            (
+                "The corrected moments are for this step alone: keep m and v as they are.",
+                ('root = (state["v"] / (1 - beta2**t)).sqrt()', _CORRECTED_KEPT),
+                ('state["m"] / (1 - beta1**t) / root', 'state["m"] / root'),
+            ),
+            ("eps stands outside of the root.", _EPS_IN_THE_ROOT),
+            ("m is divided by the root of v.", (".sqrt() + eps", " + eps")),
+            (
+                "v is a mean of the gradient's squares, not of m's.",
+                ("gradient**2", 'state["m"] ** 2'),
+            ),
+            (
+                "The weight is stepped by m, not by today's gradient.",
+                ('lr * state["m"] / (1 - beta1**t)', "lr * gradient"),
+            ),
+            ("β₁ is m's and β₂ is v's.", (_BETAS, "beta2, beta1 = betas")),
+            (
+                "The betas are 0.9 and 0.999, whatever is handed in: take them from `betas`.",
+                (_BETAS, "beta1, beta2 = 0.9, 0.999"),
+            ),
+            ("The first step has t = 1.", ("t=0", "t=1")),
+            (
+                "t is 1 in the first step, not 0: 1 − β⁰ is 0. Count up before you divide.",
+                ("t=0", "t=-1"),
+            ),
+            (
+                "The moments are kept in float64: 16 bytes a weight.",
+                ("torch.zeros_like(gradient)", "gradient.double() * 0"),
+            ),
+            _NEW_WEIGHT,
+        ),
     ),
 )
 
 # ------------------------------------------------------------------ 8.2: Lion
 
 
-def lion_(
-    weight: Tensor,
-    gradient: Tensor,
-    state: State,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.99),
-    weight_decay: float = 0.0,
-) -> None:
-    """One step in place: the sign of a mix, then the momentum."""
-    _lion_but()(weight, gradient, state, lr, betas, weight_decay)
-
-
-def _mixed(m: Tensor, gradient: Tensor, beta: float) -> Tensor:
-    return beta * m + (1 - beta) * gradient
-
-
-def _lion_but(
-    *,
-    direction: Callable[[Tensor], Tensor] = torch.sign,
-    looks_at: Callable[[Tensor, Tensor, float, float], Tensor] = (
-        lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta1)
-    ),
-    keeps: Callable[[Tensor, Tensor, float, float], Tensor] = (
-        lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta2)
-    ),
-    decay: str = "of the weight",
-    begins: Callable[[Tensor], Tensor] = torch.zeros_like,
-    also_keeps: Callable[[Tensor], State] = lambda gradient: {},
-) -> Step:
-    """The right step with something in it that is not."""
-
-    def step_(
-        weight: Tensor,
-        gradient: Tensor,
-        state: State,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        m = state.get("m", begins(gradient))
-        if decay == "in the gradient":
-            gradient = gradient + weight_decay * weight
-        step = direction(looks_at(m, gradient, *betas))
-        if decay == "of the weight" or (decay == "of matrices" and weight.ndim > 1):
-            weight *= 1 - lr * weight_decay
-        elif decay == "without lr":
-            weight *= 1 - weight_decay
-        weight -= lr * step
-        if decay == "afterwards":
-            weight *= 1 - lr * weight_decay
-        state.update(also_keeps(gradient), m=keeps(m, gradient, *betas))
-
-    return step_
+_STEP_MIX = "beta1 * m + (1 - beta1) * gradient"
+_KEPT_MIX = "beta2 * m + (1 - beta2) * gradient"
 
 
 def _check_lion(answer: Step) -> str:
@@ -523,86 +413,69 @@ _LION = Exercise(
     ),
     reference=lion_,
     check=_check_lion,
-    wrong_answers=(
-        WrongAnswer(
-            _lion_but(
-                looks_at=lambda m, gradient, beta1, beta2: _mixed(
-                    _mixed(m, gradient, beta2), gradient, beta1
-                )
-            ),
+    wrong_answers=mistakes(
+        "8.2",
+        (
             "The momentum was brought up to date before its use: today's gradient counts twice.",
+            ("beta1 * m +", f"beta1 * ({_KEPT_MIX}) +"),
         ),
-        WrongAnswer(
-            _lion_but(looks_at=lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta2)),
+        (
             "This is the sign of the new momentum; wanted that of the mix with β₁.",
+            (_STEP_MIX, _KEPT_MIX),
         ),
-        WrongAnswer(
-            _lion_but(looks_at=lambda m, gradient, beta1, beta2: gradient),
+        (
             "This is the sign of the gradient alone: the momentum takes no part in the step.",
+            (_STEP_MIX, "gradient"),
         ),
-        WrongAnswer(
-            _lion_but(looks_at=lambda m, gradient, beta1, beta2: m),
+        (
             "This is the sign of the old momentum alone: today's gradient is to be in the mix.",
+            (_STEP_MIX, "m"),
         ),
-        WrongAnswer(
-            _lion_but(keeps=lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta1)),
-            "The mix is for the step; what is kept has β₂.",
-        ),
-        WrongAnswer(
-            _lion_but(
-                looks_at=lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta2),
-                keeps=lambda m, gradient, beta1, beta2: _mixed(m, gradient, beta1),
-            ),
+        ("The mix is for the step; what is kept has β₂.", (_KEPT_MIX, _STEP_MIX)),
+        (
             "The betas have changed places: β₁ is for the step, β₂ for what is kept.",
+            (_BETAS, "beta2, beta1 = betas"),
         ),
-        WrongAnswer(
-            _lion_but(direction=lambda mix: torch.where(mix >= 0, 1.0, -1.0)),
+        (
             "sign(0) is 0: a weight without a gradient stays where it is.",
+            (f"torch.sign({_STEP_MIX})", f"torch.where({_STEP_MIX} >= 0, 1.0, -1.0)"),
         ),
-        WrongAnswer(
-            _lion_but(direction=lambda mix: mix), "There is no sign: every step has one size, lr."
-        ),
-        WrongAnswer(
-            _lion_but(decay="in the gradient"),
+        ("There is no sign: every step has one size, lr.", ("torch.sign", "")),
+        (
             "Coupled decay: in the mix only its sign counts. Take it from the weight itself.",
+            *_COUPLED,
         ),
-        WrongAnswer(_lion_but(decay="none"), "There is no decay."),
-        WrongAnswer(_lion_but(decay="of matrices"), _VECTORS_DECAY),
-        WrongAnswer(
-            _lion_but(
-                keeps=lambda m, gradient, beta1, beta2: _mixed(
-                    _mixed(m, gradient, beta1), gradient, beta2
-                )
-            ),
+        ("There is no decay.", (_DECAY, "")),
+        (_VECTORS_DECAY, _OF_MATRICES),
+        (
             "The mix for the step was kept, and mixed once more: both are made of m as it was.",
+            ("beta2 * m +", f"beta2 * ({_STEP_MIX}) +"),
         ),
-        WrongAnswer(_lion_but(decay="without lr"), "The share that decays is lr · weight_decay."),
-        WrongAnswer(
-            _lion_but(decay="afterwards"), "The decay is of the weight as it was: before the step."
+        ("The share that decays is lr · weight_decay.", _WITHOUT_LR),
+        (
+            "The decay is of the weight as it was: before the step.",
+            (_DECAY, ""),
+            ("lr * u\n", f"lr * u\n{_DECAY}"),
         ),
-        WrongAnswer(
-            _lion_but(also_keeps=lambda gradient: {"v": gradient**2}),
+        (
             "There is a second moment again: Lion keeps m and nothing else.",
+            ('    state["m"] =', '    state["v"] = gradient**2\n    state["m"] ='),
         ),
-        WrongAnswer(
-            _with_defaults(lion_, betas=(0.9, 0.99)),
+        (
             "The betas are 0.9 and 0.99, whatever is handed in: take them from `betas`.",
+            (_BETAS, "beta1, beta2 = 0.9, 0.99"),
         ),
-        WrongAnswer(_lion_but(begins=torch.clone), "m began as the gradient; it begins as zeros."),
-        WrongAnswer(
-            _not_in_place(lion_),
-            "The weight itself has to change: weight -= …, not weight = weight − ….",
+        (
+            "m began as the gradient; it begins as zeros.",
+            ("torch.zeros_like(gradient)", "gradient.clone()"),
         ),
+        _NEW_WEIGHT,
     ),
 )
 
 # ------------------------------------------------------------------ 8.3: the partition
 
 BlockSize = Callable[[str, Sequence[int], int], int]
-_HEADS = ("query", "key")
-_ROWS = ("embedding", "unembedding", "value", "output", "gate", "up", "down")
-_WHOLE = ("attention_norm", "mlp_norm", "norm")
-
 # Name and shape; the head width is 8.
 _WEIGHTS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("norm.weight", (32,)),
@@ -633,48 +506,8 @@ _REFUSED: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 
 
-def block_size(name: str, shape: Sequence[int], head_width: int) -> int:
-    """How many neighbours share a v; ValueError for what is in no rule."""
-    return _size_but()(name, shape, head_width)
-
-
-def _size_but(
-    *,
-    heads: Callable[[Sequence[int], int], int] = lambda shape, D: D * shape[1],
-    row: Callable[[Sequence[int]], int] = lambda shape: shape[1],
-    whole: Callable[[Sequence[int]], int] = lambda shape: shape[0],
-    bias: Callable[[Sequence[int]], int] = lambda shape: 1,
-    has: Callable[[str, Sequence[str]], bool] = lambda name, rule: name.split(".")[-2] in rule,
-    other: Callable[[Sequence[int]], int] | None = None,
-    looks_at_heads: bool = True,
-) -> BlockSize:
-    """The right partition with something in it that is not."""
-
-    def size(name: str, shape: Sequence[int], head_width: int) -> int:
-        if name.endswith(".bias"):
-            return bias(shape)
-        if has(name, _HEADS):
-            if looks_at_heads and shape[0] % head_width:
-                raise ValueError(f"got {name} of {shape[0]} rows; give whole heads of {head_width}")
-            return heads(shape, head_width)
-        if has(name, _WHOLE):
-            return whole(shape)
-        if has(name, _ROWS):
-            return row(shape)
-        if other is None:
-            raise ValueError(f"got {name}, of which no rule knows; add one")
-        return other(shape)
-
-    return size
-
-
-def _by_letters(name: str, rule: Sequence[str]) -> bool:
-    return any(word in name for word in rule)
-
-
-def _by_endings(name: str, rule: Sequence[str]) -> bool:
-    layer = name.split(".")[-2]
-    return layer.endswith("norm") if rule is _WHOLE else layer in rule
+_OF_A_HEAD = "head_width * shape[1]"
+_UNKNOWN = 'raise ValueError(f"got {name}, of which no rule knows; add one")'
 
 
 def _check_block_size(answer: BlockSize) -> str:
@@ -722,62 +555,60 @@ _BLOCK_SIZE = Exercise(
     ),
     reference=block_size,
     check=_check_block_size,
-    wrong_answers=(
-        WrongAnswer(
-            _size_but(heads=lambda shape, D: shape[1]),
+    wrong_answers=mistakes(
+        "8.3",
+        (
             "Here queries and keys go by rows: asked is a head, head_width rows together.",
+            (_OF_A_HEAD, "shape[1]"),
         ),
-        WrongAnswer(
-            _size_but(
-                heads=lambda shape, D: prod(shape),
-                row=prod,
-                other=prod,
-            ),
+        (
             "One v for a whole matrix, whose rows have gradients of very different size.",
+            (_OF_A_HEAD, "shape.numel()"),
+            ("return shape[1]", "return shape.numel()"),
+            (_UNKNOWN, "return shape.numel()"),
         ),
-        WrongAnswer(
-            _size_but(other=prod),
+        (
             "A fused matrix of queries, keys and values became one block, without a word. What no "
             "rule knows is to be refused.",
+            (_UNKNOWN, "return shape.numel()"),
         ),
-        WrongAnswer(
-            _size_but(other=lambda shape: shape[-1]),
+        (
             "An unknown layer was guessed, by rows. A wrong guess trains, and worse: refuse it.",
+            (_UNKNOWN, "return shape[-1]"),
         ),
-        WrongAnswer(
-            _size_but(heads=lambda shape, D: prod(shape) // 4),
+        (
             "Four heads for every matrix: keys have fewer heads than queries here. A head is "
             "head_width rows, however many there are.",
+            (_OF_A_HEAD, "shape.numel() // 4"),
         ),
-        WrongAnswer(_size_but(heads=lambda shape, D: D), "A head is head_width rows, not numbers."),
-        WrongAnswer(
-            _size_but(heads=lambda shape, D: shape[0] // D),
+        ("A head is head_width rows, not numbers.", (_OF_A_HEAD, "head_width")),
+        (
             "This is the number of heads; asked is how many numbers are in one.",
+            (_OF_A_HEAD, "shape[0] // head_width"),
         ),
-        WrongAnswer(
-            _size_but(row=lambda shape: shape[0]),
+        (
             "These are columns: of (out, in) a row is what makes one output, shape[1] numbers.",
+            ("return shape[1]", "return shape[0]"),
         ),
-        WrongAnswer(_size_but(whole=lambda shape: 1), "A norm's weights share one v, all of them."),
-        WrongAnswer(
-            _size_but(bias=lambda shape: shape[0]), "Biases have a v each, as in plain AdamW."
-        ),
-        WrongAnswer(
-            _size_but(has=_by_letters),
+        ("A norm's weights share one v, all of them.", ("return shape[0]", "return 1")),
+        ("Biases have a v each, as in plain AdamW.", ("return 1", "return shape[0]")),
+        (
             "A name is looked at by its letters: 'key' is in 'key_value', too. Compare the whole "
             "word between two dots.",
+            ("layer in (", "any(word in name for word in ("),
+            ('"):\n', '")):\n'),
         ),
-        WrongAnswer(
-            _size_but(has=_by_endings),
+        (
             "It ends in 'norm' and is none of the three: it was guessed. Compare the whole word.",
+            ('layer in ("attention_norm", "mlp_norm", "norm")', 'layer.endswith("norm")'),
         ),
-        WrongAnswer(
-            lambda name, shape, D: block_size(name.replace(".bias", ".weight"), shape, D),
+        (
             "A bias is a vector and has no shape[1]: look for .bias before the layer's word.",
+            ('kind == "bias"', "False"),
         ),
-        WrongAnswer(
-            _size_but(looks_at_heads=False),
+        (
             "20 rows are no whole heads of 8: blocks would begin in the middle of one.",
+            ("if shape[0] % head_width", "if False"),
         ),
     ),
 )
@@ -785,69 +616,8 @@ _BLOCK_SIZE = Exercise(
 # ------------------------------------------------------------------ 8.4: Adam-mini
 
 
-def adam_mini_(
-    weight: Tensor,
-    gradient: Tensor,
-    state: State,
-    size: int,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-) -> None:
-    """AdamW's step in place, with one v for each `size` neighbours: the mean of their g²."""
-    _mini_but()(weight, gradient, state, size, lr, betas, eps, weight_decay)
-
-
-def _of_rows(gradient: Tensor, size: int) -> Tensor:
-    return gradient.reshape(-1, size)
-
-
-def _mini_but(
-    *,
-    square: Callable[[Tensor], Tensor] = lambda blocks: (blocks**2).mean(1, keepdim=True),
-    blocks_of: Callable[[Tensor, int], Tensor] = _of_rows,
-    back: Callable[[Tensor], Tensor] = lambda blocks: blocks,
-    shared_m: bool = False,
-    corrected: str = "both",
-    keeps_each: bool = False,
-    root: Callable[[Tensor, float], Tensor] = lambda v, eps: v.sqrt() + eps,
-    decay: str = "of the weight",
-) -> Step:
-    """The right step with something in it that is not."""
-
-    def step_(
-        weight: Tensor,
-        gradient: Tensor,
-        state: State,
-        size: int,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
-        beta1, beta2 = betas
-        if decay == "in the gradient":
-            gradient = gradient + weight_decay * weight
-        blocks = blocks_of(gradient, size)
-        of_block = square(blocks)
-        if keeps_each:
-            of_block = of_block.expand_as(blocks).clone()
-        mine = blocks.mean(1, keepdim=True) if shared_m else gradient
-        if not state:
-            state.update(t=0, m=0 * mine, v=0 * of_block)
-        state["t"] += 1
-        state["m"] = beta1 * state["m"] + (1 - beta1) * mine
-        state["v"] = beta2 * state["v"] + (1 - beta2) * of_block
-        m = state["m"] if corrected == "neither" else state["m"] / (1 - beta1 ** state["t"])
-        v = state["v"] / (1 - beta2 ** state["t"]) if corrected == "both" else state["v"]
-        m = m.expand_as(blocks) if shared_m else blocks_of(m, size)
-        step = back(m / root(v, eps))
-        if decay == "of the weight" or (decay == "of matrices" and weight.ndim > 1):
-            weight *= 1 - lr * weight_decay
-        weight -= lr * step.reshape(weight.shape)
-
-    return step_
+_MEAN = "squares.mean(1, keepdim=True)"
+_BLOCKS, _BLOCKS_OF_M = "gradient.reshape(-1, size)", 'state["m"].reshape(-1, size)'
 
 
 def _squares_of_each(
@@ -909,69 +679,73 @@ _ADAM_MINI = Exercise(
     check=_check_adam_mini,
     wrong_answers=(
         WrongAnswer(
-            _mini_but(square=lambda blocks: blocks.mean(1, keepdim=True) ** 2),
-            "This is the mean of g, squared: gradients of both signs cancel. Wanted the mean of "
-            "the squares.",
-        ),
-        WrongAnswer(
-            _mini_but(square=lambda blocks: (blocks**2).mean().expand(len(blocks), 1).contiguous()),
-            "One v for the whole matrix: each block has its own.",
-        ),
-        WrongAnswer(
-            _mini_but(shared_m=True),
-            'm is shared, too, as a guide has it ("share m, v"): all weights of a block take one '
-            "step, and which of them should go up is lost. Only v is shared.",
-        ),
-        WrongAnswer(
-            _mini_but(blocks_of=lambda t, size: t.reshape(size, -1).T, back=Tensor.t),
-            "These blocks are taken across: a block's numbers are neighbours, view(-1, size).",
-        ),
-        WrongAnswer(
-            _mini_but(blocks_of=lambda t, size: t.reshape(size, -1)),
-            "reshape(size, -1) makes `size` blocks; asked are blocks of `size`: reshape(-1, size).",
-        ),
-        WrongAnswer(
-            _mini_but(square=lambda blocks: (blocks**2).sum(1, keepdim=True)),
-            "This is the sum of g²; the mean makes steps that do not depend on the block's size.",
-        ),
-        WrongAnswer(
-            _mini_but(square=lambda blocks: (blocks**2).amax(1, keepdim=True)),
-            "This is the largest g² of the block; wanted the mean.",
-        ),
-        WrongAnswer(
-            _mini_but(square=lambda blocks: blocks.abs().mean(1, keepdim=True) ** 2),
-            "This is the mean of |g|, squared: large ones count too little. Square first.",
-        ),
-        WrongAnswer(_mini_but(corrected="m"), "v began as zeros: divide by 1 − β₂ᵗ, as before."),
-        WrongAnswer(
-            _mini_but(corrected="neither"),
-            "m and v are not freed of the zeros they began with: divide each by its 1 − βᵗ.",
-        ),
-        WrongAnswer(
-            _not_in_place(adam_mini_),
-            "The weight itself has to change: weight -= …, not weight = weight − ….",
-        ),
-        WrongAnswer(
-            _mini_but(root=lambda v, eps: (v + eps).sqrt()), "As in AdamW, eps is outside the root."
-        ),
-        WrongAnswer(
-            _with_defaults(adam_mini_, betas=(0.9, 0.999)),
-            "The betas are 0.9 and 0.999, whatever is handed in: take them from `betas`.",
-        ),
-        WrongAnswer(
-            _mini_but(decay="in the gradient"), "The decay is coupled: it went into m and v."
-        ),
-        WrongAnswer(_mini_but(decay="none"), "The weight does not decay."),
-        WrongAnswer(_mini_but(decay="of matrices"), _VECTORS_DECAY),
-        WrongAnswer(
-            _mini_but(keeps_each=True),
-            "v is written out for each weight: nothing is saved. Keep (blocks, 1), and let it "
-            "broadcast.",
-        ),
-        WrongAnswer(
             _squares_of_each,
             "Right weights, but a v for each of them is kept, and averaged afterwards: average g² "
             "before.",
+        ),
+        *mistakes(
+            "8.4",
+            (
+                "This is the mean of g, squared: gradients of both signs cancel. Wanted the mean "
+                "of the squares.",
+                (_MEAN, f"{_BLOCKS}.mean(1, keepdim=True) ** 2"),
+            ),
+            (
+                "One v for the whole matrix: each block has its own.",
+                (_MEAN, "squares.mean().expand(len(squares), 1).contiguous()"),
+            ),
+            (
+                'm is shared, too, as a guide has it ("share m, v"): all weights of a block take '
+                "one step, and which of them should go up is lost. Only v is shared.",
+                (
+                    "    if not state",
+                    f"    gradient = {_BLOCKS}.mean(1, keepdim=True)\n    if not state",
+                ),
+                (_BLOCKS_OF_M, 'state["m"].expand_as(squares)'),
+            ),
+            (
+                "These blocks are taken across: a block's numbers are neighbours, view(-1, size).",
+                ("reshape(-1, size)", "reshape(size, -1).T"),
+                (".view_as(weight)", ".T.reshape(weight.shape)"),
+            ),
+            (
+                "reshape(size, -1) makes `size` blocks; asked are blocks of `size`: reshape(-1, "
+                "size).",
+                ("reshape(-1, size)", "reshape(size, -1)"),
+            ),
+            (
+                "This is the sum of g²; the mean makes steps that do not depend on the block's "
+                "size.",
+                ("squares.mean(1", "squares.sum(1"),
+            ),
+            (
+                "This is the largest g² of the block; wanted the mean.",
+                ("squares.mean(1", "squares.amax(1"),
+            ),
+            (
+                "This is the mean of |g|, squared: large ones count too little. Square first.",
+                (_MEAN, f"{_BLOCKS}.abs().mean(1, keepdim=True) ** 2"),
+            ),
+            ("v began as zeros: divide by 1 − β₂ᵗ, as before.", _V_AS_IT_IS),
+            (
+                "m and v are not freed of the zeros they began with: divide each by its 1 − βᵗ.",
+                _V_AS_IT_IS,
+                _M_AS_IT_IS,
+            ),
+            _NEW_WEIGHT,
+            ("As in AdamW, eps is outside the root.", _EPS_IN_THE_ROOT),
+            (
+                "The betas are 0.9 and 0.999, whatever is handed in: take them from `betas`.",
+                (_BETAS, "beta1, beta2 = 0.9, 0.999"),
+            ),
+            ("The decay is coupled: it went into m and v.", *_COUPLED),
+            ("The weight does not decay.", (_DECAY, "")),
+            (_VECTORS_DECAY, _OF_MATRICES),
+            (
+                "v is written out for each weight: nothing is saved. Keep (blocks, 1), and let it "
+                "broadcast.",
+                (_MEAN, f"{_MEAN}.expand_as(squares).clone()"),
+            ),
         ),
     ),
 )
@@ -1189,117 +963,52 @@ def most_of(trace: Trace, category: str) -> int:
     return most
 
 
-def in_backward(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
-    """Step each weight when its gradient is complete, and drop that; refuse a second."""
-    return _hooked_but()(weights, update)
+_DROPPED = "update(weight)\n        weight.grad = None\n"
+_BEFORE_IT_IS_THERE = """
+def hook(weight):
+    update(weight)
+    weight.grad = None
 
+for weight in weights:
+    weight.register_hook(lambda gradient, weight=weight: hook(weight))
+return lambda: None
+"""
+# With .grad set by hand; torch sets it once more afterwards.
+_HANDED_OVER = _BEFORE_IT_IS_THERE.replace("hook(weight)", "hook(weight, gradient)").replace(
+    "    update", "    weight.grad = gradient\n    update"
+)
+_WHEN_ALL_ARE_THERE = """
+weights, there, ended = list(weights), [], [True]
 
-def _hooked_but(
-    *,
-    drops: bool = True,
-    drops_refused: bool = True,
-    refuses: bool = True,
-    allows_again: bool = True,
-    error: type = RuntimeError,
-) -> InBackward:
-    def hooked(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
-        stepped: set[Tensor] = set()
+def hook(weight):
+    if not ended[0]:
+        raise RuntimeError("a second gradient")
+    there.append(weight)
+    if len(there) == len(weights):
+        for each in there:
+            update(each)
+            each.grad = None
+        there.clear()
+        ended[0] = False
 
-        def hook(weight: Tensor) -> None:
-            if weight in stepped and refuses:
-                if drops_refused:
-                    weight.grad = None
-                raise error("a second gradient before end_step()")
-            stepped.add(weight)
-            update(weight)
-            if drops:
-                weight.grad = None
-
-        for weight in weights:
-            weight.register_post_accumulate_grad_hook(hook)
-        return stepped.clear if allows_again else lambda: None
-
-    return hooked
-
-
-def _before_it_is_there(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
-    def step(weight: Tensor, gradient: Tensor) -> None:
+for weight in weights:
+    weight.register_post_accumulate_grad_hook(hook)
+return lambda: ended.__setitem__(0, True)
+"""
+# By number: it does not know which weight comes twice.
+_COUNTED = (
+    ("stepped = set()", "stepped = []"),
+    ("if weight in stepped", "if len(stepped) == len(weights)"),
+    ("stepped.add(weight)", "stepped.append(1)"),
+)
+_IN_END_STEP = """
+def end_step():
+    for weight in weights:
         update(weight)
         weight.grad = None
 
-    for weight in weights:
-        weight.register_hook(partial(step, weight))
-    return lambda: None
-
-
-def _handed_over(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
-    """register_hook, with .grad set by hand: torch sets it once more afterwards."""
-
-    def step(weight: Tensor, gradient: Tensor) -> None:
-        weight.grad = gradient
-        update(weight)
-        weight.grad = None
-
-    for weight in weights:
-        weight.register_hook(partial(step, weight))
-    return lambda: None
-
-
-def _the_last_of_the_loop(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
-    def hook(_: Tensor) -> None:
-        update(weight)
-        weight.grad = None
-
-    for weight in weights:
-        weight.register_post_accumulate_grad_hook(hook)
-    return lambda: None
-
-
-def _when_all_are_there(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
-    there: list[Tensor] = []
-    ended = [True]
-
-    def hook(weight: Tensor) -> None:
-        if not ended[0]:
-            raise RuntimeError("a second gradient")
-        there.append(weight)
-        if len(there) == len(weights):
-            for each in there:
-                update(each)
-                each.grad = None
-            there.clear()
-            ended[0] = False
-
-    for weight in weights:
-        weight.register_post_accumulate_grad_hook(hook)
-    return lambda: ended.__setitem__(0, True)
-
-
-def _counted(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
-    """Refuses by number: it does not know which weight comes twice."""
-    calls = [0]
-
-    def hook(weight: Tensor) -> None:
-        calls[0] += 1
-        if calls[0] > len(weights):
-            weight.grad = None
-            raise RuntimeError("a gradient too many")
-        update(weight)
-        weight.grad = None
-
-    for weight in weights:
-        weight.register_post_accumulate_grad_hook(hook)
-    return lambda: calls.__setitem__(0, 0)
-
-
-def _in_end_step(weights: Sequence[Tensor], update: Update) -> Callable[[], None]:
-    def end_step() -> None:
-        for weight in weights:
-            update(weight)
-            weight.grad = None
-
-    return end_step
-
+return end_step
+"""
 
 _IN_BACKWARD = Exercise(
     id="8.5",
@@ -1318,54 +1027,57 @@ _IN_BACKWARD = Exercise(
     ),
     reference=in_backward,
     check=_check_in_backward,
-    wrong_answers=(
-        WrongAnswer(
-            _hooked_but(drops=False, refuses=False),
+    wrong_answers=mistakes(
+        "8.5",
+        (
             "The gradient was not dropped: after the update, weight.grad = None. Else they pile up "
             "as ever, and the next backward adds to them.",
+            (_DROPPED, "update(weight)\n"),
+            ("if weight in stepped", "if False"),
         ),
-        WrongAnswer(
-            _before_it_is_there,
+        (
             "register_hook is called before the gradient is in .grad: use "
             "register_post_accumulate_grad_hook.",
+            body("in_backward", _BEFORE_IT_IS_THERE),
         ),
-        WrongAnswer(
-            _handed_over,
+        (
             "register_hook is too early: when it has returned, torch puts the gradient into .grad, "
             "and there it stays.",
+            body("in_backward", _HANDED_OVER),
         ),
-        WrongAnswer(
-            _hooked_but(refuses=False),
+        (
             "A second gradient was stepped by, without a word: who accumulates gets several small "
             "steps where one was meant.",
+            ("if weight in stepped", "if False"),
         ),
-        WrongAnswer(
-            _hooked_but(drops_refused=False),
+        (
             "The gradient that was refused is there still, and the next backward adds to it: "
             "weight.grad = None before the raise.",
+            ("weight.grad = None\n            raise", "raise"),
         ),
-        WrongAnswer(
-            _counted,
+        (
             "Counting tells how many gradients came, not which weight's came twice, and a weight "
             "without a gradient leaves room for one: keep the weights that were stepped.",
+            *_COUNTED,
         ),
-        WrongAnswer(
-            _hooked_but(allows_again=False), "end_step() is to let the next backward come."
+        ("end_step() is to let the next backward come.", ("stepped.clear", "lambda: None")),
+        (
+            "The refusal is to be a RuntimeError: the text says so.",
+            ("RuntimeError", "ValueError"),
         ),
-        WrongAnswer(
-            _hooked_but(error=ValueError), "The refusal is to be a RuntimeError: the text says so."
-        ),
-        WrongAnswer(
-            _the_last_of_the_loop,
+        (
             "The hook looks at the loop's variable, which is the last weight by the time it is "
             "called: use the weight that the hook is handed.",
+            ("def hook(weight)", "def hook(_)"),
+            ("if weight in stepped", "if False"),
         ),
-        WrongAnswer(
-            _when_all_are_there,
+        (
             "The updates wait for the last gradient: by then all of them are there at once.",
+            body("in_backward", _WHEN_ALL_ARE_THERE),
         ),
-        WrongAnswer(
-            _in_end_step, "This is an ordinary step: nothing is stepped while backward runs."
+        (
+            "This is an ordinary step: nothing is stepped while backward runs.",
+            body("in_backward", _IN_END_STEP),
         ),
     ),
 )

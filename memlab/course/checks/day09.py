@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from math import log10
 from types import FrameType
 from typing import Any
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from memlab.checkpointing import ATTENTION
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, require
+from memlab.course.solutions import body, mistakes
 from memlab.metering import measure
 from memlab.optim import Lion8bit
+from memlab.reference.adam8bit import Adam8bit, dynamic_code, encode, encode_positive
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace, of_all_weights
 
@@ -27,80 +29,11 @@ SMALLEST = 4096  # numbers of a weight whose moments are encoded
 
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-# ------------------------------------------------------------------ what is built
 
+class ByNearest(Adam8bit):
+    """9.3's: small second moments become 0. The rule against it comes in 9.4."""
 
-def dynamic_code(signed: bool) -> Tensor:
-    """256 numbers of −1 … 1, or of 0 … 1: the middles of the parts of seven decades, 0 and 1."""
-    numbers = [torch.tensor([0.0, 1.0])]
-    for i in range(7):
-        edges = torch.linspace(0.1, 1, (2**i if signed else 2 ** (i + 1)) + 1)
-        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - 6)
-        numbers += [middles, -middles] if signed else [middles]
-    return torch.cat(numbers).sort().values
-
-
-def encode(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (n,), and the largest |x| of each block of 256 (⌈n/256⌉,)."""
-    n = x.numel()
-    blocks = F.pad(x.flatten(), (0, -n % BLOCK)).view(-1, BLOCK)
-    scales = blocks.abs().amax(1)
-    fractions = blocks / scales.where(scales > 0, 1).view(-1, 1)
-    codes = torch.bucketize(fractions, (code[:-1] + code[1:]) / 2, out_int32=True)
-    return codes.to(torch.uint8).flatten()[:n].clone(), scales
-
-
-def decode(codes: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """float32 (n,)"""
-    return code[codes.int()] * scales.repeat_interleave(BLOCK)[: len(codes)]
-
-
-def encode_positive(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    """As `encode`, of what is never below zero: what is above it never gets code 0."""
-    codes, scales = encode(x, code)
-    return codes.maximum((x.flatten() > 0).to(torch.uint8)), scales
-
-
-class Adam8bit(torch.optim.Optimizer):
-    """Adam whose moments are codes: of m signed, of v unsigned."""
-
-    codes = dynamic_code(True), dynamic_code(False)
     encode_v = staticmethod(encode)
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                self.step_weight(weight, weight.grad.flatten(), self.state[weight], group)
-
-    def step_weight(
-        self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
-        signed, unsigned = self.codes
-        if not state:
-            m, v = torch.zeros_like(gradient), torch.zeros_like(gradient)
-        elif len(gradient) < SMALLEST:
-            m, v = state["m"], state["v"]
-        else:
-            m, v = decode(*state["m"], signed), decode(*state["v"], unsigned)
-        state["step"] = t = state.get("step", 0) + 1
-        m = beta1 * m + (1 - beta1) * gradient
-        v = beta2 * v + (1 - beta2) * gradient**2
-        root = (v / (1 - beta2**t)).sqrt() + eps
-        weight -= lr * (m / (1 - beta1**t) / root).view_as(weight)
-        if len(gradient) >= SMALLEST:
-            m, v = encode(m, signed), self.encode_v(v, unsigned)
-        state["m"], state["v"] = m, v
 
 
 # ------------------------------------------------------------------ one's own work
@@ -181,38 +114,13 @@ def _require_numbers(call: str, got: Tensor, wanted: Tensor) -> None:
     )
 
 
-def _coded(
-    parts: Callable[[int, bool], int] = lambda i, signed: 2**i if signed else 2 ** (i + 1),
-    cut: Callable[[Tensor], Tensor] = lambda edges: (edges[:-1] + edges[1:]) / 2,
-    of_edges: bool = False,
-    power: Callable[[int], float] = lambda i: 10.0 ** (i - 6),
-    dtype: torch.dtype = torch.float32,
-    others: tuple[float, ...] = (0.0, 1.0),
-    is_sorted: bool = True,
-) -> Callable[[bool], Tensor]:
-    """The right code with something in it that is not."""
-
-    def code(signed: bool) -> Tensor:
-        numbers = []
-        for i in range(7):
-            edges = torch.linspace(0.1, 1, parts(i, signed) + 1, dtype=dtype)
-            middles = cut(edges * power(i)) if of_edges else cut(edges) * power(i)
-            numbers += [middles, -middles] if signed else [middles]
-        whole = torch.cat([*numbers, torch.tensor(others, dtype=dtype)]).float()
-        return whole.sort().values if is_sorted else whole
-
-    return code
-
-
-def _even_steps(signed: bool) -> Tensor:
-    return torch.arange(-127, 129) / 128 if signed else torch.arange(256) / 255
-
-
-def _even_exponents(signed: bool) -> Tensor:
-    positive = torch.logspace(-7, 0, 128 if signed else 255)
-    zero = torch.zeros(1)
-    return torch.cat([-positive[:-1].flip(0), zero, positive] if signed else [zero, positive])
-
+_MIDDLES = "(edges[:-1] + edges[1:]) / 2"
+_PARTS = "2**i if signed else 2 ** (i + 1)"
+_EVEN_STEPS = "return torch.arange(-127, 129) / 128 if signed else torch.arange(256) / 255"
+_EVEN_EXPONENTS = """
+positive, zero = torch.logspace(-7, 0, 128 if signed else 255), torch.zeros(1)
+return torch.cat([-positive[:-1].flip(0), zero, positive] if signed else [zero, positive])
+"""
 
 _CODE = Exercise(
     id="9.1",
@@ -230,51 +138,49 @@ _CODE = Exercise(
     ),
     reference=dynamic_code,
     check=_check_code,
-    wrong_answers=(
-        WrongAnswer(
-            _even_steps,
+    wrong_answers=mistakes(
+        "9.1",
+        (
             "These are even steps. The code's are fine near zero, and coarse near 1.",
+            body("dynamic_code", _EVEN_STEPS),
         ),
-        WrongAnswer(
-            _even_exponents,
+        (
             "Here each decade has as many numbers; the top one is to have half of them.",
+            body("dynamic_code", _EVEN_EXPONENTS),
         ),
-        WrongAnswer(
-            _coded(parts=lambda i, signed: 2**i),
-            "Without signs there is room for twice as many parts: 2 ** (i + 1).",
-        ),
-        WrongAnswer(
-            _coded(parts=lambda i, signed: 2 ** (6 - i) if signed else 2 ** (7 - i)),
+        ("Without signs there is room for twice as many parts: 2 ** (i + 1).", (_PARTS, "2**i")),
+        (
             "The decades are the wrong way round: the lowest, 10⁻⁷ … 10⁻⁶, has the fewest parts.",
+            (_PARTS, "2 ** (6 - i) if signed else 2 ** (7 - i)"),
         ),
-        WrongAnswer(
-            _coded(cut=lambda edges: edges[:-1]),
-            "These are the parts' lower edges; wanted their middles.",
-        ),
-        WrongAnswer(
-            _coded(cut=lambda edges: edges[1:], others=(0.0, 1e-7)),
+        ("These are the parts' lower edges; wanted their middles.", (_MIDDLES, "edges[:-1]")),
+        (
             "These are the parts' upper edges, not their middles.",
+            (_MIDDLES, "edges[1:]"),
+            ("[0.0, 1.0]", "[0.0, 1e-7]"),
         ),
-        WrongAnswer(_coded(others=()), "Two numbers are missing: 0 and 1."),
-        WrongAnswer(
-            _coded(others=(-1.0, 0.0, 1.0)),
+        ("Two numbers are missing: 0 and 1.", ("[torch.tensor([0.0, 1.0])]", "[]")),
+        (
             "There is no room for −1: the lowest is −0.993, and one number more makes 257.",
+            ("[0.0, 1.0]", "[-1.0, 0.0, 1.0]"),
         ),
-        WrongAnswer(
-            _coded(power=lambda i: 10.0 ** (i - 7)),
+        (
             "The top decade is 0.1 … 1, and its power of ten 0: i − 6.",
+            ("(i - 6)", "(i - 7)"),
         ),
-        WrongAnswer(
-            _coded(is_sorted=False),
+        (
             "They come decade by decade: sort them, so that the nearest can be searched for.",
+            (".sort().values", ""),
         ),
-        WrongAnswer(
-            _coded(dtype=torch.float64),
+        (
             "Computed in float64 and rounded once: every step has to be taken in float32.",
+            ("parts + 1)", "parts + 1, dtype=torch.float64)"),
+            (".sort().values", ".float().sort().values"),
         ),
-        WrongAnswer(
-            _coded(of_edges=True),
+        (
             "The power of ten came before the means; means of two first, then the power of ten.",
+            ("parts + 1)", "parts + 1) * 10.0 ** (i - 6)"),
+            ("/ 2 * 10.0 ** (i - 6)", "/ 2"),
         ),
     ),
 )
@@ -421,56 +327,9 @@ def _bytes_on_the_way(answer: Encode) -> float:
     return trace.peak_bytes / x.numel()
 
 
-def _encoder(
-    blocks_of: Callable[[Tensor], Tensor] = lambda x: F.pad(x, (0, -len(x) % BLOCK)),
-    largest: Callable[[Tensor], Tensor] = lambda blocks: blocks.abs().amax(1),
-    fractions: Callable[[Tensor, Tensor], Tensor] = (
-        lambda blocks, scales: blocks / scales.where(scales > 0, 1).view(-1, 1)
-    ),
-    find: Callable[[Tensor, Tensor], Tensor] = (
-        lambda x, code: torch.bucketize(x, (code[:-1] + code[1:]) / 2, out_int32=True)
-    ),
-    dtype: torch.dtype = torch.uint8,
-    end: Callable[[Tensor, int], Tensor] = lambda codes, n: codes[:n].clone(),
-) -> Encode:
-    """The right quantizer with something in it that is not."""
-
-    def answer(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = blocks_of(x.flatten()).view(-1, BLOCK)
-        scales = largest(blocks)
-        codes = find(fractions(blocks, scales), code)
-        return end(codes.to(dtype).flatten(), x.numel()), scales
-
-    return answer
-
-
-def _one_scale(blocks: Tensor) -> Tensor:
-    return blocks.abs().amax().expand(len(blocks)).clone()
-
-
-def _over_the_largest_fraction(blocks: Tensor) -> Tensor:
-    """The scale by which the largest of a block comes back as itself."""
-    largest = blocks.abs().amax(1)
-    return largest * (largest / largest)
-
-
-def _by_clamped(blocks: Tensor) -> Tensor:
-    return blocks.abs().amax(1).clamp(min=1e-12)
-
-
-def _matrix(x: Tensor, code: Tensor) -> Tensor:
-    return (x.unsqueeze(-1) - code).abs().argmin(-1)
-
-
-def _zeros_by_code_0(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scales = encode(x, code)
-    codes[x.flatten() == 0] = 0
-    return codes, scales
-
-
-def _by_even_steps(x: Tensor, code: Tensor) -> Tensor:
-    return (x * 127).round() + 127 if code[0] < 0 else (x * 255).round()
-
+_LARGEST = "blocks.abs().amax(1)"
+_NEAREST = "torch.bucketize(fractions, thresholds, out_int32=True)"
+_EVENLY = "((fractions * 127).round() + 127 if code[0] < 0 else (fractions * 255).round())"
 
 _ENCODE = Exercise(
     id="9.2",
@@ -489,74 +348,69 @@ _ENCODE = Exercise(
     ),
     reference=encode,
     check=_check_encode,
-    wrong_answers=(
-        WrongAnswer(
-            _encoder(largest=_one_scale),
+    wrong_answers=mistakes(
+        "9.2",
+        (
             "One scale for the whole tensor: each block of 256 has its own.",
+            (_LARGEST, "blocks.abs().amax().expand(len(blocks)).clone()"),
         ),
-        WrongAnswer(
-            _encoder(largest=lambda blocks: blocks.amax(1)),
+        (
             "The largest x is not the largest |x|: a scale is never negative.",
+            (_LARGEST, "blocks.amax(1)"),
         ),
-        WrongAnswer(
-            _encoder(blocks_of=lambda x: x),
+        (
             "The last block may be short: pad it, and drop what was padded.",
+            ("F.pad(x.flatten(), (0, -n % 256))", "x.flatten()"),
         ),
-        WrongAnswer(
-            _encoder(blocks_of=lambda x: F.pad(x, (0, BLOCK - len(x) % BLOCK))),
+        (
             "Where nothing is missing, BLOCK − n % BLOCK pads a whole block: −n % BLOCK pads none.",
+            ("-n % 256", "256 - n % 256"),
         ),
-        WrongAnswer(
-            _encoder(end=lambda codes, n: codes),
-            "The padding is still there: as many codes as numbers, [:n].",
-        ),
-        WrongAnswer(
-            _encoder(end=lambda codes, n: codes[:n]),
-            "The padding is out of sight, and still in memory.",
-        ),
-        WrongAnswer(
-            _encoder(largest=_over_the_largest_fraction),
+        ("The padding is still there: as many codes as numbers, [:n].", ("[:n].clone()", "")),
+        ("The padding is out of sight, and still in memory.", (".clone()", "")),
+        (
             "A block of zeros is divided by its largest, and 0 / 0 is NaN: divide by 1 there.",
+            (_LARGEST, f"{_LARGEST}; scales = scales * (scales / scales)"),
         ),
-        WrongAnswer(
-            _encoder(fractions=lambda blocks, scales: blocks / scales.view(-1, 1)),
+        (
             "In a block of zeros x / scale is 0 / 0, which is no number, and gets code 255.",
+            ("scales.where(scales > 0, 1)", "scales"),
         ),
-        WrongAnswer(
-            _encoder(largest=_by_clamped),
+        (
             "Second moments are squares, and 10⁻¹² is not small for them: scales may be tiny.",
+            (_LARGEST, f"{_LARGEST}.clamp(min=1e-12)"),
         ),
-        WrongAnswer(
-            _zeros_by_code_0,
+        (
             "Code 0 is zero only without signs; in the signed code zero is number 127.",
+            ("return", "codes[blocks == 0] = 0\n    return"),
         ),
-        WrongAnswer(
-            _encoder(find=_by_even_steps),
+        (
             "These are even steps, not the nearest number of the code that was given.",
+            (_NEAREST, _EVENLY),
         ),
-        WrongAnswer(
-            _encoder(find=lambda x, code: torch.bucketize(x, code, right=True) - 1),
+        (
             "The number below is not the nearest: compare with the middles.",
+            (_NEAREST, "(torch.bucketize(fractions, code, right=True) - 1)"),
         ),
-        WrongAnswer(
-            _encoder(find=lambda x, code: torch.bucketize(x, code).clamp(max=255)),
+        (
             "The number above is not the nearest: compare with the middles of neighbours.",
+            (_NEAREST, "torch.bucketize(fractions, code).clamp(max=255)"),
         ),
-        WrongAnswer(
-            _encoder(fractions=lambda blocks, scales: blocks),
+        (
             "The code ends at 1: divide by the block's scale before you look for the nearest.",
+            ("blocks / scales.where(scales > 0, 1).view(-1, 1)", "blocks"),
         ),
-        WrongAnswer(
-            _encoder(dtype=torch.int64),
+        (
             "Codes of int64 take 8 bytes each; eight bits are torch.uint8.",
+            ("torch.uint8", "torch.int64"),
         ),
-        WrongAnswer(
-            _encoder(find=_matrix),
+        (
             "All distances at once are a kilobyte for each number: more than is ever saved.",
+            (_NEAREST, "(fractions.unsqueeze(-1) - code).abs().argmin(-1)"),
         ),
-        WrongAnswer(
-            lambda x, code: encode(x.abs(), code),
+        (
             "The signs are lost: only the scale is made of |x|.",
+            ("blocks / scales", "blocks.abs() / scales"),
         ),
     ),
 )
@@ -591,7 +445,7 @@ def _check_adam(answer: type[torch.optim.Optimizer]) -> str:
 def _check_groups(answer: type[torch.optim.Optimizer]) -> None:
     """Several weights in one optimizer, one of them not contiguous; a group's settings are its own,
     and differ from the defaults."""
-    got, wanted = _stepped_in_groups(answer), _stepped_in_groups(Adam8bit)
+    got, wanted = _stepped_in_groups(answer), _stepped_in_groups(ByNearest)
     for (name, weight), right in zip(got.items(), wanted.values(), strict=True):
         share = ((weight - right).abs() / LR > 1e-3).float().mean().item()
         require(
@@ -725,7 +579,7 @@ def _born(trace: Trace) -> int:
 @cache
 def _reference_steps(shape: tuple[int, ...]) -> list[Tensor]:
     weight = nn.Parameter(torch.zeros(shape))
-    optimizer, after = Adam8bit([weight], **SETTINGS), []
+    optimizer, after = ByNearest([weight], **SETTINGS), []
     for gradient in _gradients(shape):
         weight.grad = gradient
         optimizer.step()
@@ -770,157 +624,17 @@ def _require_steps(name: str, got: list[Tensor], wanted: list[Tensor]) -> None:
         )
 
 
-class _Variant(Adam8bit):
-    """The right one, with one part that a subclass gets wrong."""
-
-    def step_weight(
-        self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        (beta1, beta2), n = group["betas"], len(gradient)
-        m, v = self.read(state, n) if state else self.zeros(n)
-        state["step"] = t = state.get("step", 0) + 1
-        m = beta1 * m + (1 - beta1) * gradient
-        v = beta2 * v + (1 - beta2) * gradient**2
-        m, v, up, down = self.used(m, v, 1 - beta1**t, 1 - beta2**t, group["eps"])
-        weight -= group["lr"] * (up / down).view_as(weight)
-        self.write(state, m, v)
-
-    def zeros(self, n: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(n), torch.zeros(n)
-
-    def in_8_bits(self, n: int) -> bool:
-        return n >= SMALLEST
-
-    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
-        return m, v, m / c1, (v / c2).sqrt() + eps
-
-    def read(self, state: dict[str, Any], n: int) -> tuple[Tensor, Tensor]:
-        if not self.in_8_bits(n):
-            return state["m"], state["v"]
-        return decode(*state["m"], self.codes[0]), decode(*state["v"], self.codes[1])
-
-    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
-        if self.in_8_bits(len(m)):
-            state["m"], state["v"] = encode(m, self.codes[0]), self.encode_v(v, self.codes[1])
-        else:
-            state["m"], state["v"] = m, v
-
-
-class _Shadow(_Variant):
-    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
-        super().write(state, m, v)
-        state["exact"] = m, v
-
-    def read(self, state: dict[str, Any], n: int) -> tuple[Tensor, Tensor]:
-        return state["exact"]
-
-
-class _Float32(_Variant):
-    def in_8_bits(self, n: int) -> bool:
-        return False
-
-
-class _TwoBytes(_Float32):
-    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
-        state["m"], state["v"] = m.bfloat16(), v.bfloat16()
-
-
-class _AllIn8Bits(_Variant):
-    def in_8_bits(self, n: int) -> bool:
-        return True
-
-
-class _RaggedIn32Bits(_Variant):
-    def in_8_bits(self, n: int) -> bool:
-        return n >= SMALLEST and n % BLOCK == 0
-
-
-class _AboveSmallest(_Variant):
-    def in_8_bits(self, n: int) -> bool:
-        return n > SMALLEST
-
-
-class _EncodedFirst(_Variant):
-    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
-        if self.in_8_bits(len(m)):
-            m = decode(*encode(m, self.codes[0]), self.codes[0])
-            v = decode(*encode(v, self.codes[1]), self.codes[1])
-        return m, v, m / c1, (v / c2).sqrt() + eps
-
-
-class _CorrectedStates(_Variant):
-    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
-        m, v = m / c1, v / c2
-        return m, v, m, v.sqrt() + eps
-
-
-class _Uncorrected(_Variant):
-    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
-        return m, v, m, v.sqrt() + eps
-
-
-class _AlwaysFirst(_Variant):
-    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
-        (beta1, beta2) = SETTINGS["betas"]
-        return super().used(m, v, 1 - beta1, 1 - beta2, eps)
-
-
-class _NewWeight(_Variant):
-    """`weight = weight - …` gives a local name a new tensor."""
-
-    def step_weight(
-        self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        super().step_weight(weight.clone(), gradient, state, group)
-
-
-class _InNumpy(_Variant):
-    """As it should be, and float32 moments beside it that are no tensors."""
-
-    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
-        super().write(state, m, v)
-        state["exact"] = m.numpy().copy(), v.numpy().copy()
-
-
-class _EpsInTheRoot(_Variant):
-    def used(self, m: Tensor, v: Tensor, c1: float, c2: float, eps: float) -> tuple[Tensor, ...]:
-        return m, v, m / c1, (v / c2 + eps).sqrt()
-
-
-class _ZeroIsCode0(_Variant):
-    """Begins with codes of zeros and scales of one."""
-
-    def zeros(self, n: int) -> tuple[Tensor, Tensor]:
-        if not self.in_8_bits(n):
-            return super().zeros(n)
-        codes, scales = torch.zeros(n, dtype=torch.uint8), torch.ones(-(-n // BLOCK))
-        return decode(codes, scales, self.codes[0]), decode(codes, scales, self.codes[1])
-
-
-class _SignedOnly(_Variant):
-    """Both moments by the signed code."""
-
-    def read(self, state: dict[str, Any], n: int) -> tuple[Tensor, Tensor]:
-        if not self.in_8_bits(n):
-            return state["m"], state["v"]
-        return decode(*state["m"], self.codes[0]), decode(*state["v"], self.codes[0])
-
-    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
-        super().write(state, m, v)
-        if self.in_8_bits(len(v)):
-            state["v"] = encode(v, self.codes[0])
-
-
-class _EncodeForBoth(_Variant):
-    def write(self, state: dict[str, Any], m: Tensor, v: Tensor) -> None:
-        super().write(state, m, v)
-        if self.in_8_bits(len(m)):
-            state["v"] = encode(v, self.codes[1])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "encode_v":
-            super().__setattr__(name, value)
-
+_IS_LARGE, _IS_SMALL = "len(gradient) >= 4096", "len(gradient) < 4096"
+_ENCODING = f"        if {_IS_LARGE}:\n"  # what comes before it sees moments in float32
+_IN_32_BITS = ((">= 4096", ">= 10**9"), ("< 4096", "< 10**9"))
+_DECODED_FIRST = """if len(gradient) >= 4096:
+            m, v = decode(*encode(m, signed), signed), decode(*encode(v, unsigned), unsigned)
+        root ="""
+_CORRECTED = "m, v = m / (1 - beta1**t), v / (1 - beta2**t)\n        root = v.sqrt()"
+_CODES_OF_ZERO = """if not state and len(gradient) >= 4096:
+            zeros = gradient.new_zeros(len(gradient)).byte(), torch.ones(-(-len(gradient) // 256))
+            m, v = decode(*zeros, signed), decode(*zeros, unsigned)
+        state["step"] ="""
 
 _ADAM = Exercise(
     id="9.3",
@@ -937,54 +651,75 @@ _ADAM = Exercise(
         'root).view_as(weight). A later step begins with decode(*state["m"], signed). Large '
         "moments go back into the state by encode and self.encode_v, small ones as they are.",
     ),
-    reference=Adam8bit,
+    reference=ByNearest,
     check=_check_adam,
-    wrong_answers=(
-        WrongAnswer(
-            _Shadow,
+    wrong_answers=mistakes(
+        "9.3",
+        (
             "The codes are there, and the float32 moments still are as well: nothing is saved.",
+            (_ENCODING, f'        state["exact"] = m, v\n{_ENCODING}'),
+            ('decode(*state["m"], signed), decode(*state["v"], unsigned)', 'state["exact"]'),
         ),
-        WrongAnswer(_Float32, "Both moments are kept in float32: this is Adam, of 8 bytes."),
-        WrongAnswer(
-            _TwoBytes,
+        ("Both moments are kept in float32: this is Adam, of 8 bytes.", *_IN_32_BITS),
+        (
             "Moments of two bytes each (bfloat16, float16): wanted one byte, and a scale a block.",
+            *_IN_32_BITS,
+            ('["v"] = m, v', '["v"] = m.bfloat16(), v.bfloat16()'),
         ),
-        WrongAnswer(
-            _AllIn8Bits,
+        (
             "Small weights are encoded, too; below 4,096 numbers moments stay in float32.",
+            (">= 4096", ">= 0"),
+            ("< 4096", "< 0"),
         ),
-        WrongAnswer(
-            _RaggedIn32Bits,
+        (
             "A weight whose blocks do not come out even is left in 32 bits; encode can do it.",
+            (_IS_LARGE, f"{_IS_LARGE} and len(gradient) % 256 == 0"),
+            (_IS_SMALL, f"{_IS_SMALL} or len(gradient) % 256"),
         ),
-        WrongAnswer(_AboveSmallest, "From 4,096 numbers on: >=, not >."),
-        WrongAnswer(
-            _EncodedFirst,
+        ("From 4,096 numbers on: >=, not >.", (">= 4096", "> 4096"), ("< 4096", "<= 4096")),
+        (
             "The weight is stepped by moments that were rounded first: step, then encode.",
+            ("root =", _DECODED_FIRST),
         ),
-        WrongAnswer(
-            _CorrectedStates,
+        (
             "The bias correction has got into the state: next time it is corrected once more.",
+            ("root = (v / (1 - beta2**t)).sqrt()", _CORRECTED),
+            ("(m / (1 - beta1**t) / root)", "(m / root)"),
         ),
-        WrongAnswer(_Uncorrected, "There is no bias correction: the first step is not lr long."),
-        WrongAnswer(_AlwaysFirst, "t has to count: it is 1 at the first step, 2 at the second."),
-        WrongAnswer(
-            _NewWeight,
+        (
+            "There is no bias correction: the first step is not lr long.",
+            ("v / (1 - beta2**t)", "v"),
+            ("m / (1 - beta1**t)", "m"),
+        ),
+        (
+            "t has to count: it is 1 at the first step, 2 at the second.",
+            ("beta2**t", "beta2"),
+            ("beta1**t", "beta1"),
+        ),
+        (
             "weight = weight - … gives the name a new tensor, and leaves the model's as it was.",
+            ("weight -= ", "weight = weight - "),
         ),
-        WrongAnswer(_InNumpy, "An array of numpy takes the bytes that a tensor would."),
-        WrongAnswer(_EpsInTheRoot, "eps is added to the root, not under it."),
-        WrongAnswer(
-            _ZeroIsCode0,
+        (
+            "An array of numpy takes the bytes that a tensor would.",
+            (
+                _ENCODING,
+                f'        state["exact"] = m.numpy().copy(), v.numpy().copy()\n{_ENCODING}',
+            ),
+        ),
+        ("eps is added to the root, not under it.", (").sqrt() + eps", " + eps).sqrt()")),
+        (
             "Zeros as codes are no zero moment: code 0 of the signed code is −0.993, zero is 127.",
+            ('state["step"] =', _CODES_OF_ZERO),
         ),
-        WrongAnswer(
-            _SignedOnly,
+        (
             "v has no sign: by the signed code half of the 256 numbers are never used.",
+            ('decode(*state["v"], unsigned)', 'decode(*state["v"], signed)'),
+            ("self.encode_v(v, unsigned)", "(self.encode_v(v, unsigned), encode(v, signed))[1]"),
         ),
-        WrongAnswer(
-            _EncodeForBoth,
+        (
             "v goes through self.encode_v: the rule that comes next is put there.",
+            ("self.encode_v(v", "encode(v"),
         ),
     ),
 )
@@ -1058,29 +793,8 @@ def longest_step(encode_v: Encode, n: int = 2 * SMALLEST, steps: int = 60) -> fl
     return longest
 
 
-def _lift_all(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scales = encode(x, code)
-    return codes.clamp(min=1), scales
-
-
-def _shift(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scales = encode(x, code)
-    return (codes.int() + (x.flatten() > 0).int()).clamp(max=255).to(torch.uint8), scales
-
-
-def _add(x: Tensor, code: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    return encode(x.where(x == 0, x.clamp(min=floor)), code)
-
-
-def _unflattened(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scales = encode(x, code)
-    codes[(x > 0) & (codes == 0)] = 1
-    return codes, scales
-
-
-def _clamped(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    return encode(x.clamp(min=code[1].item()), code)
-
+_RULE_LINE = "codes[(x.flatten() > 0) & (codes == 0)] = 1"
+_ONE_UP = "codes = (codes.int() + (x.flatten() > 0).int()).clamp(max=255).to(torch.uint8)"
 
 _RULE = Exercise(
     id="9.4",
@@ -1095,23 +809,33 @@ _RULE = Exercise(
     ),
     reference=encode_positive,
     check=_check_rule,
-    wrong_answers=(
-        WrongAnswer(
-            encode, "The nearest number alone: small second moments become 0, and explode."
+    wrong_answers=mistakes(
+        "9.4",
+        (
+            "The nearest number alone: small second moments become 0, and explode.",
+            (_RULE_LINE, ""),
         ),
-        WrongAnswer(
-            _lift_all,
+        (
             "Zeros are lifted, too: a weight that never had a gradient now has a second moment.",
+            ("(x.flatten() > 0) & (codes == 0)", "codes == 0"),
         ),
-        WrongAnswer(_unflattened, "x has any shape, the codes are flat: compare x.flatten()."),
-        WrongAnswer(_shift, "Every code is one up: only those are to change that would be 0."),
-        WrongAnswer(
-            partial(_add, floor=1e-12),
+        (
+            "x has any shape, the codes are flat: compare x.flatten().",
+            ("x.flatten() > 0", "x > 0"),
+        ),
+        (
+            "Every code is one up: only those are to change that would be 0.",
+            (_RULE_LINE, _ONE_UP),
+        ),
+        (
             "10⁻¹² is small beside one block and huge beside another: ask for the code, not for x.",
+            ("encode(x,", "encode(x.where(x == 0, x.clamp(min=1e-12)),"),
+            (_RULE_LINE, ""),
         ),
-        WrongAnswer(
-            _clamped,
+        (
             "The code's smallest number is a fraction of a scale; x is none, and zeros rise, too.",
+            ("encode(x,", "encode(x.clamp(min=code[1].item()),"),
+            (_RULE_LINE, ""),
         ),
     ),
 )
