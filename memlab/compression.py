@@ -5,6 +5,9 @@ Costs    a pass over each activation to encode it, one for each operator of back
          it, and gradients that are off by some 0.5 % at 8 bits.
 Source   Chen et al. 2021 (ActNN), arXiv 2104.14129; Liu et al. 2022 (GACT), arXiv 2206.11357.
 
+Adds to memlab.reference.activation_compression: 4, 2 and 1 bits, stochastic rounding, masks and
+ReLU outputs without error, tensors that several operators save, and a report.
+
 The forward pass computes with exact numbers, so its values are to the bit those without. Only what
 autograd puts aside is rounded, in groups of 256 numbers with a scale and an offset of their own: an
 error is made once and not handed on from layer to layer.

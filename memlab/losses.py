@@ -8,6 +8,9 @@ Costs    nothing for a mean or a sum: the same three matrix products, in parts. 
 Source   gradients in the forward pass, chunk by chunk: Hsu et al. 2024 (Liger), arXiv 2410.10989.
          Wijmans et al. 2024 (Cut Your Losses), 2411.09009, cut the vocabulary too, in a kernel.
 
+Adds to memlab.reference.chunked_loss: bias, label smoothing, z-loss, soft caps, losses per row,
+autocast and float16, and a chunk size chosen by bytes.
+
 For one row h of N, with target y, matrix W (V, C), bias b:
 
     r    = W h + b                                     logits, V numbers

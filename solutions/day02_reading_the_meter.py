@@ -154,7 +154,7 @@ for note in trace.notes:
 # %%
 def sizes(requested_bytes: int) -> tuple[int, int]:
     """Bytes of the block, and of the segment that it would be cut from."""
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.caching_allocator.sizes
     block = -(-requested_bytes // 512) * 512
     if block <= MIB:
         return block, 2 * MIB
@@ -211,7 +211,7 @@ class Piece:
 # %%
 def take(pieces: list[Piece], size: int) -> int | None:
     """Mark `size` bytes as taken, and say where they begin."""
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.caching_allocator.take
     fitting = [piece for piece in pieces if piece.free and piece.bytes >= size]
     if not fitting:
         return None
@@ -244,7 +244,7 @@ take = exercise("2.2", take)
 # %%
 def give_back(pieces: list[Piece], address: int) -> None:
     """Free the piece at `address`, and merge it with its free neighbours."""
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.caching_allocator.give_back
     place = next(i for i, piece in enumerate(pieces) if piece.address == address)
     pieces[place].free = True
     for i in (place, place - 1):  # with the piece above, then with the one below

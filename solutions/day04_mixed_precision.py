@@ -417,7 +417,7 @@ class Scaler:
         self.scale, self.interval, self.fine_steps = scale, interval, 0
 
     def train(self, optimizer, losses, max_norm: float) -> bool:
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.loss_scaling.Scaler.train
         optimizer.zero_grad()
         for loss in losses:
             (loss * self.scale).backward()

@@ -122,7 +122,7 @@ plot.timeline(every_block, title=f"Every block computed again: {setting}")
 class Forget(torch.autograd.Function):
     @staticmethod
     def forward(ctx, fn, *inputs):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.checkpointing.Forget.forward
         ctx.fn, ctx.state = fn, torch.get_rng_state()
         ctx.save_for_backward(*inputs)
         return fn(*inputs)
@@ -133,7 +133,7 @@ class Forget(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.checkpointing.Forget.backward
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.random.fork_rng([]), torch.enable_grad():
             torch.set_rng_state(ctx.state)

@@ -427,7 +427,7 @@ class Choosing(TorchDispatchMode):
         self.chosen, self.kept, self.is_second = chosen, [], False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.selective_checkpointing.Choosing.__torch_dispatch__
         if self.is_second and func in self.chosen:
             return self.kept.pop(0)
         made = func(*args, **(kwargs or {}))

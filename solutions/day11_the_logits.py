@@ -192,7 +192,7 @@ all_logits_bytes = exercise("11.1", all_logits_bytes)
 
 # %%
 def loss_and_gradient_(x, targets):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.chunked_loss.loss_and_gradient_
     ignored = targets == -100
     labels = targets.masked_fill(ignored, 0).unsqueeze(1)
     at_label = x.sub_(x.amax(1, keepdim=True)).gather(1, labels)
@@ -248,7 +248,7 @@ print(f"the log-softmaxes alone are {format_bytes(kept)}")
 class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.chunked_loss.ChunkedLoss.forward
         of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), device=hidden.device)
@@ -269,7 +269,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.chunked_loss.ChunkedLoss.backward
         return *(g.mul_(upstream / ctx.count) for g in ctx.saved_tensors), None, None
         ### END SOLUTION
         ### BEGIN STUB

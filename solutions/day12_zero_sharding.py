@@ -162,7 +162,7 @@ class Collectives:
         self.wire = wire
 
     def reduce_scatter(self, wholes):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.collectives.Collectives.reduce_scatter
         shards = []
         for rank in range(len(wholes)):
             total = 0
@@ -176,7 +176,7 @@ class Collectives:
         ### END SOLUTION
 
     def all_gather(self, shards):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.collectives.Collectives.all_gather
         wholes = []
         for rank in range(len(shards)):
             pieces = [
@@ -243,7 +243,7 @@ for name, wire in (("by way of rank 0", obvious), ("two collectives", ours)):
 class ShardedAdam:
     def __init__(self, weights, wire, lr):
         self.weights, self.wire, self.ranks = weights, wire, len(weights)
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.sharded_optimizer.ShardedAdam.__init__
         pieces = [self.padded(w).chunk(self.ranks)[rank] for rank, w in enumerate(weights)]
         copies = [piece.to(torch.float32, copy=True) for piece in pieces]
         self.shards = [nn.Parameter(copy) for copy in copies]
@@ -252,12 +252,12 @@ class ShardedAdam:
 
     def padded(self, x):
         """x, with zeros behind it, so that R divides its length."""
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.sharded_optimizer.ShardedAdam.padded
         return nn.functional.pad(x, (0, -len(x) % self.ranks))
         ### END SOLUTION
 
     def step(self, gradients, max_norm):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.sharded_optimizer.ShardedAdam.step
         together = Collectives(self.wire)
         sums = together.reduce_scatter([self.padded(g) for g in gradients])
         for shard, total in zip(self.shards, sums, strict=True):
@@ -353,7 +353,7 @@ def backward_of(w, x, dy):
 
 # %%
 def add_gradients_(wire, weights, inputs, dys, sums):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.sharded_weights.add_gradients_
     dys, together = list(dys), Collectives(wire)
     for unit in reversed(range(len(weights[0]))):
         wholes = []
@@ -391,7 +391,7 @@ add_gradients_ = exercise("12.3", add_gradients_)
 
 # %%
 def sharded_pass(wire, shards, xs, dy_of, sums):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.sharded_weights.sharded_pass
     together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
     for unit in units:
         wholes = together.all_gather([mine[unit] for mine in shards])

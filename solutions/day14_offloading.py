@@ -367,14 +367,14 @@ class OffloadedAdam:
         self.adams = [torch.optim.AdamW(group, lr=lr, foreach=False) for group in groups]
 
     def send(self, n):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.offloaded_optimizer.OffloadedAdam.send
         of_each = [self.adams[n].state.pop(w) for w in self.groups[n]]
         self.steps[n] = [kept["step"] for kept in of_each]
         self.store.put(n, [kept[m] for kept in of_each for m in ("exp_avg", "exp_avg_sq")])
         ### END SOLUTION
 
     def bring(self, n):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.offloaded_optimizer.OffloadedAdam.bring
         moments = iter(self.store.get(n))
         for w, step in zip(self.groups[n], self.steps[n], strict=True):
             m, v = next(moments), next(moments)
@@ -382,7 +382,7 @@ class OffloadedAdam:
         ### END SOLUTION
 
     def step(self, max_norm):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.offloaded_optimizer.OffloadedAdam.step
         clip_grad_norm_([w for group in self.groups for w in group], max_norm)
         for n, adam in enumerate(self.adams):
             if n in self.steps:

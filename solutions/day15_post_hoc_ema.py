@@ -178,7 +178,7 @@ axes.spines[["top", "right"]].set_visible(False)
 
 # %%
 def exponent(sigma):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.post_hoc_ema.exponent
     if not 0 < sigma <= 12**-0.5:
         raise ValueError(f"got sigma {sigma}, wanted one above 0 and up to 0.2887")
     inverse = sigma**-2
@@ -237,7 +237,7 @@ class Average:
         self.values = [weight.detach().clone() for weight in weights]
 
     def update(self, weights, time):
-        ### BEGIN SOLUTION
+        ### BEGIN SOLUTION memlab.reference.post_hoc_ema.Average.update
         share = 1 - (1 - (time - self.time) / time) ** (self.gamma + 1)
         for value, weight in zip(self.values, weights, strict=True):
             value.lerp_(weight.detach(), share)
@@ -363,7 +363,7 @@ print(f"by a sum over a million moments {(p * p).mean() * 800:.6f} and {(p * q).
 
 # %%
 def solve(snapshots, target):
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.post_hoc_ema.solve
     chosen = [n for n, snapshot in enumerate(snapshots) if snapshot.t <= target.t]
     known = [snapshots[n] for n in chosen]
     overlaps = np.array([[inner_product(p, q) for q in known] for p in known])
@@ -440,7 +440,7 @@ _ = fig.suptitle("σ = 0.15, of averages 0.05 and 0.10 wide: each one's part, in
 # %%
 def synthesize(snapshots, shares, sizes, write, piece):
     """`sizes` has the number of numbers of each tensor, by name."""
-    ### BEGIN SOLUTION
+    ### BEGIN SOLUTION memlab.reference.post_hoc_ema.synthesize
     for name, size in sizes.items():
         for start in range(0, size, piece):
             stop = min(start + piece, size)

@@ -1,4 +1,8 @@
-"""The allocator itself: which block serves a request, and what is asked of the driver."""
+"""The allocator itself: which block serves a request, and what is asked of the driver.
+
+Adds to memlab.reference.caching_allocator: all of torch's settings, out-of-memory retries, garbage
+collection, expandable segments, streams and the recorded history.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable

@@ -7,6 +7,9 @@ Costs    the scores once more in backward: 7 products of matrices where `attenti
 Source   Dao et al. 2022, arXiv 2205.14135; Dao 2023 (FlashAttention-2), 2307.08691, algorithms 1
          and 2; the running sum: Milakov and Gimelshein 2018, 1805.02867.
 
+Adds to memlab.reference.tiled_attention: grouped queries, windows, dropout, any alignment and
+dtype, autocast, several heads at once in a tile, and powers of 2.
+
 Softmax needs the highest score of a row before it can sum. By tiles that is not known; so a row
 carries what holds for the keys so far, and where a higher score turns up, corrects it:
 

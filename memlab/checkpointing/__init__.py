@@ -5,7 +5,6 @@ from memlab.checkpointing.execution import checkpoint_blocks
 from memlab.checkpointing.operations import ATTENTION, MATMULS
 from memlab.checkpointing.optimal import optimal_schedule, tradeoffs
 from memlab.checkpointing.recompute import Checkpoint, CheckpointError, checkpoint
-from memlab.checkpointing.reference import checkpoint_reference
 from memlab.checkpointing.schedules import plain_schedule, sqrt_schedule, uniform_schedule
 from memlab.checkpointing.selection import best_within, operators_of, selective
 
@@ -19,7 +18,6 @@ __all__ = [
     "best_within",
     "checkpoint",
     "checkpoint_blocks",
-    "checkpoint_reference",
     "operators_of",
     "optimal_schedule",
     "plain_schedule",

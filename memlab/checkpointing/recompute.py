@@ -6,6 +6,10 @@ Costs    `fn` once more, up to the last tensor that backward needs of it.
 Source   Chen et al. 2016, arXiv 1604.06174. Production's form, by saved-tensor hooks, is that of
          `torch.utils.checkpoint` with `use_reentrant=False`.
 
+Adds to memlab.reference.checkpointing: the cases that the reference lists as missing: any arguments
+and outputs, autograd.grad, second derivatives, early stopping, autocast, and a check that both runs
+agree.
+
 Autograd hands each tensor that it is about to save to a hook, and what the hook returns is saved in
 its place; when backward wants the tensor, another hook has to come up with it.
 

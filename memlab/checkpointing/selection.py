@@ -6,6 +6,9 @@ Costs    what is not chosen runs again. With matrix products and attention kept,
 Source   Korthikanti et al. 2022, arXiv 2205.05198, section 5. Production's form is that of torch's
          `create_selective_checkpoint_contexts`.
 
+Adds to memlab.reference.selective_checkpointing: choices by operator, by call or by a byte budget,
+operators that write in place or draw random numbers, and all that `checkpoint` adds.
+
     keeping = selective(MATMULS | ATTENTION)
     y = keeping(block, x)                                    # as checkpoint(block, x)
 

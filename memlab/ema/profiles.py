@@ -4,6 +4,9 @@ Saves    the choice of an averaging length before training: any is made afterwar
 Costs    nothing here: this file is mathematics, in float64, without a tensor.
 Source   Karras et al. 2023 (EDM2), arXiv 2312.02696, section 3 and appendix C. Derived anew.
 
+Adds to memlab.reference.post_hoc_ema: exact exponents, targets of any time, the side condition that
+shares sum to one, and the error that is left.
+
 A profile says how much the weights of each moment τ count in an average taken at time t:
 
     p(τ) = (γ+1)·τ^γ / t^(γ+1)          0 < τ ≤ t; its integral is 1

@@ -1,5 +1,8 @@
 """The meter: every storage that a step makes and drops, as the step does it unwatched.
 
+Adds to memlab.reference.meter: categories, phases and modules, what existed before the step,
+gradients that autograd would write in place, resized storages, threads, and dry runs.
+
 A dispatch mode sees each operator's tensors; a storage seen for the first time is an allocation,
 and a weak reference tells when it dies. Two things make the stream exact:
 

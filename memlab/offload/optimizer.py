@@ -8,6 +8,10 @@ Costs    the state there and back in every step: 8 bytes a weight read and 8 wri
 Source   Ren et al. 2021 (ZeRO-Offload), arXiv 2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity),
          arXiv 2104.07857, section 5.
 
+Adds to memlab.reference.offloaded_optimizer: any optimizer, sub-groups of any size, the weights and
+the gradients in the store too, stores on disk with prefetch, steps on the host, and commits that
+survive a kill.
+
     store = DiskStore("run/state")
     optimizer = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), store, weights=True)
     for step in range(optimizer.resume(), steps):       # 0, or where the last process ended

@@ -8,6 +8,10 @@ Costs    a decoding and an encoding of both moments in every step, and their rou
 Source   Dettmers et al. 2021, arXiv 2110.02861; bitsandbytes' and torchao's optimizers. The zero
          point: Li et al. 2023, arXiv 2309.01507, section 4.1, who found it in 4 bits.
 
+Adds to memlab.reference.adam8bit: weight decay, chunked updates (8 MiB of temporaries for any size
+of weight), a lookup table in place of the search, one codebook for all weights, and all that AdamW
+adds.
+
 The step itself is AdamW's, on decoded moments and before they are rounded again. The dynamic code
 has seven decades: it is as exact as 8 bits can be near the largest of a block, and knows of what is
 a millionth of that no more than its sign.

@@ -4,6 +4,9 @@ Saves    nearly half of AdamW's state: 4N bytes and 4 a block, not 8N.
 Costs    a partition: someone has to say which weights are alike. A wrong one trains, and worse.
 Source   Zhang et al. 2024, arXiv 2406.16793.
 
+Adds to memlab.reference.adam_mini: partitions by rules for any model, by rows where there are no
+names, and all that AdamW adds.
+
 AdamW's v says how long a step each weight may take. Weights that work together see gradients of
 about one size, and one v does for all of them: the mean of their g². In a Transformer these are
 

@@ -4,6 +4,10 @@ Saves    nothing: it is the yardstick. Its state is two float32 numbers a weight
 Costs    pieces of 1 MiB on the way. torch's for-loop makes whole tensors, its fused kernel none.
 Source   Loshchilov and Hutter 2019, arXiv 1711.05101, Algorithm 2.
 
+Adds to memlab.reference.adamw: chunked updates whose temporaries stay small, moments in other
+dtypes or in 8 bits, stochastic rounding of the weights, and the checks and state dicts of torch's
+optimizers.
+
 Each weight has a step size of its own: where gradients are large, or point to and fro, it is short.
 At the first step m/√v is the gradient's sign: every weight moves by lr. Later no step is longer
 than 7.27·lr, whatever the gradients (with β = 0.9, 0.999).

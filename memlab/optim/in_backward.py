@@ -5,6 +5,9 @@ Costs    everything that looks at all gradients before the step (see below), and
          operations of a step that takes all weights at once.
 Source   Lv et al. 2023, arXiv 2306.09782 (LOMO); torch's hooks on gradients make it short.
 
+Adds to memlab.reference.step_in_backward: any optimizer that steps weight by weight, groups, tied
+weights, clipping by weight, and errors that say what to do.
+
     stepping = step_in_backward(torch.optim.AdamW(model.parameters()))
     for batch in batches:
         stepping.zero_grad()

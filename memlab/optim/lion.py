@@ -6,6 +6,9 @@ Costs    a search for its learning rate, 3 to 10 times below AdamW's, with a wei
          many times above.
 Source   Chen et al. 2023, arXiv 2302.06675, Algorithm 2.
 
+Adds to memlab.reference.lion: an 8-bit momentum, chunked updates whose temporaries stay small,
+stochastic rounding of the weights, and the checks and state dicts of torch's optimizers.
+
 Every weight moves by lr at each step, up or down; where momentum and gradient are both zero it
 stays. Two betas for one momentum: the step looks at a mix in which today's gradient weighs 1 − β1,
 and what is kept is another, in which it weighs 1 − β2.

@@ -5,6 +5,9 @@ Costs    one number, a look at every gradient, and now and then a step that is n
 Source   Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; torch.amp.GradScaler, whose
          decisions and state these are.
 
+Adds to memlab.reference.loss_scaling: torch.amp.GradScaler's interface and state, several
+optimizers, and a floor below which the scale raises an error.
+
 float16 has nothing below 6e-8, and the gradients of a large model are often smaller: they become
 zero. So the loss is multiplied by a large number, all gradients are by the chain rule, and before
 the step they are divided by it again, in float32. How large? As large as goes:

@@ -11,6 +11,7 @@ Source   Chen et al. 2016, arXiv 1604.06174, section 3.
 `memlab.checkpointing.checkpoint` is the version to train with. What this one cannot do:
 
     keyword arguments, lists, dicts     a Function takes tensors, one after the other
+    several outputs                     backward takes one gradient
     inputs without requires_grad        if no input has it there is no backward pass, and the
                                         weights silently get no gradient
     torch.autograd.grad,                the backward() inside fills the .grad of every weight,

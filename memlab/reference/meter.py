@@ -8,8 +8,8 @@ Source   torch.utils._python_dispatch.TorchDispatchMode; METER.md's comparison o
         loss = model(x); loss.backward(); optimizer.step()
     meter.peak_bytes
 
-A dispatch mode sees every operator below autograd, backward's too. Storages that existed before
-are counted when an operator first returns them. `memlab.measure` is the version to use.
+A dispatch mode sees every operator below autograd, backward's too. What an operator is handed and
+no operator has made was there before, and is not counted. `memlab.measure` is the version to use.
 """
 
 import weakref
@@ -27,17 +27,18 @@ class Meter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
-        self._counted: weakref.WeakSet[Any] = weakref.WeakSet()  # of storages
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tree_map_only(torch.Tensor, lambda x: self._seen.add(x.untyped_storage()), (args, kwargs))
         made = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self._count, made)
         return made
 
     def _count(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage not in self._counted:
-            self._counted.add(storage)
+        if storage not in self._seen:
+            self._seen.add(storage)
             self.live_bytes += storage.nbytes()
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
             weakref.finalize(storage, self._free, storage.nbytes()).atexit = False

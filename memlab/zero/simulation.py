@@ -6,6 +6,9 @@ Costs    nothing on the wire in stages 1 and 2, where a reduce-scatter and an al
          all-reduce; in stage 3 half as much again, and k times that for k micro-batches.
 Source   Rajbhandari et al. 2020, arXiv 1910.02054; Zhao et al. 2023, arXiv 2304.11277 (FSDP).
 
+Adds to memlab.reference.sharded_optimizer and sharded_weights: any model, optimizer and stage,
+buckets, units, micro-batches, clipping and loss scaling, and a trace per rank.
+
     zero = simulate(model, optimizer, ranks=4, stage=2, meter=memlab.meter)
     step = zero.step(micro_batches, sum_of_losses)
     step.traces[0].at_peak, step.traffic[0]

@@ -54,6 +54,11 @@ def test_the_reference_passes_every_time(exercise, leaving_nothing):
 
 
 @each_exercise
+def test_every_edit_of_the_solution_finds_its_place(exercise):
+    assert all(callable(wrong.answer) for wrong in exercise.wrong_answers)
+
+
+@each_exercise
 def test_the_stub_is_not_attempted(exercise):
     def stub(*args, **kwargs):
         raise NotImplementedError(f"exercise {exercise.id}, about 6 lines")

@@ -13,19 +13,16 @@ from memlab import losses
 from memlab.checkpointing import ATTENTION
 from memlab.course import days
 from memlab.course.checks import day11
-from memlab.course.checks.day11 import (
-    all_logits_bytes,
-    chunk_rows,
-    chunked_bytes,
-    chunked_loss,
-    loss_and_gradient_,
-)
+from memlab.course.checks.day11 import all_logits_bytes, chunked_bytes
 from memlab.course.exercises import OK, WRONG, Wrong, judge
+from memlab.course.solutions import solution
 from memlab.metering import dry_run, measure
 from memlab.model import cross_entropy
 from memlab.optim import step_in_backward
+from memlab.reference.chunked_loss import ChunkedLoss, chunked_loss, loss_and_gradient_
 
 BYTES, GRADIENT, CHUNKED, ROWS = days.day(11).exercises
+chunk_rows = solution("11.4")
 
 # ------------------------------------------------------------------ right in another way
 
@@ -169,11 +166,11 @@ def with_all_logits(hide):
         @staticmethod
         def forward(ctx, hidden, weight, targets, chunk):
             ctx.hidden_away = hide(hidden, weight) if len(hidden) == 200 else None
-            return day11.ChunkedLoss.forward(ctx, hidden, weight, targets, chunk)
+            return ChunkedLoss.forward(ctx, hidden, weight, targets, chunk)
 
         @staticmethod
         def backward(ctx, upstream):
-            return day11.ChunkedLoss.backward(ctx, upstream)
+            return ChunkedLoss.backward(ctx, upstream)
 
     return Hiding.apply
 

@@ -14,25 +14,24 @@ from torch import nn
 import memlab
 from memlab.course import days
 from memlab.course.checks import day12
-from memlab.course.checks.day12 import (
-    CheckedWire,
-    Collectives,
-    Ranks,
-    ShardedAdam,
-    Wire,
+from memlab.course.checks.day12 import CheckedWire, Ranks
+from memlab.course.exercises import OK, WRONG, Wrong, judge
+from memlab.course.solutions import body, edited, solution
+from memlab.model import GPT, PRESETS
+from memlab.optim import Lion8bit
+from memlab.reference.collectives import Collectives, Wire
+from memlab.reference.sharded_optimizer import ShardedAdam
+from memlab.reference.sharded_weights import (
     add_gradients_,
     backward_of,
     forward_of,
-    held_and_sent,
     sharded_pass,
 )
-from memlab.course.exercises import OK, WRONG, Wrong, judge
-from memlab.model import GPT, PRESETS
-from memlab.optim import Lion8bit
 from memlab.train import TECHNIQUES
 from memlab.zero import communication_bytes, model_state_bytes, one_rank, simulate
 
 COLLECTIVES, ADAM, GRADIENTS, PASS, FORMULA = days.day(12).exercises
+held_and_sent = solution("12.5")
 
 # ------------------------------------------------------------------ right in another way
 
@@ -289,15 +288,10 @@ def test_weights_that_are_given_other_memory_are_not_written():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"weight_decay": 0.0}, {"betas": (0.8, 0.999)}, {"eps": 1e-2}],
-    ids=lambda settings: next(iter(settings)),
+    "setting", ["weight_decay=0.0", "betas=(0.8, 0.999)", "eps=1e-2"], ids=lambda s: s.split("=")[0]
 )
-def test_another_setting_of_adamw_shows_in_bfloat16(settings):
-    wrong = day12._adam_but(
-        optimizer=lambda *args, **kw: torch.optim.AdamW(*args, **kw, **settings)
-    )
-    verdict = judge(ADAM, wrong)
+def test_another_setting_of_adamw_shows_in_bfloat16(setting):
+    verdict = judge(ADAM, edited("12.2", ("lr=lr,", f"lr=lr, {setting},")))
     assert verdict.status == WRONG
     assert "at rank 0, weight" in verdict.text
 
@@ -399,7 +393,8 @@ def test_a_unit_that_a_name_still_holds_is_found_in_either_direction(forward, ba
 
 
 def test_the_librarys_formulas_answer_again_after_the_check():
-    assert judge(FORMULA, day12._the_librarys).status == WRONG
+    by_the_library = edited("12.5", body("held_and_sent", day12._BY_THE_LIBRARY))
+    assert judge(FORMULA, by_the_library).status == WRONG
     assert model_state_bytes(80, ranks=4, stage=0) == 16 * 80
 
 

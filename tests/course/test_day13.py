@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from edited import each, verdict_on
 
 from memlab.course import days
-from memlab.course.checks import day12, day13
+from memlab.course.checks import day13
 from memlab.course.checks.day13 import (
     agreed_steps,
     of_a_rank,
@@ -22,6 +22,7 @@ from memlab.course.checks.day13 import (
 from memlab.course.exercises import OK, WRONG, Wrong, judge
 from memlab.course.peers import Stuck, in_turns
 from memlab.model import PRESETS
+from memlab.reference.collectives import Collectives, Wire
 from memlab.zero import communication_bytes, model_state_bytes
 
 RING, BUCKETS, AGREED, RESHARDED, WAYS = days.day(13).exercises
@@ -592,8 +593,8 @@ def test_a_sum_is_waited_for_once():
 
 def test_the_ring_is_day_12s_reduce_scatter_and_sends_as_much():
     wholes = [torch.randint(9, (12,)).float() for _ in range(4)]
-    wire, peers = day12.Wire(4), []
-    wanted = day12.Collectives(wire).reduce_scatter(wholes)
+    wire, peers = Wire(4), []
+    wanted = Collectives(wire).reduce_scatter(wholes)
     found = in_turns(ring_reduce_scatter, [(w,) for w in wholes], peers=peers)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     sent = [sum(size for event, size in p.events if event == "send") for p in peers]

@@ -17,13 +17,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from memlab.checkpointing import checkpoint, checkpoint_reference
+from memlab.checkpointing import checkpoint
 from memlab.checkpointing.execution import run
 from memlab.checkpointing.schedules import Schedule, check_schedule
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.course.properties import elements, gradients, same_gradients, unchanged
 from memlab.metering import measure
+from memlab.reference.checkpointing import forget
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace
 
@@ -386,7 +387,7 @@ def _check_function(answer: Forgetting) -> str:
     evidence = _check_costs(answer, "forget")
     _check_is_a_function(answer)
     _check_saved(answer)
-    _check_peak(answer, "forget", checkpoint_reference)
+    _check_peak(answer, "forget", forget)
     _check_several_inputs(answer, "forget")
     return evidence
 
@@ -517,7 +518,7 @@ _FUNCTION = Exercise(
         "ctx.fn(*inputs). Then go back from output. backward returns as many as forward has "
         "arguments, and fn has no gradient.",
     ),
-    reference=checkpoint_reference,
+    reference=forget,
     check=_check_function,
     wrong_answers=(
         WrongAnswer(

@@ -19,9 +19,11 @@ from memlab.checkpointing.operations import Operations
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.solutions import mistakes, solution
 from memlab.metering import measure
 from memlab.metering.unobserved import record
 from memlab.optim import Lion8bit
+from memlab.reference.chunked_loss import chunked_loss, loss_and_gradient_
 from memlab.torch_internals import tree_leaves
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace, of_all_weights
@@ -31,70 +33,12 @@ IGNORED = -100  # the target of a row that counts for nothing
 Gradient = Callable[[Tensor, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
-# ------------------------------------------------------------------ what is built
-
-
-def all_logits_bytes(rows: int, width: int, vocab: int) -> int:
-    """At the peak of the loss by way of all the logits, in float32, forward and backward."""
-    logits, gradients = rows * vocab, (rows + vocab) * width
-    return 4 * max(3 * logits, logits + gradients)
-
-
-def loss_and_gradient_(x: Tensor, targets: Tensor) -> Tensor:
-    """The losses (n,) of logits (n, V), which become the gradients of their sum."""
-    ignored = targets == IGNORED
-    labels = targets.masked_fill(ignored, 0).unsqueeze(1)
-    at_label = x.sub_(x.amax(1, keepdim=True)).gather(1, labels)
-    z = x.exp_().sum(1, keepdim=True)
-    losses = (z.log() - at_label).squeeze(1)
-    x.div_(z).scatter_add_(1, labels, -torch.ones_like(z))
-    x.masked_fill_(ignored.unsqueeze(1), 0)
-    return losses.masked_fill(ignored, 0)
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """The mean loss; its gradients are made in the forward pass, chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-        of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        of_weight = torch.zeros_like(weight, dtype=torch.float32)
-        total = torch.zeros((), device=hidden.device)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            x = (hidden[rows] @ weight.mT).float()
-            total += loss_and_gradient_(x, targets[rows]).sum()
-            of_hidden[rows] = x.to(weight.dtype) @ weight
-            of_weight.addmm_(x.mT, hidden[rows].float())
-            del x
-        ctx.count = (targets != IGNORED).sum().clamp(min=1)
-        ctx.save_for_backward(of_hidden, of_weight)
-        return total / ctx.count
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return *(g.mul_(upstream / ctx.count) for g in ctx.saved_tensors), None, None
-
-
-def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Cross-entropy of hidden (N, C) @ weightᵀ (C, V), the logits of `chunk` rows at a time."""
-    return ChunkedLoss.apply(hidden, weight, targets, chunk)
+all_logits_bytes = solution("11.1")
 
 
 def chunked_bytes(rows: int, width: int, vocab: int, chunk: int) -> int:
     """At its peak, in float32: both gradients, and a chunk's logits and gradient of hidden."""
     return 4 * (rows + vocab) * width + 4 * chunk * (vocab + width)
-
-
-def chunk_rows(rows: int, width: int, vocab: int, budget_bytes: int) -> int:
-    """Rows of a chunk: the fewest chunks that the budget allows, as even as they can be; 0 if it
-    allows none."""
-    room = budget_bytes - chunked_bytes(rows, width, vocab, 0)
-    most = room // (4 * (vocab + width))
-    if most < 1:
-        return 0
-    chunks = -(-rows // most)
-    return -(-rows // chunks)
 
 
 # ------------------------------------------------------------------ one's own work
@@ -169,6 +113,8 @@ def _check_all_logits(answer: Callable[..., int]) -> str:
     return f"{len(SHAPES)} heads, measured: as many bytes as you say · of both moments the larger"
 
 
+_LARGER = "max(3 * logits, logits + gradients)"
+
 _ALL_LOGITS = Exercise(
     id="11.1",
     title="What the loss holds",
@@ -185,35 +131,33 @@ _ALL_LOGITS = Exercise(
     ),
     reference=all_logits_bytes,
     check=_check_all_logits,
-    wrong_answers=(
-        WrongAnswer(
-            lambda rows, width, vocab: 4 * rows * vocab,
+    wrong_answers=mistakes(
+        "11.1",
+        (
             "These are the logits alone: the loss makes more tensors of their size.",
+            (_LARGER, "logits"),
         ),
-        WrongAnswer(
-            lambda rows, width, vocab: 8 * rows * vocab,
+        (
             "Two tensors of logits: at backward's beginning there is a third.",
+            (_LARGER, "2 * logits"),
         ),
-        WrongAnswer(
-            lambda rows, width, vocab: 12 * rows * vocab,
+        (
             "With few rows the other moment is the fuller: weight's gradient is larger than them.",
+            (_LARGER, "3 * logits"),
         ),
-        WrongAnswer(
-            lambda rows, width, vocab: 4 * (3 * rows * vocab + (rows + vocab) * width),
+        (
             "The two moments are added; they never meet, so take the larger of them.",
+            (_LARGER, "(3 * logits + gradients)"),
         ),
-        WrongAnswer(
-            lambda rows, width, vocab: max(3 * rows * vocab, rows * vocab + (rows + vocab) * width),
-            "These are numbers; a float32 takes 4 bytes.",
-        ),
-        WrongAnswer(
-            lambda rows, width, vocab: 4 * max(3 * rows * vocab, rows * vocab + vocab * width),
+        ("These are numbers; a float32 takes 4 bytes.", ("4 * max", "max")),
+        (
             "The gradient of hidden is missing at the second moment: rows · width.",
+            ("(rows + vocab) * width", "vocab * width"),
         ),
-        WrongAnswer(
-            lambda rows, width, vocab: 4 * max(3 * rows * vocab, (rows + vocab) * width),
+        (
             "At the second moment the logits' gradient is still alive: both products are made of "
             "it.",
+            ("logits + gradients", "gradients"),
         ),
     ),
 )
@@ -347,74 +291,19 @@ def _check_bytes_a_row(answer: Gradient) -> None:
     _require_tensors_only(call, lambda: answer(before, targets))
 
 
-def _gradient_but(
-    top: Callable[[Tensor], Tensor] = lambda x: x.amax(1, keepdim=True),
-    at_target: float = -1.0,
-    sign: float = 1.0,
-    mask_x: bool = True,
-    mask_losses: bool = True,
-    loss: Callable[[Tensor, Tensor], Tensor] = lambda losses, of_label: losses,
-    divide: bool = True,
-    by_rows: bool = False,
-    labels_of: Callable[[Tensor, Tensor], Tensor] = (
-        lambda targets, ignored: targets.masked_fill(ignored, 0)
-    ),
-    losses_of: Callable[..., Tensor] = (lambda log_z, top, first, less, exponential: log_z - less),
-) -> Gradient:
-    """The right one, with something in it that is not."""
-
-    def answer(x: Tensor, targets: Tensor) -> Tensor:
-        ignored = targets == IGNORED
-        labels = labels_of(targets, ignored).unsqueeze(1)
-        most = top(x)
-        first = x.gather(1, labels)
-        less = x.sub_(most).gather(1, labels)
-        exponential = x.exp_().gather(1, labels)
-        z = x.sum(1, keepdim=True)
-        losses = losses_of(z.log(), most, first, less, exponential)
-        x.div_(z if divide else 1)
-        losses = loss(losses, x.gather(1, labels))
-        x.scatter_add_(1, labels, torch.full_like(z, at_target)).mul_(sign)
-        if by_rows:
-            x.div_((~ignored).sum().clamp(min=1))
-        x.masked_fill_(ignored.unsqueeze(1) & mask_x, 0)
-        return losses.squeeze(1).masked_fill(ignored & mask_losses, 0)
-
-    return answer
-
-
-def _not_in_place(x: Tensor, targets: Tensor) -> Tensor:
-    return loss_and_gradient_(x.clone(), targets)
-
-
-def _by_a_copy(x: Tensor, targets: Tensor) -> Tensor:
-    """Right, by way of softmax's own tensor."""
-    given = loss_and_gradient_(other := x.clone(), targets)
-    x.copy_(other)
-    return given
-
-
-def _by_logsumexp(x: Tensor, targets: Tensor) -> Tensor:
-    """Right in all that a meter of tensors sees."""
-    log_z = x.logsumexp(1)
-    losses = loss_and_gradient_(x, targets)
-    return losses + 0 * log_z
-
-
-def _by_numpy(x: Tensor, targets: Tensor) -> Tensor:
-    """Right, by way of an array as large as x."""
-    array = x.numpy().copy()
-    losses = loss_and_gradient_(torch.from_numpy(array), targets)
-    x.copy_(torch.from_numpy(array))
-    return losses
-
-
-def _by_one_hot(x: Tensor, targets: Tensor) -> Tensor:
-    labels = targets.clamp(min=0)
-    losses = loss_and_gradient_(x, targets)
-    kept = (targets != IGNORED).unsqueeze(1)
-    x.add_(F.one_hot(labels, x.shape[1]) * kept).sub_(F.one_hot(labels, x.shape[1]) * kept)
-    return losses
+_BEGIN, _END = "    ignored = targets == -100", "    return losses"
+_LARGEST = "x.amax(1, keepdim=True)"
+_AT_LABEL = f"at_label = x.sub_({_LARGEST}).gather(1, labels)"
+_ONE_LESS = "-torch.ones_like(z)"
+_MASKED_X = "    x.masked_fill_(ignored.unsqueeze(1), 0)\n"
+_MASKED = "losses.masked_fill(ignored, 0)"
+# What is read at the label, when, and what is added to log z.
+_READ_BEFORE = (_AT_LABEL, f"row_max, at_label = {_LARGEST}, x.gather(1, labels); x.sub_(row_max)")
+_READ_AFTER_EXP = (
+    (_AT_LABEL, f"row_max = {_LARGEST}; x.sub_(row_max)"),
+    ("    losses =", "    at_label = x.gather(1, labels)\n    losses ="),
+)
+_LARGEST_ADDED = ("z.log() - at_label", "z.log() + row_max - at_label")
 
 
 _GRADIENT = Exercise(
@@ -436,109 +325,103 @@ _GRADIENT = Exercise(
     ),
     reference=loss_and_gradient_,
     check=_check_gradient,
-    wrong_answers=(
-        WrongAnswer(
-            _gradient_but(top=lambda x: x.new_zeros(len(x), 1)),
+    wrong_answers=mistakes(
+        "11.2",
+        (
             "Without the row's largest subtracted, e to the 1000 is infinite.",
+            (_LARGEST, "x.new_zeros(len(x), 1)"),
         ),
-        WrongAnswer(
-            _gradient_but(top=lambda x: x.amax()),
-            "One largest for all rows: each row has its own.",
-        ),
-        WrongAnswer(
-            _gradient_but(loss=lambda losses, of_label: -of_label.log()),
+        ("One largest for all rows: each row has its own.", (_LARGEST, "x.amax()")),
+        (
             "−log of a probability that has become 0 is infinite: log z − x[y] is not.",
+            (
+                "x.div_(z).scatter",
+                "losses = -x.div_(z).gather(1, labels).log()[:, 0]\n    x.scatter",
+            ),
         ),
-        WrongAnswer(
-            _gradient_but(mask_x=False),
-            "An ignored row has lost its loss, but not its gradient.",
-        ),
-        WrongAnswer(
-            _gradient_but(mask_losses=False),
-            "An ignored row still has a loss: it is to be 0.",
-        ),
-        WrongAnswer(
-            _gradient_but(at_target=0.0),
+        ("An ignored row has lost its loss, but not its gradient.", (_MASKED_X, "")),
+        ("An ignored row still has a loss: it is to be 0.", (_MASKED, "losses")),
+        (
             "This is softmax alone: 1 less at each row's target is missing.",
+            (f".scatter_add_(1, labels, {_ONE_LESS})", ""),
         ),
-        WrongAnswer(
-            _gradient_but(at_target=1.0),
+        (
             "1 is added at the target; it is softmax minus one-hot.",
+            (_ONE_LESS, "torch.ones_like(z)"),
         ),
-        WrongAnswer(
-            _gradient_but(sign=-1.0),
+        (
             "The sign is the other way round: softmax minus one-hot, not one-hot minus softmax.",
+            (f"{_ONE_LESS})", f"{_ONE_LESS}).neg_()"),
         ),
-        WrongAnswer(
-            _gradient_but(divide=False),
+        (
             "The exponentials are not divided by their sum: each row's gradient sums to 0.",
+            ("x.div_(z).", "x."),
         ),
-        WrongAnswer(
-            _gradient_but(by_rows=True),
+        (
             "These are the gradients of the mean; wanted those of the sum. A chunk does not know "
             "how many rows count in all.",
+            (_MASKED_X, f"    x.div_((~ignored).sum().clamp(min=1))\n{_MASKED_X}"),
         ),
-        WrongAnswer(
-            lambda x, targets: loss_and_gradient_(x, targets).mean(),
-            "The losses are averaged; wanted one for each row.",
-        ),
-        WrongAnswer(
-            _not_in_place,
+        ("The losses are averaged; wanted one for each row.", (_MASKED, f"{_MASKED}.mean()")),
+        (
             "The gradients are in a tensor of their own, and x is still there beside it.",
+            (_BEGIN, f"    x = x.clone()\n{_BEGIN}"),
         ),
-        WrongAnswer(
-            _by_a_copy,
+        (
             "The right numbers, by way of a second tensor as large as x: write into x all along.",
+            (_BEGIN, f"    given, x = x, x.clone()\n{_BEGIN}"),
+            (_END, f"    given.copy_(x)\n{_END}"),
         ),
-        WrongAnswer(
-            _by_one_hot,
+        (
             "A one-hot matrix is of int64, 8 bytes a logit: scatter_add_ touches one a row.",
+            (
+                f".scatter_add_(1, labels, {_ONE_LESS})",
+                ".sub_(F.one_hot(labels[:, 0], x.shape[1]))",
+            ),
         ),
-        WrongAnswer(
-            _by_logsumexp,
+        (
             "logsumexp exponentiates into a tensor of its own, inside its kernel, where the meter "
             "does not look: exp_ and sum do without.",
+            (_BEGIN, f"    log_z = x.logsumexp(1)\n{_BEGIN}"),
+            (_END, "    return 0 * log_z + losses"),
         ),
-        WrongAnswer(
-            _by_numpy, "An array of numpy as large as x is a second (n, V), whoever made it."
+        (
+            "An array of numpy as large as x is a second (n, V), whoever made it.",
+            (_BEGIN, f"    given, x = x, torch.from_numpy(x.numpy().copy())\n{_BEGIN}"),
+            (_END, f"    given.copy_(x)\n{_END}"),
         ),
-        WrongAnswer(
-            _gradient_but(labels_of=lambda targets, ignored: targets),
+        (
             "Give ignored rows another label for a while: targets.masked_fill(ignored, 0).",
+            ("targets.masked_fill(ignored, 0)", "targets"),
         ),
-        WrongAnswer(
-            _gradient_but(
-                losses_of=lambda log_z, top, first, less, exponential: log_z + top - first
-            ),
+        (
             "x[y] was taken before the row's largest was subtracted: of two numbers of ten "
             "thousand the difference has lost its digits.",
+            _READ_BEFORE,
+            _LARGEST_ADDED,
         ),
-        WrongAnswer(
-            _gradient_but(losses_of=lambda log_z, top, first, less, exponential: log_z - first),
+        (
             "The row's largest was subtracted before the sum was made: subtract it from x[y], too.",
+            _READ_BEFORE,
         ),
-        WrongAnswer(
-            _gradient_but(
-                losses_of=lambda log_z, top, first, less, exponential: log_z - exponential
-            ),
+        (
             "The target's logit is read after exp_ has written over it, and top is missing: gather "
             "first.",
+            *_READ_AFTER_EXP,
         ),
-        WrongAnswer(
-            _gradient_but(
-                losses_of=lambda log_z, top, first, less, exponential: log_z + top - exponential
-            ),
+        (
             "What is read at the target is its exponential: gather its logit before exp_.",
+            *_READ_AFTER_EXP,
+            _LARGEST_ADDED,
         ),
-        WrongAnswer(
-            _gradient_but(
-                losses_of=lambda log_z, top, first, less, exponential: log_z + top - less
-            ),
+        (
             "What is read at the target has lost top already, and top is added once more.",
+            (_AT_LABEL, f"row_max = {_LARGEST}; at_label = x.sub_(row_max).gather(1, labels)"),
+            _LARGEST_ADDED,
         ),
-        WrongAnswer(
-            lambda x, targets: loss_and_gradient_(x, targets).bfloat16(),
+        (
             "The losses are rounded to 8 bits: hundreds of them are to be summed.",
+            (_MASKED, f"{_MASKED}.bfloat16()"),
         ),
     ),
 )
@@ -852,71 +735,6 @@ def _alive_then(trace: Trace) -> str:
     return ", ".join(f"{count[shape]} × {shape}" for shape, _ in taken.most_common(4))
 
 
-def _function_but(
-    rows_of: Callable[[int, int], list[slice]] = (
-        lambda n, chunk: [slice(start, start + chunk) for start in range(0, n, chunk)]
-    ),
-    count: Callable[[Tensor], Tensor] = lambda t: (t != IGNORED).sum().clamp(min=1),
-    upstream_of: Callable[[Tensor], Tensor | float] = lambda upstream: upstream,
-    scale: bool = True,
-    sums: torch.dtype | None = torch.float32,
-    add: Callable[[Tensor, Tensor, Tensor], object] = (
-        lambda total, x, h: total.addmm_(x.mT.to(total.dtype), h.to(total.dtype))
-    ),
-    of_hidden_from: str = "gradient",
-    keep: str = "saved",
-    kept_chunks: bool = False,
-    mean_of_means: bool = False,
-    total_in: Callable[[Tensor], torch.dtype] = lambda hidden: torch.float32,
-    logits_in: Callable[[Tensor], torch.dtype] = lambda hidden: torch.float32,
-    factor_of: Callable[[Tensor], Tensor] = lambda weight: weight,
-) -> Loss:
-    """The right Function with something in it that is not."""
-
-    class Chunked(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Any:
-            of_hidden = torch.zeros_like(hidden, dtype=sums)
-            of_weight = torch.zeros_like(weight, dtype=sums)
-            total = torch.zeros((), dtype=total_in(hidden))
-            parts = rows_of(len(hidden), chunk)
-            ctx.kept = []
-            for rows in parts:
-                factor = factor_of(weight)
-                x = (hidden[rows].to(factor.dtype) @ factor.mT).to(logits_in(hidden))
-                losses = loss_and_gradient_(x, targets[rows])
-                if mean_of_means:
-                    kept = count(targets[rows]) * len(parts)
-                    losses, x = losses / kept, x.div_(kept)
-                total = (total + losses.sum()).to(total.dtype)
-                of_hidden[rows] = x.to(weight.dtype) @ weight
-                add(of_weight, x, hidden[rows])
-                if kept_chunks:
-                    ctx.kept.append(x)
-                del x
-            ctx.count = torch.ones(()) if mean_of_means else count(targets)
-            if keep == "saved":
-                ctx.save_for_backward(of_hidden, of_weight)
-            else:
-                ctx.gradients = of_hidden, of_weight
-            return total.float() / ctx.count
-
-        @staticmethod
-        def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-            gradients = ctx.saved_tensors if keep == "saved" else ctx.gradients
-            factor = upstream_of(upstream) / (ctx.count if scale else 1)
-            if keep == "multiplied":
-                return *(g * factor for g in gradients), None, None
-            return *(g.mul_(factor) for g in gradients), None, None
-
-    return Chunked.apply
-
-
-def _function_of_a_copy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """hidden in float32, and the gradient that autograd makes of that."""
-    return _function_but()(hidden.float(), weight, targets, chunk)
-
-
 def _by_loop(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """Chunks, and autograd keeps each of them."""
     total = 0
@@ -944,9 +762,16 @@ def _at_once(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Ten
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
-def _without_a_graph(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    return _by_loop(hidden, weight, targets, chunk).detach()
-
+_ROWS_OF, _SPAN = "range(0, len(hidden), chunk)", "start + chunk)"
+_COUNT = "(targets != -100).sum().clamp(min=1)"
+_SUMMED = "total += loss_and_gradient_(x, targets[rows]).sum()"
+_MEANS = f"""kept = {_COUNT.replace("targets", "targets[rows]")} * -(-len(hidden) // chunk)
+            {_SUMMED} / kept
+            x /= kept"""
+_ADDED = "of_weight.addmm_(x.mT, hidden[rows].float())"
+_FACTOR = "upstream / ctx.count"
+_SAVED = "ctx.save_for_backward(of_hidden, of_weight)"
+_LOGITS = "(hidden[rows] @ weight.mT).float()"
 
 _CHUNKED = Exercise(
     id="11.3",
@@ -970,69 +795,6 @@ _CHUNKED = Exercise(
     check=_check_chunked,
     wrong_answers=(
         WrongAnswer(
-            _function_but(mean_of_means=True),
-            "A mean for each chunk, and the mean of those: a short chunk's rows count for more.",
-        ),
-        WrongAnswer(
-            _function_but(
-                rows_of=lambda n, chunk: [
-                    slice(k * chunk, (k + 1) * chunk) for k in range(n // chunk)
-                ]
-            ),
-            "The rows behind the last whole chunk are left out: the last chunk may be short.",
-        ),
-        WrongAnswer(
-            _function_but(
-                rows_of=lambda n, chunk: [
-                    slice(max(0, min(start, n - chunk)), start + chunk)
-                    for start in range(0, n, chunk)
-                ]
-            ),
-            "The last chunk reaches back over rows that were counted already.",
-        ),
-        WrongAnswer(
-            _function_but(count=lambda t: torch.tensor(max(1, len(t)))),
-            "The ignored rows are in the denominator, too: a mean over those that count.",
-        ),
-        WrongAnswer(
-            _function_but(count=lambda t: (t != IGNORED).sum()),
-            "0 / 0: where no row counts, the loss and all gradients are 0.",
-        ),
-        WrongAnswer(
-            _function_but(upstream_of=lambda upstream: 1.0),
-            "What backward is handed is not used: the gradient is that of the loss itself, times "
-            "whatever comes after it.",
-        ),
-        WrongAnswer(
-            _function_but(scale=False),
-            "The gradients are those of the sum: divide them by the number of rows, as the loss.",
-        ),
-        WrongAnswer(
-            _function_but(sums=None, add=lambda total, x, h: total.addmm_(x.to(h.dtype).mT, h)),
-            "The sum of weight's gradient is in bfloat16: shares below its last bit are lost.",
-        ),
-        WrongAnswer(
-            _function_but(add=lambda total, x, h: total.add_(x.mT @ h.float())),
-            "dw += x.mT @ h makes the product first, as large as dw; dw.addmm_(x.mT, h) does not.",
-        ),
-        WrongAnswer(
-            _function_but(add=lambda total, x, h: total.copy_(x.mT @ h.float())),
-            "weight's gradient is that of the last chunk alone: add them up.",
-        ),
-        WrongAnswer(
-            _function_but(keep="on ctx"),
-            "A second backward pass finds gradients that the first has scaled already; what is "
-            "saved by ctx.save_for_backward, autograd watches over.",
-        ),
-        WrongAnswer(
-            _function_but(keep="multiplied"),
-            "g * factor makes another gradient beside the one that is kept: g.mul_(factor).",
-        ),
-        WrongAnswer(
-            _function_but(kept_chunks=True),
-            "Every chunk's logits stay on ctx: all of them, in pieces.",
-        ),
-        WrongAnswer(
             _by_loop,
             "A loop without a Function: autograd keeps every chunk's log-softmax for backward.",
         ),
@@ -1041,32 +803,99 @@ _CHUNKED = Exercise(
             "Each chunk is forgotten and made again: it fits, but costs a fourth product, and the "
             "gradients could be made at once.",
         ),
-        WrongAnswer(
-            _function_but(total_in=lambda hidden: hidden.dtype),
-            "The sum of losses is in bfloat16: hundreds of them outgrow 8 bits.",
-        ),
-        WrongAnswer(
-            _function_but(logits_in=lambda hidden: hidden.dtype),
-            "x has stayed in bfloat16, and its losses are rounded to 8 bits: .float().",
-        ),
-        WrongAnswer(
-            _function_of_a_copy,
-            "hidden.float() is a copy of all rows: make a chunk of them float32, or x.",
-        ),
-        WrongAnswer(
-            _function_but(rows_of=lambda n, chunk: [slice(start, start + 1) for start in range(n)]),
-            "A row at a time, whatever chunk says: small products are slow.",
-        ),
-        WrongAnswer(
-            _function_but(
-                rows_of=lambda n, chunk: [
-                    slice(start, start + 2 * chunk) for start in range(0, n, 2 * chunk)
-                ]
-            ),
-            "These are twice as many rows as chunk says.",
-        ),
         WrongAnswer(_at_once, "All the logits at once: this is F.cross_entropy as ever."),
-        WrongAnswer(_without_a_graph, "The loss is cut off: return what ChunkedLoss.apply gives."),
+        WrongAnswer(
+            lambda *given: _by_loop(*given).detach(),
+            "The loss is cut off: return what ChunkedLoss.apply gives.",
+        ),
+        *mistakes(
+            "11.3",
+            (
+                "A mean for each chunk, and the mean of those: a short chunk's rows count for "
+                "more.",
+                (f"ctx.count = {_COUNT}", "ctx.count = 1"),
+                (_SUMMED, _MEANS),
+            ),
+            (
+                "The rows behind the last whole chunk are left out: the last chunk may be short.",
+                (_ROWS_OF, "range(0, len(hidden) // chunk * chunk, chunk)"),
+            ),
+            (
+                "The last chunk reaches back over rows that were counted already.",
+                ("slice(start,", "slice(max(0, min(start, len(hidden) - chunk)),"),
+            ),
+            (
+                "The ignored rows are in the denominator, too: a mean over those that count.",
+                (_COUNT, "max(1, len(targets))"),
+            ),
+            (
+                "0 / 0: where no row counts, the loss and all gradients are 0.",
+                (".clamp(min=1)", ""),
+            ),
+            (
+                "What backward is handed is not used: the gradient is that of the loss itself, "
+                "times whatever comes after it.",
+                (_FACTOR, "1 / ctx.count"),
+            ),
+            (
+                "The gradients are those of the sum: divide them by the number of rows, as the "
+                "loss.",
+                (_FACTOR, "upstream"),
+            ),
+            (
+                "The sum of weight's gradient is in bfloat16: shares below its last bit are lost.",
+                (", dtype=torch.float32", ""),
+                (_ADDED, "of_weight.addmm_(x.to(weight.dtype).mT, hidden[rows])"),
+            ),
+            (
+                "dw += x.mT @ h makes the product first, as large as dw; dw.addmm_(x.mT, h) does "
+                "not.",
+                (_ADDED, "of_weight += x.mT @ hidden[rows].float()"),
+            ),
+            (
+                "weight's gradient is that of the last chunk alone: add them up.",
+                (_ADDED, "of_weight.copy_(x.mT @ hidden[rows].float())"),
+            ),
+            (
+                "A second backward pass finds gradients that the first has scaled already; what is "
+                "saved by ctx.save_for_backward, autograd watches over.",
+                (_SAVED, "ctx.gradients = of_hidden, of_weight"),
+                ("ctx.saved_tensors", "ctx.gradients"),
+            ),
+            (
+                "g * factor makes another gradient beside the one that is kept: g.mul_(factor).",
+                (f"g.mul_({_FACTOR})", f"g * ({_FACTOR})"),
+            ),
+            (
+                "Every chunk's logits stay on ctx: all of them, in pieces.",
+                ("del x ", "ctx.kept = [*getattr(ctx, 'kept', ()), x]; del x "),
+            ),
+            (
+                "The sum of losses is in bfloat16: hundreds of them outgrow 8 bits.",
+                ("torch.zeros(()", "torch.zeros((), dtype=hidden.dtype"),
+                ("return total /", "return total.float() /"),
+            ),
+            (
+                "x has stayed in bfloat16, and its losses are rounded to 8 bits: .float().",
+                (_LOGITS, "hidden[rows] @ weight.mT"),
+                ("addmm_(x.mT,", "addmm_(x.mT.float(),"),
+            ),
+            (
+                "hidden.float() is a copy of all rows: make a chunk of them float32, or x.",
+                ("of_hidden = torch", "hidden = hidden.float(); of_hidden = torch"),
+                (_LOGITS, "(hidden[rows].to(weight.dtype) @ weight.mT).float()"),
+            ),
+            (
+                "A row at a time, whatever chunk says: small products are slow.",
+                (_ROWS_OF, "range(len(hidden))"),
+                (_SPAN, "start + 1)"),
+            ),
+            (
+                "These are twice as many rows as chunk says.",
+                (_ROWS_OF, "range(0, len(hidden), 2 * chunk)"),
+                (_SPAN, "start + 2 * chunk)"),
+            ),
+        ),
     ),
 )
 
@@ -1101,41 +930,8 @@ def _check_call(
     equal(call, answer(rows, width, vocab, budget_bytes), next(fitting, 0), "rows")
 
 
-def _rows_but(
-    floor: Callable[[int, int, int], int] = lambda n, c, v: 4 * (n + v) * c,
-    a_row: Callable[[int, int], int] = lambda c, v: 4 * (v + c),
-    least: int = -sys.maxsize,
-    up: int = 0,
-    below: int = 0,
-    even: bool = True,
-    down: bool = False,
-    most: bool = True,
-    is_none: Callable[[int], bool] = lambda fit: fit < 1,
-) -> Callable[..., int]:
-    """The right choice, with something in it that is not."""
-
-    def answer(rows: int, width: int, vocab: int, budget_bytes: int) -> int:
-        room = budget_bytes - floor(rows, width, vocab) - below
-        fit = max(least, (room + up * (a_row(width, vocab) - 1)) // a_row(width, vocab))
-        if is_none(fit):
-            return 0
-        if not even:
-            return min(fit, rows) if most else fit
-        chunks = max(1, rows // fit) if down else -(-rows // fit)
-        return -(-rows // chunks)
-
-    return answer
-
-
-def _divisor(rows: int, width: int, vocab: int, budget_bytes: int) -> int:
-    most = (budget_bytes - chunked_bytes(rows, width, vocab, 0)) // (4 * (vocab + width))
-    return max((n for n in range(1, rows + 1) if rows % n == 0 and n <= most), default=0)
-
-
-def _power_of_two(rows: int, width: int, vocab: int, budget_bytes: int) -> int:
-    found = chunk_rows(rows, width, vocab, budget_bytes)
-    return 1 << (found.bit_length() - 1) if found else 0
-
+_A_ROW, _EVENLY = "4 * (vocab + width)", "return -(-rows // chunks)"
+_DIVISOR = "return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)"
 
 _ROWS = Exercise(
     id="11.4",
@@ -1150,50 +946,58 @@ _ROWS = Exercise(
         "most = (budget_bytes - 4 * (rows + vocab) * width) // (4 * (vocab + width)); if most < 1: "
         "return 0; chunks = -(-rows // most). The rows of the longest chunk are one line more.",
     ),
-    reference=chunk_rows,
+    reference=solution("11.4"),
     check=_check_rows,
-    wrong_answers=(
-        WrongAnswer(
-            _rows_but(even=False),
+    wrong_answers=mistakes(
+        "11.4",
+        (
             "As many as fit leave a short last chunk: as many chunks, but even, need less.",
+            (_EVENLY, "return min(most, rows)"),
         ),
-        WrongAnswer(
-            _rows_but(even=False, most=False),
+        (
             "More rows than there are: a chunk has at most all of them.",
+            (_EVENLY, "return most"),
         ),
-        WrongAnswer(
-            _rows_but(down=True),
+        (
             "rows // most are too few chunks where most does not divide the rows: round up.",
+            ("-(-rows // most)", "max(1, rows // most)"),
         ),
-        WrongAnswer(
-            _rows_but(floor=lambda n, c, v: 0),
+        (
             "The two gradients are there in any case: take them off the budget first.",
+            (" - 4 * (rows + vocab) * width", ""),
         ),
-        WrongAnswer(
-            _rows_but(floor=lambda n, c, v: 4 * v * c),
-            "hidden has a gradient, too: rows · width.",
-        ),
-        WrongAnswer(
-            _rows_but(a_row=lambda c, v: 4 * v),
+        ("hidden has a gradient, too: rows · width.", ("(rows + vocab)", "vocab")),
+        (
             "A chunk's rows have a gradient of hidden on the way: vocab + width numbers a row.",
+            (_A_ROW, "4 * vocab"),
         ),
-        WrongAnswer(
-            _rows_but(a_row=lambda c, v: 8 * (v + c)),
+        (
             "This makes room for two chunks at once: with del x there is never more than one.",
+            (_A_ROW, "8 * (vocab + width)"),
         ),
-        WrongAnswer(
-            _rows_but(is_none=lambda fit: fit == 0),
+        (
             "Where not even the gradients fit, the room is below 0: ask for most < 1.",
+            ("most < 1", "most == 0"),
         ),
-        WrongAnswer(_rows_but(up=1), "Rounded up, one row more than fits: rows that fit, //."),
-        WrongAnswer(_rows_but(below=1), "The last byte of the budget may be used: <=, and not <."),
-        WrongAnswer(
-            _rows_but(least=1),
+        (
+            "Rounded up, one row more than fits: rows that fit, //.",
+            (f"room // ({_A_ROW})", f"-(-room // ({_A_ROW}))"),
+        ),
+        (
+            "The last byte of the budget may be used: <=, and not <.",
+            ("vocab) * width", "vocab) * width - 1"),
+        ),
+        (
             "Below the floor not even one row fits: 0 says so, and 1 would not fit.",
+            (f"room // ({_A_ROW})", f"max(1, room // ({_A_ROW}))"),
         ),
-        WrongAnswer(_divisor, "A chunk need not divide the rows: the last one may be shorter."),
-        WrongAnswer(
-            _power_of_two, "No power of two is asked for; more chunks than are needed take time."
+        (
+            "A chunk need not divide the rows: the last one may be shorter.",
+            (_EVENLY, _DIVISOR),
+        ),
+        (
+            "No power of two is asked for; more chunks than are needed take time.",
+            (_EVENLY, "return 1 << ((-(-rows // chunks)).bit_length() - 1)"),
         ),
     ),
 )

@@ -1,171 +1,29 @@
 """Day 12: sharding with ZeRO."""
 
 import tracemalloc
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate as running_sums
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memlab.course.checks.day11 import in_chunks
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
+from memlab.course.solutions import body, mistakes, solution
 from memlab.metering import measure
+from memlab.reference.collectives import Collectives, Wire
+from memlab.reference.sharded_optimizer import ShardedAdam
+from memlab.reference.sharded_weights import (
+    add_gradients_,
+    backward_of,
+    forward_of,
+    sharded_pass,
+)
 from memlab.torch_internals import TorchDispatchMode, disable_current_modes, tree_leaves
 from memlab.trace import Trace
 from memlab.zero import communication_bytes, formulas, model_state_bytes
-
-# ------------------------------------------------------------------ what is given
-
-
-class Wire:
-    """Carries numbers from rank to rank, and counts the bytes that each has sent."""
-
-    def __init__(self, ranks: int) -> None:
-        self.sent = [0] * ranks
-        self.sums = 0
-
-    def send(self, source: int, target: int, numbers: Tensor) -> Tensor:
-        """The same numbers, at rank `target`."""
-        self.sent[source] += numbers.nbytes
-        return numbers.clone()
-
-    def sum(self, numbers: Sequence[float]) -> float:
-        """Of one number of each rank the sum, which all of them get."""
-        self.sums += 1
-        return sum(map(float, numbers))
-
-
-def forward_of(w: Tensor, x: Tensor) -> Tensor:
-    """One unit: w, flat, is a matrix of (width of x, …)."""
-    return torch.tanh(x @ w.view(x.shape[1], -1))
-
-
-def backward_of(w: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of w, flat, and of x."""
-    matrix = w.view(x.shape[1], -1)
-    dz = dy * (1 - torch.tanh(x @ matrix) ** 2)
-    return (x.T @ dz).flatten(), dz @ matrix.T
-
-
-# ------------------------------------------------------------------ what is built
-
-
-class Collectives:
-    """What R ranks do together, with lists of what each of them has."""
-
-    def __init__(self, wire: Any) -> None:
-        self.wire = wire
-
-    def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
-        """Piece r of the sum, for rank r."""
-        shards = []
-        for rank in range(len(wholes)):
-            total = 0
-            for source, whole in enumerate(wholes):
-                piece = whole.chunk(len(wholes))[rank]
-                if source != rank:
-                    piece = self.wire.send(source, rank, piece)
-                total = total + piece
-            shards.append(total)
-        return shards
-
-    def all_gather(self, shards: list[Tensor]) -> list[Tensor]:
-        """All pieces, for every rank."""
-        wholes = []
-        for rank in range(len(shards)):
-            pieces = list(shards)
-            for source, shard in enumerate(shards):
-                if source != rank:
-                    pieces[source] = self.wire.send(source, rank, shard)
-            wholes.append(torch.cat(pieces))
-        return wholes
-
-
-class ShardedAdam:
-    """Stage 1: of each rank's optimizer, a shard."""
-
-    def __init__(self, weights: list[Tensor], wire: Any, lr: float) -> None:
-        self.weights, self.wire, self.ranks = weights, wire, len(weights)
-        pieces = [self.padded(w).chunk(self.ranks)[rank] for rank, w in enumerate(weights)]
-        copies = [piece.to(torch.float32, copy=True) for piece in pieces]  # not views of the whole
-        self.shards = [nn.Parameter(copy) for copy in copies]
-        self.optimizers = [torch.optim.AdamW([s], lr=lr, foreach=False) for s in self.shards]
-
-    def padded(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, -len(x) % self.ranks))
-
-    def step(self, gradients: list[Tensor], max_norm: float) -> None:
-        together = Collectives(self.wire)
-        sums = together.reduce_scatter([self.padded(g) for g in gradients])
-        for shard, total in zip(self.shards, sums, strict=True):
-            shard.grad = total.float() / self.ranks
-        squares = [shard.grad.square().sum().item() for shard in self.shards]
-        norm = self.wire.sum(squares) ** 0.5
-        for shard, optimizer in zip(self.shards, self.optimizers, strict=True):
-            shard.grad *= min(1, max_norm / (norm + 1e-6))
-            optimizer.step()
-            shard.grad = None
-        stepped = [s.detach().to(w.dtype) for s, w in zip(self.shards, self.weights, strict=True)]
-        for w, whole in zip(self.weights, together.all_gather(stepped), strict=True):
-            w.copy_(whole[: len(w)])
-
-
-def add_gradients_(
-    wire: Any,
-    weights: list[list[Tensor]],
-    inputs: list[list[Tensor]],
-    dys: list[Tensor],
-    sums: list[list[Tensor]],
-) -> list[Tensor]:
-    """Stage 2: backward through all units; every unit's gradients are reduced at once."""
-    dys, together = list(dys), Collectives(wire)
-    for unit in reversed(range(len(weights[0]))):
-        wholes = []
-        for rank, dy in enumerate(dys):
-            dw, dys[rank] = backward_of(weights[rank][unit], inputs[rank][unit], dy)
-            wholes.append(dw)
-        for rank, shard in enumerate(together.reduce_scatter(wholes)):
-            sums[rank][unit] += shard
-    return dys
-
-
-def sharded_pass(
-    wire: Any,
-    shards: list[list[Tensor]],
-    xs: list[Tensor],
-    dy_of: Callable[[Tensor], Tensor],
-    sums: list[list[Tensor]],
-) -> None:
-    """Stage 3: forward and backward; a unit's weights are whole while it is at work."""
-    together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
-    for unit in units:
-        wholes = together.all_gather([mine[unit] for mine in shards])
-        inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
-        del wholes
-    dys = [dy_of(y) for y in inputs[-1]]
-    for unit in reversed(units):
-        wholes = together.all_gather([mine[unit] for mine in shards])
-        given = [[w] for w in wholes], [[x] for x in inputs[unit]]
-        dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
-        del wholes, given
-
-
-def held_and_sent(parameters: int, ranks: int, stage: int, K: int, k: int) -> tuple[int, int]:
-    """Bytes that a rank holds of weights, gradients and state, and that it sends in a step."""
-    shard = -(-parameters // ranks)
-    held = (
-        2 * (shard if stage == 3 else parameters)
-        + 2 * (shard if stage >= 2 else parameters)
-        + K * (shard if stage >= 1 else parameters)
-    )
-    passes = (2, 2, k + 1, 3 * k)[stage]
-    return held, 2 * passes * (ranks - 1) * shard
-
 
 # ------------------------------------------------------------------ ranks that cannot cheat
 
@@ -381,126 +239,29 @@ def _check_collective(
     _require_sent(call, wire, whole * (ranks - 1) // ranks)
 
 
-class _Through0(Collectives):
-    """Rank 0 adds, and deals out."""
-
-    def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
-        total = wholes[0].clone()
-        for source, whole in list(enumerate(wholes))[1:]:
-            total += self.wire.send(source, 0, whole)
-        first, *others = total.chunk(len(wholes))
-        return [first.clone(), *(self.wire.send(0, r, x) for r, x in enumerate(others, 1))]
-
-
-class _WholesSent(Collectives):
-    """Everybody gets everything, and takes a piece."""
-
-    def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
-        shards = []
-        for rank in range(len(wholes)):
-            total = torch.zeros_like(wholes[rank])
-            for source, whole in enumerate(wholes):
-                total += whole if source == rank else self.wire.send(source, rank, whole)
-            shards.append(total.chunk(len(wholes))[rank].clone())
-        return shards
-
-
-class _AllReduced(Collectives):
-    """Whole sums for everybody."""
-
-    def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
-        return super().all_gather(super().reduce_scatter(wholes))
-
-
-class _NoWire(Collectives):
-    def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
-        return list(sum(wholes).chunk(len(wholes)))
-
-
-class _NoWireToGather(Collectives):
-    def all_gather(self, shards: list[Tensor]) -> list[Tensor]:
-        return [torch.cat(shards) for _ in shards]
-
-
-class _ToItself(Collectives):
-    """Its own piece goes by wire, too."""
-
-    def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
-        ranks = range(len(wholes))
-        return [
-            sum(self.wire.send(s, rank, wholes[s].chunk(len(wholes))[rank]) for s in ranks)
-            for rank in ranks
-        ]
-
-
-class _Mean(Collectives):
-    def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
-        return [x / len(wholes) for x in super().reduce_scatter(wholes)]
-
-
-class _Shifted(Collectives):
-    """Where a ring leaves its pieces if it begins one too early."""
-
-    def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
-        ranks = len(wholes)
-        shifted = [torch.cat([w.chunk(ranks)[r - 1] for r in range(ranks)]) for w in wholes]
-        return super().reduce_scatter(shifted)
-
-
-class _InPlace(Collectives):
-    """The sums are added up in what was given."""
-
-    def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
-        shards = []
-        for rank, mine in enumerate(wholes):
-            total = mine.chunk(len(wholes))[rank]
-            for source, whole in enumerate(wholes):
-                if source != rank:
-                    total += self.wire.send(source, rank, whole.chunk(len(wholes))[rank])
-            shards.append(total)
-        return shards
-
-
-class _From0(Collectives):
-    """Rank 0 gathers, and sends all of it on."""
-
-    def all_gather(self, shards: list[Tensor]) -> list[Tensor]:
-        others = [self.wire.send(s, 0, x) for s, x in enumerate(shards) if s]
-        whole = torch.cat([shards[0], *others])
-        return [whole, *(self.wire.send(0, rank, whole) for rank in range(1, len(shards)))]
-
-
-class _ZeroFilled(Collectives):
-    """Every rank sends a whole, with zeros where the others' pieces are to be."""
-
-    def all_gather(self, shards: list[Tensor]) -> list[Tensor]:
-        ranks, wide = range(len(shards)), []
-        for rank, shard in enumerate(shards):
-            pieces = [torch.zeros_like(shard) for _ in ranks]
-            pieces[rank] = shard
-            wide.append(torch.cat(pieces))
-        return [
-            sum(wide[s] if s == rank else self.wire.send(s, rank, wide[s]) for s in ranks)
-            for rank in ranks
-        ]
-
-
-class _OneForAll(Collectives):
-    def all_gather(self, shards: list[Tensor]) -> list[Tensor]:
-        whole, *_ = super().all_gather(shards)
-        return [whole] * len(shards)
-
-
-class _OwnFirst(Collectives):
-    """Each rank's own piece first, the others' behind it."""
-
-    def all_gather(self, shards: list[Tensor]) -> list[Tensor]:
-        wholes = []
-        for rank, mine in enumerate(shards):
-            others = [self.wire.send(s, rank, x) for s, x in enumerate(shards) if s != rank]
-            wholes.append(torch.cat([mine, *others]))
-        return wholes
-
+_THROUGH_0 = """
+total = wholes[0].clone()
+for source, whole in list(enumerate(wholes))[1:]:
+    total += self.wire.send(source, 0, whole)
+first, *others = total.chunk(len(wholes))
+return [first.clone(), *(self.wire.send(0, r, x) for r, x in enumerate(others, 1))]
+"""
+_FROM_0 = """
+others = [self.wire.send(s, 0, x) for s, x in enumerate(shards) if s]
+whole = torch.cat([shards[0], *others])
+return [whole, *(self.wire.send(0, rank, whole) for rank in range(1, len(shards)))]
+"""
+_ZERO_FILLED = """
+ranks, wide = range(len(shards)), []
+for rank, shard in enumerate(shards):
+    pieces = [torch.zeros_like(shard) for _ in ranks]
+    pieces[rank] = shard
+    wide.append(torch.cat(pieces))
+return [
+    sum(wide[s] if s == rank else self.wire.send(s, rank, wide[s]) for s in ranks)
+    for rank in ranks
+]
+"""
 
 _COLLECTIVES = Exercise(
     id="12.1",
@@ -520,40 +281,64 @@ _COLLECTIVES = Exercise(
     ),
     reference=Collectives,
     check=_check_collectives,
-    wrong_answers=(
-        WrongAnswer(
-            _Through0, "Everything goes by way of rank 0, which sends and receives for all."
+    wrong_answers=mistakes(
+        "12.1",
+        (
+            "Everything goes by way of rank 0, which sends and receives for all.",
+            body("Collectives.reduce_scatter", _THROUGH_0),
         ),
-        WrongAnswer(
-            _WholesSent,
+        (
             "A rank needs one piece of the sum: send it that piece of yours, not the whole.",
+            ("whole.chunk(len(wholes))[rank]", "whole"),
+            ("append(total)", "append(total.chunk(len(wholes))[rank].clone())"),
         ),
-        WrongAnswer(
-            _AllReduced,
+        (
             "As many numbers as the whole has, at every rank, where one piece of the sum was asked "
             "for; whole sums for all are an all-reduce.",
+            ("return shards", "return self.all_gather(shards)"),
         ),
-        WrongAnswer(_NoWire, "Tensors of other ranks are out of reach: they come by the wire."),
-        WrongAnswer(
-            _NoWireToGather, "Pieces of other ranks must be sent before they can be put together."
+        (
+            "Tensors of other ranks are out of reach: they come by the wire.",
+            body("Collectives.reduce_scatter", "return list(sum(wholes).chunk(len(wholes)))"),
         ),
-        WrongAnswer(_ToItself, "A rank has its own piece: it sends nothing to itself."),
-        WrongAnswer(_Mean, "This is the mean; a collective adds, and who wants a mean divides."),
-        WrongAnswer(_Shifted, "Each rank has a neighbour's piece: piece r belongs to rank r."),
-        WrongAnswer(
-            _InPlace, "The sum is written into a rank's gradients: chunk gives views of them."
+        (
+            "Pieces of other ranks must be sent before they can be put together.",
+            body("Collectives.all_gather", "return [torch.cat(shards) for _ in shards]"),
         ),
-        WrongAnswer(
-            _From0,
+        (
+            "A rank has its own piece: it sends nothing to itself.",
+            ("if source != rank:\n                    piece", "piece"),
+        ),
+        (
+            "This is the mean; a collective adds, and who wants a mean divides.",
+            ("append(total)", "append(total / len(wholes))"),
+        ),
+        (
+            "Each rank has a neighbour's piece: piece r belongs to rank r.",
+            ("[rank]\n", "[rank - 1]\n"),
+        ),
+        (
+            "The sum is written into a rank's gradients: chunk gives views of them.",
+            ("total = 0", "total = wholes[rank].chunk(len(wholes))[rank]"),
+            ("total = total + piece", "total += 0 if source == rank else piece"),
+        ),
+        (
             "Rank 0 sends the whole to each other rank, while the wires of the others lie idle.",
+            body("Collectives.all_gather", _FROM_0),
         ),
-        WrongAnswer(
-            _ZeroFilled,
+        (
             "Each rank sends a tensor as long as the whole: its piece is enough, which the others "
             "put in its place.",
+            body("Collectives.all_gather", _ZERO_FILLED),
         ),
-        WrongAnswer(_OneForAll, "One tensor, R times in a list: it lies at one rank alone."),
-        WrongAnswer(_OwnFirst, "Pieces stand in the order of the ranks, at every rank alike."),
+        (
+            "One tensor, R times in a list: it lies at one rank alone.",
+            ("return wholes", "return wholes[:1] * len(shards)"),
+        ),
+        (
+            "Pieces stand in the order of the ranks, at every rank alike.",
+            ("torch.cat(pieces)", "torch.cat([pieces.pop(rank), *pieces])"),
+        ),
     ),
 )
 
@@ -747,124 +532,19 @@ def _held_by_adam(answer: Any, ranks: int, n: int, dtype: torch.dtype) -> int:
     return (trace.live_bytes - given) // ranks
 
 
-def _adam_but(
-    size_of: Callable[[int, int], int] = lambda n, ranks: -(-n // ranks),
-    reduce: Callable[[Any, list[Tensor]], list[Tensor]] = (
-        lambda wire, padded: Collectives(wire).reduce_scatter(padded)
-    ),
-    norm: Callable[[Any, list[float], int], float] = (
-        lambda wire, squares, rank: wire.sum(squares) ** 0.5 if rank == 0 else -1.0
-    ),
-    coefficient: Callable[[float, float], float] = lambda most, norm: min(1, most / (norm + 1e-6)),
-    divisor: Callable[[int], int] = lambda ranks: ranks,
-    gather: bool = True,
-    gather_dtype: torch.dtype | None = None,
-    copy_dtype: torch.dtype = torch.float32,
-    gradient_dtype: torch.dtype | None = None,
-    optimizer: Callable[..., Any] = torch.optim.AdamW,
-    forgets: bool = False,
-    keeps_gradients: bool = False,
-    detached: bool = True,
-    zeros_in_front: bool = False,
-    copies: bool = True,
-    mean_first: bool = False,
-    rebinds: bool = False,
-) -> Any:
-    """The right one, with something in it that is not."""
-
-    class Adam:
-        def __init__(self, weights: list[Tensor], wire: Any, lr: float) -> None:
-            self.weights, self.wire, self.lr = weights, wire, lr
-            self.ranks, self.n = len(weights), len(weights[0])
-            self.size = size_of(self.n, self.ranks)
-            cut = [self.padded(w).split(self.size)[r] for r, w in enumerate(weights)]
-            self.shards = [nn.Parameter(x.to(copy_dtype, copy=copies)) for x in cut]
-            self.make()
-
-        def make(self) -> None:
-            self.optimizers = [optimizer([s], lr=self.lr, foreach=False) for s in self.shards]
-
-        def padded(self, x: Tensor) -> Tensor:
-            fitting = x[: self.size * self.ranks]
-            missing = self.size * self.ranks - len(fitting)
-            return F.pad(fitting, (missing, 0) if zeros_in_front else (0, missing))
-
-        def step(self, gradients: list[Tensor], max_norm: float) -> None:
-            sums = reduce(self.wire, [self.padded(g) for g in gradients])
-            for shard, total in zip(self.shards, sums, strict=True):
-                total = total if mean_first else total.float()
-                shard.grad = (total / divisor(self.ranks)).to(gradient_dtype or shard.dtype)
-            squares = [float(shard.grad.float().square().sum()) for shard in self.shards]
-            of_all = norm(self.wire, squares, 0)
-            for rank, (shard, optimizer) in enumerate(
-                zip(self.shards, self.optimizers, strict=True)
-            ):
-                of_rank = norm(self.wire, squares, rank) if rank else of_all
-                shard.grad *= coefficient(max_norm, of_all if of_rank < 0 else of_rank)
-                optimizer.step()
-                if not keeps_gradients:
-                    shard.grad = None
-            if forgets:
-                self.make()
-            self.put_together()
-
-        def put_together(self) -> None:
-            if not gather:
-                for rank, (w, shard) in enumerate(zip(self.weights, self.shards, strict=True)):
-                    mine = w[rank * self.size : (rank + 1) * self.size]
-                    mine.copy_(shard.detach()[: len(mine)])
-                return
-            dtype = gather_dtype or self.weights[0].dtype
-            stepped = [s.detach() if detached else s for s in self.shards]
-            stepped = [s.to(dtype) for s in stepped]
-            for w, whole in zip(
-                self.weights, Collectives(self.wire).all_gather(stepped), strict=True
-            ):
-                w[: len(whole)].copy_(whole[: len(w)])
-            if rebinds:
-                self.weights[:] = [w.clone() for w in self.weights]
-
-    return Adam
-
-
-class _Unsharded:
-    """Plain data parallel: every rank has all of AdamW."""
-
-    def __init__(self, weights: list[Tensor], wire: Any, lr: float) -> None:
-        self.weights, self.wire = weights, wire
-        self.copies = [nn.Parameter(w.float()) for w in weights]
-        self.optimizers = [torch.optim.AdamW([c], lr=lr, foreach=False) for c in self.copies]
-
-    def step(self, gradients: list[Tensor], max_norm: float) -> None:
-        ranks, n = len(gradients), len(gradients[0])
-        together = Collectives(self.wire)
-        padded = [F.pad(g, (0, -n % ranks)) for g in gradients]
-        sums = together.all_gather(together.reduce_scatter(padded))
-        for copy, total in zip(self.copies, sums, strict=True):
-            copy.grad = total[:n].float() / ranks
-        norm = self.wire.sum([float(self.copies[0].grad.square().sum())]) ** 0.5
-        for w, copy, optimizer in zip(self.weights, self.copies, self.optimizers, strict=True):
-            copy.grad *= min(1, max_norm / (norm + 1e-6))
-            optimizer.step()
-            copy.grad = None
-            w.copy_(copy.detach())
-
-
-def _reduced_to_all(wire: Any, wholes: list[Tensor]) -> list[Tensor]:
-    together = Collectives(wire)
-    sums = together.all_gather(together.reduce_scatter(wholes))
-    return [total.chunk(len(wholes))[rank] for rank, total in enumerate(sums)]
-
-
-def _never_reduced(wire: Any, wholes: list[Tensor]) -> list[Tensor]:
-    return [w.chunk(len(wholes))[rank] * len(wholes) for rank, w in enumerate(wholes)]
-
-
-def _local(wire: Any, squares: list[float], rank: int) -> float:
-    if rank == 0:
-        wire.sum(squares)
-    return squares[rank] ** 0.5
-
+_REDUCED = "together.reduce_scatter([self.padded(g) for g in gradients])"
+_TO_ALL = f"together.all_gather({_REDUCED})"
+_SUMMED = "self.wire.sum(s.grad.square().sum() for s in self.shards)"
+_MEAN = "total.float() / self.ranks"
+_FACTOR = "min(1, max_norm / (norm + 1e-6))"
+_CLIPPED = f"shard.grad *= {_FACTOR}"
+_WRITTEN = "w.copy_(whole[: len(w)])"
+_OPTIMIZERS = (
+    "self.optimizers = [torch.optim.AdamW([s], lr=lr, foreach=False) for s in self.shards]"
+)
+_OWN_ALONE = """for rank, (w, mine) in enumerate(zip(self.weights, stepped)):
+            own = w[rank * len(mine) : (rank + 1) * len(mine)]
+            own.copy_(mine[: len(own)])"""
 
 _ADAM = Exercise(
     id="12.2",
@@ -886,117 +566,135 @@ _ADAM = Exercise(
     ),
     reference=ShardedAdam,
     check=_check_adam,
-    wrong_answers=(
-        WrongAnswer(
-            _Unsharded,
+    wrong_answers=mistakes(
+        "12.2",
+        (
             "This is plain AdamW, whole at every rank: an optimizer gets its rank's piece alone.",
+            ("self.padded(w).chunk(self.ranks)[rank]", "w"),
+            (_REDUCED, f"[s[: len(w)] for w, s in zip(self.weights, {_TO_ALL}, strict=True)]"),
+            (_SUMMED, "self.wire.sum([self.shards[0].grad.square().sum()])"),
+            ("together.all_gather(stepped)", "stepped"),
         ),
-        WrongAnswer(
-            _adam_but(reduce=_reduced_to_all),
+        (
             "Gradients are all-reduced, and weights gathered as well: three passes, and two are "
             "enough, for a rank needs the sum of its own piece alone.",
+            (_REDUCED, f"[s.chunk(self.ranks)[r] for r, s in enumerate({_TO_ALL})]"),
         ),
-        WrongAnswer(
-            _adam_but(norm=_local),
+        (
             "Each rank clips by the norm of its own shard: the norm is that of all shards.",
+            (_CLIPPED, f"norm = shard.grad.norm()\n            {_CLIPPED}"),
         ),
-        WrongAnswer(
-            _adam_but(norm=lambda wire, squares, rank: sum(squares) ** 0.5),
+        (
             "No rank knows the squares of the others: wire.sum adds them.",
+            (_SUMMED, "sum(s.grad.square().sum().item() for s in self.shards)"),
         ),
-        WrongAnswer(
-            _adam_but(norm=lambda wire, squares, rank: wire.sum(squares) ** 0.5),
+        (
             "Once for all ranks is enough: wire.sum gives every rank the same.",
+            (f"norm = {_SUMMED} ** 0.5", "squares = [s.grad.square().sum() for s in self.shards]"),
+            (_CLIPPED, f"norm = self.wire.sum(squares) ** 0.5\n            {_CLIPPED}"),
         ),
-        WrongAnswer(
-            _adam_but(
-                norm=lambda wire, squares, rank: -1 if rank else wire.sum([s**0.5 for s in squares])
-            ),
+        (
             "Norms don't add; their squares do.",
+            (f"{_SUMMED} ** 0.5", "self.wire.sum(s.grad.norm() for s in self.shards)"),
         ),
-        WrongAnswer(
-            _adam_but(size_of=lambda n, ranks: n // ranks),
+        (
             "The padding is forgotten: n // R leaves the last weights to nobody.",
+            (
+                "nn.functional.pad(x, (0, -len(x) % self.ranks))",
+                "x[: len(x) // self.ranks * self.ranks]",
+            ),
+            (_WRITTEN, "w[: len(whole)].copy_(whole)"),
         ),
-        WrongAnswer(
-            _adam_but(size_of=lambda n, ranks: n // ranks + 1),
+        (
             "R divides these weights, so nothing is missing: R - n % R pads a whole R there, and "
             "-n % R is 0.",
+            ("-len(x) % self.ranks", "self.ranks - len(x) % self.ranks"),
         ),
-        WrongAnswer(
-            _adam_but(zeros_in_front=True),
+        (
             "The zeros are in front: a weight is then another place in the whole. They belong "
             "behind, where whole[:n] cuts them off.",
+            ("(0, -len(x) % self.ranks)", "(-len(x) % self.ranks, 0)"),
         ),
-        WrongAnswer(
-            _adam_but(gradient_dtype=torch.bfloat16),
+        (
             "The sum arrives in bfloat16, and the copy is in float32: total.float() / R.",
+            (_MEAN, "total / self.ranks"),
         ),
-        WrongAnswer(
-            _adam_but(mean_first=True),
+        (
             "The mean is taken in bfloat16, and rounded: first float(), then / R.",
+            (_MEAN, "(total / self.ranks).float()"),
         ),
-        WrongAnswer(
-            _adam_but(copies=False),
+        (
             "Of float32 weights .float() is no copy: the shard is a view, and keeps the whole "
             "alive. to(torch.float32, copy=True) is one, and so is .clone().",
+            (", copy=True", ""),
         ),
-        WrongAnswer(
-            _adam_but(coefficient=lambda most, norm: min(1, most / norm)),
+        (
             "Where all gradients are zero, so is the norm: max_norm / (norm + 1e-6).",
+            ("(norm + 1e-6)", "norm"),
         ),
-        WrongAnswer(
-            _adam_but(rebinds=True),
+        (
             "Into the list a new tensor is put, and into the rank's weights nothing written: "
             "weights[r].copy_(…).",
+            (_WRITTEN, f"{_WRITTEN}\n        self.weights[:] = [w.clone() for w in self.weights]"),
         ),
-        WrongAnswer(
-            _adam_but(optimizer=torch.optim.Adam),
+        (
             "This is Adam, without the weight decay that is torch.optim.AdamW's by default.",
+            ("optim.AdamW", "optim.Adam"),
         ),
-        WrongAnswer(
-            _adam_but(optimizer=partial(torch.optim.AdamW, betas=(0.9, 0.95))),
+        (
             "The betas are others: torch.optim.AdamW([copy], lr=lr, foreach=False), and nothing "
             "else set.",
+            ("lr=lr,", "lr=lr, betas=(0.9, 0.95),"),
         ),
-        WrongAnswer(
-            _adam_but(divisor=lambda ranks: 1),
+        (
             "The sum of the ranks' gradients, not the mean: R times too long before it is clipped.",
+            (_MEAN, "total.float()"),
         ),
-        WrongAnswer(
-            _adam_but(coefficient=lambda most, norm: most / (norm + 1e-6)),
+        (
             "Short gradients are made longer: the factor is at most 1.",
+            (_FACTOR, "max_norm / (norm + 1e-6)"),
         ),
-        WrongAnswer(
-            _adam_but(coefficient=lambda most, norm: 1.0), "Nothing is clipped to max_norm."
-        ),
-        WrongAnswer(
-            _adam_but(gather=False),
+        ("Nothing is clipped to max_norm.", (_CLIPPED, "pass")),
+        (
             "Every rank has stepped its own piece alone: the others' have to be gathered.",
+            (
+                "for w, whole in zip(self.weights, together.all_gather(stepped), strict=True):"
+                f"\n            {_WRITTEN}",
+                _OWN_ALONE,
+            ),
         ),
-        WrongAnswer(
-            _adam_but(gather_dtype=torch.float32),
+        (
             "Weights travel in float32: twice the bytes, and rounded when they arrive.",
+            (".to(self.weights[0].dtype)", ""),
         ),
-        WrongAnswer(
-            _adam_but(reduce=_never_reduced),
+        (
             "Each rank steps by its own gradients: those of the others have to be added.",
+            (
+                _REDUCED,
+                "[self.padded(g).chunk(self.ranks)[r] * self.ranks for r, g in "
+                "enumerate(gradients)]",
+            ),
         ),
-        WrongAnswer(
-            _adam_but(forgets=True),
+        (
             "A new optimizer in each step has no moments: make it in the constructor.",
+            (_OPTIMIZERS, f"self.lr = lr\n        {_OPTIMIZERS}"),
+            (
+                "        stepped =",
+                f"        {_OPTIMIZERS.replace('=lr', '=self.lr')}\n        stepped =",
+            ),
         ),
-        WrongAnswer(
-            _adam_but(copy_dtype=torch.bfloat16),
+        (
             "The shard is in bfloat16: small steps are lost; a float32 copy keeps them (Day 4).",
+            ("torch.float32", "torch.bfloat16"),
+            (_MEAN, f"({_MEAN}).bfloat16()"),
         ),
-        WrongAnswer(
-            _adam_but(detached=False),
+        (
             "What is gathered are Parameters, and autograd follows them into the weights.",
+            ("s.detach()", "s"),
         ),
-        WrongAnswer(
-            _adam_but(keeps_gradients=True),
+        (
             "Four bytes a number too many: is the shard's gradient still there after the step?",
+            ("            shard.grad = None\n", ""),
         ),
     ),
 )
@@ -1153,53 +851,25 @@ def _require_untouched(call: str, patient: _Patient, as_it_was: _Patient) -> Non
         require(same, f"{call} changed the {name} that it was given.")
 
 
-def _gradients_but(
-    order: Callable[[int], Any] = lambda units: reversed(range(units)),
-    passes_on: bool = True,
-    reduce: Callable[[Any, list[Tensor]], list[Tensor]] = (
-        lambda wire, wholes: Collectives(wire).reduce_scatter(wholes)
-    ),
-    add: Callable[[list[Tensor], int, Tensor], Any] = (
-        lambda mine, unit, shard: mine[unit].add_(shard)
-    ),
-    in_place: bool = False,
-    returns: bool = True,
-) -> Any:
-    """The right one, with something in it that is not."""
-
-    def answer(wire: Any, weights: Any, inputs: Any, dys: Any, sums: Any) -> Any:
-        handed, dys = dys, dys if in_place else list(dys)
-        for unit in order(len(weights[0])):
-            wholes = []
-            for rank in range(len(weights)):
-                dy = dys[rank] if passes_on else handed[rank]
-                dw, dys[rank] = backward_of(weights[rank][unit], inputs[rank][unit], dy)
-                wholes.append(dw)
-            for rank, shard in enumerate(reduce(wire, wholes)):
-                add(sums[rank], unit, shard)
-        return dys if returns else None
-
-    return answer
-
-
-def _all_then_reduced(wire: Any, weights: Any, inputs: Any, dys: Any, sums: Any) -> Any:
-    """Stage 1: gradients of the whole model, and then the collective."""
-    dys, units = list(dys), range(len(weights[0]))
-    found: dict[int, list[Tensor]] = {}
-    for unit in reversed(units):
-        found[unit] = []
-        for rank, dy in enumerate(dys):
-            dw, dys[rank] = backward_of(weights[rank][unit], inputs[rank][unit], dy)
-            found[unit].append(dw)
-    for unit in units:
-        for rank, shard in enumerate(Collectives(wire).reduce_scatter(found[unit])):
-            sums[rank][unit] += shard
-    return dys
-
-
-def _rebound(mine: list[Tensor], unit: int, shard: Tensor) -> None:
-    mine[unit] = mine[unit] + shard
-
+_ALL_THEN_REDUCED = """
+dys, together, units = list(dys), Collectives(wire), range(len(weights[0]))
+found = {}
+for unit in reversed(units):
+    found[unit] = []
+    for rank, dy in enumerate(dys):
+        dw, dys[rank] = backward_of(weights[rank][unit], inputs[rank][unit], dy)
+        found[unit].append(dw)
+for unit in units:
+    for rank, shard in enumerate(together.reduce_scatter(found[unit])):
+        sums[rank][unit] += shard
+return dys
+"""
+_OF_WHOLES = "together.reduce_scatter(wholes)"
+_NEVER_SENT = (
+    f"enumerate({_OF_WHOLES}):",
+    "enumerate([w.chunk(len(wholes))[r] for r, w in enumerate(wholes)]):",
+)
+_ADDED = "sums[rank][unit] += shard"
 
 _GRADIENTS = Exercise(
     id="12.3",
@@ -1219,44 +889,50 @@ _GRADIENTS = Exercise(
     ),
     reference=add_gradients_,
     check=_check_gradients,
-    wrong_answers=(
-        WrongAnswer(
-            _all_then_reduced,
+    wrong_answers=mistakes(
+        "12.3",
+        (
             "All gradients are made before the first is reduced: that is stage 1, and holds them "
             "all.",
+            body("add_gradients_", _ALL_THEN_REDUCED),
         ),
-        WrongAnswer(
-            _gradients_but(reduce=_reduced_to_all),
+        (
             "Every rank gets all sums and cuts out its own: an all-reduce, twice the bytes.",
-        ),
-        WrongAnswer(
-            _gradients_but(
-                reduce=lambda wire, wholes: [w.chunk(len(wholes))[r] for r, w in enumerate(wholes)]
+            (
+                _OF_WHOLES,
+                f"[s.chunk(len(sums))[r] for r, s in enumerate(together.all_gather({_OF_WHOLES}))]",
             ),
+        ),
+        (
             "Each rank keeps a piece of its own gradients: those of the other ranks are missing.",
+            _NEVER_SENT,
         ),
-        WrongAnswer(
-            _gradients_but(add=lambda mine, unit, shard: mine[unit].copy_(shard)),
+        (
             "What earlier micro-batches have left in sums is overwritten: add to it.",
+            (_ADDED, "sums[rank][unit].copy_(shard)"),
         ),
-        WrongAnswer(
-            _gradients_but(add=_rebound),
+        (
             "The list has a new tensor, and the one that was handed over no sum: add in place.",
+            (_ADDED, "sums[rank][unit] = sums[rank][unit] + shard"),
         ),
-        WrongAnswer(_gradients_but(order=range), "Backward begins with the last unit."),
-        WrongAnswer(
-            _gradients_but(passes_on=False),
+        (
+            "Backward begins with the last unit.",
+            ("reversed(range(len(weights[0])))", "range(len(weights[0]))"),
+        ),
+        (
             "Every unit is handed the gradient of the last one's output: what a unit gives as "
             "gradient of x is for the unit before.",
+            ("dys, together = list(dys)", "handed, dys, together = dys, list(dys)"),
+            ("inputs[rank][unit], dy)", "inputs[rank][unit], handed[rank])"),
         ),
-        WrongAnswer(
-            _gradients_but(in_place=True),
+        (
             "The list of dys that was handed over is written over: make one of your own.",
+            ("list(dys)", "dys"),
         ),
-        WrongAnswer(_gradients_but(returns=False), "The gradients of the inputs are not returned."),
-        WrongAnswer(
-            _gradients_but(add=lambda mine, unit, shard: mine[unit].add_(shard / 2)),
+        ("The gradients of the inputs are not returned.", ("return dys", "return None")),
+        (
             "This is the mean: 12.2 divided by R once, in the step. Here sums are asked for.",
+            (_ADDED, f"{_ADDED} / 2"),
         ),
     ),
 )
@@ -1356,102 +1032,53 @@ def _check_pass(answer: Callable[..., Any]) -> str:
     )
 
 
-def _pass_but(
-    keep: str = "nothing",
-    gathered_again: bool = True,
-    last_once: bool = False,
-    lets_go: tuple[bool, bool] = (True, True),  # in forward, in backward
-    keeps_one: bool = False,
-    extra: int = 0,
-    add: Any = add_gradients_,
-    dy: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = lambda dy_of, y: dy_of(y),
-    inputs_of: Callable[[list[Any], int], Any] = lambda inputs, unit: inputs[unit],
-    whole_sums: bool = False,
-) -> Any:
-    """The right one, with something in it that is not."""
+_GATHERED = "together.all_gather([mine[unit] for mine in shards])"
+_AGAIN = f"wholes = {_GATHERED}\n        given"  # as backward has it
+_BEGUN = "together, inputs, units ="
+_LET_GO, _LET_GO_IN_BACKWARD = "        del wholes\n", "        del wholes, given"
+# As production does it.
+_GATHERED_AHEAD = """
+together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
 
-    def answer(wire: Any, shards: Any, xs: Any, dy_of: Any, sums: Any) -> None:
-        together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
-        kept: dict[int, Any] = {}
-        held: list[Any] = []  # what a name without a del would be holding
+def gathered(unit):
+    return together.all_gather([mine[unit] for mine in shards]) if unit in units else []
 
-        def gathered(unit: int) -> list[Tensor]:
-            for _ in range(extra):
-                together.all_gather([mine[unit] for mine in shards])
-            return together.all_gather([mine[unit] for mine in shards])
+following = gathered(0)
+for unit in units:
+    wholes, following = following, gathered(unit + 1)
+    inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
+    del wholes
+dys, following = [dy_of(y) for y in inputs[-1]], gathered(units[-1])
+for unit in reversed(units):
+    wholes, following = following, gathered(unit - 1)
+    given = [[w] for w in wholes], [[x] for x in inputs[unit]]
+    dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
+    del wholes, given
+"""
+_WINDOW = """
+together, inputs, units, window = Collectives(wire), [list(xs)], range(len(shards[0])), []
 
-        if keep == "all at once":
-            kept = {unit: gathered(unit) for unit in units}
-        for unit in units:
-            wholes = kept[unit] if unit in kept else gathered(unit)
-            if keep != "nothing":
-                kept[unit] = wholes
-            inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
-            held = [] if lets_go[0] else wholes
-            held = wholes[-1:] if keeps_one else held
-            if last_once and unit == units[-1]:
-                kept[unit] = wholes
-            del wholes
-        dys = [dy(dy_of, y) for y in inputs[-1]]
-        for unit in reversed(units):
-            again = gathered_again and not (last_once and unit == units[-1])
-            wholes = gathered(unit) if again else kept.pop(unit) if last_once else kept[unit]
-            given = [[w] for w in wholes], [[x] for x in inputs_of(inputs, unit)]
-            dys = add(wire, *given, dys, sums if whole_sums else [[mine[unit]] for mine in sums])
-            held = [] if lets_go[1] else wholes
-            del wholes, given
-        held.clear()
+def gathered(unit):
+    window.append(together.all_gather([mine[unit] for mine in shards]))
+    del window[:-2]
+    return window[-1]
 
-    return answer
-
-
-def _gathered_ahead(wire: Any, shards: Any, xs: Any, dy_of: Any, sums: Any) -> None:
-    """The next unit is gathered before the last one has run, as production does it."""
-    together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
-
-    def gathered(unit: int) -> list[Tensor]:
-        return together.all_gather([mine[unit] for mine in shards]) if unit in units else []
-
-    following = gathered(0)
-    for unit in units:
-        wholes, following = following, gathered(unit + 1)
-        inputs.append([forward_of(w, x) for w, x in zip(wholes, inputs[-1], strict=True)])
-        del wholes
-    dys, following = [dy_of(y) for y in inputs[-1]], gathered(units[-1])
-    for unit in reversed(units):
-        wholes, following = following, gathered(unit - 1)
-        given = [[w] for w in wholes], [[x] for x in inputs[unit]]
-        dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
-        del wholes, given
-
-
-def _window(wire: Any, shards: Any, xs: Any, dy_of: Any, sums: Any) -> None:
-    """The last two units stay, in each direction."""
-    together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
-    window: deque[list[Tensor]] = deque(maxlen=2)
-
-    def gathered(unit: int) -> list[Tensor]:
-        window.append(together.all_gather([mine[unit] for mine in shards]))
-        return window[-1]
-
-    for unit in units:
-        inputs.append([forward_of(w, x) for w, x in zip(gathered(unit), inputs[-1], strict=True)])
-    dys = [dy_of(y) for y in inputs[-1]]
-    for unit in reversed(units):
-        given = [[w] for w in gathered(unit)], [[x] for x in inputs[unit]]
-        dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
-        del given
-
-
-def _own_shard_alone(wire: Any, shards: Any, xs: Any, dy_of: Any, sums: Any) -> None:
-    """Each rank takes its own piece for the whole, R times."""
-    units, inputs = range(len(shards[0])), [list(xs)]
-    wholes = [[s.repeat(len(shards)) for s in mine] for mine in shards]
-    for unit in units:
-        inputs.append([forward_of(w[unit], x) for w, x in zip(wholes, inputs[-1], strict=True)])
-    dys = [dy_of(y) for y in inputs.pop()]
-    add_gradients_(wire, wholes, [list(x) for x in zip(*inputs, strict=True)], dys, sums)
-
+for unit in units:
+    inputs.append([forward_of(w, x) for w, x in zip(gathered(unit), inputs[-1], strict=True)])
+dys = [dy_of(y) for y in inputs[-1]]
+for unit in reversed(units):
+    given = [[w] for w in gathered(unit)], [[x] for x in inputs[unit]]
+    dys = add_gradients_(wire, *given, dys, [[mine[unit]] for mine in sums])
+    del given
+"""
+_OWN_SHARD_ALONE = """
+units, inputs = range(len(shards[0])), [list(xs)]
+wholes = [[s.repeat(len(shards)) for s in mine] for mine in shards]
+for unit in units:
+    inputs.append([forward_of(w[unit], x) for w, x in zip(wholes, inputs[-1], strict=True)])
+dys = [dy_of(y) for y in inputs.pop()]
+add_gradients_(wire, wholes, [list(x) for x in zip(*inputs, strict=True)], dys, sums)
+"""
 
 _PASS = Exercise(
     id="12.4",
@@ -1474,77 +1101,80 @@ _PASS = Exercise(
     ),
     reference=sharded_pass,
     check=_check_pass,
-    wrong_answers=(
-        WrongAnswer(
-            _pass_but(keep="in forward", gathered_again=False),
+    wrong_answers=mistakes(
+        "12.4",
+        (
             "The weights are kept from forward to backward, so all of them are there at once: "
             "FSDP2's reshard_after_forward=False, two passes and no stage 3.",
+            (_BEGUN, f"kept = {{}}\n    {_BEGUN}"),
+            (_LET_GO, "        kept[unit] = wholes\n"),
+            (_AGAIN, "wholes = kept[unit]\n        given"),
         ),
-        WrongAnswer(
-            _pass_but(keep="in forward"),
+        (
             "Whole weights of all units are kept though they are gathered again: let go of each.",
+            (_BEGUN, f"kept = {{}}\n    {_BEGUN}"),
+            (_LET_GO, "        kept[unit] = wholes\n"),
         ),
-        WrongAnswer(
-            _pass_but(extra=1), "Weights are gathered more often than once in each direction."
+        (
+            "Weights are gathered more often than once in each direction.",
+            ("wholes = together", f"{_GATHERED}\n        wholes = together"),
         ),
-        WrongAnswer(
-            _own_shard_alone, "A rank has one piece of each unit: the others must be gathered."
+        (
+            "A rank has one piece of each unit: the others must be gathered.",
+            body("sharded_pass", _OWN_SHARD_ALONE),
         ),
-        WrongAnswer(
-            _pass_but(
-                add=_gradients_but(
-                    reduce=lambda wire, wholes: [
-                        w.chunk(len(wholes))[r] for r, w in enumerate(wholes)
-                    ]
-                )
-            ),
+        (
             "Gradients stay at the rank that made them: a rank's piece wants those of all ranks.",
+            _NEVER_SENT,
         ),
-        WrongAnswer(
-            _pass_but(dy=lambda dy_of, y: y),
+        (
             "The outputs themselves are taken for their gradients: dy_of(y).",
+            ("dy_of(y) for", "y for"),
         ),
-        WrongAnswer(
-            lambda wire, shards, xs, dy_of, sums: None,
+        (
             "Nothing has reached them: is there a backward pass, and does it add in place? What is "
             "put into a list of your own is not put into sums.",
+            body("sharded_pass", "return None"),
         ),
-        WrongAnswer(
-            _pass_but(whole_sums=True),
+        (
             "add_gradients_ was handed sums of all units, and took the first for each: of lists "
             "of one unit, [[mine[unit]] for mine in sums].",
+            ("[[mine[unit]] for mine in sums]", "sums"),
         ),
-        WrongAnswer(
-            _pass_but(inputs_of=lambda inputs, unit: inputs[unit + 1]),
+        (
             "Off by one: what a unit was given in forward is wanted, not what came out of it.",
+            ("in inputs[unit]]", "in inputs[unit + 1]]"),
         ),
-        WrongAnswer(
-            _pass_but(last_once=True),
+        (
             "The last unit is gathered once: a sound thought, for its backward follows at once. "
             "Here each is to be gathered twice, so that 3 passes can be counted.",
+            (_LET_GO, f"        last = [wholes] if unit == units[-1] else []\n{_LET_GO}"),
+            (_AGAIN, f"wholes = last.pop() if last else {_GATHERED}\n        given"),
         ),
-        WrongAnswer(
-            _pass_but(lets_go=(False, False)),
+        (
             "The unit before is still whole while the next is gathered, for a name holds it: del "
             "it first, and every list that it is in.",
+            (_LET_GO_IN_BACKWARD, ""),
+            (_LET_GO, ""),
         ),
-        WrongAnswer(
-            _pass_but(keeps_one=True),
+        (
             "The variable of a loop, or another name, still has the last rank's whole when the "
             "next unit is gathered: del it, too.",
+            (_LET_GO, f"        w = wholes[-1]\n{_LET_GO}"),
         ),
-        WrongAnswer(
-            _pass_but(lets_go=(True, False)),
+        (
             "Forward lets go of its units, and backward does not: del wholes, and every list that "
             "they were put into.",
+            (_LET_GO_IN_BACKWARD, ""),
         ),
-        WrongAnswer(
-            _gathered_ahead,
+        (
             "The next unit is gathered before this one has run, as production does it to hide the "
             "wire: it costs a second whole unit, and one was asked for.",
+            body("sharded_pass", _GATHERED_AHEAD),
         ),
-        WrongAnswer(
-            _window, "Two units stay beside the one that is gathered: let go of each at once."
+        (
+            "Two units stay beside the one that is gathered: let go of each at once.",
+            body("sharded_pass", _WINDOW),
         ),
     ),
 )
@@ -1595,32 +1225,17 @@ def _check_held(
     equal(f"{call}, sent,", got[1], sent, "bytes")
 
 
-def _formula_but(
-    shard_of: Callable[[int, int], int] = lambda n, ranks: -(-n // ranks),
-    passes: Callable[[int], tuple[int, ...]] = lambda k: (2, 2, k + 1, 3 * k),
-    first: Sequence[int] = (1, 2, 3),
-    ring: Callable[[int, int, int], int] = lambda n, ranks, shard: (ranks - 1) * shard,
-    state: Callable[[int], int] = lambda K: K,
-    element: int = 2,
-) -> Any:
-    """The right one, with something in it that is not."""
-
-    def answer(parameters: int, ranks: int, stage: int, K: int, k: int) -> tuple[int, int]:
-        shard = shard_of(parameters, ranks)
-        sizes = zip((state(K), 2, 2), first, strict=True)
-        held = sum(size * (shard if stage >= since else parameters) for size, since in sizes)
-        return held, element * passes(k)[stage] * ring(parameters, ranks, shard)
-
-    return answer
-
-
-def _the_librarys(parameters: int, ranks: int, stage: int, K: int, k: int) -> tuple[int, int]:
-    recipe = {"ranks": ranks, "stage": stage}
-    return (
-        model_state_bytes(parameters, optimizer_bytes=K, **recipe),
-        communication_bytes(parameters, micro_batches=k, **recipe),
-    )
-
+_PASSES = "(2, 2, k + 1, 3 * k)"
+_SHARD = "-(-parameters // ranks)"
+_OF_STATE = "K * (shard if stage >= 1"
+_BY_THE_LIBRARY = """
+from memlab.zero import communication_bytes, model_state_bytes
+recipe = {"ranks": ranks, "stage": stage}
+return (
+    model_state_bytes(parameters, optimizer_bytes=K, **recipe),
+    communication_bytes(parameters, micro_batches=k, **recipe),
+)
+"""
 
 _FORMULA = Exercise(
     id="12.5",
@@ -1637,63 +1252,68 @@ _FORMULA = Exercise(
         "stage >= 2 else parameters) + K * (s if stage >= 1 else parameters). sent has (2, 2, k + "
         "1, 3 * k)[stage] passes.",
     ),
-    reference=held_and_sent,
+    reference=solution("12.5"),
     check=_check_formula,
-    wrong_answers=(
-        WrongAnswer(
-            _formula_but(shard_of=lambda n, ranks: n // ranks),
+    wrong_answers=mistakes(
+        "12.5",
+        (
             "The padding is forgotten: a shard has ⌈Ψ/R⌉ numbers, rounded up.",
+            (_SHARD, "parameters // ranks"),
         ),
-        WrongAnswer(
-            _formula_but(passes=lambda k: (2, 2, k + 1, 2 * k)),
+        (
             "Stage 3 in two passes: it gathers in forward, again in backward, and then reduces.",
+            (_PASSES, "(2, 2, k + 1, 2 * k)"),
         ),
-        WrongAnswer(
-            _formula_but(passes=lambda k: (1, 1, k, 3 * k)),
+        (
             "An all-reduce is two passes, a reduce-scatter and an all-gather.",
+            (_PASSES, "(1, 1, k, 3 * k)"),
         ),
-        WrongAnswer(
-            _formula_but(passes=lambda k: (2, 3, k + 2, 3 * k)),
+        (
             "Stage 1 reduces to shards, not to all: reduce-scatter and all-gather, two passes.",
+            (_PASSES, "(2, 3, k + 2, 3 * k)"),
         ),
-        WrongAnswer(
-            _formula_but(passes=lambda k: (2, 2, 2, 3 * k)),
+        (
             "Stage 2 has nowhere to add up whole gradients: it reduces in every backward pass.",
+            (_PASSES, "(2, 2, 2, 3 * k)"),
         ),
-        WrongAnswer(
-            _formula_but(passes=lambda k: (2, 2, 2 * k, 3 * k)),
+        (
             "Stage 2 reduces k times, and gathers the stepped weights once: k + 1 passes.",
+            (_PASSES, "(2, 2, 2 * k, 3 * k)"),
         ),
-        WrongAnswer(
-            _the_librarys, "They are what this exercise builds: two sums of products, by you."
+        (
+            "They are what this exercise builds: two sums of products, by you.",
+            body("held_and_sent", _BY_THE_LIBRARY),
         ),
-        WrongAnswer(
-            _formula_but(passes=lambda k: (2, 2, k + 1, 3)),
+        (
             "Stage 3 gathers and reduces for every one of the k micro-batches.",
+            (_PASSES, "(2, 2, k + 1, 3)"),
         ),
-        WrongAnswer(
-            _formula_but(passes=lambda k: (2 * k, 2 * k, 2 * k, 3 * k)),
+        (
             "Micro-batches add up at home in stages 0 and 1; weights change once a step, and are "
             "gathered once in stage 2.",
+            (_PASSES, "(2 * k, 2 * k, 2 * k, 3 * k)"),
         ),
-        WrongAnswer(
-            _formula_but(ring=lambda n, ranks, shard: ranks * shard),
+        (
             "A rank keeps its own piece: it sends R − 1 of R.",
+            ("(ranks - 1) * shard", "ranks * shard"),
         ),
-        WrongAnswer(
-            _formula_but(ring=lambda n, ranks, shard: n * (ranks - 1) // ranks),
+        (
             "The padding is sent, too: (R − 1) shards.",
+            ("(ranks - 1) * shard", "(parameters * (ranks - 1) // ranks)"),
         ),
-        WrongAnswer(_formula_but(element=1), "These are numbers; each has 2 bytes."),
-        WrongAnswer(
-            _formula_but(state=lambda K: 12), "K is given: 12 bytes a weight is one case of it."
+        ("These are numbers; each has 2 bytes.", ("held, 2 * passes", "held, passes")),
+        (
+            "K is given: 12 bytes a weight is one case of it.",
+            (_OF_STATE, "12 * (shard if stage >= 1"),
         ),
-        WrongAnswer(
-            _formula_but(first=(2, 2, 3)), "The optimizer's state is in shards from stage 1 on."
+        (
+            "The optimizer's state is in shards from stage 1 on.",
+            (_OF_STATE, "K * (shard if stage >= 2"),
         ),
-        WrongAnswer(
-            _formula_but(first=(1, 1, 1)),
+        (
             "Every stage shards everything: that is stage 3; 1 and 2 keep weights whole.",
+            ("stage == 3", "stage >= 1"),
+            ("stage >= 2", "stage >= 1"),
         ),
     ),
 )

@@ -18,12 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad_norm_
 
 from memlab.course.checks.day11 import in_chunks
-from memlab.course.checks.day12 import backward_of, forward_of
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.metering import measure
 from memlab.offload import DiskStore, OffloadedOptimizer, Store, offloaded_activations
 from memlab.offload.records import Record, raw
 from memlab.offload.stores import Wait, nothing
+from memlab.reference.sharded_weights import backward_of, forward_of
 from memlab.trace import Trace
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
