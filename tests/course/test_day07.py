@@ -20,26 +20,17 @@ from memlab.compression import compressed_activations
 from memlab.course import days
 from memlab.course.bill import SETTING
 from memlab.course.checks import day07
-from memlab.course.checks.day07 import (
-    as_bfloat16,
-    attention_kept,
-    bytes_kept,
-    compress,
-    decompress,
-    hooks,
-    pack,
-    quantize,
-    round_at_random,
-    unpack,
-    whole,
-)
+from memlab.course.checks.day07 import attention_kept, bytes_kept, compress, decompress, unpack
 from memlab.course.exercises import OK, WRONG, judge
+from memlab.course.solutions import solution
 from memlab.model import GPT, PRESETS
 from memlab.quantize import dequantize_blockwise, quantize_blockwise
+from memlab.reference.activation_compression import as_bfloat16, hooks, quantize, whole
 from memlab.train import combined, dry_trace
 from memlab.units import format_bytes
 
 QUANTIZE, ROUND, PACK, BYTES_KEPT, HOOKS = days.day(7).exercises
+round_at_random, pack = solution("7.2"), solution("7.3")
 
 
 # ------------------------------------------------------------------ right in another way

@@ -1,10 +1,8 @@
 """Day 7: activation compression."""
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +10,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memlab.course.checks.day06 import attention_kept
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
 from memlab.course.properties import Peaks, elements, limited, peaks
+from memlab.course.solutions import Edit, body, given, mistakes, solution
 from memlab.metering import measure
+from memlab.reference.activation_compression import as_bfloat16, hooks, quantize
+
+dequantize, unpack, compress, decompress = given(
+    7, "dequantize", "unpack", "compress", "decompress"
+)
 
 GROUP = 256
 Round = Callable[[Tensor], Tensor]
@@ -24,66 +28,6 @@ _ELSEWHERE = ("memlab.quantize", "memlab.compression")  # what the day rebuilds
 
 Quantize = Callable[[Tensor, int, Round], tuple[Tensor, Tensor, Tensor]]
 
-
-def as_bfloat16(numbers: Tensor, towards: float) -> Tensor:
-    """The lesson's: rounded in one direction, down or up."""
-    nearest = numbers.bfloat16()
-    beyond = torch.nextafter(nearest, torch.full_like(nearest, towards))
-    passed = nearest.float() > numbers if towards < 0 else nearest.float() < numbers
-    return torch.where(passed, beyond, nearest)
-
-
-def dequantize(codes: Tensor, smallest: Tensor, step: Tensor) -> Tensor:
-    """The lesson's: float32 (groups, n)."""
-    return smallest.float() + codes * step.float()
-
-
-def _rounded_codes(steps: Tensor, levels: int, round: Round) -> Tensor:
-    return round(steps).clamp(0, levels).to(torch.uint8)
-
-
-def _quantize_but(
-    codes_of: Callable[[Tensor, int, Round], Tensor] = _rounded_codes,
-    *,
-    scope: str = "group",
-    span: Callable[[int], int] = lambda levels: levels,
-    kept: torch.dtype = torch.bfloat16,
-    ends: str = "down and up",
-    step_from: str = "what is kept",
-    codes_from: str = "what is kept",
-    divisor: Callable[[Tensor], Tensor] = lambda step: torch.where(step == 0, 1, step),
-    is_symmetric: bool = False,
-    in_place: bool = False,
-) -> Quantize:
-    def keep(numbers: Tensor, towards: float) -> Tensor:
-        is_nearest = ends == "nearest" or (ends == "down and nearest" and towards > 0)
-        if kept is torch.bfloat16 and not is_nearest:
-            return as_bfloat16(numbers, towards)
-        return numbers.to(kept)
-
-    def quantize(
-        groups: Tensor, levels: int, round: Round = torch.round
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        low, high = groups.aminmax(dim=1, keepdim=True)
-        if scope == "tensor":
-            low, high = groups.min().expand_as(low), groups.max().expand_as(high)
-        if is_symmetric:
-            high = torch.maximum(high.abs(), low.abs())
-            low = -high
-        smallest = keep(low, -math.inf)
-        start = smallest.float() if step_from == "what is kept" else low
-        step = keep((high - start) / span(levels), math.inf)
-        start, size = smallest.float(), step.float()
-        if codes_from == "the exact":
-            start, size = low, (high - low) / span(levels)
-        target = groups if in_place else groups.clone()
-        steps = target.sub_(start).div_(divisor(size))
-        return codes_of(steps, levels, round), smallest, step
-
-    return quantize
-
-
-quantize = _quantize_but()
 
 _RNG_SEED = 7
 
@@ -281,32 +225,14 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _cut_off(steps: Tensor, levels: int, round: Round) -> Tensor:
-    """As `astype` does."""
-    return steps.clamp(0, levels).to(torch.uint8)
-
-
-def _unclamped(steps: Tensor, levels: int, round: Round) -> Tensor:
-    return round(steps).to(torch.int32).to(torch.uint8)
-
-
-def _always_nearest(steps: Tensor, levels: int, round: Round) -> Tensor:
-    return _rounded_codes(steps, levels, torch.round)
-
-
-def _as_floats(steps: Tensor, levels: int, round: Round) -> Tensor:
-    return round(steps).clamp(0, levels)
-
-
-def _always_eight_bits(steps: Tensor, levels: int, round: Round) -> Tensor:
-    return _rounded_codes(steps, 255, round)
-
-
-def _in_rows_of_256(
-    groups: Tensor, levels: int, round: Round = torch.round
-) -> tuple[Tensor, Tensor, Tensor]:
-    return quantize(groups.reshape(-1, GROUP), levels, round)
-
+_ENDS = "groups.aminmax(dim=1, keepdim=True)"
+_OF_THE_TENSOR = (_ENDS, "(x.expand(len(groups), 1) for x in groups.aminmax())")
+_SYMMETRIC = ("    smallest =", "    high = torch.maximum(high, -low); low = -high\n    smallest =")
+_SMALLEST = "as_bfloat16(low, -inf)"
+_STEP = "as_bfloat16((high - smallest.float()) / levels, inf)"
+_EXACT_STEP = "(high - smallest.float()) / levels"
+_STEPS = "(groups - smallest.float()) / torch.where(step == 0, 1, step.float())"
+_EXACT_STEPS = "(groups - low) / torch.where(high == low, 1, (high - low) / levels)"
 
 _QUANTIZE = Exercise(
     id="7.1",
@@ -329,74 +255,81 @@ _QUANTIZE = Exercise(
     reference=quantize,
     check=_check_quantize,
     rebuilds=_ELSEWHERE,
-    wrong_answers=(
-        WrongAnswer(
-            _quantize_but(scope="tensor"),
+    wrong_answers=mistakes(
+        "7.1",
+        (
             "One scale for all: an outlier makes the steps of every group coarse, not only of its "
             "own.",
+            _OF_THE_TENSOR,
         ),
-        WrongAnswer(
-            _quantize_but(scope="tensor", is_symmetric=True),
+        (
             "This is the guide's `tensor / scale`: one scale for all, and from -largest to "
             "largest.",
+            _OF_THE_TENSOR,
+            _SYMMETRIC,
         ),
-        WrongAnswer(
-            _quantize_but(is_symmetric=True),
+        (
             "Steps from -largest to largest: where a group is not centred on zero, codes are "
             "wasted. Begin at its smallest number.",
+            _SYMMETRIC,
         ),
-        WrongAnswer(
-            _quantize_but(_cut_off),
+        (
             ".to(torch.uint8) alone cuts the fraction off: an error of up to a whole step, always "
             "downwards. Round first.",
+            ("round(steps)", "steps"),
         ),
-        WrongAnswer(
-            _quantize_but(_always_nearest), "Use `round` where you round: 7.2 hands in another."
+        (
+            "Use `round` where you round: 7.2 hands in another.",
+            ("round(steps)", "torch.round(steps)"),
         ),
-        WrongAnswer(
-            _quantize_but(ends="nearest"),
+        (
             "To the nearest bfloat16, the smallest can lie above its numbers: as_bfloat16(low, "
             "-inf) rounds it down.",
+            (_SMALLEST, "low.bfloat16()"),
+            (_STEP, f"({_EXACT_STEP}).bfloat16()"),
         ),
-        WrongAnswer(
-            _quantize_but(ends="down and nearest"),
+        (
             "To the nearest bfloat16, a step can be too short: as_bfloat16(…, inf) rounds it up.",
+            (_STEP, f"({_EXACT_STEP}).bfloat16()"),
         ),
-        WrongAnswer(
-            _quantize_but(step_from="the exact"),
+        (
             "The step was not reckoned from the rounded smallest, which lies lower: high - "
             "smallest.float(), not high - low.",
+            ("high - smallest.float()", "high - low"),
         ),
-        WrongAnswer(
-            _in_rows_of_256,
+        (
             "Groups are the rows that are handed in, whatever their length: there is no 256 in "
             "here.",
+            ("    low, high", "    groups = groups.reshape(-1, 256)\n    low, high"),
         ),
-        WrongAnswer(
-            _quantize_but(codes_from="the exact"),
+        (
             "The codes are reckoned from a smallest and a step that are not the ones kept: take "
             "the rounded ones, dequantize has no others.",
+            (_STEPS, _EXACT_STEPS),
         ),
-        WrongAnswer(
-            _quantize_but(_unclamped, span=lambda levels: levels + 1),
+        (
             "256 codes have 255 steps between them: divide the range by levels.",
+            ("/ levels,", "/ (levels + 1),"),
+            (".clamp(0, levels)", ".int()"),
         ),
-        WrongAnswer(
-            _quantize_but(divisor=lambda step: step),
+        (
             "A group of equal numbers: 0 / 0. Where the step is 0, divide by 1.",
+            ("torch.where(step == 0, 1, step.float())", "step.float()"),
         ),
-        WrongAnswer(
-            _quantize_but(_always_eight_bits, span=lambda levels: 255),
+        (
             "255 is not always the number of steps: use `levels`.",
+            ("/ levels,", "/ 255,"),
+            ("(0, levels)", "(0, 255)"),
         ),
-        WrongAnswer(
-            _quantize_but(kept=torch.float32),
+        (
             "Two float32 a group are 8 bytes; in bfloat16 they are 4.",
+            (_SMALLEST, "low"),
+            (_STEP, _EXACT_STEP),
         ),
-        WrongAnswer(_quantize_but(_as_floats), "Codes in float32 save nothing: .to(torch.uint8)."),
-        WrongAnswer(
-            _quantize_but(in_place=True),
+        ("Codes in float32 save nothing: .to(torch.uint8).", (".to(torch.uint8)", "")),
+        (
             "The forward pass still needs its numbers: sub_ and div_ write into them.",
+            ("(groups - smallest.float())", "groups.sub_(smallest.float())"),
         ),
     ),
 )
@@ -407,12 +340,6 @@ RoundAtRandom = Callable[[Tensor, torch.Generator], Tensor]
 DRAWS = 16_384
 _DRAWS_A_ZERO = 1233  # a seed that has an exact 0 among so many draws
 CLOSE = 0.02  # five standard deviations of the mean of so many draws, at a fraction of a half
-
-
-def round_at_random(steps: Tensor, generator: torch.Generator) -> Tensor:
-    """Up with a probability equal to the fraction."""
-    down = steps.floor()
-    return down + (torch.rand(steps.shape, generator=generator) < steps - down)
 
 
 def _check_round_at_random(answer: RoundAtRandom) -> str:
@@ -511,68 +438,17 @@ def _mean(case: str, answer: RoundAtRandom, number: float, *, seed: int = 1) -> 
     return rounded.mean().item()
 
 
-def _inverted(steps: Tensor, generator: torch.Generator) -> Tensor:
-    down = steps.floor()
-    is_up = (torch.rand(steps.shape, generator=generator) > steps - down) & (steps > down)
-    return down + is_up
+_DRAWN = "torch.rand(steps.shape, generator=generator)"
+_IS_UP = "< steps - down)"
+_ONE_DRAW_MOVED_ON = """
+down = steps.floor()
+places = 0.618 * torch.arange(steps.numel()).view(steps.shape)
+return down + ((places + torch.rand((), generator=generator)) % 1 < steps - down)
+"""
 
 
-def _up_by_a_coin(steps: Tensor, generator: torch.Generator) -> Tensor:
-    return steps.floor() + (torch.rand(steps.shape, generator=generator) < 0.5)
-
-
-def _draws_of_a_row(steps: Tensor, generator: torch.Generator) -> Tensor:
-    down = steps.floor()
-    return down + (torch.rand(steps.shape[-1:], generator=generator) < steps - down)
-
-
-def _one_draw_moved_on(steps: Tensor, generator: torch.Generator) -> Tensor:
-    """Places 0.618 apart on a circle, turned by one draw."""
-    down = steps.floor()
-    places = 0.618 * torch.arange(steps.numel()).view(steps.shape)
-    return down + ((places + torch.rand((), generator=generator)) % 1 < steps - down)
-
-
-def _as_bytes(steps: Tensor, generator: torch.Generator) -> Tensor:
-    return round_at_random(steps, generator).to(torch.uint8)
-
-
-def _one_draw(steps: Tensor, generator: torch.Generator) -> Tensor:
-    down = steps.floor()
-    return down + (torch.rand((), generator=generator) < steps - down)
-
-
-def _users_stream(steps: Tensor, generator: torch.Generator) -> Tensor:
-    down = steps.floor()
-    return down + (torch.rand(steps.shape) < steps - down)
-
-
-def _seeded_anew(steps: Tensor, generator: torch.Generator) -> Tensor:
-    return round_at_random(steps, torch.Generator().manual_seed(0))
-
-
-def _down(steps: Tensor, generator: torch.Generator) -> Tensor:
-    return steps.floor()
-
-
-def _nearest(steps: Tensor, generator: torch.Generator) -> Tensor:
-    return steps.round()
-
-
-def _noise_then_floor(steps: Tensor, generator: torch.Generator) -> Tensor:
-    return (steps + torch.rand(steps.shape, generator=generator) - 0.5).floor()
-
-
-def _noise_then_nearest(steps: Tensor, generator: torch.Generator) -> Tensor:
-    return (steps + torch.rand(steps.shape, generator=generator)).round()
-
-
-def _not_rounded(steps: Tensor, generator: torch.Generator) -> Tensor:
-    return steps + torch.rand(steps.shape, generator=generator) - 0.5
-
-
-def _round_in_place(steps: Tensor, generator: torch.Generator) -> Tensor:
-    return steps.copy_(round_at_random(steps, generator))
+def _returned(value: str) -> Edit:
+    return body("round_at_random", f"return {value}")
 
 
 _ROUND_AT_RANDOM = Exercise(
@@ -588,60 +464,72 @@ _ROUND_AT_RANDOM = Exercise(
         "down = steps.floor(); is_up = torch.rand(steps.shape, generator=generator) < steps - "
         "down. True counts as 1.",
     ),
-    reference=round_at_random,
+    reference=solution("7.2"),
     check=_check_round_at_random,
     rebuilds=_ELSEWHERE,
-    wrong_answers=(
-        WrongAnswer(
-            _nearest, "This is the nearest: 2.25 becomes 2 every time, and its mean is not 2.25."
+    wrong_answers=mistakes(
+        "7.2",
+        (
+            "This is the nearest: 2.25 becomes 2 every time, and its mean is not 2.25.",
+            _returned("steps.round()"),
         ),
-        WrongAnswer(_down, "Always down: the fraction is lost, and all means are too small."),
-        WrongAnswer(
-            _inverted, "The odds are the wrong way round: the larger the fraction, the oftener up."
+        (
+            "Always down: the fraction is lost, and all means are too small.",
+            _returned("steps.floor()"),
         ),
-        WrongAnswer(
-            _up_by_a_coin,
+        (
+            "The odds are the wrong way round: the larger the fraction, the oftener up.",
+            (_IS_UP, "> steps - down) * (steps > down)"),
+        ),
+        (
             "Rounded up with a probability of its own, one half, and not with its fraction.",
+            (_IS_UP, "< 0.5)"),
         ),
-        WrongAnswer(
-            _draws_of_a_row,
+        (
             "All rows share their draws: torch.rand(steps.shape, …) has one for each number.",
+            ("steps.shape,", "steps.shape[-1:],"),
         ),
-        WrongAnswer(
-            _one_draw_moved_on,
+        (
             "A fixed sequence, moved on by one draw: the errors of two numbers always stand in the "
             "same relation, and do not cancel as independent ones do.",
+            body("round_at_random", _ONE_DRAW_MOVED_ON),
         ),
-        WrongAnswer(
-            _as_bytes,
+        (
             "Codes become bytes in quantize, after its clamp: here they are whole numbers still.",
+            ("return down", "return (down"),
+            (_IS_UP, f"{_IS_UP}).to(torch.uint8)"),
         ),
-        WrongAnswer(
-            _one_draw,
+        (
             "One draw for all: each number needs its own, or all errors go the same way and none "
             "cancel.",
+            ("steps.shape,", "(),"),
         ),
-        WrongAnswer(
-            _users_stream,
+        (
             "torch.rand without generator= draws from the user's stream: dropout after it would "
             "draw others.",
+            (", generator=generator", ""),
         ),
-        WrongAnswer(
-            _seeded_anew,
+        (
             "A generator seeded anew in each call errs the same way in each call, and over many "
             "steps nothing cancels.",
+            ("=generator", "=torch.Generator().manual_seed(0)"),
         ),
-        WrongAnswer(
-            _noise_then_floor,
+        (
             "Noise of -½ to ½ belongs before round(); before floor() it is 0 to 1.",
+            _returned(f"(steps + {_DRAWN} - 0.5).floor()"),
         ),
-        WrongAnswer(
-            _noise_then_nearest,
+        (
             "Noise of 0 to 1 belongs before floor(); before round() it is -½ to ½.",
+            _returned(f"(steps + {_DRAWN}).round()"),
         ),
-        WrongAnswer(_not_rounded, "Noise alone rounds nothing: codes are whole numbers."),
-        WrongAnswer(
-            _round_in_place, "It writes into the steps of whoever called it: make a new tensor."
+        (
+            "Noise alone rounds nothing: codes are whole numbers.",
+            _returned(f"steps + {_DRAWN} - 0.5"),
+        ),
+        (
+            "It writes into the steps of whoever called it: make a new tensor.",
+            ("return down", "return steps.copy_(down"),
+            (_IS_UP, f"{_IS_UP})"),
         ),
     ),
 )
@@ -649,38 +537,6 @@ _ROUND_AT_RANDOM = Exercise(
 # ------------------------------------------------------------------ 7.3: bits in bytes
 
 Pack = Callable[[Tensor, int], Tensor]
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (n,) side by side in ⌈n·bits/8⌉ bytes, the first in the lowest bits."""
-    return _pack_but(codes, bits)
-
-
-def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The lesson's: `count` codes again, uint8."""
-    per_byte = 8 // bits
-    codes = torch.empty(count, dtype=torch.uint8, device=packed.device)
-    for place in range(per_byte):
-        part = codes[place::per_byte]
-        part.copy_((packed[: len(part)] >> place * bits) & (2**bits - 1))
-    return codes
-
-
-def _pack_but(
-    codes: Tensor,
-    bits: int,
-    *,
-    spare: int = 0,
-    place_of: Callable[[int, int], int] = lambda place, per_byte: place,
-    size: Callable[[int, int], int] = lambda count, per_byte: -(-count // per_byte),
-    dtype: torch.dtype = torch.uint8,
-) -> Tensor:
-    per_byte = 8 // bits
-    packed = torch.zeros(size(len(codes), per_byte) + spare, dtype=dtype, device=codes.device)
-    for place in range(per_byte):
-        part = codes[place::per_byte][: len(packed)]
-        packed[: len(part)] |= part.to(dtype) << place_of(place, per_byte) * bits
-    return packed
 
 
 def _check_pack(answer: Pack) -> str:
@@ -728,32 +584,14 @@ def _require_packed(case: str, packed: Any, bits: int, count: int) -> None:
     )
 
 
-def _pack_in_a_row(codes: Tensor, bits: int) -> Tensor:
-    """The first half of the codes in the low bits, the second half in the high ones."""
-    per_byte = 8 // bits
-    size = -(-len(codes) // per_byte)
-    packed = torch.zeros(size, dtype=torch.uint8)
-    for place in range(per_byte):
-        part = codes[place * size : (place + 1) * size]
-        packed[: len(part)] |= part << place * bits
-    return packed
-
-
-def _pack_in_place(codes: Tensor, bits: int) -> Tensor:
-    per_byte = 8 // bits
-    for place in range(1, per_byte):
-        part = codes[place::per_byte]
-        codes[::per_byte][: len(part)] |= part << place * bits
-    return codes[::per_byte].clone()
-
-
-def _as_it_is(codes: Tensor, bits: int) -> Tensor:
-    return codes if bits == 8 else pack(codes, bits)
-
-
-def _strided(codes: Tensor, bits: int) -> Tensor:
-    return codes.clone()
-
+_BYTES, _PART = "-(-len(codes) // per_byte)", "codes[place::per_byte]"
+_PACK_IN_PLACE = """
+per_byte = 8 // bits
+for place in range(1, per_byte):
+    part = codes[place::per_byte]
+    codes[::per_byte][: len(part)] |= part << place * bits
+return codes[::per_byte].clone()
+"""
 
 _PACK = Exercise(
     id="7.3",
@@ -770,42 +608,52 @@ _PACK = Exercise(
         "dtype=torch.uint8); for place in range(per_byte): part = codes[place::per_byte]. In the "
         "loop, part goes into the first len(part) bytes of packed, moved up: by how many bits?",
     ),
-    reference=pack,
+    reference=solution("7.3"),
     check=_check_pack,
     rebuilds=_ELSEWHERE,
-    wrong_answers=(
-        WrongAnswer(_strided, "A byte for each code: nothing is packed, and nothing saved."),
-        WrongAnswer(
-            partial(_pack_but, place_of=lambda place, per_byte: per_byte - 1 - place),
+    wrong_answers=mistakes(
+        "7.3",
+        (
+            "A byte for each code: nothing is packed, and nothing saved.",
+            body("pack", "return codes.clone()"),
+        ),
+        (
             "The first code belongs into the lowest bits; here it is in the highest.",
+            ("place * bits", "(per_byte - 1 - place) * bits"),
         ),
-        WrongAnswer(
-            partial(_pack_but, place_of=lambda place, per_byte: 0),
+        (
             "All codes of a byte lie on top of each other: shift them by place * bits.",
+            (" << place * bits", ""),
         ),
-        WrongAnswer(
-            partial(_pack_but, size=lambda count, per_byte: count // per_byte),
+        (
             "The last codes are lost where they do not fill a byte: round the number of bytes up.",
+            (_BYTES, "len(codes) // per_byte"),
+            (_PART, f"{_PART}[: len(packed)]"),
         ),
-        WrongAnswer(
-            partial(_pack_but, size=lambda count, per_byte: count // per_byte + 1),
+        (
             "A byte too many where the codes fill the last one: ⌈n · bits / 8⌉ is a division "
             "rounded up.",
+            (_BYTES, "len(codes) // per_byte + 1"),
         ),
-        WrongAnswer(
-            _pack_in_a_row,
+        (
             "Neighbours share a byte: codes[place::per_byte], not one part of the row after the "
             "other.",
+            (_PART, "codes[place * len(packed) : (place + 1) * len(packed)]"),
         ),
-        WrongAnswer(
-            partial(_pack_but, dtype=torch.int32), "Four bytes for what fits into one: torch.uint8."
+        (
+            "Four bytes for what fits into one: torch.uint8.",
+            ("torch.uint8", "torch.int32"),
+            ("part <<", "part.int() <<"),
         ),
-        WrongAnswer(
-            _as_it_is,
+        (
             "At 8 bits the codes are a view of a longer tensor, and a view keeps all of it alive: "
             "make a new one.",
+            ("    per_byte =", "    if bits == 8: return codes\n    per_byte ="),
         ),
-        WrongAnswer(_pack_in_place, "The codes are the caller's: |= writes into them."),
+        (
+            "The codes are the caller's: |= writes into them.",
+            body("pack", _PACK_IN_PLACE),
+        ),
     ),
 )
 
@@ -814,41 +662,7 @@ _PACK = Exercise(
 BytesKept = Callable[[Sequence[Tensor], Iterable[Tensor], int], tuple[int, int]]
 
 
-def bytes_kept(saved: Sequence[Tensor], weights: Iterable[Tensor], bits: int) -> tuple[int, int]:
-    """Bytes that wait for backward as they are, and in so many bits."""
-    return _bytes_kept_but()(saved, weights, bits)
-
-
-def _in_bits(count: int, bits: int) -> int:
-    return -(-count * bits // 8) + 4 * -(-count // GROUP)
-
-
-def _bytes_kept_but(
-    *,
-    key: Callable[[Tensor], Any] = lambda t: t.untyped_storage(),
-    counts_weights: bool = False,
-    eligible: Callable[[Tensor, int], bool] = lambda t, n: t.requires_grad and n >= GROUP,
-    numbers: Callable[[Tensor], int] = lambda t: t.untyped_storage().nbytes() // t.itemsize,
-    encoded: Callable[[int, int], int] = _in_bits,
-    encoded_numbers: Callable[[Tensor], int] | None = None,
-    left_alone: bool = True,
-) -> BytesKept:
-    def kept(saved: Sequence[Tensor], weights: Iterable[Tensor], bits: int) -> tuple[int, int]:
-        seen = set() if counts_weights else {key(weight) for weight in weights}
-        before = after = 0
-        for tensor in saved:
-            if key(tensor) in seen:
-                continue
-            seen.add(key(tensor))
-            count = numbers(tensor)
-            is_eligible = eligible(tensor, count)
-            if left_alone or is_eligible:
-                before += count * tensor.itemsize
-                n = encoded_numbers(tensor) if encoded_numbers else count
-                after += encoded(n, bits) if is_eligible else count * tensor.itemsize
-        return before, after
-
-    return kept
+bytes_kept = solution("7.4")
 
 
 class _Saved(NamedTuple):
@@ -930,6 +744,24 @@ def _check_bytes_kept(answer: BytesKept) -> str:
     return f"{2 * len(cases) + 1} cases · of the last {before:,} bytes {after:,} are left"
 
 
+_OF_WEIGHTS = "{weight.untyped_storage() for weight in weights}"
+_IN_BITS = "-(-count * bits // 8) + 4 * -(-count // 256)"
+_ELIGIBLE = "tensor.requires_grad and count >= 256"
+_AS_LONG_AS_THE_VIEW = (
+    ("storage.nbytes() // tensor.itemsize", "tensor.numel()"),
+    ("storage.nbytes()", "tensor.nbytes"),
+)
+
+
+def _by_key(key: str) -> tuple[Edit, ...]:
+    """Tensors are told apart by something else than their storages."""
+    return (
+        (_OF_WEIGHTS, f"{{{key.format('weight')} for weight in weights}}"),
+        ("if storage in", f"if {key.format('tensor')} in"),
+        ("seen.add(storage)", f"seen.add({key.format('tensor')})"),
+    )
+
+
 _BYTES_KEPT = Exercise(
     id="7.4",
     title="What waits for backward, and what of it can shrink",
@@ -948,65 +780,68 @@ _BYTES_KEPT = Exercise(
     ),
     reference=bytes_kept,
     check=_check_bytes_kept,
-    wrong_answers=(
-        WrongAnswer(
-            _bytes_kept_but(key=id),
+    wrong_answers=mistakes(
+        "7.4",
+        (
             "A sum over tensors: one storage is saved by several operators, and is one piece of "
             "memory.",
+            *_by_key("id({})"),
         ),
-        WrongAnswer(
-            _bytes_kept_but(key=Tensor.data_ptr, numbers=Tensor.numel),
+        (
             "data_ptr() is where a view begins: two views of one storage begin at two places, and "
             "a view can be smaller than what it keeps.",
+            *_by_key("{}.data_ptr()"),
+            *_AS_LONG_AS_THE_VIEW,
         ),
-        WrongAnswer(
-            _bytes_kept_but(numbers=Tensor.numel),
+        (
             "A view keeps its whole storage alive, however few of its numbers it shows.",
+            *_AS_LONG_AS_THE_VIEW,
         ),
-        WrongAnswer(
-            _bytes_kept_but(encoded_numbers=Tensor.numel),
+        (
             "The whole storage is held, and all of it shrinks: n is how many numbers it has, not "
             "the view.",
+            (_IN_BITS, _IN_BITS.replace("count", "tensor.numel()")),
         ),
-        WrongAnswer(
-            _bytes_kept_but(eligible=lambda t, n: t.requires_grad and t.numel() >= GROUP),
+        (
             "A small view keeps a large storage: ask how many numbers the storage has.",
+            ("count >= 256", "tensor.numel() >= 256"),
         ),
-        WrongAnswer(
-            _bytes_kept_but(counts_weights=True),
+        (
             "Weights are there anyway: that autograd keeps them, too, takes nothing.",
+            (_OF_WEIGHTS, "set()"),
         ),
-        WrongAnswer(
-            _bytes_kept_but(eligible=lambda t, n: True),
+        (
             "Not everything can shrink: what has no gradient and what is small stays as it is.",
+            (_ELIGIBLE, "True"),
         ),
-        WrongAnswer(
-            _bytes_kept_but(eligible=lambda t, n: t.requires_grad),
+        (
             "Small storages stay as they are: fewer than 256 numbers.",
+            (_ELIGIBLE, "tensor.requires_grad"),
         ),
-        WrongAnswer(
-            _bytes_kept_but(eligible=lambda t, n: n >= GROUP),
+        (
             "What has no gradient stays as it is: indices, masks, tables.",
+            (_ELIGIBLE, "count >= 256"),
         ),
-        WrongAnswer(
-            _bytes_kept_but(eligible=lambda t, n: t.is_floating_point() and n >= GROUP),
+        (
             "Not every float has a gradient: requires_grad says it.",
+            (_ELIGIBLE, "tensor.is_floating_point() and count >= 256"),
         ),
-        WrongAnswer(
-            _bytes_kept_but(encoded=lambda n, bits: -(-n * bits // 8)),
+        (
             "Each group has a smallest and a step besides: 4 bytes.",
+            (_IN_BITS, "-(-count * bits // 8)"),
         ),
-        WrongAnswer(
-            _bytes_kept_but(encoded=lambda n, bits: n * bits // 8 + 4 * (n // GROUP)),
+        (
             "The last group may be short, and the last byte not full: round both up.",
+            (_IN_BITS, "count * bits // 8 + 4 * (count // 256)"),
         ),
-        WrongAnswer(
-            _bytes_kept_but(encoded=lambda n, bits: n + 4 * -(-n // GROUP)),
+        (
             "A byte a number is right at 8 bits alone: ⌈n · bits / 8⌉.",
+            ("-(-count * bits // 8)", "count"),
         ),
-        WrongAnswer(
-            _bytes_kept_but(left_alone=False),
+        (
             "What is left alone waits for backward as well: it counts in both sums.",
+            ("before += storage.nbytes()", "before += storage.nbytes() if is_eligible else 0"),
+            ("in_bits if is_eligible else storage.nbytes()", "in_bits if is_eligible else 0"),
         ),
     ),
 )
@@ -1018,41 +853,6 @@ Decompress = Callable[[Any], Tensor]
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 MakeHooks = Callable[[Iterable[Tensor], Compress, Decompress], Hooks]
 ROWS, WIDTH = 600, 16
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The lesson's: all numbers of a tensor's storage, flat and without a graph."""
-    count = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.detach().as_strided((count,), (1,), 0)
-
-
-class Compressed(NamedTuple):
-    """What the lesson's `compress` makes of numbers (n,)."""
-
-    packed: Tensor
-    smallest: Tensor
-    step: Tensor
-    bits: int
-    count: int
-    dtype: torch.dtype
-
-
-def in_groups(numbers: Tensor) -> Tensor:
-    """The lesson's: (groups, 256), the last number repeated to fill the last group."""
-    missing = -len(numbers) % GROUP
-    return torch.cat([numbers, numbers[-1:].expand(missing)]).view(-1, GROUP)
-
-
-def compress(numbers: Tensor, bits: int = 8, round: Round = torch.round) -> Compressed:
-    codes, smallest, step = quantize(in_groups(numbers.float()), 2**bits - 1, round)
-    packed = pack(codes.view(-1)[: len(numbers)], bits)
-    return Compressed(packed, smallest, step, bits, len(numbers), numbers.dtype)
-
-
-def decompress(kept: Compressed) -> Tensor:
-    codes = in_groups(unpack(kept.packed, kept.bits, kept.count))
-    numbers = dequantize(codes, kept.smallest, kept.step)
-    return numbers.view(-1)[: kept.count].to(kept.dtype)
 
 
 class _Gated(nn.Module):
@@ -1366,96 +1166,29 @@ def _left(answer: MakeHooks) -> int:
     return sum(e.bytes for e in trace.events if e.phase != "before")
 
 
-def hooks(weights: Iterable[Tensor], compress: Compress, decompress: Decompress) -> Hooks:
-    """Pack and unpack: what has a gradient and is no weight is compressed, each storage once."""
-    return _hooks_but()(weights, compress, decompress)
+_EACH_VIEW = """
+left_alone = {weight.untyped_storage() for weight in weights}
 
+def pack(tensor):
+    storage = tensor.untyped_storage()
+    if storage in left_alone or not tensor.requires_grad or tensor.numel() < 256:
+        return tensor.detach()
+    return compress(tensor.detach().flatten()), tensor.shape
 
-def _by_storage(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()
+def unpack(kept):
+    return kept if isinstance(kept, torch.Tensor) else decompress(kept[0]).view(kept[1])
 
-
-def _hooks_but(
-    *,
-    is_left_alone: Callable[[Tensor], bool] = lambda t: (
-        not t.requires_grad or len(whole(t)) < GROUP
-    ),
-    spares_weights: bool = True,
-    numbers_of: Callable[[Tensor], Tensor] = whole,
-    once: bool = True,
-    known: Callable[[], Any] = weakref.WeakKeyDictionary,
-    key: Callable[[Tensor], Any] = _by_storage,
-    keeps: bool = False,
-    as_left: Callable[[Tensor], Tensor] = Tensor.detach,
-    gives_back: str = "the view",
-) -> MakeHooks:
-    def make(weights: Iterable[Tensor], compress: Compress, decompress: Decompress) -> Hooks:
-        left_alone = {w.untyped_storage() for w in weights} if spares_weights else set()
-        made = known()
-
-        def pack(tensor: Tensor) -> Any:
-            if tensor.untyped_storage() in left_alone or is_left_alone(tensor):
-                return as_left(tensor)
-            if not once or key(tensor) not in made:
-                made[key(tensor)] = compress(numbers_of(tensor))
-            view = tensor.size(), tensor.stride(), tensor.storage_offset()
-            return made[key(tensor)], view, tensor.detach() if keeps else None
-
-        def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
-            compressed, (size, stride, offset), _ = kept
-            numbers = decompress(compressed)
-            if gives_back == "the first of them":
-                return numbers[: size.numel()].view(size)
-            return numbers.as_strided(size, stride, offset)
-
-        return pack, unpack
-
-    return make
-
-
-def _each_view(weights: Iterable[Tensor], compress: Compress, decompress: Decompress) -> Hooks:
-    """Every tensor by itself."""
-    left_alone = {w.untyped_storage() for w in weights}
-
-    def pack(tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        if storage in left_alone or not tensor.requires_grad or tensor.numel() < GROUP:
-            return tensor.detach()
-        return compress(tensor.detach().flatten()), tensor.shape
-
-    def unpack(kept: Any) -> Tensor:
-        return kept if isinstance(kept, Tensor) else decompress(kept[0]).view(kept[1])
-
-    return pack, unpack
-
-
-def _between(weights: Iterable[Tensor], compress: Compress, decompress: Decompress) -> Hooks:
-    """The exact numbers lie by, where no meter of tensors sees them, and make the error smaller."""
-    pack, unpack = hooks(weights, compress, decompress)
-
-    def pack_both(tensor: Tensor) -> Any:
-        kept = pack(tensor)
-        if isinstance(kept, Tensor):
-            return kept, None
-        return kept, whole(tensor).view(torch.uint8).numpy().tobytes()
-
-    def unpack_both(both: Any) -> Tensor:
-        kept, beside = both
-        near = unpack(kept)
-        if beside is None:
-            return near
-        numbers = torch.frombuffer(bytearray(beside), dtype=near.dtype)
-        exact = numbers.as_strided(near.size(), near.stride(), near.storage_offset())
-        return exact + 0.5 * (near - exact)
-
-    return pack_both, unpack_both
-
-
-def _untouched(weights: Iterable[Tensor], compress: Compress, decompress: Decompress) -> Hooks:
-    return _itself, _itself
-
+return pack, unpack
+"""
+_KNOWN, _KEPT = "weakref.WeakKeyDictionary()", "return known[storage], "
+_OF_VIEW = "decompress(compressed).as_strided(*view)"
+# The exact numbers lie by, where no meter of tensors sees them, and make the error smaller.
+_EXACT = "torch.frombuffer(bytearray(beside), dtype=near.dtype)"
+_BETWEEN = (
+    (_KEPT, f"{_KEPT}whole(tensor).view(torch.uint8).numpy().tobytes(), "),
+    ("compressed, *view = kept", "compressed, beside, *view = kept; near = decompress(compressed)"),
+    (f"return {_OF_VIEW}", f"return ({_EXACT} + 0.5 * (near - {_EXACT})).as_strided(*view)"),
+)
 
 _HOOKS = Exercise(
     id="7.5",
@@ -1481,72 +1214,79 @@ _HOOKS = Exercise(
     reference=hooks,
     check=_check_hooks,
     rebuilds=("memlab.compression",),
-    wrong_answers=(
-        WrongAnswer(_untouched, "Nothing is compressed: the hooks hand on what they get."),
-        WrongAnswer(
-            _hooks_but(keeps=True),
+    wrong_answers=mistakes(
+        "7.5",
+        (
+            "Nothing is compressed: the hooks hand on what they get.",
+            body("hooks", "return (lambda tensor: tensor), (lambda kept: kept)"),
+        ),
+        (
             "The original is kept beside its codes: as long as anything refers to it, nothing is "
             "saved, and the codes come on top.",
+            (_KEPT, f"{_KEPT}tensor.detach(), "),
+            ("compressed, *view", "compressed, _, *view"),
         ),
-        WrongAnswer(
-            _hooks_but(known=dict),
+        (
             "A plain dict keeps its keys, and a storage is the memory itself: "
             "weakref.WeakKeyDictionary.",
+            (_KNOWN, "{}"),
         ),
-        WrongAnswer(
-            _hooks_but(spares_weights=False),
+        (
             "Weights are compressed: they stay in memory anyway, and their codes come on top.",
+            (_OF_WEIGHTS, "set()"),
         ),
-        WrongAnswer(
-            _hooks_but(is_left_alone=lambda t: len(whole(t)) < GROUP),
+        (
             "Tensors without a gradient are compressed, too: an index is another row then, and a "
             "mask another mask.",
+            ("not tensor.requires_grad or ", ""),
         ),
-        WrongAnswer(
-            _hooks_but(is_left_alone=lambda t: not t.is_floating_point() or len(whole(t)) < GROUP),
+        (
             "Floats without a gradient are compressed: data, tables and the like are held "
             "elsewhere anyway.",
+            ("not tensor.requires_grad", "not tensor.is_floating_point()"),
         ),
-        WrongAnswer(
-            _hooks_but(is_left_alone=lambda t: not t.requires_grad),
+        (
             "Small tensors are compressed: there is nothing to gain.",
+            (" or len(whole(tensor)) < 256", ""),
         ),
-        WrongAnswer(
-            _hooks_but(once=False),
+        (
             "One storage is compressed for each operator that saves it: look whether it is known.",
+            ("if storage not in known", "if True"),
         ),
-        WrongAnswer(
-            _each_view,
+        (
             "Each view is compressed by itself: two halves of a storage are one storage, and a "
             "tensor saved twice is one tensor.",
+            body("hooks", _EACH_VIEW),
         ),
-        WrongAnswer(
-            _hooks_but(known=dict, key=lambda t: t.untyped_storage().data_ptr()),
+        (
             "An address is no name: when a tensor dies the next one gets its place. Ask for the "
             "storage as an object, by weakref.WeakKeyDictionary.",
+            (_KNOWN, "{}"),
+            ("storage not in known", "storage.data_ptr() not in known"),
+            ("known[storage]", "known[storage.data_ptr()]"),
         ),
-        WrongAnswer(
-            _hooks_but(gives_back="the first of them"),
+        (
             "A view begins somewhere in its storage, and has its own strides: as_strided(size, "
             "stride, offset).",
+            (_OF_VIEW, "decompress(compressed)[: view[0].numel()].view(view[0])"),
         ),
-        WrongAnswer(
-            _hooks_but(numbers_of=lambda tensor: whole(tensor).float()),
+        (
             "compress is for every kind of float, and notes which: hand it whole(tensor) as it is.",
+            ("compress(whole(tensor))", "compress(whole(tensor).float())"),
         ),
-        WrongAnswer(
-            _hooks_but(is_left_alone=lambda t: not t.requires_grad or t.numel() < GROUP),
+        (
             "Left alone because a view is small, while it keeps a large storage: ask how many "
             "numbers the storage has.",
+            ("len(whole(tensor)) < 256", "tensor.numel() < 256"),
         ),
-        WrongAnswer(
-            _between,
+        (
             "What backward gets is not what decompress gave: the exact numbers are kept elsewhere.",
+            *_BETWEEN,
         ),
-        WrongAnswer(
-            _hooks_but(as_left=lambda tensor: tensor),
+        (
             "What is left alone is kept with its graph: a result that its own operator saves holds "
             "the operator, which holds it. Keep it detached.",
+            ("return tensor.detach()", "return tensor"),
         ),
     ),
 )
