@@ -6,7 +6,6 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, count, pairwise
 from typing import Any
@@ -18,40 +17,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad_norm_
 
 from memlab.course.checks.day11 import in_chunks
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
+from memlab.course.solutions import Edit, body, mistakes, solution
 from memlab.metering import measure
 from memlab.offload import DiskStore, OffloadedOptimizer, Store, offloaded_activations
 from memlab.offload.records import Record, raw
 from memlab.offload.stores import Wait, nothing
+from memlab.reference.activation_compression import whole
+from memlab.reference.offloaded_optimizer import OffloadedAdam
 from memlab.reference.sharded_weights import backward_of, forward_of
 from memlab.trace import Trace
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-# ------------------------------------------------------------------ what is given
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The lesson's: all numbers of a tensor's storage, flat and without a graph."""
-    size = tensor.untyped_storage().nbytes() // tensor.itemsize
-    return tensor.detach().as_strided((size,), (1,), 0)
-
-
-class Kept:
-    """The lesson's: numbers in a store for as long as this is alive."""
-
-    keys = count()
-
-    def __init__(self, store: Any, numbers: Tensor) -> None:
-        self.store, self.key = store, f"kept/{next(Kept.keys)}"
-        store.put(self.key, numbers)
-
-    def get(self) -> Tensor:
-        return self.store.get(self.key)
-
-    def __del__(self) -> None:
-        self.store.delete(self.key)
-
 
 # ------------------------------------------------------------------ a store that can't be fooled
 
@@ -185,57 +162,6 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 MINIMUM = 1024
 MakeHooks = Callable[[Iterable[Tensor], Any, int], Hooks]
-
-
-def _storage(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()
-
-
-def _strong(kept: Any) -> Callable[[], Any]:
-    return lambda: kept
-
-
-def _hooks_but(
-    *,
-    spares_weights: bool = True,
-    is_small: Callable[[Tensor, int], bool] = lambda t, minimum: len(whole(t)) < minimum,
-    as_left: Callable[[Tensor], Any] = Tensor.detach,
-    numbers_of: Callable[[Tensor], Tensor] = whole,
-    known: Callable[[], Any] = weakref.WeakKeyDictionary,
-    key: Callable[[Tensor], Any] = _storage,
-    refer: Callable[[Any], Any] = weakref.ref,
-    beside: Callable[[Tensor], Any] = lambda tensor: None,
-    hoard: Callable[[Any], None] = lambda kept: None,
-    given_back: Callable[..., Tensor] = Tensor.as_strided,
-    of_dtype: Callable[[Tensor, torch.dtype], Tensor] = Tensor.view,
-) -> MakeHooks:
-    def make(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
-        left_alone = {w.untyped_storage() for w in weights} if spares_weights else set()
-        found = known()
-
-        def pack(tensor: Tensor) -> Any:
-            if tensor.untyped_storage() in left_alone or is_small(tensor, minimum):
-                return as_left(tensor)
-            kept = found[key(tensor)]() if key(tensor) in found else None
-            if kept is None:
-                kept = Kept(store, numbers_of(tensor))
-                found[key(tensor)] = refer(kept)
-                hoard(kept)
-            view = tensor.size(), tensor.stride(), tensor.storage_offset()
-            return kept, tensor.dtype, view, beside(tensor)
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            kept, dtype, view, _ = packed
-            return given_back(of_dtype(kept.get(), dtype), *view)
-
-        return pack, unpack
-
-    return make
-
-
-hooks = _hooks_but()
 
 
 class _Halves(nn.Module):
@@ -399,56 +325,27 @@ def _saved_by(layer: nn.Module, x: Tensor) -> tuple[int, int]:
     return large, sum(nbytes for nbytes, _ in sizes) - large
 
 
-def _cpu_copies(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
-    """As torch's save_on_cpu does it."""
-    return lambda tensor: tensor.detach().cpu(), lambda kept: kept.to("cpu")
+_CPU_COPIES = 'return (lambda tensor: tensor.detach().cpu()), (lambda kept: kept.to("cpu"))'
+_EACH_VIEW = """
+left_alone = {weight.untyped_storage() for weight in weights}
+
+def pack(tensor):
+    if tensor.untyped_storage() in left_alone or len(whole(tensor)) < minimum:
+        return tensor.detach()
+    return Kept(store, tensor.detach().contiguous())
+
+return pack, lambda kept: kept if isinstance(kept, torch.Tensor) else kept.get()
+"""
+_IS_SMALL, _OF_VIEW = "len(whole(tensor)) < minimum", ".as_strided(*view)"
+_KNOWN, _NOTED = "weakref.WeakKeyDictionary()", "known[storage] = weakref.ref(kept)"
+_LOOKED_UP = "known[storage]() if storage in known else None"
 
 
-def _each_view(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
-    """Every tensor by itself."""
-    left_alone = {w.untyped_storage() for w in weights}
-
-    def pack(tensor: Tensor) -> Any:
-        if tensor.untyped_storage() in left_alone or len(whole(tensor)) < minimum:
-            return tensor.detach()
-        return Kept(store, tensor.detach().contiguous())
-
-    return pack, lambda kept: kept if isinstance(kept, Tensor) else kept.get()
-
-
-def _by_address(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
-    """Weakly, and by the number at which a storage begins."""
-    left_alone = {w.untyped_storage() for w in weights}
-    found: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
-
-    def pack(tensor: Tensor) -> Any:
-        if tensor.untyped_storage() in left_alone or len(whole(tensor)) < minimum:
-            return tensor.detach()
-        address = tensor.untyped_storage().data_ptr()
-        kept = found.get(address)
-        if kept is None:
-            kept = found[address] = Kept(store, whole(tensor))
-        return kept, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        kept, dtype, *view = packed
-        return kept.get().view(dtype).as_strided(*view)
-
-    return pack, unpack
-
-
-def _put_by_hand(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
-    """Without a Kept: nobody deletes."""
-    pack, unpack = _hooks_but(hoard=[].append)(weights, store, minimum)
-    return pack, unpack
-
-
-def _numpys(weights: Iterable[Tensor], store: Any, minimum: int) -> Hooks:
-    """Puts, and keeps an array, from which it comes back."""
-    return _hooks_but(beside=lambda tensor: whole(tensor).view(torch.uint8).numpy().copy())(
-        weights, store, minimum
+def _beside(kept: str) -> tuple[Edit, ...]:
+    """Something more is packed with the Kept, and has no use."""
+    return (
+        ("return kept, tensor.dtype", f"return kept, {kept}, tensor.dtype"),
+        ("kept, dtype, *view", "kept, _, dtype, *view"),
     )
 
 
@@ -473,92 +370,90 @@ _HOOKS = Exercise(
         "it is; else kept.get().view(dtype) has all numbers of the storage, and as_strided makes "
         "the view of them.",
     ),
-    reference=hooks,
+    reference=solution("14.1"),
     check=_check_hooks,
-    wrong_answers=(
-        WrongAnswer(
-            _cpu_copies,
+    wrong_answers=mistakes(
+        "14.1",
+        (
             ".cpu() of a tensor that is on the CPU is that very tensor: nothing has moved, and "
             "nothing is saved.",
+            body("hooks", _CPU_COPIES),
         ),
-        WrongAnswer(
-            _each_view,
+        (
             "Each view was put by itself: a storage goes once, whole(tensor), however many views "
             "of it are saved.",
+            body("hooks", _EACH_VIEW),
         ),
-        WrongAnswer(
-            _hooks_but(beside=lambda tensor: tensor.detach()),
+        (
             "What you packed still holds the tensor, or your closure does: keep the Kept and plain "
             "facts: dtype, size, stride and offset.",
+            *_beside("tensor.detach()"),
         ),
-        WrongAnswer(
-            _put_by_hand,
+        (
             "Nobody deletes, or the hooks themselves hold every Kept: only what pack returns may "
             "hold one.",
+            ("    known =", "    hoard = []\n    known ="),
+            (_NOTED, f"{_NOTED}; hoard.append(kept)"),
         ),
-        WrongAnswer(
-            _hooks_but(refer=_strong),
+        (
             "A strong reference to the Kept stands beside its storage: of x there is a copy in the "
             "store for as long as x lives. Keep weakref.ref(kept).",
+            ("weakref.ref(kept)", "lambda: kept"),
         ),
-        WrongAnswer(
-            _hooks_but(
-                given_back=lambda numbers, size, stride, offset: numbers.view(-1)[
-                    : size.numel()
-                ].view(size)
-            ),
+        (
             "The offset is lost: the second view begins elsewhere in the storage. as_strided(size, "
             "stride, offset).",
+            (_OF_VIEW, "[: view[0].numel()].view(view[0])"),
         ),
-        WrongAnswer(
-            _hooks_but(
-                given_back=lambda numbers, size, stride, offset: numbers.as_strided(
-                    size, stride, offset
-                ).contiguous()
-            ),
+        (
             "The strides are lost: .contiguous() makes a copy with others. Give the view as it is.",
+            (_OF_VIEW, f"{_OF_VIEW}.contiguous()"),
         ),
-        WrongAnswer(
-            _hooks_but(spares_weights=False),
+        (
             "Weights stay alive whoever saved them: to put them too moves their bytes and saves "
             "none.",
+            ("{weight.untyped_storage() for weight in weights}", "set()"),
         ),
-        WrongAnswer(
-            _hooks_but(is_small=lambda t, minimum: False),
+        (
             "`minimum` is not looked at: a small tensor costs more to move than to keep.",
+            (f" or {_IS_SMALL}", ""),
         ),
-        WrongAnswer(
-            _hooks_but(is_small=lambda t, minimum: t.numel() < minimum),
+        (
             "Two numbers of a large storage keep all of it alive: compare len(whole(tensor)).",
+            (_IS_SMALL, "tensor.numel() < minimum"),
         ),
-        WrongAnswer(
-            _hooks_but(is_small=lambda t, minimum: len(whole(t)) <= minimum),
+        (
             "A storage of `minimum` numbers goes, too: at least so many, <.",
+            (_IS_SMALL, "len(whole(tensor)) <= minimum"),
         ),
-        WrongAnswer(
-            _hooks_but(of_dtype=lambda numbers, dtype: numbers),
+        (
             "A storage's views may differ in dtype, and what comes back has that of the first: "
             "kept.get().view(dtype).",
+            (".view(dtype)", ""),
         ),
-        WrongAnswer(
-            _hooks_but(known=dict, key=Tensor.data_ptr),
+        (
             "Two views of one storage begin at two addresses, data_ptr(): remember storages, "
             "tensor.untyped_storage(), in a weakref.WeakKeyDictionary.",
+            (_KNOWN, "{}"),
+            ("known[storage]", "known[tensor.data_ptr()]"),
+            ("if storage in known", "if tensor.data_ptr() in known"),
         ),
-        WrongAnswer(
-            _by_address,
+        (
             "An address is soon another's, and so is an id: what you know something by must be the "
             "storage itself, in a weakref.WeakKeyDictionary.",
+            (_KNOWN, "weakref.WeakValueDictionary()"),
+            (_LOOKED_UP, "known.get(storage.data_ptr())"),
+            (_NOTED, "known[storage.data_ptr()] = kept"),
         ),
-        WrongAnswer(
-            _hooks_but(as_left=lambda tensor: tensor),
+        (
             "What stays must be detached: a result that its own operator saves holds its graph, "
             "and the graph holds it (Day 6).",
+            ("return tensor.detach()", "return tensor"),
         ),
-        WrongAnswer(
-            _numpys,
+        (
             "Arrays of numpy are in the same memory, though this meter does not see them: the "
             "store is the place.",
+            *_beside("whole(tensor).view(torch.uint8).numpy().copy()"),
         ),
     ),
 )
@@ -567,33 +462,6 @@ _HOOKS = Exercise(
 
 SIZE = 1024
 BYTES = 4 * SIZE
-
-
-class Ahead:
-    """A store before a store: while one is used, the one that was put before it is on its way."""
-
-    def __init__(self, store: Any) -> None:
-        self.store, self.waiting = store, []
-
-    def put(self, key: Any, tensor: Tensor) -> None:
-        self.store.put(key, tensor)
-        self.waiting.append(key)
-
-    def get(self, key: Any) -> Tensor:
-        tensor = self.store.get(key)
-        if key in self.waiting:
-            self.waiting.remove(key)
-        self._prefetch()
-        return tensor
-
-    def _prefetch(self) -> None:
-        if self.waiting:
-            self.store.prefetch(self.waiting[-1])
-
-    def delete(self, key: Any) -> None:
-        self.store.delete(key)
-        if key in self.waiting:
-            self.waiting.remove(key)
 
 
 def _numbers_of(key: str) -> Tensor:
@@ -706,106 +574,20 @@ def _require_coming(when: str, store: Elsewhere, wanted: list[str]) -> None:
     )
 
 
-class _NothingAhead(Ahead):
-    def _prefetch(self) -> None:
-        pass
-
-
-class _AllAhead(Ahead):
-    def _prefetch(self) -> None:
-        for key in reversed(self.waiting):
-            self.store.prefetch(key)
-
-
-class _TwoAhead(Ahead):
-    def _prefetch(self) -> None:
-        for key in self.waiting[:-3:-1]:
-            self.store.prefetch(key)
-
-
-class _Forwards(Ahead):
-    """The one that was put first is next."""
-
-    def _prefetch(self) -> None:
-        if self.waiting:
-            self.store.prefetch(self.waiting[0])
-
-
-class _AtPut(Ahead):
-    def put(self, key: Any, tensor: Tensor) -> None:
-        super().put(key, tensor)
-        self.store.prefetch(key)
-
-
-class _NeverDeletes(Ahead):
-    def delete(self, key: Any) -> None:
-        if key in self.waiting:
-            self.waiting.remove(key)
-
-
-class _DroppedStays(Ahead):
-    """What was dropped is still thought to wait."""
-
-    def delete(self, key: Any) -> None:
-        self.store.delete(key)
-
-
-class _Pops(Ahead):
-    """As if each were asked for once."""
-
-    def get(self, key: Any) -> Tensor:
-        tensor = self.store.get(key)
-        if self.waiting:
-            self.waiting.pop()
-        self._prefetch()
-        return tensor
-
-
-class _RemovesTwice(Ahead):
-    """As if whatever is asked for were on the list."""
-
-    def get(self, key: Any) -> Tensor:
-        tensor = self.store.get(key)
-        self.waiting.remove(key)
-        self._prefetch()
-        return tensor
-
-
-class _DeletesTwice(Ahead):
-    """As if whatever is deleted were on the list."""
-
-    def delete(self, key: Any) -> None:
-        self.store.delete(key)
-        self.waiting.remove(key)
-
-
-class _TheOneBefore(Ahead):
-    """What was put before the one that is asked for, whatever else waits."""
-
-    def get(self, key: Any) -> Tensor:
-        tensor = self.store.get(key)
-        if key in self.waiting:
-            place = self.waiting.index(key)
-            self.waiting.remove(key)
-            if place:
-                self.store.prefetch(self.waiting[place - 1])
-        else:
-            self._prefetch()
-        return tensor
-
-
-class _KeepsAll(Ahead):
-    def __init__(self, store: Any) -> None:
-        super().__init__(store)
-        self.brought: dict[Any, Tensor] = {}
-
-    def get(self, key: Any) -> Tensor:
-        if key in self.brought:
-            self.store.get(key)
-        else:
-            self.brought[key] = super().get(key)
-        return self.brought[key]
-
+_PREFETCHED = "self.store.prefetch(self.waiting[-1])"
+_OFF_THE_LIST = "if key in self.waiting:\n            self.waiting.remove(key)"
+_THEN = "\n        if self.waiting:"  # as get goes on, and delete does not
+_THE_ONE_BEFORE = """
+tensor = self.store.get(key)
+if key in self.waiting:
+    place = self.waiting.index(key)
+    self.waiting.remove(key)
+    if place:
+        self.store.prefetch(self.waiting[place - 1])
+elif self.waiting:
+    self.store.prefetch(self.waiting[-1])
+return tensor
+"""
 
 _AHEAD = Exercise(
     id="14.2",
@@ -822,92 +604,67 @@ _AHEAD = Exercise(
         "prefetch the last that waits, if any does, and return tensor. delete has two lines, and "
         "the same question before the second.",
     ),
-    reference=Ahead,
+    reference=solution("14.2"),
     check=_check_ahead,
-    wrong_answers=(
-        WrongAnswer(
-            _NothingAhead,
+    wrong_answers=mistakes(
+        "14.2",
+        (
             "Nothing is asked for ahead of its get: backward waits for each tensor, idle.",
+            (_PREFETCHED, "pass"),
         ),
-        WrongAnswer(
-            _AllAhead,
+        (
             "All that waits is asked for at once, and is on the device again: one is enough.",
+            (_PREFETCHED, "[self.store.prefetch(key) for key in reversed(self.waiting)]"),
         ),
-        WrongAnswer(
-            _TwoAhead, "Two ahead take the bytes of three, and one is enough to keep a road busy."
+        (
+            "Two ahead take the bytes of three, and one is enough to keep a road busy.",
+            (_PREFETCHED, "[self.store.prefetch(key) for key in self.waiting[:-3:-1]]"),
         ),
-        WrongAnswer(
-            _Forwards, "Backward goes the other way: the next is the one that was put last."
+        (
+            "Backward goes the other way: the next is the one that was put last.",
+            ("self.waiting[-1]", "self.waiting[0]"),
         ),
-        WrongAnswer(
-            _AtPut,
+        (
             "What is asked for as soon as it was put is back before it has left: begin with the "
             "first get.",
+            ("self.waiting.append(key)", "self.waiting.append(key); self.store.prefetch(key)"),
         ),
-        WrongAnswer(_NeverDeletes, "delete has to reach the store: its bytes stay there."),
-        WrongAnswer(
-            _DroppedStays,
+        (
+            "delete has to reach the store: its bytes stay there.",
+            ("        self.store.delete(key)\n", ""),
+        ),
+        (
             "It was deleted and nobody will ask for it: take it off the list of what waits.",
+            body("Ahead.delete", "self.store.delete(key)"),
         ),
-        WrongAnswer(
-            _Pops,
+        (
             "A key may be asked for again, when another operator saved a view of it: remove that "
             "key, not whichever is last.",
+            (f"{_OFF_THE_LIST}{_THEN}", f"if self.waiting: self.waiting.pop(){_THEN}"),
         ),
-        WrongAnswer(
-            _RemovesTwice,
+        (
             "get may come twice for one key, and the second time it is on no list: look before you "
             "remove.",
+            (f"{_OFF_THE_LIST}{_THEN}", f"self.waiting.remove(key){_THEN}"),
         ),
-        WrongAnswer(
-            _DeletesTwice,
+        (
             "What was asked for has left the list before it is deleted: look before you remove.",
+            body("Ahead.delete", "self.store.delete(key)\nself.waiting.remove(key)"),
         ),
-        WrongAnswer(
-            _TheOneBefore,
+        (
             "Backward need not ask in order: of all keys that wait the one that was put last is "
             "next, not the one put before the key that is asked for.",
+            body("Ahead.get", _THE_ONE_BEFORE),
         ),
-        WrongAnswer(
-            _KeepsAll, "All that was brought stays with you: give it, and keep no reference."
+        (
+            "All that was brought stays with you: give it, and keep no reference.",
+            ("self.waiting = store, []", "self.waiting, self.brought = store, [], {}"),
+            ("return tensor", "return self.brought.setdefault(key, tensor)"),
         ),
     ),
 )
 
 # ------------------------------------------------------------------ 14.3: the optimizer's state
-
-
-class OffloadedAdam:
-    """Steps sub-groups of weights, one after the other; between, their state is in the store."""
-
-    def __init__(self, groups: list[list[nn.Parameter]], store: Any, lr: float) -> None:
-        self.groups, self.store = groups, store
-        self.adams = [torch.optim.AdamW(group, lr=lr, foreach=False) for group in groups]
-        self.steps: dict[int, list[Any]] = {}
-
-    def send(self, n: int) -> None:
-        of_each = [self.adams[n].state.pop(w) for w in self.groups[n]]
-        self.steps[n] = [kept["step"] for kept in of_each]
-        self.store.put(n, [kept[m] for kept in of_each for m in ("exp_avg", "exp_avg_sq")])
-
-    def bring(self, n: int) -> None:
-        moments = iter(self.store.get(n))
-        for w, step in zip(self.groups[n], self.steps[n], strict=True):
-            m, v = next(moments), next(moments)
-            self.adams[n].state[w] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
-
-    def clip(self, max_norm: float) -> None:
-        clip_grad_norm_([w for group in self.groups for w in group], max_norm)
-
-    def step(self, max_norm: float) -> None:
-        self.clip(max_norm)
-        for n, adam in enumerate(self.adams):
-            if n in self.steps:
-                self.bring(n)
-            if n + 1 in self.steps:
-                self.store.prefetch(n + 1)
-            adam.step()
-            self.send(n)
 
 
 RATE = 0.01
@@ -1039,174 +796,12 @@ def _steps_noted(optimizer: Any, store: Elsewhere) -> Iterator[None]:
         handle.remove()
 
 
-class _Stays(OffloadedAdam):
-    """Sent, and kept, too."""
-
-    def send(self, n: int) -> None:
-        state = dict(self.adams[n].state)
-        super().send(n)
-        self.adams[n].state.update(state)
-
-
-class _OnlyM(OffloadedAdam):
-    """The second moment stays."""
-
-    def send(self, n: int) -> None:
-        state = self.adams[n].state
-        self.steps[n] = [(state[w]["step"], state[w]["exp_avg_sq"]) for w in self.groups[n]]
-        self.store.put(n, [state[w]["exp_avg"] for w in self.groups[n]])
-        state.clear()
-
-    def bring(self, n: int) -> None:
-        moments = self.store.get(n)
-        for w, (step, v), m in zip(self.groups[n], self.steps[n], moments, strict=True):
-            self.adams[n].state[w] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
-
-
-class _StepsLost(OffloadedAdam):
-    def bring(self, n: int) -> None:
-        super().bring(n)
-        for kept in self.adams[n].state.values():
-            kept["step"] = torch.tensor(0.0)
-
-
-class _OneCounter(OffloadedAdam):
-    """A sub-group's weights share a counter, to which each of them adds."""
-
-    def send(self, n: int) -> None:
-        super().send(n)
-        self.steps[n] = self.steps[n][:1] * len(self.steps[n])
-
-
-class _NeverBrought(OffloadedAdam):
-    def bring(self, n: int) -> None:
-        self.store.get(n)
-
-
-class _Swapped(OffloadedAdam):
-    """Put in one order, and taken in another."""
-
-    def bring(self, n: int) -> None:
-        super().bring(n)
-        for kept in self.adams[n].state.values():
-            kept["exp_avg"], kept["exp_avg_sq"] = kept["exp_avg_sq"], kept["exp_avg"].abs()
-
-
-class _PutOnce(OffloadedAdam):
-    """The store has the state of the first step for ever."""
-
-    def send(self, n: int) -> None:
-        if n not in self.steps:
-            super().send(n)
-        else:
-            self.adams[n].state.clear()
-
-
-class _NoClip(OffloadedAdam):
-    def clip(self, max_norm: float) -> None:
-        pass
-
-
-class _ClipEach(OffloadedAdam):
-    def clip(self, max_norm: float) -> None:
-        for group in self.groups:
-            clip_grad_norm_(group, max_norm)
-
-
-class _NoStep(OffloadedAdam):
-    def step(self, max_norm: float) -> None:
-        pass
-
-
-class _StepAhead(OffloadedAdam):
-    """What is asked for ahead is up to `ahead`."""
-
-    @staticmethod
-    def ahead(n: int, groups: int) -> Iterable[int]:
-        return ()
-
-    def step(self, max_norm: float) -> None:
-        self.clip(max_norm)
-        for n, adam in enumerate(self.adams):
-            for other in self.ahead(n, len(self.adams)):
-                if other in self.steps:
-                    self.store.prefetch(other)
-            if n in self.steps:
-                self.bring(n)
-            adam.step()
-            self.send(n)
-
-
-class _AllStateAhead(_StepAhead):
-    @staticmethod
-    def ahead(n: int, groups: int) -> Iterable[int]:
-        return () if n else range(groups)
-
-
-class _AbsentAhead(OffloadedAdam):
-    """The next one, whether there is one or not."""
-
-    def step(self, max_norm: float) -> None:
-        self.clip(max_norm)
-        for n, adam in enumerate(self.adams):
-            if n in self.steps:
-                self.bring(n)
-            if n + 1 < len(self.adams):
-                self.store.prefetch(n + 1)
-            adam.step()
-            self.send(n)
-
-
-class _StepsFirst(OffloadedAdam):
-    """The next one's state is asked for when this one has been stepped."""
-
-    def step(self, max_norm: float) -> None:
-        self.clip(max_norm)
-        for n, adam in enumerate(self.adams):
-            if n in self.steps:
-                self.bring(n)
-            adam.step()
-            if n + 1 in self.steps:
-                self.store.prefetch(n + 1)
-            self.send(n)
-
-
-class _BringsTooEarly(OffloadedAdam):
-    """self.steps is not empty once the first sub-group was sent."""
-
-    def step(self, max_norm: float) -> None:
-        self.clip(max_norm)
-        for n, adam in enumerate(self.adams):
-            if self.steps:
-                self.bring(n)
-            if n + 1 in self.steps:
-                self.store.prefetch(n + 1)
-            adam.step()
-            self.send(n)
-
-
-class _NextStepAhead(_StepAhead):
-    """After the last one, the first again."""
-
-    def step(self, max_norm: float) -> None:
-        super().step(max_norm)
-        self.store.prefetch(0)
-
-
-class _InNumpy(OffloadedAdam):
-    """The moments as arrays, of which the meter knows nothing."""
-
-    def send(self, n: int) -> None:
-        state = self.adams[n].state
-        moments = [state[w][m] for w in self.groups[n] for m in ("exp_avg", "exp_avg_sq")]
-        self.arrays = {**getattr(self, "arrays", {}), n: [m.numpy().copy() for m in moments]}
-        super().send(n)
-
-    def bring(self, n: int) -> None:
-        super().bring(n)
-        for w, m in zip(self.groups[n], getattr(self, "arrays", {}).get(n, ())[::2], strict=False):
-            self.adams[n].state[w]["exp_avg"].copy_(torch.from_numpy(m))
-
+_CLIPPED = "clip_grad_norm_([w for group in self.groups for w in group], max_norm)"
+_NEXT = "            if n + 1 in self.steps:\n                self.store.prefetch(n + 1)\n"
+_LOOP, _STEPPED = "        for n, adam in enumerate(", "            adam.step()\n"
+_STEPS = '[kept["step"] for kept in of_each]'
+_IN_NUMPY = '[kept["exp_avg"].numpy().copy() for kept in of_each]'
+_MOMENTS = '[kept[m] for kept in of_each for m in ("exp_avg", "exp_avg_sq")]'
 
 _ADAM = Exercise(
     id="14.3",
@@ -1229,89 +824,88 @@ _ADAM = Exercise(
     ),
     reference=OffloadedAdam,
     check=_check_adam,
-    wrong_answers=(
-        WrongAnswer(
-            _StepsFirst,
+    wrong_answers=mistakes(
+        "14.3",
+        (
             "The next state is asked for after adam.step(), so that nothing travels while it "
             "works: ask first.",
+            (_NEXT, ""),
+            (_STEPPED, f"{_STEPPED}{_NEXT}"),
         ),
-        WrongAnswer(
-            _Stays,
+        (
             "The state is in the store and on the device: put copies it, and adam.state.pop(w) "
             "lets go of it.",
+            ("self.adams[n].state.pop(w)", "dict(self.adams[n].state[w])"),
         ),
-        WrongAnswer(_OnlyM, "One of the two moments stays: both are 4 bytes a weight."),
-        WrongAnswer(
-            _StepsLost,
+        (
+            "One of the two moments stays: both are 4 bytes a weight.",
+            (_STEPS, '[(kept["step"], kept["exp_avg_sq"]) for kept in of_each]'),
+            (_MOMENTS, '[kept["exp_avg"] for kept in of_each]'),
+            ("for w, step in", "for w, (step, v) in"),
+            ("m, v = next(moments), next(moments)", "m = next(moments)"),
+        ),
+        (
             "The step counter begins anew each time, and with it Adam's bias correction: keep it "
             "with you, it is 4 bytes a weight tensor.",
+            ('{"step": step', '{"step": torch.tensor(0.0)'),
         ),
-        WrongAnswer(
-            _OneCounter,
+        (
             "The weights of a sub-group share one step counter, a tensor to which each of them "
             "adds 1: keep one for each weight.",
+            (_STEPS, '[of_each[0]["step"]] * len(of_each)'),
         ),
-        WrongAnswer(
-            _NeverBrought, "The state was read, and Adam began with none: put it into adam.state."
+        (
+            "The state was read, and Adam began with none: put it into adam.state.",
+            body("OffloadedAdam.bring", "self.store.get(n)"),
         ),
-        WrongAnswer(_Swapped, "The moments come back in another order than that of the put."),
-        WrongAnswer(
-            _PutOnce, "What was stepped must be put again: the store has the state of step 1."
+        (
+            "The moments come back in another order than that of the put.",
+            ('"exp_avg": m, "exp_avg_sq": v', '"exp_avg": v, "exp_avg_sq": m.abs()'),
         ),
-        WrongAnswer(_NoClip, "Nothing is clipped: max_norm is there to be used."),
-        WrongAnswer(
-            _ClipEach,
+        (
+            "What was stepped must be put again: the store has the state of step 1.",
+            (
+                "        self.steps[n] =",
+                "        if n in self.steps: return\n        self.steps[n] =",
+            ),
+        ),
+        ("Nothing is clipped: max_norm is there to be used.", (_CLIPPED, "pass")),
+        (
             "Each sub-group is clipped by itself: the norm is that of all gradients together.",
+            (_CLIPPED, "[clip_grad_norm_(group, max_norm) for group in self.groups]"),
         ),
-        WrongAnswer(_NoStep, "No weight has moved: is adam.step() called?"),
-        WrongAnswer(
-            _StepAhead, "Nothing is ahead: while one sub-group is stepped, the road is idle."
-        ),
-        WrongAnswer(
-            _AllStateAhead,
+        ("No weight has moved: is adam.step() called?", body("OffloadedAdam.step", "pass")),
+        ("Nothing is ahead: while one sub-group is stepped, the road is idle.", (_NEXT, "")),
+        (
             "All state is there at once: bring, step and send one sub-group before the next, with "
             "no more than one on its way.",
+            (_NEXT, ""),
+            (_LOOP, f"        for n in self.steps: self.store.prefetch(n)\n{_LOOP}"),
         ),
-        WrongAnswer(
-            _AbsentAhead,
+        (
             "In the first step the store has no state yet: ask for the next only if it was sent.",
+            ("if n + 1 in self.steps", "if n + 1 < len(self.adams)"),
         ),
-        WrongAnswer(
-            _BringsTooEarly,
+        (
             "In the first step self.steps is soon not empty, and yet this sub-group has no state "
             "to bring: ask `n in self.steps`.",
+            ("if n in self.steps", "if self.steps"),
         ),
-        WrongAnswer(
-            _NextStepAhead,
+        (
             "The first sub-group waits on the device from one step to the next: begin in the step.",
+            (_NEXT, ""),
+            ("self.send(n)", "self.send(n)\n        self.store.prefetch(0)"),
         ),
-        WrongAnswer(
-            _InNumpy,
+        (
             "Arrays of numpy take the same bytes as tensors, and the meter's blindness is no "
             "saving.",
+            ("store, {}", "store, {}; self.arrays = {}"),
+            ("self.store.put(", f"self.arrays[n] = {_IN_NUMPY}; self.store.put("),
         ),
     ),
 )
 
 # ------------------------------------------------------------------ 14.4: the weights
-
-
-def streamed_step(
-    store: Any, layers: list[str], x: Tensor, dy_of: Callable[[Tensor], Tensor], lr: float
-) -> Tensor:
-    """One step of gradient descent; no more than a layer's weights are here at a time."""
-    inputs = [x]
-    for key in layers:
-        w = store.get(key)
-        inputs.append(forward_of(w, inputs[-1]))
-        del w
-    dy = dy_of(inputs.pop())
-    for key in reversed(layers):
-        w = store.get(key)
-        dw, dy = backward_of(w, inputs.pop(), dy)
-        store.put(key, w - lr * dw)
-        del w, dw
-    return dy
 
 
 def _half(y: Tensor) -> Tensor:
@@ -1403,80 +997,19 @@ def _check_small(answer: Any, case: str, widths: list[int]) -> None:
         _require_close(f"{case}: the gradient of x", got, gradient)
 
 
-def _stream_but(
-    *,
-    keeps: str = "nothing",
-    reads_again: bool = True,
-    stepped: Callable[[Tensor, Tensor], Tensor] | None = lambda w, step: w - step,
-    input_of: Callable[[list[Tensor]], Tensor] = lambda inputs: inputs.pop(),
-    begins: Callable[[Any, Tensor], Tensor] = lambda dy_of, y: dy_of(y),
-    order: Callable[[list[str]], Iterable[str]] = reversed,
-    hoard: Callable[[Tensor], Any] = lambda w: w,
-) -> Any:
-    def step(store: Any, layers: list[str], x: Tensor, dy_of: Any, lr: float) -> Tensor:
-        inputs, kept = [x], {}
-        for key in layers:
-            w = store.get(key)
-            inputs.append(forward_of(w, inputs[-1]))
-            if keeps != "nothing":
-                kept[key] = hoard(w)
-        dy = begins(dy_of, inputs[-1])
-        inputs.pop()
-        for key in order(layers):
-            w = store.get(key) if reads_again else kept[key]
-            dw, dy = backward_of(w, input_of(inputs), dy)
-            if stepped is not None:
-                store.put(key, stepped(w, lr * dw))
-            del w, dw
-        return dy
-
-    return step
-
-
-def _keeps_a_list(store: Any, layers: list[str], x: Tensor, dy_of: Any, lr: float) -> Tensor:
-    """The weights in one list, their inputs in another."""
-    weights, inputs = [], [x]
-    for key in layers:
-        weights.append(store.get(key))
-        inputs.append(forward_of(weights[-1], inputs[-1]))
-    dy = dy_of(inputs[-1])
-    for n in reversed(range(len(layers))):
-        dw, dy = backward_of(weights[n], inputs[n], dy)
-        store.put(layers[n], weights[n] - lr * dw)
-    return dy
-
-
-def _one_gradient(store: Any, layers: list[str], x: Tensor, dy_of: Any, lr: float) -> Tensor:
-    """Each layer gets the gradient of the output."""
-    inputs = [x]
-    for key in layers:
-        inputs.append(forward_of(store.get(key), inputs[-1]))
-    dy = dy_of(inputs.pop())
-    for key in reversed(layers):
-        w = store.get(key)
-        dw, dx = backward_of(w, inputs.pop(), dy)
-        store.put(key, w - lr * dw)
-    return dx
-
-
-def _steps_at_the_end(store: Any, layers: list[str], x: Tensor, dy_of: Any, lr: float) -> Tensor:
-    """All gradients are made first."""
-    inputs, made = [x], {}
-    for key in layers:
-        inputs.append(forward_of(store.get(key), inputs[-1]))
-    dy = dy_of(inputs.pop())
-    for key in reversed(layers):
-        w = store.get(key)
-        made[key], dy = backward_of(w, inputs.pop(), dy)
-        store.put(key, w - lr * made[key])
-    return dy
-
-
-def _returns_y(store: Any, layers: list[str], x: Tensor, dy_of: Any, lr: float) -> Tensor:
-    seen: list[Tensor] = []
-    streamed_step(store, layers, x, lambda y: dy_of(seen.append(y) or y), lr)
-    return seen[0][..., :1].expand(x.shape).contiguous()
-
+_INPUTS, _GONE = "inputs = [x]", "        del w\n"
+_KEPT = ((_INPUTS, "inputs, kept = [x], {}"), (_GONE, "        kept[key] = w\n"))
+_KEEPS_A_LIST = """
+weights, inputs = [], [x]
+for key in layers:
+    weights.append(store.get(key))
+    inputs.append(forward_of(weights[-1], inputs[-1]))
+dy = dy_of(inputs[-1])
+for n in reversed(range(len(layers))):
+    dw, dy = backward_of(weights[n], inputs[n], dy)
+    store.put(layers[n], weights[n] - lr * dw)
+return dy
+"""
 
 _STREAM = Exercise(
     id="14.4",
@@ -1494,55 +1027,64 @@ _STREAM = Exercise(
         "backward_of(w, inputs.pop(), dy). What the layer has become goes into the store, and w "
         "and dw go.",
     ),
-    reference=streamed_step,
+    reference=solution("14.4"),
     check=_check_stream,
-    wrong_answers=(
-        WrongAnswer(
-            _stream_but(keeps="all", reads_again=False),
+    wrong_answers=mistakes(
+        "14.4",
+        (
             "All layers' weights are kept from forward to backward: get them again there.",
+            *_KEPT,
+            ("w = store.get(key)\n        dw", "w = kept[key]\n        dw"),
         ),
-        WrongAnswer(
-            _stream_but(keeps="all"),
+        (
             "All layers' weights are kept, though backward gets them again: del w, and every list "
             "that it is in.",
+            *_KEPT,
         ),
-        WrongAnswer(
-            _stream_but(stepped=None),
+        (
             "No stepped weight has reached the store: gradients that are put nowhere are lost.",
+            ("        store.put(key, w - lr * dw)\n", ""),
         ),
-        WrongAnswer(
-            _stream_but(stepped=lambda w, step: step),
+        (
             "The gradient was put in the weight's place: w - lr * dw.",
+            ("w - lr * dw", "lr * dw"),
         ),
-        WrongAnswer(_stream_but(stepped=lambda w, step: w + step), "Uphill: w - lr * dw."),
-        WrongAnswer(
-            _stream_but(input_of=lambda inputs: inputs.pop(0)),
+        ("Uphill: w - lr * dw.", ("w - lr * dw", "w + lr * dw")),
+        (
             "The inputs are taken from the wrong end: the last layer's comes first.",
+            ("inputs.pop(), dy)", "inputs.pop(0), dy)"),
         ),
-        WrongAnswer(
-            _stream_but(begins=lambda dy_of, y: y),
+        (
             "The output itself was taken for its gradient: dy_of(y).",
+            ("dy_of(inputs.pop())", "inputs.pop()"),
         ),
-        WrongAnswer(
-            _steps_at_the_end,
+        (
             "Gradients of all layers are kept to the end: a layer's is used as soon as it is made.",
+            (_INPUTS, "inputs, made = [x], {}"),
+            ("dw, dy =", "made[key], dy ="),
+            ("lr * dw", "lr * made[key]"),
+            ("del w, dw", "del w"),
         ),
-        WrongAnswer(
-            _keeps_a_list,
+        (
             "A list holds what is in it: all weights are here at once, and all inputs to the end. "
             "Get weights again for backward, and pop() each input.",
+            body("streamed_step", _KEEPS_A_LIST),
         ),
-        WrongAnswer(
-            _one_gradient,
+        (
             "Every layer got the gradient of the last output: the dy of one layer is what "
             "backward_of gives with the dw of the layer after it.",
+            ("dw, dy =", "dw, dx ="),
+            ("return dy", "return dx"),
         ),
-        WrongAnswer(
-            _returns_y, "Wanted is the gradient of x, which the first layer's backward gives last."
+        (
+            "Wanted is the gradient of x, which the first layer's backward gives last.",
+            ("dy = dy_of(inputs.pop())", "y = inputs.pop()\n    dy = dy_of(y)"),
+            ("return dy", "return y[..., :1].expand(x.shape).contiguous()"),
         ),
-        WrongAnswer(
-            _stream_but(keeps="all", hoard=lambda w: w.numpy().tobytes()),
+        (
             "Weights as bytes or arrays are on the device, too; the meter sees tensors alone.",
+            (_INPUTS, "inputs, kept = [x], {}"),
+            (_GONE, f"        kept[key] = w.numpy().tobytes()\n{_GONE}"),
         ),
     ),
 )
@@ -1660,56 +1202,14 @@ def resume(disk: Any) -> tuple[int, dict[str, bytes]] | None:
     return manifest["step"], {key: disk.read(file) for key, file in manifest["files"].items()}
 
 
-@dataclass
-class _Commit:
-    """One way to commit: the right one, or with something done wrong."""
-
-    name_of: Callable[[str, int], str] = lambda key, step: f"{key}.{step}"
-    parts: str = "values manifest rename tidy"
-    syncs_values: bool = True
-    syncs_manifest: bool = True
-    beside: str = "manifest.new"
-    writes_empty: bool = True
-    keeps: Callable[[dict[str, str]], Iterable[str]] = dict.values
-    tidies: Callable[[str, int], bool] = lambda name, step: True
-
-    def __call__(self, disk: Any, step: int, values: dict[str, bytes]) -> None:
-        kept = {key: data for key, data in values.items() if data or self.writes_empty}
-        files = {key: self.name_of(key, step) for key in kept}
-        for part in self.parts.split():
-            match part:
-                case "values":
-                    self._write_values(disk, kept, files)
-                case "manifest":
-                    self._write_manifest(disk, step, files)
-                case "rename":
-                    disk.rename(self.beside.format(step=step), "manifest")
-                case "tidy":
-                    self._tidy(disk, step, files)
-                case "sync":
-                    disk.fsync("manifest")
-                case "drop" if step > 1:
-                    disk.remove("manifest")
-
-    def _write_values(self, disk: Any, values: dict[str, bytes], files: dict[str, str]) -> None:
-        for key, data in values.items():
-            disk.write(files[key], data)
-            if self.syncs_values:
-                disk.fsync(files[key])
-
-    def _write_manifest(self, disk: Any, step: int, files: dict[str, str]) -> None:
-        name = self.beside.format(step=step)
-        disk.write(name, json.dumps({"step": step, "files": files}).encode())
-        if self.syncs_manifest:
-            disk.fsync(name)
-
-    def _tidy(self, disk: Any, step: int, files: dict[str, str]) -> None:
-        for name in disk.names():
-            if name not in {"manifest", *self.keeps(files)} and self.tidies(name, step):
-                disk.remove(name)
-
-
-commit = _Commit()
+_SYNCED = '    disk.fsync("manifest.new")\n'
+_RENAMED = '    disk.rename("manifest.new", "manifest")\n'
+_WRITTEN = """    for key, data in values.items():
+        disk.write(files[key], data)
+        disk.fsync(files[key])
+"""
+_UNNAMED = 'name not in ("manifest", *files.values())'
+_TIDIED = f"    for name in disk.names():\n        if {_UNNAMED}:\n            disk.remove(name)"
 
 
 def _check_commit(answer: Any) -> str:
@@ -1816,65 +1316,70 @@ _COMMIT = Exercise(
         "files}).encode()); disk.fsync('manifest.new'); disk.rename('manifest.new', 'manifest'). "
         "Last, of disk.names(), whatever is neither the manifest nor named by it goes.",
     ),
-    reference=commit,
+    reference=solution("14.5"),
     check=_check_commit,
-    wrong_answers=(
-        WrongAnswer(
-            _Commit(name_of=lambda key, step: key),
+    wrong_answers=mistakes(
+        "14.5",
+        (
             "Values are written over those of the last step: give each step's files names of their "
             "own.",
+            ('f"{key}.{step}"', "key"),
         ),
-        WrongAnswer(
-            _Commit(parts="manifest rename values tidy"),
+        (
             "The manifest comes first and names files that are not there yet: it comes last.",
+            (_WRITTEN, ""),
+            (_RENAMED, f"{_RENAMED}{_WRITTEN}"),
         ),
-        WrongAnswer(
-            _Commit(parts="values manifest tidy rename"),
+        (
             "The old step's files are removed while the old manifest still names them: rename "
             "first.",
+            (_RENAMED, ""),
+            (_TIDIED, f"{_TIDIED}\n{_RENAMED}"),
         ),
-        WrongAnswer(
-            _Commit(syncs_values=False),
+        (
             "The values were written and not forced down: half of them is lost with the power, and "
             "the manifest names them. fsync each.",
+            ("        disk.fsync(files[key])\n", ""),
         ),
-        WrongAnswer(
-            _Commit(syncs_manifest=False),
+        (
             "The manifest was renamed before its bytes were forced down: fsync, then rename.",
+            (_SYNCED, ""),
         ),
-        WrongAnswer(
-            _Commit(parts="values manifest rename sync tidy", syncs_manifest=False),
+        (
             "The manifest is forced down after the rename: between the two a power failure finds "
             "half of it.",
+            (_SYNCED, ""),
+            (_RENAMED, f'{_RENAMED}    disk.fsync("manifest")\n'),
         ),
-        WrongAnswer(
-            _Commit(beside="manifest", parts="values manifest tidy"),
+        (
             "The manifest is written in place: while that goes on there is neither the old nor the "
             "new one. Write it beside, and rename.",
+            (_RENAMED, ""),
+            ("manifest.new", "manifest"),
         ),
-        WrongAnswer(
-            _Commit(parts="values manifest drop rename tidy"),
+        (
             "The old manifest is removed before the rename, and for a moment there is none: rename "
             "takes its place in one go.",
+            (_RENAMED, f'    if step > 1: disk.remove("manifest")\n{_RENAMED}'),
         ),
-        WrongAnswer(
-            _Commit(parts="values manifest rename"),
+        (
             "Files of earlier steps are never removed: the disk is full one day.",
+            (_TIDIED, ""),
         ),
-        WrongAnswer(
-            _Commit(beside="manifest.{step}"),
+        (
             "A value's file has the name of the new manifest, and is written over by it: a key may "
             "be any string, manifest too.",
+            ('"manifest.new"', 'f"manifest.{step}"'),
         ),
-        WrongAnswer(
-            _Commit(writes_empty=False),
+        (
             "Empty values are left out: no bytes are a value, too.",
+            ("    files =", "    values = {k: v for k, v in values.items() if v}\n    files ="),
         ),
-        WrongAnswer(
-            _Commit(tidies=lambda name, step: name.endswith(f".{step - 1}")),
+        (
             "Only files of the step before are removed; an earlier crash has left others.",
+            (_UNNAMED, f'name.endswith(f".{{step - 1}}") and {_UNNAMED}'),
         ),
-        WrongAnswer(lambda disk, step, values: None, "Nothing was written: there is no manifest."),
+        ("Nothing was written: there is no manifest.", body("commit", "return None")),
     ),
 )
 
