@@ -2,11 +2,10 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, count, pairwise
-from math import isqrt
+from itertools import accumulate, count
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +22,7 @@ from memlab.checkpointing.schedules import Schedule, check_schedule
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.course.properties import elements, gradients, same_gradients, unchanged
+from memlab.course.solutions import Edit, body, mistakes, solution
 from memlab.metering import measure
 from memlab.reference.checkpointing import forget
 from memlab.trace import Trace
@@ -416,90 +416,25 @@ def _check_saved(answer: Forgetting) -> None:
     )
 
 
-def _all(outputs: Tensor, gradient: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
-    torch.autograd.backward(outputs, gradient)
-    return [x.grad for x in inputs]
-
-
-def _of_inputs_alone(
-    outputs: Tensor, gradient: Tensor, inputs: list[Tensor]
-) -> list[Tensor | None]:
-    wanting = [x for x in inputs if x.requires_grad]
-    found = iter(torch.autograd.grad(outputs, wanting, gradient))
-    return [next(found) if x.requires_grad else None for x in inputs]
-
-
-def _of_ones(outputs: Tensor, gradient: Tensor, inputs: list[Tensor]) -> list[Tensor | None]:
-    return _all(outputs, torch.ones_like(outputs), inputs)
-
-
-def _function_but(
-    back: Callable[[Tensor, Tensor, list[Tensor]], list[Tensor | None]] = _all,
-    *,
-    save: bool = True,
-    state: str = "before",
-    fork: Callable[..., AbstractContextManager[Any]] = torch.random.fork_rng,
-    graph: Callable[[], AbstractContextManager[Any]] = torch.enable_grad,
-    detach: bool = True,
-    wanting: bool = True,
-    keep_second: bool = False,
-    keep_first: str = "",
-) -> Forgetting:
-    """The right Function with something in it that is not."""
-
-    class Forget(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-            ctx.fn, ctx.inputs = fn, () if save else inputs
-            if save:
-                ctx.save_for_backward(*inputs)
-            if state == "seed":
-                torch.manual_seed(0)
-            ctx.state = torch.get_rng_state()
-            if keep_first:
-                ctx.own = _on_its_own(inputs)
-                with torch.enable_grad():
-                    ctx.output = fn(*ctx.own)
-                return ctx.output.detach()
-            output = fn(*inputs)
-            if state == "after":
-                ctx.state = torch.get_rng_state()
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-            if keep_first == "used":
-                return None, *back(ctx.output, gradient, ctx.own)
-            inputs = ctx.saved_tensors if save else ctx.inputs
-            if detach:
-                inputs = _on_its_own(inputs) if wanting else [x.detach() for x in inputs]
-            with fork([]), graph():
-                if state != "never":
-                    torch.set_rng_state(ctx.state)
-                outputs = ctx.fn(*inputs)
-            if keep_second:
-                ctx.outputs = outputs
-            return None, *back(outputs, gradient, inputs)
-
-    return Forget.apply
-
-
-def _on_its_own(inputs: Any) -> list[Tensor]:
-    return [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-
-
-def _no_fork(devices: list[int]) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _without_dropout(fn: nn.Module, *inputs: Tensor) -> Tensor:
-    return _function_but()(fn.eval(), *inputs)
-
-
-def _without_graph(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    with torch.no_grad():
-        return fn(*inputs)
-
+_FIRST_RUN = "        return fn(*inputs)"
+_ON_THEIR_OWN = "[x.detach().requires_grad_(x.requires_grad) for x in {}]"
+_GRAPH_KEPT = f"""        ctx.own = {_ON_THEIR_OWN.format("inputs")}
+        with torch.enable_grad():
+            ctx.output = fn(*ctx.own)
+        return ctx.output.detach()"""
+_BY_THE_FIRST_GRAPH = """
+torch.autograd.backward(ctx.output, gradient)
+return None, *(x.grad for x in ctx.own)
+"""
+_STATE_PUT_BACK = "torch.set_rng_state(ctx.state)"
+_NO_FORK = ("torch.random.fork_rng([]), ", "")
+_WENT_BACK = "torch.autograd.backward(output, gradient)"
+_READ_LATE = """        output = fn(*inputs)
+        ctx.state = torch.get_rng_state()
+        return output"""
+_OF_INPUTS_ALONE = """wanting = [x for x in inputs if x.requires_grad]
+        found = iter(torch.autograd.grad(output, wanting, gradient))
+        return None, *(next(found) if x.requires_grad else None for x in inputs)"""
 
 _FUNCTION = Exercise(
     id="5.1",
@@ -522,78 +457,6 @@ _FUNCTION = Exercise(
     check=_check_function,
     wrong_answers=(
         WrongAnswer(
-            _plainly,
-            "This is x = block(x): the right numbers, and everything is kept.",
-        ),
-        WrongAnswer(
-            _function_but(keep_first="used"),
-            "The first run's graph is kept on ctx, and with it all activations.",
-        ),
-        WrongAnswer(
-            _function_but(keep_first="too"),
-            "It runs again, and the first run's graph is kept all the same: run forward without "
-            "one.",
-        ),
-        WrongAnswer(
-            _without_graph,
-            "no_grad alone forgets, and nobody knows any more how to compute again.",
-        ),
-        WrongAnswer(
-            _function_but(graph=nullcontext),
-            "Inside backward no graph is made unless you ask for it: torch.enable_grad().",
-        ),
-        WrongAnswer(
-            _function_but(state="never"),
-            "The second run drew another dropout mask: keep the random state, and put it back.",
-        ),
-        WrongAnswer(
-            _function_but(state="never", fork=_no_fork),
-            "The second run drew from where the random numbers stood by then: keep their state "
-            "before fn draws, and run again from it.",
-        ),
-        WrongAnswer(
-            _function_but(state="after"),
-            "The random state was read too late, after fn had drawn from it.",
-        ),
-        WrongAnswer(
-            _function_but(state="seed"),
-            "With a fixed seed both runs agree, and every block has the same dropout mask.",
-        ),
-        WrongAnswer(
-            _without_dropout,
-            "eval() lets both runs agree by switching dropout off: then it is not there at all.",
-        ),
-        WrongAnswer(
-            _function_but(fork=_no_fork),
-            "What comes after backward gets random numbers that were drawn before: "
-            "torch.random.fork_rng puts the stream back where it was.",
-        ),
-        WrongAnswer(
-            _function_but(_of_inputs_alone),
-            "torch.autograd.grad of the inputs gives the weights nothing, and they never learn.",
-        ),
-        WrongAnswer(
-            _function_but(_of_ones),
-            "The gradient that comes from above is to be sent on, not ones.",
-        ),
-        WrongAnswer(
-            _function_but(wanting=False),
-            "A detached input wants no gradient unless it is told to: requires_grad_.",
-        ),
-        WrongAnswer(
-            _function_but(detach=False),
-            "The second run is tied to the old graph: detach its inputs.",
-        ),
-        WrongAnswer(
-            _function_but(keep_second=True),
-            "The second run's graph stays on ctx when its backward is done: let it go.",
-        ),
-        WrongAnswer(
-            _function_but(save=False),
-            "Inputs on ctx are out of reach for an outer checkpoint, or for one that moves what is "
-            "saved to the host (Day 14): ctx.save_for_backward.",
-        ),
-        WrongAnswer(
             checkpoint,
             "Use an autograd Function: the library's checkpoint, torch's with use_reentrant=False, "
             "and 5.2 are made of hooks.",
@@ -601,6 +464,86 @@ _FUNCTION = Exercise(
         WrongAnswer(
             partial(torch_checkpoint, use_reentrant=True),
             "This is torch's Function, and it is right: now build yours.",
+        ),
+        *mistakes(
+            "5.1",
+            (
+                "This is x = block(x): the right numbers, and everything is kept.",
+                body("forget", "return fn(*inputs)"),
+            ),
+            (
+                "The first run's graph is kept on ctx, and with it all activations.",
+                (_FIRST_RUN, _GRAPH_KEPT),
+                body("Forget.backward", _BY_THE_FIRST_GRAPH),
+            ),
+            (
+                "It runs again, and the first run's graph is kept all the same: run forward "
+                "without one.",
+                (_FIRST_RUN, _GRAPH_KEPT),
+            ),
+            (
+                "no_grad alone forgets, and nobody knows any more how to compute again.",
+                body("forget", "with torch.no_grad():\n    return fn(*inputs)"),
+            ),
+            (
+                "Inside backward no graph is made unless you ask for it: torch.enable_grad().",
+                (", torch.enable_grad()", ""),
+            ),
+            (
+                "The second run drew another dropout mask: keep the random state, and put it back.",
+                (_STATE_PUT_BACK, "pass"),
+            ),
+            (
+                "The second run drew from where the random numbers stood by then: keep their state "
+                "before fn draws, and run again from it.",
+                (_STATE_PUT_BACK, "pass"),
+                _NO_FORK,
+            ),
+            (
+                "The random state was read too late, after fn had drawn from it.",
+                (_FIRST_RUN, _READ_LATE),
+            ),
+            (
+                "With a fixed seed both runs agree, and every block has the same dropout mask.",
+                ("ctx.fn, ctx.state", "torch.manual_seed(0)\n        ctx.fn, ctx.state"),
+            ),
+            (
+                "eval() lets both runs agree by switching dropout off: then it is not there at "
+                "all.",
+                ("Forget.apply(fn,", "Forget.apply(fn.eval(),"),
+            ),
+            (
+                "What comes after backward gets random numbers that were drawn before: "
+                "torch.random.fork_rng puts the stream back where it was.",
+                _NO_FORK,
+            ),
+            (
+                "torch.autograd.grad of the inputs gives the weights nothing, and they never "
+                "learn.",
+                (_WENT_BACK, _OF_INPUTS_ALONE),
+            ),
+            (
+                "The gradient that comes from above is to be sent on, not ones.",
+                ("(output, gradient)", "(output, torch.ones_like(output))"),
+            ),
+            (
+                "A detached input wants no gradient unless it is told to: requires_grad_.",
+                (".requires_grad_(x.requires_grad)", ""),
+            ),
+            (
+                "The second run is tied to the old graph: detach its inputs.",
+                (_ON_THEIR_OWN.format("ctx.saved_tensors"), "ctx.saved_tensors"),
+            ),
+            (
+                "The second run's graph stays on ctx when its backward is done: let it go.",
+                (_WENT_BACK, f"ctx.output = output\n        {_WENT_BACK}"),
+            ),
+            (
+                "Inputs on ctx are out of reach for an outer checkpoint, or for one that moves "
+                "what is saved to the host (Day 14): ctx.save_for_backward.",
+                ("ctx.save_for_backward(*inputs)", "ctx.inputs = inputs"),
+                ("ctx.saved_tensors", "ctx.inputs"),
+            ),
         ),
     ),
 )
@@ -726,65 +669,23 @@ def _held_when_retained(answer: Forgetting) -> int:
     return held
 
 
-def _hooks_but(
-    *,
-    keeps: bool = False,
-    each_time: bool = False,
-    clear: bool = True,
-    fills: bool = True,
-    copies: bool = True,
-    graph: Callable[[], AbstractContextManager[Any]] = torch.enable_grad,
-    fork: Callable[..., AbstractContextManager[Any]] = torch.random.fork_rng,
-    state: bool = True,
-) -> Forgetting:
-    """The right hooks with something in them that is not."""
-
-    def forget_by_hooks(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        slots: list[Tensor | None] = []
-        before = torch.get_rng_state()
-
-        def leave_a_slot(tensor: Tensor) -> int:
-            slots.append(tensor.detach() if keeps else None)
-            return len(slots) - 1
-
-        def run_again() -> None:
-            found: list[Tensor] = []
-
-            def note(tensor: Tensor) -> Tensor:
-                found.append(tensor.detach() if copies else tensor)
-                return found[-1]
-
-            hooks = saved_tensors_hooks(note, lambda tensor: tensor) if fills else nullcontext()
-            with fork([]), graph(), hooks:
-                if state:
-                    torch.set_rng_state(before)
-                fn(*inputs)
-            slots[: len(found)] = found
-
-        def tensor_of(number: int) -> Tensor | None:
-            if slots[number] is None or each_time:
-                run_again()
-            tensor = slots[number]
-            if clear:
-                slots[number] = None
-            if each_time:
-                slots[:] = [None] * len(slots)
-            return tensor
-
-        with saved_tensors_hooks(leave_a_slot, tensor_of):
-            return fn(*inputs)
-
-    return forget_by_hooks
-
-
-forget_by_hooks = _hooks_but()
+forget_by_hooks = solution("5.2")
 
 
 def _function_that_is_asked(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """5.1's Function, with an input that wants a gradient whatever the others want."""
     asked = torch.zeros(0, requires_grad=True)
-    return _function_but()(lambda _, *others: fn(*others), asked, *inputs)
+    return forget(lambda _, *others: fn(*others), asked, *inputs)
 
+
+_TAKEN = "tensor, slots[number] = slots[number], None"
+_SLOTS_STAY = ("            slots.clear()\n", "")
+_SECOND_HOOKS = "saved_tensors_hooks(slots.append, lambda nothing: nothing)"
+_WITH_THEIR_GRAPH = (
+    ("slots.clear()", "found = []"),
+    (_SECOND_HOOKS, "saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t)"),
+    ("        tensor, slots", "            slots[:] = found\n        tensor, slots"),
+)
 
 _HOOKS = Exercise(
     id="5.2",
@@ -809,42 +710,8 @@ _HOOKS = Exercise(
     reference=forget_by_hooks,
     check=_check_hooks,
     wrong_answers=(
-        WrongAnswer(_plainly, "No hook is set: everything is kept, as ever."),
         WrongAnswer(
-            _hooks_but(keeps=True), "A slot with the tensor in it is not empty: nothing is saved."
-        ),
-        WrongAnswer(
-            _hooks_but(each_time=True),
-            "fn runs again for every single tensor: fill all slots in one run.",
-        ),
-        WrongAnswer(
-            _hooks_but(fills=False),
-            "In backward the hooks of the first run are no longer set: the second run needs its "
-            "own, to fill the slots.",
-        ),
-        WrongAnswer(
-            _hooks_but(graph=nullcontext),
-            "Backward runs without a graph, and there no hook is called: torch.enable_grad().",
-        ),
-        WrongAnswer(
-            _hooks_but(clear=False),
-            "Slots that stay full keep their tensors as long as the graph: take the tensor out.",
-        ),
-        WrongAnswer(
-            _hooks_but(copies=False),
-            "A tensor in a slot brings the second run's graph along, and what that one saved: let "
-            "the second run's hook return None, or put t.detach() into the slot.",
-        ),
-        WrongAnswer(
-            _hooks_but(state=False),
-            "The second run drew another dropout mask than the first.",
-        ),
-        WrongAnswer(
-            _hooks_but(fork=_no_fork),
-            "After the second run the stream of random numbers has to stand where it stood.",
-        ),
-        WrongAnswer(
-            _function_but(),
+            forget,
             "This is 5.1's Function: where no input wants a gradient, autograd does not ask it for "
             "those of the weights.",
         ),
@@ -860,24 +727,57 @@ _HOOKS = Exercise(
             partial(torch_checkpoint, use_reentrant=False),
             "This is torch's checkpoint, and it is right: write the hooks yourself.",
         ),
+        *mistakes(
+            "5.2",
+            (
+                "No hook is set: everything is kept, as ever.",
+                body("forget_by_hooks", "return fn(*inputs)"),
+            ),
+            (
+                "A slot with the tensor in it is not empty: nothing is saved.",
+                ("slots.append(None)", "slots.append(tensor.detach())"),
+            ),
+            (
+                "fn runs again for every single tensor: fill all slots in one run.",
+                (_TAKEN, "tensor = slots[number]; slots[:] = [None] * len(slots)"),
+            ),
+            (
+                "In backward the hooks of the first run are no longer set: the second run needs "
+                "its own, to fill the slots.",
+                _SLOTS_STAY,
+                (f"                {_SECOND_HOOKS},\n", ""),
+            ),
+            (
+                "Backward runs without a graph, and there no hook is called: torch.enable_grad().",
+                _SLOTS_STAY,
+                ("                torch.enable_grad(),\n", ""),
+            ),
+            (
+                "Slots that stay full keep their tensors as long as the graph: take the tensor "
+                "out.",
+                (_TAKEN, "tensor = slots[number]"),
+            ),
+            (
+                "A tensor in a slot brings the second run's graph along, and what that one saved: "
+                "let the second run's hook return None, or put t.detach() into the slot.",
+                *_WITH_THEIR_GRAPH,
+            ),
+            (
+                "The second run drew another dropout mask than the first.",
+                ("torch.set_rng_state(state)", "pass"),
+            ),
+            (
+                "After the second run the stream of random numbers has to stand where it stood.",
+                ("                torch.random.fork_rng([]),\n", ""),
+            ),
+        ),
     ),
 )
 
 # ------------------------------------------------------------------ 5.3: how many segments
 
 
-def best_segments(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
-    """How many segments hold the least, and how much that is; the fewest if several are as good."""
-    return min(
-        ((n, _held_in(n, blocks, input_bytes, block_bytes)) for n in range(1, blocks + 1)),
-        key=lambda found: found[1],
-    )
-
-
-def _held_in(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
-    return segments * input_bytes + -(-blocks // segments) * block_bytes
-
-
+best_segments = solution("5.3")
 _CHAINS = (
     # blocks, an input's bytes, a block's
     (4, 10, 10),
@@ -907,58 +807,9 @@ def _check_best_segments(answer: BestSegments) -> str:
     return f"{len(_CHAINS)} chains, the last of 126 blocks in {best_segments(*_CHAINS[-1])[0]}"
 
 
-def _best_but(
-    held: Callable[[int, int, int, int], float] = _held_in,
-    among: Callable[[int], range] = lambda blocks: range(1, blocks + 1),
-    *,
-    of_ties: int = 1,
-) -> BestSegments:
-    def answer(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
-        all_held = [(held(n, blocks, input_bytes, block_bytes), of_ties * n) for n in among(blocks)]
-        least, segments = min(all_held)
-        return abs(segments), least
-
-    return answer
-
-
-def _always_the_root(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
-    segments = isqrt(blocks)
-    return segments, _held_in(segments, blocks, input_bytes, block_bytes)
-
-
-def _root_of_the_ratio(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
-    root = round((blocks * block_bytes / input_bytes) ** 0.5)
-    segments = max(1, min(blocks, root))
-    return segments, _held_in(segments, blocks, input_bytes, block_bytes)
-
-
-def _bytes_first(blocks: int, input_bytes: int, block_bytes: int) -> tuple[int, int]:
-    return best_segments(blocks, input_bytes, block_bytes)[::-1]
-
-
-def _rounded_down(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
-    return segments * input_bytes + blocks // segments * block_bytes
-
-
-def _in_fractions(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
-    return round(segments * input_bytes + blocks / segments * block_bytes)
-
-
-def _with_a_slash(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> float:
-    return segments * input_bytes + blocks / segments * block_bytes
-
-
-def _no_inputs(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
-    return -(-blocks // segments) * block_bytes
-
-
-def _last_plain(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
-    return _held_in(segments, blocks, input_bytes, block_bytes) - input_bytes
-
-
-def _swapped(segments: int, blocks: int, input_bytes: int, block_bytes: int) -> int:
-    return _held_in(segments, blocks, block_bytes, input_bytes)
-
+_LONGEST, _BEST = "-(-blocks // segments)", "best = min(held, key=held.get)"
+_HELD, _TRIED = "segments * input_bytes + longest * block_bytes", "range(1, blocks + 1)"
+_RATIO = "round((blocks * block_bytes / input_bytes) ** 0.5)"
 
 _BEST_SEGMENTS = Exercise(
     id="5.3",
@@ -976,40 +827,51 @@ _BEST_SEGMENTS = Exercise(
     ),
     reference=best_segments,
     check=_check_best_segments,
-    wrong_answers=(
-        WrongAnswer(
-            _always_the_root,
+    wrong_answers=mistakes(
+        "5.3",
+        (
             "√n is best only where a block keeps as much as its input, and n is a square: try them "
             "all.",
+            (_BEST, "best = int(blocks**0.5)"),
         ),
-        WrongAnswer(
-            _root_of_the_ratio,
+        (
             "A formula is right only for numbers that divide evenly: try all numbers.",
+            (_BEST, f"best = max(1, min(blocks, {_RATIO}))"),
         ),
-        WrongAnswer(
-            _best_but(_rounded_down),
+        (
             "If the blocks don't divide evenly, the longest segment has one more: round up.",
+            (_LONGEST, "blocks // segments"),
         ),
-        WrongAnswer(_best_but(_in_fractions), "There are no fractions of a block."),
-        WrongAnswer(
-            _best_but(_with_a_slash),
+        (
+            "There are no fractions of a block.",
+            (_LONGEST, "blocks / segments"),
+            (_HELD, f"round({_HELD})"),
+        ),
+        (
             "A / gives a float, and fractions of a block: -(-a // b) is a / b rounded up.",
+            (_LONGEST, "blocks / segments"),
         ),
-        WrongAnswer(_bytes_first, "First the number of segments, then the bytes."),
-        WrongAnswer(_best_but(_no_inputs), "Each segment keeps its input, too."),
-        WrongAnswer(
-            _best_but(_last_plain),
+        (
+            "First the number of segments, then the bytes.",
+            ("return best, held[best]", "return held[best], best"),
+        ),
+        ("Each segment keeps its input, too.", ("segments * input_bytes + ", "")),
+        (
             "The last segment's input is one of those that are kept: every segment has one.",
+            ("segments * input_bytes", "(segments - 1) * input_bytes"),
         ),
-        WrongAnswer(_best_but(_swapped), "The bytes of an input and of a block are exchanged."),
-        WrongAnswer(_best_but(of_ties=-1), "If several numbers are as good, the smallest."),
-        WrongAnswer(
-            _best_but(among=lambda blocks: range(2, blocks + 1) if blocks > 1 else range(1, 2)),
+        (
+            "The bytes of an input and of a block are exchanged.",
+            (_HELD, "segments * block_bytes + longest * input_bytes"),
+        ),
+        ("If several numbers are as good, the smallest.", ("min(held,", "min(reversed(held),")),
+        (
             "One segment around everything is a choice, too.",
+            (_TRIED, "range(min(2, blocks), blocks + 1)"),
         ),
-        WrongAnswer(
-            _best_but(among=lambda blocks: range(1, blocks)),
+        (
             "A segment around every single block is a choice, too: range(1, blocks + 1).",
+            (_TRIED, "range(1, blocks)"),
         ),
     ),
 )
@@ -1019,14 +881,7 @@ _BEST_SEGMENTS = Exercise(
 Segmenting = Callable[[int, int], Schedule]
 
 
-def even_schedule(blocks: int, segments: int) -> Schedule:
-    """All blocks in so many segments, as even as they can be, the longer ones first."""
-    size, longer = divmod(blocks, segments)
-    sizes = [size + 1] * longer + [size] * (segments - longer)
-    borders = pairwise(accumulate(sizes, initial=0))
-    return tuple(tuple(range(start, end)) for start, end in borders)
-
-
+even_schedule = solution("5.4")
 _SEGMENTINGS = ((7, 4), (5, 2), (1, 1), (4, 4), (5, 1), (7, 3), (12, 5), (9, 6), (16, 4))
 
 
@@ -1090,66 +945,17 @@ def most_for_tokens(trace: Trace) -> int:
     return max(accumulate(e.bytes for e in trace.events if e.category in kinds))
 
 
-def _sized(sizes_of: Callable[[int, int], list[int]], *, last_plain: bool = False) -> Segmenting:
-    def answer(blocks: int, segments: int) -> Schedule:
-        borders = list(pairwise(accumulate(sizes_of(blocks, segments), initial=0)))
-        parts: list[Any] = [tuple(range(start, end)) for start, end in borders]
-        if last_plain:
-            parts[-1:] = parts[-1]
-        return tuple(parts)
-
-    return answer
+_PARTS, _LONGER = "return tuple(parts)", "size + (number < longer)"
+_LAST_KEPT = (_PARTS, "return (*parts[:-1], *parts[-1])")
+_REST_LAST = (f"start + {_LONGER}", "start + size if number < segments - 1 else blocks")
+_BY_THE_LONGEST = """
+size = -(-blocks // segments)
+return tuple(tuple(range(n, min(n + size, blocks))) for n in range(0, blocks, size))
+"""
 
 
-def _even_sizes(blocks: int, segments: int) -> list[int]:
-    return [len(segment) for segment in even_schedule(blocks, segments)]
-
-
-def _rest_last(blocks: int, segments: int) -> list[int]:
-    size = blocks // segments
-    return [size] * (segments - 1) + [blocks - size * (segments - 1)]
-
-
-def _shorter_first(blocks: int, segments: int) -> list[int]:
-    return _even_sizes(blocks, segments)[::-1]
-
-
-def _rest_dropped(blocks: int, segments: int) -> list[int]:
-    return [blocks // segments] * segments
-
-
-def _by_the_longest(blocks: int, segments: int) -> list[int]:
-    size = -(-blocks // segments)
-    return [min(size, blocks - start) for start in range(0, blocks, size)]
-
-
-def _rest_on_top(blocks: int, segments: int) -> list[int]:
-    size, rest = divmod(blocks, segments)
-    return [size] * segments + [rest] * (rest > 0)
-
-
-def _backwards(blocks: int, segments: int) -> Schedule:
-    return even_schedule(blocks, segments)[::-1]
-
-
-def _dealt(blocks: int, segments: int) -> Schedule:
-    return tuple(tuple(range(start, blocks, segments)) for start in range(segments))
-
-
-def _all_kept(blocks: int, segments: int) -> Schedule:
-    return tuple(range(blocks))
-
-
-def _one_around_all(blocks: int, segments: int) -> Schedule:
-    return (even_schedule(blocks, segments),)
-
-
-def _nested_twice(blocks: int, segments: int) -> Schedule:
-    return tuple((segment,) for segment in even_schedule(blocks, segments))
-
-
-def _in_lists(blocks: int, segments: int) -> Any:
-    return [list(segment) for segment in even_schedule(blocks, segments)]
+def _returned(schedule: str) -> Edit:
+    return body("even_schedule", f"return {schedule}")
 
 
 _SCHEDULE = Exercise(
@@ -1168,51 +974,66 @@ _SCHEDULE = Exercise(
     ),
     reference=even_schedule,
     check=_check_schedule,
-    wrong_answers=(
-        WrongAnswer(
-            _sized(_even_sizes, last_plain=True),
+    wrong_answers=mistakes(
+        "5.4",
+        (
             "The last segment is not checkpointed: all that it saves is there when backward "
             "begins, beside the loss.",
+            _LAST_KEPT,
         ),
-        WrongAnswer(
-            _sized(_rest_last, last_plain=True),
+        (
             "This is checkpoint_sequential: the last segment takes the rest, and is kept.",
+            _REST_LAST,
+            _LAST_KEPT,
         ),
-        WrongAnswer(
-            _sized(_rest_last),
-            "The last segment takes the whole rest: spread it, one block to a segment.",
-        ),
-        WrongAnswer(
-            _sized(_shorter_first),
+        ("The last segment takes the whole rest: spread it, one block to a segment.", _REST_LAST),
+        (
             "The longer segments come first: while they run again, the inputs of the later ones "
             "are gone.",
+            ("number < longer", "number >= segments - longer"),
         ),
-        WrongAnswer(_sized(_rest_dropped), "The rest of the division is dropped: blocks vanish."),
-        WrongAnswer(_sized(_rest_on_top), "The rest makes one segment more than there are to be."),
-        WrongAnswer(
-            _sized(_by_the_longest),
+        ("The rest of the division is dropped: blocks vanish.", (_LONGER, "size")),
+        (
+            "The rest makes one segment more than there are to be.",
+            (_LONGER, "size"),
+            (_PARTS, "return (*parts, *([tuple(range(start, blocks))] if longer else []))"),
+        ),
+        (
             "Rounded up, the blocks are used up early: the last segment is short, or missing.",
+            body("even_schedule", _BY_THE_LONGEST),
         ),
-        WrongAnswer(_backwards, "Forward runs in the schedule's order: the first block first."),
-        WrongAnswer(_dealt, "A segment is a run of neighbours: blocks are not dealt like cards."),
-        WrongAnswer(_all_kept, "A plain number is a block that is kept: make tuples of them."),
-        WrongAnswer(
-            _one_around_all,
+        (
+            "Forward runs in the schedule's order: the first block first.",
+            (_PARTS, "return tuple(parts[::-1])"),
+        ),
+        (
+            "A segment is a run of neighbours: blocks are not dealt like cards.",
+            _returned("tuple(tuple(range(n, blocks, segments)) for n in range(segments))"),
+        ),
+        (
+            "A plain number is a block that is kept: make tuples of them.",
+            _returned("tuple(range(blocks))"),
+        ),
+        (
             "One segment around all the others: when it runs again, each of them runs once more.",
+            (_PARTS, "return (tuple(parts),)"),
         ),
-        WrongAnswer(
-            _nested_twice,
+        (
             "A pair of brackets too many around each segment: (0, 1), not ((0, 1),).",
+            (_PARTS, "return tuple((part,) for part in parts)"),
         ),
-        WrongAnswer(
-            _sized(lambda blocks, segments: [1] * blocks),
+        (
             "One segment a block, however many were asked for.",
+            _returned("tuple((n,) for n in range(blocks))"),
         ),
-        WrongAnswer(
-            _sized(lambda blocks, segments: [blocks]),
+        (
             "One segment holds all blocks at once when it runs again.",
+            _returned("(tuple(range(blocks)),)"),
         ),
-        WrongAnswer(_in_lists, "A schedule is made of tuples, not of lists: tuple(...)."),
+        (
+            "A schedule is made of tuples, not of lists: tuple(...).",
+            (_PARTS, "return [list(part) for part in parts]"),
+        ),
     ),
 )
 
