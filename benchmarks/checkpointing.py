@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memlab
-from memlab.chain import chain_costs
 from memlab.checkpointing import (
     ATTENTION,
     MATMULS,
@@ -56,6 +55,7 @@ from memlab.checkpointing.operations import Operations
 from memlab.checkpointing.schedules import Schedule
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
+from memlab.planner.block_costs import chain_costs
 from memlab.units import format_bytes
 
 Call = Callable[..., Any]  # how a block is called: call(block, x)

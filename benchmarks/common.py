@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import memlab
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 from memlab.metering.cycles import no_cycle_collection
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from common import RESULTS, ROOT, circumstances, progress, save, set_environment
 
 from memlab import plot
 from memlab.cli.choices import SUITABLE
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 from memlab.train import NOT_TOGETHER, TECHNIQUES, combined, dry_trace
 from memlab.units import format_bytes
 

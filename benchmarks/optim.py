@@ -46,7 +46,7 @@ from common import (
 from common import table as markdown
 from torch import Tensor, nn
 
-from memlab.metering.unobserved import record
+from memlab.metering.profiler_recording import record
 from memlab.optim import Adam8bit, AdamMini, AdamW, Lion, Lion8bit
 
 MIB = 2**20

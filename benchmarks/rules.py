@@ -18,7 +18,7 @@ from pathlib import Path
 from common import ROOT, circumstances, progress, set_environment
 
 from memlab.course.rules import RULES, Verdict, verdicts
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 
 PAGE = ROOT / "RULES.md"
 RULES_IN_THE_GUIDES = 29

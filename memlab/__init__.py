@@ -9,31 +9,33 @@ memlab.plot.timeline(trace)       # the same over time
 
 from typing import TYPE_CHECKING
 
-from memlab.lazy import lazily
+from memlab.internals.lazy import lazily
 
 if TYPE_CHECKING:  # for whoever reads the source and doesn't run it
     from memlab import plot as plot
+    from memlab.configs.targets import Kernels as Kernels
+    from memlab.dry_runs import dry_run as dry_run
     from memlab.metering import BudgetExceeded as BudgetExceeded
-    from memlab.metering import Kernels as Kernels
     from memlab.metering import budget as budget
-    from memlab.metering import dry_run as dry_run
     from memlab.metering import measure as measure
     from memlab.metering import meter as meter
-    from memlab.metering import predict as predict
+    from memlab.prediction import predict as predict
     from memlab.trace import Event as Event
     from memlab.trace import Trace as Trace
 
 _HOME_OF = {
     "BudgetExceeded": "memlab.metering",
     "Event": "memlab.trace",
-    "Kernels": "memlab.metering",
+    "Kernels": "memlab.configs.targets",
     "Trace": "memlab.trace",
     "budget": "memlab.metering",
-    "dry_run": "memlab.metering",
+    "dry_run": "memlab.dry_runs",
     "measure": "memlab.metering",
     "meter": "memlab.metering",
-    "predict": "memlab.metering",
-    **dict.fromkeys(("allocator", "course", "metering", "plot", "trace"), ""),
+    "predict": "memlab.prediction",
+    **dict.fromkeys(
+        ("allocator", "course", "dry_runs", "metering", "plot", "prediction", "trace"), ""
+    ),
 }
 
 __version__ = "0.1.0"

@@ -57,6 +57,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from memlab.internals.saved_tensors import Decode, Encode, Facts, encoded
+from memlab.internals.torch_internals import FakeTensor
 from memlab.quantize import (
     Mode,
     Quantized,
@@ -65,8 +67,6 @@ from memlab.quantize import (
     quantize_blockwise,
     unpack,
 )
-from memlab.saved import Decode, Encode, Facts, encoded
-from memlab.torch_internals import FakeTensor
 from memlab.units import format_bytes
 
 # ------------------------------------------------------------------ the plan

@@ -5,9 +5,8 @@
     logits = norm(x) @ unembeddingᵀ                # (B, T, V)
 
 It is the architecture of Llama 2 and 3: RMSNorm before each branch, rotary positions, SwiGLU,
-query heads that share their keys and values (grouped-query attention), and no biases. The families
-that came after it changed a little, each by a field of the shape; memlab.shapes says what, and how
-many weights that makes.
+query heads that share their keys and values (grouped-query attention), and no biases. Later model
+families each changed a little: memlab.configs.shapes lists the fields, and counts the weights.
 
 The model never asks which technique is on. Attention and loss are functions that it is handed; a
 block maps (B, T, C) to (B, T, C), so anything that wraps a function can wrap `model.blocks[3]`.
@@ -29,8 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memlab.shapes import PRESETS as PRESETS
-from memlab.shapes import GPTConfig
+from memlab.configs.shapes import PRESETS as PRESETS
+from memlab.configs.shapes import GPTConfig
 
 INITIAL_STD = 0.02
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of each of shapes.ACTIVATIONS

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memlab.pieces import size_on, starts
-from memlab.torch_internals import FakeTensor
+from memlab.internals.chunks import size_on, starts
+from memlab.internals.torch_internals import FakeTensor
 
 Mode = Literal["nearest", "stochastic"]
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from memlab import snapshot
-from memlab.files import write_beside
+from memlab.internals import snapshot
+from memlab.internals.files import write_beside
 from memlab.units import format_bytes
 
 CATEGORIES = (

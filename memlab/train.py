@@ -32,12 +32,13 @@ from memlab.checkpointing import (
 )
 from memlab.checkpointing.schedules import Schedule
 from memlab.compression import compressed_activations
-from memlab.configs import config_named, name_of
+from memlab.configs.config_json import config_named, name_of
 from memlab.data import batches, source_bytes
+from memlab.dry_runs import dry_run
 from memlab.ema import PostHocEMA
 from memlab.lora import add_lora
 from memlab.losses import chunked_cross_entropy
-from memlab.metering import dry_run, measure, meter, predict
+from memlab.metering import measure, meter
 from memlab.model import (
     GPT,
     AttentionFunction,
@@ -53,6 +54,7 @@ from memlab.offload import (
     stream_layers,
 )
 from memlab.precision import LossScaler, MasterWeights
+from memlab.prediction import predict
 from memlab.trace import Trace
 
 SEED = 0

@@ -286,7 +286,7 @@ activation_bytes = exercise("1.3", activation_bytes)
 # what can be compared with it is the peak of the whole step.
 
 # %%
-from memlab.metering.unobserved import record
+from memlab.metering.profiler_recording import record
 
 recording = record(step, warm_up=step)  # counts from what was there before the step
 before_it = sum(e.bytes for e in second.events if e.phase == "before")
@@ -302,7 +302,7 @@ print(f"peak: meter {second.peak_bytes:,}, allocator {before_it + recording.peak
 # has Days 5 to 7; the logits have Day 11.
 
 # %%
-from memlab.ledger import activation_terms  # the same sum, its terms by name
+from memlab.course.ledger import activation_terms  # the same sum, its terms by name
 
 for name, batch, seq_len in (("tiny", 8, 64), ("124m", 8, 640), ("llama-2-7b", 1, 2048)):
     terms = activation_terms(PRESETS[name], batch, seq_len)

@@ -47,8 +47,8 @@ import memlab
 from memlab import plot
 from memlab.allocator import Settings, simulate
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.ledger import activation_bytes
 from memlab.data import batches, source_bytes
-from memlab.ledger import activation_bytes
 from memlab.model import GPT, PRESETS
 from memlab.trace import Event, Trace
 from memlab.units import format_bytes

@@ -43,9 +43,9 @@ import memlab
 from memlab import plot
 from memlab.accumulation import accumulate
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
+from memlab.course.host_memory import anonymous_bytes
+from memlab.course.ledger import activation_bytes, state_bytes
 from memlab.data import mapped_bytes, source_bytes
-from memlab.host import anonymous_bytes
-from memlab.ledger import activation_bytes, state_bytes
 from memlab.lora import add_lora, added_weights
 from memlab.model import GPT, PRESETS
 from memlab.trace import Trace

@@ -42,8 +42,8 @@ import memlab
 from memlab import plot
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import STORED
+from memlab.course.ledger import state_bytes
 from memlab.data import batches, source_bytes
-from memlab.ledger import state_bytes
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.optim import RoundedAdamW
 from memlab.precision import MasterWeights

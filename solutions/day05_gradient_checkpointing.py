@@ -44,8 +44,8 @@ from memlab.checkpointing.operations import Operations
 from memlab.checkpointing.schedules import plain_schedule, uniform_schedule
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.checks.day05 import checkpointed, most_for_tokens
+from memlab.course.ledger import activation_bytes
 from memlab.data import batches, source_bytes
-from memlab.ledger import activation_bytes
 from memlab.model import GPT, PRESETS, Block, Rotary, scaled_dot_product_attention
 from memlab.train import TECHNIQUES, Setting, build, combined, dry_trace, measured
 from memlab.units import format_bytes

@@ -35,13 +35,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memlab
 from memlab import checkpointing
-from memlab.chain import chain_costs
 from memlab.checkpointing import ATTENTION, MATMULS, checkpoint, checkpoint_blocks, selective
 from memlab.checkpointing.operations import Operations
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu, verdict
 from memlab.course.bill import SETTING
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS, Block, scaled_dot_product_attention
+from memlab.planner.block_costs import chain_costs
 from memlab.train import TECHNIQUES, build, combined, dry_trace, measured, to_bfloat16
 from memlab.units import format_bytes
 

@@ -38,8 +38,8 @@ from memlab import plot
 from memlab.checkpointing.operations import Operations
 from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
 from memlab.course.bill import SETTING
+from memlab.course.ledger import activation_bytes
 from memlab.data import batches, source_bytes
-from memlab.ledger import activation_bytes
 from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
 from memlab.train import TECHNIQUES, build, measured

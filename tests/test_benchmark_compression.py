@@ -8,7 +8,7 @@ import pytest
 import torch
 from scripts import script
 
-from memlab.saved import encoded
+from memlab.internals.saved_tensors import encoded
 
 pytestmark = pytest.mark.slow  # a whole script, run small
 

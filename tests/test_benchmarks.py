@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from memlab.metering import fake, storages
+from memlab.dry_runs import fake_tensors
+from memlab.metering import storages
 from memlab.metering.storages import StorageMeter
 
 ROOT = Path(__file__).parents[1]
@@ -122,7 +123,7 @@ def test_a_dry_run_equal_to_the_real_one_is_called_equal():
 
 
 def test_a_dry_run_with_a_smaller_storage_shows_up_and_is_named(monkeypatch):
-    monkeypatch.setattr(fake, "enlarge", lambda *arguments: None)
+    monkeypatch.setattr(fake_tensors, "enlarge", lambda *arguments: None)
     row = dry_runs.dry_run_of("autoencoder", KINDS["autoencoder"])
     assert row.memlab == row.mem_tracker < 0
     assert not row.equal_events

@@ -25,9 +25,9 @@ from memlab.compression import (
     unpack_flags,
 )
 from memlab.data import batches, source_bytes
+from memlab.internals.saved_tensors import Facts
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.quantize import dequantize_blockwise, quantize_blockwise
-from memlab.saved import Facts
 from memlab.train import Setting, Technique, build, dry_trace, measured
 
 B, T, C = 8, 128, 128

@@ -17,8 +17,8 @@ import memlab
 from memlab.allocator import Allocator, Settings, history, recording
 from memlab.course.elsewhere import stored_on_a_gpu
 from memlab.data import batches, source_bytes
-from memlab.metering.prediction import EVERYTHING_NOTE
 from memlab.model import PRESETS
+from memlab.prediction.cuda import EVERYTHING_NOTE
 from memlab.trace import Event, Trace
 from memlab.train import SEED, build, combined, predicted_trace
 from memlab.units import format_bytes

@@ -8,11 +8,14 @@ import sys
 import pytest
 
 import memlab
-from memlab import metering, trace
+from memlab import dry_runs, metering, prediction, trace
+from memlab.configs import targets
 
 HOMES = {
-    **dict.fromkeys(("BudgetExceeded", "Kernels", "budget", "dry_run"), metering),
-    **dict.fromkeys(("measure", "meter", "predict"), metering),
+    **dict.fromkeys(("BudgetExceeded", "budget", "measure", "meter"), metering),
+    "dry_run": dry_runs,
+    "predict": prediction,
+    "Kernels": targets,
     **dict.fromkeys(("Event", "Trace"), trace),
 }
 

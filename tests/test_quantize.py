@@ -10,7 +10,7 @@ from quick import quick
 
 import memlab
 from memlab import quantize
-from memlab.pieces import PIECE
+from memlab.internals.chunks import PIECE
 from memlab.quantize import (
     dequantize_blockwise,
     dynamic_code,

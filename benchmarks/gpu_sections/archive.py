@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 
 SUFFIX = ".jsonl.gz"
 

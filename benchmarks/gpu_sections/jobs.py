@@ -23,7 +23,7 @@ import torch
 from common import cores
 
 from memlab.allocator import Settings
-from memlab.targets import TARGETS
+from memlab.configs.targets import TARGETS
 from memlab.units import format_bytes
 
 from . import (

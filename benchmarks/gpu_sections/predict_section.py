@@ -23,7 +23,7 @@ from common import Report, table
 
 from memlab import Kernels
 from memlab.allocator import simulate
-from memlab.targets import TARGETS
+from memlab.configs.targets import TARGETS
 from memlab.units import format_bytes
 
 from .bench import Bench

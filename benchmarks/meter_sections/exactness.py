@@ -9,7 +9,7 @@ from common import Report, kinds_of_steps, table
 from rich.progress import Progress
 
 from memlab.metering.cycles import no_cycle_collection
-from memlab.metering.unobserved import Recording, compare
+from memlab.metering.profiler_recording import Recording, compare
 from memlab.units import format_bytes
 
 from .observers import Nothing, metered, recorded, result_peak_bytes, results, tracked, truth_of

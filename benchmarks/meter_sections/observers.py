@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memlab
-from memlab.metering.unobserved import Recording, record
+from memlab.metering.profiler_recording import Recording, record
 from memlab.trace import Trace
 
 from .plans import Builder

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import heading, parser_with_results, progress, save, set_environment, table
 
 import memlab
-from memlab.metering.unobserved import record, with_workspace
+from memlab.metering.profiler_recording import record, with_workspace
 from memlab.units import format_bytes
 
 HERE = Path(__file__).parent

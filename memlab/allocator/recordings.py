@@ -15,8 +15,8 @@ from memlab.allocator.caching import Allocator
 from memlab.allocator.settings import Settings
 from memlab.allocator.simulation import Run, Segment, events_of, segments
 from memlab.allocator.sizes import SMALL_BYTES, SMALL_SEGMENT_BYTES, block_bytes
+from memlab.internals.unpickling import unpickle
 from memlab.trace import Event, Trace
-from memlab.unpickling import unpickle
 
 ACTIONS = (
     *("alloc", "free_requested", "free_completed"),

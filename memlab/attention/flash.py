@@ -67,7 +67,7 @@ from memlab.attention.tiling import (
     rows_of_tiles,
     spans,
 )
-from memlab.torch_internals import FakeTensor
+from memlab.internals.torch_internals import FakeTensor
 
 LOG2_E = math.log2(math.e)
 TILES_AT_ONCE = 4  # of as many heads: small products leave a processor waiting

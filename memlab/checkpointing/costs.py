@@ -13,8 +13,8 @@ schedule adds a peak of its own to what was there before:
                                     peak(i … k-1)                   they run again, keep, go back
 
 where gradients grow: of the weights behind, and of the output of j. The two functions `if_plain`
-and `if_segment` are these lines. Both this file's predictions and the search in
-memlab.checkpointing.optimal are made of them, and memlab.chain holds them against the meter.
+and `if_segment` are these lines. This file's predictions and the search in
+memlab.checkpointing.optimal use them; memlab.planner.block_costs compares them with the meter.
 
 They are exact where all outputs have one size, as a transformer's. Where a later output is larger
 than an earlier one, a segment within a segment can hold one input more than is counted here.

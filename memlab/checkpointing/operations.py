@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from memlab.torch_internals import TorchDispatchMode
+from memlab.internals.torch_internals import TorchDispatchMode
 
 aten = torch.ops.aten
 

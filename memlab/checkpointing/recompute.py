@@ -52,10 +52,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memlab.checkpointing.ambient_state import STATISTICS, Copies, Surroundings
 from memlab.checkpointing.determinism import Check, Facts, facts
 from memlab.checkpointing.random_states import NAMES
-from memlab.checkpointing.surroundings import STATISTICS, Copies, Surroundings
-from memlab.torch_internals import (
+from memlab.internals.torch_internals import (
     disable_dynamo,
     in_backward,
     tree_flatten,

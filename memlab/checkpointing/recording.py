@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from memlab.checkpointing.operations import operations
 from memlab.checkpointing.recompute import CheckpointError
-from memlab.torch_internals import (
+from memlab.internals.torch_internals import (
     DispatchKey,
     SetExcludeDispatchKeyGuard,
     TorchDispatchMode,

@@ -10,9 +10,9 @@ import torch
 from memlab.cli.errors import UsageError, choice, shown
 from memlab.cli.machine import devices_present, memory_of
 from memlab.cli.rows import dry_row
-from memlab.configs import config_named
+from memlab.configs.config_json import config_named
+from memlab.configs.targets import TARGETS
 from memlab.model import PRESETS, GPTConfig
-from memlab.targets import TARGETS
 from memlab.train import (
     COMBINATIONS,
     TECHNIQUES,

@@ -18,7 +18,7 @@ from rich.console import Console
 import memlab
 from memlab.cli.errors import in_one_line
 from memlab.cli.machine import devices_present, memory_of, name_of
-from memlab.torch_internals import cuda_driver_version
+from memlab.internals.torch_internals import cuda_driver_version
 from memlab.train import TECHNIQUES, Setting, Technique, build, measured, rows_by_kernels
 from memlab.units import format_bytes
 

@@ -22,7 +22,7 @@ from memlab.cli.parsing import choose_folder
 from memlab.cli.patience import MOST_SECONDS, Patience
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row, SideBySide, dry_row, predicted_row
-from memlab.targets import TARGETS
+from memlab.configs.targets import TARGETS
 from memlab.train import Setting, Technique
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 from memlab.cli import terminal
 from memlab.cli.errors import UsageError, choice, shown
 from memlab.cli.parsing import choose_folder
-from memlab.configs import config_named
+from memlab.configs.config_json import config_named
+from memlab.configs.shapes import PRESETS
+from memlab.configs.targets import TARGETS
 from memlab.planner.cards import Memory, memory_named
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, Recipe, usual_kinds
-from memlab.shapes import PRESETS
-from memlab.targets import TARGETS
 
 MOST_WORKERS = 4  # each imports torch, which takes seconds and some 300 MiB
 

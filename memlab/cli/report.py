@@ -10,8 +10,8 @@ from rich.table import Table
 from memlab.cli import terminal
 from memlab.cli.machine import name_of
 from memlab.cli.rows import Row
+from memlab.configs.targets import TARGETS
 from memlab.planner.cards import CONTEXT_BYTES
-from memlab.targets import TARGETS
 from memlab.trace import CATEGORIES, Trace
 from memlab.train import Setting
 from memlab.units import format_bytes

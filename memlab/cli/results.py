@@ -18,7 +18,7 @@ from memlab.allocator import simulate
 from memlab.cli.errors import UsageError
 from memlab.cli.rows import Row
 from memlab.cli.terminal import paragraph, say
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 from memlab.planner import Measured, Plan
 from memlab.trace import Event, Trace
 

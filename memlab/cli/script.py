@@ -25,9 +25,9 @@ from memlab.cli.machine import devices_present
 from memlab.cli.parsing import choose_folder
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
-from memlab.metering.assumptions import ASSUMED, fraction_of
-from memlab.metering.fake import UNCOMPILED
-from memlab.targets import TARGETS
+from memlab.configs.targets import TARGETS
+from memlab.dry_runs.assumptions import ASSUMED, fraction_of
+from memlab.dry_runs.fake_tensors import UNCOMPILED
 from memlab.trace import Trace
 
 

@@ -5,7 +5,7 @@ from memlab.course import exercise, guess, reveal
 
 from typing import TYPE_CHECKING
 
-from memlab.lazy import lazily
+from memlab.internals.lazy import lazily
 
 if TYPE_CHECKING:
     from memlab.course.bill import running_bill

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from memlab.course import days
 from memlab.course.exercises import Bill
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 from memlab.trace import Event, Trace
 from memlab.train import TECHNIQUES, Setting, dry_trace
 from memlab.units import format_bytes

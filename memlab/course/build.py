@@ -39,7 +39,7 @@ from memlab.course.source import (
     unexecuted,
 )
 from memlab.course.source import __doc__ as SOURCE_DOCSTRING
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 
 ROOT = Path(__file__).parents[2]  # of the repository
 CPU_SECONDS = 20  # that a notebook may take

@@ -1,6 +1,6 @@
 """Whether an answer does its own work: calls of the functions that an exercise rebuilds are seen.
 
-`rebuilds` of an exercise names them: "torch.amp.GradScaler", "memlab.ledger.activation_bytes", or
+`rebuilds` of an exercise names them: "torch.amp.GradScaler", "memlab.course.ledger.state_bytes", or
 a whole module. A name that ends in * is every function that begins so: "torch._foreach_*". A call
 counts if the learner's code made it, itself or through a library; the check's own calls, and those
 of its reference, do not. A private function counts only where the learner's own line calls it:

@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock
 
 from memlab.course.exercises import NOT_ATTEMPTED, OK
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 
 FILE = "progress.json"
 VERSION = 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memlab.course import days, notebooks, progress
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 
 NEW, KEPT, OUTDATED, UNREADABLE = "new", "kept", "outdated", "unreadable"
 

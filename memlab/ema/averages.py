@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlab.pieces import size_on, starts
-from memlab.torch_internals import foreach_lerp_
+from memlab.internals.chunks import size_on, starts
+from memlab.internals.torch_internals import foreach_lerp_
 
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from memlab.ema.profiles import Profile, power_profile
 from memlab.ema.tensor_files import TensorFile
-from memlab.pieces import size_on, starts
+from memlab.internals.chunks import size_on, starts
+from memlab.internals.torch_internals import FakeTensor
 from memlab.quantize import Quantized, dequantize_blockwise, quantize_blockwise
-from memlab.torch_internals import FakeTensor
 
 FORMAT = "memlab ema 1"
 PATTERN = "ema-*.safetensors"

@@ -33,7 +33,7 @@ import xxhash
 from torch import Tensor
 from xxhash import xxh3_64_intdigest as xxh3
 
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 
 ALIGNMENT = 64  # bytes, of where the first tensor begins
 _SEAL = "xxh3_of_header"

@@ -45,8 +45,8 @@ from memlab.ema.averages import Average, begun, require_store
 from memlab.ema.profiles import decay, gamma_from_sigma
 from memlab.ema.snapshots import Encoding
 from memlab.ema.tensor_files import TensorFile, written
-from memlab.pieces import PIECE_ELSEWHERE
-from memlab.torch_internals import FakeTensor
+from memlab.internals.chunks import PIECE_ELSEWHERE
+from memlab.internals.torch_internals import FakeTensor
 
 STATE_FORMAT = "memlab ema state 1"
 STATE_FILE = "state.safetensors"

@@ -46,10 +46,10 @@ from torch import Tensor
 
 from memlab import compression
 from memlab.compression import Coder, Report
+from memlab.internals.saved_tensors import Facts
 from memlab.kernels.arithmetic import fractions, rounded
 from memlab.kernels.launching import blocks, launch
 from memlab.quantize import Mode, Quantized, quantize_blockwise
-from memlab.saved import Facts
 
 _TILE = 4096  # numbers of a program: 32 a thread
 # Numbers side by side of one thread. Of 8, a warp has a block of 256, whose range it finds without

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memlab.torch_internals import FakeTensor, disable_dynamo
+from memlab.internals.torch_internals import FakeTensor, disable_dynamo
 
 INTERPRETED = triton.knobs.runtime.interpret
 if INTERPRETED and isinstance(tl.sum, triton.JITFunction):

@@ -1,4 +1,4 @@
-"""Producers of Traces: what a step allocates, on this machine, on fake tensors, on a device."""
+"""The meter: the Trace of a training step, on the CPU, on a GPU, or inside a dry run."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -6,27 +6,20 @@ from typing import Any
 
 import torch
 
-from memlab.metering.absent import StandIn
 from memlab.metering.answers import Answers
 from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.devices import complete, watch
-from memlab.metering.fake import dry_run
+from memlab.metering.dry import DryRun
 from memlab.metering.limits import BudgetExceeded, budget
 from memlab.metering.observer import formulas_note
-from memlab.metering.prediction import predict
 from memlab.metering.storages import THREADS_NOTE, Change, StorageMeter
-from memlab.targets import Kernels
 from memlab.trace import Trace
 
-__all__ = ["BudgetExceeded", "Kernels", "budget", "dry_run", "measure", "meter", "predict"]
+__all__ = ["BudgetExceeded", "budget", "measure", "meter"]
 
-STAND_IN_NOTE = (
-    "the script asks for an accelerator, and this dry run counts what the CPU's kernels take; "
-    "memlab.predict counts CUDA's (at the command line, --dry-run --device cuda)"
-)
 SCRATCH_NOTE = (
     "the scratch that kernels take while they run is not in here; that of convolutions and "
-    "recurrent layers can raise the real peak by a quarter (metering.unobserved adds it)"
+    "recurrent layers can raise the real peak by a quarter (metering.profiler_recording adds it)"
 )
 
 
@@ -91,7 +84,7 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
             answers = Answers(device)  # the step ran elsewhere than we watched
         completed = complete(changes, answers)
         context = self._storages.context
-        is_dry = dry_run.active is not None
+        is_dry = DryRun.active is not None
         leaves_scratch_out = answers.history is None and context.has_much_scratch
         return Trace(
             completed.events,
@@ -101,10 +94,9 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
             notes=(
                 *completed.notes,
                 *([SCRATCH_NOTE] if leaves_scratch_out else []),
-                *([STAND_IN_NOTE] if is_dry and StandIn.asked_for else []),
                 *([THREADS_NOTE] if self._storages.found_unseen_gradients else []),
                 *formulas_note(self._storages.nodes),
-                *(dry_run.active.notes() if is_dry else ()),
+                *(DryRun.active.notes() if is_dry else ()),
             ),
         )
 
@@ -141,7 +133,7 @@ def _main_device(changes: list[Change]) -> torch.device:
 def _likely_device(model: torch.nn.Module | None) -> torch.device:
     """Where the step will run: where the model is, else on the accelerator if there is one."""
     cpu = torch.device("cpu")
-    if dry_run.active is not None:
+    if DryRun.active is not None:
         return cpu
     parameter = None if model is None else next(model.parameters(), None)
     if parameter is not None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from memlab.metering.absent import replaced
-from memlab.torch_internals import (
+from memlab.internals.replacing import replaced
+from memlab.internals.torch_internals import (
     DispatchKey,
     ForceDispatchKeyGuard,
     dispatch_tls_local_exclude_set,

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memlab.torch_internals import CODE_CACHE, CONVERT_FRAME, EVAL_FRAME, GUARDS
+from memlab.internals.torch_internals import CODE_CACHE, CONVERT_FRAME, EVAL_FRAME, GUARDS
 
 _TAKES = "empty_strided_"
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from memlab.torch_internals import (
+from memlab.internals.torch_internals import (
     ConvNd,
     current_autograd_node,
     get_sequence_nr,

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block, Entry, Mark
-from memlab.metering.registry import REGISTRY
-from memlab.torch_internals import (
+from memlab.internals.torch_internals import (
     cuda_history_is_on,
     cuda_snapshot,
     record_cuda_history,
     set_cuda_metadata,
 )
+from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block, Entry, Mark
+from memlab.metering.registry import REGISTRY
 
 GRANULARITY = 512
 _SMALL = 2**20  # the largest request that the small pool serves

@@ -26,12 +26,12 @@ from typing import NamedTuple
 
 import torch
 
+from memlab.configs.targets import TARGETS
 from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block, Entry, Watch
 from memlab.metering.cuda import CudaWatch
 from memlab.metering.mps import Mps
 from memlab.metering.registry import Storage
 from memlab.metering.storages import Change
-from memlab.targets import TARGETS
 from memlab.trace import DeviceMemory, Event, Trace
 from memlab.units import format_bytes
 

@@ -1,5 +1,6 @@
 """Whose call an operator is: autograd's engine, a function of torch's, or a line of the user's."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +9,9 @@ from types import FrameType
 import torch
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
+_MEMLAB_FOLDER = Path(__file__).parents[1]
 _MACHINERY = (
-    str(Path(__file__).parent),
+    *(f"{_MEMLAB_FOLDER / part}{os.sep}" for part in ("metering", "dry_runs", "prediction")),
     f"{_TORCH_FOLDER}/_ops.py",
     f"{_TORCH_FOLDER}/_compile.py",
     f"{_TORCH_FOLDER}/_dynamo/eval_frame.py",

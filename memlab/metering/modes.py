@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memlab.torch_internals import (
+from memlab.internals.torch_internals import (
     FrameAction,
     FrameExecStrategy,
     TorchDispatchMode,

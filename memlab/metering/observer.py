@@ -6,7 +6,7 @@ sources instead of `old += new`, `zeros.scatter_add(…)` in gather's backward i
 `zeros.scatter_add_(…)`. Each makes a storage that the step does not make unwatched.
 
 The rules below name these branches. They were found by recording 65 kinds of steps with and
-without a mode that does nothing (memlab.metering.unobserved), and a test records them again: a
+without a mode that does nothing (profiler_recording.py), and a test records them again: a
 new torch with a new branch fails it.
 """
 

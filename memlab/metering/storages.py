@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memlab.internals.torch_internals import FakeTensor, has_kernel
 from memlab.metering.casts import Casts
 from memlab.metering.compiled import CompiledCode, leave_out_the_remark_on_hooks
 from memlab.metering.context import Context
-from memlab.metering.fake import dry_run
+from memlab.metering.dry import DryRun
 from memlab.metering.frames import called_by, comes_from_the_engine, user_line
 from memlab.metering.modes import LightMode
 from memlab.metering.observer import COMPOSITIONS, OUT_OF_PLACE, is_formula, is_in_place_unwatched
@@ -38,7 +39,6 @@ from memlab.metering.tensors import (
     tensors_among,
     tensors_within,
 )
-from memlab.torch_internals import FakeTensor, has_kernel
 
 aten = torch.ops.aten
 
@@ -103,7 +103,7 @@ class StorageMeter(LightMode):
         )
         self._model, self._optimizer = model, optimizer
         self._lines, self._on_birth, self._on_operator = lines, on_birth, on_operator
-        self._dry_run = dry_run.active
+        self._dry_run = DryRun.active
         self._initial: list[Change] = []
         self._stream: list[Change] = []
         self._accounted: set[int] = set()  # numbers of storages in one of the two
@@ -224,7 +224,7 @@ class StorageMeter(LightMode):
         """
         if not isinstance(tensor, FakeTensor):
             return False
-        return dry_run.active is None or tensor.fake_mode is not dry_run.active._fake_mode
+        return DryRun.active is None or not DryRun.active.owns(tensor)
 
     def _composition(self, func: Any) -> Callable[..., Any] | None:
         """What takes the operator apart, if it has no kernel but is written in terms of others."""
@@ -507,7 +507,7 @@ class Run:
     """What a metering is of: storages that one run leaves alive count in the next of its kind."""
 
     def __init__(self, subject: Any) -> None:
-        self._dry_run = dry_run.active
+        self._dry_run = DryRun.active
         self.name_after(subject)
 
     def name_after(self, subject: Any) -> None:

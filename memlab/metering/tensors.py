@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from memlab.torch_internals import functorch, is_traceable_wrapper_subclass
+from memlab.internals.torch_internals import functorch, is_traceable_wrapper_subclass
 
 
 def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:

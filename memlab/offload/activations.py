@@ -34,9 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
+from memlab.internals.saved_tensors import Decode, Encode, Facts, encoded
+from memlab.internals.torch_internals import current_autograd_node, get_sequence_nr
 from memlab.offload.stores import Store
-from memlab.saved import Decode, Encode, Facts, encoded
-from memlab.torch_internals import current_autograd_node, get_sequence_nr
 
 MINIMUM = 4096  # numbers; a smaller tensor costs more to move than to keep
 _NUMBERS = count()

@@ -51,7 +51,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from memlab.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
+from memlab.internals.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
 from memlab.offload.records import Record, raw
 from memlab.offload.stores import Store, StoreError, Wait, nothing, spoiled_error, was_written_to
 from memlab.units import format_bytes

@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from memlab.internals.torch_internals import in_backward, tree_leaves, when_backward_ends
 from memlab.offload.stores import Store
-from memlab.torch_internals import in_backward, tree_leaves, when_backward_ends
 
 _STREAMS = WeakIdKeyDictionary()  # weight: a weak reference to its stream
 

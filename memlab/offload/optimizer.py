@@ -59,12 +59,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memlab.closures import require_no_closure
+from memlab.internals.closures import require_no_closure
+from memlab.internals.torch_internals import FakeTensor
 from memlab.offload.gradients import StoredGradients, precise_dtype
 from memlab.offload.layers import away, stream_of
 from memlab.offload.stores import Store, StoreError
 from memlab.offload.sub_groups import WEIGHT, Place, State, SubGroup, sub_groups
-from memlab.torch_internals import FakeTensor
 
 SUB_GROUP = 2**24  # numbers: AdamW's two float32 moments of them are 128 MiB
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memlab.torch_internals import FakeTensor
+from memlab.internals.torch_internals import FakeTensor
 
 ALIGNMENT = 64  # bytes: a cache line, and what vectors of numbers are loaded from
 

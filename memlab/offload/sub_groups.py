@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memlab.torch_internals import FakeTensor
+from memlab.internals.torch_internals import FakeTensor
 
 WEIGHT = None  # the name of the weight itself among the tensors of a state
 State = dict[Any, Any]

@@ -27,8 +27,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from memlab.internals.chunks import size_on, starts
 from memlab.optim.moments import Float, Moment, Piece, State
-from memlab.pieces import size_on, starts
 from memlab.rounding import stochastic_round_
 
 

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from memlab.closures import require_no_closure
+from memlab.internals.closures import require_no_closure
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> "InBackward":

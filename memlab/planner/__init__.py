@@ -18,7 +18,7 @@ search       the fastest recipe that is measured to fit
 
 from typing import TYPE_CHECKING
 
-from memlab.lazy import lazily
+from memlab.internals.lazy import lazily
 
 if TYPE_CHECKING:
     from memlab.planner.cards import CARDS, Card, Memory, card_named, memory_named

@@ -41,7 +41,7 @@ class Card:
     memory_bandwidth: float  # bytes a second
     host_bandwidth: float  # bytes a second from or to the host, one direction
     link_bandwidth: float  # bytes a second from or to another such card, one direction
-    target: str = "cuda"  # the class of cards, one of memlab.targets.TARGETS
+    target: str = "cuda"  # the class of cards, one of memlab.configs.targets.TARGETS
 
 
 def _gib(number: float) -> int:

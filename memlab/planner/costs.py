@@ -18,10 +18,10 @@ Source   Kaplan et al. 2020, arXiv 2001.08361, section 2.1 (operations); Rajbhan
          arXiv 1910.02054, section 7 (communication).
 """
 
+from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import Card
 from memlab.planner.formulas import Step
 from memlab.planner.recipes import Recipe
-from memlab.shapes import GPTConfig
 from memlab.zero import communication_bytes
 
 UTILIZATION = 0.5  # of the peak of operations: what well-fed cards reach in training

@@ -32,12 +32,12 @@ Source   Korthikanti et al. 2022, arXiv 2205.05198, section 4; Rajbhandari et al
 
 from dataclasses import dataclass
 
+from memlab.configs.shapes import GPTConfig
+from memlab.configs.targets import TARGETS
+from memlab.internals.chunks import PIECE, PIECE_ELSEWHERE
 from memlab.lora import added_weights
 from memlab.losses import chunk_rows
-from memlab.pieces import PIECE, PIECE_ELSEWHERE
 from memlab.planner.recipes import Recipe
-from memlab.shapes import GPTConfig
-from memlab.targets import TARGETS
 from memlab.units import format_bytes
 
 MOMENTS = ("loss", "backward", "gradients", "optimizer")

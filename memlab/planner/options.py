@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import Memory
 from memlab.planner.formulas import Estimate, training_bytes
 from memlab.planner.measuring import Measured
 from memlab.planner.recipes import Recipe
-from memlab.shapes import GPTConfig
 from memlab.units import format_bytes
 
 AS_IT_IS = Recipe(precision="float32")  # torch's defaults: AdamW, and nothing saved

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from memlab.checkpointing.operations import operations
-from memlab.metering.fake import dry_run
+from memlab.dry_runs.fake_tensors import dry_run
+from memlab.internals.chunks import stands_for
+from memlab.internals.torch_internals import OpOverload
 from memlab.metering.tensors import tensors_among
-from memlab.pieces import stands_for
 from memlab.planner.cards import Card
 from memlab.planner.costs import DISK_BANDWIDTH, UTILIZATION
 from memlab.planner.outside import KeptOnDisk
-from memlab.torch_internals import OpOverload
 
 aten = torch.ops.aten
 

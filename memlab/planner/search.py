@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from memlab.configs import config_named, name_of
+from memlab.configs.config_json import config_named, name_of
+from memlab.configs.shapes import GPTConfig
 from memlab.planner.cards import Memory, memory_named
 from memlab.planner.costs import step_seconds
 from memlab.planner.formulas import Estimate, data_ranks, training_bytes
@@ -23,7 +24,6 @@ from memlab.planner.measuring import Measured, measured
 from memlab.planner.options import Candidate, Option, Plan, budget_bytes
 from memlab.planner.processes import processes
 from memlab.planner.recipes import Recipe, recipes, usual_kinds
-from memlab.shapes import GPTConfig
 from memlab.train import Setting
 
 SLACK = 0.02  # of the memory: left free by a batch and a length that are not measured themselves

@@ -23,7 +23,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Affine2D, Bbox, Transform
 
-from memlab.files import write_beside
+from memlab.internals.files import write_beside
 from memlab.units import BINARY_UNITS
 
 # Any two stay apart for every kind of colour vision; greys are the bytes that nobody asked for.

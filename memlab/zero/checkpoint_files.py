@@ -6,7 +6,7 @@ it. Beside torch's files `checksums.json` holds a checksum (XXH3) for each box; 
 of them, each its share, before a weight is changed. It costs one more reading of the checkpoint.
 
 torch unpickles the index and whatever is no tensor. Here both are read as plain data
-(memlab.unpickling, `weights_only`): a checkpoint from somebody else cannot run anything.
+(memlab.internals.unpickling, `weights_only`): a checkpoint from somebody else cannot run anything.
 """
 
 import io
@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from xxhash import xxh3_64_intdigest as xxh3
 
-from memlab.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
-from memlab.torch_internals import get_layout
-from memlab.unpickling import unpickle
+from memlab.internals.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
+from memlab.internals.torch_internals import get_layout
+from memlab.internals.unpickling import unpickle
 
 CHECKSUMS = "checksums.json"
 _RUN = 2**22  # bytes that are read at a time

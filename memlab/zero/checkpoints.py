@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from memlab.files import TEMPORARY_LOCK
+from memlab.internals.files import TEMPORARY_LOCK
 from memlab.zero.checkpoint_files import (
     PlainLoadPlanner,
     PlainReader,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memlab.torch_internals import disable_current_modes
+from memlab.internals.torch_internals import disable_current_modes
 from memlab.zero.formulas import ring_elements
 
 

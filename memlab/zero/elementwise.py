@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memlab.torch_internals import disable_current_modes
+from memlab.internals.torch_internals import disable_current_modes
 
 SHAPE, CUT, STEPS = (72, 129), 4_500, 2
 

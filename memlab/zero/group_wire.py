@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memlab.torch_internals import storage_use_count
+from memlab.internals.torch_internals import storage_use_count
 from memlab.zero.collectives import Pending, Traffic, Wire, unseen
 from memlab.zero.joining import lost
 from memlab.zero.partitioning import Bucket, Partition

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from memlab.files import temporary_folder
+from memlab.internals.files import temporary_folder
 
 GRACE_SECONDS = 15.0
 _TAIL = 4000  # characters of what a process said last

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from memlab.torch_internals import FakeTensor
+from memlab.internals.torch_internals import FakeTensor
 from memlab.zero.partitioning import Bucket, FlatBucket, Slot
 
 

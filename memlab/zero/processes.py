@@ -56,7 +56,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memlab.torch_internals import in_backward, tree_leaves, when_backward_ends
+from memlab.internals.torch_internals import in_backward, tree_leaves, when_backward_ends
 from memlab.zero.checkpoints import load, save
 from memlab.zero.collectives import Traffic
 from memlab.zero.group_wire import GroupWire

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memlab.torch_internals import in_backward, tree_leaves
+from memlab.internals.torch_internals import in_backward, tree_leaves
 from memlab.zero.collectives import Pending
 from memlab.zero.layout import overlaps
 from memlab.zero.ranks import Rank

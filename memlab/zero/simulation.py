@@ -40,7 +40,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from memlab.torch_internals import FakeTensor
+from memlab.internals.torch_internals import FakeTensor
 from memlab.zero.collectives import LooseEnd, Wire
 from memlab.zero.elementwise import require_elementwise
 from memlab.zero.layout import overlaps

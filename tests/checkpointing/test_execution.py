@@ -13,7 +13,8 @@ from memlab.checkpointing import MATMULS, Checkpoint, checkpoint, selective
 from memlab.checkpointing.execution import checkpoint_blocks, run_segment
 from memlab.checkpointing.operations import Operations
 from memlab.checkpointing.schedules import Schedule, executions, plain_schedule, sqrt_schedule
-from memlab.metering import dry_run, measure
+from memlab.dry_runs import dry_run
+from memlab.metering import measure
 from memlab.model import GPT, PRESETS
 
 BLOCKS = PRESETS["tiny"].layers

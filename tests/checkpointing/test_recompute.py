@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import memlab
 from memlab.checkpointing import Checkpoint, CheckpointError, checkpoint
-from memlab.metering.unobserved import record
+from memlab.metering.profiler_recording import record
 from memlab.train import (
     TECHNIQUES,
     Setting,

@@ -26,8 +26,8 @@ from memlab.cli.measure import measured_rows, options
 from memlab.cli.parsing import choose_folder
 from memlab.cli.patience import Patience
 from memlab.cli.rows import Row, SideBySide, dry_row, in_turn, silent
+from memlab.configs.targets import TARGETS
 from memlab.model import PRESETS, cross_entropy
-from memlab.targets import TARGETS
 from memlab.trace import DeviceMemory, Event, Trace
 from memlab.train import (
     COMBINATIONS,

@@ -6,8 +6,7 @@ import matplotlib.pyplot as plt
 import pytest
 from quick import quick
 
-from memlab import ledger
-from memlab.course import bill, days, running_bill
+from memlab.course import bill, days, ledger, running_bill
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day
 from memlab.model import PRESETS

@@ -5,8 +5,7 @@ import torch
 from edited import each, verdict_on
 
 import memlab
-from memlab import ledger
-from memlab.course import days
+from memlab.course import days, ledger
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.model import GPT
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memlab
-from memlab.chain import chain_costs
 from memlab.checkpointing import (
     ATTENTION,
     MATMULS,
@@ -39,6 +38,7 @@ from memlab.course.checks.day06 import (
 )
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.model import GPT, PRESETS
+from memlab.planner.block_costs import chain_costs
 from memlab.train import combined, dry_trace
 from memlab.units import format_bytes
 

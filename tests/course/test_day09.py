@@ -13,7 +13,8 @@ from memlab.course.bill import SETTING
 from memlab.course.checks import day09
 from memlab.course.checks.day09 import ByNearest, longest_step
 from memlab.course.exercises import OK, WRONG, judge
-from memlab.metering import dry_run, measure
+from memlab.dry_runs import dry_run
+from memlab.metering import measure
 from memlab.model import GPT, PRESETS
 from memlab.reference.adam8bit import Adam8bit, decode, dynamic_code, encode, encode_positive
 

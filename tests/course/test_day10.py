@@ -16,7 +16,8 @@ from memlab.course.checks import day10
 from memlab.course.checks.day06 import keep_of_each_block
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.course.solutions import body, edited
-from memlab.metering import dry_run, measure
+from memlab.dry_runs import dry_run
+from memlab.metering import measure
 from memlab.model import GPT, PRESETS, scaled_dot_product_attention
 from memlab.reference import tiled_attention
 from memlab.reference.tiled_attention import Flash, add_tile, attend, flash, hide, plan

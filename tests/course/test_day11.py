@@ -16,7 +16,8 @@ from memlab.course.checks import day11
 from memlab.course.checks.day11 import all_logits_bytes, chunked_bytes
 from memlab.course.exercises import OK, WRONG, Wrong, judge
 from memlab.course.solutions import solution
-from memlab.metering import dry_run, measure
+from memlab.dry_runs import dry_run
+from memlab.metering import measure
 from memlab.model import cross_entropy
 from memlab.optim import step_in_backward
 from memlab.reference.chunked_loss import ChunkedLoss, chunked_loss, loss_and_gradient_

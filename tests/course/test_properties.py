@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memlab import ledger
+from memlab.course import ledger
 from memlab.course.exercises import OK, WRONG, Exercise, Wrong, WrongAnswer, judge, require
 from memlab.course.ownwork import is_rebuilt
 from memlab.course.properties import (
@@ -367,7 +367,7 @@ def check_doubled(answer) -> str:
 
 
 FORBIDDEN = (
-    "memlab.ledger.largest_batch",
+    "memlab.course.ledger.largest_batch",
     "torch.amp.GradScaler",
     "torch.softmax",
     "torch.Tensor.tanh",
@@ -400,7 +400,10 @@ class Scaler(torch.amp.GradScaler):
 
 
 CALLS = {
-    "function": (lambda: ledger.largest_batch(lambda b: b, 3), "memlab.ledger.largest_batch"),
+    "function": (
+        lambda: ledger.largest_batch(lambda b: b, 3),
+        "memlab.course.ledger.largest_batch",
+    ),
     "class": (lambda: torch.amp.GradScaler("cpu"), "torch.amp.GradScaler"),
     "another name": (lambda: torch.cpu.amp.GradScaler(), "torch.amp.GradScaler"),
     "subclass": (Scaler, "torch.amp.GradScaler"),
@@ -442,7 +445,9 @@ def test_a_private_function_may_be_called_by_what_the_learner_calls():
 )
 def test_the_library_itself_is_no_answer(answer):
     text = judge(OWN, answer).text
-    assert text.startswith("Your answer is memlab.ledger.largest_batch, which this exercise reb")
+    assert text.startswith(
+        "Your answer is memlab.course.ledger.largest_batch, which this exercise reb"
+    )
     assert is_rebuilt(test_the_library_itself_is_no_answer, FORBIDDEN) is None
 
 

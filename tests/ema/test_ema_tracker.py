@@ -16,7 +16,7 @@ from memlab.ema import (
     relative_width,
     synthesize,
 )
-from memlab.pieces import PIECE, PIECE_ELSEWHERE
+from memlab.internals.chunks import PIECE, PIECE_ELSEWHERE
 
 SIGMAS = (0.05, 0.10)
 

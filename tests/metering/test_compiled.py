@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import memlab
-from memlab.metering.fake import UNCOMPILED
-from memlab.metering.unobserved import compare, record
+from memlab.dry_runs.fake_tensors import UNCOMPILED
+from memlab.metering.profiler_recording import compare, record
 from memlab.model import GPT, PRESETS
 
 

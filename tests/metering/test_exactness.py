@@ -6,11 +6,11 @@ import pytest
 import torch
 from kinds import KINDS, OUTSIDE_THE_PROMISE
 from quick import quick
-from test_fake import renumbered
+from traces import renumbered
 
 import memlab
 from memlab.metering.cycles import no_cycle_collection
-from memlab.metering.unobserved import compare, record, with_workspace
+from memlab.metering.profiler_recording import compare, record, with_workspace
 from memlab.trace import Trace
 
 QUICK = list(KINDS)[::3]  # in make test

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import memlab
+from memlab.internals.chunks import PIECE
 from memlab.optim import AdamW
 from memlab.optim.adamw import adamw_
-from memlab.pieces import PIECE
 
 torchs = partial(torch.optim.AdamW, foreach=False)
 

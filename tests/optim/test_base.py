@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import memlab
+from memlab.internals.chunks import PIECE, PIECE_ELSEWHERE
 from memlab.optim import Adam8bit, AdamMini, AdamW, Lion, Lion8bit
-from memlab.pieces import PIECE, PIECE_ELSEWHERE
 from memlab.trace import Trace
 
 OURS = [AdamW, Adam8bit, AdamMini, Lion, Lion8bit]

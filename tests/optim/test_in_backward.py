@@ -14,7 +14,7 @@ import memlab
 from memlab import optim
 from memlab.accumulation import accumulate
 from memlab.checkpointing import checkpoint, checkpoint_blocks, uniform_schedule
-from memlab.metering.unobserved import compare, record
+from memlab.metering.profiler_recording import compare, record
 from memlab.model import GPT, PRESETS
 from memlab.optim import InBackward, step_in_backward
 from memlab.precision import MasterWeights

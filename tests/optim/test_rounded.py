@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import memlab
+from memlab.internals.chunks import PIECE
 from memlab.optim import RoundedAdamW
-from memlab.pieces import PIECE
 
 SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 

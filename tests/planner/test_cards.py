@@ -2,6 +2,7 @@
 
 import pytest
 
+from memlab.configs.targets import TARGETS
 from memlab.planner.cards import (
     CARDS,
     CONTEXT_BYTES,
@@ -14,7 +15,6 @@ from memlab.planner.cards import (
     card_named,
     memory_named,
 )
-from memlab.targets import TARGETS
 
 SOLD_WITH_GIB = {
     **{"rtx3060": 12, "rtx3080": 10, "rtx3090": 24, "rtx4080": 16, "rtx4090": 24, "rtx5090": 32},

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from filelock import FileLock
 
-from memlab.files import TEMPORARY_LOCK
+from memlab.internals.files import TEMPORARY_LOCK
 from memlab.zero import checkpoint_files as files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memlab import ledger
+from memlab.course import ledger
 from memlab.course.bill import plain
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.ledger import FLOAT32
 from memlab.course.properties import unchanged
-from memlab.ledger import FLOAT32
 from memlab.model import PRESETS, GPTConfig
 from memlab.units import format_bytes
 
@@ -297,7 +297,7 @@ _STATE_BYTES = Exercise(
     ),
     reference=ledger.state_bytes,
     check=_check_state_bytes,
-    rebuilds=("memlab.ledger.state_bytes", "memlab.measure", "memlab.meter"),
+    rebuilds=("memlab.course.ledger.state_bytes", "memlab.measure", "memlab.meter"),
     wrong_answers=(
         WrongAnswer(_elements, "These are numbers, not bytes: a float32 has four."),
         WrongAnswer(
@@ -421,7 +421,7 @@ _ACTIVATION_BYTES = Exercise(
     ),
     reference=ledger.activation_bytes,
     check=_check_activation_bytes,
-    rebuilds=("memlab.ledger.activation_bytes",),
+    rebuilds=("memlab.course.ledger.activation_bytes",),
     wrong_answers=(
         WrongAnswer(_activations_but(bytes=1), "These are numbers: a float32 has four bytes."),
         WrongAnswer(_activations_but(losses=0), "The loss itself is kept too: 4 bytes in all."),
@@ -516,7 +516,7 @@ _PEAK_BYTES = Exercise(
     ),
     reference=ledger.start_of_backward_bytes,
     check=_check_peak_bytes,
-    rebuilds=("memlab.ledger.start_of_backward_bytes",),
+    rebuilds=("memlab.course.ledger.start_of_backward_bytes",),
     wrong_answers=(
         WrongAnswer(
             _peak_of(state=16, temporaries=0),
@@ -676,7 +676,7 @@ _LARGEST_BATCH = Exercise(
     ),
     reference=ledger.largest_batch,
     check=_check_largest_batch,
-    rebuilds=("memlab.ledger.largest_batch",),
+    rebuilds=("memlab.course.ledger.largest_batch",),
     wrong_answers=(
         WrongAnswer(
             _by_share, "A step has bytes that no batch changes: twice the batch is not twice them."

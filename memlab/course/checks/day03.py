@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, require
+from memlab.course.ledger import FLOAT32
 from memlab.course.properties import ReadOnce, same_bytes, unchanged
-from memlab.ledger import FLOAT32
 from memlab.metering import measure
 from memlab.model import PRESETS, GPTConfig
 from memlab.trace import Trace

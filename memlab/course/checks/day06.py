@@ -40,9 +40,9 @@ from memlab.checkpointing.recording import Operator
 from memlab.checkpointing.schedules import Schedule, check_schedule, flat, plain_schedule
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.internals.torch_internals import TorchDispatchMode, tree_map_only
 from memlab.metering import measure
 from memlab.model import GPT, PRESETS
-from memlab.torch_internals import TorchDispatchMode, tree_map_only
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace
 

@@ -20,9 +20,9 @@ from memlab.checkpointing.operations import Operations
 from memlab.course.checks.day09 import momentum_in_8_bits
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, require
 from memlab.course.solutions import body, mistakes
+from memlab.internals.torch_internals import TorchDispatchMode
 from memlab.metering import measure
 from memlab.reference.tiled_attention import add_tile, attend, flash, hide, plan
-from memlab.torch_internals import TorchDispatchMode
 from memlab.trace import Trace
 
 Add = Callable[..., tuple[Tensor, Tensor, Tensor]]

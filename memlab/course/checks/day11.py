@@ -20,11 +20,11 @@ from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
 from memlab.course.solutions import mistakes, solution
+from memlab.internals.torch_internals import tree_leaves
 from memlab.metering import measure
-from memlab.metering.unobserved import record
+from memlab.metering.profiler_recording import record
 from memlab.optim import Lion8bit
 from memlab.reference.chunked_loss import chunked_loss, loss_and_gradient_
-from memlab.torch_internals import tree_leaves
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace, of_all_weights
 

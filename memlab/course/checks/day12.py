@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
 from memlab.course.solutions import body, mistakes, solution
+from memlab.internals.torch_internals import TorchDispatchMode, disable_current_modes, tree_leaves
 from memlab.metering import measure
 from memlab.reference.collectives import Collectives, Wire
 from memlab.reference.sharded_optimizer import ShardedAdam
@@ -21,7 +22,6 @@ from memlab.reference.sharded_weights import (
     forward_of,
     sharded_pass,
 )
-from memlab.torch_internals import TorchDispatchMode, disable_current_modes, tree_leaves
 from memlab.trace import Trace
 from memlab.zero import communication_bytes, formulas, model_state_bytes
 

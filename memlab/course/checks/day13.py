@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, require
 from memlab.course.peers import Peer, Stuck, Work, counted, in_turns
+from memlab.internals.torch_internals import storage_from_weak_pointer, tree_leaves
 from memlab.metering.modes import LightMode
-from memlab.torch_internals import storage_from_weak_pointer, tree_leaves
 
 # ------------------------------------------------------------------ what is built
 

@@ -1,0 +1,297 @@
+"""The absent accelerator: what a script asks of one, answered in a dry run without it.
+
+    devices               every one is the CPU, by name or number: `.cuda()`, `.to(0)`,
+                          `device="xpu"`, `torch.Generator("cuda")`, `capturable=True`
+    autocast              that of an accelerator acts on the CPU, in the dtype it has there
+    GradScaler("cuda")    is enabled
+    pin_memory            returns what it got: on the device, which is what counts, it is nothing
+    torch.save            writes nothing: no values are there to save, and the file that it would
+                          write over may be a real checkpoint
+    synchronize, streams  nothing waits: an event has happened as soon as it is asked
+    what only a device knows (its name, its free memory, how long something took)
+                          one sentence that names the line
+
+`torch.cuda.is_available()` and `device_count()` are left alone: a script that asks goes the way it
+goes on this machine. Where there is an accelerator, its own answers take the place of the last two.
+In a prediction the card that it is made for answers (gpu_answers.py).
+
+The list of operators that autocast casts is the CPU's. CUDA's also computes layer, group and RMS
+normalization, softmax, powers, exponentials, logarithms and sums in float32 (torch's
+ATen/autocast_mode.h); the CPU's leaves those in the dtype they come in, so their results can be
+half as large as on CUDA.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from memlab.internals.torch_internals import c_nn, device_constructors
+from memlab.metering.frames import user_line
+
+_REAL_DEVICES = ("cpu", "meta")
+
+
+class StandIn:
+    """What stands in for every accelerator: the CPU, or a fake device beside it."""
+
+    device: str | torch.device = "cpu"
+    asked_for = False  # whether an accelerator was named since a dry run began
+
+    @classmethod
+    @contextmanager
+    def being(cls, device: torch.device) -> Iterator[None]:
+        """Let another device stand in for a while; `device` is one that fake tensors can be on."""
+        before, cls.device = cls.device, device
+        try:
+            yield
+        finally:
+            cls.device = before
+
+
+def on_the_stand_in(argument: Any) -> Any:
+    """The stand-in in place of an accelerator, any other argument as it is."""
+    if isinstance(argument, (str, torch.device)):
+        is_accelerator = torch.device(argument).type not in _REAL_DEVICES
+    else:
+        is_accelerator = type(argument) is int  # `.to(0)`: a device's number
+    StandIn.asked_for |= is_accelerator
+    return StandIn.device if is_accelerator else argument
+
+
+def _on_the_cpu(argument: Any) -> Any:
+    return "cpu" if on_the_stand_in(argument) is StandIn.device else argument
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    StandIn.asked_for = True
+    return tensor.to(StandIn.device)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _to(move: Callable[..., Any]) -> Callable[..., Any]:
+    def to(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: on_the_stand_in(value) for name, value in kwargs.items()}
+        return move(*map(on_the_stand_in, args), **kwargs)
+
+    return to
+
+
+def _made(make: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    return make(*args, device=on_the_stand_in(device), **kwargs)
+
+
+def _from_values(
+    make: Callable[..., Any],
+    *args: Any,
+    device: Any = None,
+    requires_grad: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Values come from the CPU, and are copied to wherever they are wanted."""
+    tensor = make(*args, device=on_the_stand_in(device), **kwargs)
+    if device is not None and on_the_stand_in(device) == StandIn.device:
+        tensor = tensor.to(StandIn.device)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _like_values(like: torch.Tensor, data: Any, *, device: Any = None, **kwargs: Any) -> Any:
+    device = like.device if device is None else device
+    return _from_values(partial(torch.Tensor.new_tensor, like), data, device=device, **kwargs)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **{
+        make: partial(_made, make)
+        for make in (*device_constructors(), torch.empty_like, torch.zeros_like, torch.ones_like)
+    },
+    **{
+        make: partial(_from_values, make) for make in (torch.tensor, torch.as_tensor, torch.asarray)
+    },
+    torch.Tensor.new_tensor: _like_values,
+    torch.Tensor.cuda: _moved,
+    torch.Tensor.xpu: _moved,
+    torch.Tensor.pin_memory: _itself,
+    torch.Tensor.to: _to(torch.Tensor.to),
+}
+
+
+# ------------------------------------------------------------------ autocast and loss scaling
+
+
+def _noted(init: Callable[..., None]) -> Callable[..., None]:
+    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.made_in_a_dry_run = True
+
+    return noted
+
+
+def _require_known(made: Any, device: str) -> None:
+    """Without CUDA, torch switches autocast and scaler off as they are made, and whether they were
+    wanted at all is then lost."""
+    is_off = not made._enabled and not hasattr(made, "made_in_a_dry_run")
+    if is_off and device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"{user_line()}: this {type(made).__name__} for CUDA was made before the dry run, and "
+            f"torch switches it off where there is no CUDA; make it (or import what decorates with "
+            f"it) inside the dry run"
+        )
+
+
+def _autocast_also_on_the_cpu(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def __enter__(autocast: torch.autocast) -> Any:  # noqa: N807
+        _require_known(autocast, autocast.device)
+        result = enter(autocast)
+        if autocast.device not in _REAL_DEVICES:
+            twin = torch.autocast("cpu", autocast.fast_dtype, autocast._enabled)
+            autocast.__dict__.setdefault("twins", []).append(twin)
+            enter(twin)
+        return result
+
+    return __enter__
+
+
+def _leave_the_twin_as_well(leave: Callable[..., Any]) -> Callable[..., Any]:
+    def __exit__(autocast: torch.autocast, *exception: Any) -> Any:  # noqa: N807
+        if autocast.__dict__.get("twins"):
+            leave(autocast.twins.pop(), *exception)
+        return leave(autocast, *exception)
+
+    return __exit__
+
+
+def _scale_if_known(scale: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_if_known(scaler: Any, outputs: Any) -> Any:
+        _require_known(scaler, scaler._device)
+        return scale(scaler, outputs)
+
+    return scale_if_known
+
+
+def _cast_on_the_cpu(cast: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda value, device, dtype: cast(value, _on_the_cpu(device), dtype)
+
+
+# ------------------------------------------------------------------ torch.cuda and its kin
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = "cpu") -> "_Generator":
+        return super().__new__(cls, _on_the_cpu(device))
+
+
+class _Done:
+    """A stream, an event, or what is entered for a while: it has nothing left to wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> "_Done":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: "_Done | None" = None) -> "_Done":
+        return event or _Done()
+
+    def elapsed_time(self, end: "_Done") -> NoReturn:
+        _refuse("elapsed_time")
+
+    synchronize = wait = wait_event = wait_stream = record = _nothing
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        f"{user_line()}: only the device itself can answer {name}, and a dry run uses none; "
+        f"leave the question out, or ask only where there is a device"
+    )
+
+
+def _always(answer: Any) -> Callable[[Any], Any]:
+    return lambda real: answer
+
+
+def _capturable(supports_xla: bool = True) -> list[str]:  # TorchScript, too, may compile this
+    return ["cpu"]
+
+
+_REFUSED = (
+    *("get_device_name", "get_device_properties", "get_device_capability", "mem_get_info"),
+    *("memory_summary", "memory_snapshot", "_dump_snapshot"),
+)
+_DONE_AT_ONCE = (
+    *("synchronize", "set_device", "set_stream", "init", "empty_cache", "ipc_collect"),
+    *("reset_peak_memory_stats", "reset_accumulated_memory_stats", "_record_memory_history"),
+    *("reset_max_memory_allocated", "reset_max_memory_cached", "set_per_process_memory_fraction"),
+    *("range_push", "range_pop", "mark"),
+)
+_STREAMS = ("Stream", "Event", "current_stream", "default_stream", "stream", "device", "range")
+ANSWERS: dict[str, Any] = {
+    **{name: partial(_refuse, name) for name in _REFUSED},
+    **dict.fromkeys(_DONE_AT_ONCE, _nothing),
+    **dict.fromkeys(_STREAMS, _Done),
+    "current_device": lambda: 0,
+    "is_current_stream_capturing": lambda: False,
+}
+_MODULES = {  # whose functions these are: which accelerator has them
+    torch.cuda: torch.cuda,
+    torch.cuda.memory: torch.cuda,
+    torch.cuda.nvtx: torch.cuda,
+    torch.xpu: torch.xpu,
+    torch.mps: torch.mps,
+}
+_OPTIMIZERS_WITH_CAPTURABLE = [
+    module
+    for name, module in sys.modules.items()
+    if name.startswith("torch.optim.") and hasattr(module, "_get_capturable_supported_devices")
+]
+
+
+def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    """What stands in for an accelerator, for `replaced`."""
+    return {
+        (torch.autocast, "__init__"): _noted,
+        (torch.autocast, "__enter__"): _autocast_also_on_the_cpu,
+        (torch.autocast, "__exit__"): _leave_the_twin_as_well,
+        (torch.amp.autocast_mode, "_cast"): _cast_on_the_cpu,
+        (torch.amp.GradScaler, "__init__"): _noted,
+        (torch.amp.GradScaler, "scale"): _scale_if_known,
+        (torch.cuda.amp.common, "amp_definitely_not_available"): _always(lambda: False),
+        (torch.cuda, "is_bf16_supported"): _always(lambda *args, **kwargs: True),
+        (c_nn, "_parse_to"): _to,  # of `Module.to`
+        (torch, "Generator"): _always(_Generator),
+        (torch, "save"): _always(_nothing),
+        **{
+            (module, "_get_capturable_supported_devices"): _always(_capturable)
+            for module in _OPTIMIZERS_WITH_CAPTURABLE
+        },
+        (torch.Tensor, "record_stream"): _always(_nothing),
+        **{
+            (module, name): _always(answer)
+            for module, accelerator in _MODULES.items()
+            if not accelerator.is_available()
+            for name, answer in ANSWERS.items()
+            if hasattr(module, name)
+        },
+    }

@@ -1,0 +1,428 @@
+"""Values that a dry run knows: those that no random number and no absent data had a part in.
+
+`torch.arange(4)` has the same values in every run, and so has what is computed from it. Beside
+the storage of such a fake tensor stands a real one with its values:
+
+    a factory                  computed for real
+    an operator whose tensors are all known
+                               computed for real too, on tensors over the real storages
+    a view                     needs nothing: it shares the fake storage, so it has its values
+    an in-place operator       runs on the real storage; one with an unknown argument, or a
+                               random one, makes the whole storage unknown
+    a literal, a tensor from outside
+                               has its own values, which are copied before they are written to
+
+Real results never meet the meter, and no random number is drawn for them. A result of more than
+BOUND elements is unknown: a batch's tokens, masks and positions are smaller, and an operator on so
+few elements takes no longer than one on fake tensors.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from memlab.internals.torch_internals import (
+    AutoDispatchBelowAutograd,
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    FakeTensor,
+    OpOverload,
+    StorageBase,
+)
+
+aten = torch.ops.aten
+BOUND = 2**17  # elements of what is computed
+_LARGEST_INPUT = 2**24  # elements of what it is computed from
+_LARGEST_STORAGE = 16 * BOUND  # bytes: complex numbers of double precision
+_NAME = "memlab_values"  # of the attribute on a fake storage, which torch keeps as long as that
+
+# After these an element's value is known whatever it was before.
+_OVERWRITES = frozenset(
+    {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
+)
+# They write to arguments of which their schema says nothing: the running statistics, in training.
+_BATCH_NORMS = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.default})
+# Their elements have no values yet.
+_EMPTY = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.empty_permuted.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+UNKNOWN: Any = object()  # the result of what cannot be computed
+
+
+class _Values:
+    """The real bytes beside a fake storage; `borrowed` where they are the user's own."""
+
+    __slots__ = ("borrowed", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, borrowed: bool) -> None:
+        self.storage, self.borrowed = storage, borrowed
+
+
+_NOTHING = _Values(torch.UntypedStorage(0), borrowed=False)  # of tensors without elements
+
+# ------------------------------------------------------------------ what is known of a tensor
+
+
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether the fake `tensor` has known values, and few enough to compute with."""
+    return _values_of(tensor) is not None and tensor.numel() <= _LARGEST_INPUT
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """The known values of a fake tensor, as a real one over the storage that all its views share.
+
+    ValueError for a tensor that is not known.
+    """
+    values = _values_of(tensor)
+    if values is None:
+        raise ValueError("this tensor's values are not known")
+    with unseen():
+        return _over(values.storage, tensor)
+
+
+def as_array(fake: torch.Tensor, values: torch.Tensor) -> np.ndarray:
+    """The values as an array that shares their memory. It keeps the fake storage alive as well, as
+    the array of a real tensor would."""
+    with unseen():
+        return np.asarray(_Shared(values.numpy(), fake.untyped_storage()))
+
+
+class _Shared:
+    """An owner of an array's memory, to NumPy, which keeps it as long as the array."""
+
+    def __init__(self, array: np.ndarray, storage: torch.UntypedStorage) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._kept = array, storage
+
+
+def as_list(tensor: torch.Tensor) -> Any:
+    """The known values as `tolist` gives them."""
+    values = real(tensor)
+    with unseen():
+        return values.tolist()
+
+
+def borrow(fake: torch.Tensor, outside: torch.Tensor) -> None:
+    """Let the fake twin of a real tensor have its values.
+
+    Weights are left unknown: what is computed with them is large, and nobody reads it.
+    """
+    if outside.requires_grad or outside.device.type != "cpu" or type(outside) is not torch.Tensor:
+        return
+    if outside.layout is torch.strided and _NAME not in fake.untyped_storage().__dict__:
+        _attach(fake, _Values(outside.untyped_storage(), borrowed=True))
+
+
+def writable(tensor: torch.Tensor) -> bool:
+    """Make the known values of a tensor the dry run's own; False if they are too many to copy."""
+    values = _values_of(tensor)
+    if values is None:
+        return False
+    if values.borrowed:
+        if values.storage.nbytes() > _LARGEST_STORAGE:
+            return False
+        with unseen():
+            values.storage, values.borrowed = values.storage.clone(), False
+    return True
+
+
+def _values_of(tensor: torch.Tensor) -> _Values | None:
+    if type(tensor) is not FakeTensor and not isinstance(tensor, FakeTensor):
+        return None
+    if tensor.layout is not torch.strided:
+        return None
+    storage = tensor.untyped_storage()
+    values = storage.__dict__.get(_NAME)
+    if values is None and storage.nbytes() == 0:
+        return _NOTHING
+    if values is None or values.storage.nbytes() != storage.nbytes():
+        return None
+    return None if tensor.is_conj() or tensor.is_neg() else values
+
+
+def _attach(fake: torch.Tensor, values: _Values) -> None:
+    storage = fake.untyped_storage()
+    if storage.nbytes() == values.storage.nbytes():
+        setattr(storage, _NAME, values)
+
+
+def _forget(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        setattr(tensor.untyped_storage(), _NAME, None)
+
+
+def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A real tensor over `storage`, of the dtype, shape and strides of `like`."""
+    return torch.empty(0, dtype=like.dtype).set_(
+        storage, like.storage_offset(), like.shape, like.stride()
+    )
+
+
+def _remember(fake: Any, result: Any) -> None:
+    """Put the values of a real result beside the storage of the fake one."""
+    if isinstance(fake, (list, tuple)):
+        for one, values in zip(fake, result, strict=True):
+            _remember(one, values)
+    elif isinstance(fake, FakeTensor) and isinstance(result, torch.Tensor):
+        storage, own = fake.untyped_storage(), result.untyped_storage()
+        if _NAME in storage.__dict__ or not 0 < storage.nbytes() <= _LARGEST_STORAGE:
+            return
+        if own.nbytes() != storage.nbytes() or _layout(result) != _layout(fake):
+            own = torch.UntypedStorage(storage.nbytes())
+            _over(own, fake).copy_(result)
+        setattr(storage, _NAME, _Values(own, borrowed=False))
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+# ------------------------------------------------------------------ what an operator makes known
+
+
+def follow(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Work out what is known after `func(*args)` has given `result` on fake tensors."""
+    kind = _kind(func)
+    if kind is not None:
+        kind(func, args, kwargs, result)
+
+
+def compute(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operator's real result if all its tensors are known and it draws nothing at random."""
+    if not isinstance(func, OpOverload) or func._schema.is_mutable or _is_unreal(func):
+        return UNKNOWN
+    if not all(map(is_known, _tensors((*args, *kwargs.values())))):
+        return UNKNOWN
+    return _run(func, args, kwargs)
+
+
+@functools.cache
+def _kind(func: Any) -> Callable[[Any, Any, Any, Any], None] | None:
+    """What follows an operator; None for one that changes nothing about what is known."""
+    if not isinstance(func, OpOverload):
+        return None
+    if func is aten.lift_fresh.default:
+        return _has_lifted
+    if func.namespace == "c10d" or func in _BATCH_NORMS:
+        return _may_have_written
+    if func._schema.is_mutable:
+        return None if torch.Tag.inplace_view in func.tags else _has_written
+    return None if func.is_view or _is_unreal(func) else _has_made
+
+
+@functools.cache
+def _is_unreal(func: OpOverload) -> bool:
+    """Whether the operator has no result that is the same each time, or none that we compute."""
+    return (
+        func.namespace not in ("aten", "prims")
+        or torch.Tag.nondeterministic_seeded in func.tags
+        or func in _EMPTY
+    )
+
+
+def _has_lifted(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Of a literal, or of an array whose memory its tensor shares."""
+    borrow(result, args[0])
+
+
+def _may_have_written(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    _forget(_tensors(args))
+
+
+def _has_made(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    for argument in args:  # the first is unknown most often
+        if isinstance(argument, torch.Tensor):
+            if not is_known(argument):
+                return
+            break
+    made = _tensors((result,))
+    if sum(tensor.numel() for tensor in made) > BOUND:
+        return
+    if all(map(is_known, _tensors((*args, *kwargs.values())))):
+        values = _run(func, args, kwargs)
+        if values is not UNKNOWN:
+            with unseen():
+                _remember(result, values)
+
+
+def _has_written(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    places, names = _written(func)
+    targets = _tensors(
+        (*(args[i] for i in places if i < len(args)), *(kwargs.get(name) for name in names))
+    )
+    others = _tensors(
+        (
+            *(argument for i, argument in enumerate(args) if i not in places),
+            *(argument for name, argument in kwargs.items() if name not in names),
+        )
+    )
+    overwrites = func in _OVERWRITES or bool(names)
+    if (
+        _is_unreal(func)
+        or not all(map(is_known, others))
+        or not all(_is_ready(target, overwrites) for target in targets)
+        or _run(func, args, kwargs) is UNKNOWN
+    ):
+        _forget(targets)
+
+
+@functools.cache
+def _written(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The arguments that the operator writes to: by position, and by name, which are outputs."""
+    written = [
+        (i, argument)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return (
+        tuple(i for i, argument in written if not argument.kwarg_only),
+        tuple(argument.name for _, argument in written if argument.kwarg_only),
+    )
+
+
+def _is_ready(target: torch.Tensor, overwrites: bool) -> bool:
+    """Whether an operator can write to the target's values; makes room where it overwrites all."""
+    if is_known(target):
+        return writable(target)
+    count = target.untyped_storage().nbytes()
+    is_whole = target.numel() * target.element_size() == count and target.is_contiguous()
+    if overwrites and is_whole and 0 < target.numel() <= BOUND:
+        _attach(target, _Values(torch.UntypedStorage(count), borrowed=False))
+        return True
+    return False
+
+
+# ------------------------------------------------------------------ shapes that depend on values
+
+
+def with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """The fake result of an operator whose shape depends on values, UNKNOWN if they are."""
+    shape = _SHAPES.get(func)
+    if shape is not None:
+        result = shape(func, *args, **kwargs)
+        if result is not UNKNOWN:
+            return result
+    values = compute(func, args, kwargs)
+    return values if values is UNKNOWN else _faked(values)
+
+
+def _index(func: Any, tensor: torch.Tensor, indices: Any) -> Any:
+    """`x[mask]`, as its kernel does it: by the indices of what the mask lets through."""
+    expanded = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            expanded.append(index)
+        elif is_known(index):
+            chosen = _faked(_run(aten.nonzero.default, (index,), {}))
+            expanded += [aten.select.int(chosen, 1, i) for i in range(index.dim())]
+        else:
+            return UNKNOWN
+    result = func(tensor, expanded)
+    with unseen():
+        _remember_if_computed(func, (tensor, indices), result)
+    return result
+
+
+def _remember_if_computed(func: Any, args: Any, result: Any) -> None:
+    if result.numel() <= BOUND and (values := compute(func, args, {})) is not UNKNOWN:
+        _remember(result, values)
+
+
+def _masked_select(func: Any, tensor: torch.Tensor, mask: torch.Tensor) -> Any:
+    if not is_known(mask):
+        return UNKNOWN
+    with unseen():
+        count = real(mask).expand(torch.broadcast_shapes(mask.shape, tensor.shape)).sum().item()
+    result = aten.empty.memory_format([count], dtype=tensor.dtype, device=tensor.device)
+    with unseen():
+        _remember_if_computed(func, (tensor, mask), result)
+    return result
+
+
+def _packed(func: Any, inputs: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+    """The data of a packed sequence is unknown, how it is packed is not."""
+    if not is_known(lengths):
+        return UNKNOWN
+    with unseen():
+        data, batch_sizes = func(torch.zeros(inputs.shape[:2]), real(lengths), batch_first)
+    shape = (data.shape[0], *inputs.shape[2:])
+    packed = aten.empty.memory_format(shape, dtype=inputs.dtype, device=inputs.device)
+    return packed, _faked(batch_sizes)
+
+
+_SHAPES: dict[Any, Callable[..., Any]] = {
+    aten.index.Tensor: _index,
+    aten.masked_select.default: _masked_select,
+    aten._pack_padded_sequence.default: _packed,
+}
+
+
+def _faked(values: Any) -> Any:
+    """Fake tensors like real results, with their values."""
+    if isinstance(values, (list, tuple)):
+        return tuple(map(_faked, values))
+    if not isinstance(values, torch.Tensor):
+        return values
+    fake = aten.empty_strided.default(values.shape, values.stride(), dtype=values.dtype)
+    StorageBase.resize_(fake.untyped_storage(), values.untyped_storage().nbytes())
+    with unseen():
+        _remember(fake, values)
+    return fake
+
+
+# ------------------------------------------------------------------ running for real
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, operators are those of real tensors, and no mode and no graph learns of them."""
+    with (
+        DisableTorchFunction(),
+        DisableTorchDispatch(),
+        AutoDispatchBelowAutograd(),
+    ):
+        yield
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operator on real tensors; UNKNOWN where the CPU has no kernel, or the values no result.
+
+    The dry run goes on as if the operator had worked, as it always does.
+    """
+    with unseen():
+        try:
+            named = {name: _real_argument(v) for name, v in kwargs.items() if name != "pin_memory"}
+            return func(*map(_real_argument, args), **named)
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+            return UNKNOWN
+
+
+def _real_argument(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        values = _values_of(argument)
+        assert values is not None
+        return _over(values.storage, argument)
+    if isinstance(argument, (list, tuple)):
+        return [_real_argument(one) for one in argument]
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+
+def _tensors(arguments: Any) -> list[torch.Tensor]:
+    found = []
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found += _tensors(argument)
+    return found

@@ -1,0 +1,1 @@
+"""Internal helpers: no technique lives here, and users import nothing from here."""

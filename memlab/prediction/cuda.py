@@ -1,0 +1,405 @@
+"""What a step would take on CUDA, from a dry run of it on a machine without one.
+
+The dry run has the storages of the CPU's step, to the byte. What CUDA does otherwise is added, one
+mechanism each:
+
+    devices     fake tensors of the "cuda" that the script names are on a device of their own, so
+                what stays on the CPU (an optimizer's step counters, data before `.to("cuda")`)
+                does not count, and a copy between the two does
+    kernels     where the composition of an operator depends on the device (substitutes.py), and
+                where a kernel's results do (_RESULTS); a policy that can be flipped (targets.py)
+    autocast    by CUDA's list of operators (autocast_lists.py)
+    optimizers  all parameters at once, as torch.optim does on CUDA
+    workspace   one for each handle of cuBLAS: of the forward pass's thread and of backward's
+    rounding    blocks are multiples of 512 bytes
+
+What is not in here, a note of the Trace names.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from memlab.allocator import simulate
+from memlab.configs.targets import DEFAULT, Kernels, Target, target_named
+from memlab.dry_runs.fake_accelerator import StandIn
+from memlab.dry_runs.fake_kernels import KERNELS
+from memlab.dry_runs.fake_tensors import dry_run
+from memlab.internals.replacing import replaced
+from memlab.internals.torch_internals import DisableTorchFunction, foreach_utils, in_backward
+from memlab.metering.answers import Answers
+from memlab.metering.casts import Casts
+from memlab.metering.cuda import GRANULARITY
+from memlab.metering.cycles import no_cycle_collection
+from memlab.metering.devices import complete
+from memlab.metering.frames import user_line
+from memlab.metering.observer import formulas_note
+from memlab.metering.registry import REGISTRY
+from memlab.metering.storages import (
+    THREADS_NOTE,
+    Change,
+    StorageMeter,
+    is_a_composition,
+)
+from memlab.prediction import recurrent
+from memlab.prediction.autocast_lists import cuda_autocast, forget_casts
+from memlab.prediction.gpu_answers import answered_for
+from memlab.prediction.scratch import scratch_bytes
+from memlab.prediction.substitutes import Substitutes
+from memlab.trace import DeviceMemory, Trace
+
+aten = torch.ops.aten
+
+# Fake tensors may be on it, and tell it from "cpu" as they tell "cuda" from "cpu"; the dispatcher
+# sees CPU tensors in both.
+CUDA = torch.device("cpu", 0)
+
+_MATRIX_PRODUCTS = frozenset(
+    {
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+        *(aten.addmv.default, aten.mv.default, aten.dot.default, aten.vdot.default),
+        *(aten._addmm_activation.default, aten._scaled_mm.default, aten.addbmm.default),
+    }
+)
+_COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout})  # by `.to`
+Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
+
+EVERYTHING_NOTE = (
+    "the script puts nothing on an accelerator, so all that it makes is counted as CUDA's, data "
+    'that would stay on the CPU too; say device="cuda" where CUDA holds it'
+)
+
+
+def predict(
+    build: Build,
+    *,
+    target: str = "cuda",
+    kernels: Kernels = DEFAULT,
+    steps: int = 2,
+    lines: bool = False,
+    assume: str | float | None = None,
+) -> Trace:
+    """What the last of `steps` steps would take on CUDA, without one: bytes, never values.
+
+    build    returns (step, model, optimizer), the latter two None where there are none; it may say
+             device="cuda" wherever it would there
+    target   the class of cards: "cuda" for most, "cuda:hopper". A script that asks for its GPU is
+             told that there is one: an A100 with 80 GB, an H100
+    kernels  what CUDA is taken to run; `Kernels()` is what torch does when nobody asks otherwise
+    steps    how many are run; the last is measured. The first makes the optimizer's state
+    assume   how many elements are chosen where that depends on values: "most" is all of them; or a
+             fraction
+
+    The Trace's notes say by which policy, and what it cannot promise. TypeError for what is no
+    builder, ValueError for an unknown target and for what a dry run cannot do.
+    """
+    _check(build, kernels, steps)
+    prediction = _Prediction(kernels, target_named(target), assume=assume)
+    with prediction.policy():
+        history = _PredictionMeter(prediction)
+        with history:
+            step, model, optimizer = _built(build)
+            for _ in range(steps - 1):
+                step()
+        history.was_of(step if model is None else model)
+        meter = _PredictionMeter(prediction, model, optimizer, step=step, lines=lines)
+        with meter:
+            step()
+        return prediction.trace(history, meter, optimizer)
+
+
+def _check(build: Any, kernels: Any, steps: Any) -> None:
+    if not callable(build):
+        raise TypeError(
+            f"got a {type(build).__name__} to predict; give a function of no arguments that "
+            f"returns (step, model, optimizer)"
+        )
+    if not isinstance(kernels, Kernels):
+        raise TypeError(f"got a {type(kernels).__name__} as kernels; give memlab.Kernels(...)")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"got steps={steps!r}; at least one step must run, the last is measured")
+
+
+def _built(build: Build) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
+    built = build()
+    if not isinstance(built, tuple) or len(built) != 3 or not callable(built[0]):
+        raise TypeError(
+            f"build() returned a {type(built).__name__}; return (step, model, optimizer), with a "
+            f"function of no arguments as step, and None for a model or optimizer that is not there"
+        )
+    return built
+
+
+class _Prediction(dry_run):
+    """A dry run in which CUDA's choices hold."""
+
+    _fake_kernels: ClassVar = {**KERNELS, **recurrent.KERNELS}
+
+    def __init__(
+        self, kernels: Kernels, target: Target, *, assume: str | float | None = None
+    ) -> None:
+        super().__init__(assume=assume)
+        self.kernels, self.target = kernels, target
+        self.substitutes = Substitutes(kernels, target)
+        self.workspaces: dict[bool, torch.Tensor] = {}  # of the thread of backward, and the other
+        self.unknown_scratch: set[str] = set()
+
+    @contextmanager
+    def policy(self) -> Iterator[None]:
+        """Everything that holds during a prediction, and not after it."""
+        with ExitStack() as stack:
+            stack.enter_context(_asked_anew(is_a_composition))
+            stack.enter_context(StandIn.being(CUDA))
+            stack.enter_context(self)
+            stack.enter_context(answered_for(self.target))
+            stack.enter_context(self.substitutes.installed())
+            if self.kernels.autocast == "cuda":
+                stack.enter_context(cuda_autocast())
+                stack.enter_context(replaced({(torch, "clear_autocast_cache"): forget_casts}))
+            stack.enter_context(_optimizers(self.kernels.optimizer))
+            yield
+
+    def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            result = super().execute(func, args, kwargs)
+        except RuntimeError as error:
+            if "at least two devices" not in str(error):
+                raise
+            raise ValueError(
+                f"{user_line()}: {func} is given tensors of CUDA and of the CPU, which fails there "
+                f'too; move all of them to one device, such as x.to("cuda")'
+            ) from error
+        if func in _COPIES and _names_cuda(*args[1:], *kwargs.values()):
+            result.fake_device = CUDA  # torch computes with small literals for real, on the CPU
+            result.constant = None
+        if func in _MATRIX_PRODUCTS or _is_grouped_by_cublas(func, args):
+            self._use_handle()
+        elif func in _RESULTS:
+            result = _RESULTS[func](result)
+        if func in _UNKNOWN_SCRATCH:
+            self.unknown_scratch.add(_UNKNOWN_SCRATCH[func])
+        return result
+
+    def _use_handle(self) -> None:
+        """The thread's handle of cuBLAS takes its workspace when it is first used."""
+        backward = in_backward()
+        if backward not in self.workspaces:
+            self.workspaces[backward] = _buffer(self.target.workspace_bytes)
+
+    # -------------------------------------------------------------- the result
+
+    def trace(
+        self, history: "_PredictionMeter", meter: "_PredictionMeter", optimizer: Any
+    ) -> Trace:
+        with no_cycle_collection():
+            before, during = list(history.changes()), list(meter.changes())
+            names_cuda = any(map(_is_on_cuda, (*before, *during)))
+            counts = _is_on_cuda_or_workspace if names_cuda else _is_no_counter(optimizer)
+            events = complete(filter(counts, during), Answers(CUDA, granularity=GRANULARITY)).events
+            trace = Trace(
+                events,
+                device="cuda",
+                dry=True,
+                notes=(*([] if names_cuda else [EVERYTHING_NOTE]), *self._notes(meter)),
+                history=tuple(record.event(*change) for record, *change in filter(counts, before)),
+            )
+            blocks = simulate(trace)
+            memory = DeviceMemory(blocks.allocated_bytes, blocks.reserved_bytes)
+            return replace(trace, memory=memory)
+
+    def _notes(self, meter: "_PredictionMeter") -> tuple[str, ...]:
+        unconfirmed = sorted(self.substitutes.used | self._optimizers_kernels(meter))
+        unknown = set(self.unknown_scratch)
+        if meter.context.has_recurrent_layer:
+            unknown.add("recurrent layers (cuDNN)")
+        return (
+            f"predicted for {self.target.name}, by these kernels: {self.kernels}",
+            *([f"not yet confirmed by a GPU: {', '.join(unconfirmed)}"] * bool(unconfirmed)),
+            *(
+                f"the scratch of {kind} is not known and not in here; the real peak can be higher"
+                for kind in sorted(unknown)
+            ),
+            *([recurrent.RESERVE_NOTE] if recurrent.IN_WORDS in unconfirmed else []),
+            *([THREADS_NOTE] if meter.found_unseen_gradients else []),
+            *formulas_note(meter.nodes),
+            *self.notes(),
+        )
+
+    def _optimizers_kernels(self, meter: "_PredictionMeter") -> set[str]:
+        kinds = {type(optimizer) for optimizer in meter.context.optimizers}
+        choice = self.kernels.optimizer
+        how = "all weights at once" if choice in ("auto", "foreach") else f"by {choice}"
+        return {
+            f"{kind.__name__} {how}" for kind in kinds if kind.__module__.startswith("torch.optim.")
+        }
+
+
+def _is_grouped_by_cublas(func: Any, args: Any) -> bool:
+    """A grouped product has a kernel of its own in bfloat16; else it is one product per group."""
+    return func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+
+
+def _names_cuda(*arguments: Any) -> bool:
+    return any(isinstance(argument, torch.device) and argument == CUDA for argument in arguments)
+
+
+def _buffer(count: int) -> torch.Tensor:
+    with DisableTorchFunction():
+        return torch.empty(count, dtype=torch.uint8, device=CUDA)
+
+
+class _PredictionMeter(StorageMeter):
+    """Meters a prediction: compositions as CUDA has them, and the workspaces."""
+
+    def __init__(self, prediction: _Prediction, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._prediction = prediction
+        self._casts = Casts(cpu_list=prediction.kernels.autocast)
+
+    def was_of(self, subject: Any) -> None:
+        """Say what was metered: a later meter of the same counts all that this one left alive."""
+        self._run.name_after(subject)
+
+    def __enter__(self) -> "_PredictionMeter":
+        super().__enter__()
+        self._known_workspaces = len(self._prediction.workspaces)
+        for workspace in self._prediction.workspaces.values():
+            self._scan(workspace, "workspace", "")
+        return self
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = super().handle(func, types, args, kwargs)
+        if sizes := scratch_bytes(func, args, kwargs, self._prediction.target.multiprocessors):
+            self._note_scratch(func, sizes)
+        if len(self._prediction.workspaces) > self._known_workspaces:
+            self._note_workspace(func)
+        return result
+
+    def _composition(self, func: Any) -> Callable[..., Any] | None:
+        return self._prediction.substitutes.of.get(func) or super()._composition(func)
+
+    def _note_workspace(self, func: Any) -> None:
+        """Enter the handle's workspace, which belongs to no operator's results."""
+        self._known_workspaces += 1
+        *_, workspace = self._prediction.workspaces.values()
+        self._enter_workspace(workspace, func)
+
+    def _note_scratch(self, func: Any, sizes: tuple[int, ...]) -> None:
+        """Enter the buffers that the kernel took, all at once, and gave back."""
+        buffers = [_buffer(size) for size in sizes]
+        for buffer in buffers:
+            self._enter_workspace(buffer, func)
+
+    def _enter_workspace(self, buffer: torch.Tensor, func: Any) -> None:
+        record = REGISTRY.add(buffer, self._run)
+        record.operator, record.phase = func, self.context.last_phase
+        record.mark("workspace")
+        self._accounted.add(record.number)
+        self._stream.append(Change(record, record.bytes, record.phase))
+
+
+def _is_on_cuda_or_workspace(change: Change) -> bool:
+    return change.record.device == CUDA
+
+
+def _is_on_cuda(change: Change) -> bool:
+    """Whether the script put it there."""
+    return change.record.device == CUDA and change.record.category != "workspace"
+
+
+def _is_no_counter(optimizer: Any) -> Callable[[Change], bool]:
+    """Whether a change is of anything but the step counters that torch.optim keeps on the CPU."""
+    counters = set()
+    groups = getattr(optimizer, "param_groups", ())
+    for group in groups if isinstance(optimizer, torch.optim.Optimizer) else ():
+        if group.get("capturable") or group.get("fused"):
+            continue
+        for parameter in group["params"]:
+            step = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(step, torch.Tensor) and (record := REGISTRY.find(step)):
+                counters.add(record.number)
+    return lambda change: change.record.number not in counters
+
+
+@contextmanager
+def _asked_anew(cached: Any) -> Iterator[None]:
+    """Let what a cached function knows from outside be forgotten inside, and the other way round:
+    the kernels that a prediction registers change its answers."""
+    cached.cache_clear()
+    try:
+        yield
+    finally:
+        cached.cache_clear()
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+@contextmanager
+def _optimizers(choice: str) -> Iterator[None]:
+    """Let torch.optim and `clip_grad_norm_` choose as on CUDA, where nobody chose for them."""
+    kinds = [] if choice == "loop" else ["cpu"]
+    lists = (foreach_utils, torch_optimizer)
+    name = "_get_foreach_kernels_supported_devices"
+    with ExitStack() as stack:
+        stack.enter_context(
+            replaced({(owner, name): lambda real: lambda: kinds for owner in lists})
+        )
+        if choice == "fused":
+            chosen: list[dict[str, Any]] = []
+            hook = torch_optimizer.register_optimizer_step_pre_hook(_choosing_fused(chosen))
+            stack.callback(_take_back, chosen)
+            stack.callback(hook.remove)
+        yield
+
+
+def _choosing_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
+    def choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            if group.get("fused", False) is None and group.get("foreach") is None:
+                group["fused"] = True
+                chosen.append(group)
+
+    return choose
+
+
+def _take_back(chosen: list[dict[str, Any]]) -> None:
+    for group in chosen:
+        group["fused"] = None
+
+
+# ------------------------------------------------------------------ what kernels give and take
+
+
+def _statistics_in_float32(result: Any) -> Any:
+    output, *statistics = result
+    return output, *(statistic.float() for statistic in statistics)
+
+
+def _seeds_on_the_cpu(result: Any) -> Any:
+    output, logsumexp, *seeds = result
+    return output, logsumexp, *(torch.empty((), dtype=torch.int64) for _ in seeds)
+
+
+_RESULTS: dict[Any, Callable[[Any], Any]] = {
+    aten.native_layer_norm.default: _statistics_in_float32,
+    aten.native_batch_norm.default: _statistics_in_float32,
+    aten._scaled_dot_product_efficient_attention.default: _seeds_on_the_cpu,
+}
+_UNKNOWN_SCRATCH = {
+    aten.convolution.default: "convolutions (cuDNN)",
+    aten.convolution_backward.default: "convolutions (cuDNN)",
+    aten._convolution.default: "convolutions (cuDNN)",
+    aten.sort.default: "sorts",
+    aten.topk.default: "sorts",
+    aten.cumsum.default: "cumulative sums",
+    aten.embedding_dense_backward.default: "an embedding's gradient (a sort of the indices)",
+    aten._grouped_mm.default: "grouped matrix products (mixtures of experts)",
+    aten.index_put.default: "sums by index (a sort of the indices)",
+    aten._scaled_dot_product_efficient_attention_backward.default: "attention's backward",
+    aten._scaled_dot_product_cudnn_attention_backward.default: "attention's backward",
+}

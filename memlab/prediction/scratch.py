@@ -1,0 +1,212 @@
+"""The scratch that CUDA's kernels take while they run, where it follows from shapes.
+
+No dispatcher sees it. Three kinds are known here, all from torch 2.13's own sources:
+
+Reductions over a dimension that is not the fastest (a bias's gradient: the sum over all tokens)
+are split among thread blocks when one block would have too much to add, and the blocks' partial
+results go through a buffer. How many blocks there are, ATen/native/cuda/Reduce.cuh decides
+(`setReduceConfig`); `reduction_bytes` follows it line by line.
+
+Flash attention's backward keeps a float32 gradient of the queries, a float32 row sum and, with
+grouped queries, the gradients of keys and values for all heads (flash_api.cpp, `mha_bwd`).
+
+Softmax's backward multiplies gradient and output first, into a temporary as large as either, which
+log_softmax's does not. Both work on contiguous tensors alone, and copy what is not (SoftMax.cu).
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from memlab.internals.torch_internals import compute_elementwise_output_strides
+
+aten = torch.ops.aten
+
+_WARP = 32
+_MAX_THREADS = 512
+_MIN_VALUES, _MAX_VALUES = 16, 256  # for each thread
+_THREADS_PER_MULTIPROCESSOR = 2048
+
+
+def scratch_bytes(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
+    """What the kernel of an operator takes beside its results: one number for each buffer."""
+    if func in _REDUCTIONS:
+        return _of_reduction(func, args, kwargs, multiprocessors)
+    if func is aten._scaled_dot_product_flash_attention_backward.default:
+        return _of_flash_backward(*args[1:3])
+    if func in _SOFTMAXES:
+        return _of_softmax(func, *args)
+    return ()
+
+
+# ------------------------------------------------------------------ reductions
+
+
+class _Layout(NamedTuple):
+    """A tensor's dimensions as the kernel walks over them, the fastest first, neighbours that lie
+    side by side merged: (size, stride in elements)."""
+
+    reduced: list[tuple[int, int]]
+    kept: list[tuple[int, int]]
+
+
+def reduction_bytes(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    reduced: Sequence[int],
+    accumulator_bytes: int,
+    *,
+    offset: int = 0,
+    multiprocessors: int = 108,
+) -> tuple[int, ...]:
+    """The two buffers of a reduction over the dimensions `reduced`: partial results and counters.
+
+    Nothing where one block reduces all of an output. `accumulator_bytes` is the size of what is
+    carried along: 4 for a sum in float32, 16 for a maximum with its index.
+    """
+    layout = _layout(shape, strides, reduced)
+    inputs = prod(size for size, _ in layout.reduced)
+    outputs = prod(size for size, _ in layout.kept)
+    if not inputs * outputs:
+        return ()
+    along = not layout.kept or (layout.reduced and layout.reduced[0][1] < layout.kept[0][1])
+    dim0, dim1 = (inputs, outputs) if along else (outputs, inputs)
+    vector = 1
+    fastest = [*(layout.reduced if along else layout.kept), (1, 1)][0][1]
+    if fastest == 1 and not along:
+        vector = _vector(layout, offset)
+        dim0 //= vector
+    elif fastest == 1 and dim0 >= 128 and len(layout.reduced) == 1:
+        dim0 //= 4
+    width, height = _block(dim0, dim1, _MAX_THREADS // vector)
+    step_input, step_output = (width, 1) if along else (1, width)
+    splits = _ceil(inputs, step_input) >= min(height * 16, _MAX_VALUES)
+    if not splits:
+        return ()
+    values = _ceil(inputs, step_input * height)
+    grid = _ceil(outputs // vector, step_output)
+    wanted = multiprocessors * (_THREADS_PER_MULTIPROCESSOR // (width * height))
+    if values < _MAX_VALUES or grid > wanted:
+        return ()
+    blocks = max(min(_ceil(wanted, grid), _ceil(values, _MIN_VALUES)), _ceil(values, _MAX_VALUES))
+    if blocks == 1:
+        return ()
+    lanes = 1 if along else width * vector
+    return accumulator_bytes * outputs * blocks * lanes, 4 * grid
+
+
+def _layout(shape: Sequence[int], strides: Sequence[int], reduced: Sequence[int]) -> _Layout:
+    sizes = [(size, stride) for size, stride in zip(shape, strides, strict=True)]
+    reduced_dims = sorted((sizes[dim] for dim in reduced), key=lambda dim: dim[1])
+    kept = [dim for position, dim in enumerate(sizes) if position not in reduced]
+    return _Layout(_merged(reduced_dims), _merged(kept[::-1]))  # the output is contiguous
+
+
+def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for size, stride in dims:
+        if size == 1:
+            continue
+        if merged and merged[-1][0] * merged[-1][1] == stride:
+            merged[-1] = merged[-1][0] * size, merged[-1][1]
+        else:
+            merged.append((size, stride))
+    return merged
+
+
+def _vector(layout: _Layout, offset: int) -> int:
+    """How many neighbouring outputs one thread computes: what all strides allow, 4 at most."""
+    vector = 4
+    numbers = (offset, layout.kept[0][0], *(s for _, s in (*layout.reduced, *layout.kept[1:])))
+    for number in numbers:
+        while number % vector:
+            vector //= 2
+    return vector
+
+
+def _block(dim0: int, dim1: int, most: int) -> tuple[int, int]:
+    """(width, height) of a block of threads."""
+    width, height = _power_of_2(dim0, most), _power_of_2(dim1, most)
+    height = min(height, most // min(width, _WARP))
+    return min(width, most // height), height
+
+
+def _power_of_2(number: int, most: int) -> int:
+    """The largest power of 2 that is at most the number, or `most`."""
+    return most if number >= most else 1 << max(number.bit_length() - 1, 0)
+
+
+def _ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _of_reduction(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
+    position, accumulator_bytes = _REDUCTIONS[func]
+    tensor = args[0]
+    dims = kwargs.get("dim", args[position] if len(args) > position else None)
+    dims = [dims] if isinstance(dims, int) else dims
+    if not dims or not tensor.dim():
+        dims = range(tensor.dim())
+    return reduction_bytes(
+        tensor.shape,
+        tensor.stride(),
+        [dim % tensor.dim() for dim in dims],
+        accumulator_bytes or max(4, tensor.element_size()),
+        offset=tensor.storage_offset(),
+        multiprocessors=multiprocessors,
+    )
+
+
+_WHOLE = 99  # in place of a position: no argument says which dimensions
+_REDUCTIONS = {  # operator: (where its dimensions stand, bytes carried along; 0: as accumulated)
+    aten.sum.default: (_WHOLE, 0),
+    aten.sum.dim_IntList: (1, 0),
+    aten.mean.default: (_WHOLE, 0),
+    aten.mean.dim: (1, 0),
+    aten.linalg_vector_norm.default: (2, 0),
+    aten.max.dim: (1, 16),
+    aten.min.dim: (1, 16),
+    aten.argmax.default: (1, 16),
+    aten.argmin.default: (1, 16),
+}
+
+
+# ------------------------------------------------------------------ attention
+
+
+def _of_flash_backward(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...]:
+    B, H, T, D = query.shape
+    rounded_T, rounded_D = _ceil(T, 128) * 128, 256 if D > 192 else _ceil(D, 32) * 32
+    buffers = [4 * B * H * rounded_T, 4 * B * H * rounded_T * rounded_D]
+    if key.shape[1] != H:
+        buffers += 2 * [query.element_size() * B * key.shape[2] * H * D]
+    return tuple(buffers)
+
+
+# ------------------------------------------------------------------ softmax
+
+
+def _of_softmax(func: Any, *args: Any) -> tuple[int, ...]:
+    """Copies of the inputs that are not contiguous; in backward, after `grad * output`."""
+    inputs = list(args[: _SOFTMAXES[func]])
+    buffers = []
+    if func is aten._softmax_backward_data.default:
+        grad, output = inputs
+        buffers = [_bytes(output)]  # grad * output: the kernel reads it in place of the gradient
+        strides = compute_elementwise_output_strides(grad, output)
+        inputs[0] = output.as_strided(output.shape, strides)
+    return tuple(buffers + [_bytes(x) for x in inputs if not x.is_contiguous()])
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+_SOFTMAXES = {  # operator: how many tensors it reads
+    aten._softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax_backward_data.default: 2,
+}

@@ -1,0 +1,221 @@
+"""Operators that CUDA takes apart in another way than the CPU does.
+
+`scaled_dot_product_attention`, `rms_norm`, `dropout`, `softmax` and the recurrent layers
+(recurrent.py) are compositions: torch writes them in terms of other operators, and which ones
+depends on the device. A function of ours stands
+before each for the time of a prediction and calls those that CUDA would. It stands in the
+dispatcher, below autograd's reach: recomputation in a checkpoint passes through it as well.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from memlab.configs.targets import Kernels, Target
+from memlab.prediction import recurrent
+
+aten = torch.ops.aten
+_LOW = (torch.float16, torch.bfloat16)
+_LARGEST_FLASH_WIDTH = 256
+_LARGEST_CUDNN_WIDTH = 128
+
+
+class Substitutes:
+    """Stands before the compositions, and notes which kernels were chosen."""
+
+    def __init__(self, kernels: Kernels, target: Target) -> None:
+        self.kernels, self.target = kernels, target
+        self.used: set[str] = set()  # what was run in the place of the CPU's, in words
+        self.of: dict[Any, Callable[..., Any]] = {
+            aten.scaled_dot_product_attention.default: self.attention,
+            aten.softmax.int: _softmax_of_halves(aten.softmax.int, aten._softmax.default),
+            aten.log_softmax.int: _softmax_of_halves(
+                aten.log_softmax.int, aten._log_softmax.default
+            ),
+            **recurrent.substitutes(partial(self.used.add, recurrent.IN_WORDS)),
+        }
+        if kernels.norms == "fused":
+            self.of[aten.rms_norm.default] = self.rms_norm
+        if kernels.dropout == "fused":
+            self.of[aten.dropout.default] = self.dropout
+
+    @contextmanager
+    def installed(self) -> Iterator["Substitutes"]:
+        library = Library("aten", "IMPL")
+        try:
+            for operator, substitute in self.of.items():
+                library.impl(operator, substitute, "AutogradCPU")
+            if self.kernels.norms == "fused":  # with a kernel, it is no composition any more
+                library.impl(aten._fused_rms_norm.default, _no_kernel, "CPU")
+            yield self
+        finally:
+            library._destroy()
+
+    # -------------------------------------------------------------- attention
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        tensors = (query, key, value)
+        kernel = self.choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        self.used.add(f"attention by {kernel}")
+        if kernel == "flash":
+            return _flash_attention(tensors, dropout_p, is_causal, scale)
+        needs_statistics = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        mask = _as_bias(attn_mask, query.dtype)
+        if kernel == "efficient":
+            result = aten._scaled_dot_product_efficient_attention(
+                *tensors, _aligned(mask, query, key), needs_statistics, dropout_p, is_causal,
+                scale=scale,
+            )  # fmt: skip
+            return result[0]
+        if kernel == "cudnn":
+            result = aten._scaled_dot_product_cudnn_attention(
+                *tensors, mask, needs_statistics, dropout_p, is_causal, scale=scale
+            )
+            return result[0]
+        result = aten._scaled_dot_product_attention_math(
+            *tensors, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return result[0]
+
+    def choose(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> str:
+        """The first kernel of torch's order that is able to, or the one that was asked for."""
+        able = {
+            "flash": attn_mask is None
+            and query.dtype in _LOW
+            and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _LARGEST_FLASH_WIDTH
+            and (not is_causal or query.shape[-2] == key.shape[-2])
+            and torch.backends.cuda.flash_sdp_enabled(),
+            "efficient": query.dtype in (*_LOW, torch.float32)
+            and query.shape[1] == key.shape[1] == value.shape[1]
+            and query.shape[-1] == key.shape[-1]
+            and query.shape[-1] % _alignment(query) == value.shape[-1] % _alignment(query) == 0
+            and torch.backends.cuda.mem_efficient_sdp_enabled(),
+            "cudnn": query.dtype in _LOW
+            and max(query.shape[-1], value.shape[-1]) <= _LARGEST_CUDNN_WIDTH
+            and query.shape[-1] % 8 == value.shape[-1] % 8 == 0
+            and key.shape[-2] != 1
+            and (dropout_p * 16).is_integer()
+            and torch.backends.cuda.cudnn_sdp_enabled(),
+        }
+        if not _has_shapes_of_a_fused_kernel(query, key, value, enable_gqa):
+            return "math"
+        asked = self.kernels.attention
+        if asked != "auto":
+            return asked if able.get(asked) else "math"
+        order = ("flash", "efficient", "cudnn")
+        if self.target.prefers_cudnn:
+            order = ("cudnn", "flash", "efficient")
+        return next((kernel for kernel in order if able[kernel]), "math")
+
+    # -------------------------------------------------------------- norms, dropout
+
+    def rms_norm(
+        self,
+        input: torch.Tensor,
+        normalized_shape: list[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        if weight is not None and weight.dtype != input.dtype:
+            return aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
+        self.used.add("RMSNorm in one kernel")
+        return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+
+    def dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if train and 0 < p < 1 and input.numel():
+            self.used.add("dropout in one kernel")
+            return aten.native_dropout(input, p, train)[0]
+        return aten.dropout.default.decompose(input, p, train)
+
+
+def _has_shapes_of_a_fused_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> bool:
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    if len({query.dtype, key.dtype, value.dtype}) > 1 or 0 in (*query.shape, *key.shape):
+        return False
+    if any(t.stride(-1) != 1 for t in (query, key, value)):
+        return False
+    heads, key_heads, value_heads = query.shape[1], key.shape[1], value.shape[1]
+    if enable_gqa:
+        return heads % key_heads == heads % value_heads == 0
+    return heads == key_heads == value_heads and query.shape[0] == key.shape[0] == value.shape[0]
+
+
+def _flash_attention(
+    tensors: tuple[torch.Tensor, ...], dropout_p: float, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """Of heads whose width is padded to a multiple of 8."""
+    width = tensors[0].shape[-1]
+    padded = [torch.constant_pad_nd(t, (0, -width % 8)) if width % 8 else t for t in tensors]
+    result = aten._scaled_dot_product_flash_attention(
+        *padded, dropout_p, is_causal, scale=width**-0.5 if scale is None else scale
+    )
+    return result[0][..., :width] if width % 8 else result[0]
+
+
+def _alignment(query: torch.Tensor) -> int:
+    """Widths of heads that the tensor cores take: 16 bytes."""
+    return 16 // query.element_size()
+
+
+def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask of bools as what is added to the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=dtype, device=mask.device))
+
+
+def _aligned(
+    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor | None:
+    """The mask for all heads, its rows padded to 16 elements where they are not."""
+    if mask is None:
+        return None
+    width = key.shape[-2]
+    if width % 16:
+        mask = torch.constant_pad_nd(mask, (0, -width % 16))[..., :width]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], width)
+
+
+# ------------------------------------------------------------------ norms, softmax
+
+
+def _no_kernel(*args: Any) -> Any:
+    raise NotImplementedError("fake tensors run no kernels")
+
+
+def _softmax_of_halves(composition: Any, kernel: Any) -> Callable[..., torch.Tensor]:
+    """Softmax of float16 into float32 is one kernel on CUDA; elsewhere the input is cast first."""
+
+    def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if input.dtype == torch.float16 and dtype == torch.float32:
+            return kernel(input, dim, True)
+        return composition.decompose(input, dim, dtype)
+
+    return softmax

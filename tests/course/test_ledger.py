@@ -1,0 +1,165 @@
+"""The ledger against the meter: formulas to the byte, for shapes that no preset has."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quick import quick
+from torch import nn
+
+import memlab
+from memlab.course import ledger
+from memlab.model import GPT, PRESETS, GPTConfig
+from memlab.trace import Trace
+from memlab.train import TECHNIQUES, Setting, dry_trace
+
+TINY = PRESETS["tiny"]
+
+
+@st.composite
+def configs(draw) -> GPTConfig:
+    """Small shapes with odd numbers in them, of every family and of none."""
+    kv_heads, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = kv_heads * queries
+    own = draw(st.sampled_from([None, 2, 6]))
+    return GPTConfig(
+        vocab_size=draw(st.integers(3, 70)),
+        width=draw(st.integers(1, 30)) if own else heads * 2 * draw(st.integers(1, 4)),
+        layers=draw(st.integers(1, 3)),
+        heads=heads,
+        kv_heads=kv_heads,
+        hidden=draw(st.integers(1, 50)),
+        seq_len=draw(st.integers(12, 20)),
+        tied=draw(st.booleans()),
+        own_head_width=own,
+        attention_biases=tuple(draw(st.sets(st.sampled_from(["query", "key", "value", "output"])))),
+        head_norms=draw(st.booleans()),
+        post_norms=draw(st.booleans()),
+        activation=draw(st.sampled_from(["silu", "gelu_tanh"])),
+        scaled_embeddings=draw(st.booleans()),
+    )
+
+
+def second_step(config: GPTConfig, batch: int, seq_len: int) -> Trace:
+    """One after another on fake tensors: other tests show that they have the real ones' bytes."""
+    with memlab.dry_run():
+        model = GPT(config)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        tokens = torch.zeros(2, batch, seq_len, dtype=torch.long)
+        tokens, targets = tokens[0].clone(), tokens[1].clone()
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(tokens, targets).backward()
+            optimizer.step()
+
+        step()
+        return memlab.measure(step, model=model, optimizer=optimizer)
+
+
+def when_backward_begins(trace: Trace) -> dict[str, int]:
+    """What is alive once the logits' gradient is there."""
+    made = (i for i, e in enumerate(trace.events, 1) if "_log_softmax_backward" in e.operator)
+    position = next(made)
+    return Trace(trace.events[:position]).at_end
+
+
+@settings(max_examples=8)
+@given(configs(), st.integers(1, 3), st.integers(1, 12))
+def test_the_ledger_is_the_meter_when_backward_begins(config, batch, seq_len):
+    measured = when_backward_begins(second_step(config, batch, seq_len))
+    assert ledger.start_of_backward_terms(config, batch, seq_len) == measured
+
+
+@pytest.mark.parametrize(("batch", "seq_len"), [(1, 64), (4, 64), (8, 33)])
+def test_with_many_tokens_backward_begins_at_the_peak(batch, seq_len):
+    trace = second_step(TINY, batch, seq_len)
+    assert ledger.start_of_backward_bytes(TINY, batch, seq_len) == trace.peak_bytes
+    assert trace.at_peak.get("gradients", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "seq_len"),
+    quick([("25m", 4, 256)], [("25m", 4, 256), ("124m", 8, 640), ("llama-2-7b", 1, 4096)]),
+)
+def test_the_peaks_that_lessons_ask_for_are_those_of_the_meter(model, batch, seq_len):
+    peak = dry_trace(Setting(model, batch, seq_len), TECHNIQUES["plain"]).peak_bytes
+    assert ledger.start_of_backward_bytes(PRESETS[model], batch, seq_len) == peak
+
+
+def test_with_few_tokens_the_peak_is_later():
+    trace = second_step(TINY, 1, 4)
+    assert ledger.start_of_backward_bytes(TINY, 1, 4) < trace.peak_bytes
+
+
+@given(st.integers(0, 2000), st.integers(1, 50), st.integers(0, 300))
+def test_the_largest_batch_is_the_one_that_counting_up_finds(fixed, slope, budget):
+    def bytes_at(batch: int) -> int:
+        return max(100, fixed + slope * batch)  # flat at first, as the peak of few tokens
+
+    counted = next(batch for batch in range(302) if bytes_at(batch + 1) > budget)
+    assert ledger.largest_batch(bytes_at, budget) == counted
+
+
+def test_the_largest_batch_takes_few_measurements():
+    asked = []
+    found = ledger.largest_batch(lambda batch: asked.append(batch) or batch, 1_000_000)
+    assert found == 1_000_000
+    assert len(asked) <= 2 * 20 + 1  # 20 bits
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 2, dtype=next(model.parameters()).dtype)).sum().backward()
+    optimizer.step()
+
+
+def test_state_before_the_first_step_is_the_weights_alone():
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    wanted = {"parameters": 36, "gradients": 0, "optimizer_state": 0}
+    assert ledger.state_bytes(model, optimizer) == wanted
+
+
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        (torch.optim.AdamW, 2 * 36 + 2 * 4),  # a counter for each of two tensors
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 36),
+        (torch.optim.LBFGS, None),  # lists and dictionaries inside: against the meter
+    ],
+)
+def test_state_after_a_step_is_what_the_meter_finds(make, state):
+    model = nn.Linear(2, 3)
+    optimizer = make(model.parameters())
+    if state is None:
+        x = torch.randn(8, 2)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    else:
+        trained(model, optimizer)
+    found = ledger.state_bytes(model, optimizer)
+    metered = memlab.measure(lambda: torch.ones(1), model=model, optimizer=optimizer).at_end
+    assert found == {name: metered.get(name, 0) for name in found}
+    assert state in (None, found["optimizer_state"])
+
+
+def test_a_tied_weight_is_counted_once():
+    model = GPT(replace(TINY, tied=True))
+    assert ledger.state_bytes(model)["parameters"] == 4 * TINY.parameters
+
+
+def test_narrow_weights_are_counted_narrow():
+    model = nn.Linear(2, 3, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    trained(model, optimizer)
+    wanted = {"parameters": 18, "gradients": 18, "optimizer_state": 36 + 8}
+    assert ledger.state_bytes(model, optimizer) == wanted

@@ -1,0 +1,421 @@
+"""The absent accelerator: scripts written for one, in a dry run, against the CPU's real steps."""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+from traces import renumbered
+
+import memlab
+from memlab.dry_runs import fake_accelerator
+from memlab.internals.replacing import replaced
+
+DTYPES = (torch.bfloat16, torch.float16)
+OLD_NAMES = pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.*deprecated:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def without_an_accelerator(monkeypatch) -> None:
+    """The same answers on every machine."""
+    for module in (torch.cuda, torch.xpu, torch.mps):
+        monkeypatch.setattr(module, "is_available", lambda: False)
+
+
+def same_as_on_the_cpu(make: Callable[[str], tuple[Callable[[], None], nn.Module]]) -> memlab.Trace:
+    """Asserts that the second step of `make` has the same events for CUDA, dry, as on the CPU."""
+    step, model = make("cpu")
+    step()
+    real = memlab.measure(step, model=model)
+    with memlab.dry_run():
+        step, model = make("cuda")
+        step()
+        dry = memlab.measure(step, model=model)
+    assert renumbered(dry) == renumbered(real)
+    return dry
+
+
+def training(forward: Callable[..., torch.Tensor], scaler=None, optimizer=torch.optim.SGD):
+    """A builder of steps on a device: forward(device, model, x) is what a test is about."""
+
+    def make(device: str):
+        model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 64)).to(device)
+        steps = optimizer(model.parameters())
+        scaling = torch.amp.GradScaler(device, enabled=scaler is not None)
+        x = torch.randn(16, 32, device=device)
+
+        def step() -> None:
+            steps.zero_grad()
+            loss = forward(device, model, x).float().square().mean()
+            scaling.scale(loss).backward()
+            scaling.step(steps)
+            scaling.update()
+
+        return step, model
+
+    return make
+
+
+# ------------------------------------------------------------------ autocast
+
+
+def entered(autocast):
+    def forward(device, model, x):
+        with autocast(device):
+            return model(x)
+
+    return forward
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_for_cuda_allocates_what_that_of_the_cpu_does(dtype):
+    trace = same_as_on_the_cpu(training(entered(lambda device: torch.autocast(device, dtype))))
+    plain = same_as_on_the_cpu(training(lambda device, model, x: model(x)))
+    assert renumbered(trace) != renumbered(plain)
+
+
+def test_autocast_as_a_decorator_acts():
+    def forward(device, model, x):
+        return torch.autocast(device, torch.bfloat16)(model)(x)
+
+    same_as_on_the_cpu(training(forward))
+
+
+@OLD_NAMES
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_old_name_of_autocast_acts(dtype):
+    def autocast(device):
+        old = torch.cuda.amp.autocast if device == "cuda" else torch.cpu.amp.autocast
+        return old(dtype=dtype)
+
+    with pytest.warns(FutureWarning, match="deprecated"):
+        same_as_on_the_cpu(training(entered(autocast)))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_recomputes_under_autocast(use_reentrant):
+    def forward(device, model, x):
+        with torch.autocast(device, torch.bfloat16):
+            return checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant)
+
+    same_as_on_the_cpu(training(forward))
+
+
+@pytest.mark.parametrize("cast_inputs", [None, torch.bfloat16, torch.float32])
+def test_a_function_of_the_users_own_runs_under_autocast(cast_inputs):
+    def of(device):
+        class Square(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type=device, cast_inputs=cast_inputs)
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x.mT @ x
+
+            @staticmethod
+            @torch.amp.custom_bwd(device_type=device)
+            def backward(ctx, gradient):
+                (x,) = ctx.saved_tensors
+                return x @ (gradient + gradient.mT)
+
+        return Square
+
+    def forward(device, model, x):
+        with torch.autocast(device, torch.bfloat16):
+            return of(device).apply(model(x))
+
+    same_as_on_the_cpu(training(forward))
+
+
+def product(x: torch.Tensor) -> torch.dtype:
+    return (x @ x).dtype
+
+
+def test_the_dtype_that_is_not_given_is_the_one_it_has_on_cuda():
+    with memlab.dry_run():
+        x = torch.ones(2, 2)
+        with torch.autocast("cuda"):
+            assert product(x) == torch.float16
+        with torch.autocast("cuda", torch.bfloat16), torch.autocast("cuda"):
+            assert product(x) == torch.bfloat16  # that of the region around it
+            assert torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") == torch.bfloat16
+
+
+def test_autocast_that_is_not_wanted_is_off():
+    with memlab.dry_run(), torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", enabled=False):
+            assert product(torch.ones(2, 2)) == torch.float32
+        assert product(torch.ones(2, 2)) == torch.bfloat16
+
+
+def test_autocast_ends_where_it_ends_also_after_an_exception():
+    with memlab.dry_run():
+        x = torch.ones(2, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            with suppress(ZeroDivisionError), torch.autocast("cuda", torch.float16):
+                raise ZeroDivisionError
+            assert product(x) == torch.bfloat16
+        assert product(x) == torch.float32
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_one_autocast_object_can_be_entered_again():
+    with memlab.dry_run():
+        autocast, x = torch.autocast("cuda", torch.bfloat16), torch.ones(2, 2)
+        for _ in range(2):
+            with autocast:
+                with autocast:
+                    assert product(x) == torch.bfloat16
+                assert product(x) == torch.bfloat16
+            assert product(x) == torch.float32
+    torch.set_autocast_enabled("cuda", False)  # what one object entered twice leaves on, in torch
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_autocast_that_torch_switched_off_before_the_dry_run_is_refused():
+    outside = torch.autocast("cuda", torch.bfloat16)
+    with memlab.dry_run():
+        with pytest.raises(
+            ValueError, match=r"^\S*test_fake_accelerator.py:\d+ .*inside the dry run$"
+        ):
+            outside.__enter__()
+        assert product(torch.ones(2, 2)) == torch.float32
+
+
+def test_normalizations_and_softmax_keep_the_dtype_that_cuda_would_widen():
+    has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
+    with memlab.dry_run(), torch.autocast("cuda", torch.bfloat16):
+        x = torch.ones(2, 4, dtype=torch.bfloat16)
+        widened = {
+            "layer_norm": nn.functional.layer_norm(x, (4,)),
+            "softmax.int": x.softmax(-1),
+            "pow.Tensor_Scalar": x.pow(2),
+            "log": x.log(),
+            "sum": x.sum(),
+        }
+    for name, result in widened.items():
+        assert result.dtype == torch.bfloat16
+        assert has_rule(f"aten::{name}", "AutocastCUDA")
+        assert not has_rule(f"aten::{name}", "AutocastCPU")
+
+
+def test_autocast_of_the_cpu_may_be_made_before():
+    outside = torch.autocast("cpu", torch.bfloat16)
+    with memlab.dry_run(), outside:
+        assert product(torch.ones(2, 2)) == torch.bfloat16
+
+
+# ------------------------------------------------------------------ loss scaling
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_scaler_for_cuda_scales(fused):
+    def optimizer(parameters):
+        return torch.optim.AdamW(parameters, fused=fused)
+
+    def forward(device, model, x):
+        with torch.autocast(device, torch.float16):
+            return model(x)
+
+    scaled = same_as_on_the_cpu(training(forward, scaler=True, optimizer=optimizer))
+    plain = same_as_on_the_cpu(training(forward, optimizer=optimizer))
+    assert len(scaled.events) > len(plain.events)
+
+
+@OLD_NAMES
+def test_the_old_name_of_the_gradient_scaler_is_enabled():
+    with memlab.dry_run():
+        with pytest.warns(FutureWarning, match="deprecated"):
+            assert torch.cuda.amp.GradScaler().is_enabled()
+        assert torch.amp.GradScaler("cuda").scale(torch.ones(2)).shape == (2,)
+        assert not torch.amp.GradScaler("cuda", enabled=False).is_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
+def test_a_scaler_that_torch_switched_off_before_the_dry_run_is_refused():
+    outside = torch.amp.GradScaler("cuda")
+    with memlab.dry_run(), pytest.raises(ValueError, match="GradScaler for CUDA was made before"):
+        outside.scale(torch.ones(2))
+
+
+# ------------------------------------------------------------------ tensors and modules
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(3).to(0),
+        lambda: torch.ones(3).to(device=1),
+        lambda: torch.ones(3).cuda(0),
+        lambda: torch.ones(3).xpu(),
+        lambda: torch.ones(3, device=0),
+        lambda: torch.tensor([1.0, 2.0], device="cuda"),
+        lambda: torch.empty_like(torch.ones(3), device=0),
+        lambda: nn.Linear(2, 2).to(0).weight,
+        lambda: nn.Linear(2, 2).xpu().weight,
+        lambda: nn.Linear(2, 2, device=0).weight,
+        lambda: nn.Linear(2, 2, device="meta").to_empty(device="cuda").weight,
+        lambda: torch.randn(3, device="cuda", generator=torch.Generator("cuda").manual_seed(1)),
+        lambda: torch.randn(3, generator=torch.Generator()),
+    ],
+)
+def test_every_device_is_the_cpu_however_it_is_named(make):
+    with memlab.dry_run():
+        assert make().device.type == "cpu"
+
+
+def test_a_number_that_is_no_device_stays_a_number():
+    with memlab.dry_run():
+        assert torch.ones(2).to(torch.float64, True, False).dtype == torch.float64
+        assert torch.full((3,), 7).shape == (3,)
+
+
+def test_a_model_made_on_meta_is_as_large_as_a_real_one():
+    def make(device: str):
+        model = nn.Linear(32, 48, device="meta").to_empty(device=device)
+        x = torch.randn(16, 32, device=device)
+        return lambda: model(x).sum().backward(), model
+
+    same_as_on_the_cpu(make)
+
+
+def test_what_is_pinned_is_what_it_was():
+    with memlab.dry_run():
+        x = torch.ones(3)
+        assert x.pin_memory() is x
+        loader = DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=4, pin_memory=True)
+        assert [batch.shape for (batch,) in loader] == [(4, 2)] * 2
+        assert loader.pin_memory
+
+
+@pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}, {"amsgrad": True}])
+def test_a_capturable_optimizer_allocates_what_it_does_on_a_device(settings, monkeypatch):
+    def optimizer(parameters):
+        return torch.optim.Adam(parameters, capturable=True, **settings)
+
+    module = sys.modules["torch.optim.adam"]  # torch.optim.adam is gone; for the real step
+    monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **kwargs: ["cpu"])
+    same_as_on_the_cpu(training(lambda device, model, x: model(x), optimizer=optimizer))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.Adadelta])
+def test_capturable_optimizers_step(kind):
+    with memlab.dry_run():
+        model = nn.Linear(4, 4, device="cuda")
+        optimizer = kind(model.parameters(), capturable=True)
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        assert len(optimizer.state) == 2
+
+
+def test_nothing_is_written_over_a_checkpoint(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(torch.ones(2), path)
+    with memlab.dry_run():
+        torch.save(nn.Linear(4, 4).state_dict(), path)
+    assert torch.load(path).tolist() == [1, 1]
+
+
+# ------------------------------------------------------------------ torch.cuda and its kin
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (lambda: torch.cuda.synchronize(), None),
+        (lambda: torch.cuda.synchronize("cuda:0"), None),
+        (lambda: torch.cuda.set_device(1), None),
+        (lambda: torch.cuda.current_device(), 0),
+        (lambda: torch.cuda.empty_cache(), None),
+        (lambda: torch.cuda.reset_peak_memory_stats(), None),
+        (lambda: torch.cuda.memory_allocated(), 0),
+        (lambda: torch.cuda.max_memory_allocated(0), 0),
+        (lambda: torch.cuda.memory._record_memory_history(max_entries=9), None),
+        (lambda: torch.cuda.nvtx.range_push("forward"), None),
+        (lambda: torch.cuda.is_available(), False),
+        (lambda: torch.cuda.device_count(), 0),
+        (lambda: torch.cuda.is_bf16_supported(), True),
+        (lambda: torch.xpu.synchronize(), None),
+        (lambda: torch.mps.empty_cache(), None),
+        (lambda: torch.cuda.Event(enable_timing=True).query(), True),
+    ],
+)
+def test_what_only_waits_or_counts_is_answered(call, answer):
+    with memlab.dry_run():
+        assert call() == answer
+
+
+def test_streams_and_events_are_done_at_once():
+    with memlab.dry_run():
+        side, x = torch.cuda.Stream(), torch.ones(3)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), torch.cuda.device(0), torch.cuda.nvtx.range("copy"):
+            y = x * 2
+        y.record_stream(side)
+        event = side.record_event(torch.cuda.Event())
+        event.record()
+        event.synchronize()
+        torch.cuda.default_stream().wait_event(event)
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("get_device_name", lambda: torch.cuda.get_device_name(0)),
+        ("get_device_properties", lambda: torch.cuda.get_device_properties("cuda").total_memory),
+        ("get_device_capability", lambda: torch.cuda.get_device_capability()),
+        ("mem_get_info", lambda: torch.cuda.mem_get_info()),
+        ("memory_summary", lambda: torch.cuda.memory_summary()),
+        ("_dump_snapshot", lambda: torch.cuda.memory._dump_snapshot("work/snapshot.pickle")),
+        ("elapsed_time", lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event())),
+    ],
+)
+def test_what_only_a_device_knows_is_one_sentence_that_names_the_line(name, ask):
+    with (
+        memlab.dry_run(),
+        pytest.raises(ValueError, match=rf"^\S*test_fake_accelerator.py:\d+ .*{name}") as e,
+    ):
+        ask()
+    assert "\n" not in str(e.value)
+
+
+# ------------------------------------------------------------------ begin and end
+
+
+def everything() -> list[object]:
+    return [vars(owner).get(name) for owner, name in fake_accelerator.replacements()]
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_everything_is_as_before_afterwards(error):
+    before = everything()
+    with suppress(ZeroDivisionError), memlab.dry_run():
+        during = everything()
+        if error is not None:
+            raise error
+    assert all(new is not old for new, old in zip(during, before, strict=True))
+    assert everything() == before
+    assert "record_stream" not in vars(torch.Tensor)  # it is inherited
+
+
+def test_what_is_replaced_before_an_error_is_put_back():
+    class Thing:
+        there = also = 1
+
+    def fail(real):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        replaced({(Thing, "there"): lambda real: 2, (Thing, "also"): fail}).__enter__()
+    assert Thing.there == 1
+
+
+def test_a_machines_own_accelerator_answers_for_itself(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a real one")
+    with memlab.dry_run():
+        assert torch.cuda.get_device_name() == "a real one"

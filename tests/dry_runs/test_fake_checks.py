@@ -1,0 +1,80 @@
+"""Libraries that ask whether a tensor is fake: they hear no, and torch learns the truth."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch._subclasses import fake_tensor
+from traces import predicted
+
+import memlab
+
+LIBRARY = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+def by_its_own_import(x):
+    return isinstance(x, FakeTensor)
+
+def by_attribute(x):
+    return isinstance(x, getattr(torch, "_subclasses").FakeTensor)
+
+def by_import_in_the_function(x):
+    from torch._subclasses import FakeTensor
+    return issubclass(type(x), FakeTensor) or type(x) == FakeTensor
+"""
+WAYS = ("by_its_own_import", "by_attribute", "by_import_in_the_function")
+
+
+@pytest.fixture
+def library(monkeypatch):
+    module = ModuleType("a_library")
+    exec(LIBRARY, module.__dict__)
+    monkeypatch.setitem(sys.modules, "a_library", module)
+    return module
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_library_hears_that_no_tensor_is_fake(library, way):
+    answers = []
+    with memlab.dry_run():
+        answers.append(getattr(library, way)(torch.zeros(2)))
+    predicted(lambda device: answers.append(getattr(library, way)(torch.zeros(2, device=device))))
+    assert answers == [False, False]
+
+
+def test_torch_learns_the_truth():
+    with memlab.dry_run():
+        x = torch.zeros(1, 1, 4, 4)
+        assert torch._meta_registrations.device_hint(x) == "cpu"
+        assert isinstance(x, fake_tensor.FakeTensor)
+
+
+def test_all_names_are_put_back(library):
+    with memlab.dry_run():
+        assert library.FakeTensor is not fake_tensor.FakeTensor
+    assert library.FakeTensor is torch._subclasses.FakeTensor is fake_tensor.FakeTensor
+
+
+def test_transformers_hears_what_it_would_in_a_real_run():
+    """Every function of transformers that asks whether something traces, compiles or records."""
+    checks = pytest.importorskip("transformers.utils.import_utils")
+    words = ("tracing", "fake_tensor", "fx_proxy", "compiling", "exporting", "capturing", "jitting")
+    asked = {
+        name: function
+        for name, function in vars(checks).items()
+        if name.startswith("is_") and any(word in name for word in words)
+    }
+    assert {"is_tracing", "is_fake_tensor", "is_torchdynamo_compiling"} <= asked.keys()
+
+    def answers(x):
+        takes_a_tensor = {name: f.__code__.co_argcount > 0 for name, f in asked.items()}
+        return {name: f(x) if takes_a_tensor[name] else f() for name, f in asked.items()}
+
+    real, in_a_prediction = answers(torch.zeros(2)), {}
+    with memlab.dry_run():
+        assert answers(torch.zeros(2)) == real
+    predicted(lambda device: in_a_prediction.update(answers(torch.zeros(2, device=device))))
+    assert in_a_prediction == real
+    assert not any(real.values())

@@ -1,0 +1,144 @@
+"""What a script hears that asks for its GPU while a prediction runs it."""
+
+import functools
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import memlab
+from memlab.configs.targets import TARGETS
+from memlab.prediction import gpu_answers
+
+GIB = 2**30
+
+
+def heard(ask, target: str = "cuda") -> Any:
+    """What `ask` returns inside a prediction, from the builder and from the step."""
+    answers = []
+
+    def build():
+        answers.append(ask())
+        return (lambda: answers.append(ask())), None, None
+
+    memlab.predict(build, target=target)
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+@pytest.fixture(params=[False, True])
+def _with_or_without_a_driver(request, monkeypatch):
+    """Any question to the driver fails, whether the machine has a GPU or none."""
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("the driver was asked")
+
+    if request.param:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_device_properties", "get_device_name", "mem_get_info", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, fail)
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", fail)
+
+
+@pytest.mark.usefixtures("_with_or_without_a_driver")
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda: torch.cuda.is_available(), True),
+        (lambda: torch.cuda.is_bf16_supported(), True),
+        (lambda: torch.cuda.is_bf16_supported(including_emulation=False), True),
+        (lambda: torch.cuda.device_count(), 1),
+        (lambda: torch.cuda.current_device(), 0),
+        (lambda: torch.cuda.is_initialized(), True),
+        (lambda: torch.cuda.get_device_name(0), "NVIDIA A100-SXM4-80GB"),
+        (lambda: torch.cuda.get_device_capability("cuda:0"), (8, 0)),
+        (lambda: torch.cuda.get_device_properties(0).total_memory, 79.25 * GIB),
+        (lambda: torch.cuda.get_device_properties(0).major, 8),
+        (lambda: torch.cuda.get_device_properties(0).multi_processor_count, 108),
+        (lambda: torch.cuda.mem_get_info(), (79.25 * GIB, 79.25 * GIB)),
+        (lambda: torch.cuda.get_arch_list(), ["sm_80"]),
+        (lambda: torch.cuda.is_current_stream_capturing(), False),
+        (lambda: torch.accelerator.is_available(), True),
+        (lambda: torch.accelerator.device_count(), 1),
+        (lambda: torch.accelerator.current_accelerator(), torch.device("cuda")),
+        (lambda: torch.accelerator.current_accelerator(check_available=True).type, "cuda"),
+        (lambda: torch.accelerator.current_device_index(), 0),
+        (lambda: torch.accelerator.synchronize(), None),
+        (lambda: torch.cuda.manual_seed_all(0), None),
+    ],
+)
+def test_there_is_one_gpu(ask, answer):
+    assert heard(ask) == answer
+
+
+def test_it_is_that_of_the_target():
+    card = heard(lambda: torch.cuda.get_device_properties(0), "cuda:hopper")
+    assert (card.name, card.major, card.minor) == ("NVIDIA H100 80GB HBM3", 9, 0)
+    assert card == gpu_answers.properties(TARGETS["cuda:hopper"])
+
+
+def test_before_and_after_the_machine_answers_for_itself():
+    asked = (torch.cuda.is_available, torch.cuda.get_device_name, torch.accelerator.is_available)
+    there = torch.cuda.is_available(), torch.cuda.device_count(), torch.accelerator.is_available()
+    heard(lambda: torch.cuda.is_available())
+    assert asked == (
+        torch.cuda.is_available,
+        torch.cuda.get_device_name,
+        torch.accelerator.is_available,
+    )
+    assert there == (
+        torch.cuda.is_available(),
+        torch.cuda.device_count(),
+        torch.accelerator.is_available(),
+    )
+
+
+def test_a_dry_run_that_predicts_nothing_answers_as_the_machine():
+    with memlab.dry_run():
+        assert torch.cuda.is_available() == torch.accelerator.is_available()
+        assert torch.accelerator.is_available() == (
+            torch.accelerator.current_accelerator() is not None
+        )
+
+
+def test_a_script_that_asks_first_is_predicted_like_one_that_does_not():
+    def build(device: torch.device | None = None):
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        model = torch.nn.Linear(256, 256).to(device)
+        batch = torch.randn(8, 256, device=device)
+
+        def step() -> None:
+            with torch.autocast(device.type, dtype), torch.random.fork_rng():
+                model(batch).sum().backward()
+
+        return step, model, None
+
+    asked = memlab.predict(build)
+    told = memlab.predict(lambda: build(torch.device("cuda")))
+    assert (asked.at_peak, asked.memory, asked.notes) == (told.at_peak, told.memory, told.notes)
+    assert not any("nothing on an accelerator" in note for note in asked.notes)
+
+
+def test_what_libraries_remember_is_asked_anew(monkeypatch):
+    """transformers caches such answers; accelerate keeps one state for a process."""
+    library = ModuleType("transformers.utils.import_utils")
+    library.is_cuda = functools.lru_cache(lambda: torch.cuda.is_available())
+    shared = {"device": "cpu"}
+    states = ModuleType("accelerate.state")
+    for name in ("PartialState", "AcceleratorState", "GradientState"):
+        setattr(states, name, SimpleNamespace(_shared_state={}))
+    states.PartialState._shared_state = shared
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    monkeypatch.setitem(sys.modules, states.__name__, states)
+
+    def ask() -> bool:
+        shared.setdefault("device", "cuda")
+        return library.is_cuda() and shared["device"] == "cuda"
+
+    before = library.is_cuda()
+    assert heard(ask)
+    assert library.is_cuda() == before
+    assert shared == {"device": "cpu"}

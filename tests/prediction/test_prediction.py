@@ -1,0 +1,631 @@
+"""Predictions for CUDA, by what can be computed by hand, and against the dry run below them."""
+
+import math
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from traces import WORKSPACE, births, peak_of_storages, predicted
+
+import memlab
+from memlab import Kernels
+from memlab.allocator import simulate
+from memlab.configs.targets import TARGETS
+from memlab.dry_runs.fake_accelerator import StandIn
+from memlab.metering import THREADS_NOTE
+from memlab.trace import Trace
+
+B, H, T, D = 2, 4, 64, 32
+
+
+def rounded(count: int) -> int:
+    """What the allocator hands out for so many bytes."""
+    return -(-count // 512) * 512
+
+
+def linear_training(optimizer=torch.optim.AdamW, device="cuda", after=lambda model: None):
+    """A builder: one linear layer without a bias, 32 × 48."""
+
+    def build():
+        model = nn.Linear(32, 48, bias=False, device=device)
+        steps = optimizer(model.parameters())
+        x = torch.randn(16, 32, device=device)
+
+        def step() -> None:
+            steps.zero_grad()
+            model(x).square().mean().backward()
+            after(model)
+            steps.step()
+
+        return step, model, steps
+
+    return build
+
+
+# ------------------------------------------------------------------ eager, by hand
+
+
+class EagerBlock(nn.Module):
+    """Attention written out, normalization written out, a gated feed-forward part."""
+
+    def __init__(self, C: int, H: int, device: str) -> None:
+        super().__init__()
+        self.H = H
+        self.qkv = nn.Linear(C, 3 * C, bias=False, device=device)
+        self.out = nn.Linear(C, C, bias=False, device=device)
+        self.up = nn.Linear(C, 4 * C, bias=False, device=device)
+        self.down = nn.Linear(4 * C, C, bias=False, device=device)
+        self.scale = nn.Parameter(torch.ones(C, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.shape
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.scale
+        q, k, v = self.qkv(normed).view(B, T, 3, self.H, C // self.H).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT / math.sqrt(C // self.H)
+        mask = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
+        shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+        x = x + self.out((shares @ v).transpose(1, 2).reshape(B, T, C))
+        return x + self.down(F.silu(self.up(x)))
+
+
+class PlainAdamW(torch.optim.Optimizer):
+    """AdamW as the paper writes it, a state of two tensors a parameter."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["m"] = torch.zeros_like(parameter)
+                state["v"] = torch.zeros_like(parameter)
+            state["m"].mul_(0.9).add_(parameter.grad, alpha=0.1)
+            state["v"].mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=0.001)
+            parameter.mul_(1 - 1e-5)
+            parameter.addcdiv_(state["m"], state["v"].sqrt().add_(1e-8), value=-1e-3)
+
+
+def eager_training(device: str):
+    def build():
+        blocks = [EagerBlock(40, 4, device) for _ in range(2)]
+        model = nn.Sequential(nn.Embedding(50, 40, device=device), *blocks)
+        optimizer = PlainAdamW(model.parameters())
+        tokens = torch.zeros(3, 17, dtype=torch.long, device=device)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(tokens).square().mean().backward()
+            optimizer.step()
+
+        return step, model, optimizer
+
+    return build
+
+
+def of_the_dry_run(build) -> memlab.Trace:
+    with memlab.dry_run():
+        step, model, optimizer = build()
+        step()
+        return memlab.measure(step, model=model, optimizer=optimizer)
+
+
+def kinds(events) -> list[tuple]:
+    """All but the storages' numbers; what made those from before is left out."""
+    from_before = {event.storage for event in events if event.phase == "before"}
+    known = [e._replace(operator="", shape=()) if e.storage in from_before else e for e in events]
+    return sorted(event[:1] + event[2:] for event in known)
+
+
+def test_eager_training_takes_what_the_dry_run_does_and_rounding_and_workspaces():
+    trace, dry = memlab.predict(eager_training("cuda")), of_the_dry_run(eager_training("cpu"))
+    own = [e for e in trace.events if e.category not in ("rounding", "workspace")]
+    assert kinds(own) == kinds(dry.events)
+    held, alive, peak = {}, 0, 0
+    for event in dry.events:
+        before = held.get(event.storage, 0)
+        held[event.storage] = before + event.bytes
+        alive += rounded(held[event.storage]) - rounded(before)
+        peak = max(peak, alive)
+    assert trace.peak_bytes == peak + 2 * WORKSPACE
+
+
+def test_the_trace_is_a_dry_one_of_cuda_and_sums_up():
+    trace = memlab.predict(eager_training("cuda"))
+    assert (trace.device, trace.dry) == ("cuda", True)
+    assert sum(trace.at_peak.values()) == trace.peak_bytes
+    assert "(cuda, dry run)" in str(trace)
+    assert trace.notes[0].startswith("predicted for most cards, by these kernels: attention")
+
+
+# ------------------------------------------------------------------ what came before
+
+
+def whole_run(build, steps: int):
+    """The builder of one step that builds, and takes all steps."""
+
+    def run() -> None:
+        step, *_ = build()
+        for _ in range(steps):
+            step()
+
+    return lambda: (run, None, None)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_memory_is_reserved_as_by_the_whole_process_not_by_a_fresh_one(steps):
+    build = eager_training("cuda")
+    trace, whole = memlab.predict(build, steps=steps), memlab.predict(whole_run(build, steps))
+    of_the_run = simulate(Trace(whole.events))
+    assert trace.reserved_bytes == simulate(trace).reserved_bytes == of_the_run.reserved_bytes
+    position = len(of_the_run.reserved) - len(of_the_step(trace))
+    assert simulate(trace).reserved[-1] == of_the_run.reserved[-1]
+    assert trace.memory.allocated_peak_bytes == max(of_the_run.allocated[position - 1 :])
+
+
+def of_the_step(trace: memlab.Trace) -> list:
+    return [event for event in trace.events if event.phase != "before"]
+
+
+def test_what_the_history_leaves_alive_is_what_the_step_begins_with():
+    trace = memlab.predict(eager_training("cuda"))
+    left = Trace(trace.history).alive()
+    before = [e for e in trace.events if e.phase == "before" and e.category != "rounding"]
+    assert sorted((e.storage, e.bytes) for e in left) == sorted(
+        (e.storage, e.bytes) for e in before
+    )
+
+
+def test_what_an_earlier_step_left_alive_and_this_one_never_touches_counts():
+    def build():
+        kept = []
+
+        def step() -> None:
+            kept.append(torch.ones(256, device="cuda") + 1)
+
+        return step, None, None
+
+    trace = memlab.predict(build, steps=3)
+    assert [e.bytes for e in trace.events if e.phase == "before"] == [1024, 1024]
+    assert trace.live_bytes == 3 * 1024
+
+
+def test_parameters_and_states_of_no_module_and_no_optimizer_are_known_by_their_use():
+    def build():
+        weight = torch.randn(32, 32, device="cuda", requires_grad=True)
+        moment = torch.zeros(32, 32, device="cuda")
+        x = torch.randn(8, 32, device="cuda")
+
+        def step() -> None:
+            weight.grad = None
+            (x @ weight).sum().backward()
+            with torch.no_grad():
+                moment.mul_(0.9).add_(weight.grad)
+                weight.sub_(moment)
+
+        return step, None, None
+
+    before = [e for e in memlab.predict(build).events if e.phase == "before"]
+    sizes = Counter((event.category, event.bytes) for event in before)
+    assert sizes == {
+        ("parameters", 4096): 1,
+        ("optimizer_state", 4096): 1,
+        ("gradients", 4096): 1,
+        ("inputs", 1024): 1,
+        ("workspace", WORKSPACE): 2,
+    }
+
+
+def test_every_block_and_its_rounding_are_a_multiple_of_512():
+    events = memlab.predict(eager_training("cuda")).events
+    alive = 0
+    for event, following in pairwise(events):
+        alive += event.bytes
+        assert following.category == "rounding" or alive % 512 == 0
+
+
+# ------------------------------------------------------------------ what counts as CUDA's
+
+
+def test_what_stays_on_the_cpu_does_not_count_and_its_copy_does():
+    def step(device):
+        data = torch.zeros(1000, 64)
+        return data[:10].to(device) * 2
+
+    assert births(predicted(step)) == [(2560, "float32"), (2560, "float32")]
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x: x.cuda(),
+        lambda x: x.to(0),
+        lambda x: x.to("cuda:0", non_blocking=True),
+        lambda x: x.to(torch.device("cuda")),
+        lambda x: x.pin_memory().cuda(),
+    ],
+)
+def test_every_way_to_move_a_tensor_copies_it_once(moved):
+    def step(device):
+        on_cuda = torch.zeros(1, device=device)
+        assert moved(on_cuda) is on_cuda
+        return moved(torch.zeros(100))
+
+    assert births(predicted(step)) == [(4, "float32"), (400, "float32")]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda anchor: torch.tensor([1.0, 2.0], device="cuda"),
+        lambda anchor: torch.tensor([1.0, 2.0], device=anchor.device),
+        lambda anchor: torch.tensor([1.0, 2.0], device="cuda", requires_grad=True),
+        lambda anchor: torch.as_tensor([1.0, 2.0], device="cuda"),
+        lambda anchor: anchor.new_tensor([1.0, 2.0]),
+    ],
+)
+def test_values_are_copied_to_where_they_are_wanted(make):
+    def step(device):
+        anchor = torch.zeros(1, device=device)
+        made = make(anchor)
+        assert made.is_leaf
+        assert made.device == anchor.device
+
+    assert births(predicted(step)) == [(4, "float32"), (8, "float32")]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_a_single_value_is_copied_as_well(mode):
+    def step():
+        with mode():
+            one = torch.tensor(1.0, device="cuda") * 2
+            return torch.cat([torch.tensor([], device="cuda"), one.expand(2)])
+
+    trace = memlab.predict(lambda: (step, None, None))
+    assert births(trace) == [(4, "float32"), (4, "float32"), (8, "float32")]
+
+
+def test_a_copy_to_the_cpu_takes_nothing():
+    assert births(predicted(lambda device: torch.zeros(100, device=device).cpu())) == [
+        (400, "float32")
+    ]
+
+
+def test_a_model_that_is_moved_counts_once():
+    def build():
+        model = nn.Linear(8, 16).to("cuda")
+        return lambda: model(torch.zeros(4, 8, device="cuda")), model, None
+
+    assert memlab.predict(build).at_end["parameters"] == (8 * 16 + 16) * 4
+
+
+def test_tensors_of_both_devices_in_one_operator_are_refused_with_the_line():
+    def step(device):
+        return torch.zeros(3, device=device) + torch.zeros(3)
+
+    with pytest.raises(ValueError, match=r"test_prediction.py:\d+ step: aten.add.Tensor is given"):
+        predicted(step)
+
+
+def test_a_number_on_the_cpu_may_meet_a_tensor_of_cuda():
+    trace = predicted(lambda device: torch.zeros(300, device=device) * torch.tensor(2.0))
+    assert births(trace) == [(1200, "float32")] * 2
+
+
+def test_step_counters_of_optimizers_stay_on_the_cpu():
+    state = memlab.predict(linear_training()).at_end["optimizer_state"]
+    assert state == 2 * 32 * 48 * 4
+
+
+def test_capturable_step_counters_do_not():
+    def optimizer(parameters):
+        return torch.optim.AdamW(parameters, capturable=True)
+
+    state = memlab.predict(linear_training(optimizer)).at_end["optimizer_state"]
+    assert state == 2 * 32 * 48 * 4 + 4
+
+
+def test_a_script_that_names_no_accelerator_is_counted_whole_but_for_step_counters():
+    trace, named = memlab.predict(linear_training(device="cpu")), memlab.predict(linear_training())
+    assert trace.peak_bytes == named.peak_bytes
+    assert trace.at_end == named.at_end
+    assert "puts nothing on an accelerator" in trace.notes[0]
+    assert "puts nothing on an accelerator" not in named.notes[0]
+
+
+def test_there_too_capturable_step_counters_count():
+    def optimizer(parameters):
+        return torch.optim.AdamW(parameters, capturable=True)
+
+    trace = memlab.predict(linear_training(optimizer, device="cpu"))
+    assert trace.at_end["optimizer_state"] == 2 * 32 * 48 * 4 + 4
+
+
+# ------------------------------------------------------------------ steps
+
+
+def test_the_first_step_makes_the_state_and_the_workspaces():
+    first = memlab.predict(linear_training(), steps=1)
+    second = memlab.predict(linear_training())
+    before = [e.category for e in first.events if e.phase == "before"]
+    assert before == ["parameters", "inputs"]
+    made = [(e.operator, e.phase) for e in first.events if e.category == "workspace"]
+    assert made == [("aten.mm.default", "forward"), ("aten.mm.default", "backward")]
+    assert first.at_end == second.at_end
+    assert [e.bytes for e in second.events if e.category == "workspace"] == [WORKSPACE] * 2
+    assert {e.phase for e in second.events if e.category == "workspace"} == {"before"}
+
+
+def test_without_a_backward_pass_there_is_one_workspace():
+    def step(device):
+        with torch.no_grad():
+            return nn.Linear(8, 8, device=device)(torch.zeros(2, 8, device=device))
+
+    assert predicted(step).at_end["workspace"] == WORKSPACE
+
+
+def test_without_a_matrix_product_there_is_none():
+    assert "workspace" not in predicted(lambda device: torch.zeros(9, device=device) * 2).at_end
+
+
+def test_workspaces_on_hopper_are_larger():
+    trace = memlab.predict(linear_training(), target="cuda:hopper")
+    assert trace.at_peak["workspace"] == 2 * 32 * 2**20
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+def gathered(choice: str, optimizer=torch.optim.AdamW) -> int:
+    """The optimizer's temporaries at the end of a step of one linear layer and a bias."""
+
+    def build():
+        model = nn.Linear(32, 48, device="cuda")
+        steps = optimizer(model.parameters())
+
+        def step() -> None:
+            model(torch.zeros(4, 32, device="cuda")).sum().backward()
+            steps.step()
+
+        return step, model, steps
+
+    trace = memlab.predict(build, kernels=Kernels(optimizer=choice))
+    alive = most = 0
+    for event in trace.events:
+        if event.category == "optimizer_temporaries":
+            alive += event.bytes
+            most = max(most, alive)
+    return most
+
+
+def test_adamw_takes_one_temporary_for_each_parameter_at_once():
+    assert gathered("auto") == gathered("foreach") == (32 * 48 + 48) * 4
+
+
+def test_the_loop_takes_them_one_after_another():
+    def one_at_a_time(parameters):
+        return torch.optim.AdamW(parameters, foreach=False)
+
+    assert gathered("loop") == gathered("auto", one_at_a_time) == 2 * 32 * 48 * 4
+
+
+def test_the_fused_kernel_takes_none():
+    def fused(parameters):
+        return torch.optim.AdamW(parameters, fused=True)
+
+    assert gathered("fused") == gathered("auto", fused) == 0
+
+
+def test_clipping_works_on_all_gradients_at_once():
+    trace = memlab.predict(
+        linear_training(after=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    )
+    assert births(trace, "_foreach_norm") == [(4, "float32")]
+
+
+# ------------------------------------------------------------------ kernels' results and notes
+
+
+def test_layer_norm_keeps_its_statistics_in_float32():
+    def step(device):
+        x = torch.zeros(6, 8, device=device, dtype=torch.bfloat16)
+        return F.layer_norm(x, (8,))
+
+    assert births(predicted(step), "layer_norm") == [
+        (6 * 8 * 2, "bfloat16"),
+        (6 * 4, "float32"),
+        (6 * 4, "float32"),
+    ]
+
+
+def test_the_scratch_of_a_large_reduction_is_taken_beside_its_result():
+    def step(device):
+        return torch.zeros(8192, 4096, device=device).sum(0)
+
+    trace = predicted(step)
+    scratch = [e.bytes for e in trace.events if e.category == "workspace"]
+    assert scratch == [4 * 4096 * 54 * 128, 128, -4 * 4096 * 54 * 128, -128]
+    assert trace.peak_bytes == 8192 * 4096 * 4 + 4096 * 4 + 4 * 4096 * 54 * 128 + 512
+
+
+def test_unknown_scratch_is_named():
+    def step(device):
+        return F.conv2d(torch.zeros(1, 1, 8, 8, device=device), torch.zeros(1, 1, 3, 3).cuda())
+
+    assert any("scratch of convolutions (cuDNN) is not known" in n for n in predicted(step).notes)
+    assert not any("scratch" in note for note in memlab.predict(linear_training()).notes)
+
+
+def test_kernels_that_no_gpu_has_confirmed_are_named():
+    def step(device):
+        return F.dropout(torch.zeros(8, device=device), 0.5)
+
+    assert "not yet confirmed by a GPU: dropout in one kernel" in predicted(step).notes
+    [note] = memlab.predict(linear_training()).notes[1:]
+    assert note == "not yet confirmed by a GPU: AdamW all weights at once"
+    assert len(memlab.predict(eager_training("cuda")).notes) == 2  # an embedding's sort is unknown
+
+
+def test_gradients_from_other_threads_are_told():
+    assert THREADS_NOTE not in memlab.predict(linear_training()).notes
+
+
+def test_a_checkpoint_recomputes_with_the_same_kernels():
+    def step(device):
+        q = torch.zeros(B, H, T, D, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+        def attend(q):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+        checkpoint(attend, q, use_reentrant=False).sum().backward()
+
+    made = births(predicted(step), "_flash_attention.default")
+    assert made == 2 * [
+        (B * H * T * D * 2, "bfloat16"),
+        (B * H * T * 4, "float32"),
+        (16, "uint64"),
+        (8, "uint64"),
+    ]
+
+
+# ------------------------------------------------------------------ errors, and what is left behind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"build": 3}, TypeError, "got a int to predict"),
+        ({"build": lambda: None}, TypeError, "returned a NoneType; return .step, model, optim"),
+        ({"build": lambda: (1, None, None)}, TypeError, "returned a tuple"),
+        ({"target": "cuda:turing"}, ValueError, "'cuda:turing'; known are 'cuda', 'cuda:hopper'"),
+        ({"steps": 0}, ValueError, "got steps=0; at least one"),
+        ({"kernels": "flash"}, TypeError, r"got a str as kernels; give memlab.Kernels"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        memlab.predict(**{"build": linear_training(), **arguments})
+
+
+def answers_of_the_cpu() -> list:
+    """What depends on everything that a prediction puts in the place of something else."""
+
+    def step() -> None:
+        q = torch.zeros(B, H, T, D, requires_grad=True)
+        x = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        F.dropout(F.rms_norm(x, (D,)), 0.5).sum().backward()
+        with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+            F.rms_norm((x @ x.mT).softmax(-1), (T,)).exp()
+        parameter = nn.Parameter(torch.zeros(3))
+        parameter.grad = torch.zeros(3)
+        torch.optim.AdamW([parameter]).step()
+
+    with memlab.dry_run():
+        device = torch.zeros(1, device="cuda").device
+        events = memlab.measure(step).events
+    return [device, StandIn.device, [(e.bytes, e.operator, e.dtype) for e in events]]
+
+
+def normalizing_without_gradients(device: str) -> None:
+    with torch.inference_mode():
+        F.rms_norm(torch.zeros(3, 8, device=device), (8,))
+
+
+def test_nothing_is_left_behind():
+    before = answers_of_the_cpu()
+    for kernels in (Kernels(), Kernels(optimizer="fused"), Kernels(optimizer="loop")):
+        memlab.predict(linear_training(), kernels=kernels)
+        predicted(normalizing_without_gradients, kernels=kernels)
+    assert answers_of_the_cpu() == before
+    assert StandIn.device == "cpu"
+
+
+def test_the_prediction_starts_from_what_torch_says_now():
+    answers_of_the_cpu()  # where RMSNorm is a composition
+    assert len(births(predicted(normalizing_without_gradients), "_fused_rms_norm")) == 2
+
+
+def test_an_optimizer_from_outside_is_asked_for_nothing_afterwards():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.zeros(2, 8)).sum().backward()
+        optimizer.step()
+
+    memlab.predict(lambda: (step, model, optimizer), kernels=Kernels(optimizer="fused"))
+    assert optimizer.param_groups[0]["fused"] is None
+    assert not optimizer.state
+
+
+def test_nothing_is_left_behind_by_a_step_that_fails():
+    before = answers_of_the_cpu()
+
+    def step(device):
+        with torch.autocast(device, torch.bfloat16):
+            raise KeyError("in the step")
+
+    with pytest.raises(KeyError, match="in the step"):
+        predicted(step)
+    assert answers_of_the_cpu() == before
+
+
+def test_all_targets_have_a_workspace_of_whole_blocks():
+    assert all(target.workspace_bytes % 512 == 0 for target in TARGETS.values())
+
+
+# ------------------------------------------------------------------ torch.func
+
+
+def transformed(kind: str):
+    """A builder: torch.func's transforms of a small model, whose sizes are multiples of 512."""
+
+    def build(device="cuda"):
+        model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).to(device)
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        x = torch.randn(16, 128, device=device)
+
+        def loss(parameters, x):
+            return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+        steps = {
+            "per-sample gradients": lambda: torch.func.vmap(
+                torch.func.grad(loss), in_dims=(None, 0)
+            )(parameters, x),
+            "jacobian": lambda: torch.func.jacrev(loss)(parameters, x),
+            "hessian": lambda: torch.func.hessian(loss, argnums=1)(parameters, x[:1]),
+            "forward mode": lambda: torch.func.jvp(partial(loss, parameters), (x,), (x,)),
+            "a module under vmap": lambda: torch.func.vmap(model)(x).sum().backward(),
+        }
+        return steps[kind], model, None
+
+    return build
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's forward mode
+@pytest.mark.parametrize(
+    "kind",
+    ["per-sample gradients", "jacobian", "hessian", "forward mode", "a module under vmap"],
+)
+def test_transforms_of_torch_func_take_what_they_take_in_a_dry_run(kind):
+    with memlab.dry_run():
+        step, model, _ = transformed(kind)("cpu")
+        step()
+        dry = memlab.measure(step, model=model)
+    step, model, _ = transformed(kind)("cpu")
+    step()
+    assert memlab.measure(step, model=model).peak_bytes == dry.peak_bytes
+    assert peak_of_storages(memlab.predict(transformed(kind))) == dry.peak_bytes
+
+
+def test_a_model_found_inside_a_transform_is_named_and_counted():
+    step, _, _ = transformed("per-sample gradients")("cpu")
+    step()
+    weights = {e.module for e in memlab.measure(step).events if e.category == "parameters"}
+    assert weights == {"0", "2"}
