@@ -158,7 +158,7 @@ def _check_average(answer: Any) -> str:
 
 
 def _check_response(answer: Any, times: Sequence[float]) -> None:
-    """Each step's weights are a unit vector of their own, so the average holds their weights."""
+    """Each step's weights are another unit vector, so the average shows what each step counts."""
     case, gamma = f"updates at {', '.join(map(str, times))}", 2.5
     directions = torch.eye(len(times) + 1, dtype=torch.float64)
     average = _average_of(answer, [directions[0], directions[0][:1]], gamma)
@@ -215,7 +215,7 @@ def _check_in_place(answer: Any) -> None:
     )
     require(
         most <= 4 * 1000 + 64,
-        f"{case}: an update allocates {most:,} bytes; wanted at most one tensor's, 4,000.",
+        f"{case}: an update allocates {most:,} bytes; wanted at most 4,000, one tensor.",
     )
 
 
@@ -344,8 +344,8 @@ def _check_solve(answer: Solve) -> str:
     _require_error(answer, case, alike, power_profile(0.07, 50))
     error = profile_error(many, power_profile(0.15, 160))
     return (
-        f"weights sum to 1, 0 after the target · with 16 times, width 0.15 has an error of "
-        f"{error:.1e}, the least possible"
+        f"weights sum to 1, 0 after the target · with snapshots at 16 times, width 0.15 has an "
+        f"error of {error:.1e}, the least possible"
     )
 
 
@@ -540,7 +540,7 @@ def _check_synthesize(answer: Any) -> str:
             f"three times {_TARGETS} sums of a piece and one snapshot's piece in float32.",
         )
     limited_outside_of_tensors(f"{_CASE}, 40 snapshots: your answer", _run(answer, 40), 2**16)
-    return f"sums right, each element read once · {most:,} bytes with 40 snapshots as with 4"
+    return f"sums right, each element read once · {most:,} bytes at once with 40 snapshots"
 
 
 def _require_sums(

@@ -77,7 +77,7 @@ def _check_peak(answer: Any) -> str:
             moment == wanted_moment,
             f"{case} says the peak is in {moment!r:.40}; wanted {wanted_moment!r}.",
         )
-    return f"{len(_STEPS)} steps to the byte, at either moment"
+    return f"{len(_STEPS)} steps match to the byte, in both moments"
 
 
 _AT_ONCE = "min(largest, optimizer.piece or largest)"
@@ -174,7 +174,7 @@ def _check_activations(answer: Any) -> str:
         )
         arguments = (block, layers, tokens, itemsize, checkpointed, ends)
         _same_bytes(case, answer(*arguments), activations(*arguments))
-    return f"{len(_PASSES)} passes to the byte, kept and checkpointed, in 4 bytes and in 2"
+    return f"{len(_PASSES)} passes match to the byte, kept and checkpointed, in 4 bytes and in 2"
 
 
 _ACTIVATIONS = Exercise(
@@ -265,7 +265,7 @@ def _check_lacks(answer: Any) -> str:
             f"{format_bytes(reserved)} reserved,"
         )
         _same_bytes(case, answer(memory, step), lacks(memory, step))
-    return f"{len(_FITTINGS)} verdicts to the byte: units, cards, the context, reserved bytes"
+    return f"{len(_FITTINGS)} verdicts match to the byte: units, cards, the context, reserved bytes"
 
 
 _LACKS = Exercise(
@@ -393,11 +393,11 @@ def _check_fastest(answer: Any) -> str:
             f"{case} {len(measure.asked)} measurements; wanted {in_doubt}.",
         )
         number, needed = number + len(figures), needed + in_doubt
-    return f"{needed} measurements of {number} candidates, none trusted unmeasured in doubt"
+    return f"{needed} measurements of {number} candidates; each one in doubt was measured"
 
 
 def _in_doubt(candidates: Any, room: int, found: Any) -> int:
-    """How many candidates may fit, and are no slower than the answer."""
+    """The number of candidates that may fit and are no slower than the answer."""
     seconds = float("inf") if found is None else found.seconds
     return sum(c.seconds <= seconds and 0.95 * c.formula_bytes <= room for c in candidates)
 
@@ -520,7 +520,7 @@ def _check_rank(answer: Any) -> str:
     for arguments in _RANKS:
         case = ", ".join(f"{name}={x}" for name, x in zip(names, arguments, strict=True))
         _same_bytes(f"of_a_rank({case})", answer(*arguments), of_a_rank(*arguments))
-    return f"{len(_RANKS)} ways to cut to the byte: blocks, ends, shards, micro-batches in flight"
+    return f"{len(_RANKS)} ways to cut match to the byte: blocks, ends, shards, inputs in flight"
 
 
 _ENDS, _CUT = "2 * end if pipeline == 1 else end", "-(-(blocks * block + ends) // tensor)"
