@@ -73,7 +73,8 @@ def _changed(kind: str, words: str, before: Any, after: Any) -> str:
         return f"writes into {words}; wanted it as it was."
     if words.startswith("the memory of "):
         return f"puts {words.removeprefix('the memory of ')} in other memory; wanted it in its own."
-    if kind in ("values", "gradients") or isinstance(before, (Tensor, np.ndarray)):
+    is_id = words.startswith(("which object ", "which tensor "))
+    if is_id or kind in ("values", "gradients") or isinstance(before, (Tensor, np.ndarray)):
         return f"changes {words}; wanted it as it was."
     return f"changes {words} from {_short(before)} to {_short(after)}; wanted it as it was."
 

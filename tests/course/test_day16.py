@@ -191,6 +191,7 @@ REFUSED = [
         ("measure(candidate) <=", f"{REMEMBERED} <="),
     ),
     ("16.5", "one end with one stage", ("2 * end if pipeline == 1 else end", "end")),
+    ("16.5", "bytes of the state cut to an integer", ("+= count *", "+= int(count) *")),
     ("16.5", "rounded down over t", (CUT, "(blocks * block + ends) // tensor")),
     ("16.5", "each block rounded up", (CUT, "blocks * -(-block // tensor) + -(-ends // tensor)")),
 ]
