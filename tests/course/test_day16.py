@@ -1,5 +1,5 @@
-"""Day 16's checks beyond what all days' have: other right answers, other wrong ones, and that what
-the lesson says of seven billion weights is so."""
+"""Day 16's checks: right answers written in other ways, more wrong answers, and the lesson's
+predictions for seven billion weights."""
 
 import random
 import re
@@ -12,12 +12,10 @@ from memlab import train
 from memlab.course import bill, days
 from memlab.course.checks import day16
 from memlab.course.checks.day16 import (
-    ADAMW,
     DAY,
-    LION_8_BIT,
-    Block,
     Candidate,
-    Step,
+    Optimizer,
+    Predicted,
     activations,
     fastest,
     lacks,
@@ -25,6 +23,7 @@ from memlab.course.checks.day16 import (
     peak,
 )
 from memlab.course.exercises import OK, WRONG, judge
+from memlab.course.solutions import given
 from memlab.model import PRESETS
 from memlab.planner import CARDS, Recipe, measured, memory_named, training_bytes
 from memlab.planner.cards import CONTEXT_BYTES
@@ -33,6 +32,8 @@ from memlab.units import parse_bytes
 EXERCISES = {exercise.id: exercise for exercise in DAY.exercises}
 SEVEN = PRESETS["llama-2-7b"]
 FOUND = Recipe(optimizer="lion8bit", checkpointing="checkpointing", step_in_backward=True)
+sizes_of, block_of, ends_of = given(16, "sizes_of", "block_of", "ends_of")
+LION_8_BIT = Optimizer(moments=1, moment_bytes=65 / 64, scratch=6.5, piece=2**22)
 
 
 def verdict(number, answer):
@@ -52,7 +53,7 @@ def by_a_list_of_moments(sizes, itemsize, o, activations):
 
 
 def block_by_block(block, layers, tokens, itemsize, checkpointed, ends):
-    """As the bytes come and go."""
+    """Counts the bytes as they are allocated and freed."""
     alive = 0
     for _ in range(layers):
         numbers = block.width if checkpointed else block.numbers
@@ -64,7 +65,7 @@ def block_by_block(block, layers, tokens, itemsize, checkpointed, ends):
 
 
 def by_the_last_letters(memory, step):
-    """Units by their letters, in a table of its own."""
+    """Reads the letters of the unit."""
     factors = {"k": 1, "M": 2, "G": 3}
     if memory in CARDS:
         total = CARDS[memory].total_bytes
@@ -76,7 +77,7 @@ def by_the_last_letters(memory, step):
 
 
 def by_turns(candidates, room, measure):
-    """Takes the fastest out of a copy, again and again."""
+    """Removes the fastest from a copy, again and again."""
     left = [c for c in candidates if not c.formula_bytes * 0.95 > room]
     while left:
         first = min(left, key=lambda c: c.seconds)
@@ -85,8 +86,8 @@ def by_turns(candidates, room, measure):
         left.remove(first)
 
 
-def a_stage_after_the_other(block, end, layers, cut, stage, each, kept):
-    """All stages of the line, and the fullest of them."""
+def for_every_stage(block, end, layers, cut, stage, each, kept):
+    """Computes every pipeline stage and returns the first."""
     t, p, d = cut
     found = []
     for number in range(p):
@@ -107,7 +108,7 @@ def a_stage_after_the_other(block, end, layers, cut, stage, each, kept):
         (2, block_by_block),
         (3, by_the_last_letters),
         (4, by_turns),
-        (5, a_stage_after_the_other),
+        (5, for_every_stage),
     ],
 )
 def test_other_right_answers_pass(number, answer):
@@ -115,49 +116,30 @@ def test_other_right_answers_pass(number, answer):
     assert found.status == OK, found.text
 
 
-# ------------------------------------------------------------------ other wrong ones
+# ------------------------------------------------------------------ other wrong answers
 
 
-def sorts_what_it_is_given(sizes, itemsize, optimizer, activations):
-    sizes.sort()
+def reverses(sizes, itemsize, optimizer, activations):
+    sizes.reverse()
     return peak(sizes, itemsize, optimizer, activations)
 
 
-def only_bytes(sizes, itemsize, optimizer, activations):
-    return peak(sizes, itemsize, optimizer, activations)[1]
-
-
-def always_in_the_optimizer(sizes, itemsize, optimizer, activations):
-    return "optimizer", peak(sizes, itemsize, optimizer, activations)[1]
-
-
 def a_copy(candidates, room, measure):
-    found = fastest(candidates, room, measure)
-    return found and replace_name(found)
-
-
-def replace_name(candidate):
-    return Candidate("made up", candidate.seconds, candidate.formula_bytes)
-
-
-def asks_for_none(candidates, room, measure):
-    measure(None)
+    return Candidate("made up", *fastest(candidates, room, measure)[1:])
 
 
 @pytest.mark.parametrize(
     ("number", "answer", "said"),
     [
-        (1, sorts_what_it_is_given, "changed the list of sizes"),
-        (1, only_bytes, "wanted a moment and bytes"),
-        (1, always_in_the_optimizer, "says the peak is in 'optimizer'"),
-        (2, lambda *given: str(activations(*given)), "wanted"),
-        (2, lambda *given: 1.001 * activations(*given), "bytes; wanted"),
+        (1, reverses, "changes"),
+        (1, lambda *arguments: peak(*arguments)[1], "wanted a moment and its bytes"),
+        (1, lambda *arguments: ("optimizer", peak(*arguments)[1]), "the peak is in 'optimizer'"),
+        (2, lambda *arguments: str(activations(*arguments)), "wanted"),
+        (2, lambda *arguments: 1.001 * activations(*arguments), "bytes; wanted"),
         (3, lambda memory, step: lacks(memory, step) > 0, "gave bool"),
-        (3, lambda memory, step: step.reserved_bytes > 0, "gave bool"),
         (4, a_copy, "wanted one of the candidates"),
-        (4, asks_for_none, "was asked for"),
-        (5, lambda *given: of_a_rank(*given) // 10**9, "bytes; wanted"),
-        (5, lambda *given: of_a_rank(*given[:3], given[3][::-1], *given[4:]), "bytes; wanted"),
+        (4, lambda candidates, room, measure: measure(None), "wanted a candidate"),
+        (5, lambda *arguments: of_a_rank(*arguments) // 10**9, "bytes; wanted"),
     ],
 )
 def test_other_wrong_answers_fail(number, answer, said):
@@ -166,27 +148,52 @@ def test_other_wrong_answers_fail(number, answer, said):
     assert said in found.text
 
 
-FORMULA, CUT = "0.95 * candidate.formula_bytes <= room", "-(-(blocks * block + ends) // tensor)"
+CUT = "-(-(blocks * block + ends) // tensor)"
 LOOP = "    for candidate in sorted(candidates, key=lambda c: c.seconds):\n"
 SURE = """        if 1.05 * candidate.formula_bytes <= room:
             return candidate
 """
 
+REMEMBERED = "seen.setdefault(candidate, measure(candidate) if candidate not in seen else 0)"
+LAST_OF_EQUALS = (
+    "for candidate in [by[s] for by in [{c.seconds: c for c in candidates}] for s in sorted(by)]:\n"
+)
+
 REFUSED = [
+    ("16.1", "the first is the largest", ("max(sizes)", "sizes[0]")),
+    ("16.1", "the smaller moment", ("max(moments", "min(moments")),
     (
         "16.1",
-        "activations while it steps",
-        ("gradients + scratch", "gradients + scratch + activations"),
+        "gradients of a piece",
+        ("(largest if", "(min(largest, optimizer.piece or largest) if"),
     ),
-    ("16.2", "ends beside the block", ("max(ends, again +", "(ends + again +")),
-    ("16.3", "whole numbers alone", ("float(memory", "int(memory")),
-    ("16.4", "believed where it may not fit", (LOOP, f"{LOOP}{SURE.replace('1.05', '1.0')}")),
+    (
+        "16.2",
+        "one input for all blocks",
+        ("layers * kept", "(1 if checkpointed else layers) * kept"),
+    ),
+    ("16.2", "float32 in any case", ("itemsize *", "4 *")),
+    ("16.2", "gradients beside the ends", ("max(ends, again + ", "(max(ends, again) + ")),
+    ("16.3", "integers only", ("float(memory", "int(memory")),
+    (
+        "16.3",
+        "0 if the reserved bytes fit",
+        ("return", "return 0 if step.reserved_bytes <= total else"),
+    ),
+    ("16.4", "the slowest first", ("c.seconds", "-c.seconds")),
+    ("16.4", "trusted without a margin", (LOOP, f"{LOOP}{SURE.replace('1.05', '1.0')}")),
+    ("16.4", "recipes compared", ("c.seconds", "(c.seconds, c.recipe)")),
+    ("16.4", "one of two that are equally fast", (LOOP, f"    {LAST_OF_EQUALS}")),
     (
         "16.4",
-        "recipes compared",
-        ("key=lambda c: c.seconds", "key=lambda c: (c.seconds, c.recipe)"),
+        "measurements kept from call to call",
+        ("measure):", "measure, seen={}):"),
+        ("measure(candidate) <=", f"{REMEMBERED} <="),
     ),
+    ("16.5", "one end with one stage", ("2 * end if pipeline == 1 else end", "end")),
+    ("16.5", "bytes of the state cut to an integer", ("+= count *", "+= int(count) *")),
     ("16.5", "rounded down over t", (CUT, "(blocks * block + ends) // tensor")),
+    ("16.5", "each block rounded up", (CUT, "blocks * -(-block // tensor) + -(-ends // tensor)")),
 ]
 ACCEPTED = [
     (
@@ -216,48 +223,35 @@ def test_what_is_right_is_accepted(edit, tmp_path):
 
 
 @pytest.mark.parametrize("call", [parse_bytes, lambda text: memory_named(text).total_bytes])
-def test_who_asks_the_library_how_much_a_memory_has_is_told_so(call):
-    verdict = judge(days.day(16).exercises[2], lambda memory, step: call(memory))
-    assert "which this exercise rebuilds" in verdict.text
+def test_an_answer_that_calls_the_library_is_told_so(call):
+    assert "which this exercise rebuilds" in verdict(3, lambda memory, step: call(memory)).text
 
 
 # ------------------------------------------------------------------ formulas against the meter
 
 
-def sizes_of(config):
-    C, F, V = config.width, config.hidden, config.vocab_size
-    Q, K = config.heads * config.head_width, config.kv_heads * config.head_width
-    block = [C * Q, C * K, C * K, Q * C, C * F, C * F, F * C, C, C]
-    return [V * C] * (1 if config.tied else 2) + block * config.layers + [C]
-
-
-def block_of(config, norms):
-    C, F = config.width, config.hidden
-    Q, K = config.heads * config.head_width, config.kv_heads * config.head_width
-    return Block(C, (2 + norms) * C + 2 * Q + 2 * K + 4 * F, config.heads + 2, 2 * F + C)
-
-
 @pytest.mark.parametrize(("batch", "length", "moment"), [(1, 4, "optimizer"), (4, 64, "backward")])
-def test_a_plain_steps_peak_is_the_meters_to_the_byte(batch, length, moment):
+def test_the_peak_of_a_plain_step_matches_the_meter_to_the_byte(batch, length, moment):
     config = PRESETS["tiny"]
     tokens = batch * length
-    ends = 4 * tokens * (3 * config.width + 1 + 3 * config.vocab_size)
-    kept = activations(block_of(config, norms=4), config.layers, tokens, 4, False, ends)
+    ends = ends_of(config, tokens, 4, fused=False)
+    block = block_of(config, fused=False)
+    kept = activations(block, config.layers, tokens, 4, False, ends)
     counters, tables = 4 * len(sizes_of(config)), 4 * config.seq_len * config.head_width
-    losses = 2 * 4  # the loss, and its gradient or what was made of it
+    losses = 2 * 4  # the loss and its gradient
     trace = train.dry_trace(train.Setting("tiny", batch, length), train.TECHNIQUES["plain"])
-    found = peak(sizes_of(config), 4, ADAMW, kept)
+    found = peak(sizes_of(config), 4, Optimizer(2, 4, scratch=2), kept)
     assert found[0] == moment
     assert trace.peak_bytes == found[1] + counters + tables + 16 * tokens + losses
 
 
-def test_a_checkpointed_backward_is_the_librarys():
+def test_a_checkpointed_backward_matches_the_library():
     moments = training_bytes(SEVEN, FOUND, 1, 2048).moments["backward"]
     wanted = moments["blocks_kept"] + moments["block_temporaries"]
-    assert activations(block_of(SEVEN, norms=2), SEVEN.layers, 2048, 2, True, 0) == wanted
+    assert activations(block_of(SEVEN), SEVEN.layers, 2048, 2, True, 0) == wanted
 
 
-def test_an_optimizers_moment_is_the_librarys():
+def test_the_optimizer_moment_matches_the_library():
     stepped = training_bytes(SEVEN, replace(FOUND, step_in_backward=False), 1, 2048)
     terms = stepped.moments["optimizer"]
     others = sum(terms[name] for name in ("inputs", "rotary_tables", "workspace"))
@@ -265,7 +259,7 @@ def test_an_optimizers_moment_is_the_librarys():
     assert peak(sizes_of(SEVEN), 2, LION_8_BIT, 0) == ("optimizer", wanted)
 
 
-def test_a_rank_is_the_librarys_but_for_the_last_norm():
+def test_a_rank_matches_the_library_except_for_the_last_norm():
     config = PRESETS["llama-3-405b"]
     recipe = Recipe(checkpointing="checkpointing", zero_stage=1, tensor_parallel=8)
     terms = training_bytes(config, recipe, 1, 8192, gpus=32).moments["optimizer"]
@@ -277,13 +271,13 @@ def test_a_rank_is_the_librarys_but_for_the_last_norm():
 
 
 @pytest.mark.parametrize("memory", ["24GB", "24GiB", "900 MiB", *CARDS])
-def test_nothing_is_lacking_up_to_the_planners_budget_and_a_byte_beyond_it(memory):
+def test_lacks_is_0_at_the_planners_budget_and_1_a_byte_above_it(memory):
     budget = memory_named(memory).budget_bytes
-    assert lacks(memory, Step(0, budget)) == 0
-    assert lacks(memory, Step(0, budget + 1)) == 1
+    assert lacks(memory, Predicted(0, budget)) == 0
+    assert lacks(memory, Predicted(0, budget + 1)) == 1
 
 
-def test_the_search_finds_what_measuring_all_would_find_with_as_few_as_can_prove_it():
+def test_the_search_agrees_with_measuring_all_and_measures_as_few_as_possible():
     random_ = random.Random(0)
     for _ in range(200):
         candidates = [
@@ -305,7 +299,7 @@ def test_the_search_finds_what_measuring_all_would_find_with_as_few_as_can_prove
         assert len(asked) == len(in_doubt)
 
 
-# ------------------------------------------------------------------ what the lesson says
+# ------------------------------------------------------------------ figures of the lesson
 
 
 def notebook():
@@ -313,12 +307,12 @@ def notebook():
 
 
 def in_the_lesson():
-    """Batch, allocated and reserved bytes of its table."""
+    """Allocated and reserved bytes in the lesson's table, by batch."""
     rows = re.findall(r"(\d): Predicted\(([\d_]+), ([\d_]+)\)", notebook())
     return {int(batch): (int(allocated), int(reserved)) for batch, allocated, reserved in rows}
 
 
-def test_the_lessons_context_is_the_planners():
+def test_the_lessons_context_matches_the_planner():
     mib = re.search(r"^CONTEXT = (\d+) \* 2\*\*20\b", notebook(), re.M)
     assert int(mib[1]) * 2**20 == CONTEXT_BYTES[1] == day16.CONTEXT
 
@@ -329,14 +323,14 @@ def test_the_lessons_table_has_three_batches():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_the_lessons_table_is_what_is_predicted(batch):
+def test_the_lessons_table_matches_the_prediction(batch):
     recipe = replace(FOUND, chunked_loss=True)
     found = measured(train.Setting(SEVEN, batch, 2048, recipe.dtype, "cuda"), recipe.techniques)
     assert in_the_lesson()[batch] == (found.allocated_bytes, found.reserved_bytes)
 
 
 @pytest.mark.slow
-def test_chunked_logits_allocate_more_of_one_sequence_and_reserve_less():
+def test_with_one_sequence_chunked_logits_allocate_more_and_reserve_less():
     def of(recipe):
         setting = train.Setting(SEVEN, 1, 2048, recipe.dtype, "cuda")
         return measured(setting, recipe.techniques)
@@ -347,7 +341,7 @@ def test_chunked_logits_allocate_more_of_one_sequence_and_reserve_less():
 
 
 @pytest.mark.slow
-def test_the_guides_recipe_takes_six_bytes_a_weight_before_it_accumulates():
+def test_the_guides_recipe_needs_six_bytes_a_weight_before_it_accumulates():
     recipe = Recipe(optimizer="adam8bit", checkpointing="checkpointing")
     found = measured(train.Setting(SEVEN, 1, 2048, recipe.dtype, "cuda"), recipe.techniques)
     assert (found.allocated_bytes, found.reserved_bytes) == (40_990_962_688, 42_867_884_032)
@@ -355,14 +349,14 @@ def test_the_guides_recipe_takes_six_bytes_a_weight_before_it_accumulates():
     assert 6 < found.allocated_bytes / SEVEN.parameters < 6.1
 
 
-def test_todays_bill_is_below_yesterdays():
+def test_the_bill_is_below_the_day_befores():
     before, now = (bill.stored(days.day(n).bill).peak_bytes for n in (15, 16))
     assert now < before
 
 
 @pytest.mark.slow
-def test_todays_bill_still_has_the_averages(monkeypatch):
-    """Without their updates the line would be the same; they are made."""
+def test_the_bill_includes_the_averages(monkeypatch):
+    """The peak would be the same without their updates, so count the updates."""
     updates = []
     update = train.PostHocEMA.update
 

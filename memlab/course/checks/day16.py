@@ -1,27 +1,31 @@
-"""Day 16: fit it."""
+"""Day 16: does a model fit on a card?"""
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, require
+from memlab.course.properties import unchanged
+from memlab.course.solutions import body, given, mistakes, solution
 from memlab.offload import DiskStore, OffloadedOptimizer, offloaded_activations
 from memlab.offload.layers import stream_layers
-from memlab.planner.cards import CARDS, CONTEXT_BYTES
+from memlab.planner.cards import CONTEXT_BYTES
 from memlab.trace import Trace
 from memlab.train import averaged, combined, dry_trace
 from memlab.units import format_bytes
 
 CONTEXT = CONTEXT_BYTES[1]
+Optimizer, Block, Candidate, Predicted = given(16, "Optimizer", "Block", "Candidate", "Predicted")
+peak, activations, lacks = solution("16.1"), solution("16.2"), solution("16.3")
+fastest, of_a_rank = solution("16.4"), solution("16.5")
 
 
-def _whole(call: str, got: Any, wanted: float) -> None:
-    """Require a number of bytes; a float may stand for a whole one."""
+def _same_bytes(call: str, got: Any, wanted: float) -> None:
+    """Require a number of bytes, an int or a float."""
     question = " Is there a return?" if got is None else ""
     require(
         isinstance(got, Real) and not isinstance(got, bool),
@@ -39,117 +43,44 @@ def _briefly(value: Any) -> str:
 
 # ------------------------------------------------------------------ 16.1: the largest moment
 
-
-@dataclass(frozen=True)
-class Optimizer:
-    """The lesson's: what one keeps of each weight, and what it makes while it steps."""
-
-    moments: int
-    moment_bytes: float
-    scratch: float
-    piece: int | None = None
-    in_backward: bool = False
-
-
-ADAMW = Optimizer(moments=2, moment_bytes=4, scratch=2)
-LION_8_BIT = Optimizer(moments=1, moment_bytes=65 / 64, scratch=6.5, piece=2**22)
-
-Peak = Callable[[Sequence[int], int, Optimizer, int], Any]
-
-
-def peak(
-    sizes: Sequence[int], itemsize: int, optimizer: Optimizer, activations: int
-) -> tuple[str, float]:
-    """When a step holds most, and how many bytes."""
-    return _peak_but()(sizes, itemsize, optimizer, activations)
-
-
-def _numbers_at_once(sizes: Sequence[int], optimizer: Optimizer) -> int:
-    largest = max(sizes)
-    return largest if optimizer.piece is None else min(largest, optimizer.piece)
-
-
-def _gradient_numbers(sizes: Sequence[int], optimizer: Optimizer) -> int:
-    return max(sizes) if optimizer.in_backward else sum(sizes)
-
-
-def _peak_but(
-    *,
-    moment_bytes: Callable[[Optimizer, int], float] = lambda optimizer, itemsize: (
-        optimizer.moment_bytes
-    ),
-    moments: Callable[[Optimizer], int] = lambda optimizer: optimizer.moments,
-    at_once: Callable[[Sequence[int], Optimizer], int] = _numbers_at_once,
-    scratch_bytes: Callable[[int], int] = lambda itemsize: 4,
-    gradients: Callable[[Sequence[int], Optimizer], int] = _gradient_numbers,
-    of_moments: Callable[[dict[str, float], float], tuple[str, float]] | None = None,
-    with_gradients_from_the_first: bool = False,
-) -> Peak:
-    """The right one, with something in it that is not."""
-
-    def answer(
-        sizes: Sequence[int], itemsize: int, optimizer: Optimizer, activations: int
-    ) -> tuple[str, float]:
-        numbers = sum(sizes)
-        state = numbers * moments(optimizer) * moment_bytes(optimizer, itemsize)
-        held = numbers * itemsize + state
-        left = itemsize * gradients(sizes, optimizer)
-        scratch = scratch_bytes(itemsize) * optimizer.scratch * at_once(sizes, optimizer)
-        found = {"backward": held + activations, "optimizer": held + left + scratch}
-        if with_gradients_from_the_first:
-            found["backward"] += left
-        if of_moments is not None:
-            return of_moments(found, held + activations + left + scratch)
-        moment = max(found, key=lambda name: found[name])
-        return moment, found[moment]
-
-    return answer
-
-
-def _sum_of_all(found: dict[str, float], everything: float) -> tuple[str, float]:
-    return max(found, key=lambda name: found[name]), everything
-
-
-def _smallest(found: dict[str, float], everything: float) -> tuple[str, float]:
-    moment = min(found, key=lambda name: found[name])
-    return moment, found[moment]
-
-
 _SIZES = [64, 640, 256, 128]  # the largest is not the first
+_ADAMW = Optimizer(moments=2, moment_bytes=4, scratch=2)
 _ADAM_8_BIT = Optimizer(moments=2, moment_bytes=65 / 64, scratch=7.5, piece=128)
-_STEPS: tuple[tuple[str, list[int], int, Optimizer, int], ...] = (
-    ("AdamW, no activations", _SIZES, 4, ADAMW, 0),
-    ("AdamW, many activations", _SIZES, 4, ADAMW, 100_000),
-    ("AdamW in float32 beside weights of 2 bytes", _SIZES, 2, ADAMW, 0),
-    ("moments of 2 bytes", _SIZES, 2, replace(ADAMW, moment_bytes=2), 0),
-    ("8 bits, pieces of 128 numbers", _SIZES, 2, _ADAM_8_BIT, 0),
+_STEPS: tuple[tuple[str, list[int], int, Any, int], ...] = (
+    ("AdamW, no activations", _SIZES, 4, _ADAMW, 0),
+    ("AdamW, many activations", _SIZES, 4, _ADAMW, 100_000),
+    ("AdamW in float32, weights of 2 bytes", _SIZES, 2, _ADAMW, 0),
+    ("moments of 2 bytes", _SIZES, 2, replace(_ADAMW, moment_bytes=2), 0),
+    ("8 bits, pieces of 128 elements", _SIZES, 2, _ADAM_8_BIT, 0),
     ("pieces larger than any weight", _SIZES, 2, replace(_ADAM_8_BIT, piece=10_000), 0),
-    ("stepped in backward", _SIZES, 2, replace(_ADAM_8_BIT, in_backward=True), 0),
-    ("stepped in backward, activations", _SIZES, 4, replace(ADAMW, in_backward=True), 9_000),
+    ("step in backward", _SIZES, 2, replace(_ADAM_8_BIT, in_backward=True), 0),
+    ("step in backward, activations", _SIZES, 4, replace(_ADAMW, in_backward=True), 9_000),
     ("one weight", [4096], 4, Optimizer(1, 4, 3), 17_000),
 )
 
 
 def _check_peak(answer: Any) -> str:
-    for name, sizes, itemsize, optimizer, activations in _STEPS:
-        given = list(sizes)
-        got = answer(given, itemsize, optimizer, activations)
-        case = f"{name}: peak({sizes}, {itemsize}, …, {activations:,})"
-        wanted_moment, wanted = peak(sizes, itemsize, optimizer, activations)
-        require(given == sizes, f"{case} changed the list of sizes it was given.")
+    for name, sizes, itemsize, optimizer, activations_ in _STEPS:
+        case = f"{name}: peak({sizes}, {itemsize}, …, {activations_:,})"
+        wanted_moment, wanted = peak(sizes, itemsize, optimizer, activations_)
+        copied = list(sizes)
+        with unchanged(case, sizes=copied):
+            got = answer(copied, itemsize, optimizer, activations_)
         require(
             isinstance(got, (tuple, list)) and len(got) == 2,
-            f"{case} gave {_briefly(got)}; wanted a moment and bytes, "
+            f"{case} gave {_briefly(got)}; wanted a moment and its bytes, "
             f"({wanted_moment!r}, {round(wanted):,}).",
         )
         moment, count = got
-        _whole(f"{case}, the bytes:", count, wanted)
+        _same_bytes(f"{case}, the bytes:", count, wanted)
         require(
             moment == wanted_moment,
             f"{case} says the peak is in {moment!r:.40}; wanted {wanted_moment!r}.",
         )
-    return f"{len(_STEPS)} steps to the byte, at either moment"
+    return f"{len(_STEPS)} steps match to the byte, in both moments"
 
+
+_AT_ONCE = "min(largest, optimizer.piece or largest)"
 
 _PEAK = Exercise(
     id="16.1",
@@ -157,132 +88,80 @@ _PEAK = Exercise(
     minutes=12,
     difficulty=3,
     hints=(
-        "Three numbers first: all weights, the largest tensor, the state's bytes. Which of the two "
-        "moments needs the second, and in which two places?",
-        "State is numbers · moments · moment_bytes. Gradients have the weights' itemsize: of all "
-        "numbers, or of the largest tensor if in_backward. Scratch is float32, of the largest "
-        "tensor, or of a piece of it if that is shorter.",
+        "First compute three values: the elements of all weights, the elements of the largest, and "
+        "the bytes of the state. Which of the two moments needs the largest weight, and in which "
+        "two places?",
+        "The state has numbers · moments · moment_bytes bytes. Gradients have the weights' "
+        "itemsize: for all weights, or for the largest one if in_backward. Scratch is float32, for "
+        "the largest weight, or for a piece of it if that is shorter.",
         "n, most = sum(sizes), max(sizes). held = n * itemsize + n * o.moments * o.moment_bytes. "
         '"backward": held + activations; "optimizer": held + itemsize * (most if o.in_backward '
-        "else n), and scratch: 4 bytes for each of o.scratch times what it works on at once.",
+        "else n) + scratch: 4 bytes · o.scratch · the elements it works on at once.",
     ),
     reference=peak,
     check=_check_peak,
-    wrong_answers=(
-        WrongAnswer(
-            _peak_but(at_once=lambda sizes, optimizer: 0),
-            "While it steps, an optimizer makes tensors of its own: its scratch is missing.",
+    wrong_answers=mistakes(
+        "16.1",
+        (
+            "The optimizer allocates temporary tensors while it steps. Add its scratch.",
+            ("+ gradients + scratch", "+ gradients"),
         ),
-        WrongAnswer(
-            _peak_but(of_moments=_sum_of_all),
-            "This is the sum of everything. Activations are gone when the optimizer steps, and a "
-            "peak is the largest moment.",
+        (
+            "You added up everything. Activations are freed before the optimizer steps: a peak is "
+            "the larger moment.",
+            ("moments[moment]", "moments['optimizer'] + activations"),
         ),
-        WrongAnswer(
-            _peak_but(moment_bytes=lambda optimizer, itemsize: itemsize),
-            "State has a dtype of its own, moment_bytes, whatever the weights have.",
+        (
+            "The state has its own dtype: use moment_bytes, not the weights' itemsize.",
+            ("optimizer.moment_bytes", "itemsize"),
         ),
-        WrongAnswer(
-            _peak_but(moments=lambda optimizer: 1),
-            "An optimizer keeps `moments` numbers of each weight: Adam two.",
+        (
+            "An optimizer keeps `moments` elements for each weight element: Adam keeps 2.",
+            ("optimizer.moments * ", ""),
         ),
-        WrongAnswer(
-            _peak_but(with_gradients_from_the_first=True),
-            "When backward begins, no gradient is there yet.",
+        (
+            "When backward begins, there are no gradients yet.",
+            ("held + activations", "held + gradients + activations"),
         ),
-        WrongAnswer(
-            _peak_but(gradients=lambda sizes, optimizer: sum(sizes)),
-            "Stepped in backward, a gradient is gone before the next is made: count the largest "
-            "one.",
+        (
+            "With the step in backward, each gradient is freed before the next one exists. Count "
+            "the largest.",
+            ("largest if optimizer.in_backward else numbers", "numbers"),
         ),
-        WrongAnswer(
-            _peak_but(
-                gradients=lambda sizes, optimizer: 0 if optimizer.in_backward else sum(sizes)
-            ),
-            "Stepped in backward, one gradient is there all the same: the largest.",
+        (
+            "With the step in backward, one gradient still exists. Count the largest.",
+            ("largest if optimizer.in_backward", "0 if optimizer.in_backward"),
         ),
-        WrongAnswer(
-            _peak_but(at_once=lambda sizes, optimizer: sum(sizes)),
-            "Scratch is made for one weight at a time: the largest counts, not all.",
+        (
+            "Scratch is allocated for one weight at a time. Count the largest.",
+            (_AT_ONCE, "numbers"),
         ),
-        WrongAnswer(
-            _peak_but(at_once=lambda sizes, optimizer: max(sizes)),
-            "An optimizer that works in pieces has scratch for a piece, not for a whole weight.",
+        (
+            "An optimizer that works in pieces needs scratch for one piece, not for the weight.",
+            (_AT_ONCE, "largest"),
         ),
-        WrongAnswer(
-            _peak_but(
-                at_once=lambda sizes, optimizer: (
-                    max(sizes) if optimizer.piece is None else optimizer.piece
-                )
-            ),
-            "A piece is never longer than the weight: min of the two.",
+        (
+            "A piece is never longer than the weight. Take the min of the two.",
+            (_AT_ONCE, "(optimizer.piece or largest)"),
         ),
-        WrongAnswer(
-            _peak_but(scratch_bytes=lambda itemsize: itemsize),
-            "Scratch is in float32, 4 bytes, whatever the weights have.",
+        (
+            "Scratch is float32: 4 bytes an element, whatever the weights' dtype.",
+            ("4 * optimizer.scratch", "itemsize * optimizer.scratch"),
         ),
-        WrongAnswer(_peak_but(of_moments=_smallest), "That is the smaller of the two moments."),
     ),
 )
 
 # ------------------------------------------------------------------ 16.2: activations
 
-
-@dataclass(frozen=True)
-class Block:
-    """The lesson's: what a block keeps of each token."""
-
-    width: int
-    numbers: int
-    floats: int
-    gradients: int
-
-
-Activations = Callable[[Block, int, int, int, bool, int], Any]
-
-
-def activations(
-    block: Block, layers: int, tokens: int, itemsize: int, checkpointed: bool, ends: int
-) -> int:
-    """Bytes of activations, and of what backward makes, at their fullest moment."""
-    return _activations_but()(block, layers, tokens, itemsize, checkpointed, ends)
-
-
-def _activations_but(
-    *,
-    item: Callable[[int], int] = lambda itemsize: itemsize,
-    float_bytes: Callable[[int], int] = lambda itemsize: 4,
-    inputs: Callable[[int], int] = lambda layers: layers,
-    again: Callable[[int, int], int] = lambda made, layers: made,
-    less_input: bool = True,
-    gradients: bool = True,
-    fullest: Callable[[int, int], int] = max,
-    ignores: bool = False,
-) -> Activations:
-    def answer(
-        block: Block, layers: int, tokens: int, itemsize: int, checkpointed: bool, ends: int
-    ) -> int:
-        size = item(itemsize)
-        made = tokens * (size * block.numbers + float_bytes(itemsize) * block.floats)
-        at_work = tokens * size * block.gradients if gradients else 0
-        if ignores or not checkpointed:
-            return layers * made + fullest(ends, at_work)
-        x = tokens * size * block.width
-        of_one = made - x if less_input else made
-        return inputs(layers) * x + fullest(ends, again(of_one, layers) + at_work)
-
-    return answer
-
-
 _BLOCK = Block(width=8, numbers=100, floats=6, gradients=40)
-_PASSES: tuple[tuple[str, Block, int, int, int, bool, int], ...] = (
+_PASSES: tuple[tuple[str, Any, int, int, int, bool, int], ...] = (
     ("all kept, one block", _BLOCK, 1, 10, 4, False, 0),
     ("all kept, large ends", _BLOCK, 3, 10, 4, False, 50_000),
-    ("all kept, 2 bytes a number", _BLOCK, 3, 10, 2, False, 0),
+    ("all kept, 2 bytes an element", _BLOCK, 3, 10, 2, False, 0),
     ("checkpointed, large ends", _BLOCK, 3, 10, 4, True, 50_000),
     ("checkpointed, small ends", _BLOCK, 3, 10, 4, True, 100),
     ("checkpointed, one block", _BLOCK, 1, 10, 4, True, 100),
-    ("checkpointed, 2 bytes a number", _BLOCK, 5, 7, 2, True, 0),
+    ("checkpointed, 2 bytes an element", _BLOCK, 5, 7, 2, True, 0),
     ("checkpointed, 2 bytes, large ends", replace(_BLOCK, width=16), 12, 64, 2, True, 99_000),
 )
 
@@ -293,9 +172,9 @@ def _check_activations(answer: Any) -> str:
             f"{name}: activations(…, layers={layers}, tokens={tokens}, itemsize={itemsize}, "
             f"checkpointed={checkpointed}, ends={ends:,})"
         )
-        given = (block, layers, tokens, itemsize, checkpointed, ends)
-        _whole(case, answer(*given), activations(*given))
-    return f"{len(_PASSES)} passes to the byte, kept and checkpointed, in 4 bytes and in 2"
+        arguments = (block, layers, tokens, itemsize, checkpointed, ends)
+        _same_bytes(case, answer(*arguments), activations(*arguments))
+    return f"{len(_PASSES)} passes match to the byte, kept and checkpointed, in 4 bytes and in 2"
 
 
 _ACTIVATIONS = Exercise(
@@ -304,109 +183,62 @@ _ACTIVATIONS = Exercise(
     minutes=12,
     difficulty=3,
     hints=(
-        "What forward leaves of each block is there when backward begins. Then either the ends' "
-        "bytes are there, too, or a block is at work: not both. So it is all that is left, and "
-        "the larger of two.",
-        "A block makes tokens · (itemsize · numbers + 4 · floats). Checkpointed, it leaves only "
-        "its input, tokens · itemsize · width; and at work it makes all the rest again, once. "
-        "Either way a block at work has gradients, tokens · itemsize · gradients.",
+        "When backward begins, everything that forward kept of each block is in memory. On top of "
+        "it come either the bytes of the ends or those of a block at work, never both. Add the "
+        "larger of the two.",
+        "A block makes tokens · (itemsize · numbers + 4 · floats) bytes. Checkpointed, it keeps "
+        "only its input, tokens · itemsize · width, and recomputes the rest once in backward. "
+        "Either way the block at work has tokens · itemsize · gradients bytes of gradients.",
         "made = tokens * (itemsize * block.numbers + 4 * block.floats); x = tokens * itemsize * "
-        "block.width; kept, again = (x, made - x) if checkpointed else (made, 0). What is left of "
-        "all blocks, and the larger of two: ends, and again with the block's gradients.",
+        "block.width; kept, again = (x, made - x) if checkpointed else (made, 0). Add what all "
+        "blocks keep to the larger of ends and again plus the block's gradients.",
     ),
     reference=activations,
     check=_check_activations,
-    wrong_answers=(
-        WrongAnswer(
-            _activations_but(item=lambda itemsize: 4),
-            "Activations are counted in float32: they have `itemsize` bytes each.",
+    wrong_answers=mistakes(
+        "16.2",
+        (
+            "You counted activations in 16 bits. Each element has `itemsize` bytes.",
+            ("itemsize *", "2 *"),
         ),
-        WrongAnswer(
-            _activations_but(item=lambda itemsize: 2),
-            "Activations are counted in 16 bits: they have `itemsize` bytes each.",
+        (
+            "`floats` are float32 whatever the activations' dtype: 4 bytes each.",
+            ("4 * block.floats", "itemsize * block.floats"),
         ),
-        WrongAnswer(
-            _activations_but(float_bytes=lambda itemsize: itemsize),
-            "`floats` are float32 whatever the activations are: 4 bytes each.",
+        (
+            "Backward recomputes a checkpointed block. Add one block's activations.",
+            ("made - x", "0"),
         ),
-        WrongAnswer(
-            _activations_but(again=lambda made, layers: 0),
-            "A checkpointed block is made again in backward, and then it is there: one block's "
-            "activations are missing.",
+        (
+            "Backward recomputes one block after the other. Count only one of them.",
+            ("made - x", "layers * (made - x)"),
         ),
-        WrongAnswer(
-            _activations_but(again=lambda made, layers: layers * made),
-            "Blocks are made again one after the other: only one of them is there.",
+        (
+            "Each checkpointed block keeps its input, from which backward recomputes it. Count "
+            "the inputs of all blocks.",
+            ("layers * kept", "(0 if checkpointed else layers * kept)"),
         ),
-        WrongAnswer(
-            _activations_but(inputs=lambda layers: 0),
-            "The inputs of all blocks are kept: of nothing, nothing can be made again.",
+        (
+            "You counted the block's input twice: it is among `numbers` and it was kept.",
+            ("made - x", "made"),
         ),
-        WrongAnswer(
-            _activations_but(inputs=lambda layers: 1),
-            "Each block's input is kept, not one.",
+        (
+            "The block at work also has gradients. Add them.",
+            (" + tokens * itemsize * block.gradients", ""),
         ),
-        WrongAnswer(
-            _activations_but(less_input=False),
-            "The block's input is counted twice: it is among its numbers, and it was kept.",
+        (
+            "The bytes of the ends are freed before a block is at work. Take the larger of the "
+            "two.",
+            ("max(ends, again +", "(ends + again +"),
         ),
-        WrongAnswer(
-            _activations_but(gradients=False),
-            "The block at work has gradients of its own, beside what it keeps.",
-        ),
-        WrongAnswer(
-            _activations_but(fullest=lambda ends, at_work: ends + at_work),
-            "The ends' bytes are gone when a block is at work: the larger of the two.",
-        ),
-        WrongAnswer(
-            _activations_but(ignores=True),
-            "Nothing is forgotten: with `checkpointed` a block leaves its input alone.",
+        (
+            "You ignored `checkpointed`: a checkpointed block keeps only its input.",
+            ("if checkpointed", "if False"),
         ),
     ),
 )
 
 # ------------------------------------------------------------------ 16.3: does it fit
-
-
-class Step(NamedTuple):
-    """What is known of a step: the bytes of its tensors, and those that torch takes for them."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-
-
-UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
-
-Lacks = Callable[[str, Any], Any]
-
-
-def lacks(memory: str, step: Any) -> int:
-    """How many bytes a memory has too few for the step; 0 if it fits."""
-    return _lacks_but()(memory, step)
-
-
-def _lacks_but(
-    *,
-    units: dict[str, int] = UNITS,
-    needed: Callable[[Any], int] = lambda step: step.reserved_bytes,
-    context: int = CONTEXT,
-    of_card: Callable[[str], int] = lambda name: CARDS[name].total_bytes,
-    at_least_nothing: bool = True,
-) -> Lacks:
-    def answer(memory: str, step: Any) -> int:
-        if memory in CARDS:
-            total = of_card(memory)
-        else:
-            number, unit = re.fullmatch(r"([\d.]+) ?(\w+)", memory).groups()
-            total = round(float(number) * units[unit])
-        missing = needed(step) + context - total
-        return max(0, missing) if at_least_nothing else missing
-
-    return answer
-
-
-_SOLD_AS = {"rtx4090": 24, "l4": 24, "a10g": 24, "a100-80": 80, "h100": 80, "t4": 16}
-
 
 _GIB = 2**30
 _FITTINGS: tuple[tuple[str, int, int], ...] = (
@@ -427,13 +259,13 @@ _FITTINGS: tuple[tuple[str, int, int], ...] = (
 
 def _check_lacks(answer: Any) -> str:
     for memory, allocated, reserved in _FITTINGS:
-        step = Step(allocated, reserved)
+        step = Predicted(allocated, reserved)
         case = (
             f"lacks({memory!r}, …), {format_bytes(allocated)} allocated and "
             f"{format_bytes(reserved)} reserved,"
         )
-        _whole(case, answer(memory, step), lacks(memory, step))
-    return f"{len(_FITTINGS)} verdicts to the byte: units, cards, the context, reserved bytes"
+        _same_bytes(case, answer(memory, step), lacks(memory, step))
+    return f"{len(_FITTINGS)} verdicts match to the byte: units, cards, the context, reserved bytes"
 
 
 _LACKS = Exercise(
@@ -442,115 +274,57 @@ _LACKS = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Three questions: how many bytes does that memory have, how many of them are torch's, and "
-        "how many does torch take for the step?",
-        "GB is 10⁹ and GiB 2³⁰; a card has CARDS[name].total_bytes. Of that CUDA's context takes "
-        "CONTEXT. What the step takes of the card is reserved_bytes, which is never less than "
-        "allocated_bytes.",
+        "Answer three questions: how many bytes does the memory have, how many of them can torch "
+        "use, and how many does torch reserve for the step?",
+        "GB is 10⁹ and GiB 2³⁰; a card has CARDS[name].total_bytes. CUDA's context uses CONTEXT of "
+        "them. The step uses reserved_bytes, which are never fewer than allocated_bytes.",
         "if memory in CARDS: total = CARDS[memory].total_bytes; else: unit = "
         'memory.lstrip("0123456789. "); total = round(float(memory.removesuffix(unit)) * '
-        "UNITS[unit]). What is needed is the step's reserved bytes and the context.",
+        "UNITS[unit]). The step needs its reserved bytes and the context.",
     ),
     reference=lacks,
     check=_check_lacks,
     rebuilds=("memlab.units.parse_bytes", "memlab.planner.cards.memory_named"),
-    wrong_answers=(
-        WrongAnswer(
-            _lacks_but(units={**UNITS, "GB": 2**30, "MB": 2**20}),
-            "GB was taken for GiB: 24 GB are 24·10⁹ bytes, 7 % fewer than 24 GiB.",
+    wrong_answers=mistakes(
+        "16.3",
+        (
+            "You took GB for GiB. 24 GB are 24·10⁹ bytes, 7 % fewer than 24 GiB.",
+            ("UNITS[unit]", "UNITS[unit[0] + 'iB']"),
         ),
-        WrongAnswer(
-            _lacks_but(units={**UNITS, "GiB": 10**9, "MiB": 10**6}),
-            "GiB was taken for GB: the i stands for 2³⁰.",
+        (
+            "You took GiB for GB. The i stands for powers of 2: 1 GiB is 2³⁰ bytes.",
+            ("UNITS[unit]", "UNITS[unit[0] + 'B']"),
         ),
-        WrongAnswer(
-            _lacks_but(needed=lambda step: step.allocated_bytes),
-            "Allocated bytes are those of tensors; the card has to give what is reserved.",
+        (
+            "You used allocated bytes, which count tensors only. The card has to provide the "
+            "reserved bytes.",
+            ("step.reserved_bytes", "step.allocated_bytes"),
         ),
-        WrongAnswer(
-            _lacks_but(needed=lambda step: step.allocated_bytes + step.reserved_bytes),
-            "What is allocated lies in what is reserved: don't add them.",
+        (
+            "Reserved bytes include the allocated ones. Don't add the two.",
+            ("step.reserved_bytes", "step.reserved_bytes + step.allocated_bytes"),
         ),
-        WrongAnswer(
-            _lacks_but(context=0),
-            "CUDA's own context takes a part of every card before the first tensor.",
+        (
+            "CUDA's context uses a part of every card before the first tensor. Add CONTEXT.",
+            (" + CONTEXT", ""),
         ),
-        WrongAnswer(
-            _lacks_but(of_card=lambda name: _SOLD_AS[name] * _GIB),
-            "A card has less than it is sold with: what torch.cuda reports is in CARDS.",
+        (
+            "A card has less memory than its name says. Use CARDS[memory].total_bytes.",
+            ("CARDS[memory].total_bytes", "{'h100': 80, 't4': 16}.get(memory, 24) * 2**30"),
         ),
-        WrongAnswer(
-            _lacks_but(at_least_nothing=False),
-            "Where it fits nothing is lacking: 0, and no number below.",
+        (
+            "If the step fits, return 0, not a negative number.",
+            (
+                "max(0, step.reserved_bytes + CONTEXT - total)",
+                "step.reserved_bytes + CONTEXT - total",
+            ),
         ),
     ),
 )
 
 # ------------------------------------------------------------------ 16.4: the search
 
-
-class Candidate(NamedTuple):
-    """The lesson's: what formulas say of a recipe."""
-
-    recipe: Any
-    seconds: float
-    formula_bytes: int
-
-
-Fastest = Callable[[Sequence[Candidate], int, Callable[[Candidate], int]], Any]
-
-
-def fastest(
-    candidates: Sequence[Candidate], room: int, measure: Callable[[Candidate], int]
-) -> Candidate | None:
-    """The fastest that is measured to fit; None if none does."""
-    return _fastest_but()(candidates, room, measure)
-
-
-def _fastest_but(
-    *,
-    key: Callable[[Candidate], float] = lambda candidate: candidate.seconds,
-    at_least: float = 0.95,
-    measured: Callable[[Candidate, int], bool] = lambda candidate, room: True,
-    ordered: Callable[..., Iterable[Candidate]] = sorted,
-    any_way: bool = False,
-) -> Fastest:
-    def answer(
-        candidates: Sequence[Candidate], room: int, measure: Callable[[Candidate], int]
-    ) -> Candidate | None:
-        for candidate in ordered(candidates, key=key):
-            if at_least * candidate.formula_bytes > room:
-                continue
-            if not measured(candidate, room) or measure(candidate) <= room:
-                return candidate
-        return min(candidates, key=lambda c: c.formula_bytes) if any_way and candidates else None
-
-    return answer
-
-
-def _in_place(candidates: Any, key: Callable[[Candidate], float]) -> Iterable[Candidate]:
-    candidates.sort(key=key)
-    return candidates
-
-
-def _all_measured(
-    candidates: Sequence[Candidate], room: int, measure: Callable[[Candidate], int]
-) -> Candidate | None:
-    found = {candidate: measure(candidate) for candidate in candidates}
-    fitting = [candidate for candidate in candidates if found[candidate] <= room]
-    return min(fitting, key=lambda candidate: candidate.seconds, default=None)
-
-
-def _measured_twice(
-    candidates: Sequence[Candidate], room: int, measure: Callable[[Candidate], int]
-) -> Candidate | None:
-    for candidate in sorted(candidates, key=lambda c: c.seconds):
-        if candidate.formula_bytes * 0.95 <= room and measure(candidate) <= room:
-            return candidate if measure(candidate) <= room else None
-    return None
-
-
-# Seconds, by formula, measured.
+# Seconds, the formula's bytes, measured bytes.
 _MANY = tuple(
     (1.0 + place, 3000 - 70 * place, 3001 - 70 * place)
     for place in ((7 * n) % 40 for n in range(40))
@@ -560,8 +334,10 @@ _SEARCHES: tuple[tuple[str, int, tuple[tuple[float, int, int], ...]], ...] = (
     ("the slower one is larger", 100, ((1.0, 60, 61), (3.0, 80, 82))),
     ("one that does not fit", 100, ((2.0, 150, 151),)),
     ("the slower one fits", 100, ((1.0, 150, 148), (3.0, 80, 79))),
-    ("in no order", 100, ((3.0, 60, 61), (2.0, 200, 199), (2.0, 90, 91), (4.0, 50, 50))),
+    ("in no order", 100, ((3.0, 60, 61), (2.0, 90, 91), (2.0, 200, 199), (4.0, 50, 50))),
+    ("equally fast", 100, ((2.0, 98, 102), (2.0, 97, 99), (3.0, 40, 41))),
     ("the formula is too low", 100, ((2.0, 98, 102), (1.0, 300, 300), (5.0, 60, 61))),
+    ("the same candidates, measured anew", 100, ((2.0, 98, 99), (1.0, 300, 300), (5.0, 60, 61))),
     ("the formula is too high", 100, ((4.0, 70, 70), (2.0, 103, 99), (6.0, 20, 21))),
     ("measured at 0.95 of its formula", 190, ((2.0, 200, 190), (3.0, 90, 90))),
     ("exactly full", 100, ((2.0, 99, 100), (3.0, 50, 50))),
@@ -571,8 +347,8 @@ _SEARCHES: tuple[tuple[str, int, tuple[tuple[float, int, int], ...]], ...] = (
 
 
 @dataclass(frozen=True)
-class _Recipe:
-    """One that has no order among others."""
+class UnorderedRecipe:
+    """A recipe that cannot be compared with another by <."""
 
     number: int
 
@@ -580,75 +356,78 @@ class _Recipe:
         return f"recipe {self.number}"
 
 
-def _check_fastest(answer: Any) -> str:
-    measurements = 0
-    for name, room, figures in _SEARCHES:
-        bytes_of = {
-            Candidate(_Recipe(n), seconds, formula): measured
+class CountedMeasurements:
+    """`measure` of a search. It notes the candidates that it is called with."""
+
+    def __init__(self, case: str, figures: Sequence[tuple[float, int, int]]) -> None:
+        self.case = case
+        self.asked: list[Any] = []
+        self.bytes_of = {
+            Candidate(UnorderedRecipe(n), seconds, formula): measured
             for n, (seconds, formula, measured) in enumerate(figures, 1)
         }
-        counted = _Measurements(name, bytes_of)
-        given = list(bytes_of)
-        got = answer(given, room, counted)
-        wanted_count = _Measurements(name, bytes_of)
-        wanted = fastest(list(bytes_of), room, wanted_count)
-        case = f"{name}, {len(given)} candidates, room for {room:,}:"
-        require(given == list(bytes_of), f"{case} the list of candidates was changed.")
-        _require_candidate(case, got, wanted, counted.asked, room, bytes_of)
+
+    def __call__(self, candidate: Any) -> int:
+        if not self.knows(candidate):
+            raise Wrong(f"{self.case} measure({_briefly(candidate)}): wanted a candidate.")
+        self.asked.append(candidate)
+        return self.bytes_of[candidate]
+
+    def knows(self, candidate: Any) -> bool:
+        return isinstance(candidate, Candidate) and candidate in self.bytes_of
+
+
+def _check_fastest(answer: Any) -> str:
+    number = needed = 0
+    for name, room, figures in _SEARCHES:
+        case = f"{name}, {len(figures)} candidates, room for {room:,}:"
+        measure = CountedMeasurements(case, figures)
+        candidates = list(measure.bytes_of)
+        with unchanged(f"{case} your answer", candidates=candidates):
+            got = answer(candidates, room, measure)
+        wanted = fastest(list(measure.bytes_of), room, measure.bytes_of.get)
+        _require_candidate(got, wanted, room, measure)
+        in_doubt = _in_doubt(measure.bytes_of, room, wanted)
         require(
-            len(counted.asked) <= len(wanted_count.asked),
-            f"{case} {len(counted.asked)} measurements; wanted {len(wanted_count.asked)}.",
+            len(measure.asked) <= in_doubt,
+            f"{case} {len(measure.asked)} measurements; wanted {in_doubt}.",
         )
-        measurements += len(wanted_count.asked)
-    number = sum(len(figures) for *_, figures in _SEARCHES)
-    return (
-        f"{measurements} measurements of {number} candidates, and no promise without one where it "
-        f"may not fit"
-    )
+        number, needed = number + len(figures), needed + in_doubt
+    return f"{needed} measurements of {number} candidates; each one in doubt was measured"
 
 
-def _require_candidate(
-    case: str,
-    got: Any,
-    wanted: Candidate | None,
-    asked: Sequence[Candidate],
-    room: int,
-    bytes_of: dict[Candidate, int],
-) -> None:
+def _in_doubt(candidates: Any, room: int, found: Any) -> int:
+    """The number of candidates that may fit and are no slower than the answer."""
+    seconds = float("inf") if found is None else found.seconds
+    return sum(c.seconds <= seconds and 0.95 * c.formula_bytes <= room for c in candidates)
+
+
+def _require_candidate(got: Any, wanted: Any, room: int, measure: CountedMeasurements) -> None:
+    case = measure.case
     require(
-        got is None or (isinstance(got, Candidate) and got in bytes_of),
+        got is None or measure.knows(got),
         f"{case} gave {_briefly(got)}; wanted one of the candidates, or None.",
     )
     if got is not None:
         require(
-            got in asked or 1.05 * got.formula_bytes <= room,
-            f"{case} gave {got.recipe}, which was not measured; wanted a measurement of what may "
-            f"not fit.",
+            got in measure.asked or 1.05 * got.formula_bytes <= room,
+            f"{case} gave {got.recipe} without measuring it, but it may not fit.",
         )
         require(
-            bytes_of[got] <= room,
-            f"{case} gave {got.recipe}, which takes {bytes_of[got]:,} when it is measured.",
+            measure.bytes_of[got] <= room,
+            f"{case} gave {got.recipe}, which is measured at {measure.bytes_of[got]:,}.",
         )
-    shown = "None" if got is None else f"{got.recipe}, {got.seconds:g} s"
-    meant = "None" if wanted is None else f"{wanted.recipe}, {wanted.seconds:g} s"
+    shown, meant = ("None" if c is None else f"{c.recipe}, {c.seconds:g} s" for c in (got, wanted))
     require(got == wanted, f"{case} gave {shown}; wanted {meant}.")
 
 
-class _Measurements:
-    """Measures, and keeps who was asked for."""
-
-    def __init__(self, case: str, bytes_of: dict[Candidate, int]) -> None:
-        self.case, self.bytes_of = case, bytes_of
-        self.asked: list[Candidate] = []
-
-    def __call__(self, candidate: Any) -> int:
-        if not (isinstance(candidate, Candidate) and candidate in self.bytes_of):
-            raise Wrong(
-                f"{self.case}: measure({_briefly(candidate)}) was asked for; wanted a candidate."
-            )
-        self.asked.append(candidate)
-        return self.bytes_of[candidate]
-
+_SORTED = "sorted(candidates, key=lambda c: c.seconds)"
+_MEASURED = "measure(candidate) <= room"
+_ALL_MEASURED = """
+found = {candidate: measure(candidate) for candidate in candidates}
+fitting = [candidate for candidate in candidates if found[candidate] <= room]
+return min(fitting, key=lambda candidate: candidate.seconds, default=None)
+"""
 
 _FASTEST = Exercise(
     id="16.4",
@@ -656,111 +435,70 @@ _FASTEST = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "Measuring is dear, sorting is not. In which order do you have to ask, so that the first "
-        "that fits is the answer? And for which is asking in vain?",
-        "By seconds, the fastest first. One whose 0.95 · formula_bytes is more than there is room "
-        "for cannot fit, whatever the measurement says. All others may: measure them until one "
-        "does.",
-        "for candidate in sorted(candidates, key=lambda c: c.seconds): pass over it if 0.95 * "
-        "candidate.formula_bytes > room; the first of the others whose measure(candidate) is "
-        "within room is the answer.",
+        "Measuring is slow, sorting is not. In which order should you measure, so that the first "
+        "candidate that fits is the answer? And which candidates need no measurement?",
+        "Go by seconds, the fastest first. If 0.95 · formula_bytes exceeds the room, the candidate "
+        "cannot fit. Measure all others until one fits.",
+        "for candidate in sorted(candidates, key=lambda c: c.seconds): skip it if 0.95 * "
+        "candidate.formula_bytes > room. Return the first of the others whose measure(candidate) "
+        "is within room.",
     ),
     reference=fastest,
     check=_check_fastest,
-    wrong_answers=(
-        WrongAnswer(
-            _fastest_but(measured=lambda candidate, room: False),
-            "The formula was believed. It may be 5 % off: where 1.05 of it is too much, say that "
-            "something fits when it was measured to.",
+    wrong_answers=mistakes(
+        "16.4",
+        (
+            "You trusted the formula, which can be 5 % off. If 1.05 times the formula exceeds the "
+            "room, measure.",
+            (f" and {_MEASURED}", ""),
         ),
-        WrongAnswer(
-            _fastest_but(measured=lambda candidate, room: candidate.formula_bytes > room),
-            "What fits by formula was not measured, and the formula can be too low.",
+        (
+            "You did not measure a candidate whose formula fits, but the formula can be too low.",
+            (_MEASURED, f"(candidate.formula_bytes <= room or {_MEASURED})"),
         ),
-        WrongAnswer(
-            _all_measured,
-            "All were measured. In the order of time, the first that fits is the one.",
+        (
+            "You measured every candidate. Go by seconds and stop at the first that fits.",
+            body("fastest", _ALL_MEASURED),
         ),
-        WrongAnswer(
-            _fastest_but(at_least=0),
-            "What cannot fit was measured: if even 0.95 of its formula is too much, pass on.",
+        (
+            "You measured a candidate that cannot fit. Skip it if 0.95 times the formula exceeds "
+            "the room.",
+            ("0.95 * candidate.formula_bytes <= room and ", ""),
         ),
-        WrongAnswer(
-            _fastest_but(at_least=1),
-            "The formula can be too high, too: what is within 5 % above the room may fit.",
+        (
+            "The formula can also be too high. Measure a candidate that is up to 5 % above the "
+            "room.",
+            ("0.95 * ", ""),
         ),
-        WrongAnswer(
-            _fastest_but(key=lambda candidate: candidate.formula_bytes),
-            "The smallest comes first here. Smallest is slowest, as a rule: order by seconds.",
+        (
+            "You tried the smallest first, which is usually the slowest. Order by seconds.",
+            ("c.seconds", "c.formula_bytes"),
         ),
-        WrongAnswer(
-            _fastest_but(ordered=lambda candidates, key: candidates),
-            "They come in no order: the first that fits is not the fastest.",
+        (
+            "The candidates come in no order, so the first that fits may not be the fastest. Sort "
+            "by seconds.",
+            (_SORTED, "candidates"),
         ),
-        WrongAnswer(
-            _fastest_but(ordered=lambda candidates, key: sorted(candidates, key=key, reverse=True)),
-            "The slowest was tried first.",
+        (
+            "If nothing fits, return None, not the closest candidate.",
+            ("return None", "return min(candidates, key=lambda c: c.formula_bytes)"),
         ),
-        WrongAnswer(
-            _fastest_but(any_way=True),
-            "Where nothing fits the answer is None, not what comes nearest.",
+        (
+            "list.sort changes the caller's list. Use sorted.",
+            (f"    for candidate in {_SORTED}:", "    for candidate in candidates:"),
+            (
+                "    for candidate",
+                "    candidates.sort(key=lambda c: c.seconds)\n    for candidate",
+            ),
         ),
-        WrongAnswer(
-            _fastest_but(ordered=_in_place), "list.sort changes the caller's list: sorted doesn't."
+        (
+            "You measured the answer twice. Keep the result of measure.",
+            ("return candidate", f"return candidate if {_MEASURED} else None"),
         ),
-        WrongAnswer(_measured_twice, "The answer was measured twice: keep what measure gave."),
     ),
 )
 
-# ------------------------------------------------------------------ 16.5: one of 128
-
-OfARank = Callable[[int, int, int, tuple[int, int, int], int, tuple[float, float, float], int], Any]
-
-
-def of_a_rank(
-    block: int,
-    end: int,
-    layers: int,
-    cut: tuple[int, int, int],
-    stage: int,
-    each: tuple[float, float, float],
-    kept: int,
-) -> float:
-    """Bytes of the fullest rank, in the first stage of the line."""
-    return _rank_but()(block, end, layers, cut, stage, each, kept)
-
-
-def _rank_but(
-    *,
-    blocks_of: Callable[[int, int], int] = lambda layers, pipeline: -(-layers // pipeline),
-    ends_of: Callable[[int], int] = lambda pipeline: 2 if pipeline == 1 else 1,
-    cut_by: Callable[[int], int] = lambda tensor: tensor,
-    among: Callable[[tuple[int, int, int]], int] = lambda cut: cut[2],
-    first_stages: tuple[int, int, int] = (3, 2, 1),
-    in_flight: Callable[[int], int] = lambda pipeline: pipeline,
-    kept_by: Callable[[int], int] = lambda tensor: tensor,
-) -> OfARank:
-    def answer(
-        block: int,
-        end: int,
-        layers: int,
-        cut: tuple[int, int, int],
-        stage: int,
-        each: tuple[float, float, float],
-        kept: int,
-    ) -> float:
-        tensor, pipeline, _ = cut
-        blocks = blocks_of(layers, pipeline)
-        weights = -(-(blocks * block + ends_of(pipeline) * end) // cut_by(tensor))
-        shard = -(-weights // among(cut))
-        held = sum(
-            bytes_ * (shard if stage >= first else weights)
-            for first, bytes_ in zip(first_stages, each, strict=True)
-        )
-        return held + in_flight(pipeline) * blocks * kept // kept_by(tensor)
-
-    return answer
-
+# ------------------------------------------------------------------ 16.5: one GPU of 128
 
 _RANKS: tuple[tuple[Any, ...], ...] = (
     # block, end, layers, (tensor, pipeline, data), stage, (weights, gradients, state), kept
@@ -774,16 +512,19 @@ _RANKS: tuple[tuple[Any, ...], ...] = (
     (480, 96, 6, (2, 4, 3), 1, (1, 2, 12), 64),
     (481, 97, 6, (2, 4, 3), 0, (1, 2, 12), 64),
     (1008, 336, 126, (8, 4, 4), 1, (1, 2, 12), 512),
+    (1008, 336, 126, (8, 4, 4), 1, (1, 2, 65 / 32), 512),
 )  # fmt: skip
 
 
 def _check_rank(answer: Any) -> str:
     names = ("block", "end", "layers", "cut", "stage", "each", "kept")
-    for given in _RANKS:
-        case = ", ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
-        _whole(f"of_a_rank({case})", answer(*given), of_a_rank(*given))
-    return "blocks, ends, shards and micro-batches on their way: ten ways to cut, to the byte"
+    for arguments in _RANKS:
+        case = ", ".join(f"{name}={x}" for name, x in zip(names, arguments, strict=True))
+        _same_bytes(f"of_a_rank({case})", answer(*arguments), of_a_rank(*arguments))
+    return f"{len(_RANKS)} ways to cut match to the byte: blocks, ends, shards, inputs in flight"
 
+
+_ENDS, _CUT = "2 * end if pipeline == 1 else end", "-(-(blocks * block + ends) // tensor)"
 
 _OF_A_RANK = Exercise(
     id="16.5",
@@ -791,61 +532,63 @@ _OF_A_RANK = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Go in this order: the pipeline says which blocks are there, tensor parallelism cuts all "
-        "of that, and ZeRO shards what is left among the data ranks. Then activations.",
-        "⌈layers/p⌉ blocks and one end (both, if p is 1), over t, rounded up: W. Sharded among d: "
-        "state from stage 1 on, gradients from 2, weights from 3. And p micro-batches' inputs of "
-        "its blocks, over t.",
+        "Follow this order: the pipeline decides which blocks a rank has, tensor parallelism cuts "
+        "all of them, and ZeRO shards the result among the data ranks. Then add activations.",
+        "A rank has ⌈layers/p⌉ blocks and one end (both, if p is 1), divided by t, rounded up: W. "
+        "ZeRO divides by d: the state from stage 1, gradients from 2, weights from 3. Add the "
+        "inputs of its blocks for p micro-batches, divided by t.",
         "t, p, d = cut; blocks = -(-layers // p); W = -(-(blocks * block + (1 + (p == 1)) * end) "
-        "// t); shard = -(-W // d). For (first, bytes) of zip((3, 2, 1), each) count bytes * "
-        "(shard if stage >= first else W). The inputs of p micro-batches are left to add.",
+        "// t); shard = -(-W // d). For (first, bytes) in zip((3, 2, 1), each) add bytes * (shard "
+        "if stage >= first else W). The inputs of p micro-batches are missing.",
     ),
     reference=of_a_rank,
     check=_check_rank,
-    wrong_answers=(
-        WrongAnswer(
-            _rank_but(blocks_of=lambda layers, pipeline: layers),
-            "A rank has the blocks of its stage of the line, not all.",
+    wrong_answers=mistakes(
+        "16.5",
+        (
+            "A rank has only the blocks of its pipeline stage. Divide the layers by p.",
+            ("-(-layers // pipeline)", "layers"),
         ),
-        WrongAnswer(
-            _rank_but(blocks_of=lambda layers, pipeline: layers // pipeline),
-            "The fullest stage counts: layers over pipeline, rounded up.",
+        (
+            "The fullest stage counts. Round layers / p up.",
+            ("-(-layers // pipeline)", "layers // pipeline"),
         ),
-        WrongAnswer(
-            _rank_but(ends_of=lambda pipeline: 0),
-            "The first stage has the embedding, too; alone, it has both ends.",
+        (
+            "The first stage also has the embedding, and with p = 1 the head too.",
+            (_ENDS, "0"),
         ),
-        WrongAnswer(
-            _rank_but(ends_of=lambda pipeline: 2),
-            "The head is at the other end of the line: a first stage has one end.",
+        (
+            "The head is on the last stage. With p above 1, count one end.",
+            (_ENDS, "2 * end"),
         ),
-        WrongAnswer(
-            _rank_but(cut_by=lambda tensor: 1),
-            "Every matrix is cut among the tensor ranks, the ends', too.",
+        (
+            "Tensor parallelism cuts every matrix, also those of the ends. Divide by t.",
+            (_CUT, "blocks * block + ends"),
         ),
-        WrongAnswer(
-            _rank_but(among=lambda cut: cut[0] * cut[1] * cut[2]),
-            "ZeRO shards among the ranks that have the same weights: the data ranks, not all GPUs.",
+        (
+            "ZeRO shards among ranks with the same weights: the d data ranks, not all GPUs.",
+            ("weights // data", "weights // (tensor * pipeline * data)"),
         ),
-        WrongAnswer(
-            _rank_but(among=lambda cut: 1), "The stage of ZeRO has no effect: nothing is sharded."
+        (
+            "You ignored ZeRO's stage, so nothing is sharded.",
+            ("(shard if stage >= first_stage else weights)", "weights"),
         ),
-        WrongAnswer(
-            _rank_but(first_stages=(3, 1, 1)),
-            "Gradients are sharded from stage 2 on: in stage 1 they are whole.",
+        (
+            "Gradients are sharded from stage 2. In stage 1 they are whole.",
+            ("(3, 2, 1)", "(3, 1, 1)"),
         ),
-        WrongAnswer(
-            _rank_but(first_stages=(1, 1, 1)),
-            "This is stage 3 whatever was asked for: stage 1 shards state alone.",
+        (
+            "You sharded everything, as in stage 3. Stage 1 shards the state alone.",
+            ("(3, 2, 1)", "(1, 1, 1)"),
         ),
-        WrongAnswer(
-            _rank_but(in_flight=lambda pipeline: 1),
-            "A first stage begins p micro-batches before the first comes back: it keeps the inputs "
-            "of p.",
+        (
+            "The first stage begins p micro-batches before the first one comes back. Count the "
+            "inputs of p.",
+            ("pipeline * blocks * kept", "blocks * kept"),
         ),
-        WrongAnswer(
-            _rank_but(kept_by=lambda tensor: 1),
-            "With sequence parallelism a rank keeps one t-th of each input.",
+        (
+            "With sequence parallelism a rank keeps 1/t of each input. Divide by t.",
+            ("kept // tensor", "kept"),
         ),
     ),
 )
@@ -854,7 +597,7 @@ _OF_A_RANK = Exercise(
 
 
 def everything_elsewhere() -> Trace:
-    """Day 15's step, and the weights on the disk, too, but for a block at a time."""
+    """Day 15's step with the weights on disk too, except for one block at a time."""
     from memlab.course.bill import SETTING
 
     store, streams = DiskStore(), []
@@ -865,7 +608,7 @@ def everything_elsewhere() -> Trace:
         streams.append(stream_layers(model, store))
 
     def after_step(model: nn.Module) -> Callable[[], object]:
-        """Averages are of weights that are there: they come back for that, and go again."""
+        """An update of the averages needs the weights in memory. They leave again after it."""
         with streams[0].present():
             update = averaged(model, store=DiskStore())
 
