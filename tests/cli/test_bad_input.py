@@ -36,7 +36,8 @@ from memlab import cli
 from memlab.cli.errors import shown
 from memlab.course import days, progress
 from memlab.model import PRESETS
-from memlab.train import NOT_TOGETHER, TECHNIQUES
+from memlab.train import TECHNIQUES
+from memlab.train.registry import exclusions
 
 COUNT = 200
 COMMAND = typer.main.get_command(cli.app)  # made once: most of a call's time otherwise
@@ -382,7 +383,7 @@ def two_optimizers(rng: random.Random) -> Line:
 
 
 def not_together(rng: random.Random) -> Line:
-    pair = list(rng.choice(sorted(map(sorted, NOT_TOGETHER))))
+    pair = list(rng.choice(sorted(map(sorted, exclusions()))))
     rng.shuffle(pair)
     return ["--technique", "+".join(pair)]
 

@@ -245,7 +245,7 @@ def test_a_plain_steps_peak_is_the_meters_to_the_byte(batch, length, moment):
     kept = activations(block_of(config, norms=4), config.layers, tokens, 4, False, ends)
     counters, tables = 4 * len(sizes_of(config)), 4 * config.seq_len * config.head_width
     losses = 2 * 4  # the loss, and its gradient or what was made of it
-    trace = train.dry_trace(train.Setting("tiny", batch, length), train.TECHNIQUES["plain"])
+    trace = train.dry_trace(train.Setting("tiny", batch, length), train.combined("plain"))
     found = peak(sizes_of(config), 4, ADAMW, kept)
     assert found[0] == moment
     assert trace.peak_bytes == found[1] + counters + tables + 16 * tokens + losses
