@@ -18,14 +18,15 @@ from common import RESULTS, ROOT, circumstances, progress, save, set_environment
 from memlab import plot
 from memlab.cli.choices import SUITABLE
 from memlab.internals.files import write_beside
-from memlab.train import NOT_TOGETHER, TECHNIQUES, combined, dry_trace
+from memlab.train import TECHNIQUES, combined, dry_trace
+from memlab.train.registry import exclusions
 from memlab.units import format_bytes
 
 SETTING = SUITABLE["cpu"]
 PAGE = ROOT / "COMPOSITIONS.md"
 PICTURE = ROOT / "images" / "compositions.png"
 ROWS = [name for name in TECHNIQUES if name != "plain"]
-REASONS = dict(zip(NOT_TOGETHER, ascii_lowercase, strict=False))  # a letter for each
+REASONS = dict(zip(exclusions(), ascii_lowercase, strict=False))  # a letter for each
 
 INTRODUCTION = """\
 # Two techniques at once
@@ -48,7 +49,7 @@ AdamW of its own; weights in bfloat16 and another optimizer are `--dtype bfloat1
 
 def main() -> int:
     set_environment()
-    plain = dry_trace(SETTING, TECHNIQUES["plain"]).peak_bytes
+    plain = dry_trace(SETTING, combined("plain")).peak_bytes
     pairs = [*ROWS, *("+".join(pair) for pair in combinations(ROWS, 2))]
     peaks: dict[str, int] = {}
     with progress() as bar:
@@ -83,7 +84,7 @@ def page(plain: int, peaks: dict[str, int]) -> str:
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     reasons = "\n".join(
         f"- **{letter}** {' and '.join(name for name in ROWS if name in pair)}: {reason}"
-        for (pair, reason), letter in zip(NOT_TOGETHER.items(), REASONS.values(), strict=True)
+        for (pair, reason), letter in zip(exclusions().items(), REASONS.values(), strict=True)
     )
     words = circumstances()
     made = f"Made by `python benchmarks/compositions.py`, torch {words['torch']}, {words['date']}."

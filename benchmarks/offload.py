@@ -56,7 +56,7 @@ from memlab.offload import (
     offloaded_activations,
     stream_layers,
 )
-from memlab.train import TECHNIQUES, Setting, Technique, Training, build
+from memlab.train import Plugs, Setting, Training, build
 from memlab.units import format_bytes
 
 NOTHING = "nothing"
@@ -82,8 +82,7 @@ class Way:
     layers: bool = False
     lasts: bool = False  # whether the store outlives the process
 
-    def technique(self, store: Store, sub_group: int) -> Technique:
-        plain = TECHNIQUES["plain"]
+    def technique(self, store: Store, sub_group: int) -> Plugs:
         changed: dict[str, Any] = {}
         if self.layers:
             changed["change_model"] = lambda model: stream_layers(model, store)
@@ -92,7 +91,7 @@ class Way:
         if self.optimizer is not None:
             settings = {"sub_group": sub_group, **self.optimizer}
             changed["stepping"] = lambda inner: OffloadedOptimizer(inner, store, **settings)
-        return replace(plain, **changed)
+        return Plugs(**changed)
 
 
 EVERYTHING = {"gradients": True, "weights": True}

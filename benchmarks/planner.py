@@ -45,7 +45,7 @@ from torch import nn
 
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.trace import Trace
-from memlab.train import TECHNIQUES, Setting, build, combined, dry_trace, measured
+from memlab.train import Setting, build, combined, dry_trace, measured
 from memlab.units import format_bytes
 
 # fmt: off
@@ -185,7 +185,7 @@ def empty_model(case: Case) -> nn.Module:
     with torch.device("meta"):
         model = GPT(case.config)
     if "lora" in case.rows:
-        TECHNIQUES["lora"].change_model(model)
+        combined("lora").change_model(model)
     return model
 
 

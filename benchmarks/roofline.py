@@ -33,7 +33,7 @@ from torch import nn
 import memlab
 from memlab.planner import CARDS, Card
 from memlab.planner.costs import UTILIZATION
-from memlab.planner.outside import ADAM, AS_IT_IS, CHECKPOINTED, LION, Parts, Rung, find
+from memlab.planner.outside import ADAM, AS_IT_IS, CHECKPOINTED, LION, Attempt, Parts, find
 from memlab.planner.roofline import Roofline
 
 WAYS = ((CHECKPOINTED,), (ADAM,), (CHECKPOINTED, ADAM), (LION,))
@@ -121,7 +121,7 @@ def this_core(size: int = 1024, numbers: int = 2**25) -> Card:
     )
 
 
-def estimated(build: Callable[[], Parts], way: Rung, card: Card) -> float:
+def estimated(build: Callable[[], Parts], way: Attempt, card: Card) -> float:
     """Seconds of the second step."""
     roofline = Roofline(card)
     with memlab.dry_run():
@@ -131,7 +131,7 @@ def estimated(build: Callable[[], Parts], way: Rung, card: Card) -> float:
     return roofline.total
 
 
-def prepared(build: Callable[[], Parts], way: Rung) -> Callable[[], float]:
+def prepared(build: Callable[[], Parts], way: Attempt) -> Callable[[], float]:
     """A step, its first one taken, that says how long it took."""
     step, _, _ = way.applied(*build())
     step()
@@ -142,7 +142,7 @@ def rows_of(name: str, build: Callable[[], Parts], card: Card, rounds: int) -> I
     """In each way but as it is."""
     _, model, optimizer = build()
     places = find(model, optimizer)
-    ways = [AS_IT_IS, *(Rung(techniques, places) for techniques in WAYS)]
+    ways = [AS_IT_IS, *(Attempt(techniques, places) for techniques in WAYS)]
     seconds = side_by_side({way.name: prepared(build, way) for way in ways}, range(rounds))
     plain = estimated(build, AS_IT_IS, card)
     for way in ways[1:]:

@@ -16,6 +16,7 @@ from memlab.allocator import simulate
 from memlab.cli.choices import SUITABLE, choose_techniques
 from memlab.cli.measure import measured_rows
 from memlab.cli.patience import Patience
+from memlab.cli.requests import Request
 from memlab.cli.rows import Row
 from memlab.cli.terminal import progress
 from memlab.trace import Trace
@@ -62,7 +63,7 @@ def draw(traces: dict[str, Trace], on_cuda: Trace) -> None:
 
 
 def main() -> None:
-    chosen = choose_techniques(None)
+    chosen = choose_techniques(Request())
     patience = Patience(chosen, most_seconds=math.inf)  # dry is what has no fast kernel here
     with progress(stages=3 * len(chosen)) as announce:
         rows = measured_rows(SETTING, chosen, False, announce, patience)

@@ -49,7 +49,7 @@ from memlab.data import mapped_bytes, source_bytes
 from memlab.lora import add_lora, added_weights
 from memlab.model import GPT, PRESETS
 from memlab.trace import Trace
-from memlab.train import TECHNIQUES, Setting, Technique, build, dry_trace, measured
+from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, combined, dry_trace, measured
 from memlab.units import format_bytes
 
 # %%
@@ -398,7 +398,7 @@ def frozen_but(trained: range):
         for place in trained:
             model.blocks[place].requires_grad_(True)
 
-    return Technique("only some blocks learn", change_model=change)
+    return Plugs(change_model=change)
 
 
 freezing = {"all of it learns": real_step(8, 64)}
@@ -650,7 +650,7 @@ print(f"one worker has a second copy of the data: {answer}")
 
 # %%
 seven = Setting("llama-2-7b", batch=1, seq_len=2048, dtype=torch.bfloat16)
-fused = TECHNIQUES["fused-adamw"]  # the whole step of AdamW is one operator, without temporaries
+fused = combined("fused-adamw")  # the whole step of AdamW is one operator, without temporaries
 query_value = partial(add_lora, rank=8, where=lambda name: name.endswith(("query", "value")))
 at_scale = {
     "all weights": dry_trace(seven, fused),

@@ -49,7 +49,7 @@ from memlab.optim import RoundedAdamW
 from memlab.precision import MasterWeights
 from memlab.rounding import kahan_add_
 from memlab.trace import Trace
-from memlab.train import TECHNIQUES, Setting, Technique, build, measured
+from memlab.train import Plugs, Setting, build, combined, measured
 from memlab.units import format_bytes
 
 # %%
@@ -67,11 +67,11 @@ guess("4.1", autocast_gib=1.33)  # half
 # tokens, 10 KiB, aside). Yesterday's bytes are those of the bill.
 
 # %%
-one_at_a_time = TECHNIQUES["accumulation"]
-lowered = replace(one_at_a_time, around_forward=TECHNIQUES["autocast"].around_forward)
+one_at_a_time = combined("accumulation")
+lowered = replace(one_at_a_time, around_forward=combined("autocast").around_forward)
 
 
-def step_of(setting: Setting, technique: Technique) -> Trace:
+def step_of(setting: Setting, technique: Plugs) -> Trace:
     with memlab.dry_run():
         training = build(setting, technique)
         for weight in training.model.parameters():
@@ -699,7 +699,7 @@ print(f"and under autocast, when backward begins, {casts_of_seven} of casts")
 if torch.cuda.is_available():
     on_gpu = replace(two, batch=8, device="cuda")
     low = replace(on_gpu, dtype=torch.bfloat16)
-    rounded = replace(one_at_a_time, optimizer=TECHNIQUES["bfloat16"].optimizer)
+    rounded = replace(one_at_a_time, optimizer=combined("bfloat16").optimizer)
     for name, where, how in (
         ("float32", on_gpu, one_at_a_time),
         ("autocast", on_gpu, lowered),

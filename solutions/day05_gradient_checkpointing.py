@@ -579,7 +579,7 @@ print(f"equal to the bit, all 20: {all_kept == by_two}")
 def passes(setting: Setting, how: str, backward: bool):
     with memlab.dry_run():
         model = GPT(PRESETS[setting.model], dtype=setting.dtype)
-        TECHNIQUES[how].change_model(model)
+        combined(how).change_model(model)
         tokens = torch.zeros(setting.batch, setting.seq_len, dtype=torch.long)
         alive = []
 

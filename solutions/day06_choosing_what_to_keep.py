@@ -42,7 +42,7 @@ from memlab.course.bill import SETTING
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS, Block, scaled_dot_product_attention
 from memlab.planner.block_costs import chain_costs
-from memlab.train import TECHNIQUES, build, combined, dry_trace, measured, to_bfloat16
+from memlab.train import TECHNIQUES, Plugs, build, combined, dry_trace, measured, to_bfloat16
 from memlab.units import format_bytes
 
 # %% [markdown]
@@ -667,7 +667,7 @@ if torch.cuda.is_available():
         for block in model.blocks:
             block.forward = partial(selective(DEAR), block.forward)
 
-    selectively = replace(TECHNIQUES["plain"], change_model=choose_dear)
+    selectively = Plugs(change_model=choose_dear)
     for name, how in (("every block", TECHNIQUES["checkpointing"]), ("selective", selectively)):
         training = build(on_gpu, how)
         training.step()

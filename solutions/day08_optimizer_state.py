@@ -42,7 +42,15 @@ from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
 from memlab.course.bill import SETTING
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
-from memlab.train import TECHNIQUES, Setting, build, dry_trace, measured, of_all_weights
+from memlab.train import (
+    Plugs,
+    Setting,
+    build,
+    combined,
+    dry_trace,
+    measured,
+    of_all_weights,
+)
 from memlab.units import format_bytes
 
 # %% [markdown]
@@ -123,7 +131,7 @@ def inside(make):
 
 
 def step_of(setting, make):
-    return dry_trace(setting, replace(TECHNIQUES["plain"], optimizer=make))
+    return dry_trace(setting, Plugs(optimizer=make))
 
 
 ordinary = step_of(SMALL, MAKE["AdamW"])
@@ -744,7 +752,7 @@ def step_of_7b(make, layers):
     config = replace(PRESETS["llama-2-7b"], layers=layers)
     tokens = torch.zeros(1, 2048, dtype=torch.long)
     model = GPT(config, dtype=torch.bfloat16)
-    TECHNIQUES["checkpointing"].change_model(model)
+    combined("checkpointing").change_model(model)
     optimizer = make(model)
 
     def step():
@@ -807,7 +815,7 @@ _ = axes.legend(["weights", "gradients", "state", "all else"], frameon=False, lo
 if torch.cuda.is_available():
     four = {name: MAKE[name] for name in ("AdamW", "Adam-mini", "Lion")}
     for name, make in (four | {"AdamW, inside": inside(MAKE["AdamW"])}).items():
-        how = replace(TECHNIQUES["plain"], optimizer=make)
+        how = Plugs(optimizer=make)
         training = build(replace(SETTING, device="cuda"), how)
         training.step()
         trace = measured(training)

@@ -42,7 +42,7 @@ from memlab.course.ledger import activation_bytes
 from memlab.data import batches, source_bytes
 from memlab.losses import chunked_cross_entropy
 from memlab.model import GPT, PRESETS
-from memlab.train import TECHNIQUES, build, measured
+from memlab.train import TECHNIQUES, build, combined, measured
 from memlab.units import format_bytes
 
 # %%
@@ -484,7 +484,7 @@ def waiting(how, layers, length=8192):
     small = replace(PRESETS["llama-3-8b"], layers=layers, vocab_size=256)
     with memlab.dry_run():
         model, kept = GPT(small, dtype=BF16), []
-        TECHNIQUES[how].change_model(model)
+        combined(how).change_model(model)
         tokens = torch.zeros(1, length, dtype=torch.long)
         trace = memlab.measure(lambda: kept.append(model(tokens, tokens)), model=model)
     always = ("parameters", "buffers", "inputs")

@@ -39,7 +39,7 @@ from memlab.accumulation import accumulate
 from memlab.course import exercise, guess, reveal, running_bill, verdict
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
-from memlab.train import TECHNIQUES
+from memlab.train import combined
 from memlab.units import format_bytes
 from memlab.zero import model_state_bytes, one_rank, simulate
 
@@ -551,7 +551,7 @@ def a_rank(config, ranks, stage, tokens=2048, how="plain", **settings):
     """The trace of a step of one sequence, and what was sent."""
     with memlab.dry_run():
         model = GPT(config, dtype=torch.bfloat16)
-        TECHNIQUES[how].change_model(model)
+        combined(how).change_model(model)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         zero = one_rank(model, optimizer, ranks, stage, meter=memlab.meter, **settings)
         inputs = torch.zeros(1, tokens, dtype=torch.long)

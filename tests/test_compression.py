@@ -28,7 +28,7 @@ from memlab.data import batches, source_bytes
 from memlab.internals.saved_tensors import Facts
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.quantize import dequantize_blockwise, quantize_blockwise
-from memlab.train import Setting, Technique, build, dry_trace, measured
+from memlab.train import Plugs, Setting, build, dry_trace, measured
 
 B, T, C = 8, 128, 128
 CONFIG = GPTConfig(256, C, layers=1, heads=4, kv_heads=2, hidden=3 * C, seq_len=T)
@@ -571,7 +571,7 @@ def test_after_an_exception_nothing_is_compressed_any_more():
 @pytest.mark.parametrize("bits", quick([8], [8, 4]))
 def test_a_dry_run_has_every_event_of_the_step(bits):
     setting = Setting("tiny", 4, 64)
-    technique = Technique("", around_forward=lambda device: compressed_activations(bits=bits))
+    technique = Plugs(around_forward=lambda device: compressed_activations(bits=bits))
     training = build(setting, technique)
     training.step()
     events = [

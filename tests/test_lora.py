@@ -9,7 +9,7 @@ from torch import nn
 import memlab
 from memlab.lora import LoRALinear, adapters, add_lora, added_weights, merge_lora
 from memlab.model import GPT, PRESETS
-from memlab.train import TECHNIQUES, Setting, build
+from memlab.train import Setting, build, combined
 
 IN, OUT, RANK = 24, 40, 4
 
@@ -157,7 +157,7 @@ def test_the_added_weights_follow_the_formula(name):
 
 
 def test_frozen_weights_have_no_gradient_and_no_state():
-    training = build(Setting("tiny", 2, 32), TECHNIQUES["plain"])
+    training = build(Setting("tiny", 2, 32), combined("plain"))
     frozen = sum(p.nbytes for p in training.model.parameters())
     add_lora(training.model, 2)
     trained = [p for p in training.model.parameters() if p.requires_grad]

@@ -21,7 +21,7 @@ from memlab.losses import (
     losses_of_rows_,
 )
 from memlab.model import GPT, PRESETS
-from memlab.train import Setting, Technique, build, combined
+from memlab.train import Plugs, Setting, build, combined
 
 N, C, V = 20, 8, 33
 OPTIONS = {
@@ -649,7 +649,7 @@ def test_it_is_the_loss_of_a_model_with_tied_weights():
 def test_a_training_step_takes_it_beside_other_techniques(others):
     losses = {}
     for name, row in {"all": {}, "chunked": {"loss": chunked_cross_entropy}}.items():
-        technique = Technique(**{**vars(combined(others)), **row})
+        technique = Plugs(**{**vars(combined(others)), **row})
         training = build(Setting("tiny", batch=2, seq_len=32), technique)
         for _ in range(3):
             training.step()

@@ -8,6 +8,7 @@ import pytest
 from quick import quick
 
 from memlab.cli.choices import SUITABLE, choose_techniques
+from memlab.cli.requests import Request
 from memlab.cli.rows import dry_row
 from memlab.train import predicted_trace
 from memlab.units import format_bytes
@@ -21,7 +22,7 @@ ON_CUDA = {
         re.M,
     )
 }
-CHOSEN = choose_techniques(None)
+CHOSEN = choose_techniques(Request())
 ROWS = dict(re.findall(r"^\| ([a-z0-9+-]+)(?:: [^|]*)? \| ([0-9.]+ [KMG]iB) \|", README, re.M))
 
 

@@ -14,7 +14,7 @@ from memlab.cli.rows import in_turn
 from memlab.ema import PostHocEMA, synthesize
 from memlab.metering import measure
 from memlab.offload import DiskStore
-from memlab.train import TECHNIQUES, build
+from memlab.train import build, combined
 
 from .day_jobs import BILL, SMALL_BILL
 
@@ -34,7 +34,7 @@ def beside_a_step(name: str, small: bool, rehearsal: bool) -> Answer:
     memory."""
     device = "cpu" if rehearsal else "cuda"
     setting = replace(SMALL_BILL if small else BILL, device=device)
-    training = build(setting, TECHNIQUES["plain"])
+    training = build(setting, combined("plain"))
     model = training.model
     with tempfile.TemporaryDirectory() as folder:
         ema, held, _ = taken(device, lambda: PostHocEMA(model, folder, **PLACES[name]()))

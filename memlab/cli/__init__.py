@@ -10,6 +10,7 @@ import typer
 
 from memlab.cli.errors import UsageError, one_line
 from memlab.cli.parsing import Command, Commands, number, whole
+from memlab.cli.requests import Request
 
 # Nothing here imports torch, which takes seconds: each command does so when it is called. The help
 # comes at once then, and Ctrl-C during those seconds is caught in `main`.
@@ -156,40 +157,43 @@ def measure_command(
 
     [bold]memlab measure --script train.py:build --dry-run --device cuda[/]
     """
+    request = Request(
+        model=model,
+        batch=batch,
+        seq_len=seq,
+        dtype=dtype,
+        techniques=tuple(technique or ()),
+        device=device,
+        dry=dry_run,
+        ranks=ranks,
+        script=script,
+        assume=assume,
+        kernels=kernels,
+        out=out,
+    )
+    _refuse_conflicts(request, context)
     if ranks is not None:
-        from memlab.cli.ranks import measure_ranks
+        from memlab.cli.ranks import measure_ranks as measure
+    elif script is not None:
+        from memlab.cli.script import measure_script as measure
+    else:
+        from memlab.cli.measure import measure_techniques as measure
+    raise typer.Exit(measure(request))
 
-        given = " and ".join(_given(context, "script", "device", "kernels", "assume"))
-        if given:
+
+def _refuse_conflicts(request: Request, context: typer.Context) -> None:
+    """Options of `memlab measure` that do not go together."""
+    if request.ranks is not None:
+        if given := " and ".join(_given(context, "script", "device", "kernels", "assume")):
             raise UsageError(
                 f"got --ranks together with {given}; a rank is measured by a dry run of one of the "
                 f"models, on no device: leave {given} out"
             )
-        status = measure_ranks(
-            ranks, model=model, batch=batch, seq_len=seq, dtype=dtype, names=technique, out=out
-        )
-        raise typer.Exit(status)
-
-    _require_script_for(assume, script)
-    if script is None:
-        from memlab.cli.measure import measure_techniques
-
-        status = measure_techniques(
-            model=model,
-            batch=batch,
-            seq_len=seq,
-            dtype=dtype,
-            names=technique,
-            device=device,
-            dry=dry_run,
-            out=out,
-            kernels=kernels,
-        )
-        raise typer.Exit(status)
-
-    from memlab.cli.script import measure_script
-
-    if kernels:
+        return
+    _require_script_for(request.assume, request.script)
+    if request.script is None:
+        return
+    if request.kernels:
         raise UsageError(
             "got --script together with --kernels; call memlab.kernels in the script, and leave "
             "--kernels out"
@@ -199,7 +203,6 @@ def measure_command(
             f"got --script together with {given}; a script brings its own model and batch, so "
             f"leave them out"
         )
-    measure_script(script, device=device, dry=dry_run, out=out, assume=assume)
 
 
 @app.command("train", cls=_WithNames)
@@ -256,17 +259,16 @@ def train_command(
     """
     from memlab.cli.train import train
 
-    train(
+    request = Request(
         model=model,
-        technique=technique,
-        dtype=dtype,
         batch=batch,
         seq_len=seq,
-        steps=steps,
-        memory=memory,
+        dtype=dtype,
+        techniques=(technique,),
         device=device,
         kernels=kernels,
     )
+    train(request, steps=steps, memory=memory)
 
 
 @app.command("plan", cls=Command)

@@ -9,6 +9,7 @@ import torch
 
 from memlab.cli.errors import UsageError, choice, shown
 from memlab.cli.machine import devices_present, memory_of
+from memlab.cli.requests import Request
 from memlab.cli.rows import dry_row
 from memlab.configs.config_json import config_named
 from memlab.configs.targets import TARGETS
@@ -16,10 +17,10 @@ from memlab.model import PRESETS, GPTConfig
 from memlab.train import (
     COMBINATIONS,
     TECHNIQUES,
+    Plugs,
     Setting,
-    Technique,
     combined,
-    rows_by_kernels,
+    techniques_with_kernels,
 )
 from memlab.units import format_bytes
 
@@ -28,22 +29,16 @@ SUITABLE = {
     "mps": Setting("34m", batch=4, seq_len=512),
     "accelerator": Setting("124m", batch=8, seq_len=1024),
 }
-# What their products are taken in, where not in the weights' dtype.
-PRODUCTS_IN = {
-    "autocast": torch.bfloat16,
-    "loss-scaling": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "master-weights": torch.bfloat16,
-}
 MOST_LAYERS = 10_000  # a dry run takes one after the other: more is hours
 LARGEST_TENSOR = 2**59  # numbers, of which torch still counts the bytes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def choose_device(given: str | None, dry: bool) -> str:
+def choose_device(request: Request) -> str:
     """The device asked for, or the accelerator that is there, or the CPU; of a dry run, a class of
     cards to predict or the CPU."""
-    if dry:
+    given = request.device
+    if request.dry:
         if given not in (None, "cpu", *TARGETS):
             raise UsageError(
                 f"got --device {shown(given)} with --dry-run, which is of the cpu or predicts "
@@ -60,24 +55,21 @@ def choose_device(given: str | None, dry: bool) -> str:
     return given or present[-1]
 
 
-def choose_setting(
-    model: str | None,
-    batch: int | None,
-    seq_len: int | None,
-    dtype: str | None,
-    device: str,
-    dry: bool,
-) -> Setting:
-    """What suits the device, with what the user gave in its place; it fits into memory if it can.
+def choose_setting(request: Request) -> Setting:
+    """What suits the request's device, with the user's options in its place; it fits into memory
+    if it can.
 
     Where the user gave no batch, an accelerator gets one that leaves half of its free memory to
     the techniques that take more than the plain step.
     """
+    device = request.device
+    _require_a_model(request.model)
+    _require_known("--dtype", request.dtype, DTYPES)
     given = {
-        "model": _model(model),
-        "batch": batch,
-        "seq_len": seq_len,
-        "dtype": DTYPES.get(_known("--dtype", dtype, DTYPES)),
+        "model": request.model,
+        "batch": request.batch,
+        "seq_len": request.seq_len,
+        "dtype": DTYPES.get(request.dtype),
     }
     given = {name: value for name, value in given.items() if value is not None}
     suitable = SUITABLE.get(device, SUITABLE["accelerator"])
@@ -88,35 +80,30 @@ def choose_setting(
     except ValueError as error:
         raise UsageError(str(error)) from error
     require_countable(setting.config, setting.batch, setting.seq_len)
-    if not dry and device == "cpu" and given:
+    if not request.dry and device == "cpu" and given:
         require_memory("a plain step", setting, _bytes_of_a_step(setting), "add --dry-run")
-    return setting if dry or device == "cpu" or batch else _with_a_batch_that_fits(setting)
+    may_shrink = not (request.dry or device == "cpu" or request.batch)
+    return _with_a_batch_that_fits(setting) if may_shrink else setting
 
 
-def choose_techniques(names: list[str] | None, kernels: bool = False) -> dict[str, Technique]:
+def choose_techniques(request: Request) -> dict[str, Plugs]:
     """The plain step, and those asked for, or all; "a+b" is both at once. Single ones come in the
     order of their table. With `kernels`, those that have one are taken by it."""
-    wanted = dict.fromkeys(names or (*TECHNIQUES, *COMBINATIONS))
+    wanted = dict.fromkeys(request.techniques or (*TECHNIQUES, *COMBINATIONS))
     for name in wanted:
         parts = name.split("+")
         for part in parts:
-            _known("--technique", part, TECHNIQUES)
+            _require_known("--technique", part, TECHNIQUES)
         if len(set(parts)) < len(parts):
             raise UsageError(
                 f"got --technique {shown(name)}, which names a technique twice; give each once"
             )
     single = [name for name in TECHNIQUES if name == "plain" or name in wanted]
     several = [name for name in wanted if name not in TECHNIQUES]
-    rows = TECHNIQUES | _rows_by_kernels() if kernels else TECHNIQUES
     try:
-        return {name: combined(name, rows) for name in (*single, *several)}
+        return {name: combined(name, kernels=request.kernels) for name in (*single, *several)}
     except ValueError as error:
         raise UsageError(f"got --technique {' and '.join(map(shown, several))}: {error}") from error
-
-
-def _rows_by_kernels() -> dict[str, Technique]:
-    try:
-        return rows_by_kernels()
     except ImportError as error:
         raise UsageError(f"got --kernels: {error}") from error
 
@@ -136,7 +123,7 @@ def require_kernels(device: str) -> None:
 
 def taken_by_kernels(names: Iterable[str]) -> str:
     """A line that says which of these, "a+b" being two, their kernels take."""
-    by_kernel = set(_rows_by_kernels()) - {"selective-checkpointing"}
+    by_kernel = set(techniques_with_kernels()) - {"selective-checkpointing"}
     parts = dict.fromkeys(part for name in names for part in name.split("+"))
     taken = [part for part in parts if part in by_kernel]
     return f"by Triton's kernels: {', '.join(taken) or 'nothing; no technique here has one'}"
@@ -170,15 +157,15 @@ def require_memory(what: str, setting: Setting, wanted: int, instead: str) -> No
         )
 
 
-def _model(given: str | None) -> str | None:
+def _require_a_model(given: str | None) -> None:
     """The name of a preset, or the path of a file that has a shape in it."""
     if given is None or not _is_a_path(given):
-        return _known("--model", given, PRESETS)
+        _require_known("--model", given, PRESETS)
+        return
     try:
         config_named(given)
     except (ValueError, OSError) as error:
         raise UsageError(f"got --model {shown(given)}: {error}") from error
-    return given
 
 
 def _is_a_path(given: str) -> bool:
@@ -187,11 +174,9 @@ def _is_a_path(given: str) -> bool:
     )
 
 
-def _known(option: str, given: str | None, known: Collection[str]) -> str | None:
-    """What was given, if it is known."""
-    if given is None or given in known:
-        return given
-    raise UsageError(f"got {option} {shown(given)}; {choice(given, known)}")
+def _require_known(option: str, given: str | None, known: Collection[str]) -> None:
+    if given is not None and given not in known:
+        raise UsageError(f"got {option} {shown(given)}; {choice(given, known)}")
 
 
 def _with_a_batch_that_fits(setting: Setting) -> Setting:

@@ -6,7 +6,7 @@ import platform
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,8 @@ import memlab
 from memlab.cli.errors import in_one_line
 from memlab.cli.machine import devices_present, memory_of, name_of
 from memlab.internals.torch_internals import cuda_driver_version
-from memlab.train import TECHNIQUES, Setting, Technique, build, measured, rows_by_kernels
+from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, combined, measured
+from memlab.train.plugs import techniques_with_kernels
 from memlab.units import format_bytes
 
 LOWEST_PYTHON, LOWEST_TORCH = (3, 11), (2, 11)
@@ -162,11 +163,12 @@ def _techniques_work(device: str) -> str:
 
 
 def _kernels_work(device: str) -> str:
-    _require_all_work(rows_by_kernels(), device)
+    by_kernel = {name: combined(name, kernels=True) for name in techniques_with_kernels()}
+    _require_all_work(by_kernel, device)
     return f"every technique that has a Triton kernel works by it on {device}"
 
 
-def _require_all_work(techniques: dict[str, Technique], device: str) -> None:
+def _require_all_work(techniques: Mapping[str, Technique | Plugs], device: str) -> None:
     failed = {}
     for name, technique in techniques.items():
         try:
@@ -187,7 +189,7 @@ def _dry_run_works() -> str:
     return f"equal to the real step, to the byte ({dry:,} B)"
 
 
-def _peak(technique: Technique, device: str) -> int:
+def _peak(technique: Technique | Plugs, device: str) -> int:
     training = build(replace(SMALL, device=device), technique)
     training.step()
     return measured(training).peak_bytes

@@ -20,37 +20,27 @@ from memlab.cli.choices import (
 from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
 from memlab.cli.parsing import choose_folder
 from memlab.cli.patience import MOST_SECONDS, Patience
+from memlab.cli.requests import Request
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row, SideBySide, dry_row, predicted_row
 from memlab.configs.targets import TARGETS
-from memlab.train import Setting, Technique
+from memlab.train import Plugs, Setting
 
 
-def measure_techniques(
-    *,
-    model: str | None,
-    batch: int | None,
-    seq_len: int | None,
-    dtype: str | None,
-    names: list[str] | None,
-    device: str | None,
-    dry: bool,
-    out: str,
-    kernels: bool = False,
-) -> int:
+def measure_techniques(request: Request) -> int:
     """Measure, print a table, write pictures and numbers; 1 if a technique failed, else 0."""
-    choose_techniques(names, kernels=kernels)  # bad names are told first
-    folder = choose_folder(out)
-    setting = choose_setting(model, batch, seq_len, dtype, choose_device(device, dry), dry)
-    chosen = choose_techniques(names, kernels=kernels)
-    if kernels and not dry:
+    chosen = choose_techniques(request)
+    folder = choose_folder(request.out)
+    request = replace(request, device=choose_device(request))
+    setting, dry = choose_setting(request), request.dry
+    if request.kernels and not dry:
         require_kernels(setting.device)
     on_cuda = replace(setting, device="cuda")
-    foreseen = _to_be_foreseen(setting, chosen, names)
+    foreseen = _to_be_foreseen(setting, chosen, request)
     terminal.say(report.headline(setting, dry) + "\n")
-    if kernels:
+    if request.kernels:
         terminal.say(taken_by_kernels(chosen) + "\n")
-    patience = None if dry or names else _patience(setting, chosen)
+    patience = None if dry or request.techniques else _patience(setting, chosen)
     with terminal.progress((1 if dry else 2) * len(chosen) + len(foreseen)) as announce:
         rows = measured_rows(setting, chosen, dry, announce, patience)
         predicted = measured_rows(on_cuda, foreseen, True, announce)
@@ -69,7 +59,7 @@ def measure_techniques(
     return int(any(row.failure for row in rows))
 
 
-def _patience(setting: Setting, chosen: dict[str, Technique]) -> Patience | None:
+def _patience(setting: Setting, chosen: dict[str, Plugs]) -> Patience | None:
     """Nobody asked for a row by name; who asked for another model has time."""
     if setting.device != "cpu":
         return None
@@ -77,12 +67,12 @@ def _patience(setting: Setting, chosen: dict[str, Technique]) -> Patience | None
 
 
 def _to_be_foreseen(
-    setting: Setting, chosen: dict[str, Technique], names: list[str] | None
-) -> dict[str, Technique]:
+    setting: Setting, chosen: dict[str, Plugs], request: Request
+) -> dict[str, Plugs]:
     """What is predicted for CUDA beside a CPU's figures: of all techniques the plain step alone."""
     if setting.device != "cpu":
         return {}
-    return chosen if names else {"plain": chosen["plain"]}
+    return chosen if request.techniques else {"plain": chosen["plain"]}
 
 
 def options(setting: Setting) -> str:
@@ -101,7 +91,7 @@ def _show(rows: list[Row], *sentences: Iterable[str]) -> None:
 
 def measured_rows(
     setting: Setting,
-    chosen: dict[str, Technique],
+    chosen: dict[str, Plugs],
     dry: bool,
     announce: Announce,
     patience: Patience | None = None,

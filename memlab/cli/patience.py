@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from memlab.cli.choices import PRODUCTS_IN
+from memlab.train import TECHNIQUES
 
 MOST_SECONDS = 90.0
 DRY_SECONDS = 0.3  # of one row
@@ -49,10 +49,9 @@ class Patience:
         self._before = now
         self._left.remove(name)
         for part in name.split("+"):
-            dtype = PRODUCTS_IN.get(part)
-            if dtype is not None and (slowdown := self._slowdown(dtype)) > SLOW:
-                words = str(dtype).removeprefix("torch.")
-                return f"this CPU takes {slowdown:.0f} × as long for products in {words}"
+            dtype = TECHNIQUES[part].matmul_dtype if part in TECHNIQUES else None
+            if dtype and (slowdown := self._slowdown(getattr(torch, dtype))) > SLOW:
+                return f"this CPU takes {slowdown:.0f} × as long for matmuls in {dtype}"
         end = now - self._begun + self._longest + DRY_SECONDS * len(self._left)
         if end > self._most_seconds and self._at_its_end is None:
             self._at_its_end = f"the rows above took {now - self._begun:.0f} s"

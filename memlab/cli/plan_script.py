@@ -20,14 +20,14 @@ from memlab.planner import Card, Memory
 from memlab.planner.options import budget_bytes
 from memlab.planner.outside import (
     AS_IT_IS,
-    CLIMB,
     NO_ADAM,
     NO_LAYERS,
+    ORDER,
+    Attempt,
     Parts,
     Places,
-    Rung,
+    attempts,
     find,
-    ladder,
 )
 from memlab.planner.roofline import Roofline
 from memlab.trace import Trace
@@ -42,18 +42,18 @@ def plan_script(
     there, target = choose_memory(memory, target)
     folder = choose_folder(out)
     budget = budget_bytes(there, target)
-    with terminal.progress(3 * len(CLIMB)) as announce:
-        found = climb(script, target, budget, there.card_for_costs, announce)
+    with terminal.progress(3 * len(ORDER)) as announce:
+        found = search(script, target, budget, there.card_for_costs, announce)
     _show(script, there, target, budget, found)
     write(found.rows, f"{script}, planned for {there.name}", folder, stem="plan")
     return 0 if found.chosen else 1
 
 
-class Climb(NamedTuple):
-    """A row for each rung up to the first that fits, that rung, and where rungs could be put."""
+class Search(NamedTuple):
+    """A row for each attempt up to the first that fits, that attempt, and where techniques fit."""
 
     rows: list[Row]
-    chosen: Rung | None
+    chosen: Attempt | None
     places: Places
     plain: Roofline | None  # the step as it is, if a card is what it is predicted for
 
@@ -63,8 +63,8 @@ class Climb(NamedTuple):
         return any(row.estimated_time_ratio for row in self.rows)
 
 
-def climb(script: Script, target: str, budget: int, card: Card, announce: Announce) -> Climb:
-    """Predict rung by rung, until one fits; times are the card's, and a CPU has none."""
+def search(script: Script, target: str, budget: int, card: Card, announce: Announce) -> Search:
+    """Predict one attempt after another, until one fits; a CPU has no estimated times."""
     found: list[Places] = []
 
     def look(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
@@ -76,24 +76,24 @@ def climb(script: Script, target: str, budget: int, card: Card, announce: Announ
     rows = [Row(AS_IT_IS.name, trace)]
     [places] = found
     if needed(trace) <= budget:
-        return Climb(rows, AS_IT_IS, places, plain)
+        return Search(rows, AS_IT_IS, places, plain)
     failed: set[str] = set()  # techniques that cannot be put here at all
-    for rung in ladder(places):
-        if failed & {each.name for each in rung.techniques}:
+    for attempt in attempts(places):
+        if failed & {each.name for each in attempt.wrappers}:
             continue
         changed = plain and Roofline(card)
         try:
-            trace = _trace(script, target, rung.name, rung.applied, changed, announce)
+            trace = _trace(script, target, attempt.name, attempt.applied, changed, announce)
         except UsageError as error:
-            rows.append(Row(rung.name, failure=str(error)))
-            if len(rung.techniques) == 1:
-                failed.add(rung.name)
+            rows.append(Row(attempt.name, failure=str(error)))
+            if len(attempt.wrappers) == 1:
+                failed.add(attempt.name)
             continue
         ratio = changed.total / plain.total if changed and plain.total else None
-        rows.append(Row(rung.name, trace, estimated_time_ratio=ratio))
+        rows.append(Row(attempt.name, trace, estimated_time_ratio=ratio))
         if needed(trace) <= budget:
-            return Climb(rows, rung, places, plain)
-    return Climb(rows, None, places, plain)
+            return Search(rows, attempt, places, plain)
+    return Search(rows, None, places, plain)
 
 
 def _trace(
@@ -131,7 +131,7 @@ def _show(
     there: Memory,
     target: str,
     budget: int,
-    found: Climb,
+    found: Search,
 ) -> None:
     terminal.say(f"{script}: its second step, predicted for {target}, nothing is computed")
     if found.rows[0].trace is not None:
@@ -156,7 +156,7 @@ def _about_times(plain: Roofline) -> str:
     )
 
 
-def _remarks(found: Climb) -> Iterator[str]:
+def _remarks(found: Search) -> Iterator[str]:
     """What was found, in words; where it takes techniques, the lines that turn them on."""
     rows, chosen, places, _ = found
     if len(rows) > 1 and not places.layers:
@@ -170,9 +170,10 @@ def _remarks(found: Climb) -> Iterator[str]:
     else:
         where = "after the model and the optimizer are made, before a scheduler is"
         yield _indented(f"It fits with these, {where}:", chosen.lines)
-        if chosen.inside:
-            yield _indented("and in the step, around what makes the loss:", chosen.inside)
-        yield "\n".join(terminal.paragraph(each.costs) for each in chosen.techniques)
+        if chosen.lines_inside:
+            yield _indented("and around the forward pass of the step:", chosen.lines_inside)
+        yield "\n".join(map(terminal.paragraph, chosen.costs))
+        yield _indented("The same by other packages:", chosen.production)
     if notes := _last(rows).notes:
         yield "\n".join(terminal.paragraph(f"note: {note}") for note in notes)
 
@@ -186,7 +187,7 @@ def _indented(sentence: str, lines: list[str]) -> str:
     return "\n\n  ".join([sentence, "\n  ".join(lines)])
 
 
-def _table(found: Climb, budget: int) -> Table:
+def _table(found: Search, budget: int) -> Table:
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("with", "allocated", "reserved", "left", *["time"] * found.has_times):
         lines.add_column(title, justify="left" if title == "with" else "right", no_wrap=True)

@@ -1,16 +1,17 @@
 """`memlab measure --ranks 8`: what one rank of eight holds and sends, in each stage of ZeRO."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memlab.cli import report, terminal
 from memlab.cli.choices import choose_setting, choose_techniques
 from memlab.cli.errors import UsageError
 from memlab.cli.parsing import choose_folder
+from memlab.cli.requests import Request
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row, silent
 from memlab.trace import Trace
-from memlab.train import Setting, Technique, rank_step
+from memlab.train import Plugs, Setting, rank_step
 from memlab.units import format_bytes
 from memlab.zero import Step
 from memlab.zero.partitioning import STAGES
@@ -28,22 +29,15 @@ class RankRow(Row):
     gathered: tuple[str, ...] = ()
 
 
-def measure_ranks(
-    ranks: int,
-    *,
-    model: str | None,
-    batch: int | None,
-    seq_len: int | None,
-    dtype: str | None,
-    names: list[str] | None,
-    out: str,
-) -> int:
+def measure_ranks(request: Request) -> int:
     """Measure one rank by dry runs, print a table, write pictures and numbers; 1 if a stage of a
     technique failed, else 0."""
-    chosen = choose_techniques(names or ["plain"])
-    folder = choose_folder(out)
-    setting = choose_setting(model, batch, seq_len, dtype, "cpu", dry=True)
-    if names and "plain" not in names:
+    names, ranks = request.techniques or ("plain",), request.ranks
+    request = replace(request, techniques=names, device="cpu", dry=True)
+    chosen = choose_techniques(request)
+    folder = choose_folder(request.out)
+    setting = choose_setting(request)
+    if "plain" not in names:
         chosen.pop("plain")
     with terminal.progress(len(STAGES) * len(chosen)) as announce:
         rows = [
@@ -62,7 +56,7 @@ def measure_ranks(
 
 
 def rows_of(
-    name: str, setting: Setting, technique: Technique, ranks: int, announce: Announce = silent
+    name: str, setting: Setting, technique: Plugs, ranks: int, announce: Announce = silent
 ) -> list[RankRow]:
     """A row for each stage; one, which says why, for a technique that cannot be in shards."""
     rows = []

@@ -18,7 +18,7 @@ import torch
 
 from memlab.cli.errors import is_out_of_memory
 from memlab.trace import Trace
-from memlab.train import Setting, Technique, Training, build, dry_trace, measured, predicted_trace
+from memlab.train import Plugs, Setting, Training, build, dry_trace, measured, predicted_trace
 
 LONG_SECONDS = 0.4  # of all rounds together
 AGREEMENT = 1.1  # two ratios agree if neither is larger than the other by this factor
@@ -54,14 +54,14 @@ def silent(stage: str) -> None:
     """Announces nothing."""
 
 
-def dry_row(setting: Setting, name: str, technique: Technique, announce: Announce = silent) -> Row:
+def dry_row(setting: Setting, name: str, technique: Plugs, announce: Announce = silent) -> Row:
     """The exact bytes, without computing anything."""
     announce(name)
     return Row(name, dry_trace(setting, technique))
 
 
 def predicted_row(
-    setting: Setting, name: str, technique: Technique, announce: Announce = silent
+    setting: Setting, name: str, technique: Plugs, announce: Announce = silent
 ) -> Row:
     """What it would take on the setting's class of cards, without one."""
     announce(f"{name}: on CUDA")
@@ -71,13 +71,13 @@ def predicted_row(
 class SideBySide:
     """Takes real steps: each technique's beside the plain one's."""
 
-    def __init__(self, setting: Setting, plain: Technique) -> None:
+    def __init__(self, setting: Setting, plain: Plugs) -> None:
         self._setting = setting
         self._plain = plain
         self._yardstick: Training | None = None
         self._gradients: dict[str, torch.Tensor] = {}
 
-    def row(self, name: str, technique: Technique, announce: Announce = silent) -> Row:
+    def row(self, name: str, technique: Plugs, announce: Announce = silent) -> Row:
         """Measure the technique; the plain one first."""
         _clear_memory(self._setting)
         announce(f"{name}: bytes")
@@ -89,7 +89,7 @@ class SideBySide:
         seconds = statistics.median(ours for ours, *_ in rounds) if rounds else None
         return Row(name, trace, seconds, _ratios(rounds), difference, largest)
 
-    def _started(self, technique: Technique) -> Training:
+    def _started(self, technique: Plugs) -> Training:
         training = build(self._setting, technique)
         training.step()
         return training
@@ -105,7 +105,7 @@ class SideBySide:
         differences = (gradients[name] - self._gradients[name] for name in both)
         return _largest(differences), _largest(gradients[name] for name in both)
 
-    def _rounds(self, training: Training, technique: Technique) -> list[tuple[float, ...]]:
+    def _rounds(self, training: Training, technique: Plugs) -> list[tuple[float, ...]]:
         """Seconds of the technique's step and the plain one; none if the two do not fit at once."""
         if technique is self._plain:
             self._keep(training)

@@ -23,6 +23,7 @@ from memlab.cli.choices import choose_device
 from memlab.cli.errors import UsageError, choice, in_one_line, is_out_of_memory, said_by, shown
 from memlab.cli.machine import devices_present
 from memlab.cli.parsing import choose_folder
+from memlab.cli.requests import Request
 from memlab.cli.results import write
 from memlab.cli.rows import Announce, Row
 from memlab.configs.targets import TARGETS
@@ -43,17 +44,16 @@ class Script:
         return f"{self.path}:{self.function}"
 
 
-def measure_script(
-    given: str, *, device: str | None, dry: bool, out: str, assume: str | None = None
-) -> None:
+def measure_script(request: Request) -> int:
     """Measure the second step of the user's training; print it, write pictures and numbers."""
-    script = find_script(given, assume)
+    dry, assume = request.dry, request.assume
+    script = find_script(request.script, assume)
     if assume is not None and not dry:
         raise UsageError(
             "got --assume without --dry-run; a real step has its values, so leave --assume out"
         )
-    device = None if device is None else choose_device(device, dry)
-    folder = choose_folder(out)
+    device = request.device and choose_device(request)
+    folder = choose_folder(request.out)
     with terminal.progress(stages=3) as announce:
         if dry and device in TARGETS:
             trace = predicted(script, device, announce)
@@ -70,6 +70,7 @@ def measure_script(
     if numbers := "\n".join(map(terminal.paragraph, report.three_numbers(trace))):
         terminal.say(f"\n{numbers}")
     write([Row(str(script), trace)], f"{script}, dry run" if dry else str(script), folder)
+    return 0
 
 
 def assumed(trace: Trace) -> list[str]:

@@ -25,12 +25,13 @@ from memlab.cli.choices import (
     taken_by_kernels,
 )
 from memlab.cli.errors import UsageError, is_out_of_memory, shown
+from memlab.cli.requests import Request
 from memlab.cli.rows import Announce
 from memlab.data import TOKENS, batches, source_bytes
 from memlab.train import (
     SEED,
+    Plugs,
     Setting,
-    Technique,
     Training,
     build,
     dry_trace,
@@ -45,32 +46,23 @@ LINES = 20  # of steps, at most
 Batch = tuple[Tensor, Tensor]
 
 
-def train(
-    *,
-    model: str | None,
-    technique: str,
-    dtype: str | None,
-    batch: int | None,
-    seq_len: int | None,
-    steps: int,
-    memory: str | None,
-    device: str | None,
-    kernels: bool = False,
-) -> None:
+def train(request: Request, *, steps: int, memory: str | None) -> None:
     """Take the steps and print their losses, then the peak and the seconds."""
-    chosen = choose_techniques([technique], kernels=kernels)[technique]  # bad names are told first
-    device = choose_device(device, dry=False)
-    if kernels:
+    (technique,) = request.techniques
+    chosen = choose_techniques(request)[technique]
+    device = choose_device(request)
+    if request.kernels:
         require_kernels(device)
     cap_bytes = choose_cap(memory, device)
     with terminal.progress(steps + 3) as announce:
         announce("does it fit?")
-        setting = choose_setting(model, batch, seq_len, dtype, device, dry=device == "cpu")
+        # On a CPU the step's own bytes decide below whether it fits, with its technique.
+        setting = choose_setting(replace(request, device=device, dry=device == "cpu"))
         _require_every_byte(setting)
         if device == "cpu":
             what, wanted = f"a step with {technique}", dry_trace(setting, chosen).peak_bytes
             require_memory(what, setting, wanted, "use memlab measure --dry-run")
-        by_kernels = f"\n{taken_by_kernels([technique])}" if kernels else ""
+        by_kernels = f"\n{taken_by_kernels([technique])}" if request.kernels else ""
         terminal.say(f"{report.headline(setting, dry=False)}\ntechnique: {technique}{by_kernels}\n")
         with capped(cap_bytes):
             try:
@@ -109,7 +101,7 @@ class Step(NamedTuple):
     seconds: float
 
 
-def run(setting: Setting, technique: Technique, steps: int, announce: Announce) -> str:
+def run(setting: Setting, technique: Plugs, steps: int, announce: Announce) -> str:
     """Build, take the steps, print a line for every few; the summary of all."""
     announce("building")
     losses: list[Tensor] = []
@@ -212,7 +204,7 @@ def capped(cap_bytes: int | None) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def why_it_ran_out(setting: Setting, technique: Technique, cap_bytes: int | None) -> str:
+def why_it_ran_out(setting: Setting, technique: Plugs, cap_bytes: int | None) -> str:
     """What a step takes beside what there is, and what to do."""
     remedy = "give a smaller --batch or --seq, or another technique"
     if setting.device != "cuda":

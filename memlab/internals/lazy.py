@@ -19,3 +19,13 @@ def lazily(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
         return getattr(import_module(home), name) if home else import_module(f"{package}.{name}")
 
     return find
+
+
+class LazyModule:
+    """A module that is imported when one of its names is first used: `optim.Adam8bit`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self._name), attribute)

@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
-from memlab.internals.torch_internals import functorch, is_traceable_wrapper_subclass
+from memlab.internals.torch_internals import (
+    FakeTensor,
+    functorch,
+    is_traceable_wrapper_subclass,
+)
+from memlab.metering.dry import DryRun
 
 
 def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -71,3 +76,14 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def has_a_handler_of_its_own(types: tuple[type, ...]) -> bool:
     """Whether one of the types, a wrapper, runs an operator on the plain tensors within."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+def is_of_another_run(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is fake, and not of the dry run that is active now, if one is.
+
+    Inside a real step, DTensor and torch.compile run operators on fake tensors to learn their
+    shapes.
+    """
+    if not isinstance(tensor, FakeTensor):
+        return False
+    return DryRun.active is None or not DryRun.active.owns(tensor)

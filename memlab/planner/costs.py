@@ -25,7 +25,6 @@ from memlab.planner.recipes import Recipe
 from memlab.zero import communication_bytes
 
 UTILIZATION = 0.5  # of the peak of operations: what well-fed cards reach in training
-RECOMPUTED_SELECTIVELY = 0.05  # of a block's time: norms, rotation, the gate
 DISK_BANDWIDTH = 3e9  # bytes a second: a common NVMe disk, written and read at length
 COMPRESSION_PASSES = 3  # read, written in float32, read: for each of encoding and decoding
 
@@ -54,11 +53,11 @@ def _operations(config: GPTConfig, step: Step) -> dict[str, float]:
     attention = 2 * config.layers * step.seq_len * config.heads * config.head_width
     head = config.vocab_size * config.width
     forward_of_blocks = 2 * (step.weights.products - head) + attention
-    share = {None: 0.0, "selective-checkpointing": RECOMPUTED_SELECTIVELY}
+    recomputed = sum(row.recomputed for row in step.rows)
     return {
         "products": tokens * (2 + backward) * step.weights.products,
         "attention": tokens * 3 * attention,
-        "recomputed": tokens * share.get(recipe.checkpointing, 1.0) * forward_of_blocks,
+        "recomputed": tokens * recomputed * forward_of_blocks,
     }
 
 
@@ -78,13 +77,13 @@ def _moved_bytes(step: Step, batch: int) -> dict[str, float]:
 def _offloaded_bytes(step: Step) -> float:
     """Bytes there and back."""
     weights, gradients, state = step.stepped_bytes()
-    if step.recipe.offload == "offloaded-optimizer":
-        return 2.0 * state
-    if step.recipe.offload == "offloaded-activations":
-        return 2.0 * step.kept_bytes_uncompressed()
-    if step.recipe.offload == "streamed-layers":  # frozen ones too are brought, there and back
-        return 2.0 * step.streamed_bytes() + 2.0 * weights + 2.0 * gradients + 2.0 * state
-    return 0.0
+    moved = {
+        "state": 2.0 * state,
+        "activations": 2.0 * step.kept_bytes_uncompressed(),
+        "gradients": 2.0 * gradients,
+        "weights": 2.0 * step.streamed_bytes() + 2.0 * weights,  # frozen ones are read, too
+    }
+    return sum(moved[what] for what in step.on_disk)
 
 
 def _network_bytes(config: GPTConfig, recipe: Recipe, step: Step, batch: int) -> float:

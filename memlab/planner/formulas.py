@@ -31,6 +31,7 @@ Source   Korthikanti et al. 2022, arXiv 2205.05198, section 4; Rajbhandari et al
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from memlab.configs.shapes import GPTConfig
 from memlab.configs.targets import TARGETS
@@ -38,19 +39,14 @@ from memlab.internals.chunks import PIECE, PIECE_ELSEWHERE
 from memlab.lora import added_weights
 from memlab.losses import chunk_rows
 from memlab.planner.recipes import Recipe
+from memlab.train.registry import LORA_RANK, TECHNIQUES
+from memlab.train.technique import BlockBytes
 from memlab.units import format_bytes
 
 MOMENTS = ("loss", "backward", "gradients", "optimizer")
 INT64, FLOAT32 = 8, 4
-GROUP = 256  # numbers that share a scale in 8 bits
-LORA_RANK = 8  # of the row of `memlab.train.TECHNIQUES`
-# How many float32 copies of a piece of a weight its step makes: 8 bits are found in a table.
-PIECES = {"adam8bit": 7.5, "lion8bit": 6.5}
-
-# Bytes of state for each trained weight.
-ENCODED = 1 + FLOAT32 / GROUP  # a code, and a part of a scale
-STATE_BYTES = {"adam8bit": 2 * ENCODED, "adam-mini": 4, "lion": 4, "lion8bit": ENCODED}
-ADAMW_STATE_BYTES = {"float32": 8, "autocast": 8, "bfloat16": 4, "master-weights": 4 + 8}
+PLAIN = TECHNIQUES["plain"]
+USUAL_STEP_COPIES = 5  # float32 copies of a chunk of a weight, made by a step of ours
 
 
 @dataclass(frozen=True)
@@ -183,8 +179,19 @@ class Step:
         self.activation_bytes = 4 if recipe.precision == "float32" else 2
         self.logit_bytes = 4 if recipe.precision == "autocast" else self.activation_bytes
         self.weights = Weights.of(config, recipe)
+        self.rows = tuple(recipe.rows.values())
+        self.on_disk = frozenset().union(*(row.on_disk for row in self.rows))
         self.workspace = 0 if target == "cpu" else 2 * TARGETS[target].workspace_bytes
         self.piece = PIECE if target == "cpu" else PIECE_ELSEWHERE
+
+    def _fact(self, name: str) -> Any:
+        """A fact of the registry that one of the recipe's rows states, or None."""
+        return next((fact for row in self.rows if (fact := getattr(row, name)) is not None), None)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether weights are on the disk while their block does not run."""
+        return "weights" in self.on_disk
 
     # -------------------------------------------------------------- the four moments
 
@@ -228,9 +235,9 @@ class Step:
         """The step itself."""
         size = 4 if self._steps_copies else self.weight_bytes
         largest = size * self._on_rank(self.weights.largest, from_stage=1)
-        takes_one = self.recipe.step_in_backward or self.recipe.offload == "streamed-layers"
+        takes_one = self.recipe.step_in_backward or self.is_streamed
         return self._held(
-            stepped_copy=largest if self.recipe.offload == "streamed-layers" else 0,
+            stepped_copy=largest if self.is_streamed else 0,
             gradients=largest if takes_one else size * self._gradients() // self.weight_bytes,
             optimizer_temporaries=self._step_temporaries(),
         )
@@ -251,7 +258,7 @@ class Step:
     def _steps_copies(self) -> bool:
         """Whether float32 gradients take the place of the others while the optimizer steps."""
         recipe = self.recipe
-        return recipe.precision == "master-weights" or recipe.offload == "streamed-layers"
+        return recipe.precision == "master-weights" or self.is_streamed
 
     # -------------------------------------------------------------- for what it takes in time
 
@@ -289,7 +296,7 @@ class Step:
         return self.layers * self.weights.trained_block + self.weights.trained_ends
 
     def _weight_bytes(self, is_stepping: bool) -> int:
-        if self.recipe.offload == "streamed-layers":
+        if self.is_streamed:
             at_work = 0 if is_stepping else self.weights.block
             return self.weight_bytes * (self.weights.ends + at_work)
         whole = self._on_rank(self._all(), from_stage=3)
@@ -299,19 +306,19 @@ class Step:
 
     def _state_bytes(self, is_stepping: bool) -> int:
         elements = self._on_rank(self._trained(), from_stage=1)
-        if self.recipe.offload in ("offloaded-optimizer", "streamed-layers"):
+        if "state" in self.on_disk:
             elements = self.weights.largest if is_stepping else 0
         return round(self._by_weight * elements)
 
     @property
     def _by_weight(self) -> float:
         """Bytes of state for each trained weight."""
-        known = STATE_BYTES.get(self.recipe.optimizer)
-        return ADAMW_STATE_BYTES[self.recipe.precision] if known is None else known
+        known = self._fact("state_bytes")
+        return PLAIN.state_bytes if known is None else known
 
     def _gradients(self, *, but: int = 0) -> int:
         """All that backward leaves, or all but so many; those not taken away at once."""
-        if self.recipe.step_in_backward or self.recipe.offload == "streamed-layers":
+        if self.recipe.step_in_backward or self.is_streamed:
             return 0
         return self.weight_bytes * self._on_rank(self._trained() - but, from_stage=2)
 
@@ -341,19 +348,20 @@ class Step:
 
     @property
     def _is_kept_elsewhere(self) -> bool:
-        return self.recipe.offload == "offloaded-activations"
+        return "activations" in self.on_disk
 
     def _block_kept(self) -> int:
         """What one block keeps until backward comes."""
         config, a, r = self.config, self.activation_bytes, self.residual_bytes
         C, QD, KD = config.width, *self._head_widths
-        if self.recipe.checkpointing in ("checkpointing", "sqrt-checkpointing"):
-            return self._compressed(self.tokens * r * C)
-        if self.recipe.checkpointing == "selective-checkpointing":
-            products = QD + 2 * KD + 2 * C + 2 * config.hidden
-            numbers = QD + products * (2 if self.recipe.lora else 1)  # the detours', too
-            return self._compressed(self.tokens * (r * C + a * numbers + 4 * config.heads))
-        return self._block_made()
+        products = QD + 2 * KD + 2 * C + 2 * config.hidden
+        outputs = QD + products * (2 if self.recipe.lora else 1)  # LoRA's matmuls, too
+        saved = BlockBytes(
+            input=self.tokens * r * C,
+            matmuls=self.tokens * (a * outputs + 4 * config.heads),
+        )
+        kept = self._fact("kept")
+        return self._compressed(kept(saved)) if kept else self._block_made()
 
     def _block_made(self) -> int:
         """What a block keeps that forgets nothing."""
@@ -378,11 +386,8 @@ class Step:
         return 0
 
     def _compressed(self, count: int) -> int:
-        bits = self.recipe.activation_bits
-        if bits is None:
-            return count
-        numbers = count // self.activation_bytes
-        return numbers * bits // 8 + FLOAT32 * numbers // GROUP
+        encoded = self._fact("encoded")
+        return encoded(count // self.activation_bytes) if encoded else count
 
     @property
     def _head_widths(self) -> tuple[int, int]:
@@ -426,6 +431,7 @@ class Step:
         recipe, largest = self.recipe, self._on_rank(self.weights.largest, from_stage=1)
         if recipe.optimizer == "adamw" and recipe.precision != "bfloat16":
             return 2 * FLOAT32 * largest
-        pieces = round(PIECES.get(recipe.optimizer, 5) * FLOAT32 * min(self.piece, largest))
-        is_rounded = recipe.offload == "streamed-layers" and self.weight_bytes < FLOAT32
+        copies = self._fact("step_copies") or USUAL_STEP_COPIES
+        pieces = round(copies * FLOAT32 * min(self.piece, largest))
+        is_rounded = self.is_streamed and self.weight_bytes < FLOAT32
         return max(pieces, self.weight_bytes * largest) if is_rounded else pieces

@@ -1,12 +1,12 @@
 """Techniques put around a training that somebody else wrote: (step, model, optimizer) in and out.
 
     step, model, optimizer = build()
-    for rung in ladder(find(model, optimizer)):  # from what changes least to what saves most
-        rung.applied(*build())
+    for attempt in attempts(find(model, optimizer)):  # from what changes least to what saves most
+        attempt.applied(*build())
 
 The step is a closure and stays as it is. What can be changed around it: the layers of the model's
 list run inside a checkpoint; the optimizer that the step calls hands its step on to another of the
-same weights; what backward will want is kept elsewhere. Each rung has the lines that do the same
+same weights; what backward will want is kept elsewhere. Each attempt has the lines that do the same
 where the training is built: they name the lists of layers that were found there, and take the
 optimizer's groups as they are.
 """
@@ -22,6 +22,7 @@ from torch import nn
 from memlab.checkpointing import checkpoint
 from memlab.offload import DiskStore, offloaded_activations
 from memlab.optim import Adam8bit, Lion8bit, step_in_backward
+from memlab.train.registry import TECHNIQUES
 
 Parts = tuple[Callable[[], Any], nn.Module | None, Any]
 Change = Callable[..., Parts]
@@ -168,61 +169,92 @@ def find(model: nn.Module | None, optimizer: Any) -> Places:
     return Places(() if model is None else paths_of_layers(model), is_adam(optimizer))
 
 
-# ------------------------------------------------------------------ rungs
+# ------------------------------------------------------------------ attempts
 
 
 @dataclass(frozen=True)
-class Around:
-    """One change, how it is written, and what it asks for.
+class Wrapper:
+    """Techniques of the registry that are put around a training together.
 
-    lines   Python, to be put after the model and the optimizer are made
-    inside  Python, to be put around what makes the loss
+    change   the same, done to a training that is built
+    inside   how many of the code's last lines go around the forward pass
     """
 
-    name: str
+    techniques: tuple[str, ...]
     change: Change
-    imports: tuple[str, ...]
-    costs: str
-    lines: Callable[[Places], list[str]] = lambda places: []
-    inside: str | None = None
+    inside: int = 0
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.techniques)
+
+    def lines(self, places: Places) -> list[str]:
+        """The lines that go after the model and the optimizer are made."""
+        lines = [line for name in self.techniques for line in TECHNIQUES[name].code.memlab]
+        lines = lines[: len(lines) - self.inside]
+        return [written for line in lines for written in _at_each_list(line, places.layers)]
+
+    @property
+    def lines_inside(self) -> list[str]:
+        """The lines that go around the forward pass."""
+        lines = TECHNIQUES[self.techniques[-1]].code.memlab
+        return list(lines[len(lines) - self.inside :])
+
+    @property
+    def costs(self) -> list[str]:
+        """What each technique costs."""
+        return [f"{name}: {TECHNIQUES[name].costs}" for name in self.techniques]
 
 
 @dataclass(frozen=True)
-class Rung:
-    """Some techniques at once, and the lines that turn them on where a training is built."""
+class Attempt:
+    """Some wrappers at once, and the lines that turn them on where a training is built."""
 
-    techniques: tuple[Around, ...] = ()
+    wrappers: tuple[Wrapper, ...] = ()
     places: Places = Places()
 
     @property
     def name(self) -> str:
-        return ", ".join(each.name for each in self.techniques) or "as it is"
+        return ", ".join(each.name for each in self.wrappers) or "as it is"
 
     @property
     def lines(self) -> list[str]:
-        """Python, to be put after the model and the optimizer are made."""
-        imports = {line for each in self.techniques for line in each.imports}
-        return sorted(imports) + [
-            line for each in self.techniques for line in each.lines(self.places)
-        ]
+        """Python, to be put after the model and the optimizer are made; imports come first."""
+        lines = [line for each in self.wrappers for line in each.lines(self.places)]
+        imports = {line for line in lines if line.startswith(("from ", "import "))}
+        return sorted(imports) + [line for line in lines if line not in imports]
 
     @property
-    def inside(self) -> list[str]:
-        """Python, to be put around what makes the loss."""
-        return [each.inside for each in self.techniques if each.inside]
+    def lines_inside(self) -> list[str]:
+        """Python, to be put around the forward pass."""
+        return [line for each in self.wrappers for line in each.lines_inside]
+
+    @property
+    def costs(self) -> list[str]:
+        """What each technique costs."""
+        return [sentence for each in self.wrappers for sentence in each.costs]
+
+    @property
+    def production(self) -> list[str]:
+        """The same by the packages that most people use, where there is one."""
+        names = [name for each in self.wrappers for name in each.techniques]
+        return [line for name in names for line in TECHNIQUES[name].code.production]
 
     def applied(self, step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
         parts = step, model, optimizer
-        for each in self.techniques:
+        for each in self.wrappers:
             parts = each.change(*parts)
         return parts
 
 
-def _layers_lines(places: Places) -> list[str]:
-    return [
-        f"for layer in {_written(path)}: layer.forward = partial(checkpoint, layer.forward)"
-        for path in places.layers
-    ]
+_ANY_LIST = "model.layers"  # how the registry's code names a model's list of layers
+
+
+def _at_each_list(line: str, paths: tuple[str, ...]) -> list[str]:
+    """The line, for each of the model's lists of layers if it is about one."""
+    if _ANY_LIST not in line:
+        return [line]
+    return [line.replace(_ANY_LIST, _written(path)) for path in paths]
 
 
 def _written(path: str) -> str:
@@ -233,59 +265,15 @@ def _written(path: str) -> str:
     return "model" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names)
 
 
-def _adam_lines(places: Places) -> list[str]:
-    return [
-        'keys = ("params", "lr", "betas", "eps", "weight_decay")',
-        "groups = [{key: group[key] for key in keys} for group in optimizer.param_groups]",
-        'optimizer = Adam8bit(groups, rounding="stochastic")',
-    ]
-
-
-def _lion_lines(places: Places) -> list[str]:
-    return [
-        "groups = [  # Lion wants a fifth of Adam's rate, and five times its weight decay",
-        '    {"params": g["params"], "lr": g["lr"] / 5, "weight_decay": g["weight_decay"] * 5}',
-        "    for g in optimizer.param_groups",
-        "]",
-        'optimizer = step_in_backward(Lion8bit(groups, rounding="stochastic"))',
-    ]
-
-
-CHECKPOINTED = Around(
-    "checkpointing",
-    checkpointed,
-    ("from functools import partial", "from memlab.checkpointing import checkpoint"),
-    "checkpointing: those layers' forward pass runs again in backward, about a third more time",
-    _layers_lines,
+CHECKPOINTED = Wrapper(("checkpointing",), checkpointed)
+ADAM = Wrapper(("adam8bit",), stepped_by(Adam8bit, adams_groups))
+LION = Wrapper(
+    ("lion8bit", "step-in-backward"), stepped_by(Lion8bit, lions_groups, in_backward=True)
 )
-ADAM = Around(
-    "adam8bit",
-    stepped_by(Adam8bit, adams_groups),
-    ("from memlab.optim import Adam8bit",),
-    "adam8bit: AdamW's steps up to the rounding of its moments to 8 bits",
-    _adam_lines,
-)
-LION = Around(
-    "lion8bit, step in backward",
-    stepped_by(Lion8bit, lions_groups, in_backward=True),
-    ("from memlab.optim import Lion8bit, step_in_backward",),
-    "lion8bit, step in backward: another optimizer, whose rate you may have to find; a weight that "
-    "is stepped in backward has no gradient left, so no accumulation, no loss scaling, and "
-    "clipping by the global norm finds nothing to clip; a scheduler takes optimizer.optimizer",
-    _lion_lines,
-)
-ON_DISK = Around(
-    "offloaded-activations",
-    kept_on_disk,
-    ("from memlab.offload import DiskStore, offloaded_activations",),
-    "offloaded-activations: in every step, what backward wants is written to the disk and read "
-    'again, in a temporary folder or in that of DiskStore("folder")',
-    lambda places: ["store = DiskStore()"],
-    "with offloaded_activations(store): loss = ...",
-)
+ON_DISK = Wrapper(("offloaded-activations",), kept_on_disk, inside=1)
 
-AS_IT_IS = Rung()
-CLIMB = (
+AS_IT_IS = Attempt()
+ORDER = (
     (CHECKPOINTED,),
     (ADAM,),
     (CHECKPOINTED, ADAM),
@@ -300,11 +288,11 @@ CLIMB = (
 )
 
 
-def ladder(places: Places) -> tuple[Rung, ...]:
-    """What to try, one after the other, of that for which there is a place."""
+def attempts(places: Places) -> tuple[Attempt, ...]:
+    """What to try, one after the other, where the training has a place for it."""
     return tuple(
-        Rung(techniques, places)
-        for techniques in CLIMB
-        if (places.layers or CHECKPOINTED not in techniques)
-        and (places.is_adam or not {ADAM, LION} & set(techniques))
+        Attempt(wrappers, places)
+        for wrappers in ORDER
+        if (places.layers or CHECKPOINTED not in wrappers)
+        and (places.is_adam or not {ADAM, LION} & set(wrappers))
     )

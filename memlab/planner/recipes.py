@@ -14,26 +14,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from memlab.train.registry import TECHNIQUES, why_not_together
+from memlab.train.technique import Technique
 
 if TYPE_CHECKING:  # which words there are is known without torch
     import torch
 
-PRECISIONS = {  # the weights' dtype, and the row that goes with it
-    "float32": ("float32", None),
-    "autocast": ("float32", "autocast"),
-    "bfloat16": ("bfloat16", None),
-    "master-weights": ("bfloat16", "master-weights"),
+# The weights' dtype of each precision. A row of the registry goes with two of them.
+PRECISIONS = {
+    "float32": "float32",
+    "autocast": "float32",
+    "bfloat16": "bfloat16",
+    "master-weights": "bfloat16",
 }
-OPTIMIZERS = ("adamw", "adam8bit", "adam-mini", "lion", "lion8bit")
-CHECKPOINTING = (None, "checkpointing", "sqrt-checkpointing", "selective-checkpointing")
-ATTENTION = (None, "flash-attention", "eager-attention")
-OFFLOAD = (None, "offloaded-optimizer", "offloaded-activations", "streamed-layers")
-# What `memlab.zero` refuses to step a shard by: neighbours share something, or moments are rounded
-# at random, otherwise in each cut.
-NOT_SHARDED = ("adam8bit", "adam-mini", "lion8bit", "bfloat16")
-COMPRESSION = {None: None, 8: "int8-activations", 4: "int4-activations"}
 STAGES = (0, 1, 2, 3)
+
+
+def words_for(field: str) -> tuple[Any, ...]:
+    """The values of a Recipe's field that the registry has a row for."""
+    choices = (row.choice for row in TECHNIQUES.values() if row.choice)
+    return tuple(value for of, value in choices if of == field)
+
+
+OPTIMIZERS = ("adamw", *words_for("optimizer"))
+OFFLOAD = (None, *words_for("offload"))
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,10 @@ class Recipe:
 
     precision         "float32"; "autocast", its products in bfloat16; "bfloat16", weights rounded
                       at random; "master-weights", bfloat16 and float32 copies
-    optimizer         one of OPTIMIZERS; AdamW's moments have the weights' dtype
+    optimizer         "adamw" or a row of the registry; AdamW's moments have the weights' dtype
     lora              frozen weights and trained changes of rank 8 in every block
     activation_bits   8 or 4 of each number that is kept for backward; None: as it is
-    checkpointing     one of CHECKPOINTING: which activations are forgotten and computed again
+    checkpointing     which activations are dropped and recomputed; None: none
     attention         None is torch's fused kernel
     chunked_loss      the logits of some tokens at a time
     accumulation      one sequence at a time, their gradients added
@@ -87,60 +93,37 @@ class Recipe:
 
     def _complaint(self) -> str | None:
         """Why two of its words exclude each other; None if no two do."""
-        if self.precision == "master-weights" and self.optimizer != "adamw":
-            return f"float32 copies are stepped by AdamW here, not by {self.optimizer}; leave one"
-        if self.precision == "master-weights" and (self.step_in_backward or self._moves_weights):
-            return (
-                "float32 copies are stepped after backward, where they are; leave step_in_backward "
-                "and the offload of the optimizer out, or take precision='bfloat16'"
-            )
-        if self.step_in_backward and self.accumulation:
-            return (
-                "a weight that is stepped in backward has no gradient left to be added to; leave "
-                "step_in_backward or accumulation out"
-            )
-        if self.accumulation and self.offload == "streamed-layers":
-            return (
-                "gradients of streamed layers are taken away after each backward pass, before "
-                "another is added; leave accumulation or streamed-layers out"
-            )
-        if self.zero_stage and (self.step_in_backward or self._moves_weights):
-            return "ZeRO sends gradients that a step in backward or an offloaded one has used up"
-        return _exclusion(self.techniques)
+        if reason := why_not_together(self.rows):
+            return reason
+        if self.zero_stage:
+            return next((row.one_process for row in self.rows.values() if row.one_process), None)
+        return None
 
     @property
-    def _moves_weights(self) -> bool:
-        return self.offload in ("offloaded-optimizer", "streamed-layers")
+    def rows(self) -> dict[str, Technique]:
+        """The registry's rows that it turns on, in the registry's order."""
+        return {
+            name: row
+            for name, row in TECHNIQUES.items()
+            if row.choice and getattr(self, row.choice[0]) == row.choice[1]
+        }
+
+    @property
+    def rounded_adamw(self) -> bool:
+        """Whether AdamW rounds bfloat16 weights stochastically: a row of its own."""
+        return self.precision == "bfloat16" and self.optimizer == "adamw"
 
     @property
     def dtype(self) -> "torch.dtype":
         """Of the weights, and of `memlab.train.Setting`."""
         import torch
 
-        return getattr(torch, PRECISIONS[self.precision][0])
+        return getattr(torch, PRECISIONS[self.precision])
 
     @property
     def techniques(self) -> str:
-        """The rows of TECHNIQUES, joined by "+", as `combined` and the command line take them."""
-        rows = [
-            self.checkpointing,
-            COMPRESSION[self.activation_bits],
-            PRECISIONS[self.precision][1],
-            self.attention,
-            "chunked-loss" if self.chunked_loss else None,
-            "accumulation" if self.accumulation else None,
-            "lora" if self.lora else None,
-            self._optimizer_row,
-            "step-in-backward" if self.step_in_backward else None,
-            self.offload,
-        ]
-        return "+".join(row for row in rows if row) or "plain"
-
-    @property
-    def _optimizer_row(self) -> str | None:
-        if self.optimizer != "adamw":
-            return self.optimizer
-        return "bfloat16" if self.precision == "bfloat16" else None  # AdamW that rounds at random
+        """The rows' names joined by "+", as `combined` and the command line take them."""
+        return "+".join(self.rows) or "plain"
 
     @property
     def learned(self) -> "Recipe":
@@ -157,7 +140,7 @@ class Recipe:
         """What is on, to be read: what is learned, then how."""
         how = [
             "LoRA" if self.lora else None,
-            COMPRESSION[self.activation_bits],
+            f"int{self.activation_bits}-activations" if self.activation_bits else None,
             self.checkpointing,
             self.attention,
             "chunked loss" if self.chunked_loss else None,
@@ -181,13 +164,13 @@ class Recipe:
             yield f"pipeline parallel {self.pipeline_parallel}"
 
 
-_KNOWN = {
+_KNOWN: dict[str, tuple[Any, ...]] = {
     "precision": tuple(PRECISIONS),
     "optimizer": OPTIMIZERS,
     "lora": (False, True),
-    "activation_bits": tuple(COMPRESSION),
-    "checkpointing": CHECKPOINTING,
-    "attention": ATTENTION,
+    "activation_bits": (None, *words_for("activation_bits")),
+    "checkpointing": (None, *words_for("checkpointing")),
+    "attention": (None, *words_for("attention")),
     "chunked_loss": (False, True),
     "accumulation": (False, True),
     "step_in_backward": (False, True),
@@ -197,23 +180,9 @@ _KNOWN = {
 
 
 @cache
-def _exclusion(techniques: str) -> str | None:
-    """Why two rows exclude each other, in the words of the table."""
-    if "+" not in techniques:
-        return None
-    from memlab.train import combined
-
-    try:
-        combined(techniques)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-@cache
 def usual_kinds() -> tuple[Recipe, ...]:
     """What is learned, from what changes least on. LoRA trains another, smaller thing: it is
-    searched in bfloat16 alone. (Not made at import: whether two rows go together, torch knows.)"""
+    searched in bfloat16 alone."""
     return (
         *(Recipe(precision) for precision in PRECISIONS),
         *(Recipe(optimizer=optimizer) for optimizer in OPTIMIZERS[1:]),
@@ -232,7 +201,7 @@ def recipes(
     """
     tensor, pipeline = parallel
     has_ranks = gpus > tensor * pipeline
-    if has_ranks and learned._optimizer_row in NOT_SHARDED:
+    if has_ranks and any(row.cannot_shard for row in learned.rows.values()):
         return
     stages = STAGES if has_ranks else (0,)
     for checkpointing, chunked, accumulated, in_backward, offload, stage in product(

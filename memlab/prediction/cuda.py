@@ -262,13 +262,13 @@ class _PredictionMeter(StorageMeter):
 
     def was_of(self, subject: Any) -> None:
         """Say what was metered: a later meter of the same counts all that this one left alive."""
-        self._run.name_after(subject)
+        self._stream.run.name_after(subject)
 
     def __enter__(self) -> "_PredictionMeter":
         super().__enter__()
         self._known_workspaces = len(self._prediction.workspaces)
         for workspace in self._prediction.workspaces.values():
-            self._scan(workspace, "workspace", "")
+            self._scanner.scan(workspace, "workspace", "")
         return self
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -295,11 +295,10 @@ class _PredictionMeter(StorageMeter):
             self._enter_workspace(buffer, func)
 
     def _enter_workspace(self, buffer: torch.Tensor, func: Any) -> None:
-        record = REGISTRY.add(buffer, self._run)
+        record = REGISTRY.add(buffer, self._stream.run)
         record.operator, record.phase = func, self.context.last_phase
         record.mark("workspace")
-        self._accounted.add(record.number)
-        self._stream.append(Change(record, record.bytes, record.phase))
+        self._stream.add(record)
 
 
 def _is_on_cuda_or_workspace(change: Change) -> bool:

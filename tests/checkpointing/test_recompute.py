@@ -27,10 +27,10 @@ import memlab
 from memlab.checkpointing import Checkpoint, CheckpointError, checkpoint
 from memlab.metering.profiler_recording import record
 from memlab.train import (
-    TECHNIQUES,
+    Plugs,
     Setting,
-    Technique,
     build,
+    combined,
     dry_trace,
     measured,
     predicted_trace,
@@ -1068,12 +1068,12 @@ def test_settings_that_cannot_be_say_what_is_wanted(settings: dict, message: str
 # ------------------------------------------------------------------ under the meter
 
 
-def around_blocks(call: Call) -> Technique:
+def around_blocks(call: Call) -> Plugs:
     def wrap(block: nn.Module) -> None:
         forward = block.forward
         block.forward = lambda *args: call(forward, *args)
 
-    return Technique(
+    return Plugs(
         "a checkpoint around each block",
         change_model=lambda model: [wrap(block) for block in model.blocks],
     )
@@ -1082,7 +1082,7 @@ def around_blocks(call: Call) -> Technique:
 TINY = Setting("tiny", batch=4, seq_len=64)
 
 
-def real_trace(setting: Setting, technique: Technique) -> memlab.trace.Trace:
+def real_trace(setting: Setting, technique: Plugs) -> memlab.trace.Trace:
     training = build(setting, technique)
     training.step()
     return measured(training)
@@ -1094,7 +1094,7 @@ def test_the_peak_of_a_model_is_that_of_torchs_checkpoint(trace_of: Callable) ->
     ours, theirs = (trace_of(setting, around_blocks(call)) for call in (checkpoint, torchs))
     assert ours.peak_bytes == theirs.peak_bytes
     assert ours.at_peak == theirs.at_peak
-    assert ours.peak_bytes < trace_of(setting, TECHNIQUES["plain"]).peak_bytes
+    assert ours.peak_bytes < trace_of(setting, combined("plain")).peak_bytes
 
 
 def test_a_dry_run_has_the_events_of_the_real_one() -> None:

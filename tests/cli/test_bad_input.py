@@ -36,7 +36,8 @@ from memlab import cli
 from memlab.cli.errors import shown
 from memlab.course import days, progress
 from memlab.model import PRESETS
-from memlab.train import NOT_TOGETHER, TECHNIQUES
+from memlab.train import TECHNIQUES
+from memlab.train.registry import exclusions
 
 COUNT = 200
 COMMAND = typer.main.get_command(cli.app)  # made once: most of a call's time otherwise
@@ -382,7 +383,7 @@ def two_optimizers(rng: random.Random) -> Line:
 
 
 def not_together(rng: random.Random) -> Line:
-    pair = list(rng.choice(sorted(map(sorted, NOT_TOGETHER))))
+    pair = list(rng.choice(sorted(map(sorted, exclusions()))))
     rng.shuffle(pair)
     return ["--technique", "+".join(pair)]
 
@@ -979,7 +980,7 @@ def test_a_file_whose_reading_fails_is_refused(memlab_in, folder, monkeypatch):
     def fail(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("memlab.configs.open", fail, raising=False)
+    monkeypatch.setattr("memlab.configs.config_json.open", fail, raising=False)
     line = ["train", "--model", "wide.json"]
     assert not refused(memlab_in, folder, [line])
     assert "wide.json cannot be read (Permission denied); give" in memlab_in(folder, *line).err

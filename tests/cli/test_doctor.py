@@ -11,7 +11,7 @@ import torch
 
 from memlab.cli import doctor, machine
 from memlab.model import PRESETS
-from memlab.train import TECHNIQUES
+from memlab.train import TECHNIQUES, combined
 from memlab.units import format_bytes
 
 GIB = 2**30
@@ -80,7 +80,7 @@ def test_the_versions_are_those_that_run(report):
 
 
 def test_the_dry_run_was_held_against_the_real_step(report):
-    peak = doctor._peak(TECHNIQUES["plain"], "cpu")
+    peak = doctor._peak(combined("plain"), "cpu")
     assert f"OK   dry run      equal to the real step, to the byte ({peak:,} B)" in report.out
 
 
@@ -195,7 +195,7 @@ def fails(memlab_command, monkeypatch):
     """The FAIL lines of a machine that is not well, on which few techniques are tried."""
 
     def lines() -> list[str]:
-        few = {name: TECHNIQUES[name] for name in ("plain", "autocast")}
+        few = {name: combined(name) for name in ("plain", "autocast")}
         monkeypatch.setattr(doctor, "TECHNIQUES", few)
         outcome = memlab_command("doctor")
         assert outcome.status == 1
@@ -222,7 +222,7 @@ def test_a_technique_that_does_not_work_is_named_with_its_reason(fails, monkeypa
     def refuse(device):
         raise RuntimeError("no bfloat16 here\nand more")
 
-    broken = replace(TECHNIQUES["autocast"], around_forward=refuse)
+    broken = replace(combined("autocast"), around_forward=refuse)
     monkeypatch.setitem(TECHNIQUES, "autocast", broken)
     assert fails() == [
         "FAIL techniques   RuntimeError: not all work on cpu: autocast "

@@ -25,6 +25,7 @@ from memlab.cli.errors import UsageError
 from memlab.cli.measure import measured_rows, options
 from memlab.cli.parsing import choose_folder
 from memlab.cli.patience import Patience
+from memlab.cli.requests import Request
 from memlab.cli.rows import Row, SideBySide, dry_row, in_turn, silent
 from memlab.configs.targets import TARGETS
 from memlab.model import PRESETS, cross_entropy
@@ -32,21 +33,22 @@ from memlab.trace import DeviceMemory, Event, Trace
 from memlab.train import (
     COMBINATIONS,
     TECHNIQUES,
+    Plugs,
     Setting,
-    Technique,
     build,
+    combined,
     of_all_weights,
     predicted_trace,
 )
 from memlab.units import format_bytes
 
 TINY = Setting("tiny", batch=2, seq_len=32)
-PLAIN = TECHNIQUES["plain"]
+PLAIN = combined("plain")
 THINNED = {"flash-attention"}  # of tiles alike, one is enough where nothing is computed
 FILES = ("measure.json", "measure.png", "measure-timeline.png", "measure-blocks.png")
 
 
-def second_step(technique: Technique, setting: Setting = TINY) -> Trace:
+def second_step(technique: Plugs, setting: Setting = TINY) -> Trace:
     """The trace of a bare loop."""
     training = build(setting, technique)
     training.step()
@@ -80,11 +82,11 @@ def quick_steps():
 class Rows(dict[str, Row]):
     """Those that are asked for."""
 
-    def __init__(self, row_of: Callable[[str, Technique], Row]) -> None:
+    def __init__(self, row_of: Callable[[str, Plugs], Row]) -> None:
         self._row_of = row_of
 
     def __missing__(self, name: str) -> Row:
-        self[name] = self._row_of(name, TECHNIQUES[name])
+        self[name] = self._row_of(name, combined(name))
         return self[name]
 
 
@@ -120,7 +122,7 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("name", quick(FEW, TECHNIQUES))
 def test_a_row_has_the_trace_of_a_bare_loop(real_rows, name):
-    bare = second_step(TECHNIQUES[name])
+    bare = second_step(combined(name))
     assert without_numbers(real_rows[name].trace) == without_numbers(bare)
 
 
@@ -183,7 +185,14 @@ def living_models(monkeypatch):
     return counts
 
 
-THREE = choose_techniques(["checkpointing", "sgd"])  # the first of the two holds itself
+THREE = choose_techniques(
+    Request(
+        techniques=(
+            "checkpointing",
+            "sgd",
+        )
+    )
+)  # the first of the two holds itself
 
 
 def test_an_accelerator_holds_nothing_but_what_is_metered(living_models):
@@ -264,7 +273,7 @@ def test_steps_are_taken_in_turn(clock):
 
 def test_the_ratio_is_the_median_of_the_rounds(clock):
     clock(*[0.01] * 5, *[0.02, 0.01, 0.02, 0.01, 0.09, 0.01, 0.02, 0.01, 0.02, 0.01])
-    _, row = measured_rows(TINY, {"plain": PLAIN, "sgd": TECHNIQUES["sgd"]}, False, silent)
+    _, row = measured_rows(TINY, {"plain": PLAIN, "sgd": combined("sgd")}, False, silent)
     assert row.time_ratio == pytest.approx(2)
     assert row.seconds == pytest.approx(0.02)
 
@@ -279,8 +288,8 @@ def test_bytes_stand_where_the_plain_training_does_not_fit_beside_the_technique(
     two = SideBySide(TINY, PLAIN)
     plain = two.row("plain", PLAIN)
     monkeypatch.setattr(rows, "in_turn", raising(torch.OutOfMemoryError("CUDA out of memory")))
-    row = two.row("sgd", TECHNIQUES["sgd"])
-    assert row.trace.peak_bytes == second_step(TECHNIQUES["sgd"]).peak_bytes
+    row = two.row("sgd", combined("sgd"))
+    assert row.trace.peak_bytes == second_step(combined("sgd")).peak_bytes
     assert row.time_ratio is None
     assert list(report.remarks([plain, row])) == [
         "sgd: no time; the plain training does not fit into memory beside it"
@@ -292,7 +301,7 @@ def test_a_step_that_fails_only_when_it_is_timed_fails(monkeypatch):
     two.row("plain", PLAIN)
     monkeypatch.setattr(rows, "in_turn", raising(RuntimeError("the third step is one too many")))
     with pytest.raises(RuntimeError, match="one too many"):
-        two.row("sgd", TECHNIQUES["sgd"])
+        two.row("sgd", combined("sgd"))
 
 
 # ------------------------------------------------------------------ failures
@@ -362,7 +371,7 @@ def test_a_plain_step_that_fails_otherwise_is_our_mistake(monkeypatch):
 
 
 def choose(model=None, batch=None, seq_len=None, dtype=None, device="cpu", dry=True) -> Setting:
-    return choose_setting(model, batch, seq_len, dtype, device, dry)
+    return choose_setting(Request(model, batch, seq_len, dtype, device=device, dry=dry))
 
 
 @pytest.mark.parametrize(("device", "suited"), [("cpu", "5m"), ("mps", "34m"), ("cuda", "124m")])
@@ -412,19 +421,35 @@ def test_bad_input_ends_in_one_line_that_says_what_to_do(in_one_line, arguments,
 
 
 def test_techniques_are_measured_in_the_order_of_the_table_after_the_plain_step():
-    assert list(choose_techniques(["sgd", "checkpointing"])) == ["plain", "checkpointing", "sgd"]
+    assert list(
+        choose_techniques(
+            Request(
+                techniques=(
+                    "sgd",
+                    "checkpointing",
+                )
+            )
+        )
+    ) == ["plain", "checkpointing", "sgd"]
 
 
 def test_techniques_joined_by_a_plus_are_measured_at_once():
-    chosen = choose_techniques(["autocast+lora", "sgd"])
+    chosen = choose_techniques(
+        Request(
+            techniques=(
+                "autocast+lora",
+                "sgd",
+            )
+        )
+    )
     assert list(chosen) == ["plain", "sgd", "autocast+lora"]
     _, both = measured_rows(TINY, {"plain": PLAIN, "both": chosen["autocast+lora"]}, True, silent)
     for one in ("autocast", "lora"):
-        assert both.trace.peak_bytes < second_step(TECHNIQUES[one]).peak_bytes
+        assert both.trace.peak_bytes < second_step(combined(one)).peak_bytes
 
 
 def test_without_a_choice_every_technique_is_measured():
-    chosen = choose_techniques(None)
+    chosen = choose_techniques(Request())
     assert list(chosen) == [*TECHNIQUES, *COMBINATIONS]
     assert {name: chosen[name] for name in TECHNIQUES} == TECHNIQUES
 
@@ -436,7 +461,7 @@ def test_without_a_choice_every_technique_is_measured():
 def test_what_takes_a_cpu_minutes_is_measured_dry_unless_asked_for(
     memlab_command, tmp_path, monkeypatch, arguments, is_dry
 ):
-    few = {name: TECHNIQUES[name] for name in ("plain", "loss-scaling", "lora")}
+    few = {name: combined(name) for name in ("plain", "loss-scaling", "lora")}
     monkeypatch.setattr(choices, "TECHNIQUES", few)
     monkeypatch.setattr(choices, "COMBINATIONS", ())
     monkeypatch.setattr(patience, "slowdown_of", {torch.float16: 24.0}.get)
@@ -452,7 +477,7 @@ def test_what_takes_a_cpu_minutes_is_measured_dry_unless_asked_for(
 
 
 def test_a_row_measured_dry_has_the_bytes_of_the_real_step_and_no_time():
-    chosen = {"plain": PLAIN, "autocast": TECHNIQUES["autocast"]}
+    chosen = {"plain": PLAIN, "autocast": combined("autocast")}
     slow_in_bfloat16 = Patience(chosen, slowdown={torch.bfloat16: 24.0}.get)
     plain, dry = measured_rows(TINY, chosen, False, silent, slow_in_bfloat16)
     _, real = measured_rows(TINY, chosen, False, silent)
@@ -463,12 +488,12 @@ def test_a_row_measured_dry_has_the_bytes_of_the_real_step_and_no_time():
 
 def test_the_accelerator_is_found_by_itself(monkeypatch):
     monkeypatch.setattr(choices, "devices_present", lambda: ["cpu", "xpu"])
-    assert choose_device(None, dry=False) == "xpu"
+    assert choose_device(Request(device=None, dry=False)) == "xpu"
 
 
 def test_the_cpu_may_be_asked_for_beside_an_accelerator(monkeypatch):
     monkeypatch.setattr(choices, "devices_present", lambda: ["cpu", "xpu"])
-    assert choose_device("cpu", dry=False) == "cpu"
+    assert choose_device(Request(device="cpu", dry=False)) == "cpu"
 
 
 def test_an_accelerator_gets_a_batch_of_which_half_of_its_free_memory_is_left(monkeypatch):
@@ -540,7 +565,7 @@ def test_the_numbers_are_those_of_the_traces(finished):
     numbers = json.loads((folder / "measure.json").read_text())
     assert numbers["what"] == "tiny, 4 × 64 tokens, float32, cpu, dry run"
     for row in numbers["rows"]:
-        trace = second_step(TECHNIQUES[row["technique"]], Setting("tiny", 4, 64))
+        trace = second_step(combined(row["technique"]), Setting("tiny", 4, 64))
         assert (row["peak_bytes"], row["at_peak"]) == (trace.peak_bytes, trace.at_peak)
 
 
@@ -548,7 +573,7 @@ def test_what_cuda_would_take_stands_beside_the_cpus_numbers(finished):
     outcome, folder = finished
     numbers = json.loads((folder / "measure.json").read_text())
     for row in numbers["on_cuda"]:
-        trace = predicted_trace(Setting("tiny", 4, 64, device="cuda"), TECHNIQUES[row["technique"]])
+        trace = predicted_trace(Setting("tiny", 4, 64, device="cuda"), combined(row["technique"]))
         assert row["peak_bytes"] == trace.peak_bytes
         assert row["memory"]["reserved_peak_bytes"] == trace.reserved_bytes
         shown = [row["technique"], *format_bytes(trace.allocated_bytes).split()]
@@ -763,7 +788,7 @@ def test_a_saving_that_the_peak_hides_is_explained(monkeypatch):
     """With two tokens, and no weight whose gradient is a sum, the optimizer step has the peak."""
     monkeypatch.setitem(PRESETS, "untied", replace(PRESETS["tiny"], layers=4, tied=False))
     setting = Setting("untied", batch=1, seq_len=2)
-    plain, ours = (dry_row(setting, n, TECHNIQUES[n]) for n in ("plain", "checkpointing"))
+    plain, ours = (dry_row(setting, n, combined(n)) for n in ("plain", "checkpointing"))
     assert plain.trace.peak_bytes == ours.trace.peak_bytes
     [remark] = report.remarks([plain, ours])
     most = [most_activations(row.trace) for row in (ours, plain)]
@@ -779,7 +804,7 @@ def most_activations(trace: Trace) -> int:
 
 
 def test_a_cost_that_the_peak_hides_is_explained():
-    plain, ours = (dry_row(TINY, n, TECHNIQUES[n]) for n in ("plain", "foreach-adamw"))
+    plain, ours = (dry_row(TINY, n, combined(n)) for n in ("plain", "foreach-adamw"))
     all_weights = format_bytes(4 * PRESETS["tiny"].parameters)
     [remark] = report.remarks([plain, ours])
     assert remark == (
@@ -804,7 +829,7 @@ def test_one_category_in_place_of_another_is_not_hidden_by_the_peak():
 
 
 def test_what_a_technique_keeps_beside_weights_and_state_is_named():
-    plain, ours = (dry_row(TINY, n, TECHNIQUES[n]) for n in ("plain", "post-hoc-ema"))
+    plain, ours = (dry_row(TINY, n, combined(n)) for n in ("plain", "post-hoc-ema"))
     averages = 2 * 4 * PRESETS["tiny"].parameters  # two, in float32
     assert list(report.remarks([plain, ours])) == [
         f"post-hoc-ema: {format_bytes(averages)} that it keeps from step to step, such as "
@@ -820,7 +845,7 @@ def test_a_remark_is_broken_into_lines_but_its_words_are_not():
 
 
 def test_what_the_peak_shows_needs_no_explanation():
-    plain, ours = (dry_row(TINY, n, TECHNIQUES[n]) for n in ("plain", "checkpointing"))
+    plain, ours = (dry_row(TINY, n, combined(n)) for n in ("plain", "checkpointing"))
     assert plain.trace.peak_bytes != ours.trace.peak_bytes
     assert list(report.remarks([plain, ours])) == []
 

@@ -9,7 +9,7 @@ import memlab
 from memlab import zero
 from memlab.cli.ranks import columns, rows_of
 from memlab.model import PRESETS
-from memlab.train import TECHNIQUES, Setting, build, combined, rank_step
+from memlab.train import Setting, build, combined, rank_step
 
 TINY = Setting("tiny", batch=2, seq_len=16)
 N, RANKS = PRESETS["tiny"].parameters, 4
@@ -51,7 +51,7 @@ def test_with_micro_batches_stage_3_gathers_for_each():
 
 
 def test_of_one_rank_stage_0_holds_what_the_plain_step_does():
-    training = build(TINY, TECHNIQUES["plain"])
+    training = build(TINY, combined("plain"))
     training.step()
     trace = memlab.measure(training.step, model=training.model, optimizer=training.optimizer)
     ours = rows(ranks=1)[0].trace
@@ -81,7 +81,7 @@ def test_a_technique_that_cannot_be_in_shards_is_one_row_that_says_why(name):
 
 
 def test_a_rank_steps_with_a_loss_that_is_scaled():
-    step = rank_step(TINY, TECHNIQUES["loss-scaling"], RANKS, 2)
+    step = rank_step(TINY, combined("loss-scaling"), RANKS, 2)
     assert step.traces[0].at_end["parameters"] >= FLOAT32 * N
 
 

@@ -81,7 +81,7 @@ def test_whoever_looks_at_the_loss_changes_no_byte_of_the_step():
     """A loss that is not kept, that is: one of 4 bytes is alive until backward anyway."""
     seen = []
     for on_loss in (None, lambda loss: seen.append(loss.item())):
-        training = build(TINY, TECHNIQUES["plain"], on_loss=on_loss)
+        training = build(TINY, combined("plain"), on_loss=on_loss)
         training.step()
         trace = measured(training)
         seen.append((trace.peak_bytes, trace.at_peak, trace.live_bytes))
@@ -91,7 +91,7 @@ def test_whoever_looks_at_the_loss_changes_no_byte_of_the_step():
 
 def test_another_batch_is_the_one_that_the_next_step_reads():
     found = []
-    training = build(TINY, TECHNIQUES["sgd"], on_loss=found.append)
+    training = build(TINY, combined("sgd"), on_loss=found.append)
     tokens, targets = (torch.zeros_like(held) for held in training.batch)
     with torch.no_grad():
         expected = training.model(tokens, targets)
@@ -101,7 +101,7 @@ def test_another_batch_is_the_one_that_the_next_step_reads():
 
 def test_on_a_cpu_the_peak_is_that_of_a_metered_step(memlab_command):
     outcome = memlab_command("train", *SMALL, "--steps", "1", "--technique", "lora")
-    peak = dry_trace(TINY, TECHNIQUES["lora"]).peak_bytes
+    peak = dry_trace(TINY, combined("lora")).peak_bytes
     assert f"\npeak: {format_bytes(peak)}, of one step more under the meter" in outcome.out
 
 
@@ -116,7 +116,7 @@ def test_of_many_steps_some_have_a_line_and_always_the_first_and_the_last(monkey
     monkeypatch.setattr(command, "step", lambda *given: command.Step(1.0, 1.0))
     monkeypatch.setattr(command, "build", lambda *given, on_loss: on_loss(torch.ones(())))
     monkeypatch.setattr(command, "peak", lambda *given: "")
-    command.run(TINY, TECHNIQUES["plain"], 50, lambda stage: None)
+    command.run(TINY, combined("plain"), 50, lambda stage: None)
     assert list(losses(capsys.readouterr().out)) == [1, *range(3, 51, 3), 50]
 
 
@@ -184,7 +184,7 @@ def test_what_cannot_be_used_is_one_sentence(in_one_line, arguments, message):
 
 def test_a_step_larger_than_the_machine_is_not_begun(in_one_line, monkeypatch):
     """Of the technique that was asked for, not of the plain step."""
-    wanted = dry_trace(TINY, TECHNIQUES["sgd"]).peak_bytes
+    wanted = dry_trace(TINY, combined("sgd")).peak_bytes
     monkeypatch.setattr(choices, "memory_of", lambda device: (0, wanted - 1))
     line = in_one_line("train", *SMALL, "--technique", "sgd")
     assert line.startswith(
@@ -194,8 +194,8 @@ def test_a_step_larger_than_the_machine_is_not_begun(in_one_line, monkeypatch):
 
 
 def test_a_step_as_large_as_the_machine_is_begun(memlab_command, monkeypatch):
-    wanted = dry_trace(TINY, TECHNIQUES["sgd"]).peak_bytes
-    assert wanted < dry_trace(TINY, TECHNIQUES["plain"]).peak_bytes
+    wanted = dry_trace(TINY, combined("sgd")).peak_bytes
+    assert wanted < dry_trace(TINY, combined("plain")).peak_bytes
     monkeypatch.setattr(choices, "memory_of", lambda device: (0, wanted))
     assert memlab_command("train", *SMALL, "--technique", "sgd", "--steps", "1").status == 0
 
@@ -209,7 +209,7 @@ def test_where_memory_runs_out_one_line_says_what_it_takes(memlab_command, monke
 
     monkeypatch.setattr(command, "build", run_out)
     outcome = memlab_command("train", *SMALL, "--technique", "lora")
-    wanted = format_bytes(dry_trace(TINY, TECHNIQUES["lora"]).peak_bytes)
+    wanted = format_bytes(dry_trace(TINY, combined("lora")).peak_bytes)
     assert outcome.status == 2
     assert outcome.err == (
         f"memlab: lora ran out of memory with tiny, 2 × 16 tokens, float32, cpu; its tensors take "
@@ -284,8 +284,8 @@ def test_a_cap_that_no_card_can_have_is_refused(card, memory, message):
 @pytest.mark.parametrize(("more", "words"), [(1, "1 B more"), (-GIB, "1.00 GiB less")])
 def test_out_of_memory_on_a_card_says_by_how_much(card, more, words):
     setting = Setting("tiny", 2, 16, device="cuda")
-    wanted = predicted_trace(setting, TECHNIQUES["plain"]).allocated_bytes
-    told = command.why_it_ran_out(setting, TECHNIQUES["plain"], wanted - more)
+    wanted = predicted_trace(setting, combined("plain")).allocated_bytes
+    told = command.why_it_ran_out(setting, combined("plain"), wanted - more)
     assert told.startswith(
         f"it takes {format_bytes(wanted)}, {words} than the {format_bytes(wanted - more)} there are"
     )

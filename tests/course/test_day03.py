@@ -15,7 +15,7 @@ from memlab.course.checks.day03 import MASKED, trained_bytes
 from memlab.course.exercises import OK, WRONG, judge
 from memlab.lora import LoRALinear
 from memlab.model import PRESETS
-from memlab.train import Setting, Technique, dry_trace
+from memlab.train import Plugs, Setting, dry_trace
 
 TRAIN_EPOCH, TRAINED_BYTES, LORA, VALIDATE = days.day(3).exercises
 
@@ -362,7 +362,7 @@ def frozen_but(trained):
         for place in trained:
             model.blocks[place].requires_grad_(True)
 
-    return Technique("only some blocks learn", change_model=change)
+    return Plugs(change_model=change)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from memlab.reference.adam_mini import adam_mini_, block_size
 from memlab.reference.adamw import adamw_
 from memlab.reference.lion import lion_
 from memlab.reference.step_in_backward import in_backward
-from memlab.train import TECHNIQUES, Setting, dry_trace
+from memlab.train import Setting, combined, dry_trace
 from memlab.units import format_bytes
 
 ADAMW, LION, BLOCK_SIZE, ADAM_MINI, IN_BACKWARD = days.day(8).exercises
@@ -548,7 +548,7 @@ def test_what_is_built_steps_inside_backward():
 
 
 def dry_peak(optimizer, setting, technique="checkpointing"):
-    return dry_trace(setting, replace(TECHNIQUES[technique], optimizer=optimizer)).at_peak
+    return dry_trace(setting, replace(combined(technique), optimizer=optimizer)).at_peak
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from memlab.reference.sharded_weights import (
     forward_of,
     sharded_pass,
 )
-from memlab.train import TECHNIQUES
+from memlab.train import combined
 from memlab.zero import communication_bytes, model_state_bytes, one_rank, simulate
 
 COLLECTIVES, ADAM, GRADIENTS, PASS, FORMULA = days.day(12).exercises
@@ -580,7 +580,7 @@ def test_the_limits_are_true_to_a_tenth_from_27_and_63_ranks_on():
 def of_7b(stage, config=PRESETS["llama-2-7b"]):
     with memlab.dry_run():
         model = GPT(config, dtype=torch.bfloat16)
-        TECHNIQUES["checkpointing"].change_model(model)
+        combined("checkpointing").change_model(model)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         zero = one_rank(model, optimizer, 8, stage, meter=memlab.meter, master_weights=True)
         tokens = torch.zeros(1, 2048, dtype=torch.long)

@@ -13,7 +13,7 @@ import memlab
 from memlab.course import ledger
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.trace import Trace
-from memlab.train import TECHNIQUES, Setting, dry_trace
+from memlab.train import Setting, combined, dry_trace
 
 TINY = PRESETS["tiny"]
 
@@ -85,7 +85,7 @@ def test_with_many_tokens_backward_begins_at_the_peak(batch, seq_len):
     quick([("25m", 4, 256)], [("25m", 4, 256), ("124m", 8, 640), ("llama-2-7b", 1, 4096)]),
 )
 def test_the_peaks_that_lessons_ask_for_are_those_of_the_meter(model, batch, seq_len):
-    peak = dry_trace(Setting(model, batch, seq_len), TECHNIQUES["plain"]).peak_bytes
+    peak = dry_trace(Setting(model, batch, seq_len), combined("plain")).peak_bytes
     assert ledger.start_of_backward_bytes(PRESETS[model], batch, seq_len) == peak
 
 

@@ -12,14 +12,14 @@ from torch.cuda.memory import _snapshot
 
 import memlab
 from memlab.trace import Event, Trace
-from memlab.train import TECHNIQUES, Setting, build, dry_trace, measured
+from memlab.train import Setting, build, combined, dry_trace, measured
 
 KIB = 1024
 
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    training = build(Setting("tiny", batch=2, seq_len=16), TECHNIQUES["plain"])
+    training = build(Setting("tiny", batch=2, seq_len=16), combined("plain"))
     training.step()
     return measured(training)
 
@@ -123,7 +123,7 @@ def test_a_line_is_a_frame(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_far_larger_than_this_machine_has_a_snapshot(tmp_path):
-    trace = dry_trace(Setting("llama-3-8b", batch=1, seq_len=128), TECHNIQUES["sgd"])
+    trace = dry_trace(Setting("llama-3-8b", batch=1, seq_len=128), combined("sgd"))
     path = tmp_path / "8b.pickle"
     trace.to_snapshot(path)
     written = pickle.loads(path.read_bytes())

@@ -14,7 +14,7 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils.checkpoint import checkpoint
 
 import memlab
-from memlab.metering import storages
+from memlab.metering import folding
 from memlab.metering.cycles import no_cycle_collection
 from memlab.trace import Trace
 
@@ -489,7 +489,7 @@ def test_a_sum_that_the_user_writes_in_a_hook_is_an_allocation():
 
 def test_a_storage_that_dies_meanwhile_leaves_the_correction_right(monkeypatch):
     """Python collects cycles whenever it likes, also while an operator is looked at."""
-    judge = storages.is_in_place_unwatched
+    judge = folding.is_in_place_unwatched
 
     def collecting(*arguments) -> bool:
         gc.collect()
@@ -503,7 +503,7 @@ def test_a_storage_that_dies_meanwhile_leaves_the_correction_right(monkeypatch):
         del cycle
         x.gather(0, index).sum().backward()
 
-    monkeypatch.setattr(storages, "is_in_place_unwatched", collecting)
+    monkeypatch.setattr(folding, "is_in_place_unwatched", collecting)
     with no_cycle_collection():
         trace = memlab.measure(step)
     changes = [e.bytes for e in trace.events if e.phase == "backward" and abs(e.bytes) > 4 * KIB]

@@ -12,14 +12,14 @@ import memlab
 from memlab.optim import Adam8bit, AdamW
 from memlab.planner.outside import (
     AS_IT_IS,
-    CLIMB,
     LION,
+    ORDER,
     Places,
     adams_groups,
+    attempts,
     checkpointed,
     find,
     kept_on_disk,
-    ladder,
     paths_of_layers,
     stepped_by,
 )
@@ -118,22 +118,22 @@ def test_lions_rate_is_a_fifth_and_its_decay_five_times():
 
 
 @pytest.mark.slow
-def test_each_rung_saves():
+def test_each_attempt_saves():
     _, model, optimizer = build()
     plain = trace_of()
     peaks = {}
-    for rung in ladder(find(model, optimizer)):
-        trace = peaks[rung.name] = trace_of(rung.applied)
-        if "checkpointing" in rung.name:
+    for attempt in attempts(find(model, optimizer)):
+        trace = peaks[attempt.name] = trace_of(attempt.applied)
+        if "checkpointing" in attempt.name:
             assert trace.at_peak.get("activations", 0) < plain.at_peak["activations"]
-        if "step in backward" in rung.name:
+        if "step-in-backward" in attempt.name:
             assert trace.at_end.get("gradients", 0) == 0
-        if "adam8bit" in rung.name:
+        if "adam8bit" in attempt.name:
             N = sum(p.numel() for p in model.parameters())
             counters = 4 * len(list(model.parameters()))
             assert plain.at_end["optimizer_state"] == 8 * N + counters
             assert trace.at_end["optimizer_state"] < 3 * N + 2**18  # and the table of codes
-    assert len(peaks) == len(CLIMB)
+    assert len(peaks) == len(ORDER)
     assert all(trace.peak_bytes < plain.peak_bytes for trace in peaks.values())
 
 
@@ -182,15 +182,15 @@ def test_lists_of_layers_are_found(model, paths):
     assert find(model, None) == Places(tuple(paths), False)
 
 
-def test_where_there_is_no_place_no_rung_has_the_technique_and_a_sentence_says_so():
-    assert [rung.name for rung in ladder(Places((), is_adam=True))] == [
+def test_where_there_is_no_place_no_attempt_has_the_technique_and_a_sentence_says_so():
+    assert [attempt.name for attempt in attempts(Places((), is_adam=True))] == [
         "adam8bit",
         "offloaded-activations",
         "adam8bit, offloaded-activations",
-        "lion8bit, step in backward",
-        "lion8bit, step in backward, offloaded-activations",
+        "lion8bit, step-in-backward",
+        "lion8bit, step-in-backward, offloaded-activations",
     ]
-    assert [rung.name for rung in ladder(Places(("",), is_adam=False))] == [
+    assert [attempt.name for attempt in attempts(Places(("",), is_adam=False))] == [
         "checkpointing",
         "checkpointing, offloaded-activations",
         "offloaded-activations",
@@ -226,14 +226,13 @@ def test_another_takes_the_place_of_an_adam_alone(optimizer, is_it):
 # ------------------------------------------------------------------ the lines to add
 
 
-def with_the_lines(rung, made=build):
-    """The weights of a training into which somebody pasted a rung's lines, after three steps."""
+def with_the_lines(attempt, made=build):
+    """The weights after three steps of a training into which an attempt's lines were pasted."""
     _, model, optimizer = made()
-    names = {"model": model, "optimizer": optimizer, "x": inputs()}
-    exec("\n".join(rung.lines), names)
-    forward = "loss = model(x).square().mean()"
-    for line in rung.inside:
-        forward = line.replace("loss = ...", forward)
+    names = {"model": model, "optimizer": optimizer, "inputs": inputs(), "targets": None}
+    names["loss_of"] = lambda model, inputs, targets: model(inputs).square().mean()
+    exec("\n".join(attempt.lines), names)
+    forward = "\n".join(attempt.lines_inside) or "loss = loss_of(model, inputs, targets)"
     for _ in range(3):
         names["optimizer"].zero_grad(set_to_none=True)
         exec(forward, names)
@@ -242,32 +241,32 @@ def with_the_lines(rung, made=build):
     return list(model.parameters())
 
 
-def with_the_rung(rung, made=build):
-    """Those that the rung itself comes to."""
-    step, model, _ = rung.applied(*made())
+def with_the_attempt(attempt, made=build):
+    """Those that the attempt itself comes to."""
+    step, model, _ = attempt.applied(*made())
     for _ in range(3):
         step()
     return list(model.parameters())
 
 
 @pytest.mark.parametrize("made", [build, partial(in_groups, betas=(0.8, 0.95), weight_decay=0.3)])
-@pytest.mark.parametrize("number", range(len(CLIMB)))
-def test_the_lines_of_a_rung_do_what_the_rung_does(number, made):
+@pytest.mark.parametrize("number", range(len(ORDER)))
+def test_the_lines_of_an_attempt_do_what_the_attempt_does(number, made):
     _, model, optimizer = made()
-    rung = ladder(find(model, optimizer))[number]
-    ours, theirs = with_the_lines(rung, made), with_the_rung(rung, made)
+    attempt = attempts(find(model, optimizer))[number]
+    ours, theirs = with_the_lines(attempt, made), with_the_attempt(attempt, made)
     assert all(map(torch.equal, ours, theirs))
-    same_as_plain = all(map(torch.equal, theirs, with_the_rung(AS_IT_IS, made)))
-    assert same_as_plain == (not any("8bit" in each.name for each in rung.techniques))
+    same_as_plain = all(map(torch.equal, theirs, with_the_attempt(AS_IT_IS, made)))
+    assert same_as_plain == (not any("8bit" in each.name for each in attempt.wrappers))
 
 
 def test_the_lines_reach_a_list_wherever_it_is():
     model = nn.Sequential(nn.Linear(4, 32), Deep(), Holding(**{"a-b": mlp(4, 4, 4)}))
-    rung = ladder(find(model, None))[0]
-    exec("\n".join(rung.lines), {"model": model})
+    attempt = attempts(find(model, None))[0]
+    exec("\n".join(attempt.lines), {"model": model})
     changed = [m for m in model.modules() if isinstance(m.forward, partial)]
     assert len(changed) == 6 + 4
-    assert "model[1].layers:" in rung.lines[-2]
+    assert "model[1].layers:" in attempt.lines[-2]
 
 
 def test_what_is_no_optimizer_cannot_be_replaced():

@@ -26,8 +26,8 @@ from memlab.trace import Event, Trace
 from memlab.train import (
     COMBINATIONS,
     TECHNIQUES,
+    Plugs,
     Setting,
-    Technique,
     combined,
     dry_trace,
     predicted_trace,
@@ -75,7 +75,7 @@ def test_a_stretched_trace_is_the_trace_of_the_deep_model(device, names):
 
 
 def test_blocks_that_are_checkpointed_in_pairs_are_stretched_by_pairs():
-    technique = Technique("", change_model=scheduled(partial(uniform_schedule, every=2)))
+    technique = Plugs(change_model=scheduled(partial(uniform_schedule, every=2)))
 
     def run(blocks: int) -> Trace:
         return dry_trace(Setting(replace(PRESETS["tiny"], layers=blocks), 1, 8), technique)

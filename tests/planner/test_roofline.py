@@ -13,7 +13,7 @@ import memlab
 from memlab.optim import Adam8bit
 from memlab.planner import CARDS
 from memlab.planner.costs import DISK_BANDWIDTH, UTILIZATION
-from memlab.planner.outside import AS_IT_IS, checkpointed, kept_on_disk, ladder
+from memlab.planner.outside import AS_IT_IS, attempts, checkpointed, kept_on_disk
 from memlab.planner.outside import find as places_of
 from memlab.planner.roofline import Roofline, moved_bytes
 
@@ -209,13 +209,13 @@ def test_a_step_is_counted_anew_each_time():
 # ------------------------------------------------------------------ nobody sees it
 
 
-RUNGS = (AS_IT_IS, *ladder(places_of(*build()[1:])))
+ATTEMPTS = (AS_IT_IS, *attempts(places_of(*build()[1:])))
 
 
-@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-def test_the_bytes_of_a_step_that_is_counted_are_those_of_one_that_is_not(rung):
-    _, counted = roofline_of(rung.applied, CARD)
-    alone = memlab.predict(lambda: rung.applied(*build()))
+@pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.name)
+def test_the_bytes_of_a_step_that_is_counted_are_those_of_one_that_is_not(attempt):
+    _, counted = roofline_of(attempt.applied, CARD)
+    alone = memlab.predict(lambda: attempt.applied(*build()))
     assert counted.memory == alone.memory
     assert [(e.bytes, e.phase, e.operator) for e in counted.events] == [
         (e.bytes, e.phase, e.operator) for e in alone.events

@@ -75,11 +75,23 @@ def test_several_ranks_get_the_optimizers_that_zero_can_shard(optimizer):
     [
         ({"precision": "half"}, "got precision='half' in a recipe; choose one of 'float32'"),
         ({"optimizer": "adam"}, "got optimizer='adam' in a recipe"),
-        ({"step_in_backward": True, "accumulation": True}, "has no gradient left to be added to"),
-        ({"precision": "master-weights", "optimizer": "lion"}, "stepped by AdamW here"),
-        ({"precision": "master-weights", "step_in_backward": True}, "stepped after backward"),
-        ({"accumulation": True, "offload": "streamed-layers"}, "taken away after each backward"),
-        ({"zero_stage": 2, "offload": "streamed-layers"}, "ZeRO sends gradients"),
+        (
+            {"step_in_backward": True, "accumulation": True},
+            "before the gradients of the others can be added",
+        ),
+        (
+            {"precision": "master-weights", "optimizer": "lion"},
+            "master-weights and lion each bring their own optimizer",
+        ),
+        (
+            {"precision": "master-weights", "step_in_backward": True},
+            "the copies are stepped when backward is over",
+        ),
+        (
+            {"accumulation": True, "offload": "streamed-layers"},
+            "gradients leave for the disk as they come",
+        ),
+        ({"zero_stage": 2, "offload": "streamed-layers"}, "before they can be sent to other ranks"),
         ({"tensor_parallel": 0}, "got tensor_parallel=0 in a recipe"),
     ],
 )

@@ -1,0 +1,156 @@
+"""The raw record of one metering: the storages that count, and each change of their bytes."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from memlab.metering.dry import DryRun
+from memlab.metering.registry import REGISTRY, Storage
+
+
+class Change(NamedTuple):
+    """One entry of the raw stream."""
+
+    record: Storage
+    bytes: int
+    phase: str
+
+
+class Run:
+    """What is metered: storages that one run leaves alive count in the next of its kind."""
+
+    def __init__(self, subject: Any) -> None:
+        self._dry_run = DryRun.active
+        self.name_after(subject)
+
+    def name_after(self, subject: Any) -> None:
+        try:
+            self._subject = weakref.ref(subject)
+        except TypeError:  # None, and objects without weak references
+            self._subject = lambda: None
+
+    def continues(self, earlier: "Run") -> bool:
+        """Whether both step the same model (or call the same function), both dry or both real."""
+        subject = self._subject()
+        return (
+            subject is not None
+            and subject is earlier._subject()
+            and self._dry_run is earlier._dry_run
+        )
+
+
+class Stream:
+    """The storages that count in one metering, and every change of their bytes, in order.
+
+    births       storages born here, by phase, until their category is known
+    own          storages born here and alive, by number; `live_bytes` is their sum
+    """
+
+    def __init__(self, run: Run, last_phase: Callable[[], str]) -> None:
+        self.run = run
+        self.births: dict[str, list[Storage]] = {"forward": [], "backward": [], "optimizer": []}
+        self.own: dict[int, Storage] = {}
+        self.live_bytes = 0
+        self._last_phase = last_phase
+        self._before: list[Change] = []
+        self._changes: list[Change] = []
+        self._accounted: set[int] = set()  # numbers of the storages that count
+
+    def start(self) -> None:
+        """Note which storages are alive; none counts until it is found or included."""
+        self._last_number = REGISTRY.count
+        self._alive_before = {record.number: (record, record.bytes) for record in REGISTRY.alive()}
+
+    def listen(self) -> None:
+        """Record every free and resize from now on."""
+        REGISTRY.listen(self._changed)
+
+    def stop(self) -> None:
+        """Stop recording, and count what earlier runs of the same model left alive."""
+        REGISTRY.unlisten(self._changed)
+        for record, _ in self._alive_before.values():
+            if record not in self and record.run is not None and self.run.continues(record.run):
+                self.include(record)
+
+    def __contains__(self, record: Storage) -> bool:
+        return record.number in self._accounted
+
+    def changes(self) -> Iterator[Change]:
+        """What was alive before, then each allocation and free."""
+        for change in (*self._before, *self._changes):
+            if change.bytes and change.record in self:
+                yield change
+
+    @property
+    def found(self) -> list[Storage]:
+        """The storages that were alive before, in the order in which they were found."""
+        return [change.record for change in self._before]
+
+    # ------------------------------------------------------------------ storages that count
+
+    def find(self, tensor: torch.Tensor) -> Storage:
+        """Count a storage that no meter knew, and that was alive before this one."""
+        record = REGISTRY.add(tensor, self.run)
+        self._accounted.add(record.number)
+        self._before.append(Change(record, record.bytes, "before"))
+        return record
+
+    def include(self, record: Storage, tensor: torch.Tensor | None = None) -> None:
+        """Count a storage that an earlier meter knew, or that was resized before it was seen."""
+        _, count = self._alive_before.get(record.number, (record, record.bytes))
+        if record.run is None:
+            record.run = self.run
+            record.describe(tensor)
+            count -= sum(change.bytes for change in self._changes if change.record is record)
+        self._accounted.add(record.number)
+        self._before.append(Change(record, count, "before"))
+
+    def add_birth(self, record: Storage) -> Change:
+        """Count a storage that an operator just made."""
+        self.births[record.phase].append(record)
+        self.own[record.number] = record
+        self.live_bytes += record.bytes
+        return self.add(record)
+
+    def add(self, record: Storage) -> Change:
+        """Count a storage from here on, as born in its phase."""
+        self._accounted.add(record.number)
+        self._changes.append(Change(record, record.bytes, record.phase))
+        return self._changes[-1]
+
+    def _changed(self, record: Storage, change: int) -> None:
+        self._changes.append(Change(record, change, self._last_phase()))
+        if record.number in self.own:
+            self.live_bytes += change
+            if not record.alive:
+                del self.own[record.number]
+
+    # ------------------------------------------------------------------ corrections
+
+    def death_of(self, record: Storage) -> int | None:
+        """The position at which the storage died; None while it is alive."""
+        return None if record.alive else self._position(lambda change: change.record is record)
+
+    def fold(self, old: Storage, birth: Change, death: int) -> None:
+        """Take a birth and the death of `old` out, and let the new storage continue `old`."""
+        new = birth.record
+        born = self._position(lambda change: change is birth)
+        for position in sorted((death, born), reverse=True):
+            del self._changes[position]
+        self.births[new.phase].pop()
+        del self.own[new.number]
+        if self._is_own(old):
+            self.own[old.number] = old
+        else:
+            self.live_bytes -= new.bytes
+        REGISTRY.continue_as(old, new)
+
+    def _is_own(self, record: Storage) -> bool:
+        return record.number > self._last_number and record.phase != "before"
+
+    def _position(self, wanted: Callable[[Change], bool]) -> int:
+        """The last such change; it is among the last few."""
+        positions = reversed(range(len(self._changes)))
+        return next(i for i in positions if wanted(self._changes[i]))

@@ -1,0 +1,69 @@
+"""Training steps: what is trained, with which techniques, and the traces of a step.
+
+technique   what memlab knows about a technique, in one record
+registry    the techniques, one row each
+plugs       what the rows put into the plugs of a step
+step        the step itself: run, metered, run dry, predicted, on ZeRO's ranks
+
+    trace = dry_trace(Setting("124m"), combined("checkpointing+autocast"))
+"""
+
+from typing import TYPE_CHECKING
+
+from memlab.internals.lazy import lazily
+
+if TYPE_CHECKING:
+    from memlab.train.plugs import (
+        Plugs,
+        combined,
+        of_all_weights,
+        techniques_with_kernels,
+        to_bfloat16,
+    )
+    from memlab.train.registry import COMBINATIONS, TECHNIQUES
+    from memlab.train.step import (
+        SEED,
+        Setting,
+        Training,
+        build,
+        dry_trace,
+        measured,
+        predicted_rank_trace,
+        predicted_trace,
+        rank_step,
+    )
+    from memlab.train.technique import Technique
+
+_HOME_OF = {
+    **dict.fromkeys(
+        ("Plugs", "combined", "of_all_weights", "techniques_with_kernels", "to_bfloat16"),
+        "memlab.train.plugs",
+    ),
+    **dict.fromkeys(("COMBINATIONS", "TECHNIQUES"), "memlab.train.registry"),
+    **dict.fromkeys(
+        ("SEED", "Setting", "Training", "build", "dry_trace", "measured"), "memlab.train.step"
+    ),
+    **dict.fromkeys(("predicted_rank_trace", "predicted_trace", "rank_step"), "memlab.train.step"),
+    "Technique": "memlab.train.technique",
+}
+__all__ = [
+    "COMBINATIONS",
+    "SEED",
+    "TECHNIQUES",
+    "Plugs",
+    "Setting",
+    "Technique",
+    "Training",
+    "build",
+    "combined",
+    "dry_trace",
+    "measured",
+    "of_all_weights",
+    "predicted_rank_trace",
+    "predicted_trace",
+    "rank_step",
+    "techniques_with_kernels",
+    "to_bfloat16",
+]
+
+__getattr__ = lazily(__name__, _HOME_OF)

@@ -1,0 +1,222 @@
+"""The plugs of a training step, and what the registry's rows put into them.
+
+    attention, loss   a function in place of a function
+    change_model      a change of the model: a wrapper around each block, a layer for a layer
+    around_forward    a `with` around the forward pass
+    micro_batch       how many sequences run at once
+    scaler            a scaler of the loss
+    optimizer         an optimizer
+    stepping          who calls the optimizer's step, and when
+    after_step        a call after each step
+
+`combined("checkpointing+autocast")` returns the plugs of several rows at once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from memlab import optim
+from memlab.checkpointing import (
+    ATTENTION,
+    MATMULS,
+    checkpoint,
+    checkpoint_blocks,
+    selective,
+    uniform_schedule,
+)
+from memlab.checkpointing.schedules import Schedule
+from memlab.compression import compressed_activations
+from memlab.ema import PostHocEMA
+from memlab.lora import add_lora
+from memlab.model import (
+    AttentionFunction,
+    LossFunction,
+    cross_entropy,
+    scaled_dot_product_attention,
+)
+from memlab.offload import DiskStore, OffloadedOptimizer, offloaded_activations, stream_layers
+from memlab.precision import LossScaler, MasterWeights
+from memlab.train.registry import LORA_RANK, TECHNIQUES, rows_of
+from memlab.train.technique import Technique
+
+Optimizer = torch.optim.Optimizer | MasterWeights | optim.InBackward
+OptimizerFunction = Callable[[nn.Module], Optimizer]
+
+
+def of_all_weights(made: Callable[..., Optimizer], **settings: Any) -> OptimizerFunction:
+    """Return a function that makes this optimizer, with these settings, of all of a model's
+    weights."""
+    return lambda model: made(model.parameters(), **settings)
+
+
+one_by_one_adamw = partial(torch.optim.AdamW, foreach=False)
+plain_optimizer = of_all_weights(one_by_one_adamw)
+
+
+@dataclass(frozen=True)
+class Plugs:
+    """What goes into each plug of a training step; the defaults are the plain step."""
+
+    attention: AttentionFunction = scaled_dot_product_attention
+    loss: LossFunction = cross_entropy
+    change_model: Callable[[nn.Module], object] = lambda model: None  # in place
+    around_forward: Callable[[str], AbstractContextManager[object]] = lambda device: nullcontext()
+    micro_batch: int | None = None  # sequences at once, their gradients added; None: all
+    scaler: Callable[[], LossScaler] | None = None
+    optimizer: OptimizerFunction = plain_optimizer
+    stepping: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer
+    after_step: Callable[[nn.Module], Callable[[], object]] = lambda model: lambda: None
+    one_process: str | None = None  # why it does not run on ZeRO's ranks
+
+
+# ------------------------------------------------------------------ several rows at once
+
+
+def combined(names: str, *, kernels: bool = False) -> Plugs:
+    """Return the plugs of one row, or of several joined by "+", in any order; with `kernels`, of
+    their Triton kernels where they have one.
+
+    Raises KeyError for an unknown name, ValueError for two that do not work together, and
+    ImportError for kernels without Triton.
+    """
+    rows = rows_of(names).values()
+    filled: dict[str, list[Any]] = {}
+    for row in rows:
+        for plug, make in (row.plugs | row.kernel if kernels else row.plugs).items():
+            filled.setdefault(plug, []).append(make())
+    joined = {
+        plug: values[0] if len(values) == 1 else _JOIN[plug](values)
+        for plug, values in filled.items()
+    }
+    reasons = [row.one_process for row in rows if row.one_process]
+    return Plugs(**joined, one_process=reasons[0] if reasons else None)
+
+
+def plugs_of(technique: "Technique | Plugs") -> Plugs:
+    """Return the plugs of a row of the registry; Plugs are returned as they are."""
+    if isinstance(technique, Plugs):
+        return technique
+    filled = {plug: make() for plug, make in technique.plugs.items()}
+    return Plugs(**filled, one_process=technique.one_process)
+
+
+def techniques_with_kernels() -> list[str]:
+    """Return the names of the rows that have a Triton kernel."""
+    return [name for name, row in TECHNIQUES.items() if row.kernel]
+
+
+def _one_after_another(changes: Sequence[Callable[[nn.Module], object]]) -> Any:
+    def change(model: nn.Module) -> None:
+        for each in changes:
+            each(model)
+
+    return change
+
+
+def _one_inside_another(arounds: Sequence[Callable[[str], AbstractContextManager[object]]]) -> Any:
+    @contextmanager
+    def around(device: str) -> Iterator[None]:
+        with ExitStack() as stack:
+            for each in arounds:
+                stack.enter_context(each(device))
+            yield
+
+    return around
+
+
+# registry.SHARED_PLUGS, and how they take several.
+_JOIN: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "change_model": _one_after_another,
+    "around_forward": _one_inside_another,
+}
+
+
+# ------------------------------------------------------------------ what the rows put in
+
+
+def stochastically_rounded(made: Callable[..., Optimizer]) -> OptimizerFunction:
+    """Return a function that makes an optimizer which rounds bfloat16 weights stochastically.
+
+    Rounded to nearest, they would lose most small steps. Weights in float32 are not rounded.
+    """
+    return of_all_weights(made, rounding="stochastic")
+
+
+master_weights_optimizer = of_all_weights(MasterWeights, optimizer=one_by_one_adamw)
+each_block = partial(uniform_schedule, every=1)
+
+
+def scheduled(
+    schedule: Callable[[int], Schedule], using: Callable[..., Any] = checkpoint
+) -> Callable[[nn.Module], None]:
+    """Return a change of a model: its blocks run by the schedule for their number."""
+
+    def change(model: nn.Module) -> None:
+        checkpoint_blocks(model, schedule(len(model.blocks)), using=using)
+
+    return change
+
+
+def selectively_checkpointed(attention: Callable[..., Any]) -> Callable[[nn.Module], None]:
+    """Checkpoint each block, but keep the outputs of its matmuls and of attention."""
+    return scheduled(each_block, using=selective(MATMULS | ATTENTION | {attention}))
+
+
+def compressing(bits: int) -> Callable[[str], AbstractContextManager[object]]:
+    """Keep what the forward pass saves for backward in so many bits."""
+    return lambda device: compressed_activations(bits=bits)
+
+
+def activations_offloaded(device: str) -> AbstractContextManager[object]:
+    """Keep what the forward pass saves for backward on the disk."""
+    return offloaded_activations(_activations_on_disk())
+
+
+@cache
+def _activations_on_disk() -> DiskStore:
+    """One for all steps of this process, in a temporary folder that goes with it."""
+    return DiskStore()
+
+
+def offloaded(optimizer: Optimizer, **settings: Any) -> OffloadedOptimizer:
+    """Keep optimizer state in a temporary folder, in sub-groups smaller than our models."""
+    return OffloadedOptimizer(optimizer, DiskStore(), sub_group=2**20, **settings)
+
+
+offloaded_with_weights = partial(offloaded, weights=True, gradients=True)
+
+
+def streamed(model: nn.Module) -> None:
+    """Keep the weights of each block on the disk while it does not run."""
+    stream_layers(model, DiskStore())
+
+
+def averaged(model: nn.Module, **settings: Any) -> Callable[[], object]:
+    """Update two averages of the weights after each step; take no snapshots."""
+    ema, steps = PostHocEMA(model, "no-snapshots", **settings), count(1)
+    return lambda: ema.update(next(steps))
+
+
+def to_bfloat16(model: nn.Module) -> None:
+    """Convert the weights to bfloat16, and with them activations and gradients."""
+    model.to(torch.bfloat16)
+
+
+def add_lora_to_blocks(model: nn.Module) -> object:
+    """Freeze the model, and train a change of rank LORA_RANK beside each matrix of its blocks."""
+    return add_lora(model, rank=LORA_RANK, where=lambda name: name.startswith("blocks."))
+
+
+def adam_mini(model: nn.Module) -> optim.AdamMini:
+    """Adam-mini of all the trained weights of our GPT; LoRA's factors by rows."""
+    rules = optim.GPT_RULES | {"down": "row", "up": "row"}
+    partition = optim.ByRules(rules, model.config.head_width)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return optim.AdamMini(trained, partition=partition, rounding="stochastic")

@@ -1,0 +1,631 @@
+"""The registry: everything that memlab knows about each technique, one row each.
+
+`memlab measure`, `train` and `plan`, the planner's formulas, README's tables and COMPOSITIONS.md
+read it. To add a technique, write its file, its test and its row here.
+"""
+
+from collections.abc import Callable, Mapping
+from itertools import combinations
+
+from memlab.internals.lazy import LazyModule
+from memlab.train.technique import Code, Technique
+
+torch = LazyModule("torch")
+attention = LazyModule("memlab.attention")
+checkpointing = LazyModule("memlab.checkpointing")
+compression = LazyModule("memlab.compression")
+kernels = LazyModule("memlab.kernels")
+losses = LazyModule("memlab.losses")
+optim = LazyModule("memlab.optim")
+plugs = LazyModule("memlab.train.plugs")
+precision = LazyModule("memlab.precision")
+
+# Slots: a step has one of each.
+SCHEDULE = "schedule of what runs again"
+SAVED_TENSORS = "form of what is kept for backward"
+AUTOCAST = "autocast"
+
+# ------------------------------------------------------------------ reasons and formulas
+
+FLOAT32 = 4  # bytes
+LORA_RANK = 8
+BLOCK_SIZE = 256  # elements that share a float32 scale, in optimizer state and saved tensors
+ENCODED = 1 + FLOAT32 / BLOCK_SIZE  # bytes of an 8-bit element and its share of a scale
+
+FLOAT16_MEETS_BFLOAT16 = (
+    "adding a float16 and a bfloat16 tensor gives float32; take autocast, or weights in float32"
+)
+STEPPED_TOO_EARLY = (
+    "a weight is stepped before its gradient can be divided by the scale; take autocast, whose "
+    "bfloat16 needs no scale"
+)
+GRADIENTS_LEAVE = (
+    "gradients leave for the disk as they come, and the scaler finds none to divide by the scale; "
+    "take autocast, whose bfloat16 needs no scale"
+)
+NEIGHBORS_SHARE = "elements of a block share a scale, and the edge of a shard cuts blocks"
+GRADIENT_IS_USED_UP = (
+    "its gradients are used up, or on the disk, before they can be sent to other ranks; leave "
+    "step-in-backward, offloaded-optimizer and streamed-layers out"
+)
+
+
+def blockwise(bits: int) -> Callable[[int], int]:
+    """Bytes of so many elements in `bits` bits each, with a float32 scale for each block."""
+    return lambda elements: elements * bits // 8 + FLOAT32 * elements // BLOCK_SIZE
+
+
+# ------------------------------------------------------------------ rows
+
+TECHNIQUES: dict[str, Technique] = {
+    "plain": Technique(
+        "AdamW, fused attention, all activations kept", state_bytes=8, code=Code(())
+    ),
+    "checkpointing": Technique(
+        "drops the activations of every block and recomputes them in backward",
+        choice=("checkpointing", "checkpointing"),
+        plugs={"change_model": lambda: plugs.scheduled(plugs.each_block)},
+        slot=SCHEDULE,
+        kept=lambda block: block.input,
+        recomputed=1.0,
+        costs="the forward pass of each checkpointed layer runs again: about a third more time",
+        code=Code(
+            (
+                "from functools import partial",
+                "from memlab.checkpointing import checkpoint",
+                "for layer in model.layers: layer.forward = partial(checkpoint, layer.forward)",
+            ),
+            ("model.gradient_checkpointing_enable()  # transformers",),
+        ),
+    ),
+    "sqrt-checkpointing": Technique(
+        "checkpoints segments of about √L of the L blocks",
+        choice=("checkpointing", "sqrt-checkpointing"),
+        plugs={"change_model": lambda: plugs.scheduled(checkpointing.sqrt_schedule)},
+        slot=SCHEDULE,
+        kept=lambda block: block.input,
+        recomputed=1.0,
+        costs="the forward pass runs again: about a third more time",
+        code=Code(
+            (
+                "from memlab.checkpointing import checkpoint_blocks, sqrt_schedule",
+                "checkpoint_blocks(model, sqrt_schedule(len(model.blocks)))",
+            ),
+            (
+                "from torch.utils.checkpoint import checkpoint_sequential",
+                "x = checkpoint_sequential(model.layers, segments, x, use_reentrant=False)",
+            ),
+        ),
+    ),
+    "selective-checkpointing": Technique(
+        "checkpoints every block, but keeps the outputs of its matmuls and attention",
+        choice=("checkpointing", "selective-checkpointing"),
+        plugs={"change_model": lambda: plugs.selectively_checkpointed(attention.flash_attention)},
+        kernel={"change_model": lambda: plugs.selectively_checkpointed(kernels.flash_attention)},
+        slot=SCHEDULE,
+        exclusive_with={
+            "streamed-layers": "a recomputed block has to call the same operators as before, and a "
+            "streamed one fetches its weights only once; take checkpointing"
+        },
+        kept=lambda block: block.input + block.matmuls,
+        recomputed=0.05,
+        costs="norms, rotations and activation functions run again: about 5 % more time",
+        code=Code(
+            (
+                "from functools import partial",
+                "from memlab.checkpointing import ATTENTION, MATMULS, selective",
+                "keep = selective(MATMULS | ATTENTION)",
+                "for layer in model.layers: layer.forward = partial(keep, layer.forward)",
+            ),
+            (
+                "from functools import partial",
+                "from torch.utils.checkpoint import checkpoint",
+                "from torch.utils.checkpoint import create_selective_checkpoint_contexts",
+                "kept = [torch.ops.aten.mm.default]",
+                "contexts = partial(create_selective_checkpoint_contexts, kept)",
+                "for layer in model.layers: layer.forward = partial(",
+                "    checkpoint, layer.forward, use_reentrant=False, context_fn=contexts",
+                ")",
+            ),
+        ),
+    ),
+    "int8-activations": Technique(
+        "keeps activations for backward in 8 bits",
+        choice=("activation_bits", 8),
+        plugs={"around_forward": lambda: plugs.compressing(8)},
+        kernel={"around_forward": lambda: lambda device: kernels.compressed_activations(8)},
+        slot=SAVED_TENSORS,
+        encoded=blockwise(8),
+        costs="gradients are those of rounded activations; encoding and decoding take time",
+        code=Code(
+            (
+                "from memlab.compression import compressed_activations",
+                "with compressed_activations(bits=8): loss = loss_of(model, inputs, targets)",
+            ),
+        ),
+    ),
+    "int4-activations": Technique(
+        "keeps activations for backward in 4 bits, with stochastic rounding",
+        choice=("activation_bits", 4),
+        plugs={"around_forward": lambda: plugs.compressing(4)},
+        kernel={"around_forward": lambda: lambda device: kernels.compressed_activations(4)},
+        slot=SAVED_TENSORS,
+        encoded=blockwise(4),
+        costs="noisier gradients than 8 bits; encoding and decoding take time",
+        code=Code(
+            (
+                "from memlab.compression import compressed_activations",
+                "with compressed_activations(bits=4): loss = loss_of(model, inputs, targets)",
+            ),
+        ),
+    ),
+    "autocast": Technique(
+        "torch's autocast to bfloat16 in the forward pass",
+        choice=("precision", "autocast"),
+        plugs={"around_forward": lambda: lambda device: torch.autocast(device, torch.bfloat16)},
+        slot=AUTOCAST,
+        matmul_dtype="bfloat16",
+        costs="matmuls round to bfloat16; a bfloat16 copy of each weight lives until its backward",
+        code=Code(
+            (
+                'with torch.autocast("cuda", torch.bfloat16):',
+                "    loss = loss_of(model, inputs, targets)",
+            ),
+            (
+                'with torch.autocast("cuda", torch.bfloat16):',
+                "    loss = loss_of(model, inputs, targets)",
+            ),
+        ),
+    ),
+    "loss-scaling": Technique(
+        "autocast to float16, with the loss scaled so that gradients stay in float16's range",
+        plugs={
+            "around_forward": lambda: lambda device: torch.autocast(device, torch.float16),
+            "scaler": lambda: precision.LossScaler,
+        },
+        slot=AUTOCAST,
+        exclusive_with={
+            "bfloat16": FLOAT16_MEETS_BFLOAT16,
+            "master-weights": FLOAT16_MEETS_BFLOAT16,
+            "step-in-backward": STEPPED_TOO_EARLY,
+            "streamed-layers": GRADIENTS_LEAVE,
+        },
+        matmul_dtype="float16",
+        costs="a step whose gradients overflow is skipped",
+        code=Code(
+            (
+                "from memlab.precision import LossScaler",
+                "scaler = LossScaler()",
+                'with torch.autocast("cuda", torch.float16):',
+                "    loss = loss_of(model, inputs, targets)",
+                "scaler.scale(loss).backward()",
+                "scaler.step(optimizer)",
+                "scaler.update()",
+            ),
+            (
+                'scaler = torch.amp.GradScaler("cuda")',
+                'with torch.autocast("cuda", torch.float16):',
+                "    loss = loss_of(model, inputs, targets)",
+                "scaler.scale(loss).backward()",
+                "scaler.step(optimizer)",
+                "scaler.update()",
+            ),
+        ),
+    ),
+    "bfloat16": Technique(
+        "pure bfloat16 weights and AdamW state, with stochastic rounding",
+        choice=("rounded_adamw", True),
+        plugs={
+            "change_model": lambda: plugs.to_bfloat16,
+            "optimizer": lambda: plugs.of_all_weights(optim.RoundedAdamW),
+        },
+        cannot_shard="stochastic rounding draws other random numbers for each shard",
+        matmul_dtype="bfloat16",
+        state_bytes=4,
+        costs="weights and state keep 8 significant bits; the loss can end slightly higher",
+        code=Code(
+            (
+                "from memlab.optim import RoundedAdamW",
+                "model.to(torch.bfloat16)",
+                "optimizer = RoundedAdamW(model.parameters())",
+            ),
+            (
+                "from torchao.optim import _AdamW",
+                "model.to(torch.bfloat16)",
+                "optimizer = _AdamW(model.parameters(), bf16_stochastic_round=True)",
+            ),
+        ),
+    ),
+    "master-weights": Technique(
+        "bfloat16 model, stepped through float32 copies of its weights",
+        choice=("precision", "master-weights"),
+        plugs={
+            "change_model": lambda: plugs.to_bfloat16,
+            "optimizer": lambda: plugs.master_weights_optimizer,
+        },
+        exclusive_with={
+            "step-in-backward": "the copies are stepped when backward is over; take bfloat16, "
+            "which rounds stochastically and needs no copies",
+            "offloaded-optimizer": "MasterWeights keeps its copies where the weights are; take "
+            "bfloat16, or OffloadedOptimizer(weights=True), which keeps copies in its store",
+            "streamed-layers": "streamed layers have float32 copies of their weights in their "
+            "store already; take bfloat16",
+        },
+        matmul_dtype="bfloat16",
+        state_bytes=4 + 8,
+        costs="16 bytes a weight, as in float32; matmuls and activations take half",
+        code=Code(
+            (
+                "from memlab.precision import MasterWeights",
+                "model.to(torch.bfloat16)",
+                "optimizer = MasterWeights(model.parameters(), optimizer=torch.optim.AdamW)",
+            ),
+            (
+                "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard",
+                "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
+            ),
+        ),
+    ),
+    "eager-attention": Technique(
+        "attention with its score matrix in memory",
+        choice=("attention", "eager-attention"),
+        plugs={"attention": lambda: attention.attention_reference},
+        costs="memory that grows with the square of the sequence length",
+        code=Code(
+            ("from memlab.attention import attention_reference",),
+            ('model.set_attn_implementation("eager")  # transformers',),
+        ),
+    ),
+    "flash-attention": Technique(
+        "our tiled attention (torch's fused attention is tiled too)",
+        choice=("attention", "flash-attention"),
+        plugs={"attention": lambda: attention.flash_attention},
+        kernel={"attention": lambda: kernels.flash_attention},
+        costs="in plain PyTorch it is slower than torch's kernel",
+        code=Code(
+            (
+                "from memlab.attention import flash_attention",
+                "out = flash_attention(query, key, value, causal=True)",
+            ),
+            (
+                "from torch.nn.functional import scaled_dot_product_attention",
+                "out = scaled_dot_product_attention(query, key, value, is_causal=True)",
+            ),
+        ),
+    ),
+    "chunked-loss": Technique(
+        "computes the loss in chunks, so the full logits never exist",
+        choice=("chunked_loss", True),
+        plugs={"loss": lambda: losses.chunked_cross_entropy},
+        kernel={"loss": lambda: kernels.chunked_cross_entropy},
+        costs="a gradient of the unembedding in float32, which pays off from a few thousand tokens",
+        code=Code(
+            (
+                "from memlab.losses import chunked_cross_entropy",
+                "loss = chunked_cross_entropy(hidden, model.lm_head.weight, targets)",
+            ),
+            (
+                "from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss",
+                "loss = LigerFusedLinearCrossEntropyLoss()(model.lm_head.weight, hidden, targets)",
+            ),
+        ),
+    ),
+    "foreach-adamw": Technique(
+        "torch's AdamW on all weights at once",
+        plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.AdamW, foreach=True)},
+        state_bytes=8,
+        costs="temporaries as large as all the weights",
+        code=Code(
+            ("optimizer = torch.optim.AdamW(model.parameters(), foreach=True)",),
+            ("optimizer = torch.optim.AdamW(model.parameters(), foreach=True)",),
+        ),
+    ),
+    "fused-adamw": Technique(
+        "torch's AdamW in one kernel",
+        plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.AdamW, fused=True)},
+        state_bytes=8,
+        costs="nothing where a kernel for it exists",
+        code=Code(
+            ("optimizer = torch.optim.AdamW(model.parameters(), fused=True)",),
+            ("optimizer = torch.optim.AdamW(model.parameters(), fused=True)",),
+        ),
+    ),
+    "accumulation": Technique(
+        "one sequence at a time, their gradients added",
+        choice=("accumulation", True),
+        plugs={"micro_batch": lambda: 1},
+        exclusive_with={
+            "step-in-backward": "a weight is stepped by the gradient of the first sequence, before "
+            "the gradients of the others can be added; leave one of them out",
+            "streamed-layers": "gradients leave for the disk as they come, before those of the "
+            "next sequence can be added; leave one of them out",
+        },
+        costs="small matmuls use a GPU less well",
+        code=Code(
+            (
+                "from memlab.accumulation import accumulate, split",
+                "parts = split((inputs, targets), 1)",
+                "accumulate(parts, loss_and_tokens_of, model.parameters())",
+            ),
+            (
+                "from transformers import TrainingArguments",
+                "TrainingArguments(per_device_train_batch_size=1, gradient_accumulation_steps=8)",
+            ),
+        ),
+    ),
+    "lora": Technique(
+        "frozen weights, and a trained change of rank 8 beside each matrix",
+        choice=("lora", True),
+        plugs={"change_model": lambda: plugs.add_lora_to_blocks},
+        costs="another training: only a low-rank change of each matrix is learned",
+        code=Code(
+            (
+                "from memlab.lora import add_lora",
+                "add_lora(model, rank=8, where=lambda name: True)",
+            ),
+            (
+                "from peft import LoraConfig, get_peft_model",
+                'model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))',
+            ),
+        ),
+    ),
+    "adam8bit": Technique(
+        "AdamW with 8-bit state",
+        choice=("optimizer", "adam8bit"),
+        plugs={"optimizer": lambda: plugs.stochastically_rounded(optim.Adam8bit)},
+        kernel={"optimizer": lambda: plugs.stochastically_rounded(kernels.Adam8bit)},
+        cannot_shard=NEIGHBORS_SHARE,
+        state_bytes=2 * ENCODED,
+        step_copies=7.5,  # codes are found in a table
+        costs="AdamW's steps, up to the rounding of its state to 8 bits",
+        code=Code(
+            (
+                "from memlab.optim import Adam8bit",
+                'keys = ("params", "lr", "betas", "eps", "weight_decay")',
+                "groups = [{key: group[key] for key in keys} for group in optimizer.param_groups]",
+                'optimizer = Adam8bit(groups, rounding="stochastic")',
+            ),
+            (
+                "from bitsandbytes.optim import AdamW8bit",
+                "optimizer = AdamW8bit(model.parameters())",
+            ),
+        ),
+    ),
+    "lion": Technique(
+        "Lion: one momentum per weight, in float32",
+        choice=("optimizer", "lion"),
+        plugs={"optimizer": lambda: plugs.stochastically_rounded(optim.Lion)},
+        state_bytes=4,
+        costs="another optimizer: look for its learning rate again",
+        code=Code(
+            ("from memlab.optim import Lion", "optimizer = Lion(model.parameters(), lr=1e-4)"),
+            ("from lion_pytorch import Lion", "optimizer = Lion(model.parameters(), lr=1e-4)"),
+        ),
+    ),
+    "lion8bit": Technique(
+        "Lion: one momentum per weight, in 8 bits",
+        choice=("optimizer", "lion8bit"),
+        plugs={"optimizer": lambda: plugs.stochastically_rounded(optim.Lion8bit)},
+        kernel={"optimizer": lambda: plugs.stochastically_rounded(kernels.Lion8bit)},
+        cannot_shard=NEIGHBORS_SHARE,
+        state_bytes=ENCODED,
+        step_copies=6.5,
+        costs="another optimizer: look for its learning rate again",
+        code=Code(
+            (
+                "from memlab.optim import Lion8bit",
+                "groups = [  # Lion needs a fifth of Adam's rate, and five times its weight decay",
+                "    {",
+                '        "params": group["params"],',
+                '        "lr": group["lr"] / 5,',
+                '        "weight_decay": group["weight_decay"] * 5,',
+                "    }",
+                "    for group in optimizer.param_groups",
+                "]",
+                'optimizer = Lion8bit(groups, rounding="stochastic")',
+            ),
+            (
+                "from bitsandbytes.optim import Lion8bit",
+                "optimizer = Lion8bit(model.parameters(), lr=1e-4)",
+            ),
+        ),
+    ),
+    "adam-mini": Technique(
+        "AdamW with one second moment per row or head",
+        choice=("optimizer", "adam-mini"),
+        plugs={"optimizer": lambda: plugs.adam_mini},
+        cannot_shard="elements of a row share a second moment, and the edge of a shard cuts rows",
+        state_bytes=4,
+        costs="another optimizer; its partition of the weights is the model's",
+        code=Code(
+            (
+                "from memlab.optim import AdamMini",
+                "optimizer = AdamMini(model.named_parameters())",
+            ),
+            (
+                "from adam_mini import Adam_mini",
+                "optimizer = Adam_mini(model.named_parameters(), dim=hidden_size, n_heads=heads)",
+            ),
+        ),
+    ),
+    "step-in-backward": Technique(
+        "steps each weight as soon as its gradient is complete",
+        choice=("step_in_backward", True),
+        plugs={"stepping": lambda: optim.step_in_backward},
+        one_process=GRADIENT_IS_USED_UP,
+        costs="a stepped weight has no gradient left: no accumulation, no loss scaling, and "
+        "clipping by the global norm finds nothing to clip; a scheduler takes optimizer.optimizer",
+        code=Code(
+            (
+                "from memlab.optim import step_in_backward",
+                "optimizer = step_in_backward(optimizer)",
+            ),
+            (
+                "for parameter in model.parameters():",
+                "    own = torch.optim.AdamW([parameter])",
+                "    parameter.register_post_accumulate_grad_hook(",
+                "        lambda parameter, own=own: (own.step(), own.zero_grad())",
+                "    )",
+            ),
+        ),
+    ),
+    "offloaded-optimizer": Technique(
+        "optimizer state on the disk, a few weights' state at a time on the device",
+        choice=("offload", "offloaded-optimizer"),
+        plugs={"stepping": lambda: plugs.offloaded},
+        one_process=GRADIENT_IS_USED_UP,
+        on_disk=frozenset({"state"}),
+        costs="each step reads the state from the disk and writes it again",
+        code=Code(
+            (
+                "from memlab.offload import DiskStore, OffloadedOptimizer",
+                "optimizer = OffloadedOptimizer(optimizer, DiskStore())",
+            ),
+            (
+                "from torchao.optim import CPUOffloadOptimizer",
+                "optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)",
+            ),
+        ),
+    ),
+    "offloaded-activations": Technique(
+        "activations on the disk between forward and backward",
+        choice=("offload", "offloaded-activations"),
+        plugs={"around_forward": lambda: plugs.activations_offloaded},
+        slot=SAVED_TENSORS,
+        on_disk=frozenset({"activations"}),
+        costs="each step writes what backward needs to the disk and reads it again, in a temporary "
+        'folder or in DiskStore("folder")',
+        code=Code(
+            (
+                "from memlab.offload import DiskStore, offloaded_activations",
+                "store = DiskStore()",
+                "with offloaded_activations(store): loss = loss_of(model, inputs, targets)",
+            ),
+            (
+                "from torch.autograd.graph import save_on_cpu",
+                "with save_on_cpu(pin_memory=True): loss = loss_of(model, inputs, targets)",
+            ),
+        ),
+    ),
+    "streamed-layers": Technique(
+        "weights, gradients and state on the disk, one block at a time on the device",
+        choice=("offload", "streamed-layers"),
+        plugs={
+            "change_model": lambda: plugs.streamed,
+            "stepping": lambda: plugs.offloaded_with_weights,
+        },
+        one_process=GRADIENT_IS_USED_UP,
+        on_disk=frozenset({"weights", "gradients", "state"}),
+        costs="each step moves all weights, gradients and state through the disk",
+        code=Code(
+            (
+                "from memlab.offload import DiskStore, OffloadedOptimizer, stream_layers",
+                "store = DiskStore()",
+                "stream_layers(model, store)",
+                "optimizer = OffloadedOptimizer(optimizer, store, weights=True, gradients=True)",
+            ),
+            (
+                "import deepspeed",
+                'nvme = {"device": "nvme", "nvme_path": "folder"}',
+                'zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}',
+                'config = {"zero_optimization": zero}',
+                "engine, *_ = deepspeed.initialize(model=model, config=config)",
+            ),
+        ),
+    ),
+    "post-hoc-ema": Technique(
+        "two averages of the weights, from which others are synthesized after training",
+        plugs={"after_step": lambda: plugs.averaged},
+        exclusive_with={
+            "streamed-layers": "averages need weights that are on the device, and streamed ones "
+            "are on the disk between steps; leave one of them out",
+        },
+        one_process=(
+            "averages are of whole weights, which a rank of ZeRO's third stage doesn't have; leave "
+            "post-hoc-ema out"
+        ),
+        costs="two float32 copies of the weights",
+        code=Code(
+            (
+                "from memlab.ema import PostHocEMA",
+                'ema = PostHocEMA(model, "snapshots")',
+                "ema.update(step)  # after each step, counted from 1",
+            ),
+            (
+                "from ema_pytorch import PostHocEMA",
+                "ema = PostHocEMA(model, sigma_rels=(0.05, 0.28), update_every=1)",
+                "ema.update()  # after each step",
+            ),
+        ),
+    ),
+    "sgd": Technique(
+        "torch's SGD: no state",
+        plugs={"optimizer": lambda: plugs.of_all_weights(torch.optim.SGD, lr=0.01)},
+        state_bytes=0,
+        costs="another optimizer, which transformers rarely train well with",
+        code=Code(
+            ("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)",),
+            ("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)",),
+        ),
+    ),
+}
+
+# Shown beside the rows: what people turn on together.
+COMBINATIONS = (
+    *("checkpointing+autocast", "checkpointing+int8-activations"),
+    "checkpointing+flash-attention+chunked-loss",
+    "checkpointing+lion8bit+step-in-backward",
+)
+
+# Plugs that take several techniques at once.
+SHARED_PLUGS = ("change_model", "around_forward")
+
+
+def rows_of(names: str, rows: Mapping[str, Technique] | None = None) -> dict[str, Technique]:
+    """The rows that "a+b" names, in the registry's order.
+
+    Raises KeyError for an unknown name, and ValueError, with the reason, for two that do not work
+    together.
+    """
+    rows = TECHNIQUES if rows is None else rows
+    given = {name: rows[name] for name in names.split("+")}
+    chosen = {name: row for name, row in rows.items() if name in given}
+    if reason := why_not_together(chosen):
+        raise ValueError(reason)
+    return chosen
+
+
+def why_not_together(chosen: Mapping[str, Technique]) -> str | None:
+    """Why two of these rows do not work in one step; None if all do."""
+    for (name, row), (other, of_other) in combinations(chosen.items(), 2):
+        if row.slot is not None and row.slot == of_other.slot:
+            return f"{name} and {other} each bring their own {row.slot}; leave one of them out"
+        if reason := row.exclusive_with.get(other) or of_other.exclusive_with.get(name):
+            return f"{name} and {other} do not go together: {reason}"
+        if plug := next((p for p in row.plugs if _is_taken_twice(p, of_other)), None):
+            return _taken_twice(name, other, plug)
+    return None
+
+
+def exclusions() -> dict[frozenset[str], str]:
+    """Every pair of rows that fill different plugs and still do not work together, and why."""
+    return {
+        frozenset((name, other)): reason
+        for name, row in TECHNIQUES.items()
+        for other, reason in row.exclusive_with.items()
+    }
+
+
+def _is_taken_twice(plug: str, other: Technique) -> bool:
+    return plug in other.plugs and plug not in SHARED_PLUGS
+
+
+def _taken_twice(name: str, other: str, plug: str) -> str:
+    advice = ""
+    if plug == "optimizer" and "bfloat16" in (name, other):
+        rest = other if name == "bfloat16" else name
+        advice = f"; for weights in bfloat16, give {rest} and --dtype bfloat16"
+    return (
+        f"{name} and {other} each bring their own {plug.replace('_', ' ')}; leave one of them out"
+        f"{advice}"
+    )

@@ -1,0 +1,214 @@
+"""One training step with plugs: the only file that knows the model and the techniques together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memlab import zero
+from memlab.accumulation import accumulate, split
+from memlab.configs import GPTConfig, config_named, name_of
+from memlab.data import batches, source_bytes
+from memlab.dry_runs import dry_run
+from memlab.metering import measure, meter
+from memlab.model import GPT
+from memlab.prediction import predict
+from memlab.trace import Trace
+from memlab.train.plugs import Plugs, master_weights_optimizer, plain_optimizer, plugs_of
+from memlab.train.technique import Technique
+
+SEED = 0
+TEXT = "1 MiB"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained: everything that the techniques leave alone."""
+
+    model: str | GPTConfig = "25m"  # a preset, a file of a shape, or a shape
+    batch: int = 4
+    seq_len: int = 256
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        longest = self.config.seq_len
+        if not 1 <= self.seq_len <= longest:
+            raise ValueError(
+                f"got sequences of {self.seq_len} tokens; {self.model} takes 1 to {longest}"
+            )
+        if self.batch < 1:
+            raise ValueError(f"got a batch of {self.batch} sequences; give at least 1")
+
+    @property
+    def config(self) -> GPTConfig:
+        return config_named(self.model) if isinstance(self.model, str) else self.model
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        model = self.model if isinstance(self.model, str) else name_of(self.model)
+        return f"{model}, {self.batch} × {self.seq_len} tokens, {dtype}, {self.device}"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step that can be run again and again, what it trains, and who holds its state.
+
+    `update` is the part of the step after backward: it makes new weights of gradients. `batch` is
+    what every step reads, tokens and targets: whoever wants another copies it into them.
+    """
+
+    step: Callable[[], None]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    update: Callable[[], object]
+    batch: tuple[Tensor, Tensor]
+
+
+def build(
+    setting: Setting,
+    technique: Technique | Plugs,
+    *,
+    on_loss: Callable[[Tensor], object] | None = None,
+) -> Training:
+    """Build a training: the same weights and batch for every technique. The first step makes the
+    optimizer's state.
+
+    `on_loss` is called with the loss of each micro-batch, unscaled, before its backward. Sets
+    torch's seed.
+    """
+    technique = plugs_of(technique)
+    model = _model(setting, technique)
+    optimizer = technique.stepping(technique.optimizer(model))
+    scaler = technique.scaler() if technique.scaler else None
+    after_step = technique.after_step(model)
+    tokens, targets = _batch(setting)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        with technique.around_forward(setting.device):
+            loss = model(tokens, targets)
+        if on_loss is not None:
+            on_loss(loss.detach())
+        return scaler.scale(loss) if scaler else loss
+
+    def share_of_loss(part: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+        # Not a sum over tokens and their number: scaled, that overflows float16.
+        share = part[1].numel() / targets.numel()
+        return loss_of(*part) * share, share
+
+    def update() -> None:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        after_step()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if technique.micro_batch is None:
+            loss_of(tokens, targets).backward()
+        else:
+            parts = split((tokens, targets), technique.micro_batch)
+            accumulate(parts, share_of_loss, model.parameters())
+        update()
+
+    holder = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+    return Training(step, model, holder, update, (tokens, targets))
+
+
+def _model(setting: Setting, technique: Plugs) -> GPT:
+    torch.manual_seed(SEED)
+    with torch.device(setting.device):
+        model = GPT(
+            setting.config,
+            attention=technique.attention,
+            loss=technique.loss,
+            dtype=setting.dtype,
+        )
+    technique.change_model(model)
+    return model
+
+
+def _batch(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, each (B, T)."""
+    text = source_bytes(TEXT)
+    tokens, targets = next(batches(text, setting.batch, setting.seq_len, SEED))
+    return tokens.to(setting.device), targets.to(setting.device)
+
+
+def measured(training: Training) -> Trace:
+    """The trace of the training's next step."""
+    return measure(training.step, model=training.model, optimizer=training.optimizer)
+
+
+def dry_trace(setting: Setting, technique: Technique | Plugs) -> Trace:
+    """The trace of the second step, in which nothing is computed and no memory taken.
+
+    In place of a first step the optimizer steps alone, with gradients of zeros: it makes its state
+    by that, as it would by a first step, in half the time.
+    """
+    with dry_run():
+        training = build(setting, technique)
+        for parameter in training.model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        training.update()
+        return measured(training)
+
+
+def rank_step(setting: Setting, technique: Technique | Plugs, ranks: int, stage: int) -> zero.Step:
+    """The second step of one rank of so many, each with the setting's batch, in a stage of ZeRO; in
+    it nothing is computed and no memory taken.
+
+    Raises ValueError and TypeError for what `zero.one_rank` cannot shard.
+    """
+    with dry_run():
+        return _rank(setting, technique, ranks, stage, meter=meter)()
+
+
+def predicted_rank_trace(
+    setting: Setting, technique: Technique | Plugs, ranks: int, stage: int
+) -> Trace:
+    """The trace of such a step as the setting's device, "cuda" or another target of `predict`,
+    would take it, without one."""
+
+    def parts() -> tuple[Callable[[], zero.Step], None, None]:
+        on_cuda = replace(setting, device="cuda")
+        return _rank(on_cuda, technique, ranks, stage), None, None
+
+    return predict(parts, target=setting.device)
+
+
+def _rank(
+    setting: Setting, technique: Technique | Plugs, ranks: int, stage: int, meter: Any = None
+) -> Callable[[], zero.Step]:
+    """The step of one rank, of fake tensors."""
+    technique = plugs_of(technique)
+    if technique.one_process:
+        raise ValueError(technique.one_process)
+
+    def sum_of_losses(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        with technique.around_forward(setting.device):
+            return model(*part) * part[1].numel(), part[1].numel()
+
+    # Ranks have float32 copies of their own: of shards.
+    copies = technique.optimizer is master_weights_optimizer
+    made = plain_optimizer if copies else technique.optimizer
+    model = _model(setting, technique)
+    rank = zero.one_rank(model, made(model), ranks, stage, meter=meter, master_weights=copies)
+    parts = list(split(_batch(setting), technique.micro_batch or setting.batch))
+    scaler = technique.scaler() if technique.scaler else None
+    return lambda: rank.step(parts, sum_of_losses, scaler=scaler)
+
+
+def predicted_trace(setting: Setting, technique: Technique | Plugs) -> Trace:
+    """The trace of the second step as the setting's device, "cuda" or another target of `predict`,
+    would take it, without one."""
+
+    def parts() -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
+        training = build(replace(setting, device="cuda"), technique)
+        return training.step, training.model, training.optimizer
+
+    return predict(parts, target=setting.device)

@@ -1,0 +1,74 @@
+"""What memlab knows about a technique, in one record. Reading a record imports no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class BlockBytes(NamedTuple):
+    """The bytes of one transformer block's saved tensors, by what they are.
+
+    input     the block's input
+    matmuls   the outputs of its matmuls and of attention
+    """
+
+    input: int
+    matmuls: int
+
+
+@dataclass(frozen=True)
+class Code:
+    """The lines that turn a technique on in a training script of one's own.
+
+    A script has `model`, `optimizer`, `inputs` and `targets`; `loss_of(model, inputs, targets)`
+    stands for its forward pass. `memlab` uses this library, `production` the package that most
+    people use; it is empty where no maintained package has the technique.
+    """
+
+    memlab: tuple[str, ...]
+    production: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Technique:
+    """One row of the registry (memlab.train.registry). Every default is the plain step's.
+
+    summary          what it does, in one line
+    plugs            what it puts into the plugs of a training step (memlab.train.plugs.Plugs): for
+                     each plug a function that returns it, and imports torch only when called
+    kernel           the same for its Triton kernel, where it has one
+    choice           the field of a planner's Recipe that turns it on, and the value; None: the
+                     planner does not search it
+    slot             what a step has room for once: techniques with the same slot exclude each other
+    exclusive_with   techniques that it does not work with, and why
+    cannot_shard     why ZeRO cannot shard its state
+    one_process      why it does not run on ZeRO's ranks, sharded or not
+    matmul_dtype     the dtype of its matmuls, where that is not the weights' dtype
+    state_bytes      optimizer state for each trained weight
+    step_copies      how many float32 copies of a chunk of a weight its step makes
+    kept             bytes of a block's saved tensors that it keeps for backward
+    encoded          bytes of so many elements that are kept for backward; None: as they are
+    recomputed       the share of the blocks' forward pass that runs again
+    on_disk          which of "weights", "gradients", "state" and "activations" are on the disk
+                     while the device does not need them
+    costs            what it costs, for a user who is about to turn it on
+    code             the lines that turn it on in a script
+    """
+
+    summary: str
+    plugs: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    kernel: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    choice: tuple[str, Any] | None = None
+    slot: str | None = None
+    exclusive_with: Mapping[str, str] = field(default_factory=dict)
+    cannot_shard: str | None = None
+    one_process: str | None = None
+    matmul_dtype: str | None = None
+    state_bytes: float | None = None
+    step_copies: float | None = None
+    kept: Callable[[BlockBytes], int] | None = None
+    encoded: Callable[[int], int] | None = None
+    recomputed: float = 0.0
+    on_disk: frozenset[str] = frozenset()
+    costs: str = ""
+    code: Code = Code(())
