@@ -125,11 +125,7 @@ def test_the_librarys_version_is_refused_though_its_values_are_right(exercise, a
 
 @pytest.mark.parametrize(
     ("exercise", "answer"),
-    [
-        (TRAIN_EPOCH, counted_first),
-        (LORA, FromTheOtherSide),
-        (VALIDATE, inferred),
-    ],
+    [(TRAIN_EPOCH, counted_first), (LORA, FromTheOtherSide), (VALIDATE, inferred)],
     ids=lambda value: getattr(value, "__name__", getattr(value, "id", None)),
 )
 def test_another_right_answer_passes(exercise, answer):

@@ -89,12 +89,7 @@ def one_by_one(weights, copies, optimizer, scale):
 
 @pytest.mark.parametrize(
     ("exercise", "answer"),
-    [
-        (SCALER, CountingDown),
-        (ROUND, by_shifts),
-        (ROUND, by_neighbours),
-        (MASTER_STEP, one_by_one),
-    ],
+    [(SCALER, CountingDown), (ROUND, by_shifts), (ROUND, by_neighbours), (MASTER_STEP, one_by_one)],
     ids=lambda value: getattr(value, "__name__", getattr(value, "id", None)),
 )
 def test_another_right_answer_passes(exercise, answer):
@@ -192,7 +187,7 @@ ALL = "all(gradient.isfinite().all() for"
 SAID = [
     (
         "4.1",
-        "in what the formula has",
+        "in the units of the formula",
         ("0 if config.tied else config.vocab_size * C", "0"),
         "That is 10 · C casts too many.",
     ),
@@ -209,16 +204,16 @@ SAID = [
         ("gradient /= self.scale", "gradient /= 2 * self.scale"),
         "Its step has 0.5 times the right length.",
     ),
-    ("4.3", "which way", ("(chance +", "(chance.mul(0.9).int() +"), "1.001 too seldom and"),
+    ("4.3", "too seldom", ("(chance +", "(chance.mul(0.9).int() +"), "1.001 too seldom and"),
     (
         "4.3",
-        "where the ways are exchanged",
+        "swapped chances",
         ("numbers.view(torch.int32))", "(numbers.view(torch.int32) ^ 0xFFFF))"),
         "the chances of its two neighbours are swapped.",
     ),
     (
         "4.4",
-        "what is written",
+        "rounded twice",
         ("weight.copy_(copy)", "weight.copy_(copy.bfloat16())"),
         "gives weights that differ from the float32 copies rounded once, to torch.float16.",
     ),
@@ -233,9 +228,9 @@ def test_a_message_says_how_the_answer_is_off(row, tmp_path):
 
 CLIP_ALL = "nn.utils.clip_grad_norm_(weights, max_norm)"
 UNNAMED = [
-    ("4.2", "one number will do", (ALL, ALL.replace(".all() for", ".any() for"))),
+    ("4.2", "any finite element", (ALL, ALL.replace(".all() for", ".any() for"))),
     ("4.2", "one group clipped", (CLIP_ALL, CLIP_ALL.replace("(weights", "(weights[:1]"))),
-    ("4.4", "bfloat16 between", ("weight.copy_(copy)", "weight.copy_(copy.bfloat16())")),
+    ("4.4", "bfloat16 in between", ("weight.copy_(copy)", "weight.copy_(copy.bfloat16())")),
 ]
 
 
@@ -263,24 +258,28 @@ RESEED = "generator.manual_seed(generator.initial_seed())"
 REFUSED = [
     (
         "4.2",
-        "the wrong norm",
+        "each gradient clipped alone",
         (CLIP, "[g.mul_(max_norm / max(g.norm(), max_norm)) for g in gradients]"),
     ),
     ("4.2", "clipped to half", (CLIP, "nn.utils.clip_grad_norm_(weights, max_norm / 2)")),
     (
         "4.2",
-        "finite by the sum",
+        "the sum checked",
         ("gradient.isfinite().all() for", "gradient.sum().isfinite() for"),
     ),
-    ("4.2", "one count for all", ("self.fine_steps", "type(self).fine_steps")),
+    ("4.2", "fine_steps on the class", ("self.fine_steps", "type(self).fine_steps")),
     ("4.2", "a floor for the scale", ("self.scale / 2, 0", "max(self.scale / 2, 1.0), 0")),
     ("4.2", "None for False", ("return False", "return")),
     ("4.2", "never grows", ("if self.fine_steps == self.interval:", "if False:")),
-    ("4.3", "a seed set anew", ("    chance =", f"    {RESEED}\n    chance =")),
-    ("4.3", "draws of a copy", (DRAW, DRAW.replace("=generator", "=generator.clone_state()"))),
+    ("4.3", "the seed set again", ("    chance =", f"    {RESEED}\n    chance =")),
     (
         "4.3",
-        "of two dimensions at least",
+        "draws from a copy of the generator",
+        (DRAW, DRAW.replace("=generator", "=generator.clone_state()")),
+    ),
+    (
+        "4.3",
+        "no scalars",
         (DRAW, DRAW.replace("numbers.shape", "(len(numbers), *numbers.shape[1:])")),
     ),
     ("4.3", "rows share draws", (DRAW, DRAW.replace("numbers.shape", "numbers.shape[-1:]"))),
@@ -292,16 +291,13 @@ REFUSED = [
     ("4.3", "subnormal values to nearest", (NUMBERS, SUBNORMAL)),
     (
         "4.4",
-        "none is zeros",
-        (
-            HAS,
-            f"        if weight.grad is None:\n            {ZEROS}\n        if True:\n",
-        ),
+        "zeros for a missing gradient",
+        (HAS, f"        if weight.grad is None:\n            {ZEROS}\n        if True:\n"),
     ),
     ("4.4", "the difference rounded", (DOWN, "weight += (copy - weight).to(weight.dtype)")),
     (
         "4.4",
-        "times a float16",
+        "1 / scale in float16",
         (
             "weight.grad.float() / scale",
             "weight.grad.float() * (weight.grad.new_tensor(1 / scale))",
@@ -312,7 +308,7 @@ REFUSED = [
 ACCEPTED = [
     (
         "4.2",
-        "a byte noted for each number",
+        "a boolean per element",
         (
             "        if not all(gradient.isfinite().all() for gradient in gradients):",
             "        noted = [gradient.isfinite() for gradient in gradients]\n"
@@ -322,19 +318,13 @@ ACCEPTED = [
     ("4.4", "a scale that is a tensor", ("/ scale", "/ torch.tensor(scale)")),
     (
         "4.2",
-        "a clip of one's own",
-        (
-            CLIP,
-            f"{NORM}\n        for g in gradients:\n            {BY_HAND}",
-        ),
+        "clipped by hand",
+        (CLIP, f"{NORM}\n        for g in gradients:\n            {BY_HAND}"),
     ),
     (
         "4.2",
-        "and with 1e-6",
-        (
-            CLIP,
-            f"{NORM} + 1e-6\n        for g in gradients:\n            {BY_HAND}",
-        ),
+        "clipped by hand, with 1e-6",
+        (CLIP, f"{NORM} + 1e-6\n        for g in gradients:\n            {BY_HAND}"),
     ),
 ]
 

@@ -129,10 +129,7 @@ _HELD_BYTES = Exercise(
             (_COUNTERS, _COUNTERS.replace("4", "moment")),
         ),
         ("Norms are not cast: autocast casts the matrices of matmuls.", (_CASTS, "N")),
-        (
-            "A lookup of rows is no matmul: an untied embedding is not cast.",
-            (" - looked_up", ""),
-        ),
+        ("A lookup of rows is no matmul: an untied embedding is not cast.", (" - looked_up", "")),
         (
             "A tied embedding scores the tokens, so it is cast.",
             ("0 if config.tied else config.vocab_size * C", "config.vocab_size * C"),
@@ -202,17 +199,19 @@ def _check_scaler(answer: ScalerClass) -> str:
     decisions = sum(_check_case(answer, case) for case in (*SCALER_CASES, _BETWEEN_POWERS))
     _check_two_scalers(answer)
     # 2 micro-batches, not 1: from the second on, a gradient is made beside the sum.
-    eight, two = _micro_batch_bytes(answer, 8), _micro_batch_bytes(answer, 2)
+    eight, two = (_step_bytes(answer, 1, n, lambda w: (2 * w).square().sum()) for n in (8, 2))
     require(
         eight <= two + WIDE,
-        f"a step of 8 micro-batches has up to {format_bytes(eight)} alive, one of 2 has "
-        f"{format_bytes(two)}; wanted the same: keep the graph of one micro-batch at a time.",
+        f"a step of 8 micro-batches has up to {format_bytes(eight)} alive beside weights and "
+        f"gradients, one of 2 has {format_bytes(two)}; wanted the same: keep the graph of one "
+        f"micro-batch at a time.",
     )
-    many, one = _scratch_bytes(answer, 8), _scratch_bytes(answer, 1)
+    many, one = (_step_bytes(answer, tensors, 1, torch.sum) for tensors in (8, 1))
     require(
         many <= one + 8 * WIDE,  # a boolean for each element is fine
-        f"a step with 8 equal tensors has up to {many:,} bytes alive beside their gradients, one "
-        f"with 1 tensor has {one:,}; wanted the same: check and divide the gradients one by one.",
+        f"a step with 8 equal tensors has up to {many:,} bytes alive beside weights and gradients, "
+        f"one with 1 tensor has {one:,}; wanted the same: check and divide the gradients one by "
+        f"one.",
     )
     return f"{decisions} decisions right · {one:,} bytes beside the gradients"
 
@@ -331,27 +330,17 @@ def _check_two_scalers(answer: ScalerClass) -> None:
             )
 
 
-def _micro_batch_bytes(answer: ScalerClass, micro_batches: int) -> int:
-    """The peak of a step in which each graph saves a tensor as large as the weights."""
-    model = nn.ParameterList([nn.Parameter(torch.ones(WIDE))])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    scaler = answer(8.0, 100)
-
-    def step() -> None:
-        losses = ((2 * model[0]).square().sum() for _ in range(micro_batches))
-        scaler.train(optimizer, losses, NO_CLIP)
-
-    return measure(step, model=model, optimizer=optimizer).peak_bytes
-
-
-def _scratch_bytes(answer: ScalerClass, tensors: int) -> int:
+def _step_bytes(
+    answer: ScalerClass, tensors: int, micro_batches: int, loss: Callable[[Tensor], Tensor]
+) -> int:
     """The peak of a step beyond the weights and gradients of these tensors."""
     model = nn.ParameterList([nn.Parameter(torch.ones(WIDE)) for _ in range(tensors)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     scaler = answer(8.0, 100)
 
     def step() -> None:
-        scaler.train(optimizer, (sum(w.sum() for w in model) for _ in range(1)), NO_CLIP)
+        losses = (sum(loss(weight) for weight in model) for _ in range(micro_batches))
+        scaler.train(optimizer, losses, NO_CLIP)
 
     step()
     trace = measure(step, model=model, optimizer=optimizer)
@@ -397,10 +386,7 @@ _SCALER = Exercise(
     ),
     wrong_answers=mistakes(
         "4.2",
-        (
-            "The gradients are never divided by the scale.",
-            (_DIVIDE, "            pass\n"),
-        ),
+        ("The gradients are never divided by the scale.", (_DIVIDE, "            pass\n")),
         (
             "You divide after each micro-batch, so the first ones are divided several times.",
             (_BACKWARD, _BACKWARD + _DIVIDE_EACH),
@@ -416,10 +402,7 @@ _SCALER = Exercise(
             "A step with inf in its gradients ruins the weights: skip it.",
             ("            return False\n", f"    {_STEP}            return False\n"),
         ),
-        (
-            "An overflow shows as inf too, not only as nan.",
-            (_FINITE, "(~gradient.isnan()).all()"),
-        ),
+        ("An overflow shows as inf too, not only as nan.", (_FINITE, "(~gradient.isnan()).all()")),
         ("inf - inf is nan: check for nan, too.", (_FINITE, "(~gradient.isinf()).all()")),
         (
             "A loss can be finite when its gradients are not: check the gradients.",
@@ -748,7 +731,6 @@ _ROUND = Exercise(
             "Eight random bits at the high end miss fractions below 1/256: draw all 16.",
             (_DRAW, f"{_DRAW.replace('2**16', '2**8')} * 2**8"),
         ),
-        ("With 15 random bits half of the carries are lost.", _drawn("2**16", "2**15")),
         (
             "A draw from 1 to 2**16 sometimes moves a value that is exact: draw from 0 to 2**16 - "
             "1.",
@@ -772,10 +754,7 @@ _ROUND = Exercise(
             "neighbour never leaves it.",
             body("stochastic_round", _NOISE.format("numbers * (1 + noise * 2**-9)")),
         ),
-        (
-            "The carry turns a NaN into a finite value.",
-            (_GUARDED, "bits.view(torch.float32)"),
-        ),
+        ("The carry turns a NaN into a finite value.", (_GUARDED, "bits.view(torch.float32)")),
         (
             "A NaN whose upper bits are those of inf is cut down to inf.",
             body("stochastic_round", _BY_FRACTION),
@@ -958,10 +937,7 @@ _MASTER_STEP = Exercise(
             ".data = turns the weight into the float32 copy itself: copy_ writes and rounds.",
             (_DOWN, "weight.data = copy.data"),
         ),
-        (
-            "The model's gradients remain, and the next backward would add to them.",
-            (_DROP, ""),
-        ),
+        ("The model's gradients remain, and the next backward would add to them.", (_DROP, "")),
         (
             "The copies' gradients remain: 4 bytes per weight that are not needed after the step.",
             ("            copy.grad = None", "            pass"),
