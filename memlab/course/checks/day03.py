@@ -272,9 +272,8 @@ def _check_activations(answer: TrainEpoch) -> int:
         f"train_epoch has up to {four:,} bytes of activations alive in a window of 4 micro-batches;"
         f" wanted {one:,} bytes, as in a window of 1.",
     )
-    most = (
-        _most_activations(_full_batch_training, 1) * 3 // 2
-    )  # the loss can be written in other ways
+    # The loss can be written in ways that keep more than cross_entropy does.
+    most = _most_activations(_full_batch_training, 1) * 3 // 2
     require(
         one <= most,
         f"train_epoch has up to {one:,} bytes of activations alive in a window of 1 micro-batch; "
