@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memlab.configs.shapes import GPTConfig
 from memlab.course.exercises import equal, require
 from memlab.metering import measure
-from memlab.shapes import GPTConfig
 
 # ------------------------------------------------------------------ arguments stay as they are
 

@@ -98,13 +98,14 @@ class FromTheOtherSide(nn.Module):
 
 @torch.inference_mode()
 def inferred(model, held_out):
-    training, total, count = model.training, 0.0, 0
+    modes, total, count = {part: part.training for part in model.modules()}, 0.0, 0
     for tokens, targets in held_out:
         model.eval()
         logits = model(tokens)
         loss, tokens_here = sum_of_losses(logits, targets)
         total, count = total + loss, count + tokens_here
-    model.train(training)
+    for part, mode in modes.items():
+        part.training = mode
     return float(total / max(count, 1))
 
 
@@ -171,7 +172,7 @@ COPY = "import copy; self.frozen = copy.deepcopy(frozen).requires_grad_(False)"
 CHANGE = "self.frozen(x) + self.scale * (x @ self.down.T @ self.up.T)"
 TWO_DIMENSIONS = "torch.addmm(self.frozen(x), x @ self.down.T, self.up.T, alpha=self.scale)"
 EVAL = "    model.eval()\n"
-BACK = "    model.train(training)\n"
+BACK = "    for module, training in modes:\n        module.training = training\n"
 CHILDREN = "    for part in model.children():\n        part.training = {}\n"
 WINDOW = "        for tokens, targets in window:\n"
 REFUSED = [
@@ -229,12 +230,13 @@ REFUSED = [
     ("3.4", "all batches in a list", ("in held_out:", "in list(held_out):")),
     ("3.4", "gradients dropped", (BACK, f"{BACK}    model.zero_grad()\n")),
     ("3.4", "all weights made trainable", (BACK, f"{BACK}    model.requires_grad_(True)\n")),
+    ("3.4", "one mode for all modules", (BACK, "    model.train(modes[0][1])\n")),
     ("3.4", "0 / 0", ("return total / max(count, 1)", "return total / count")),
     (
         "3.4",
         "the children's mode only",
         (EVAL, CHILDREN.format(False)),
-        (BACK, CHILDREN.format("training")),
+        (BACK, CHILDREN.format(True)),
     ),
 ]
 ACCEPTED = [

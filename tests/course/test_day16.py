@@ -239,7 +239,7 @@ def test_the_peak_of_a_plain_step_matches_the_meter_to_the_byte(batch, length, m
     kept = activations(block, config.layers, tokens, 4, False, ends)
     counters, tables = 4 * len(sizes_of(config)), 4 * config.seq_len * config.head_width
     losses = 2 * 4  # the loss and its gradient
-    trace = train.dry_trace(train.Setting("tiny", batch, length), train.TECHNIQUES["plain"])
+    trace = train.dry_trace(train.Setting("tiny", batch, length), train.combined("plain"))
     found = peak(sizes_of(config), 4, Optimizer(2, 4, scratch=2), kept)
     assert found[0] == moment
     assert trace.peak_bytes == found[1] + counters + tables + 16 * tokens + losses

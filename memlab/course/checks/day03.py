@@ -27,7 +27,7 @@ from memlab.course.solutions import body, mistakes, solution
 from memlab.metering import measure
 from memlab.model import PRESETS, GPTConfig
 from memlab.trace import Trace
-from memlab.train import TECHNIQUES, dry_trace
+from memlab.train import combined, dry_trace
 
 MASKED = -100  # the default ignore_index of F.cross_entropy
 Batch = tuple[Tensor, Tensor]
@@ -829,7 +829,7 @@ def _why_off_mean(answer: Validate, held_out: list[Batch]) -> str:
 
 def _check_training_goes_on(answer: Validate) -> None:
     model = _deep_model()
-    model[0].requires_grad_(False)  # a model in training: a frozen part, and gradients
+    model[0].requires_grad_(False).eval()  # a frozen part in eval mode, and gradients
     for weight in list(model.parameters())[1:]:
         weight.grad = torch.full_like(weight, 0.5)
     _validated(answer, "validate of a model in training", model, _micro_batches(6, 0, 2, 1, 0))
@@ -873,15 +873,16 @@ def _require_no_graph(answer: Validate) -> None:
 _NO_GRAD = ("with torch.no_grad():", "if True:")
 _FLAT = "flat = model(tokens).flatten(0, 1), targets.flatten()"
 _ITEM = "total += loss.item()"
-_BACK = "    model.train(training)\n"
+_BACK = "    for module, training in modes:\n        module.training = training\n"
 _LOGITS_FIRST = """
-training, total, count = model.training, 0.0, 0
+modes, total, count = [(module, module.training) for module in model.modules()], 0.0, 0
 model.eval()
 with torch.no_grad():
     for logits, targets in [(model(tokens), targets) for tokens, targets in held_out]:
         total += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
         count += int((targets != MASKED).sum())
-model.train(training)
+for module, training in modes:
+    module.training = training
 return total / max(count, 1)
 """
 
@@ -894,9 +895,9 @@ _VALIDATE = Exercise(
         "Autograd saves the tensors of forward for a backward that never comes. Turn it off.",
         "Call the model inside torch.no_grad() or inference_mode(). model.eval() does something "
         "else: it turns dropout off.",
-        "training = model.training; model.eval(); with torch.no_grad(): for each batch total += "
-        "loss.item() of the summed loss, count += its tokens. What do you restore, and by what do "
-        "you divide if no token counts?",
+        "Note module.training of each of model.modules(); model.eval(); with torch.no_grad(): for "
+        "each batch total += loss.item() of the summed loss, count += its tokens. What do you "
+        "restore, and by what do you divide if no token counts?",
     ),
     reference=validate,
     check=_check_validate,
@@ -933,6 +934,11 @@ _VALIDATE = Exercise(
             (_BACK, "    model.train()\n"),
         ),
         (
+            "model.train(mode) sets the mode of every module: a part that was in eval mode on "
+            "purpose, such as a frozen norm, comes back in training mode. Restore each module's.",
+            (_BACK, "    model.train(modes[0][1])\n"),
+        ),
+        (
             "requires_grad_(False) avoids the graph, but then nothing is trained any more.",
             _NO_GRAD,
             ("model.eval()", "model.eval().requires_grad_(False)"),
@@ -949,7 +955,7 @@ _VALIDATE = Exercise(
 
 def accumulated() -> Trace:
     """The bill's step, one sequence at a time."""
-    return dry_trace(SETTING, TECHNIQUES["accumulation"])
+    return dry_trace(SETTING, combined("accumulation"))
 
 
 DAY = Day(
