@@ -181,6 +181,13 @@ FIRST_DETACHED = (
 SLOT_OF = "slots.append(None)\n        return len(slots) - 1"
 IS_EMPTY = "if slots[number] is None:"
 FLOATS = "t.is_floating_point() and t.numel() > 1"
+STATE = "state = [], torch.get_rng_state()"
+EMPTIED_TOGETHER = """tensor = slots[number]
+        out.append(number)
+        if len(out) == len(slots):
+            out.clear()
+            slots[:] = [None] * len(slots)"""
+RESTORED_FOR_MODULES = "hasattr(ctx.fn, 'training') and torch.set_rng_state(ctx.state)"
 IS_LEAF = "t.is_leaf and t.requires_grad"
 LEAVES_STAY = (  # weights are in memory anyway
     (SLOT_OF, f"t = tensor\n        if {IS_LEAF}:\n            return t\n        {SLOT_OF}"),
@@ -237,6 +244,18 @@ REFUSED = [
         "5.2",
         "fills only if all slots are empty",
         (IS_EMPTY, "if all(t is None for t in slots):"),
+    ),
+    (
+        "5.1",
+        "random state of modules only",
+        ("torch.set_rng_state(ctx.state)", RESTORED_FOR_MODULES),
+    ),
+    ("5.1", "parameters of fn", (BACKWARD, f"[*ctx.fn.parameters()]\n        {BACKWARD}")),
+    (
+        "5.2",
+        "slots are emptied together",
+        (f"slots, {STATE}", f"out = []\n    slots, {STATE}"),
+        ("tensor, slots[number] = slots[number], None", EMPTIED_TOGETHER),
     ),
     (
         "5.2",
