@@ -21,7 +21,7 @@ FUNCTION, HOOKS, BEST_SEGMENTS, SCHEDULE = days.day(5).exercises
 
 
 class ByHand(torch.autograd.Function):
-    """Restores the random state by hand, asks ctx.needs_input_grad, and calls output.backward."""
+    """Restores the random state by hand, reads ctx.needs_input_grad, and calls output.backward."""
 
     @staticmethod
     def forward(ctx, fn, *inputs):
@@ -125,7 +125,7 @@ def test_the_first_exercise_refuses_hooks(answer):
 
 
 def without_a_graph(fn, *inputs):
-    """5.2 without enable_grad: backward looks for a slot that does not exist."""
+    """5.2 without enable_grad: backward reads a slot that does not exist."""
     slots = []
 
     def leave(tensor):
@@ -142,7 +142,7 @@ def without_a_graph(fn, *inputs):
         return fn(*inputs)
 
 
-def test_a_second_run_without_a_graph_is_named_whatever_error_it_raises():
+def test_a_second_run_without_a_graph_is_named_for_every_error():
     assert "torch.enable_grad()" in judge(HOOKS, without_a_graph).text
 
 
@@ -188,6 +188,10 @@ EMPTIED_TOGETHER = """tensor = slots[number]
             out.clear()
             slots[:] = [None] * len(slots)"""
 RESTORED_FOR_MODULES = "hasattr(ctx.fn, 'training') and torch.set_rng_state(ctx.state)"
+ONE_LEAF = OWN.replace("[x.detach()", "[leaves.setdefault(x.data_ptr(), x.detach()").replace(
+    "(x.requires_grad) for", "(x.requires_grad)) for"
+)
+ONE_LEAF = f"leaves = {{}}\n        {ONE_LEAF}"
 IS_LEAF = "t.is_leaf and t.requires_grad"
 LEAVES_STAY = (  # weights are in memory anyway
     (SLOT_OF, f"t = tensor\n        if {IS_LEAF}:\n            return t\n        {SLOT_OF}"),
@@ -208,7 +212,7 @@ REFUSED = [
     ),
     (
         "5.1",
-        "nothing, if the first input wants no gradient",
+        "nothing, if the first input requires no gradient",
         (INPUTS, f"{NOT_WANTED}\n        {INPUTS}"),
     ),
     (
@@ -250,6 +254,7 @@ REFUSED = [
         "random state of modules only",
         ("torch.set_rng_state(ctx.state)", RESTORED_FOR_MODULES),
     ),
+    ("5.1", "one leaf for an input given twice", (OWN, ONE_LEAF)),
     ("5.1", "parameters of fn", (BACKWARD, f"[*ctx.fn.parameters()]\n        {BACKWARD}")),
     (
         "5.2",

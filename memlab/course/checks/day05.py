@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, count
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -229,11 +229,17 @@ def _check_values(answer: Checkpointing, name: str) -> None:
 
 
 def _check_several_inputs(answer: Checkpointing, name: str) -> None:
-    """Some inputs want no gradient, a weight is frozen, and weights have gradients already."""
+    """Some inputs require no gradient, a weight is frozen, and weights have gradients already."""
     for kind, as_fn in (("a module", lambda block: block), ("a function", _as_function)):
-        case = f"{name} of {kind} fn(rows, shift, x, scale) (x and scale want a gradient)"
+        case = f"{name} of {kind} fn(rows, shift, x, scale) (x and scale require a gradient)"
         found = (_of_several_inputs(case, way, as_fn) for way in (answer, _plain))
         same_gradients(case, *found)
+    twice = (gradients(partial(_square, way), x=elements(ROWS, seed=4)) for way in (answer, _plain))
+    same_gradients(f"{name}(torch.mul, x, x)", *twice)
+
+
+def _square(way: Checkpointing, x: Tensor) -> Tensor:
+    return way(torch.mul, x, x)
 
 
 def _of_several_inputs(case: str, way: Checkpointing, as_fn: Any) -> dict[str, Tensor | None]:
@@ -554,7 +560,7 @@ def _check_uses_own_hooks(answer: Checkpointing) -> None:
 
 
 def _check_without_input_gradient(answer: Checkpointing) -> None:
-    """The weights get gradients where no input wants one."""
+    """The weights get gradients even if no input requires one."""
     case = "forget_by_hooks of 2 blocks, x.requires_grad=False"
     settings = {"blocks": 2, "dropout": 0.25, "requires_grad": False}
     got = _passed(answer, case=case, **settings)
@@ -684,7 +690,7 @@ _HOOKS = Exercise(
     wrong_answers=(
         WrongAnswer(
             forget,
-            "This is the Function of 5.1: where no input wants a gradient, autograd does not call "
+            "This is the Function of 5.1: if no input requires a gradient, autograd does not call "
             "its backward, and the weights get none.",
         ),
         *mistakes(

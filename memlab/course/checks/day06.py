@@ -284,18 +284,14 @@ class DocumentedChain:
 
 
 def _check_best_schedule(answer: BestSchedule) -> str:
-    given_back, used = [], set[str]()
-    for case, chain, budget, _ in _cases():
-        documented = DocumentedChain(chain)
-        given_back.append(_called(answer, case, documented, budget))
-        used |= documented.used
-    pairs = list(zip(_cases(), given_back, strict=True))
-    faults = [_fault(*case, got) for case, got in pairs]
-    if any(faults):
-        case, got = next(pair for pair, fault in zip(pairs, faults, strict=True) if fault)
-        no_return = " Is there a return?" if all(got is None for got in given_back) else ""
-        raise Wrong(f"{_explained(*case, got)} {_summary(faults)}{_misused(used)}{no_return}")
-    return f"{len(pairs)} budgets: every schedule fits and reruns the fewest operations"
+    cases = [(*case, DocumentedChain(case[1])) for case in _cases()]
+    results = [_called(answer, case, chain, budget) for case, _, budget, _, chain in cases]
+    advice = _misused(set().union(*(chain.used for *_, chain in cases)))
+    advice += " Is there a return?" if all(got is None for got in results) else ""
+    for (case, chain, budget, wanted), got in zip(_cases(), results, strict=True):
+        fault = _fault(case, chain, budget, wanted, got)
+        require(not fault, f"{case} gave {got}{fault}{advice}")
+    return f"{len(cases)} budgets: every schedule fits and reruns the fewest operations"
 
 
 def _misused(used: set[str]) -> str:
@@ -318,45 +314,26 @@ def _called(answer: BestSchedule, case: str, chain: DocumentedChain, budget: int
 
 
 def _fault(case: str, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
-    """A word or two on what is wrong; empty if the schedule is right."""
-    if got is None or wanted is None:
-        return "" if got is wanted else ("None" if got is None else "not None")
+    """What is wrong with the schedule: the end of a sentence, empty if nothing is."""
+    if wanted is None:
+        return "" if got is None else "; wanted None, since no schedule fits."
+    least = recomputed(wanted, chain)
+    wants = f"; wanted {least:,} operations rerun, as in {wanted}."
+    if got is None:
+        return wants
     try:
         check_schedule(got, len(chain.stages))
     except (TypeError, ValueError) as error:
         raise Wrong(f"{case} gave no valid schedule: {error}.") from None
-    above = predicted_peak_bytes(got, chain) - budget
-    if above > 0:
-        return f"{above:,} B over"
-    more = recomputed(got, chain) - recomputed(wanted, chain)
-    return f"reruns {more:,} more" if more else ""
-
-
-def _explained(case: str, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
-    """A sentence on what is wrong."""
-    if wanted is None:
-        return f"{case} gave {got}; wanted None, since no schedule fits."
-    wants = f"wanted {recomputed(wanted, chain):,} operations rerun, as in {wanted}"
-    if got is None:
-        return f"{case} gave None; {wants}."
-    peak = predicted_peak_bytes(got, chain)
+    peak, again = predicted_peak_bytes(got, chain), recomputed(got, chain)
     if peak > budget:
-        return f"{case} gave {got}, which takes {peak:,} bytes, over the budget; {wants}."
-    return f"{case} gave {got}, which reruns {recomputed(got, chain):,} operations; {wants}."
-
-
-def _summary(faults: list[str]) -> str:
-    """The fault in every budget: two mistakes can agree on one budget, rarely on all."""
-    wrong = [f"{n}: {fault}" for n, fault in enumerate(faults, start=1) if fault]
-    listed = f"{len(wrong)} of {len(faults)} budgets are wrong ({', '.join(wrong)})."
-    if any("over" in fault for fault in faults):
-        return f"{listed} Where a schedule is over the budget, you computed too low a peak."
-    if all("reruns" in fault for fault in faults if fault):
+        return f", which takes {peak:,} bytes, over the budget{wants} You computed too low a peak."
+    if again > least:
         return (
-            f"{listed} All schedules fit: your search misses choices, or counts the rerun "
-            f"operations wrong."
+            f", which reruns {again:,} operations{wants} Your search misses choices, computes too "
+            f"high a peak, or counts the rerun operations wrong."
         )
-    return listed
+    return ""
 
 
 _IF_SEGMENT, _OWN = "chain.if_segment(i, k, j, own[0], rest[0])", "choices(i, k - 1)"
@@ -792,6 +769,8 @@ _KNAPSACKS: tuple[tuple[list[Operator], int], ...] = (
     (_many(10, 1), 200),
     (_many(9, 0), 150),
     (_operators((0, 5), (7, 0), (4, 9), (3, 2), first=11), 5),
+    (_operators((0, 5), (7, 1)), 0),
+    (_operators(), 10),
 )
 MOST_ADDITIONS = 100_000  # all 2²⁰ sets take one each at least; dropping beaten ones takes 2,000
 
