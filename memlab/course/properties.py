@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memlab.configs.shapes import GPTConfig
 from memlab.course.exercises import equal, require
 from memlab.metering import measure
+from memlab.trace import Trace
 
 # ------------------------------------------------------------------ arguments stay as they are
 
@@ -398,6 +399,11 @@ def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peak
             phase = "backward" if event.phase == "backward" else "forward"
             most[phase] = max(most[phase], alive)
     return Peaks(**most)
+
+
+def new_bytes(trace: Trace) -> int:
+    """Bytes alive at the end of a trace that were not there before its step."""
+    return sum(event.bytes for event in trace.events if event.phase != "before")
 
 
 def limited(

@@ -19,6 +19,7 @@ from memlab.course.properties import (
     gradients,
     is_tensor,
     limited,
+    new_bytes,
     parameters,
     peaks,
     same_bytes,
@@ -28,6 +29,7 @@ from memlab.course.properties import (
     shares_storage,
     unchanged,
 )
+from memlab.metering import measure
 
 
 def model_of_three() -> nn.Sequential:
@@ -316,6 +318,11 @@ def test_the_peak_of_each_pass_is_beside_the_arguments():
         limited("f", measured, forward=4003)
     with pytest.raises(Wrong, match="2 bytes alive in backward"):
         limited("f", Peaks(1, 2), forward=1, backward=1)
+
+
+def test_new_bytes_are_those_that_outlive_the_step():
+    x, kept = torch.ones(1000), []
+    assert new_bytes(measure(lambda: kept.append(x.exp()) or x.sin())) == 4000
 
 
 def test_views_and_layouts_are_told_apart():
