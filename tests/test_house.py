@@ -24,7 +24,6 @@ LONGER = {
     "memlab.course.checks.day06._check_choosing": SENTENCES,
     "memlab.course.checks.day07._check_quantize": SENTENCES,
     "memlab.course.checks.day12._check_steps": SENTENCES,
-    "memlab.course.checks.day14._check_bytes": SENTENCES,
 }
 
 

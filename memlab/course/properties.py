@@ -429,6 +429,11 @@ def _gap(off: int, units: Mapping[str, int]) -> str:
     return f"That is {number:,} {words} too {'many' if off > 0 else 'few'}."
 
 
+def at_most_bytes(what: str, got: int, limit: int) -> None:
+    """Require no more than so many bytes; `what` says what they are for."""
+    require(got <= limit, f"{what}: {got:,} bytes; wanted at most {limit:,}.")
+
+
 # ------------------------------------------------------------------ what a result is
 
 

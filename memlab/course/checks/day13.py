@@ -118,8 +118,7 @@ def _require_messages(at: str, peer: Peer, whole: Tensor) -> None:
     )
     received = len(_events(peer, "receive"))
     require(
-        received == messages,
-        f"{at} received {counted(received, 'message')}; wanted {messages}.",
+        received == messages, f"{at} received {counted(received, 'message')}; wanted {messages}."
     )
 
 
@@ -500,10 +499,7 @@ _BUCKETS = Exercise(
             "Pass torch.cat(…) directly to begin, or del flat.",
             (_BEGIN, _NAMED),
         ),
-        (
-            "You keep gradients after sending them. Take each out of the dict with pop.",
-            ("there.pop(n)", "there[n]"),
-        ),
+        ("You keep gradients that were sent. Use pop.", ("there.pop(n)", "there[n]")),
         (
             "You concatenate gradients in the order they arrived, which differs between ranks. "
             "Follow the order of the names in the bucket.",
@@ -680,7 +676,7 @@ _AGREED = Exercise(
             (_CODE, f"if gradient is None:\n            return steps\n        {_CODE}"),
         ),
         (
-            "A rank skips a round alone, and is one round ahead from then on. Skip together.",
+            "A rank skips alone, and is a round ahead from then on. Skip together.",
             (_CODE, _SKIP_ALONE),
         ),
         ("Check for nan: one bad gradient ruins all weights.", _UNCHECKED),
@@ -689,10 +685,7 @@ _AGREED = Exercise(
             _UNCHECKED,
             (_STEP, _LATE_STEP),
         ),
-        (
-            "A bad gradient ends the run. Skip the round, and go on.",
-            ("if worst == 2", "if worst"),
-        ),
+        ("A bad gradient ends the run. Skip the round, and go on.", ("if worst == 2", "if worst")),
         (
             "A rank without gradients goes on with zeros, which shrink every mean. Stop when the "
             "first rank has none left.",
@@ -705,19 +698,13 @@ _AGREED = Exercise(
             "`weight = weight - …` and `weight.data = …` make a new tensor. Use -=.",
             ("weight -= lr", "weight = weight - lr"),
         ),
-        (
-            "You count a skipped round as a step.",
-            ("            steps += 1", "        steps += worst < 2"),
-        ),
+        ("Count no skipped rounds.", ("            steps += 1", "        steps += worst < 2")),
         (
             "You take all gradients before the first step. On a real rank each one is a backward "
             "pass with the weights of that step.",
             ("steps = 0", "steps, gradients = 0, iter([*gradients])"),
         ),
-        (
-            "A large gradient is still finite. Use isfinite().",
-            (_IS_FINE, "(gradient.abs() < 100).all()"),
-        ),
+        ("Large gradients are finite. Use isfinite().", (_IS_FINE, "(gradient.abs() < 100).all()")),
     ),
 )
 
@@ -836,21 +823,14 @@ _RESHARDED = Exercise(
     check=_check_resharded,
     wrong_answers=mistakes(
         "13.4",
-        (
-            "You read element by element, and each read costs a disk access. Read one range per "
-            "file.",
-            (_READ, _ONE_BY_ONE),
-        ),
+        ("You read element by element. Read one range per file.", (_READ, _ONE_BY_ONE)),
         (
             "Every rank reads all files. Read only the elements of this shard.",
             (f"        if first < last:\n            {_READ}", _EVERY_FILE),
             ("torch.cat(parts)", "torch.cat(parts)[start:stop]"),
         ),
         ("You read a whole file to use a part of it. Read that range only.", (_READ, _WHOLE_FILE)),
-        (
-            "A shard has ⌈n/R⌉ elements, in the files and here. Round up.",
-            ("-(-n // old), -(-n // new)", "n // old, n // new"),
-        ),
+        ("Round shard sizes up.", ("-(-n // old), -(-n // new)", "n // old, n // new")),
         (
             "You read padding as if it were weights. Stop at element n.",
             (
@@ -858,14 +838,8 @@ _RESHARDED = Exercise(
                 "rank * share, (rank + 1) * share",
             ),
         ),
-        (
-            "The last shards are too short. Pad them with zeros.",
-            ("F.pad(found, (0, share - len(found)))", "found"),
-        ),
-        (
-            "read counts from the start of its file. Subtract source * size.",
-            (_READ, "parts.append(read(source, first, last))"),
-        ),
+        ("Pad the last shards with zeros.", ("F.pad(found, (0, share - len(found)))", "found")),
+        ("read counts within one file.", (_READ, "parts.append(read(source, first, last))")),
         (
             "torch.zeros makes float32, and a rank with only zeros reads nothing. Take the dtype "
             "from an empty read.",
@@ -959,61 +933,28 @@ _WAYS = Exercise(
     check=_check_three_ways,
     wrong_answers=mistakes(
         "13.5",
-        (
-            "Stage 1 shards Adam's 12 bytes among the data ranks.",
-            (_HELD, "16 * weights"),
-        ),
-        (
-            "This is stage 3. Stage 1 keeps the 4 bytes of weights and gradients whole.",
-            (_HELD, "16 * shard"),
-        ),
-        (
-            "A stage sends each neighbour one activation: outputs forward, gradients back.",
-            (_NEIGHBOURS, f"2 * {_NEIGHBOURS}"),
-        ),
+        ("Stage 1 shards Adam's 12 bytes among the data ranks.", (_HELD, "16 * weights")),
+        ("This is stage 3. Stage 1 keeps weights and gradients whole.", (_HELD, "16 * shard")),
+        ("Each neighbour gets one activation, not two.", (_NEIGHBOURS, f"2 * {_NEIGHBOURS}")),
         (
             "Each tensor rank sends the whole activation to its neighbour. Do not divide it.",
             (f"{_NEIGHBOURS} * activation", f"{_NEIGHBOURS} * activation // tensor"),
         ),
         ("A rank holds the blocks of its own stage only.", (_BLOCKS, "layers")),
         ("The largest stage has ⌈layers/pipeline⌉ blocks. Round up.", (_BLOCKS, _BLOCKS[2:-1])),
-        (
-            "The tensor ranks divide the matrices of each block.",
-            ("blocks * block // tensor", "blocks * block"),
-        ),
+        ("Divide each block by tensor.", ("blocks * block // tensor", "blocks * block")),
         (
             "This is half: a block has two all-reduces in forward and two in backward, and each "
             "passes the ring twice.",
             (_ALL_REDUCES, "blocks * 2 * 2 * (tensor - 1)"),
         ),
-        (
-            "On a ring of R ranks, each pass of an all-reduce takes R − 1 messages.",
-            (_ALL_REDUCES, "blocks * 4 * 2 * tensor"),
-        ),
-        (
-            "With one stage there is no neighbour, and with two stages each has one.",
-            (_NEIGHBOURS, "2"),
-        ),
-        (
-            "A stage in the middle sends both ways: outputs forward, gradients back.",
-            (_NEIGHBOURS, "min(pipeline - 1, 1)"),
-        ),
-        (
-            "Gradients accumulate over the micro-batches. They are sent once per step.",
-            (_BOTH_PASSES, f"k * {_BOTH_PASSES}"),
-        ),
-        (
-            "The tensor ranks all-reduce in every micro-batch.",
-            (f"k * {_ALL_REDUCES}", _ALL_REDUCES),
-        ),
-        (
-            "Every micro-batch passes the pipeline, forward and back.",
-            (f"k * {_NEIGHBOURS}", _NEIGHBOURS),
-        ),
-        (
-            "Stage 1 has two passes: reduce-scatter of gradients, all-gather of weights.",
-            (_BOTH_PASSES, "2 * (data - 1)"),
-        ),
+        ("A ring pass takes R − 1 messages, not R.", (_ALL_REDUCES, "blocks * 4 * 2 * tensor")),
+        ("One stage has no neighbour, and two stages have one each.", (_NEIGHBOURS, "2")),
+        ("A stage in the middle sends both ways.", (_NEIGHBOURS, "min(pipeline - 1, 1)")),
+        ("Gradients are sent once per step.", (_BOTH_PASSES, f"k * {_BOTH_PASSES}")),
+        ("Tensor ranks all-reduce in every micro-batch.", (f"k * {_ALL_REDUCES}", _ALL_REDUCES)),
+        ("Every micro-batch passes the pipeline.", (f"k * {_NEIGHBOURS}", _NEIGHBOURS)),
+        ("Stage 1 sends gradients, then weights: two passes.", (_BOTH_PASSES, "2 * (data - 1)")),
         (
             "These are elements. Each has 2 bytes.",
             ("activation = 2 * tokens", "activation = tokens"),
