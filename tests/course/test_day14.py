@@ -328,6 +328,7 @@ NUMPY_IGNORED = ("kept, dtype, *view", "kept, _, dtype, *view")
 KNOWN = "known = weakref.WeakKeyDictionary()"
 REMOVED = "self.waiting.remove(key)\n        if self.waiting"
 NEXT = "            self.store.prefetch(self.waiting[-1])"
+IF_LAST = "self.waiting.pop() if self.waiting[-1] == key else 0\n        if self.waiting"
 IF_WAITING = f"        if self.waiting:\n{NEXT}"
 DELETED = (
     "self.store.delete(key)\n        if key in self.waiting:\n            self.waiting.remove(key)"
@@ -350,6 +351,7 @@ REFUSED = [
     ),
     ("14.2", "the second to last is forgotten", (REMOVED, f"del self.waiting[-2:]{REMOVED[24:]}")),
     ("14.2", "delete removes the last key", (DELETED, POPPED)),
+    ("14.2", "get removes the last key only", (REMOVED, IF_LAST)),
     (
         "14.2",
         "no prefetch after a second get",

@@ -76,7 +76,7 @@ def _check_ring(answer: Any) -> str:
 def _check_one_ring(answer: Any, ranks: int, length: int, dtype: torch.dtype) -> None:
     wholes, peers = _wholes(ranks, length, dtype), list[Peer]()
     before = [whole.clone() for whole in wholes]
-    call = f"ring_reduce_scatter on {ranks} ranks of {length} elements"
+    call = f"ring_reduce_scatter on {counted(ranks, 'rank')} of {length} elements"
     got = _in_turns(call, answer, [(whole,) for whole in wholes], peers=peers)
     wanted = torch.stack(before).sum(0).chunk(ranks)
     for rank, peer in enumerate(peers):
@@ -882,7 +882,10 @@ def _check_three_ways(answer: Any) -> str:
         )
         for word, number, wanted in zip(words, got, _counted(*shape), strict=True):
             equal(f"{call}, {word},", number, wanted, "bytes")
-    return "equal to a count message by message: rings of t and d, pipeline neighbours, k batches"
+    return (
+        "equal to a count message by message: rings of t and d, pipeline neighbours, k "
+        "micro-batches"
+    )
 
 
 def _counted(

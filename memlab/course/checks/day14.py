@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -131,6 +131,14 @@ def _require_close(what: str, got: Any, wanted: Tensor) -> None:
     same_values(what, got, wanted, tolerance=1e-5)
 
 
+def _with_methods(call: str, made: Any, *names: str) -> Any:
+    require(
+        all(hasattr(made, name) for name in names),
+        f"{call} gave {type(made).__name__}; wanted an object with {', '.join(names)}.",
+    )
+    return made
+
+
 def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -208,7 +216,7 @@ def _check_what_stays(answer: MakeHooks) -> None:
     sixteen, twenty = torch.zeros(16), torch.zeros(20)  # both alive, at different addresses
     with _a_store() as store:
         pack, unpack = _hooks_of(answer, [weight], store, 16)
-        for name, tensor in (("a weight's mT", weight.mT), ("15 elements, minimum 16,", small)):
+        for name, tensor in (("a weight's mT", weight.mT), ("15 elements of at least 16", small)):
             back = unpack(pack(tensor))
             equal(f"pack of {name}, written to the store", store.traffic.written, 0, "bytes")
             require(
@@ -216,12 +224,12 @@ def _check_what_stays(answer: MakeHooks) -> None:
                 f"pack and unpack of {name} gave a copy; wanted the same memory.",
             )
         for name, tensor, wanted in (
-            ("16 elements, minimum 16,", sixteen, 64),
-            ("a view of 2 elements of 20, minimum 16,", twenty[:2], 80),
+            ("16 elements of at least 16", sixteen, 64),
+            ("a view of 2 of 20 elements", twenty[:2], 80),
         ):
             store.traffic.reset()
             packed = pack(tensor)
-            equal(f"pack of {name} written to the store", store.traffic.written, wanted, "bytes")
+            equal(f"pack of {name}, written to the store", store.traffic.written, wanted, "bytes")
             del packed
 
 
@@ -354,8 +362,7 @@ _HOOKS = Exercise(
         (".cpu() of a CPU tensor moves nothing. Put it in the store.", body("hooks", _CPU_COPIES)),
         ("Put whole(tensor) once, not each view.", body("hooks", _EACH_VIEW)),
         (
-            "The packed value still holds the tensor. Keep the Kept, dtype, size, stride and "
-            "offset only.",
+            "The packed value still holds the tensor. Keep a Kept and plain values only.",
             *_packed_too("tensor.detach()"),
         ),
         (
@@ -364,8 +371,7 @@ _HOOKS = Exercise(
             (_NOTED, f"{_NOTED}; hoard.append(kept)"),
         ),
         (
-            "A strong reference keeps the copy of x in the store as long as x lives. Use "
-            "weakref.ref(kept).",
+            "As long as x lives, its copy stays in the store. Use weakref.ref(kept).",
             ("weakref.ref(kept)", "lambda: kept"),
         ),
         (
@@ -396,8 +402,7 @@ _HOOKS = Exercise(
             (_NOTED, "known[storage.data_ptr()] = kept"),
         ),
         (
-            "Detach tensors that stay: an operator that saves its own result makes a reference "
-            "cycle (Day 6).",
+            "Detach what stays: an operator that saves its result makes a cycle (Day 6).",
             ("return tensor.detach()", "return tensor"),
         ),
     ),
@@ -413,19 +418,27 @@ def _value_of(key: str) -> Tensor:
     return torch.arange(float(SIZE)) + 1000 * ord(key)
 
 
-CHAINS = (  # case, keys as they are put, keys as they are read, a key deleted unread
-    ("a", "a", "a", ""),
-    ("a and b", "ab", "ba", ""),
-    ("a, b, c and d", "abcd", "dcba", ""),
-    ("a, b and c, each read twice", "abc", "ccbbaa", ""),
-    ("a, b, c and d, read in another order", "abcd", "acbd", ""),
-    ("a, b, c and d, with c deleted unread", "abcd", "dba", "c"),
+class ReadOrder(NamedTuple):
+    case: str
+    put: str  # the keys, in the order of put
+    read: str  # in the order of get
+    deleted: str = ""  # without a get
+
+
+READ_ORDERS = (
+    ReadOrder("a", "a", "a"),
+    ReadOrder("a and b", "ab", "ba"),
+    ReadOrder("a, b, c and d", "abcd", "dcba"),
+    ReadOrder("a, b and c, each read twice", "abc", "ccbbaa"),
+    ReadOrder("a, b, c and d, read in another order", "abcd", "acbd"),
+    ReadOrder("a, b, c and d, with a read first and last", "abcd", "adcba"),
+    ReadOrder("a, b, c and d, with c deleted unread", "abcd", "dba", deleted="c"),
 )
 
 
 def _check_ahead(answer: Any) -> str:
-    for chain in CHAINS:
-        _check_chain(answer, *chain)
+    for order in READ_ORDERS:
+        _check_order(answer, order)
     _check_keys_used_again(answer)
     return (
         "in reverse order, one ahead of the one in use, never two · a key read twice is read twice "
@@ -439,53 +452,40 @@ def _put_all(ahead: Any, keys: str) -> None:
 
 
 def _ahead_of(answer: Any, store: UnnamedFileStore) -> Any:
-    made = answer(store)
-    require(
-        all(hasattr(made, name) for name in ("put", "get", "delete")),
-        f"Ahead(store) gave {type(made).__name__}; wanted put, get and delete.",
-    )
-    return made
+    return _with_methods("Ahead(store)", answer(store), "put", "get", "delete")
 
 
-def _check_chain(answer: Any, case: str, keys: str, order: str, deleted: str) -> None:
+def _check_order(answer: Any, order: ReadOrder) -> None:
     with _a_store() as store:
         ahead = _ahead_of(answer, store)
-        _put_all(ahead, keys)
-        _require_prefetched(f"{case}: after forward", store, "")
-        _backward(ahead, store, case, keys, order, deleted, checks_values=True)
-        read = BYTES * (len(order) + len(deleted))
-        equal(f"{case}: read from the store", store.traffic.read, read, "bytes")
+        _put_all(ahead, order.put)
+        _require_prefetched(f"{order.case}: after forward", store, "")
+        _backward(ahead, store, order, checks_values=True)
+        read = BYTES * (len(order.read) + len(order.deleted))
+        equal(f"{order.case}: read from the store", store.traffic.read, read, "bytes")
     with _a_store() as store:
         ahead = _ahead_of(answer, store)
-        left = _bytes_left(measure(lambda: _put_all(ahead, keys)))
-        at_most_bytes(f"{case}: left in memory by forward", left, 64)
-        peak = _peak_bytes(measure(lambda: _backward(ahead, store, case, keys, order, deleted)))
-        at_most_bytes(f"{case}: the tensor in use and the next", peak, 2 * BYTES + 64)
-        equal(f"{case}: left in the store after backward", store.keys(), [])
+        left = _bytes_left(measure(lambda: _put_all(ahead, order.put)))
+        at_most_bytes(f"{order.case}: left in memory by forward", left, 64)
+        peak = _peak_bytes(measure(lambda: _backward(ahead, store, order, checks_values=False)))
+        at_most_bytes(f"{order.case}: the tensor in use and the next", peak, 2 * BYTES + 64)
+        equal(f"{order.case}: left in the store after backward", store.keys(), [])
 
 
-def _backward(
-    ahead: Any,
-    store: UnnamedFileStore,
-    case: str,
-    keys: str,
-    order: str,
-    deleted: str,
-    checks_values: bool = False,
-) -> None:
-    waiting = keys
-    for place, key in enumerate(order):
+def _backward(ahead: Any, store: UnnamedFileStore, order: ReadOrder, checks_values: bool) -> None:
+    waiting = order.put
+    for place, key in enumerate(order.read):
         got = ahead.get(key)
         if checks_values:
-            _require_close(f"{case}: get({key!r})", got, _value_of(key))
+            _require_close(f"{order.case}: get({key!r})", got, _value_of(key))
         del got
         waiting = waiting.replace(key, "")
-        _require_prefetched(f"{case}: after get({key!r})", store, waiting[-1:])
-        if deleted and not place:
-            ahead.delete(deleted)
-            waiting = waiting.replace(deleted, "")
-            _require_prefetched(f"{case}: after delete({deleted!r})", store, "")
-        if key not in order[place + 1 :]:
+        _require_prefetched(f"{order.case}: after get({key!r})", store, waiting[-1:])
+        if order.deleted and not place:
+            ahead.delete(order.deleted)
+            waiting = waiting.replace(order.deleted, "")
+            _require_prefetched(f"{order.case}: after delete({order.deleted!r})", store, "")
+        if key not in order.read[place + 1 :]:
             ahead.delete(key)
 
 
@@ -507,11 +507,7 @@ def _check_keys_used_again(answer: Any) -> None:
 
 
 def _require_prefetched(when: str, store: UnnamedFileStore, wanted: str) -> None:
-    coming = ", ".join(store.coming())
-    require(
-        coming == wanted,
-        f"{when}, prefetched and not read yet: {coming or 'none'}; wanted {wanted or 'none'}.",
-    )
+    equal(f"{when}, keys prefetched and not read yet", store.coming(), [*wanted])
 
 
 _PREFETCHED = "self.store.prefetch(self.waiting[-1])"
@@ -557,12 +553,11 @@ _AHEAD = Exercise(
         ("Delete the value in the store, too.", ("        self.store.delete(key)\n", "")),
         ("Remove a deleted key from the list.", body("Ahead.delete", "self.store.delete(key)")),
         (
-            "A key can be read twice, or out of order. Remove that key, not the last one.",
+            "Keys are read twice, or out of order. Remove the key that was read.",
             (_REMOVED, "if self.waiting: self.waiting.pop()\n        if self.waiting:"),
         ),
         (
-            "Backward may read out of order. Prefetch the last key that waits, not the one put "
-            "before the key just read.",
+            "Prefetch the last key that waits, not the one put before the key just read.",
             body("Ahead.get", _THE_ONE_BEFORE),
         ),
         (
@@ -619,10 +614,8 @@ def _check_steps(answer: Any, case: str, sizes: list[int], each: int, max_norm: 
 
 
 def _adam_of(answer: Any, groups: list[list[nn.Parameter]], store: UnnamedFileStore) -> Any:
-    made = answer(groups, store, RATE)
-    gave = f"OffloadedAdam(groups, store, lr) gave {type(made).__name__}"
-    require(hasattr(made, "step"), f"{gave}; wanted step(max_norm).")
-    return made
+    call = "OffloadedAdam(groups, store, lr)"
+    return _with_methods(call, answer(groups, store, RATE), "send", "bring", "step")
 
 
 def _check_send_and_bring(answer: Any) -> None:
@@ -746,8 +739,7 @@ _ADAM = Exercise(
             ('{"step": step', '{"step": torch.tensor(0.0)'),
         ),
         (
-            "The weights share one step counter, so each step counts several times. Keep one per "
-            "weight.",
+            "The weights share a step counter, so it counts too fast. Keep one per weight.",
             (_STEPS, '[of_each[0]["step"]] * len(of_each)'),
         ),
         ("Put the state into adam.state.", body("OffloadedAdam.bring", "self.store.get(n)")),
@@ -917,8 +909,7 @@ _STREAM = Exercise(
             ("del w, dw", "del w"),
         ),
         (
-            "Every layer gets the gradient of the last output. Pass on the dy that backward_of "
-            "gave for the layer after it.",
+            "Pass each layer's dy on to the layer before it. They all get the last one's.",
             ("dw, dy =", "dw, dx ="),
             ("return dy", "return dx"),
         ),
@@ -1141,8 +1132,7 @@ _COMMIT = Exercise(
             (_UNNAMED, f'name.endswith(f".{{step - 1}}") and {_UNNAMED}'),
         ),
         (
-            "Two keys can get the same file name in different steps: m7 of step 7 and m of step "
-            "77. Separate key and step.",
+            "m7 of step 7 and m of step 77 get one file name. Separate key and step.",
             ('f"{key}.{step}"', 'f"{key}{step}"'),
         ),
     ),
