@@ -322,6 +322,8 @@ NEWER = (
     ("return sums +", "sums |= dict(zip(way,"),
     ("for work in way]", "for work in way]))\n    return [sums[work] for work in begun]"),
 )
+PADDED, FOUND = "F.pad(found, (0, share - len(found)))", "found = torch.cat(parts)"
+EMPTY = f"{FOUND}\n    empty = found.new_empty(share)\n    empty[: len(found)] = found"
 FINE, GRADIENT, OVER_T = "gradient.isfinite().all()", "sum(gradient)", "blocks * block // tensor"
 TWICE = "max(2 * peer.most(mine == 2), peer.most(mine == 1))"
 
@@ -355,6 +357,7 @@ REFUSED = [
         ("found = torch.cat(parts)", "found = torch.cat(parts * 3)[: sum(map(len, parts))]"),
         ("F.pad(", "(lambda x, _: x)("),
     ),
+    ("13.4", "padding that is not initialized", (PADDED, "empty"), (FOUND, EMPTY)),
     ("13.5", "weights over t rounded up", (OVER_T, "-(-blocks * block // tensor)")),
     ("13.5", "each block rounded down", (OVER_T, "blocks * (block // tensor)")),
     ("13.5", "blocks to nearest", ("-(-layers // pipeline)", "round(layers / pipeline)")),

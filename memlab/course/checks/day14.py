@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from memlab.course.checks.day11 import in_chunks
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
 from memlab.course.properties import at_most_bytes, is_tensor, same_values
-from memlab.course.solutions import Edit, body, given, mistakes, solution
+from memlab.course.solutions import body, given, mistakes, solution
 from memlab.metering import measure
 from memlab.offload import DiskStore, OffloadedOptimizer, Store, offloaded_activations
 from memlab.offload.records import Record, raw
@@ -325,15 +325,6 @@ _IS_SMALL, _OF_VIEW = "len(whole(tensor)) < minimum", ".as_strided(*view)"
 _KNOWN, _NOTED = "weakref.WeakKeyDictionary()", "known[storage] = weakref.ref(kept)"
 _LOOKED_UP = "known[storage]() if storage in known else None"
 
-
-def _packed_too(value: str) -> tuple[Edit, ...]:
-    """Pack one more value, which unpack ignores."""
-    return (
-        ("return kept, tensor.dtype", f"return kept, {value}, tensor.dtype"),
-        ("kept, dtype, *view", "kept, _, dtype, *view"),
-    )
-
-
 _HOOKS = Exercise(
     id="14.1",
     title="Saved tensors wait in a store",
@@ -363,7 +354,8 @@ _HOOKS = Exercise(
         ("Put whole(tensor) once, not each view.", body("hooks", _EACH_VIEW)),
         (
             "The packed value still holds the tensor. Keep a Kept and plain values only.",
-            *_packed_too("tensor.detach()"),
+            ("return kept, tensor.dtype", "return kept, tensor.detach(), tensor.dtype"),
+            ("kept, dtype, *view", "kept, _, dtype, *view"),
         ),
         (
             "The hooks hold every Kept, so none is deleted. Only the result of pack may hold one.",
@@ -385,7 +377,7 @@ _HOOKS = Exercise(
         ),
         ("Leave storages of fewer than `minimum` elements in memory.", (f" or {_IS_SMALL}", "")),
         (
-            "A small view keeps its storage alive. Compare its size.",
+            "A small view keeps its whole storage alive. Compare len(whole(tensor)).",
             (_IS_SMALL, "tensor.numel() < minimum"),
         ),
         ("Views can differ in dtype. Use kept.get().view(dtype).", (".view(dtype)", "")),
