@@ -615,17 +615,17 @@ def _check_send_and_bring(answer: Any) -> None:
     case, (group,) = "a sub-group of 3 weights, whose steps are 3, 4 and 5", _groups_of([4], 3)
     with _a_store() as store:
         optimizer = _adam_of(answer, [group], store)
-        state = optimizer.adams[0].state
+        (adam,) = optimizer.adams
         for n, w in enumerate(group):
             moments = {"exp_avg": w.detach() + 1, "exp_avg_sq": w.detach() + 2}
-            state[w] = {"step": torch.tensor(3.0 + n), **moments}
+            adam.state[w] = {"step": torch.tensor(3.0 + n), **moments}
         optimizer.send(0)
-        require(not state, f"{case}: after send(0) adams[0].state is not empty.")
+        require(not adam.state, f"{case}: after send(0) adams[0].state is not empty.")
         optimizer.bring(0)
         for n, w in enumerate(group):
-            equal(f"{case}: step of weight {n}", float(state[w].get("step", "nan")), 3.0 + n)
+            equal(f"{case}: step of weight {n}", float(adam.state[w].get("step", "nan")), 3.0 + n)
             for name, more in (("exp_avg", 1), ("exp_avg_sq", 2)):
-                _require_close(f"{case}: {name} of weight {n}", state[w].get(name), w + more)
+                _require_close(f"{case}: {name} of weight {n}", adam.state[w].get(name), w + more)
 
 
 def _check_bytes(answer: Any) -> str:
@@ -924,7 +924,7 @@ class FailingDisk:
     def __init__(self, fails_before: int | None = None, like: "FailingDisk | None" = None) -> None:
         self._disk, self.most_bytes = LessonDisk(), 0
         if like is not None:
-            self._disk.files, self._disk.forced = dict(like.files), set(like._disk.forced)
+            self._disk.files, self._disk.forced = dict(like.files), set(like.forced)
             self.most_bytes = like.most_bytes
         self._fails_before, self.operations = fails_before, 0
         self.failed, self.last = False, ""
@@ -933,6 +933,10 @@ class FailingDisk:
     def files(self) -> Mapping[str, bytes]:
         """Read-only: a change that is not an operation could not fail."""
         return MappingProxyType(self._disk.files)
+
+    @property
+    def forced(self) -> frozenset[str]:
+        return frozenset(self._disk.forced)
 
     def names(self) -> list[str]:
         return list(self.files)
@@ -964,9 +968,9 @@ class FailingDisk:
 
     def after_power_failure(self) -> "FailingDisk":
         """The disk as found when the power is back."""
-        found, forced = FailingDisk(), self._disk.forced
+        found = FailingDisk()
         found._disk.files = {
-            name: data if name in forced else data[: len(data) // 2]
+            name: data if name in self.forced else data[: len(data) // 2]
             for name, data in self.files.items()
         }
         found._disk.forced = set(found.files)
