@@ -321,7 +321,7 @@ def test_the_peak_of_each_pass_is_beside_the_arguments():
 
 def test_more_bytes_than_the_limit_are_refused_with_both_counts():
     at_most_bytes("f: a temporary", 1024, 1024)
-    with pytest.raises(Wrong, match="f: a temporary: 1,025 bytes; wanted at most 1,024."):
+    with pytest.raises(Wrong, match="a temporary: 1,025 bytes; wanted at most 1,024"):
         at_most_bytes("f: a temporary", 1025, 1024)
 
 
