@@ -20,10 +20,6 @@ LONGER = {
     "memlab.cli.plan.plan_model": "one argument for each of the command's options",
     "memlab.course.checks.day07._check_quantize": SENTENCES,
     "memlab.course.checks.day12._check_steps": SENTENCES,
-    "memlab.course.checks.day13._agreed_but": PLANTED,
-    "memlab.course.checks.day13._buckets_but": PLANTED,
-    "memlab.course.checks.day13._buckets_but.answer": PLANTED,
-    "memlab.course.checks.day14._check_bytes": SENTENCES,
 }
 
 

@@ -476,6 +476,11 @@ def dimensions(config: GPTConfig) -> str:
     )
 
 
+def at_most_bytes(what: str, got: int, limit: int) -> None:
+    """Require no more than so many bytes; `what` says what they are for."""
+    require(got <= limit, f"{what}: {got:,} bytes; wanted at most {limit:,}.")
+
+
 # ------------------------------------------------------------------ what a result is
 
 

@@ -15,6 +15,7 @@ from memlab.course.properties import (
     SIZES,
     Peaks,
     ReadOnce,
+    at_most_bytes,
     elements,
     gradients,
     is_tensor,
@@ -323,6 +324,12 @@ def test_the_peak_of_each_pass_is_beside_the_arguments():
 def test_new_bytes_are_those_that_outlive_the_step():
     x, kept = torch.ones(1000), []
     assert new_bytes(measure(lambda: kept.append(x.exp()) or x.sin())) == 4000
+
+
+def test_more_bytes_than_the_limit_are_refused_with_both_counts():
+    at_most_bytes("f: a temporary", 1024, 1024)
+    with pytest.raises(Wrong, match="a temporary: 1,025 bytes; wanted at most 1,024"):
+        at_most_bytes("f: a temporary", 1025, 1024)
 
 
 def test_views_and_layouts_are_told_apart():
