@@ -476,7 +476,7 @@ def _require_packed(case: str, answer: Pack, numbers: list[int], bits: int) -> N
     require(
         not off,
         f"{case} comes back with {len(off):,} of {count:,} codes changed, the first at index "
-        f"{off[:1]}; its bytes begin {[f'{b:08b}' for b in packed[:2].tolist()]}.",
+        f"{off[0] if off else 0}; its bytes begin {[f'{b:08b}' for b in packed[:2].tolist()]}.",
     )
     held = packed.untyped_storage().nbytes()
     require(
