@@ -491,7 +491,8 @@ block_size = exercise("8.3", block_size)
 # %% [markdown]
 # Why an error, and no guess? Many models hold queries, keys and values in **one** fused matrix. As
 # one block it would have one v; it trains without a word, and worse.
-#
+
+# %% [markdown]
 # ### Exercise 8.4: Adam-mini's step
 #
 # About 10 minutes. AdamW's step, where each block of `size` neighbours (of the flattened weight,

@@ -392,6 +392,14 @@ REFUSED = [
         ),
     ),
     ("8.3", "bias in any word", ('kind == "bias"', '"bias" in name')),
+    (
+        "8.3",
+        "any norm but one",
+        (
+            'layer in ("attention_norm", "mlp_norm", "norm")',
+            '"norm" in layer and layer != "q_norm"',
+        ),
+    ),
     ("8.3", "the number of heads", ("head_width * shape[1]", "shape[0] // head_width")),
     ("8.3", "one v per matrix", ("head_width * shape[1]", "shape.numel()")),
     ("8.4", "t is reset", (COUNTED, 'state["t"] = state["t"] % 5_000 + 1')),
@@ -488,6 +496,16 @@ OF_MATRICES = ((f"weight *= {DECAY}", f"weight *= {DECAY} * (weight.ndim > 1)"),
             (('state["m"] =', 'state["u"], state["m"] = u,'),),
             "The state has: u of 24,000, m of 24,000.",
         ),
+        (
+            "8.5",
+            (
+                (
+                    "update(weight)\n        weight.grad = None",
+                    "weight.grad = None\n        update(weight)",
+                ),
+            ),
+            "of 13 when its .grad was None: it was dropped before. Hint",
+        ),
         ("8.3", (("raise ValueError(f", "{}[layer], (f"),), "raised KeyError ('qkv'), wanted a"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -495,7 +513,7 @@ OF_MATRICES = ((f"weight *= {DECAY}", f"weight *= {DECAY} * (weight.ndim > 1)"),
 def test_a_mistake_has_its_remark(id_, changes, message, tmp_path):
     verdict = verdict_on((id_, changes), tmp_path, named=True)
     assert verdict.status == WRONG
-    assert message in verdict.text
+    assert message in str(verdict)
 
 
 def test_one_beta_of_two_that_is_fixed_has_no_remark(tmp_path):
