@@ -425,7 +425,8 @@ def _gap(off: int, units: Mapping[str, int]) -> str:
     )
     number = abs(off) // size
     if number == 1:
-        words = words.replace("numbers", "number", 1).replace("bytes", "byte", 1)
+        for many in ("elements", "numbers", "bytes"):
+            words = words.replace(many, many[:-1], 1)
     return f"That is {number:,} {words} too {'many' if off > 0 else 'few'}."
 
 

@@ -166,6 +166,22 @@ REFUSED = [
     ("2.2", "no address as 0", ("        return None", "        return 0")),
     ("2.2", "the rest in use", ("rest, free=True", "rest, free=False")),
     ("2.3", "merges all free pieces of a segment", (JOIN, f"{JOIN}{ALL_FREE}")),
+    (
+        "2.3",
+        "returns the list",
+        (
+            "                del pieces[i + 1]",
+            "                del pieces[i + 1]\n    return pieces",
+        ),
+    ),
+    (
+        "2.4",
+        "activations alone",
+        ("epoch.alive()", "[e for e in epoch.alive() if e.category == 'activations']"),
+    ),
+    ("2.4", "takes an epoch from the list", ("    middle =", "    epochs.pop(0)\n    middle =")),
+    ("2.5", "all modules in training mode", (NO_GRAD, f"    model.train()\n{NO_GRAD}")),
+    ("2.5", "the scale of the last batch", ("sum(seen) / len(seen)", "seen[-1]")),
     ("2.5", "all hooks cleared", (HOOK_OFF, "    model[2]._forward_hooks.clear()\n")),
     ("2.5", "left in eval mode", (NO_GRAD, f"    model.eval()\n{NO_GRAD}")),
     ("2.5", "a sum for the mean", ("sum(seen) / len(seen)", "sum(seen)")),

@@ -262,7 +262,8 @@ def _check_give_back(answer: GiveBack) -> str:
     for name, (before, address) in _GIVE_BACK_CASES.items():
         pieces, wanted = _copy(before), _copy(before)
         give_back(wanted, address)
-        answer(pieces, address)
+        got = answer(pieces, address)
+        require(got is None, f"give_back gave {got!r}; wanted no result, only a changed list.")
         require(
             _facts(pieces) == _facts(wanted),
             f"give_back({_in_words(before)}, {address:,}), {name}, left {_in_words(pieces)}; "
@@ -568,7 +569,7 @@ def _with_a_table(run: _EpochWriter, epoch: int) -> None:
 
 def _with_two_leaks(run: _EpochWriter, epoch: int) -> None:
     _with_a_table(run, epoch)
-    run.allocate("hook.py:2 watch", 3)
+    run.allocate("hook.py:2 watch", 3, "optimizer_state")
     run.allocate("log.py:7 note", 60)
 
 
@@ -638,7 +639,9 @@ _LEAK_CASES: dict[str, tuple[list[Trace], Leaks]] = {
 
 def _check_leaks(answer: FindLeaks) -> str:
     for name, (epochs, wanted) in _LEAK_CASES.items():
-        got = answer(list(epochs))
+        passed = list(epochs)
+        with unchanged(f"leaks of {name}", epochs=passed):
+            got = answer(passed)
         equal(f"leaks of {name}", _as_integers(got) if isinstance(got, dict) else got, wanted)
     return f"{len(_LEAK_CASES)} runs, each line and byte"
 
@@ -823,8 +826,9 @@ def _check_train_epoch(answer: TrainEpoch) -> str:
 
 
 def _require_all_else_unchanged(answer: TrainEpoch) -> None:
-    """The mode, the optimizer's settings, and hooks of others."""
+    """The mode of each module, the optimizer's settings, and hooks of others."""
     model, optimizer = _new_training()
+    model[1].eval()
     for module in model:
         module.register_forward_hook(lambda module, args, output: None)
     text = _text(FEW, seed=7)
