@@ -298,14 +298,8 @@ _ACTIVATION_BYTES = Exercise(
         "1.3",
         ("These are elements: a float32 has four bytes.", ("return 4 * (", "return (")),
         ("The loss is kept, too: 4 bytes in all.", ("ends) + 1)", "ends))")),
-        (
-            "The loss is one element in all, not one per token.",
-            ("+ ends) + 1)", "+ ends + 1))"),
-        ),
-        (
-            "A norm is missing: there are two in a block, one at the end.",
-            ("2 * norm", "norm"),
-        ),
+        ("The loss is one element in all, not one per token.", ("+ ends) + 1)", "+ ends + 1))")),
+        ("A norm is missing: there are two in a block, one at the end.", ("2 * norm", "norm")),
         (
             "The last norm is outside of the blocks: count it once.",
             ("2 * norm", "3 * norm"),
@@ -323,10 +317,7 @@ _ACTIVATION_BYTES = Exercise(
             "Only one tensor as large as the logits is kept until backward.",
             ("+ config.vocab_size", "+ 2 * config.vocab_size"),
         ),
-        (
-            "Every sequence of the batch keeps its own activations.",
-            ("batch * seq_len", "seq_len"),
-        ),
+        ("Every sequence of the batch keeps its own activations.", ("batch * seq_len", "seq_len")),
         (
             "Keys and values have kv_heads heads, however many heads the queries have.",
             ("config.kv_heads", "config.heads"),
@@ -405,10 +396,7 @@ _PEAK_BYTES = Exercise(
             (_ADAMS, "+ 12 * parameter_count(config)"),
             (_TEMPORARIES, ""),
         ),
-        (
-            "Backward begins with two temporaries as large as the logits.",
-            (_TEMPORARIES, ""),
-        ),
+        ("Backward begins with two temporaries as large as the logits.", (_TEMPORARIES, "")),
         (
             "Backward makes two tensors as large as the logits, not one.",
             (_TEMPORARIES, " + logits"),
@@ -536,15 +524,9 @@ _LARGEST_BATCH = Exercise(
             "Counting up one by one needs too many measurements: use bisection.",
             body("largest_batch", _BY_COUNTING),
         ),
-        (
-            "A step that needs exactly the budget fits.",
-            ("<= budget_bytes", "< budget_bytes"),
-        ),
+        ("A step that needs exactly the budget fits.", ("<= budget_bytes", "< budget_bytes")),
         ("This is the first batch that does not fit.", ("return fits", "return too_many")),
-        (
-            "If not even one sequence fits, return 0.",
-            ("return fits", "return max(1, fits)"),
-        ),
+        ("If not even one sequence fits, return 0.", ("return fits", "return max(1, fits)")),
         (
             "There is no upper bound at first: find one by doubling.",
             ("return fits", "return min(1000, fits)"),

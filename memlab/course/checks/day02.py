@@ -5,7 +5,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from memlab.course.properties import unchanged
 from memlab.course.solutions import body, mistakes, solution
 from memlab.metering import measure
 from memlab.reference.caching_allocator import MIB, Piece, give_back, sizes, take
-from memlab.trace import DeviceMemory, Event, Trace
+from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
 # ------------------------------------------------------------------ 2.1: two sizes
@@ -69,10 +70,7 @@ _SIZES = Exercise(
     check=_check_sizes,
     wrong_answers=mistakes(
         "2.1",
-        (
-            "A block is a multiple of 512 bytes: round the request up.",
-            (_BLOCK, "requested_bytes"),
-        ),
+        ("A block is a multiple of 512 bytes: round the request up.", (_BLOCK, "requested_bytes")),
         (
             "Rounded down, a block is smaller than the request.",
             (_BLOCK, "requested_bytes // 512 * 512"),
@@ -81,10 +79,7 @@ _SIZES = Exercise(
             "Rounded to nearest, some blocks are too small: round up.",
             (_BLOCK, "max(512, round(requested_bytes / 512) * 512)"),
         ),
-        (
-            "A multiple of 512 stays as it is.",
-            (_BLOCK, "(requested_bytes // 512 + 1) * 512"),
-        ),
+        ("A multiple of 512 stays as it is.", (_BLOCK, "(requested_bytes // 512 + 1) * 512")),
         (
             "Round to multiples of 512, not to powers of two.",
             (_BLOCK, "max(512, 1 << (requested_bytes - 1).bit_length())"),
@@ -183,10 +178,7 @@ def _copy(pieces: Pool) -> Pool:
 
 _SMALL = 2 * MIB  # bytes of a small segment
 _TAKE_CASES: dict[str, tuple[Pool, int]] = {
-    "a piece that just fits": (
-        _pool([(1024, TAKEN), (1024, FREE), (_SMALL - 2048, TAKEN)]),
-        1024,
-    ),
+    "a piece that just fits": (_pool([(1024, TAKEN), (1024, FREE), (_SMALL - 2048, TAKEN)]), 1024),
     "one large piece": (_pool([(_SMALL, FREE)]), 512),
     "no piece that is large enough": (_pool([(512, FREE), (_SMALL - 512, TAKEN)]), 1024),
     "1,024 bytes left": (_pool([(2048, FREE), (_SMALL - 2048, TAKEN)]), 1024),
@@ -207,10 +199,7 @@ _TAKE_CASES: dict[str, tuple[Pool, int]] = {
         _pool([(MIB + MIB // 2, FREE), (18 * MIB + MIB // 2, TAKEN)]),
         MIB + 512,
     ),
-    "a large piece with 1 MiB left": (
-        _pool([(6 * MIB, FREE), (14 * MIB, TAKEN)]),
-        5 * MIB,
-    ),
+    "a large piece with 1 MiB left": (_pool([(6 * MIB, FREE), (14 * MIB, TAKEN)]), 5 * MIB),
     "a large piece with 1 MiB and 512 bytes left": (
         _pool([(6 * MIB + 512, FREE), (14 * MIB - 512, TAKEN)]),
         5 * MIB,
@@ -503,135 +492,77 @@ FindLeaks = Callable[[list[Trace]], Leaks]
 leaks = solution("2.4")
 
 
-class _EpochWriter:
-    """Writes the traces of a run's epochs."""
-
-    def __init__(self) -> None:
-        self.epochs: list[Trace] = []
-        self._births = 0
-        self._held: dict[int, Event] = {}
-        self._events: list[Event] = []
-        self._reserved_bytes = 0
-
-    def allocate(self, line: str, size: int, category: str = "activations") -> int:
-        self._births += 1
-        event = Event(size, self._births, category, "aten.mul", "", "forward", "uint8", (), line)
-        self._held[self._births] = event
-        self._events.append(event)
-        return self._births
-
-    def free(self, *storages: int) -> None:
-        for storage in storages:
-            event = self._held.pop(storage)
-            self._events.append(event._replace(bytes=-event.bytes))
-
-    def end_epoch(self) -> None:
-        trace = Trace(tuple(self._events))
-        self._reserved_bytes = max(self._reserved_bytes, 2 * trace.peak_bytes)
-        memory = DeviceMemory(reserved_peak_bytes=self._reserved_bytes)
-        self.epochs.append(replace(trace, memory=memory))
-        self._events = [event._replace(phase="before") for event in self._held.values()]
+EVER = 1_000  # epochs
 
 
-WriteEpoch = Callable[[_EpochWriter, int], None]
+class _Allocation(NamedTuple):
+    """A tensor that some epochs allocate, and how many epochs later it is freed."""
+
+    line: str
+    bytes: int
+    epochs: Sequence[int] = range(EVER)
+    lives: int = EVER
+    category: str = "activations"
 
 
-def _keeps_two_tensors(run: _EpochWriter, epoch: int) -> None:
-    for _ in range(2):
-        run.allocate("log.py:7 note", 50)
-
-
-def _keeps_nothing(run: _EpochWriter, epoch: int) -> None:
-    run.free(run.allocate("net.py:3 forward", 5_000))
-
-
-def _with_gradients() -> WriteEpoch:
-    last: list[int] = []
-
-    def write(run: _EpochWriter, epoch: int) -> None:
-        run.free(*last)
-        last[:] = [run.allocate("train.py:9 step", 300, "gradients")]
-
-    return write
-
-
-def _with_adam(run: _EpochWriter, epoch: int) -> None:
-    if epoch == 0:
-        run.allocate("train.py:10 step", 8_000, "optimizer_state")
-    _keeps_nothing(run, epoch)
-
-
-def _with_a_table(run: _EpochWriter, epoch: int) -> None:
-    if epoch < 3:
-        run.allocate("net.py:5 table", 700)
-    _keeps_nothing(run, epoch)
-
-
-def _with_two_leaks(run: _EpochWriter, epoch: int) -> None:
-    _with_a_table(run, epoch)
-    run.allocate("hook.py:2 watch", 3, "optimizer_state")
-    run.allocate("log.py:7 note", 60)
-
-
-def _with_longer_text(run: _EpochWriter, epoch: int) -> None:
-    run.free(run.allocate("net.py:3 forward", 1_000 + 100 * epoch))
-
-
-def _validates_every_second_epoch(run: _EpochWriter, epoch: int) -> None:
-    if epoch % 2:
-        run.allocate("valid.py:4 score", 64)
-
-
-def _starts_late(run: _EpochWriter, epoch: int) -> None:
-    if epoch > 4:
-        run.allocate("late.py:8 keep", 90)
-
-
-def _frees_what_another_line_takes() -> WriteEpoch:
-    left: list[int] = []
-
-    def write(run: _EpochWriter, epoch: int) -> None:
-        if epoch == 0:
-            left[:] = [run.allocate("data.py:6 load", 50) for _ in range(9)]
-        run.free(left.pop())
-        run.allocate("log.py:7 note", 50)
-
-    return write
-
-
-def _traces(write: WriteEpoch, epochs: int = 8) -> list[Trace]:
-    run = _EpochWriter()
-    run.allocate("net.py:1 build", 4_000, "parameters")
+def _traces(*allocations: _Allocation, epochs: int = 8) -> list[Trace]:
+    """The trace of each epoch of a run."""
+    allocations = (_Allocation("net.py:1 build", 4_000, (0,), category="parameters"), *allocations)
+    births, traces = count(1), []
+    held: dict[int, tuple[Event, int]] = {}  # by storage: the event, and the epoch that frees it
     for epoch in range(epochs):
-        write(run, epoch)
-        run.end_epoch()
-    return run.epochs
+        events = [event._replace(phase="before") for event, _ in held.values()]
+        for line, size, when, lives, category in allocations:
+            if epoch in when:
+                birth, rest = next(births), ("aten.mul", "", "forward", "uint8", (), line)
+                event = Event(size, birth, category, *rest)
+                events.append(event)
+                held[birth] = event, epoch + lives
+        for storage in [storage for storage, (_, last) in held.items() if last <= epoch]:
+            event, _ = held.pop(storage)
+            events.append(event._replace(bytes=-event.bytes))
+        traces.append(Trace(tuple(events)))
+    return traces
 
+
+_FORWARD = _Allocation("net.py:3 forward", 5_000, lives=0)
+_TABLE = _Allocation("net.py:5 table", 700, range(3))
+_NOTE = _Allocation("log.py:7 note", 50)
+_WATCH = _Allocation("hook.py:2 watch", 3, category="optimizer_state")
 
 _LEAK_CASES: dict[str, tuple[list[Trace], Leaks]] = {
     "a run that keeps two tensors of 50 bytes per epoch": (
-        _traces(_keeps_two_tensors, 6),
+        _traces(_NOTE, _NOTE, epochs=6),
         {"log.py:7 note": 100},
     ),
-    "a run that keeps nothing": (_traces(_keeps_nothing), {}),
-    "a run with new gradients in each epoch": (_traces(_with_gradients()), {}),
-    "a run that makes Adam's state": (_traces(_with_adam), {}),
-    "a run with a table that is full after three epochs": (_traces(_with_a_table), {}),
-    "a run with longer text in each epoch": (_traces(_with_longer_text), {}),
+    "a run that keeps nothing": (_traces(_FORWARD), {}),
+    "a run with new gradients in each epoch": (
+        _traces(_Allocation("train.py:9 step", 300, lives=1, category="gradients")),
+        {},
+    ),
+    "a run that makes Adam's state": (
+        _traces(_FORWARD, _Allocation("train.py:10 step", 8_000, (0,), EVER, "optimizer_state")),
+        {},
+    ),
+    "a run with a table that is full after three epochs": (_traces(_FORWARD, _TABLE), {}),
+    "a run with longer text in each epoch": (
+        _traces(*(_FORWARD._replace(bytes=1_000 + 100 * n, epochs=(n,)) for n in range(8))),
+        {},
+    ),
     "a run that validates every second epoch": (
-        _traces(_validates_every_second_epoch, 6),
+        _traces(_Allocation("valid.py:4 score", 64, (1, 3, 5)), epochs=6),
         {"valid.py:4 score": 32},
     ),
     "a run with two leaks and a table": (
-        _traces(_with_two_leaks, 7),
+        _traces(_FORWARD, _TABLE, _WATCH, _NOTE._replace(bytes=60), epochs=7),
         {"log.py:7 note": 60, "hook.py:2 watch": 3},
     ),
     "a run with a line that is new after the middle": (
-        _traces(_starts_late),
+        _traces(_Allocation("late.py:8 keep", 90, range(5, 8))),
         {"late.py:8 keep": 90},
     ),
     "a run that frees as many bytes as it leaks": (
-        _traces(_frees_what_another_line_takes()),
+        _traces(_NOTE, *(_Allocation("data.py:6 load", 50, (0,), n) for n in range(9))),
         {"log.py:7 note": 50},
     ),
 }
@@ -853,10 +784,10 @@ def _require_nothing_piles_up(answer: TrainEpoch) -> None:
 
 def _largest_growth(traces: list[Trace]) -> str:
     """Number, shape and operator of the tensors that the last trace has more."""
-    for kind, count in traces[-2].diff(traces[-1]).rows:
-        if count > 0:
+    for kind, number in traces[-2].diff(traces[-1]).rows:
+        if number > 0:
             shape = "×".join(map(str, kind.shape)) or "scalar"
-            return f"{count} × {shape} {kind.dtype}, made by {kind.operator}"
+            return f"{number} × {shape} {kind.dtype}, made by {kind.operator}"
     return "none: the epoch before it left more"
 
 
@@ -968,10 +899,7 @@ _TRAIN_EPOCH = Exercise(
             (_REMOVED, ""),
             _MEAN_OF_TENSORS,
         ),
-        (
-            "Hooks pile up, one per epoch: each runs in every later forward pass.",
-            (_REMOVED, ""),
-        ),
+        ("Hooks pile up, one per epoch: each runs in every later forward pass.", (_REMOVED, "")),
         (
             "The hook is removed too late: it sees the held-out text as well.",
             (_REMOVED + _SCALES_NOTED, ""),

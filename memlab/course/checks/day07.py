@@ -412,10 +412,7 @@ _ROUND_AT_RANDOM = Exercise(
             "The probabilities are swapped: a larger fraction must go up more often.",
             (_IS_UP, "> steps - down) * (steps > down)"),
         ),
-        (
-            "The probability of rounding up is one half; wanted the fraction.",
-            (_IS_UP, "< 0.5)"),
-        ),
+        ("The probability of rounding up is one half; wanted the fraction.", (_IS_UP, "< 0.5)")),
         (
             "All rows share their draws: torch.rand(steps.shape, …) has one per element.",
             ("steps.shape,", "steps.shape[-1:],"),
@@ -512,10 +509,7 @@ _PACK = Exercise(
             "The first code belongs in the lowest bits; here it is in the highest.",
             ("place * bits", "(per_byte - 1 - place) * bits"),
         ),
-        (
-            "All codes of a byte overlap: shift each by place * bits.",
-            (" << place * bits", ""),
-        ),
+        ("All codes of a byte overlap: shift each by place * bits.", (" << place * bits", "")),
         (
             "The last codes are lost where they do not fill a byte: round the number of bytes up.",
             (_BYTES, "len(codes) // per_byte"),
@@ -825,7 +819,7 @@ def _check_hooks(answer: MakeHooks) -> str:
     _require_elements_counted(answer)
     held, allowed = _run_with(answer, *_EIGHT_BITS).held, _allowed()
     _require_held(answer, plain, held, allowed)
-    retained = _held_when_retained(answer)
+    retained = _alive_after(answer, retained=True)
     require(
         retained <= allowed,
         f"{_LAYER} hold {retained:,} bytes after a backward that retains the graph; wanted "
@@ -863,7 +857,7 @@ def _in_words(compressed: Counter[str]) -> str:
 
 def _require_held(answer: MakeHooks, plain: _HooksRun, held: int, allowed: int) -> None:
     """Bytes between the passes, backward's use of decompress, and bytes after the output died."""
-    left = _left(answer)
+    left = _alive_after(answer, retained=False)
     require(
         held == allowed,
         f"{_LAYER} hold {held:,} bytes between forward and backward; wanted {allowed:,}, of "
@@ -879,8 +873,7 @@ def _require_held(answer: MakeHooks, plain: _HooksRun, held: int, allowed: int) 
             f"hooks that pass those values on.",
         )
     require(
-        left == 0,
-        f"{_LAYER} leave {left:,} bytes alive after the output is dropped; wanted none.",
+        left == 0, f"{_LAYER} leave {left:,} bytes alive after the output is dropped; wanted none."
     )
 
 
@@ -989,34 +982,24 @@ def _peaks_of(answer: MakeHooks) -> Peaks:
     return peaks(forward, model=layer)
 
 
-def _held_when_retained(answer: MakeHooks) -> int:
-    """Bytes alive after a backward that retains the graph, beside output and gradients."""
-    layer, x = _GatedLayer(), _input()
-    both = _hooks_of(answer, layer.parameters(), *_EIGHT_BITS)
-    kept: list[Tensor] = []
-
-    def both_passes() -> None:
-        with saved_tensors_hooks(*both):
-            kept.append(layer(x))
-        torch.autograd.backward(kept[0], torch.ones_like(kept[0]), retain_graph=True)
-
-    trace = measure(both_passes, model=layer)
-    made = [e.bytes for e in trace.events if e.phase != "before" and e.category != "gradients"]
-    return sum(made) - kept[0].nbytes
-
-
-def _left(answer: MakeHooks) -> int:
-    """Bytes alive after the output is dropped, while the hooks are alive."""
+def _alive_after(answer: MakeHooks, *, retained: bool) -> int:
+    """Bytes alive while the hooks are: after a backward that retains the graph, without output and
+    gradients; otherwise after a forward pass whose output is dropped."""
     layer, x = _GatedLayer(), _input()
     both: list[Hooks] = []
+    outputs: list[Tensor] = []
 
-    def forward_and_drop() -> None:
+    def passes() -> None:
         both.append(_hooks_of(answer, layer.parameters(), *_EIGHT_BITS))
         with saved_tensors_hooks(*both[0]):
-            layer(x)
+            output = layer(x)
+        if retained:
+            outputs.append(output)
+            torch.autograd.backward(output, torch.ones_like(output), retain_graph=True)
 
-    trace = measure(forward_and_drop, model=layer)
-    return sum(e.bytes for e in trace.events if e.phase != "before")
+    trace = measure(passes, model=layer)
+    made = [e.bytes for e in trace.events if e.phase != "before" and e.category != "gradients"]
+    return sum(made) - sum(output.nbytes for output in outputs)
 
 
 _EACH_VIEW = """

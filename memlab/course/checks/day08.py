@@ -209,8 +209,7 @@ def _require_t_counts_on(answer: Step, reference: Step, **settings: Any) -> None
             ahead = int(states[0]["t"]) - 1 if t == 1 else ahead
             _require_t(states[0], t, ahead)
             require(
-                _close(got, wanted),
-                f"step {t:,} gave {_values(got)}, wanted {_values(wanted)}.",
+                _close(got, wanted), f"step {t:,} gave {_values(got)}, wanted {_values(wanted)}."
             )
 
 
@@ -386,10 +385,7 @@ _LION = Exercise(
             "This is the sign of the new momentum; wanted the sign of the mix with β₁.",
             (_STEP_MIX, _KEPT_MIX),
         ),
-        (
-            "This is the sign of the gradient alone: mix the momentum in.",
-            (_STEP_MIX, "gradient"),
-        ),
+        ("This is the sign of the gradient alone: mix the momentum in.", (_STEP_MIX, "gradient")),
         ("Keep the mix with β₂; the one with β₁ is for the step.", (_KEPT_MIX, _STEP_MIX)),
         (
             "The betas are swapped: β₁ is for the step, β₂ for the momentum that you keep.",
@@ -643,11 +639,7 @@ _ADAM_MINI = Exercise(
             (_MEAN, f"{_BLOCKS}.abs().mean(1, keepdim=True) ** 2"),
         ),
         ("v starts at zero: divide it by 1 − β₂ᵗ, as before.", _V_NOT_CORRECTED),
-        (
-            "m and v start at zero: divide each by its 1 − βᵗ.",
-            _V_NOT_CORRECTED,
-            _M_NOT_CORRECTED,
-        ),
+        ("m and v start at zero: divide each by its 1 − βᵗ.", _V_NOT_CORRECTED, _M_NOT_CORRECTED),
         _NEW_WEIGHT,
         ("Add eps outside of the root, as in AdamW.", _EPS_IN_THE_ROOT),
         (
