@@ -246,6 +246,7 @@ REFUSED = [
         (DOWN, f"return steps + {DRAWN} - 0.5 + 0 * (down"),
         (IS_UP, f"{IS_UP})"),
     ),
+    ("7.2", "at most 255", ("return down", "return down.clamp(max=254)")),
     ("7.2", "writes into steps", ("< steps - down", "< steps.sub_(down)")),
     ("7.2", "one draw per row", ("steps.shape,", "(*steps.shape[:1], *[1] * (steps.dim() - 1)),")),
     (
@@ -285,6 +286,11 @@ REFUSED = [
         "codes shared with the next pair of hooks",
         ("decompress):", "decompress, known=weakref.WeakKeyDictionary()):"),
         ("    known = weakref.WeakKeyDictionary()\n", ""),
+    ),
+    (
+        "7.5",
+        "unpack keeps its argument",
+        (f"{UNPACK}\n", f"    seen = []\n\n{UNPACK}\n        seen.append(kept)\n"),
     ),
     ("7.5", "small tensors, too", (" or len(whole(tensor)) < 256", "")),
     ("7.5", "values in float32", ("compress(whole(tensor))", "compress(whole(tensor).float())")),

@@ -42,6 +42,9 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+_TINY = torch.tensor([1e-7, -3e-8, 1e-8])  # a gradient that the default eps shrinks
+
+
 def _close(got: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
@@ -257,6 +260,7 @@ def _check_adamw(answer: Step) -> str:
         steps_of(start, three, **plain, betas=(0.5, 0.8), eps=0.3),
         steps_of(start, three, lr=0.1, weight_decay=0.5),
         steps_of(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
+        steps_of(torch.zeros(3), [_TINY], **plain),
     ]
     _require_unequal(answer, adamw_, names=("betas", "eps", "weight_decay"))
     _require_kept(answer, 8 * _COUNT, "mvt", shaped="mv", lr=0.1)
@@ -444,6 +448,7 @@ _REFUSED: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("blocks.0.attention.qkv.weight", (96, 32)),
     ("blocks.0.attention.key_value.weight", (32, 32)),
     ("blocks.0.mixer.weight", (32, 32)),
+    ("blocks.0.mlp.router.weight", (8, 32)),
     ("blocks.0.bias.weight", (32, 32)),
     ("decoder.blocks.1.attention.query_key.weight", (64, 32)),
     ("blocks.0.attention.q_norm.weight", (8,)),
@@ -572,6 +577,7 @@ def _check_adam_mini(answer: Step) -> str:
         steps_of(_random(2, 3), two, size=3, lr=0.1, weight_decay=0.5),
         steps_of(torch.zeros(3), vectors, size=1, **plain),
         steps_of(torch.zeros(3), vectors, size=3, **plain),
+        steps_of(torch.zeros(3), [_TINY], size=1, **plain),
     ]
     _require_unequal(answer, adam_mini_, names=("betas", "eps", "weight_decay"), sizes=_SIZES)
     wanted = 4 * _COUNT + 4 * _COUNT // 30  # two blocks a row
