@@ -163,6 +163,11 @@ REFUSED = [
         "the piece, not the request, chooses the pool",
         (SPLIT, SPLIT.replace("size <=", "best.bytes <= 2 *")),
     ),
+    (
+        "2.2",
+        "no piece above 20 MiB",
+        ("bytes >= size]", "bytes >= size and piece.bytes <= 20 * MIB]"),
+    ),
     ("2.2", "no address as 0", ("        return None", "        return 0")),
     ("2.2", "the rest in use", ("rest, free=True", "rest, free=False")),
     ("2.3", "merges all free pieces of a segment", (JOIN, f"{JOIN}{ALL_FREE}")),

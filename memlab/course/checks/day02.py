@@ -191,6 +191,7 @@ _TAKE_CASES: dict[str, tuple[Pool, int]] = {
     "two segments": (_pool([(_SMALL, TAKEN)], [(_SMALL, FREE)]), 2048),
     "a request of exactly 1 MiB": (_pool([(_SMALL, FREE)]), MIB),
     "20 MiB, all free": (_pool([(20 * MIB, FREE)]), 5 * MIB),
+    "40 MiB, all free": (_pool([(40 * MIB, FREE)]), 30 * MIB),
     "a large piece with half a MiB left": (
         _pool([(5 * MIB + MIB // 2, FREE), (14 * MIB + MIB // 2, TAKEN)]),
         5 * MIB,
