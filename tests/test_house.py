@@ -23,7 +23,6 @@ LONGER = {
     "memlab.course.checks.day06._best_schedule_but": PLANTED,
     "memlab.course.checks.day06._check_choosing": SENTENCES,
     "memlab.course.checks.day07._check_quantize": SENTENCES,
-    "memlab.course.checks.day12._check_steps": SENTENCES,
     "memlab.course.checks.day13._agreed_but": PLANTED,
     "memlab.course.checks.day13._buckets_but": PLANTED,
     "memlab.course.checks.day13._buckets_but.answer": PLANTED,

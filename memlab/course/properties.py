@@ -12,6 +12,7 @@ said by its exercise (`rebuilds`, see ownwork.py), not here.
 
 import gc
 import random
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -410,6 +411,22 @@ def limited(
             f"most {limit or 0:,}.",
             evidence=(case, phase, "bytes"),
         )
+
+
+def limited_outside_of_tensors(case: str, run: Callable[[], Any], most: int) -> None:
+    """Require a run to allocate fewer than `most` bytes in numpy arrays, lists and other Python
+    objects, which no meter of tensors sees."""
+    tracemalloc.start()
+    try:
+        run()
+        outside = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    require(
+        outside < most,
+        f"{case} takes {outside:,} bytes outside of tensors; wanted less than {most:,}.",
+        evidence=(case, "bytes outside of tensors"),
+    )
 
 
 def same_bytes(case: str, got: Any, wanted: int, units: Mapping[str, int]) -> None:
