@@ -95,11 +95,11 @@ class _Targets:
         self._modules: tuple[str, ...] = ()
         for name in (full for short in names for full in _spelled_out(short)):
             if name.split(".")[0] not in LIBRARIES:
-                self._modules += (name,)  # known by name alone: importing it may take seconds
+                self._modules += (f"{name}.",)  # known by name alone: importing it may take seconds
                 continue
             found = _resolved(name)
             if isinstance(found, ModuleType):
-                self._modules += (name,)
+                self._modules += (f"{name}.",)
             elif found is not None:
                 self._add(name, found)
 
@@ -129,7 +129,7 @@ class _Targets:
         return f"{home}.{frame.f_code.co_name}" if self._is_inside(home) else None
 
     def _is_inside(self, home: str) -> bool:
-        return any(home == module or home.startswith(f"{module}.") for module in self._modules)
+        return f"{home}.".startswith(self._modules)
 
     def _builtin(self, called: Any) -> str | None:
         for function, name in self._builtins.get(getattr(called, "__name__", ""), ()):
