@@ -39,8 +39,10 @@ def watched(check: Callable[..., Any], rebuilds: Sequence[str]) -> Iterator[list
     targets, check_code = _targets(tuple(rebuilds)), getattr(check, "__code__", None)
 
     def look(frame: FrameType, event: str, called: Any) -> None:
+        if seen or event not in ("call", "c_call"):
+            return
         name = targets.called(frame, event, called)
-        if name is None or seen:
+        if name is None:
             return
         caller = frame if event == "c_call" else frame.f_back
         direct = caller is not None and not is_a_librarys(caller)
@@ -91,6 +93,8 @@ class _Targets:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._codes: dict[CodeType, str] = {}
+        # By identity, since the hash of a code is slow; the code beside its name keeps it alive.
+        self._seen: dict[int, tuple[CodeType, str | None]] = {}
         self._builtins: dict[str, list[tuple[Any, str]]] = {}  # by their last name
         self._modules: tuple[str, ...] = ()
         for name in (full for short in names for full in _spelled_out(short)):
@@ -116,13 +120,15 @@ class _Targets:
         assert inspect.isclass(found) or callable(found), f"{name} cannot be called"
 
     def called(self, frame: FrameType, event: str, called: Any) -> str | None:
-        """The name under which the exercise forbids what is called here."""
-        if event == "call":
-            name = self._codes.get(frame.f_code)
-            return name or (self._module_of(frame) if self._modules else None)
-        if event == "c_call" and self._builtins:
-            return self._builtin(called)
-        return None
+        """The name under which the exercise forbids what is called here, or None."""
+        if event == "c_call":
+            is_alike = getattr(called, "__name__", "") in self._builtins
+            return self._builtin(called) if is_alike else None
+        known = self._seen.get(id(frame.f_code))
+        if known is None:
+            name = self._codes.get(frame.f_code) or self._module_of(frame)
+            known = self._seen[id(frame.f_code)] = frame.f_code, name
+        return known[1]
 
     def _module_of(self, frame: FrameType) -> str | None:
         home = frame.f_globals.get("__name__", "")
