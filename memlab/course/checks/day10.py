@@ -159,8 +159,10 @@ def _require_near(what: str, got: Tensor, wanted: Tensor, within: float = 2e-5) 
     if off.any():
         place = tuple(off.nonzero()[0].tolist())
         where = ", ".join(map(str, place))
+        a, b = got[place].item(), wanted[place].item()
+        digits = 4 if f"{a:.4g}" != f"{b:.4g}" else 12
         raise Wrong(
-            f"{what}[{where}] is {got[place]:.4g}; wanted {wanted[place]:.4g}. {off.sum()} of "
+            f"{what}[{where}] is {a:.{digits}g}; wanted {b:.{digits}g}. {off.sum()} of "
             f"{got.numel()} elements are wrong."
         )
 
