@@ -352,12 +352,7 @@ ACCEPTED = [
         "a condition on the columns",
         ("range(0, seen, tile)]", "range(0, keys, tile) if n < seen]"),
     ),
-    (
-        "10.3",
-        "scaled scores",
-        (" * q.shape[-1] ** -0.5", ""),
-        (".mT,", ".mT / q.shape[-1]**0.5,"),
-    ),
+    ("10.3", "scaled scores", (" * q.shape[-1] ** -0.5", ""), (".mT,", ".mT / q.shape[-1]**0.5,")),
     (
         "10.4",
         "the scale at the end",

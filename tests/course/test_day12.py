@@ -22,12 +22,7 @@ from memlab.model import GPT, PRESETS
 from memlab.optim import Lion8bit
 from memlab.reference.collectives import Collectives, Wire
 from memlab.reference.sharded_optimizer import ShardedAdam
-from memlab.reference.sharded_weights import (
-    add_gradients_,
-    backward_of,
-    forward_of,
-    sharded_pass,
-)
+from memlab.reference.sharded_weights import add_gradients_, backward_of, forward_of, sharded_pass
 from memlab.train import TECHNIQUES
 from memlab.zero import communication_bytes, model_state_bytes, one_rank, simulate
 

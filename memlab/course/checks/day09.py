@@ -316,10 +316,7 @@ _ENCODE = Exercise(
             "Code 0 is zero only in the unsigned codebook. In the signed one, zero is code 127.",
             ("return", "codes[blocks == 0] = 0\n    return"),
         ),
-        (
-            "These are even steps. Look for the nearest entry of the codebook.",
-            (_NEAREST, _EVENLY),
-        ),
+        ("These are even steps. Look for the nearest entry of the codebook.", (_NEAREST, _EVENLY)),
         (
             "This is the entry below, not the nearest one. Compare with the middles.",
             (_NEAREST, "(torch.bucketize(fractions, code, right=True) - 1)"),
@@ -716,10 +713,7 @@ _RULE = Exercise(
             "x can have any shape, but the codes are flat. Compare x.flatten().",
             ("x.flatten() > 0", "x > 0"),
         ),
-        (
-            "Every code is one higher. Change only codes that would be 0.",
-            (_RULE_LINE, _ONE_UP),
-        ),
+        ("Every code is one higher. Change only codes that would be 0.", (_RULE_LINE, _ONE_UP)),
         (
             "10⁻¹² is small in one block and huge in another. Test the code, not x.",
             ("encode(x,", "encode(x.where(x == 0, x.clamp(min=1e-12)),"),

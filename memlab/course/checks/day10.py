@@ -271,8 +271,7 @@ def _check_memory_of_add(answer: Add) -> None:
     )
     held, wanted = sum(e.bytes for e in trace.events if e.phase != "before"), 4 * R * (2 + D)
     require(
-        held <= wanted,
-        f"{call} keeps {held:,} bytes; wanted {wanted:,}, 2 + D elements per row.",
+        held <= wanted, f"{call} keeps {held:,} bytes; wanted {wanted:,}, 2 + D elements per row."
     )
 
 
@@ -321,22 +320,13 @@ _ADD = Exercise(
             "All rows share one row_max, so low rows underflow to 0. Each row needs its own.",
             (_HIGHER, "torch.maximum(row_max, scores.max())"),
         ),
-        (
-            "Subtract row_max before exp: e^1000 is infinite.",
-            (_SAFE, "torch.zeros_like(new_max)"),
-        ),
-        (
-            "−∞ − (−∞) is NaN. For a row that has seen nothing yet, subtract 0.",
-            (_SAFE, "new_max"),
-        ),
+        ("Subtract row_max before exp: e^1000 is infinite.", (_SAFE, "torch.zeros_like(new_max)")),
+        ("−∞ − (−∞) is NaN. For a row that has seen nothing yet, subtract 0.", (_SAFE, "new_max")),
         (
             "acc is already divided by row_sum. Keep the undivided sum, and divide at the end.",
             ("correction * acc + probs @ values", "(correction * acc + probs @ values) / row_sum"),
         ),
-        (
-            "row_max can be below 0. Replace only −∞ by 0.",
-            (_SAFE, "new_max.clamp(min=0)"),
-        ),
+        ("row_max can be below 0. Replace only −∞ by 0.", (_SAFE, "new_max.clamp(min=0)")),
         (
             "The 0 that replaces −∞ is returned as row_max. Return −∞, or later scores below 0 are "
             "measured from 0.",
@@ -464,10 +454,7 @@ _PLAN = Exercise(
     wrong_answers=mistakes(
         "10.2",
         ("Every tile is visited. Skip the tiles in which no query sees a key.", (_SEEN, "keys")),
-        (
-            "shift is ignored, so every mask is top-left.",
-            (_SEEN, "min(last, keys)"),
-        ),
+        ("shift is ignored, so every mask is top-left.", (_SEEN, "min(last, keys)")),
         (
             "The diagonal comes from the lengths. Use shift: query i sees the keys up to i + "
             "shift.",
@@ -751,10 +738,7 @@ _ATTEND = Exercise(
                 "backward.",
                 (_LSE_GUARD, ""),
             ),
-            (
-                "Tiles are visited in which everything is hidden. Follow the plan.",
-                (_SEEN, "keys"),
-            ),
+            ("Tiles are visited in which everything is hidden. Follow the plan.", (_SEEN, "keys")),
             (
                 "The tiles on the diagonal need a mask inside. Call hide(…).",
                 (
@@ -837,10 +821,7 @@ def _check_result(answer: Flash, case: AttentionCase) -> tuple[list[Tensor], Ten
     out = answer(*mine, case.tile, case.shift)
     right = _exactly(case)[1].detach()
     is_tensor(f"{call},", out, dtype=mine[0].dtype, shape=tuple(right.shape))
-    require(
-        out.requires_grad,
-        f"{call} gave a tensor without a graph (requires_grad is False).",
-    )
+    require(out.requires_grad, f"{call} gave a tensor without a graph (requires_grad is False).")
     _require_near(f"{call}: out", out.detach(), right)
     return mine, out
 

@@ -875,10 +875,7 @@ _ROWS = Exercise(
             "If not even one row fits, return 0.",
             (f"room // ({_PER_ROW})", f"max(1, room // ({_PER_ROW}))"),
         ),
-        (
-            "A chunk need not divide the rows. The last one may be shorter.",
-            (_EVENLY, _DIVISOR),
-        ),
+        ("A chunk need not divide the rows. The last one may be shorter.", (_EVENLY, _DIVISOR)),
     ),
 )
 

@@ -15,12 +15,7 @@ from memlab.course.solutions import body, mistakes, solution
 from memlab.metering import measure
 from memlab.reference.collectives import Collectives, Wire
 from memlab.reference.sharded_optimizer import ShardedAdam
-from memlab.reference.sharded_weights import (
-    add_gradients_,
-    backward_of,
-    forward_of,
-    sharded_pass,
-)
+from memlab.reference.sharded_weights import add_gradients_, backward_of, forward_of, sharded_pass
 from memlab.torch_internals import TorchDispatchMode, disable_current_modes, tree_leaves
 from memlab.trace import Trace
 from memlab.zero import communication_bytes, model_state_bytes
@@ -539,10 +534,7 @@ _ADAM = Exercise(
             "The epsilon is too large: it shortens small gradients. clip_grad_norm_ has 1e-6.",
             ("1e-6", "1e-2"),
         ),
-        (
-            "The sum of the ranks' gradients is used, not their mean.",
-            (_MEAN, "total.float()"),
-        ),
+        ("The sum of the ranks' gradients is used, not their mean.", (_MEAN, "total.float()")),
         (
             "Gradients below max_norm are scaled up. The factor is at most 1.",
             (_FACTOR, "max_norm / (norm + 1e-6)"),
@@ -964,10 +956,7 @@ _PASS = Exercise(
             "Gradients stay on the rank that computed them. Each piece needs those of all ranks.",
             _NEVER_SENT,
         ),
-        (
-            "The outputs are used as their own gradients. Call dy_of(y).",
-            ("dy_of(y) for", "y for"),
-        ),
+        ("The outputs are used as their own gradients. Call dy_of(y).", ("dy_of(y) for", "y for")),
         (
             "add_gradients_ got the sums of all units, and used the first for each. Pass lists of "
             "one unit: [[mine[unit]] for mine in sums].",
@@ -1098,10 +1087,7 @@ _FORMULA = Exercise(
             ("(ranks - 1) * shard", "(parameters * (ranks - 1) // ranks)"),
         ),
         ("These are elements. Each has 2 bytes.", ("held, 2 * passes", "held, passes")),
-        (
-            "Use K. It is not always 12 bytes per weight.",
-            (_OF_STATE, "12 * (shard if stage >= 1"),
-        ),
+        ("Use K. It is not always 12 bytes per weight.", (_OF_STATE, "12 * (shard if stage >= 1")),
         (
             "The optimizer state is sharded from stage 1 on.",
             (_OF_STATE, "K * (shard if stage >= 2"),
