@@ -333,6 +333,7 @@ REFUSED = [
         "float32 moments beside the codes",
         (ENCODING, f'        state["x"] = m, v\n{ENCODING}'),
     ),
+    ("9.4", "subnormal elements", ("x.flatten() > 0", "x.flatten() >= 1e-38")),
     ("9.4", "clamped to the smallest entry", (RULE, ""), ("encode(x,", "encode(x.clamp(1e-7),")),
     ("9.2", "scales of zeros are 1", (FILLED, f"{FILLED}\n    scales = {ZERO}")),
     ("9.2", "scales clamped to 1e-30", (FILLED, f"{FILLED}.clamp(1e-30)")),

@@ -325,6 +325,13 @@ REFUSED = [
         (" * q.shape[-1] ** -0.5", ""),
         (LOOP, f"    q *= q.shape[-1] ** -0.5\n{LOOP}"),
     ),
+    (
+        "10.4",
+        "settings on the class",
+        (SETTINGS, "Flash.tile, Flash.shift = tile, shift"),
+        ("ctx.tile, ctx.shift)", "Flash.tile, Flash.shift)"),
+        ("column, ctx.shift)", "column, Flash.shift)"),
+    ),
     ("10.4", "out written over", (END, f"out *= dout\n        {END}")),
     ("10.4", "dout written over", (END, f"dout *= out\n        {END}")),
     ("10.4", "zeros for long texts", (END, f"dq *= q.shape[-2] < 30\n        {END}")),

@@ -394,6 +394,10 @@ REFUSED = [
         ("return total / ctx.count", "ctx.mark_non_differentiable(total); return total"),
     ),
     ("11.3", "all of hidden in float32", (BEGIN, IN_FLOAT), (OF_ROWS, "whole[rows]")),
+    ("11.3", "the count on the class", ("ctx.count", "ChunkedLoss.count")),
+    ("11.3", "at least two rows are counted", ("clamp(min=1)", "clamp(min=2)")),
+    ("11.3", "no negative upstream", ("upstream / ctx.count", "upstream.abs() / ctx.count")),
+    ("11.3", "no large upstream", ("upstream / ctx.count", "upstream.clamp(max=1) / ctx.count")),
     ("11.3", "all rows are counted", (COUNT, "torch.tensor(len(targets)).clamp(min=1)")),
     ("11.4", "chunks rounded down", (CHUNKS, "max(1, rows // most)")),
     (

@@ -445,6 +445,13 @@ REFUSED = [
     ("12.1", "slices of the whole", (ADDED, SUM_IN_A_WHOLE)),
     ("12.1", "all_gather in another order", ("torch.cat(pieces)", "torch.cat(pieces[::-1])")),
     ("12.1", "all ranks share a tensor", ("return wholes", "return wholes[:1] * len(shards)")),
+    ("12.1", "the wire on the class", ("self.wire = wire", "type(self).wire = wire")),
+    (
+        "12.2",
+        "state on the class",
+        ("self.shards = [", "type(self).shards = ["),
+        ("self.optimizers = [", "type(self).optimizers = ["),
+    ),
     ("12.2", "an epsilon of 0.01", ("norm + 1e-6", "norm + 1e-2")),
     ("12.2", "an epsilon of 0.001", ("norm + 1e-6", "norm + 1e-3")),
     ("12.2", "an epsilon where nothing is clipped", (CLIP, "max_norm / max(norm, max_norm + 0.1)")),

@@ -782,6 +782,7 @@ def _check_flash(answer: Flash) -> str:
         _check_gradients(answer, case)
     held, peak, made = _check_costs_of_flash(answer)
     _check_is_a_function(answer)
+    _check_two_graphs(answer)
     return (
         f"gradients match float64, with both alignments · {held:,} bytes held for backward: out "
         f"and lse · {LONG.queries} × {LONG.keys} scores: a peak of {peak:,} bytes in both passes, "
@@ -812,6 +813,19 @@ def _check_gradients(answer: Flash, case: AttentionCase) -> None:
         torch.equal(out, result),
         f"{call}: backward changed out, which is also the caller's. Make a new tensor.",
     )
+
+
+def _check_two_graphs(answer: Flash) -> None:
+    """A second call before backward must not change the gradients of the first."""
+    first, second = CASES[8], CASES[5]
+    mine, out = _check_result(answer, first)
+    _check_result(answer, second)
+    dout = _arguments(first)[3]
+    got = torch.autograd.grad(out, mine, dout.clone())
+    exact, right = _exactly(first)
+    wanted = torch.autograd.grad(right, exact, dout.double())
+    call = f"flash, {first}, with another call before backward"
+    _require_all_near(f"{call} (is anything kept outside of ctx?)", got, wanted)
 
 
 def _check_result(answer: Flash, case: AttentionCase) -> tuple[list[Tensor], Tensor]:

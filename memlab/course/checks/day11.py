@@ -375,7 +375,9 @@ LOSS_CASES = (
     LossCase("2 rows, 5 at a time", 2, 5),
     LossCase("7 rows, 3 at a time, 3 of them ignored", 7, 3, ignored=(0, 3, 4)),
     LossCase("4 rows, 2 at a time, all ignored", 4, 2, ignored=(0, 1, 2, 3)),
-    LossCase("7 rows, 3 at a time, times 0.25", 7, 3, upstream=0.25),
+    LossCase("4 rows, 2 at a time, all but one ignored", 4, 2, ignored=(0, 1, 3)),
+    LossCase("7 rows, 3 at a time, times −0.25", 7, 3, upstream=-0.25),
+    LossCase("7 rows, 3 at a time, times 1,024", 7, 3, upstream=1024.0),
     LossCase("7 rows in bfloat16, 3 at a time", 7, 3, dtype=torch.bfloat16),
 )
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -390,6 +392,7 @@ def _check_chunked(answer: Loss) -> str:
     for case in LOSS_CASES:
         _check_case(answer, case)
     _check_second_pass(answer)
+    _check_two_graphs(answer)
     first, *others = LARGE_CASES
     peak, held = _check_bytes(answer, first)
     for case in others:
@@ -553,6 +556,17 @@ def _check_second_pass(answer: Loss) -> None:
         f"{case.call}: the gradient of weight has a norm of {second.norm():.3g} in a second "
         f"backward pass, and of {first.norm():.3g} in the first; wanted the same, or an error.",
     )
+
+
+def _check_two_graphs(answer: Loss) -> None:
+    """A second loss before backward must not change the gradients of the first."""
+    cases = [replace(case, name=f"{case.name}, beside another") for case in LOSS_CASES[3:5]]
+    inputs = [case.inputs for case in cases]
+    pairs = zip(cases, inputs, strict=True)
+    losses = [_loss_of(answer, case.call, *given, case.chunk) for case, given in pairs]
+    for case, given, loss in zip(cases, inputs, losses, strict=True):
+        loss.backward()
+        _require_value(case, loss.item(), given[:2], list(given))
 
 
 def _check_bytes(answer: Loss, case: LossCase) -> tuple[int, int]:

@@ -161,9 +161,20 @@ def _check_collectives(answer: Any) -> str:
         shards = [w[: length // ranks].clone() for w in wholes]
         wanted = [torch.cat(shards) for _ in range(ranks)]
         _check_collective(answer, "all_gather", f"all_gather to {length} elements", shards, wanted)
+    _check_own_wires(answer)
     return (
         "sums and pieces are exact on 1 to 5 ranks, each on its own rank · in both collectives "
         "each rank sends (R − 1)/R of the whole"
+    )
+
+
+def _check_own_wires(answer: Any) -> None:
+    wires = Wire(2), Wire(2)
+    first, _ = [answer(wire) for wire in wires]
+    first.all_gather([torch.zeros(1), torch.ones(1)])
+    require(
+        sum(wires[0].sent) > 0 and wires[1].sent == [0, 0],
+        "Collectives(a) sends on wire b after Collectives(b). Keep the wire on self.",
     )
 
 
@@ -321,6 +332,7 @@ class UnshardedAdamW:
 def _check_adam(answer: Any) -> str:
     for case in ADAM_CASES:
         _check_steps(answer, *case)
+    _check_two_optimizers(answer)
     ranks, n = LARGE
     held = _check_state_bytes(answer, ranks, n)
     _check_state_bytes(answer, ranks, n, torch.float32)
@@ -400,6 +412,20 @@ def _check_steps(
             )
         _require_traffic(call, wire, sent, wire.sums - sums, 4 * (ranks - 1) * -(-n // ranks))
         _require_norm(call, wire.last_sum, before)
+
+
+def _check_two_optimizers(answer: Any) -> None:
+    n, weights = 6, [_copies(2, 6), _copies(2, 6)]
+    exact = [UnshardedAdamW(copies[0], LR) for copies in weights]
+    adams = [answer(copies, Wire(2), LR) for copies in weights]
+    for step in (1, 2):
+        for shift, (adam, right) in enumerate(zip(adams, exact, strict=True)):
+            gradients = _gradients(2, n, step + shift)
+            right.step(gradients, LOOSE)
+            adam.step(gradients, LOOSE)
+    for place, (copies, right) in enumerate(zip(weights, exact, strict=True)):
+        call = f"of two ShardedAdams of {n} weights, used in turn: in number {place}, weight"
+        _require_rounded(call, copies[1], right.weights)
 
 
 def _require_written(call: str, rank: int, now: Tensor, handed: Tensor, view: Tensor) -> None:
