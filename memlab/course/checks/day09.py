@@ -161,7 +161,7 @@ def _encode_cases() -> dict[str, tuple[Tensor, Tensor]]:
         "256 squares, all below 10⁻¹⁹": (1e-20 * normal(BLOCK) ** 2, unsigned),
         "256 elements below 10⁻³³, unsigned": (1e-34 * tiny, unsigned),
         "a block of squares and a block of zeros": (torch.cat([normal(256) ** 2, zeros]), unsigned),
-        "300 elements": (normal(300), signed),
+        "300 elements": (0.1 * normal(300), signed),
         "a matrix that is not contiguous, (5, 64)": (normal(64, 5).mT, signed),
         "3 × 700 elements over many decades": ((3 * normal(3, 700)).exp(), unsigned),
     }
