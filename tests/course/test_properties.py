@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from memlab.course import ledger
+from memlab.course.cells import Unusable
 from memlab.course.exercises import OK, WRONG, Exercise, Wrong, WrongAnswer, judge, require
 from memlab.course.ownwork import is_rebuilt
 from memlab.course.properties import (
@@ -20,6 +21,7 @@ from memlab.course.properties import (
     gradients,
     is_tensor,
     limited,
+    limited_outside_of_tensors,
     new_bytes,
     parameters,
     peaks,
@@ -463,6 +465,34 @@ def test_the_library_itself_is_no_answer(answer):
         "Your answer is memlab.course.ledger.largest_batch, which this exercise reb"
     )
     assert is_rebuilt(test_the_library_itself_is_no_answer, FORBIDDEN) is None
+
+
+class DerivedSGD(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        (torch.optim.SGD, "torch.optim.sgd.SGD"),
+        (DerivedSGD, "torch.optim.sgd.SGD"),
+        (Unusable(Wrong("Its cell cannot be read.")), None),
+    ],
+    ids=["class of a module", "derived class", "cell that cannot be read"],
+)
+def test_an_answer_from_a_module_that_is_rebuilt_is_told(answer, name):
+    assert is_rebuilt(answer, FORBIDDEN) == name
+
+
+def test_python_objects_are_limited_beside_tensors():
+    def kept(bytes_):
+        return lambda: bytearray(bytes_)
+
+    limited_outside_of_tensors("f()", kept(1000), 50_000)
+    with pytest.raises(
+        Wrong, match=r"f\(\) takes .* bytes outside of tensors; wanted less than 50"
+    ):
+        limited_outside_of_tensors("f()", kept(100_000), 50_000)
 
 
 # ------------------------------------------------------------------ naming a mistake
