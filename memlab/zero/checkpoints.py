@@ -276,10 +276,10 @@ def _require_same_shapes(state: dict[str, Any], saved: dict[str, Any], folder: P
                 f"{folder} has no {name}; load it into the same model, with the same kind of "
                 f"optimizer that it was saved with"
             )
-        there = saved[name]
-        if isinstance(there, TensorStorageMetadata) and there.size != mine.shape:
+        stored = saved[name]
+        if isinstance(stored, TensorStorageMetadata) and stored.size != mine.shape:
             raise ValueError(
-                f"{name} is {tuple(there.size)} in {folder} and {tuple(mine.shape)} here; load it "
+                f"{name} is {tuple(stored.size)} in {folder} and {tuple(mine.shape)} here; load it "
                 f"into a model with that shape"
             )
 
