@@ -77,7 +77,7 @@ class _Layer:
     weights: list[Tensor]
     keys: list[str]
     bytes: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the loaded weights; empty if offloaded
+    versions: list[int] = field(default_factory=list)  # of the weights when they were loaded
 
     def flat_storage(self, number: int) -> list[Tensor]:
         """Return the whole storage of a weight, flat, as an `out` argument of the store."""

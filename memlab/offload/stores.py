@@ -313,7 +313,8 @@ class HostStore(Store):
     def lend(self, key: str) -> list[Tensor]:
         """Return the store's own tensors, for computation on the host, without a copy."""
         kept = self._copies[key]
-        _wait_on_the_host(kept.written)
+        if kept.written is not None:
+            kept.written.synchronize()
         return kept.tensors
 
     def keep(self, key: str, tensors: list[Tensor]) -> None:
@@ -388,8 +389,3 @@ class HostStore(Store):
 
 def _host_tensor(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
-
-
-def _wait_on_the_host(event: Any) -> None:
-    if event is not None:
-        event.synchronize()

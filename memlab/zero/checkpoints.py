@@ -306,10 +306,6 @@ def _on_rank_0(comm: ProcessGroupCommunicator, do: Callable[[], None]) -> None:
     _agree(comm, lambda: do() if comm.index == 0 else None)
 
 
-def _in(comm: ProcessGroupCommunicator) -> dict[str, Any]:
-    return {"process_group": comm.group}
-
-
 def _without_planner_warnings(do: Callable[[], Any]) -> None:
     """Silence torch's warnings for planner authors, and raise its errors as OSError."""
     try:

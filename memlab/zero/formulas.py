@@ -14,7 +14,7 @@ rank of a ring sends (R−1)/R of them. An all-reduce does both.
 
     stages 0 and 1   one reduce-scatter of gradients, then one all-gather (gradients or weights)
     stage 2          one reduce-scatter per backward pass, one all-gather
-    stage 3          one all-gather per forward and per backward pass, one reduce-scatter
+    stage 3          an all-gather per forward and per backward pass, a reduce-scatter per backward
 
 Source   Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 (memory) and 7 (communication).
 """

@@ -87,7 +87,7 @@ class ProcessGroupCommunicator(Communicator):
     def all_reduce_scalar(self, numbers: Iterable[float]) -> float:
         """Return the sum of one scalar per rank, in the backend's order."""
         self.count_scalar()
-        with untracked(), self.naming_lost_ranks("the sum of a number over all ranks"):
+        with untracked(), self.naming_lost_ranks("the all-reduce of a scalar"):
             total = torch.tensor(sum(numbers), dtype=torch.float64, device=self._device)
             dist.all_reduce(total, group=self.group)
             return total.item()

@@ -134,7 +134,7 @@ class Zero(RankGroup):
         self._stepping = False
         self._queued = False
         self._begin()
-        # First of all hooks: the root's weights are gathered in this pass.
+        # Prepend: a pass begins before the hook that gathers the root's weights.
         self.model.register_forward_pre_hook(self._before_forward, prepend=True)
         self.model.register_forward_hook(self._after_forward)
         self.optimizer.register_step_pre_hook(self._refuse_direct_step)

@@ -2,8 +2,8 @@
 
     run each micro-batch ── sum gradients over ranks ── divide by all tokens ── clip ── step
 
-The ranks take turns in each phase. A communicator exchanges shared values: the number of
-tokens, the norm, and any overflow. The step is the same for simulated ranks and for real processes.
+The ranks take turns in each phase. A communicator exchanges shared values: the number of tokens,
+the norm, and any overflow. The step is the same for simulated ranks and for real processes.
 """
 
 import inspect

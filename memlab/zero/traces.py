@@ -35,7 +35,7 @@ def join_traces(traces: Sequence[Trace], phases: Sequence[str | None]) -> Trace:
             if event.phase != "before":
                 events.append(event._replace(phase=_phase(event, phase)))
                 live[event.storage] += event.bytes
-    events = [_with_category(event, category[event.storage]) for event in (*initial, *events)]
+    events = [e._replace(category=category[e.storage]) for e in (*initial, *events)]
     first = traces[0]
     return Trace(tuple(events), device=first.device, dry=first.dry, notes=first.notes)
 
@@ -55,7 +55,3 @@ def gathered_at_peak(trace: Trace, units: Sequence[str]) -> dict[str, int]:
 
 def _phase(event: Event, phase: str | None) -> str:
     return phase if phase and event.phase == "forward" else event.phase
-
-
-def _with_category(event: Event, category: str) -> Event:
-    return event._replace(category=category)

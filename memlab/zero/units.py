@@ -32,8 +32,8 @@ def units_of(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, 
     """Return {name of a weight: name of its unit}; `names` lists the modules to use as units.
 
     Without `names`, the blocks are units. A weight in no unit, or in several, belongs to the root.
-    Raises ValueError for an unknown module, and for a unit inside another; TypeError for
-    a single string.
+    Raises ValueError for an unknown module, and for a unit inside another; TypeError for a
+    single string.
     """
     if isinstance(names, str):
         raise TypeError(f"got units={names!r}, a single name; pass a list of names: [{names!r}]")

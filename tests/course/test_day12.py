@@ -695,7 +695,7 @@ def test_stage_3_peaks_with_a_block_gathered_and_hardly_a_gradient_as_the_lesson
 
 def test_shards_of_a_lion_of_8_bits_are_refused():
     model = GPT(PRESETS["tiny"])
-    with pytest.raises(TypeError, match="give an optimizer that treats each number by itself"):
+    with pytest.raises(TypeError, match="use an elementwise optimizer"):
         simulate(model, Lion8bit(model.parameters()), 8, 1)
 
 

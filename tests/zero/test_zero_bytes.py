@@ -6,9 +6,9 @@ from itertools import accumulate
 
 import pytest
 import torch
+from in_ranks import Wide, mean_square
 from quick import quick
 from ranked import TIED, adamw, micro_batches, model_of, sgd, sum_of_losses, two_groups
-from torch import nn
 
 import memlab
 from memlab.checkpointing import checkpoint_blocks, uniform_schedule
@@ -145,24 +145,6 @@ def test_each_stage_has_a_lower_peak_than_the_one_before():
 
 
 # ------------------------------------------------------------------ the gathered unit
-
-
-class Wide(nn.Module):
-    """Three units, the second by far the largest; no root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [(6, 8), (8, 500), (500, 2)]
-        self.layers = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def mean_square(model, x):
-    return model(x).square().sum(), 1
 
 
 def test_the_peak_of_stage_3_is_the_steady_state_plus_the_largest_unit():

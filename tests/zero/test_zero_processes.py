@@ -334,7 +334,7 @@ def test_a_non_finite_value_on_one_rank_raises_the_same_error_on_all(two, stage,
         ("sleeps", "rank 1 of 3 did not come in time: the reduce-scatter of root cannot finish"),
         (
             "goes on",
-            "the ranks wait for each other, rank 0 in the sum of a number over all ranks, ",
+            "the ranks wait for each other, rank 0 in the all-reduce of a scalar, ",
         ),
         ("dies", "rank 1 of 3 ended without a word: the reduce-scatter of root cannot finish"),
     ],
