@@ -3,9 +3,8 @@
 Saves    the saved tensors, except weights and small tensors. Each storage is stored once.
 Costs    moving its bytes there and back. A storage that distant operators saved may be loaded
          twice. While backward uses one storage, the next is prefetched and another may be held.
-Source   Rhu et al. 2016 (vDNN), arXiv 1602.08124. torch's `save_on_cpu` does not prefetch, and
-moves
-         weights, and tensors that several operators save, several times.
+Source   Rhu et al. 2016 (vDNN), arXiv 1602.08124. torch's `save_on_cpu` does not prefetch,
+         and it moves weights too, and shared tensors several times.
 
     with offloaded_activations(store):
         loss = model(tokens, targets)

@@ -31,11 +31,11 @@ optimizer of torch or memlab.optim that steps weights separately works, with ide
 Step counters, one per weight, stay in memory.
 
 With `weights`, the store holds master weights in at least float32. The optimizer steps these, and
-the model's weights are rounded copies. For a float32 model both are the same. This is useful for a
-DiskStore, which then contains the whole training. Every `commit_every` steps end with a commit:
-weights, state, group settings (such as a scheduler's learning rate) and the step count are saved to
-disk together. Without `weights`, the store has only the state. Load the model's weights from your
-own checkpoint of the step that `resume()` returns.
+the model's weights are rounded copies. For a float32 model, both have the same values; this is
+useful for a DiskStore, which then contains the whole training. Every `commit_every` steps end with
+a commit: weights, state, group settings (such as a scheduler's learning rate) and the step count
+are saved to disk together. Without `weights`, the store has only the state. Load the model's
+weights from your own checkpoint of the step that `resume()` returns.
 
 `on="device"` moves the state to the weights. `on="host"` moves gradients to the state and the
 stepped weights back; this is ZeRO-Offload, and requires `weights`.

@@ -1,12 +1,12 @@
 """Sub-groups: weights that one optimizer step updates together, and the layout of their state.
 
-    weights     [w0, w1 | w2 | w3, w4, w5]        adjacent weights of one group, up to a maximum
-    size states      {name: tensor or number} of each  as the optimizer keeps them record      the
-    tensors in a list             stored in the store, each once layout      (weight, name, index in
-    record)   finds a state's tensors in the record small       numbers and scalar tensors
-    kept in memory
+    weights     [w0, w1 | w2 | w3, w4, w5]          adjacent weights of one group, up to a maximum
+    states      {name: tensor or number} of each    as the optimizer keeps them
+    record      the tensors in a list               stored in the store, each once
+    layout      (weight, name, index in record)     finds a state's tensors in the record
+    small       numbers and scalar tensors          kept in memory
 
-This module plans only. It has no store and no optimizer, and copies no tensor.
+This module only plans: it copies no tensor.
 """
 
 from dataclasses import dataclass, field

@@ -28,7 +28,7 @@ class Collective(NamedTuple):
     payload: str
 
 
-class Traffic:
+class CollectiveTraffic:
     """Calls, elements and bytes that one rank has sent, by collective."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Traffic:
         return sum(n for sent, n in self.bytes.items() if sent.payload != "numbers")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Traffic) and vars(self) == vars(other)
+        return isinstance(other, CollectiveTraffic) and vars(self) == vars(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -84,13 +84,13 @@ class Communicator:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.traffic = {rank: Traffic() for rank in range(ranks)}
+        self.traffic = {rank: CollectiveTraffic() for rank in range(ranks)}
         self._sums: dict[Hashable, Tensor] = {}
         self._shards: dict[Hashable, dict[int, Tensor]] = {}
 
     def reset_traffic(self) -> None:
         """Reset the traffic counters."""
-        self.traffic = {rank: Traffic() for rank in self.traffic}
+        self.traffic = {rank: CollectiveTraffic() for rank in self.traffic}
 
     def reduce_scatter(self, rank: int, bucket: Hashable, whole: Tensor) -> Pending:
         """Add a rank's gradients of a bucket to the running sum."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memlab.internals.torch_internals import storage_use_count
-from memlab.zero.collectives import Communicator, Pending, Traffic, untracked
+from memlab.zero.collectives import CollectiveTraffic, Communicator, Pending, untracked
 from memlab.zero.joining import rank_lost_error
 from memlab.zero.partitioning import Bucket, Partition
 
@@ -37,7 +37,7 @@ class ProcessGroupCommunicator(Communicator):
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         super().__init__(dist.get_world_size(group))
         self.index = dist.get_rank(group)
-        self.traffic = {self.index: Traffic()}
+        self.traffic = {self.index: CollectiveTraffic()}
         self.plan: Partition | None = None
         self.group, self._device = group, device
         # Pending works hold connections open. Keep them only here, so that they can be closed when

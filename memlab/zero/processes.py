@@ -65,7 +65,7 @@ from torch import Tensor, nn
 
 from memlab.internals.torch_internals import in_backward, tree_leaves, when_backward_ends
 from memlab.zero.checkpoints import load, save
-from memlab.zero.collectives import Traffic
+from memlab.zero.collectives import CollectiveTraffic
 from memlab.zero.joining import RankLost, joined
 from memlab.zero.partitioning import Partition
 from memlab.zero.process_group import ProcessGroupCommunicator
@@ -144,7 +144,7 @@ class Zero(RankGroup):
         return self.model(*args, **kwargs)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> CollectiveTraffic:
         """What this rank has sent since the last step began."""
         return self.comm.traffic[self.rank.index]
 

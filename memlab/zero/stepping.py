@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memlab.trace import Trace
-from memlab.zero.collectives import Communicator, Traffic
+from memlab.zero.collectives import CollectiveTraffic, Communicator
 from memlab.zero.partitioning import Partition
 from memlab.zero.ranks import Rank, SumOfLosses
 from memlab.zero.traces import gathered_at_peak, join_traces
@@ -37,7 +37,7 @@ class Step:
     tokens: float
     norm: float | None
     stepped: bool
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[CollectiveTraffic, ...]
     traces: tuple[Trace, ...]
     stage: int
     units: tuple[str, ...]

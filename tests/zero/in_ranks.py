@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import memlab
 from memlab.precision import LossScaler
 from memlab.zero import joining, processes
-from memlab.zero.collectives import Traffic
+from memlab.zero.collectives import CollectiveTraffic
 
 TIME_OUT = 60
 STAGES = (0, 1, 2, 3)
@@ -148,7 +148,9 @@ def metered(stage: int, overlap: bool) -> dict[str, Any]:
     }
 
 
-def accumulated(stage: int, overlap: bool) -> tuple[dict[Any, Tensor], list[float], Traffic]:
+def accumulated(
+    stage: int, overlap: bool
+) -> tuple[dict[Any, Tensor], list[float], CollectiveTraffic]:
     """Step in float64 with three micro-batches per rank and clipping."""
     zero, norms = sharded(stage, overlap, model=model_of().double()), []
     for number in range(3):
