@@ -721,7 +721,7 @@ def test_stage_3_peaks_with_one_gathered_block_and_few_gradients():
 
 def test_sharding_lion_8bit_is_refused():
     model = GPT(PRESETS["tiny"])
-    with pytest.raises(TypeError, match="give an optimizer that treats each number by itself"):
+    with pytest.raises(TypeError, match="use an elementwise optimizer"):
         simulate(model, Lion8bit(model.parameters()), 8, 1)
 
 

@@ -103,7 +103,7 @@ def test_a_run_is_resumed_from_a_file_and_from_a_dict(tmp_path):
 def test_two_cannot_have_one_store(tmp_path):
     store = DiskStore()
     first = PostHocEMA(a_model(), tmp_path / "a", store=store)
-    with pytest.raises(StoreError, match="give each a store of its own"):
+    with pytest.raises(StoreError, match="use a separate store for each"):
         PostHocEMA(a_model(), tmp_path / "b", store=store)
     del first
     PostHocEMA(a_model(), tmp_path / "b", store=store)
