@@ -684,9 +684,9 @@ def test_the_device_says_allocated_reserved_and_what_nvidia_smi_shows():
     step = started()
     step.storage(3 * MIB)
     printed = str(step.end()).splitlines()
-    assert "the device says: allocated peak 3.00 MiB" in printed
-    assert "the device says: reserved peak 20.00 MiB" in printed
-    assert "the device says: used 320.00 MiB" in printed
+    assert "device: allocated peak 3.00 MiB" in printed
+    assert "device: reserved peak 20.00 MiB" in printed
+    assert "device: used 320.00 MiB" in printed
     assert "note: 0 B at the peak are unattributed" in printed
     assert any("nvidia-smi" in line for line in printed)
 
