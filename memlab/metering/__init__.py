@@ -1,4 +1,4 @@
-"""The meter: the Trace of a training step, on the CPU, on a GPU, or inside a dry run."""
+"""Measure a training step's memory, on the CPU, on a GPU, or in a dry run."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from memlab.trace import Trace
 __all__ = ["BudgetExceeded", "budget", "measure", "meter"]
 
 SCRATCH_NOTE = (
-    "the scratch that kernels take while they run is not in here; that of convolutions and "
-    "recurrent layers can raise the real peak by a quarter (metering.profiler_recording adds it)"
+    "kernel workspaces are not counted; in convolutions and recurrent layers they can raise the "
+    "real peak by a quarter (metering.profiler_recording adds them)"
 )
 
 
@@ -31,15 +31,15 @@ def measure(
     device: torch.device | str | None = None,
     lines: bool = False,
 ) -> Trace:
-    """Run `step()` once and return every allocation and free of it, by category and module.
+    """Run `step()` once and return its allocations and frees, by category and module.
 
-    model, optimizer   count from the start, touched or not; without them, modules are found as
-                       they are called, and parameters and state as they are used
-    device             whose memory is counted; without it, the accelerator's if the step uses
-                       one, else the CPU's
-    lines              also note the Python line of each allocation (slower)
+    model, optimizer   counted from the start, even if the step does not touch them; without
+                       them, modules, parameters and state are counted when first used
+    device             the device to measure; by default the accelerator if the step uses one,
+                       else the CPU
+    lines              also record the Python line of each allocation (slower)
 
-    Raises whatever `step` raises, and TypeError for what is no step, model or optimizer. Inside
+    Raises TypeError for an invalid argument, and every exception that `step` raises. Inside
     `with dry_run():` nothing is computed.
     """
     with meter(model, optimizer, device=device, lines=lines, step=step) as running:
@@ -48,7 +48,7 @@ def measure(
 
 
 class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as running:`
-    """`measure` as a context manager: `running.trace` afterwards, also when the body raised."""
+    """`measure` as a context manager; read `running.trace` afterwards, even if the body raised."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
 
     def __exit__(self, *exception: Any) -> None:
         self._storages.__exit__(*exception)
-        with no_cycle_collection():  # of 10,000 events, none is garbage yet
+        with no_cycle_collection():  # it would search thousands of live events
             self._trace = self._complete()
 
     def _complete(self) -> Trace:
         answers, changes = self._watch.stop(), list(self._storages.changes())
         device = self._device or _main_device(changes)
         if device.type != answers.device.type or device.index not in (None, answers.device.index):
-            answers = Answers(device)  # the step ran elsewhere than we watched
+            answers = Answers(device)  # the step ran on another device than the monitored one
         completed = complete(changes, answers)
         context = self._storages.context
         is_dry = DryRun.active is not None
@@ -102,26 +102,26 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
 
     @property
     def trace(self) -> Trace:
-        """What was metered; RuntimeError while metering still goes on."""
+        """The finished trace. Raises RuntimeError inside the `with` block."""
         if self._trace is None:
-            raise RuntimeError("the trace is complete only after the `with` block; read it there")
+            raise RuntimeError("the trace is not complete yet; read it after the `with` block")
         return self._trace
 
 
 def _check(model: Any, optimizer: Any, step: Any) -> None:
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(f"got a {type(model).__name__} as model; give the torch.nn.Module itself")
+        raise TypeError(f"got a {type(model).__name__} as model; pass a torch.nn.Module")
     if isinstance(optimizer, torch.nn.Module):
-        raise TypeError(f"got a module, {type(optimizer).__name__}, as optimizer; name it model=")
+        raise TypeError(f"got a module, {type(optimizer).__name__}, as optimizer; pass it as model=")
     if step is not None and not callable(step):
         raise TypeError(
-            f"got a {type(step).__name__} as step; give a function of no arguments that takes one "
+            f"got a {type(step).__name__} as step; pass a function without arguments that runs one "
             f"training step, such as lambda: model(x).sum().backward()"
         )
 
 
 def _main_device(changes: list[Change]) -> torch.device:
-    """The accelerator that holds the most bytes; the CPU where no accelerator holds any."""
+    """Return the accelerator with the most bytes, or the CPU if no accelerator has any."""
     held: Counter[torch.device] = Counter()
     for change in changes:
         held[change.record.device] += abs(change.bytes)
@@ -131,7 +131,7 @@ def _main_device(changes: list[Change]) -> torch.device:
 
 
 def _likely_device(model: torch.nn.Module | None) -> torch.device:
-    """Where the step will run: where the model is, else on the accelerator if there is one."""
+    """Return the model's device; without a model, the accelerator if there is one."""
     cpu = torch.device("cpu")
     if DryRun.active is not None:
         return cpu

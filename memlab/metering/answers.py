@@ -1,8 +1,8 @@
-"""What a device is asked about its own memory while a step runs, and what it answers.
+"""Memory statistics from a device's own allocator, read before and after a step.
 
-The meter knows the storages that operators make. The device's allocator knows what it handed
-out: more than was asked for, and to more than storages, because kernels and the libraries below
-them ask it too. A Watch puts the questions before and after the step; Answers are plain data.
+The meter counts the storages that operators allocate. The device's allocator counts more: it
+rounds sizes up, and kernels and libraries such as cuBLAS also allocate from it. A Watch reads the
+statistics; Answers are plain data.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,10 @@ _RESERVED_PEAK = "reserved_bytes.all.peak"
 
 
 class Mark(NamedTuple):
-    """What the meter told the allocator before an operator ran: it stands on every entry of the
-    history from then on. `seen` is the number of storages that the meter had numbered by then."""
+    """A tag set before each operator. The allocator copies it to its history entries.
+
+    `seen` is the number of storages that the meter had numbered when the tag was set.
+    """
 
     seen: int = 0
     phase: str = "forward"
@@ -30,14 +32,14 @@ class Mark(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Bytes that an allocator hands out: so many were asked for, so many are taken."""
+    """A block's requested bytes, and the bytes that the allocator used for it."""
 
     asked: int
     taken: int
 
 
 class Entry(NamedTuple):
-    """One line of an allocator's history: a block handed out or taken back."""
+    """One allocation or free in an allocator's history."""
 
     is_free: bool
     address: int
@@ -47,38 +49,40 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Answers:
-    """What a device said of one metered run, in bytes; None where it does not answer."""
+    """A device's statistics of one metered step, in bytes; None if the device has none."""
 
     device: torch.device
     allocated_at_start: int | None = None
     allocated_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
-    used_bytes: int | None = None  # what the driver shows, at the end
-    granularity: int = 1  # sizes are rounded up to a multiple of it
+    used_bytes: int | None = None  # reported by the driver at the end
+    granularity: int = 1  # the allocator rounds sizes up to a multiple of this
     history: tuple[Entry, ...] | None = None
-    blocks_at_start: dict[int, Block] = field(default_factory=dict)  # by address, if it has one
+    blocks_at_start: dict[int, Block] = field(default_factory=dict)  # by address, with a history
     notes: tuple[str, ...] = ()
 
 
 class Watch:
-    """Asks nothing: no one counts what a CPU hands out, and meta tensors have no bytes."""
+    """A device without statistics: the CPU's allocator keeps none, and meta tensors have no bytes.
+
+    Call `mark(operator, phase, module)` before each operator, unless it is None.
+    """
 
     mark: Callable[[Any, str, str], None] | None = None
-    """To be called before each operator, with it, the phase and the module; None: no need."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def start(self) -> None:
-        """Put the questions that come before the step."""
+        """Start collecting, before the step."""
 
     def stop(self) -> Answers:
-        """Put the questions that come after it."""
+        """Stop collecting, after the step."""
         return Answers(self.device)
 
 
 class Accelerator:
-    """The functions of torch that an AllocatorWatch calls, in one place that can be replaced."""
+    """The torch functions that an AllocatorWatch calls; tests replace them."""
 
     def synchronize(self, device: torch.device) -> None:
         torch.accelerator.synchronize(device)
@@ -98,10 +102,7 @@ class Accelerator:
 
 
 class AllocatorWatch(Watch):
-    """A device whose allocator counts what it hands out.
-
-    The count of its peak starts anew when the step starts, as with `reset_peak_memory_stats`.
-    """
+    """A device whose allocator keeps statistics. `start` resets its peak statistics."""
 
     granularity = 1
 
@@ -120,7 +121,7 @@ class AllocatorWatch(Watch):
         return Answers(
             self.device,
             allocated_at_start=self._allocated_at_start,
-            allocated_peak_bytes=stats.get(_ALLOCATED_PEAK) or None,  # 0: it does not count
+            allocated_peak_bytes=stats.get(_ALLOCATED_PEAK) or None,  # 0 means not counted
             reserved_peak_bytes=stats.get(_RESERVED_PEAK) or None,
             used_bytes=self._torch.used_bytes(self.device),
             granularity=self.granularity,

@@ -1,15 +1,13 @@
-"""Compiled functions, metered as they run compiled.
+"""Meter compiled functions while they run compiled.
 
-Under a dispatch mode Dynamo takes a function's Python code instead, unless the mode says that it
-leaves compiled code alone (`ignore_compile_internals`). Two more things are in the way:
+Under a dispatch mode Dynamo runs a function uncompiled, unless the mode opts out with
+`ignore_compile_internals`. The meter needs two more steps:
 
-1. Compiled code is good for the global hooks of modules that were there when it was compiled; with
-   the meter's own it would be compiled anew, with the hooks in it. So they are taken away while
-   compiled code runs or is made: Dynamo, which begins again after what it cannot compile, has to
-   find the same.
-2. What Inductor's code takes for itself comes from `empty_strided_cpu` and its like, which no
-   dispatcher sees. So those are wrapped, in the code that was loaded and in what is loaded next.
-   Only matrix products and what else Inductor leaves to torch are seen as operators.
+1. Compiled code guards on global module hooks, so the meter's hooks would trigger a recompilation.
+   They are removed while Dynamo compiles and while compiled code runs.
+2. Inductor allocates its buffers with functions such as `empty_strided_cpu`, which bypass the
+   dispatcher. These functions are wrapped, in loaded code and in code that is loaded later. Matmuls
+   and other operators that Inductor leaves to torch still pass the dispatcher.
 """
 
 import sys
@@ -27,14 +25,17 @@ _TAKES = "empty_strided_"
 
 
 def leave_out_the_remark_on_hooks() -> None:
-    """That of torch.compile on global hooks of modules: they are the meter's, and it knows."""
+    """Silence torch.compile's warning about global module hooks: the meter registers them."""
     remark = r"Using `torch\.compile\(module\)` when there are global hooks"
     warnings.filterwarnings("ignore", message=remark)
 
 
 class CompiledCode:
-    """Between `start()` and `stop()`, `on_buffer(tensor)` is called for each tensor that compiled
-    code takes, `on_run(True)` before compiled code may run and `on_run(False)` after it."""
+    """Report compiled code between `start()` and `stop()`.
+
+    `on_buffer(tensor)` is called for each tensor that compiled code allocates, `on_run(True)`
+    before compiled code may run, and `on_run(False)` after it.
+    """
 
     def __init__(self, on_buffer: Callable[[Tensor], None], on_run: Callable[[bool], None]) -> None:
         self._on_buffer, self._on_run = on_buffer, on_run
@@ -42,9 +43,8 @@ class CompiledCode:
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
-        """Nothing is to be done where nobody compiles."""
         if (eval_frame := sys.modules.get(EVAL_FRAME)) is None:
-            return
+            return  # Dynamo is not imported
         guards, converter = sys.modules[GUARDS], sys.modules[CONVERT_FRAME].CatchErrorsWrapper
         self._tellers = {
             name: self._telling(getattr(guards, name))
@@ -66,7 +66,7 @@ class CompiledCode:
             setattr(owner, name, original)
         if not self._replaced:
             return
-        for module in _generated():  # those that were made meanwhile
+        for module in _generated():  # includes modules loaded since start()
             for name, teller in self._tellers.items():
                 if vars(module).get(name[1:]) is teller:
                     setattr(module, name[1:], teller.__wrapped__)
@@ -86,7 +86,7 @@ class CompiledCode:
         return told
 
     def _announcing(self, set_frame: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Dynamo is switched on before a compiled function runs, and off behind it."""
+        """Call `on_run` when Dynamo is enabled or disabled around a compiled function."""
 
         def announced(callback: Any) -> Any:
             if not self._is_compiling:
@@ -96,7 +96,7 @@ class CompiledCode:
         return announced
 
     def _noting_that_it_compiles(self, compile_frame: Callable[..., Any]) -> Callable[..., Any]:
-        """Dynamo is switched off and on for functions of its own, too."""
+        """Mark compilation, during which Dynamo is also enabled and disabled."""
 
         @wraps(compile_frame)
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -110,6 +110,6 @@ class CompiledCode:
 
 
 def _generated() -> list[ModuleType]:
-    """What Inductor has written and loaded."""
+    """Return the modules that Inductor has generated and loaded."""
     cache = sys.modules.get(CODE_CACHE)
     return [] if cache is None else list(cache.PyCodeCache.modules)

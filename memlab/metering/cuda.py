@@ -1,15 +1,15 @@
-"""CUDA, and ROCm under the same names: the allocator's own history, which is the truth.
+"""Read the caching allocator's history on CUDA (and on ROCm, under the same names).
 
-torch's caching allocator can record every block that it hands out and takes back. Two things are
-missing in that record, and both can be had:
+torch's caching allocator can record every allocation and free. The record lacks two facts, which
+are reconstructed here:
 
-1. Whose a block is. An address is used again and again, so it says little by itself. But every
-   entry carries a text of ours, set before each operator: how many storages the meter had
-   numbered by then, and which operator was about to run. A storage that got number 17 at an
-   address lies in the last block allocated there before the text said 17.
-2. How large it is. The record says what was asked for; what was handed out is rounded up to
-   512 bytes, and is the whole free block if too little of it would remain (1 MiB, for requests
-   above 1 MiB). Which blocks were free is known at the start; from there it is followed.
+1. The owner of a block. Addresses are reused, so an address alone does not identify a storage. But
+   every entry carries a text that the meter sets before each operator: the number of storages
+   numbered so far, and the operator. Storage 17 at an address lies in the last block that was
+   allocated there before the text said 17.
+2. The size of a block. The record has the requested size. The allocator rounds it up to 512 bytes,
+   and uses a whole free block if the remainder would be too small (up to 1 MiB, for requests above
+   1 MiB). The free blocks are known at the start and tracked from there.
 """
 
 import functools
@@ -29,18 +29,18 @@ from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block,
 from memlab.metering.registry import REGISTRY
 
 GRANULARITY = 512
-_SMALL = 2**20  # the largest request that the small pool serves
+_SMALL = 2**20  # the largest request in the small pool
 
 INCOMPLETE = (
-    "somebody else records the allocator's history and keeps too little of it: scratch and "
-    "rounding are estimated"
+    "another recorder of the allocator's history keeps too few entries: workspace and rounding "
+    "are estimated"
 )
 
-_text = functools.cache(str)  # of operators, which are few
+_text = functools.cache(str)  # names of operators
 
 
 class Cuda(Accelerator):
-    """The functions of torch that a CudaWatch calls."""
+    """The torch functions that a CudaWatch calls."""
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
@@ -56,13 +56,13 @@ class Cuda(Accelerator):
         return total - free
 
     def notes(self, device: torch.device) -> tuple[str, ...]:
-        return ("used is what nvidia-smi shows: all processes, and what each takes to run at all",)
+        return ("used bytes are as in nvidia-smi: all processes, with their CUDA contexts",)
 
     def current_index(self) -> int:
         return torch.cuda.current_device()
 
     def keeps_history(self) -> bool:
-        """Only torch's own allocator does, not the driver's asynchronous or a user's."""
+        """Return whether the allocator records a history; only torch's native allocator does."""
         return torch.cuda.get_allocator_backend() == "native"
 
     def is_recording(self) -> bool:
@@ -79,9 +79,9 @@ class Cuda(Accelerator):
 
 
 class CudaWatch(AllocatorWatch):
-    """Records the allocator's history beside its counts.
+    """Record the allocator's history besides its statistics.
 
-    A history that somebody else is recording goes on, and is used from here.
+    If a history is already being recorded, use it and leave it running.
     """
 
     granularity = GRANULARITY
@@ -101,7 +101,7 @@ class CudaWatch(AllocatorWatch):
             self._at_start = self._torch.snapshot()
 
     def mark(self, operator: Any, phase: str, module: str) -> None:
-        """Have every entry say, from now on, what is about to run."""
+        """Tag the following history entries with the next operator."""
         self._torch.set_mark(str(Mark(REGISTRY.count, phase, _text(operator), module)))
 
     def stop(self) -> Answers:
@@ -128,7 +128,7 @@ class CudaWatch(AllocatorWatch):
 
 
 def read(entries: Iterable[Mapping[str, Any]], blocks: "Blocks") -> Iterator[Entry]:
-    """The blocks handed out and taken back, with what they took and what was about to run."""
+    """Yield allocations and frees, with block sizes and the operator that was about to run."""
     mark = Mark()
     for entry in entries:
         action, address, size = entry["action"], entry.get("addr"), entry["size"]
@@ -148,7 +148,10 @@ def read(entries: Iterable[Mapping[str, Any]], blocks: "Blocks") -> Iterator[Ent
 
 
 def _latest(known: Mark, text: str) -> Mark:
-    """The mark that `text` is. Each thread has a text of its own, and an idle thread's is old."""
+    """Parse the tag in `text`, or return `known` if `text` is older.
+
+    Each thread has its own text, and an idle thread's text is out of date.
+    """
     seen, *words = text.split("|", 3)
     if len(words) != 3 or not seen.isdigit() or int(seen) < known.seen:
         return known
@@ -156,7 +159,7 @@ def _latest(known: Mark, text: str) -> Mark:
 
 
 def allocated(snapshot: Mapping[str, Any], index: int) -> dict[int, Block]:
-    """The blocks handed out on the device with this index, by address."""
+    """Return the allocated blocks of the device with this index, by address."""
     return {
         block["address"]: Block(block["requested_size"], block["size"])
         for segment in snapshot["segments"]
@@ -166,22 +169,22 @@ def allocated(snapshot: Mapping[str, Any], index: int) -> dict[int, Block]:
 
 
 class Blocks:
-    """The allocator's blocks, in use and free, as its history leads from one state to the next."""
+    """Track the allocator's used and free blocks through its history."""
 
     def __init__(self, snapshot: Mapping[str, Any], index: int) -> None:
         settings = snapshot.get("allocator_settings", {})
         self._expandable = settings.get("expandable_segments", False)
-        self._unsplit_from = settings.get("max_split_size", -1)  # -1: there is no such size
+        self._unsplit_from = settings.get("max_split_size", -1)  # -1 means unlimited
         self.in_use: dict[int, Block] = {}  # by address
-        self._end: dict[int, int] = {}  # of each free block, by its start …
-        self._start: dict[int, int] = {}  # … and the other way round
-        self._segments: set[int] = set()  # where one starts, so that no block reaches across
+        self._end: dict[int, int] = {}  # free blocks: start to end
+        self._start: dict[int, int] = {}  # free blocks: end to start
+        self._segments: set[int] = set()  # segment starts; blocks do not merge across them
         for segment in snapshot["segments"]:
             if segment["device"] == index:
                 self._add_known(segment)
 
     def allocate(self, address: int, asked: int) -> Block:
-        """Hand out the free block at this address, or its beginning."""
+        """Allocate the free block at this address, or the front of it."""
         taken = _rounded(asked)
         end = self._end.get(address, 0)
         if end >= address + taken:
@@ -194,18 +197,18 @@ class Blocks:
         return self.in_use[address]
 
     def free(self, address: int) -> None:
-        """Take a block back, and merge it with the free ones beside it."""
+        """Free a block and merge it with free neighbours."""
         if address in self.in_use:
             self._add(address, address + self.in_use.pop(address).taken)
 
     def add_segment(self, address: int, size: int, merges: bool) -> None:
-        """Take memory from the driver; `merges` where it continues an expandable segment."""
+        """Add memory from the driver; `merges` if it extends an expandable segment."""
         if not merges:
             self._segments.add(address)
         self._add(address, address + size)
 
     def remove_segment(self, address: int, size: int) -> None:
-        """Give memory back to the driver: a whole segment, or part of an expandable one."""
+        """Return a segment to the driver, or part of an expandable segment."""
         self._segments.discard(address)
         for start, end in list(self._end.items()):
             if start <= address < end:
@@ -224,7 +227,7 @@ class Blocks:
         for block in segment["blocks"]:
             if block["state"] == "inactive":
                 self._add(block["address"], block["address"] + block["size"])
-            else:  # handed out, or taken back while another stream still uses it
+            else:  # allocated, or freed while another CUDA stream still uses it
                 self.in_use[block["address"]] = Block(block["requested_size"], block["size"])
 
     def _add(self, start: int, end: int) -> None:

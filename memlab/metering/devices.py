@@ -1,21 +1,21 @@
-"""The device's answers beside the meter's stream: every byte at the peak gets a name.
+"""Combine the meter's stream with the device's statistics, so that every byte has a category.
 
-    parameters … temporaries   what the meter saw, under the names that it gave
-    workspace                  blocks that the allocator handed out and that hold no storage: the
-                               scratch of kernels, and what libraries keep: of what was there
-                               before the step, blocks of just the size that cuBLAS takes
-    rounding                   what blocks have beyond what was asked for
-    unattributed               the rest: what was there before the step and the meter does not
-                               know, and what the device counts and nobody saw
+    parameters … temporaries   storages that the meter saw, with its categories
+    workspace                  allocated blocks without a storage: kernel workspaces and buffers
+                               that libraries keep (from before the step, only blocks of exactly
+                               cuBLAS's workspace size)
+    rounding                   the part of a block beyond the requested size
+    unattributed               everything else that the device counts, such as memory from before
+                               the step that the meter does not recognize
 
-Where the allocator keeps a history (CUDA, ROCm), it gives the order and the meter the names. It
-also holds blocks that the step takes only because it is watched: unwatched, autograd would write
-its sum into `old`; watched, it allocates `new` and drops `old`. The meter has taken such pairs out
-of its stream, so here neither the allocation of `new` nor the free of `old` is an event: from
-then on, the bytes of `old` lie at the address of `new`. What both took at once, a note says.
+With an allocator history (CUDA, ROCm), the history gives the order of events and the meter their
+categories. The history also contains allocations that only the meter causes: without it, autograd
+adds a gradient to `old` in place; with it, autograd allocates `new` and frees `old`. The meter
+folds such pairs, so neither the allocation of `new` nor the free of `old` becomes an event: the
+bytes of `old` move to the address of `new`. A note gives the overlap of the two.
 
-Without a history, the meter's stream is the base, and what separates its peak from the device's
-is one event at the start. Where the device counts no peak (MPS for long), the stream's stands.
+Without a history, the events are the meter's, and one event at the start holds the difference
+between its peak and the device's. If the device has no peak (older MPS), the meter's is used.
 """
 
 from bisect import bisect_left
@@ -42,20 +42,20 @@ WATCHES: dict[str, Callable[[torch.device], Watch]] = {
     "mps": lambda device: AllocatorWatch(device, Mps()),
 }
 
-WORKSPACE_BYTES = {target.workspace_bytes for target in TARGETS.values()}  # of one handle of cuBLAS
+WORKSPACE_BYTES = {target.workspace_bytes for target in TARGETS.values()}  # per cuBLAS handle
 
-# The numbers of what is no storage. Storages count up from 1, workspaces down from the last.
+# Event numbers for memory without a storage. Storages count up from 1, workspaces down from -3.
 _FROM_BEFORE, _UNSEEN, _ROUNDING, _FIRST_WORKSPACE = 0, -1, -2, -3
 
 
 def watch(device: torch.device) -> Watch:
-    """A watch for the device: `start()` before the step, `stop()` after it."""
+    """Return a watch for the device: `start()` before the step, `stop()` after it."""
     known = WATCHES.get(device.type)
     return known(device) if known else AllocatorWatch(device, Accelerator())
 
 
 class Completed(NamedTuple):
-    """What a Trace is made of."""
+    """The parts of a Trace."""
 
     events: tuple[Event, ...]
     memory: DeviceMemory
@@ -63,9 +63,9 @@ class Completed(NamedTuple):
 
 
 def complete(changes: Iterable[Change], answers: Answers) -> Completed:
-    """The events on the device, completed with what only the device knows.
+    """Complete the meter's events on the device with the device's statistics.
 
-    Their peak is the device's own, less what the step took only because it was watched.
+    Their peak is the device's peak, minus allocations that only the meter caused.
     """
     own = [change for change in changes if _is_on(answers.device, change.record)]
     explain = _from_stream if answers.history is None else _from_history
@@ -73,7 +73,7 @@ def complete(changes: Iterable[Change], answers: Answers) -> Completed:
     notes = [*answers.notes, *warnings]
     if device_peak is not None:
         if unseen := device_peak - explained_peak:
-            events.insert(0, _event(unseen, _UNSEEN, "unattributed", "seen by the device alone"))
+            events.insert(0, _event(unseen, _UNSEEN, "unattributed", "counted by the device only"))
         unattributed = Trace(tuple(events)).at_peak.get("unattributed", 0)
         notes.append(f"{format_bytes(unattributed)} at the peak are unattributed")
     memory = DeviceMemory(device_peak, answers.reserved_peak_bytes, answers.used_bytes)
@@ -81,7 +81,7 @@ def complete(changes: Iterable[Change], answers: Answers) -> Completed:
 
 
 class _Explained(NamedTuple):
-    """Events, and how far they explain the device's peak."""
+    """Events, their peak and the device's peak."""
 
     events: list[Event]
     peak: int
@@ -93,7 +93,7 @@ class _Explained(NamedTuple):
 
 
 def _from_stream(changes: Sequence[Change], answers: Answers) -> _Explained:
-    """The meter's events, each with its rounding, after what it does not know of the start."""
+    """Return the meter's events with their rounding, preceded by memory unknown at the start."""
     events: list[Event] = []
     held: dict[int, int] = defaultdict(int)  # bytes of each storage
     known_at_start = 0
@@ -113,27 +113,27 @@ def _from_stream(changes: Sequence[Change], answers: Answers) -> _Explained:
 
 
 def _from_history(changes: Sequence[Change], answers: Answers) -> _Explained:
-    """The history's events, under the meter's names."""
+    """Return the history's events with the meter's categories."""
     owners = _Owners(changes, answers)
     events = _named(answers, owners)
     peak = _history_peak(answers)
     warnings = []
     if (only_watched := peak - _peak(events)) > 0:
         warnings.append(
-            f"the device's peak is {format_bytes(only_watched)} higher than this one because the "
-            f"step was watched: unwatched, autograd adds these gradients in place"
+            f"the device's peak is {format_bytes(only_watched)} higher than this one: only under "
+            f"the meter does autograd add these gradients out of place"
         )
     if owners.bytes_outside:
         warnings.append(
             f"{format_bytes(owners.bytes_outside)} are in storages that the device's allocator "
-            f"did not hand out; they are not counted"
+            f"did not allocate; they are not counted"
         )
-    device_peak = max(answers.allocated_peak_bytes or 0, peak)  # the step may reset its count
+    device_peak = max(answers.allocated_peak_bytes or 0, peak)  # the step may reset the statistic
     return _Explained(events, peak, device_peak, warnings)
 
 
 def _named(answers: Answers, owners: "_Owners") -> list[Event]:
-    """An event for every block that an unwatched step would take, too."""
+    """Return an event for every block that the step would allocate without the meter too."""
     ledger = _Ledger()
     for number, (address, block) in enumerate(answers.blocks_at_start.items()):
         record = owners.at_start.get(address)
@@ -159,16 +159,16 @@ def _named(answers: Answers, owners: "_Owners") -> list[Event]:
 
 
 class _Owners:
-    """Whose each block is.
+    """Map each block to its storage.
 
-    A storage lies in the last block that was allocated at its address before it was seen there:
-    before it had its number, that is, and each entry says how many numbers were given by then.
+    A storage lies in the last block allocated at its address before the storage got its number.
+    Each entry's tag has the number of storages numbered by then.
     """
 
     def __init__(self, changes: Sequence[Change], answers: Answers) -> None:
         self.of: dict[int, tuple[Storage, int | None]] = {}  # by position in the history
         self.at_start: dict[int, Storage] = {}  # by address
-        self.bytes_outside = 0  # of storages in none of the allocator's blocks
+        self.bytes_outside = 0  # bytes of storages in none of the allocator's blocks
         self._allocations: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for position, entry in enumerate(answers.history):
             if not entry.is_free:
@@ -177,7 +177,7 @@ class _Owners:
             self._find(record, answers.blocks_at_start)
 
     def _find(self, record: Storage, blocks_at_start: Mapping[int, Block]) -> None:
-        """Enter the storage's blocks, each with the address that it would have unwatched."""
+        """Add the storage's blocks, each with its address in a step without the meter."""
         address, at_start, found = None, None, False
         for seen in record.sightings:
             allocations = self._allocations[seen.address]
@@ -196,7 +196,7 @@ class _Owners:
 
 
 class _Ledger:
-    """Writes the events, and knows what lies at which address."""
+    """Collect the events and track the allocation at each address."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -211,12 +211,12 @@ class _Ledger:
         self.events += _with_rounding(event, rounding)
 
     def will_move(self, old: int, new: int) -> None:
-        """Take the next free at `old` for a move to `new`."""
+        """Treat the next free at `old` as a move to `new`."""
         self._moves[old] = new
 
     def free(self, address: int, phase: str) -> None:
         if address not in self._held:
-            return  # a block that the history does not show being allocated
+            return  # allocated before the history began
         event, rounding = self._held.pop(address)
         if address in self._moves:
             self._held[self._moves.pop(address)] = event, rounding
@@ -227,7 +227,7 @@ class _Ledger:
 
 
 def _history_peak(answers: Answers) -> int:
-    """The most bytes that were handed out at once, with those that only a watched step takes."""
+    """Return the peak of the history, with the allocations that only the meter causes."""
     at_start = sum(block.taken for block in answers.blocks_at_start.values())
     changes = (-e.block.taken if e.is_free else e.block.taken for e in answers.history)
     return max(accumulate(changes, initial=at_start))
@@ -249,7 +249,7 @@ def _workspace(entry: Entry, position: int) -> Event:
 
 
 def _kept_workspace(block: Block, position: int) -> Event:
-    """What an earlier step's matrix products left: no storage, and no operator's that runs now."""
+    """A cuBLAS workspace kept from an earlier step's matmuls."""
     number = _FIRST_WORKSPACE - position
     return _event(block.asked, number, "workspace", "cuBLAS, before the step")
 
@@ -259,7 +259,7 @@ def _from_before(count: int) -> Event:
 
 
 def _with_rounding(event: Event, rounding: int) -> Iterable[Event]:
-    """The event, and the one of its rounding if there is any."""
+    """Yield the event, then an event for its rounding unless that is 0."""
     yield event
     if rounding:
         yield _event(rounding, _ROUNDING, "rounding", "", event.phase)
@@ -274,5 +274,5 @@ def _peak(events: Iterable[Event]) -> int:
 
 
 def _is_on(device: torch.device, record: Storage) -> bool:
-    indices = {device.index, record.device.index} - {None}  # None: the current one
+    indices = {device.index, record.device.index} - {None}  # None means the current device
     return record.device.type == device.type and len(indices) < 2

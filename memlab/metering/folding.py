@@ -1,8 +1,8 @@
-"""Allocations that happen only because the step is watched are folded away.
+"""Fold allocations that happen only because of the meter.
 
-Watched, autograd writes `old + new` where it would otherwise write `old += new`: the meter sees a
-new storage, and the old one dies right after. Such a pair is taken out of the stream, and the new
-storage continues the old one. observer.py lists the branches; here is what decides.
+Under a dispatch mode, autograd computes `old + new` where it would otherwise run `old += new`. The
+meter sees a new storage, and the old one dies right after. Such a pair is removed from the stream,
+and the new storage continues the old one. observer.py lists the affected operators.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,17 +20,17 @@ aten = torch.ops.aten
 
 
 class WatchedPair(NamedTuple):
-    """An operator that unwatched might write its result into its first input, `old`."""
+    """An operator that, without the meter, might write its result into its first input `old`."""
 
     func: Any
     old: Storage
-    birth: Change  # of the result
+    birth: Change  # the result's allocation
 
 
 class Folding:
-    """Watches the last operator's result until the next operator shows whether to fold it.
+    """Keep the last operator's result pending until the next operator decides whether to fold it.
 
-    `on_birth(record)` is called for each watched storage that turns out to be new.
+    `on_birth(record)` is called for each pending storage that is not folded.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Folding:
         self._pair: WatchedPair | None = None
 
     def watch(self, func: Any, tensors: list[torch.Tensor], birth: Change) -> bool:
-        """Return whether the result may replace the first of the operator's input tensors."""
+        """Make a result pending if it may replace the first input. Returns whether it did."""
         if func not in OUT_OF_PLACE or not tensors:
             return False
         old, *others = [REGISTRY.find(tensor) for tensor in tensors]
@@ -50,7 +50,7 @@ class Folding:
         return True
 
     def close(self, func: Any = None, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Fold the watched result into its input if that died right after the operator.
+        """Fold the pending result into its input if the input died right after the operator.
 
         `func` and `tensors` are the next operator and its inputs.
         """
@@ -58,7 +58,7 @@ class Folding:
         if pair is None:
             return
         new = pair.birth.record
-        # Any storage may die at any moment, and stand in the stream between or after the two.
+        # Other storages may die too, so the two changes need not be neighbours in the stream.
         death = self._stream.death_of(pair.old)
         takes_it = any(REGISTRY.find(tensor) is new for tensor in tensors)
         in_formula = takes_it and is_formula(pair.func, func) and self._is_in_node(new)
@@ -77,6 +77,6 @@ class Folding:
         return is_in_place_unwatched(func, first, old, new, self._context.node())
 
     def _is_in_node(self, record: Storage) -> bool:
-        """Whether backward still evaluates the node that made the storage."""
+        """Return whether backward is still evaluating the node that made the storage."""
         node = self._context.node()
         return node is not None and record.node == node._sequence_nr()

@@ -1,4 +1,4 @@
-"""Whose call an operator is: autograd's engine, a function of torch's, or a line of the user's."""
+"""Find an operator's caller: the autograd engine, a torch function or a line of user code."""
 
 import os
 import sys
@@ -21,22 +21,22 @@ _MACHINERY = (
 
 
 def comes_from_the_engine() -> bool:
-    """Whether autograd's C++ called the operator itself, not a user's hook or a recomputation.
+    """Return whether the autograd engine called the operator, not a hook or a recomputation.
 
-    On the CPU the engine runs below `_engine_run_backward`, on a device in a thread of its own.
+    On the CPU the engine runs below `_engine_run_backward`; for other devices, in its own thread.
     """
     caller = next(frames(), None)
     return caller is None or caller.f_code.co_name == "_engine_run_backward"
 
 
 def called_by(name: str) -> bool:
-    """Whether the function `name` called the operator."""
+    """Return whether the function `name` called the operator."""
     caller = next(frames(), None)
     return caller is not None and caller.f_code.co_name == name
 
 
 def user_line() -> str:
-    """`file.py:12 function` of the user's code that the operator came from."""
+    """Return the line of user code that led to the operator, as `file.py:12 function`."""
     for frame in frames():
         path = Path(frame.f_code.co_filename)
         if not path.is_relative_to(_TORCH_FOLDER):
@@ -47,7 +47,7 @@ def user_line() -> str:
 
 
 def frames() -> Iterator[FrameType]:
-    """The Python frames that led to an operator, innermost first, without the machinery."""
+    """Yield the Python frames that led to an operator, innermost first, without memlab's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_MACHINERY):

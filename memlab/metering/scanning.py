@@ -1,4 +1,4 @@
-"""Scans: what models, optimizers and a step's closure hold, whether an operator shows it or not."""
+"""Find the storages of models, optimizers and a step's closure, even if no operator uses them."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,22 +14,21 @@ from memlab.metering.tensors import is_of_another_run, plain_tensors, tensors_wi
 
 
 class Scanner:
-    """Finds storages by walking objects, counts them in the stream and marks their category."""
+    """Find storages by walking objects, count them in the stream and mark their category."""
 
     def __init__(self, stream: Stream, names: ModuleNames, dry_run: DryRun | None) -> None:
         self._stream, self._names, self._dry_run = stream, names, dry_run
         self._parameter_kinds: set[tuple[int, torch.dtype]] = set()  # (bytes, dtype)
-        self._waiting: dict[int, bool] = {}  # storages no operator has used yet: are they new?
+        self._waiting: dict[int, bool] = {}  # unused storages by number; True if new to the scan
 
-    # ------------------------------------------------------------------ what an operator uses
+    # ------------------------------------------------------------------ use by operators
 
     def first_use(self, record: Storage) -> bool | None:
-        """Return whether a scanned storage that an operator uses for the first time was unknown
-        before the scan; None for any other storage."""
+        """At a scanned storage's first use, return whether the scan found it first; else None."""
         return self._waiting.pop(record.number, None)
 
     def still_waiting(self) -> Iterator[Storage]:
-        """The storages that were new to the scan and that no operator used."""
+        """Yield the storages that the scan found first and that no operator has used."""
         for record in self._stream.found:
             if self._waiting.get(record.number):
                 yield record
@@ -38,7 +37,7 @@ class Scanner:
         """Return whether the storage has the size and dtype of a parameter."""
         return (record.bytes, record.dtype) in self._parameter_kinds
 
-    # ------------------------------------------------------------------ what objects hold
+    # ------------------------------------------------------------------ scans
 
     def scan_model(self, root: torch.nn.Module) -> None:
         """Count parameters, buffers and gradients."""
@@ -77,9 +76,10 @@ class Scanner:
         self.scan(parameter, "parameters", self._names.owning(parameter))
 
     def scan_reachable(self, roots: Iterable[Any]) -> None:
-        """Count what the step, the model or the optimizer refers to, whether the step uses it or
-        not. The first operator to use it tells its category; what no operator uses is an input
-        that waits for its turn."""
+        """Count tensors that can be reached from the step, the model or the optimizer.
+
+        A storage's first use in an operator decides its category. Unused storages are inputs.
+        """
         for reached in reachable(roots):
             if isinstance(reached, torch.optim.Optimizer):
                 self.scan_state(reached)

@@ -1,18 +1,18 @@
-"""The meter: every storage that a step makes and drops, as the step does it unwatched.
+"""The meter: a dispatch mode that records the allocations and frees of a step.
 
-Adds to memlab.reference.meter: categories, phases and modules, what existed before the step,
-gradients that autograd would write in place, resized storages, threads, and dry runs.
+Adds to memlab.reference.meter: categories, phases and modules, storages from before the step,
+corrections for in-place gradients, resized storages, threads and dry runs.
 
-A dispatch mode sees each operator's tensors; a storage seen for the first time is an allocation,
-and a weak reference tells when it dies. Four parts share the work:
+The mode sees each operator's tensors. A new storage is an allocation, and a weak reference reports
+its death. Four classes share the work:
 
     StorageMeter   sees the operators
-    Stream         records the storages that count and the changes of their bytes (stream.py)
-    Scanner        finds what existed before the step, and marks categories (scanning.py)
-    Folding        takes out what autograd allocates only because it is watched (folding.py)
+    Stream         records storages and the changes of their bytes (stream.py)
+    Scanner        finds storages from before the step and marks categories (scanning.py)
+    Folding        removes allocations that only the mode causes (folding.py)
 
-A category is often known late: an activation is what is alive when backward starts. So storages
-are marked as the step goes on, and events are written out at the end.
+Some categories are known late: a tensor is an activation if it is alive when backward starts. So
+storages are marked during the step, and events are created at the end.
 """
 
 import functools
@@ -44,19 +44,19 @@ from memlab.metering.tensors import (
 aten = torch.ops.aten
 
 THREADS_NOTE = (
-    "gradients were made where the meter does not look, in a thread that the step started: what "
-    "such threads allocate is not in here"
+    "the step computed gradients in a thread of its own; allocations in such threads are not "
+    "counted"
 )
 
 _OF_PYTHON_NUMBERS = (torch.float64, torch.int64, torch.bool, torch.complex128)
 
 
 class StorageMeter(LightMode):
-    """Meters what runs inside `with`; inside a dry run, fake tensors.
+    """Meter the code inside `with`; in a dry run, its fake tensors.
 
-    `lines` asks for the user's line of each allocation, which costs a walk up the stack each.
-    `on_birth(record)`, where given, is called for each allocation of the corrected stream,
-    `on_operator(operator, phase, module)` before each operator.
+    lines                                  record the user's line of each allocation (slower)
+    on_birth(record)                       called for each allocation in the corrected stream
+    on_operator(operator, phase, module)   called before each operator
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StorageMeter(LightMode):
         self._model, self._optimizer = model, optimizer
         self._roots = (step, model, optimizer)
         self._run_is_named_after_step = model is None
-        self.nodes: set[str] = set()  # names of those of autograd that allocated
+        self.nodes: set[str] = set()  # names of the autograd nodes that allocated
 
     # ------------------------------------------------------------------ begin and end
 
@@ -133,26 +133,26 @@ class StorageMeter(LightMode):
         for record in self._scanner.still_waiting():
             record.mark("inputs")
         if torch.is_grad_enabled():
-            self._backward_starts()  # it might still: what a graph saved is alive for it
+            self._backward_starts()  # saved tensors are activations, even before backward
 
     def changes(self) -> Iterator[Change]:
-        """The corrected stream: what was alive before, then each allocation and free."""
+        """Yield the corrected stream: storages from before, then each allocation and free."""
         return self._stream.changes()
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the storages that were born inside and are alive."""
+        """Bytes of the living storages that were allocated inside `with`."""
         return self._stream.live_bytes
 
     def largest_own(self, count: int) -> list[Storage]:
-        """The largest living storages that were born inside."""
+        """Return the largest living storages that were allocated inside `with`."""
         return sorted(self._stream.own.values(), key=lambda record: -record.bytes)[:count]
 
     # ------------------------------------------------------------------ compiled code
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled functions run compiled under this mode."""
+        """Let compiled functions run compiled under this mode."""
         return True
 
     def _compiled_code_takes(self, tensor: torch.Tensor) -> None:
@@ -166,14 +166,14 @@ class StorageMeter(LightMode):
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if has_a_handler_of_its_own(types):
-            return NotImplemented  # which runs it on plain tensors, and those we see
+            return NotImplemented  # the wrapper then calls the operator on plain tensors
         if torch.is_inference_mode_enabled() and (parts := self._composition(func)):
             with self.again(), self._casts.inside(func):
-                return parts(*args, **kwargs)  # elsewhere autograd does so before a mode sees it
+                return parts(*args, **kwargs)  # without inference mode, autograd decomposes first
         phase = self.context.phase()
         if self._dry_run is not None:
             args, kwargs = self._dry_run.arguments(func, args, kwargs)
-        is_new = func is aten.lift_fresh.default  # torch.tensor(...): made past the dispatcher
+        is_new = func is aten.lift_fresh.default  # from torch.tensor(...), not seen before
         tensors = [] if is_new else self._tensors_of_this_run((*args, *kwargs.values()))
         self._folding.close(func, tensors)
         inputs = [self._see(tensor, phase) for tensor in tensors]
@@ -195,11 +195,11 @@ class StorageMeter(LightMode):
         return [tensor for tensor in tensors_among(values) if not is_of_another_run(tensor)]
 
     def _composition(self, func: Any) -> Callable[..., Any] | None:
-        """What takes the operator apart, if it has no kernel but is written in terms of others."""
+        """Return the operator's decomposition if it is composite, else None."""
         return func.decompose if is_a_composition(func) else None
 
     def _is_handed_over(self, tensor: torch.Tensor, phase: str) -> bool:
-        """Whether backward gives the finished gradient itself, not a copy of it, to `.grad`."""
+        """Return whether backward assigns this gradient to `.grad` without a copy."""
         leaf = self.context.leaf() if phase == "backward" else None
         return leaf is not None and leaf.shape == tensor.shape
 
@@ -211,7 +211,10 @@ class StorageMeter(LightMode):
         return func(*args, **kwargs)
 
     def _is_handed_over_sparse(self, tensor: torch.Tensor) -> bool:
-        """Whether it becomes `.grad` as it is unwatched; watched, autograd clones its parts."""
+        """Return whether `.grad` shares the parts of this sparse gradient without the meter.
+
+        Under the meter, autograd clones them.
+        """
         return (
             tensor.layout is torch.sparse_coo
             and self.context.leaf() is not None
@@ -220,7 +223,7 @@ class StorageMeter(LightMode):
         )
 
     def _see(self, tensor: torch.Tensor, phase: str) -> Storage:
-        """The record of an operator's input; one never seen before was alive before us."""
+        """Return the record of an operator's input; an unknown input is from before the step."""
         record = REGISTRY.find(tensor)
         is_found = record is None
         if record is None:
@@ -250,7 +253,7 @@ class StorageMeter(LightMode):
         input_tensors: list[torch.Tensor],
     ) -> Storage:
         if func is aten.ones_like.default and called_by("_make_grads"):
-            phase = "backward"  # the gradient of the loss itself
+            phase = "backward"  # the loss's own gradient
         record = REGISTRY.find(tensor) or REGISTRY.add(tensor, self._stream.run)
         record.operator, record.phase, record.module = func, phase, self.context.module()
         node = self.context.node()
@@ -267,7 +270,7 @@ class StorageMeter(LightMode):
             self._on_birth(record)
         return record
 
-    # ------------------------------------------------------------------ what storages hold
+    # ------------------------------------------------------------------ categories
 
     def _model_runs(self, root: torch.nn.Module) -> None:
         if self._run_is_named_after_step:
@@ -286,7 +289,7 @@ class StorageMeter(LightMode):
         self._stream.births["forward"].clear()
 
     def _backward_ends(self) -> None:
-        """The results of `torch.autograd.grad` never pass through `.grad`."""
+        """Mark the results of `torch.autograd.grad`, which never pass through `.grad`."""
         for record in self._stream.births["backward"]:
             if record.alive and self._scanner.is_parameter_sized(record):
                 record.mark("gradients")
@@ -302,9 +305,9 @@ class StorageMeter(LightMode):
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, without a cycle in which a finished meter would keep the model alive."""
+    """Wrap a method without a reference cycle, in which the meter would keep the model alive."""
     reference = weakref.WeakMethod(method)
-    return lambda *args: reference()(*args)  # type: ignore[misc] # it is called by its owner alone
+    return lambda *args: reference()(*args)  # type: ignore[misc] # only its owner calls it
 
 
 def _ignore(record: Storage) -> None:
@@ -313,7 +316,7 @@ def _ignore(record: Storage) -> None:
 
 @functools.cache
 def is_a_composition(func: Any) -> bool:
-    """Whether the operator has no kernel but is written in terms of other operators."""
+    """Return whether the operator is composite: other operators implement it, not a kernel."""
     name = func.name()
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
@@ -324,5 +327,5 @@ def _writes_to_an_input(func: Any) -> bool:
 
 
 def _all_are_inputs(records: list[Storage] | None) -> bool:
-    """None: nobody knows of what compiled code made it."""
+    """Return whether all records are inputs; False for None, the unknown inputs of compiled code."""
     return records is not None and all(record.category == "inputs" for record in records)
