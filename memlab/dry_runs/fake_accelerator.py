@@ -1,24 +1,23 @@
-"""The absent accelerator: what a script asks of one, answered in a dry run without it.
+"""Run scripts for an accelerator in a dry run on a machine without one.
 
-    devices               every one is the CPU, by name or number: `.cuda()`, `.to(0)`,
-                          `device="xpu"`, `torch.Generator("cuda")`, `capturable=True`
-    autocast              that of an accelerator acts on the CPU, in the dtype it has there
+    devices               the CPU replaces every accelerator: `.cuda()`, `.to(0)`, `device="xpu"`,
+                          `torch.Generator("cuda")`, `capturable=True`
+    autocast              an accelerator's autocast acts on the CPU, in the accelerator's dtype
     GradScaler("cuda")    is enabled
-    pin_memory            returns what it got: on the device, which is what counts, it is nothing
-    torch.save            writes nothing: no values are there to save, and the file that it would
-                          write over may be a real checkpoint
-    synchronize, streams  nothing waits: an event has happened as soon as it is asked
-    what only a device knows (its name, its free memory, how long something took)
-                          one sentence that names the line
+    pin_memory            returns its input, because pinned memory is not on the device
+    torch.save            writes nothing: there are no values, and the file to overwrite could be a
+                          real checkpoint
+    synchronize, streams  return at once
+    device name, free memory, elapsed time
+                          raise ValueError with the line; only a real device has them
 
-`torch.cuda.is_available()` and `device_count()` are left alone: a script that asks goes the way it
-goes on this machine. Where there is an accelerator, its own answers take the place of the last two.
-In a prediction the card that it is made for answers (gpu_answers.py).
+`torch.cuda.is_available()` and `device_count()` are unchanged. If the machine has an accelerator,
+its own functions replace the last two rows. In a prediction, the target's card replaces them
+(gpu_answers.py).
 
-The list of operators that autocast casts is the CPU's. CUDA's also computes layer, group and RMS
-normalization, softmax, powers, exponentials, logarithms and sums in float32 (torch's
-ATen/autocast_mode.h); the CPU's leaves those in the dtype they come in, so their results can be
-half as large as on CUDA.
+Autocast follows the CPU's operator list. CUDA's list also computes layer, group and RMS norm,
+softmax, powers, exponentials, logarithms and sums in float32 (ATen/autocast_mode.h). The CPU's
+keeps their input dtype, so their results can be half as large as on CUDA.
 """
 
 import sys
@@ -36,15 +35,15 @@ _REAL_DEVICES = ("cpu", "meta")
 
 
 class StandIn:
-    """What stands in for every accelerator: the CPU, or a fake device beside it."""
+    """The device that replaces every accelerator: the CPU, or a fake device."""
 
     device: str | torch.device = "cpu"
-    asked_for = False  # whether an accelerator was named since a dry run began
+    asked_for = False  # whether the script has named an accelerator in this dry run
 
     @classmethod
     @contextmanager
     def being(cls, device: torch.device) -> Iterator[None]:
-        """Let another device stand in for a while; `device` is one that fake tensors can be on."""
+        """Use another device, which fake tensors can be on, inside `with`."""
         before, cls.device = cls.device, device
         try:
             yield
@@ -53,11 +52,11 @@ class StandIn:
 
 
 def on_the_stand_in(argument: Any) -> Any:
-    """The stand-in in place of an accelerator, any other argument as it is."""
+    """Replace an accelerator by the stand-in; return any other argument unchanged."""
     if isinstance(argument, (str, torch.device)):
         is_accelerator = torch.device(argument).type not in _REAL_DEVICES
     else:
-        is_accelerator = type(argument) is int  # `.to(0)`: a device's number
+        is_accelerator = type(argument) is int  # a device index, as in `.to(0)`
     StandIn.asked_for |= is_accelerator
     return StandIn.device if is_accelerator else argument
 
@@ -101,7 +100,7 @@ def _from_values(
     requires_grad: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Values come from the CPU, and are copied to wherever they are wanted."""
+    """Create the tensor on the CPU, then copy it to the stand-in."""
     tensor = make(*args, device=on_the_stand_in(device), **kwargs)
     if device is not None and on_the_stand_in(device) == StandIn.device:
         tensor = tensor.to(StandIn.device)
@@ -141,14 +140,16 @@ def _noted(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _require_known(made: Any, device: str) -> None:
-    """Without CUDA, torch switches autocast and scaler off as they are made, and whether they were
-    wanted at all is then lost."""
+    """Raise ValueError for an autocast or scaler from before the dry run that torch disabled.
+
+    Without CUDA, torch disables them in the constructor, and the user's setting is lost.
+    """
     is_off = not made._enabled and not hasattr(made, "made_in_a_dry_run")
     if is_off and device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"{user_line()}: this {type(made).__name__} for CUDA was made before the dry run, and "
-            f"torch switches it off where there is no CUDA; make it (or import what decorates with "
-            f"it) inside the dry run"
+            f"torch disabled it because there is no CUDA; create it, or import the module that "
+            f"decorates with it, inside the dry run"
         )
 
 
@@ -186,7 +187,7 @@ def _cast_on_the_cpu(cast: Callable[..., Any]) -> Callable[..., Any]:
     return lambda value, device, dtype: cast(value, _on_the_cpu(device), dtype)
 
 
-# ------------------------------------------------------------------ torch.cuda and its kin
+# ------------------------------------------------------------------ torch.cuda and other backends
 
 
 class _Generator(torch.Generator):
@@ -195,7 +196,7 @@ class _Generator(torch.Generator):
 
 
 class _Done:
-    """A stream, an event, or what is entered for a while: it has nothing left to wait for."""
+    """A stream, event or context manager with no work to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -223,8 +224,8 @@ class _Done:
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"{user_line()}: only the device itself can answer {name}, and a dry run uses none; "
-        f"leave the question out, or ask only where there is a device"
+        f"{user_line()}: {name} needs a real device, and a dry run uses none; remove the call, or "
+        f"make it only if a device is available"
     )
 
 
@@ -232,7 +233,7 @@ def _always(answer: Any) -> Callable[[Any], Any]:
     return lambda real: answer
 
 
-def _capturable(supports_xla: bool = True) -> list[str]:  # TorchScript, too, may compile this
+def _capturable(supports_xla: bool = True) -> list[str]:  # a plain function for TorchScript
     return ["cpu"]
 
 
@@ -254,7 +255,7 @@ ANSWERS: dict[str, Any] = {
     "current_device": lambda: 0,
     "is_current_stream_capturing": lambda: False,
 }
-_MODULES = {  # whose functions these are: which accelerator has them
+_MODULES = {  # modules with these functions, and their accelerators
     torch.cuda: torch.cuda,
     torch.cuda.memory: torch.cuda,
     torch.cuda.nvtx: torch.cuda,
@@ -269,7 +270,7 @@ _OPTIMIZERS_WITH_CAPTURABLE = [
 
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """What stands in for an accelerator, for `replaced`."""
+    """Return the replacements for accelerators, for `replaced`."""
     return {
         (torch.autocast, "__init__"): _noted,
         (torch.autocast, "__enter__"): _autocast_also_on_the_cpu,
@@ -279,7 +280,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
         (torch.amp.GradScaler, "scale"): _scale_if_known,
         (torch.cuda.amp.common, "amp_definitely_not_available"): _always(lambda: False),
         (torch.cuda, "is_bf16_supported"): _always(lambda *args, **kwargs: True),
-        (c_nn, "_parse_to"): _to,  # of `Module.to`
+        (c_nn, "_parse_to"): _to,  # used by `Module.to`
         (torch, "Generator"): _always(_Generator),
         (torch, "save"): _always(_nothing),
         **{

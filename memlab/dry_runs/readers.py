@@ -1,7 +1,7 @@
-"""Functions that read or write a tensor's memory in C++, of which a fake tensor has none.
+"""Functions that access a tensor's memory in C++, which fails on fake tensors.
 
-The lengths of packed sequences and the indices of `tensor_split` are passed as real tensors where
-the values are known (known_values.py); otherwise the user's line is named.
+The lengths of packed sequences and the indices of `tensor_split` are passed as real tensors if
+their values are known (known_values.py). Otherwise the error names the user's line.
 """
 
 from collections.abc import Callable
@@ -21,19 +21,19 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def _with_real_lengths(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function`, which takes the sizes of the batch at each step as its second argument."""
+    """Call `function` with real batch sizes as its second argument."""
     if len(args) > 1 and isinstance(args[1], FakeTensor) and _is_batch_sizes(args[1]):
         args = (args[0], _real(args[1], function), *args[2:])
     return function(*args, **kwargs)
 
 
 def _is_batch_sizes(tensor: torch.Tensor) -> bool:
-    """Rather than the state of a layer whose input is not packed."""
+    """Return whether the argument is batch sizes, not the state of a layer with unpacked input."""
     return tensor.dtype == torch.int64
 
 
 class _Packing(torch.autograd.Function):
-    """torch's operator, and its backward, which reads the sizes of the batch in C++."""
+    """torch's packing operator with a Python backward; torch's reads batch sizes in C++."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ class _Packing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None]:
-        """The gradient lies step by step, whatever the order of the batch."""
+        """The gradient is stored time-major, even for batch_first."""
         first, second, *features = ctx.shape
         if not ctx.batch_first:
             return gradient.new_zeros(ctx.shape), None, None
@@ -68,7 +68,7 @@ def _pad_packed_sequence(
     padding_value: float,
     total_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operators of torch's own, which writes the lengths in C++, too."""
+    """Call the same operators as torch's version, which accesses sizes and lengths in C++."""
     sizes = _real(batch_sizes, pad_packed_sequence).tolist()
     T, B = max(len(sizes), total_length), sizes[0]
     padded = torch.full((T, B, *data.shape[1:]), padding_value, dtype=data.dtype)
@@ -101,7 +101,7 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """For the mean, torch's own writes lengths that are no tensor into one in C++."""
+    """For the mean over a list of lengths, avoid torch's version, which fills a tensor in C++."""
     lengths = input_lengths, target_lengths
     if reduction != "mean" or isinstance(target_lengths, torch.Tensor):
         return F.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
@@ -113,8 +113,8 @@ def _ctc_loss(
 def _real(tensor: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
     if not known_values.is_known(tensor):
         raise ValueError(
-            f"{user_line()}: {function.__name__} reads lengths or indices from a tensor, and a dry "
-            f"run does not know its values; make the tensor from numbers of Python's"
+            f"{user_line()}: {function.__name__} reads lengths or indices from a tensor whose "
+            f"values are unknown in a dry run; create the tensor from Python integers"
         )
     return known_values.real(tensor)
 
