@@ -3,9 +3,8 @@
     while next_t > t1:      # an ODE solver with adaptive steps
         t1 = attempt(...)   # accepted if the error is small enough
 
-A dry run gives the same answer in every iteration, so such a loop could run forever. The real number
-of iterations, and so the memory, depends on values, so the dry run raises. A `for` loop always
-ends.
+A dry run gives the same answer in every iteration, so such a loop could run forever. It raises
+instead of guessing, because the number of iterations decides the memory. A `for` loop always ends.
 """
 
 import itertools

@@ -56,7 +56,7 @@ def _grouped_mm(
 def _shape_of_grouped(
     mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | None
 ) -> tuple[int, ...]:
-    """Return the result's shape. Groups split the inner dimension, rows or columns, or are batches."""
+    """Return the result's shape. Groups split the inner dimension, rows, columns or the batch."""
     M, N = mat_a.shape[-2], mat_b.shape[-1]
     if mat_a.dim() != mat_b.dim():
         return M, N

@@ -312,7 +312,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
                 result = self._assumptions.result(func, args, kwargs)
         if result is None:
             raise ValueError(
-                f"{user_line()}: the shape of {func}'s result depends on values that are unknown "
+                f"{user_line()}: the shape of {func}'s result depends on values, which are unknown "
                 f"in a dry run; use a fixed shape, for example with torch.where or masked_fill "
                 f"instead of x[mask]{self._assumptions.remedy(func)}"
             ) from error
@@ -341,8 +341,8 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             return True
         if func not in (aten._local_scalar_dense.default, aten.item.default):
             raise ValueError(
-                f"{user_line()}: {func} reads values that are unknown in a dry run; remove the "
-                f"read, or measure a real step"
+                f"{user_line()}: {func} reads values, which are unknown in a dry run; remove the "
+                f"call, or measure a real step"
             )
         if tensor.dtype == torch.bool:
             answer = valid_answer()
@@ -387,7 +387,7 @@ class _Outside:
     def _note_state(self, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(stepping, torch.optim.LBFGS):
             raise ValueError(
-                f"{user_line()}: LBFGS's evaluations and state depend on values that are unknown "
+                f"{user_line()}: LBFGS's evaluations and state depend on values, which are unknown "
                 f"in a dry run; measure a real step of a smaller model"
             )
         parameters = (p for group in stepping.param_groups for p in group["params"])
@@ -430,7 +430,7 @@ def _format(tensor: torch.Tensor, spec: str) -> str:
 
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Scatter into zeros, as for real tensors. On fake ones, torch compares with a range instead."""
+    """Scatter into zeros, as for real tensors; for fake ones, torch compares with a range."""
     bounds = torch.aminmax(index)  # the real one checks the bounds
     if num_classes == -1:
         if not known_values.is_known(bounds.max):
@@ -539,8 +539,8 @@ def _apply_by_data(module: torch.nn.Module, fn: Callable[..., Any], recurse: boo
             continue
         if not isinstance(parameter, FakeTensor):
             raise ValueError(
-                f"got a {type(module).__name__} built outside the dry run; converting it here would "
-                f"change the real module; build it inside the dry run, or convert it before"
+                f"got a {type(module).__name__} built outside the dry run; converting it here "
+                f"would change the real module; build it inside the dry run, or convert it before"
             )
         converted = fn(parameter.data)
         if not has_compatible_shallow_copy_type(parameter, converted):

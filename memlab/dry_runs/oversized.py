@@ -1,7 +1,7 @@
-"""Results that are smaller than their storage.
+"""Results smaller than their storage.
 
 Some CPU kernels compute into a large buffer and return a small tensor in it without freeing the
-rest: the scalar from `F.mse_loss` keeps as many bytes alive as its input has. A fake tensor has only
+rest: the scalar from `F.mse_loss` keeps as many bytes alive as its input. A fake tensor has only
 the result's shape, so a dry run enlarges its storage.
 """
 

@@ -112,7 +112,7 @@ def _check(model: Any, optimizer: Any, step: Any) -> None:
     if model is not None and not isinstance(model, torch.nn.Module):
         raise TypeError(f"got a {type(model).__name__} as model; pass a torch.nn.Module")
     if isinstance(optimizer, torch.nn.Module):
-        raise TypeError(f"got a module, {type(optimizer).__name__}, as optimizer; pass it as model=")
+        raise TypeError(f"got a {type(optimizer).__name__} as optimizer; pass modules as model=")
     if step is not None and not callable(step):
         raise TypeError(
             f"got a {type(step).__name__} as step; pass a function without arguments that runs one "

@@ -6,8 +6,8 @@ Under a dispatch mode Dynamo runs a function uncompiled, unless the mode opts ou
 1. Compiled code guards on global module hooks, so the meter's hooks would trigger a recompilation.
    They are removed while Dynamo compiles and while compiled code runs.
 2. Inductor allocates its buffers with functions such as `empty_strided_cpu`, which bypass the
-   dispatcher. These functions are wrapped, in loaded code and in code that is loaded later. Matmuls
-   and other operators that Inductor leaves to torch still pass the dispatcher.
+   dispatcher. These functions are wrapped, in code loaded now or later. Matmuls and other operators
+   that Inductor leaves to torch still pass the dispatcher.
 """
 
 import sys

@@ -259,7 +259,7 @@ def _from_before(count: int) -> Event:
 
 
 def _with_rounding(event: Event, rounding: int) -> Iterable[Event]:
-    """Yield the event, then an event for its rounding unless that is 0."""
+    """Yield the event, then an event for its rounding if there is any."""
     yield event
     if rounding:
         yield _event(rounding, _ROUNDING, "rounding", "", event.phase)

@@ -30,7 +30,7 @@ class WatchedPair(NamedTuple):
 class Folding:
     """Keep the last operator's result pending until the next operator decides whether to fold it.
 
-    `on_birth(record)` is called for each pending storage that is not folded.
+    Storages that need no folding are reported with `on_birth(record)`.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class BudgetExceeded(MemoryError):  # noqa: N818 - reads better than BudgetExcee
 
 
 class budget:  # noqa: N801 - used as a function: `with memlab.budget("6 MiB"):`
-    """Limit the bytes that are allocated inside `with` and alive at once.
+    """Limit the bytes alive at once among tensors allocated inside `with`.
 
     Tensors from before the block do not count. The allocation that exceeds the limit raises
     BudgetExceeded, which names it, the live total and the five largest live tensors with their

@@ -102,11 +102,11 @@ def record(step: Step, *, warm_up: Step | None = None) -> Recording:
     """Run `step()` once under the profiler and return its memory events.
 
     `warm_up` runs first and is not recorded, but frees of its blocks are. So
-    `record(step, warm_up=step)` records a second step, with the frees of the first step's gradients.
+    `record(step, warm_up=step)` records a second step, which frees the first step's gradients.
 
     Python's cyclic collector is off, because it would free cycles at different moments in two runs
-    of one step. Compare with a meter's trace that was also taken with the collector off. Cycles left
-    by the warm-up are collected before the step.
+    of one step. Turn it off for the trace to compare with, too. Cycles left by the warm-up are
+    collected before the step.
     """
     return _recording(_profiled(step, warm_up))
 

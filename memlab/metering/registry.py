@@ -2,7 +2,7 @@
 
 Several tensors can share a storage, which dies with the last of them. Python keeps one object per
 C++ storage for the storage's lifetime, so a weak reference to that object reports its death.
-Addresses are reused, so each storage gets a number that is unique in the process.
+Addresses are reused, so each storage gets a unique number.
 """
 
 import functools
@@ -205,7 +205,7 @@ class Registry:
             listener(record, change)
 
     def _watched_resize(self) -> Callable[..., Any]:
-        """Wrap `UntypedStorage.resize_`, which bypasses the dispatcher; FSDP frees shards with it."""
+        """Wrap `UntypedStorage.resize_`, which bypasses the dispatcher; FSDP uses it."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(untyped: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:

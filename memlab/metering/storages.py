@@ -327,5 +327,5 @@ def _writes_to_an_input(func: Any) -> bool:
 
 
 def _all_are_inputs(records: list[Storage] | None) -> bool:
-    """Return whether all records are inputs; False for None, the unknown inputs of compiled code."""
+    """Return whether all records are inputs; False for None, compiled code's unknown inputs."""
     return records is not None and all(record.category == "inputs" for record in records)

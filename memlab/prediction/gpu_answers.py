@@ -1,15 +1,15 @@
-"""The GPU that a prediction is made for answers a script's questions about it.
+"""Make torch report the target's GPU during a prediction.
 
-A script that asks `torch.cuda.is_available()` before it moves its model, or whether there is
-bfloat16, goes the way it would go on that card. No driver is asked, even where there is one.
+Scripts that check `torch.cuda.is_available()` or bfloat16 support then take the same branches as on
+that GPU. The driver is never called, even if there is one.
 
-    is there a GPU, how many        one, number 0
-    its name, size and capability   those of the target's card (targets.py)
-    how much of it is free          all
-    torch.accelerator               that GPU too, and its streams have nothing to wait for
+    is_available, device_count      one GPU, with index 0
+    name, memory and capability     of the target's card (targets.py)
+    free memory                     all of it
+    torch.accelerator               the same GPU; its streams have no work to wait for
 
-transformers, accelerate and Lightning ask in these ways. What they remember of an answer as long as
-the process lives is forgotten before and after.
+transformers, accelerate and Lightning use these functions. Answers that they cache for the life of
+the process are cleared before and after.
 """
 
 import sys
@@ -27,7 +27,7 @@ _ASKERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
 
 
 class Properties(NamedTuple):
-    """What `torch.cuda.get_device_properties` returns, as far as memory and kernels hang on it."""
+    """The properties from `torch.cuda.get_device_properties` that affect memory and kernels."""
 
     name: str
     major: int
@@ -48,7 +48,7 @@ def properties(target: Target) -> Properties:
 
 @contextmanager
 def answered_for(target: Target) -> Iterator[None]:
-    """Let the target's card answer inside."""
+    """Report the target's card inside `with`."""
     with _forgotten(), replaced(_replacements(properties(target))):
         yield
 
@@ -92,7 +92,7 @@ def _of_cuda(card: Properties) -> dict[str, Any]:
 
 
 _THERE = {"is_available": True, "device_count": 1}
-# Random numbers are the stand-in's, from its own generator; a wait has nothing to wait for.
+# Functions that do nothing: the stand-in has its own generator, and no work to wait for.
 _SEEDS = (
     *("_lazy_init", "manual_seed", "manual_seed_all", "seed", "seed_all"),
     *("get_rng_state", "set_rng_state", "set_rng_state_all"),
@@ -115,12 +115,12 @@ def _instead(answer: Any) -> Callable[[Any], Any]:
     return lambda real: answer
 
 
-# ------------------------------------------------------------------ what libraries remember
+# ------------------------------------------------------------------ caches of libraries
 
 
 @contextmanager
 def _forgotten() -> Iterator[None]:
-    """Let libraries ask anew inside, and again afterwards."""
+    """Clear libraries' cached answers before and after the block, and restore their state."""
     states = [(state, dict(state)) for state in _shared_states()]
     _forget()
     try:
@@ -141,7 +141,7 @@ def _forget() -> None:
 
 
 def _shared_states() -> Iterator[dict[str, Any]]:
-    """accelerate's, one for the whole process: on which device it is, in which precision."""
+    """Yield accelerate's process-wide states, such as its device and precision."""
     module = sys.modules.get("accelerate.state")
     for name in ("PartialState", "AcceleratorState", "GradientState"):
         yield from [getattr(module, name)._shared_state] if module else []

@@ -1,10 +1,9 @@
-"""Operators that CUDA takes apart in another way than the CPU does.
+"""Composite operators that decompose differently on CUDA.
 
-`scaled_dot_product_attention`, `rms_norm`, `dropout`, `softmax` and the recurrent layers
-(recurrent.py) are compositions: torch writes them in terms of other operators, and which ones
-depends on the device. A function of ours stands
-before each for the time of a prediction and calls those that CUDA would. It stands in the
-dispatcher, below autograd's reach: recomputation in a checkpoint passes through it as well.
+torch implements `scaled_dot_product_attention`, `rms_norm`, `dropout`, `softmax` and the recurrent
+layers (recurrent.py) with other operators, which depend on the device. During a prediction, a
+registered kernel calls CUDA's choice. It is in the dispatcher, so it also applies to recomputation
+in a checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +24,11 @@ _LARGEST_CUDNN_WIDTH = 128
 
 
 class Substitutes:
-    """Stands before the compositions, and notes which kernels were chosen."""
+    """Replace composite operators, and record the chosen kernels."""
 
     def __init__(self, kernels: Kernels, target: Target) -> None:
         self.kernels, self.target = kernels, target
-        self.used: set[str] = set()  # what was run in the place of the CPU's, in words
+        self.used: set[str] = set()  # descriptions of the kernels that were used
         self.of: dict[Any, Callable[..., Any]] = {
             aten.scaled_dot_product_attention.default: self.attention,
             aten.softmax.int: _softmax_of_halves(aten.softmax.int, aten._softmax.default),
@@ -49,7 +48,7 @@ class Substitutes:
         try:
             for operator, substitute in self.of.items():
                 library.impl(operator, substitute, "AutogradCPU")
-            if self.kernels.norms == "fused":  # with a kernel, it is no composition any more
+            if self.kernels.norms == "fused":  # a registered kernel stops the decomposition
                 library.impl(aten._fused_rms_norm.default, _no_kernel, "CPU")
             yield self
         finally:
@@ -102,7 +101,7 @@ class Substitutes:
         is_causal: bool,
         enable_gqa: bool,
     ) -> str:
-        """The first kernel of torch's order that is able to, or the one that was asked for."""
+        """Return the requested kernel, or torch's choice; "math" if the inputs rule it out."""
         able = {
             "flash": attn_mask is None
             and query.dtype in _LOW
@@ -170,7 +169,7 @@ def _has_shapes_of_a_fused_kernel(
 def _flash_attention(
     tensors: tuple[torch.Tensor, ...], dropout_p: float, is_causal: bool, scale: float | None
 ) -> torch.Tensor:
-    """Of heads whose width is padded to a multiple of 8."""
+    """Pad the head dimension to a multiple of 8 and run flash attention."""
     width = tensors[0].shape[-1]
     padded = [torch.constant_pad_nd(t, (0, -width % 8)) if width % 8 else t for t in tensors]
     result = aten._scaled_dot_product_flash_attention(
@@ -180,12 +179,12 @@ def _flash_attention(
 
 
 def _alignment(query: torch.Tensor) -> int:
-    """Widths of heads that the tensor cores take: 16 bytes."""
+    """Return the alignment of the head dimension for tensor cores: 16 bytes, in elements."""
     return 16 // query.element_size()
 
 
 def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask of bools as what is added to the scores."""
+    """Convert a bool mask to a bias for the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=dtype, device=mask.device))
@@ -194,7 +193,7 @@ def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
 def _aligned(
     mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor | None:
-    """The mask for all heads, its rows padded to 16 elements where they are not."""
+    """Expand the mask to all heads, with its rows padded to a multiple of 16 elements."""
     if mask is None:
         return None
     width = key.shape[-2]
@@ -207,11 +206,11 @@ def _aligned(
 
 
 def _no_kernel(*args: Any) -> Any:
-    raise NotImplementedError("fake tensors run no kernels")
+    raise NotImplementedError("only fake tensors may reach this kernel")
 
 
 def _softmax_of_halves(composition: Any, kernel: Any) -> Callable[..., torch.Tensor]:
-    """Softmax of float16 into float32 is one kernel on CUDA; elsewhere the input is cast first."""
+    """Fuse the cast into softmax from float16 to float32, as CUDA does; the CPU casts first."""
 
     def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if input.dtype == torch.float16 and dtype == torch.float32:
