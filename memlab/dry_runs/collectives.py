@@ -22,7 +22,7 @@ def is_collective(func: Any) -> bool:
     return func.namespace == "c10d"
 
 
-def done(func: Any, args: Any) -> Any:
+def finished(func: Any, args: Any) -> Any:
     """Return the collective's outputs, which are its first argument, and finished work."""
     outputs = args[0] if len(func._schema.returns) > 1 else None
     future = torch.futures.Future()
@@ -31,7 +31,7 @@ def done(func: Any, args: Any) -> Any:
     return work if outputs is None else (outputs, work)
 
 
-def _for_real(make: Callable[..., Any]) -> Callable[..., Any]:
+def _outside_modes(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
         with disable_current_modes(), DisableTorchFunction():
             return make(*args, **kwargs)
@@ -52,7 +52,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     if not torch.distributed.is_available():
         return {}
     return {
-        (sharding_propagator(), "_propagate_tensor_meta_non_cached"): _for_real,
+        (sharding_propagator(), "_propagate_tensor_meta_non_cached"): _outside_modes,
         (torch.distributed, "_verify_params_across_processes"): _nothing,
         # Keep DDP's initial buckets; rebuilding only reorders the same bytes.
         (torch.distributed.Reducer, "_rebuild_buckets"): _nothing,

@@ -15,20 +15,20 @@ from typing import Any
 from memlab.internals.torch_internals import FakeTensor, subclasses
 
 _NAME = "FakeTensor"
-_WHO_MAY_KNOW = ("torch", "memlab")
+_TRUSTED = ("torch", "memlab")
 
 
 class _AnswersByCaller(type):
     """Metaclass whose `isinstance` and `issubclass` depend on the calling module."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return _caller_may_know() and isinstance(instance, FakeTensor)
+        return _caller_is_trusted() and isinstance(instance, FakeTensor)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return _caller_may_know() and issubclass(subclass, FakeTensor)
+        return _caller_is_trusted() and issubclass(subclass, FakeTensor)
 
     def __eq__(cls, other: object) -> bool:  # torch compares types, too
-        return other is cls or (_caller_may_know() and other is FakeTensor)
+        return other is cls or (_caller_is_trusted() and other is FakeTensor)
 
     def __hash__(cls) -> int:
         return hash(FakeTensor)
@@ -40,24 +40,26 @@ class _AnswersByCaller(type):
         return FakeTensor(*args, **kwargs)
 
 
-class _StandIn(metaclass=_AnswersByCaller):
+class _FakeTensorProxy(metaclass=_AnswersByCaller):
     pass
 
 
-def _caller_may_know() -> bool:
+def _caller_is_trusted() -> bool:
     """Return whether the caller, two frames up, belongs to torch or memlab."""
     name = sys._getframe(2).f_globals.get("__name__", "")
-    return name.partition(".")[0] in _WHO_MAY_KNOW
+    return name.partition(".")[0] in _TRUSTED
 
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return the places where the stand-in replaces FakeTensor, for `replaced`."""
-    return {(module, _NAME): lambda real: _StandIn for module in (subclasses, *_importers())}
+    return {
+        (module, _NAME): lambda real: _FakeTensorProxy for module in (subclasses, *_importers())
+    }
 
 
 def _importers() -> Iterator[ModuleType]:
     """Yield other libraries' modules that have imported FakeTensor under this name."""
     for name, module in list(sys.modules.items()):
-        is_others = name.partition(".")[0] not in _WHO_MAY_KNOW
-        if is_others and getattr(module, "__dict__", {}).get(_NAME) is FakeTensor:
+        is_other = name.partition(".")[0] not in _TRUSTED
+        if is_other and getattr(module, "__dict__", {}).get(_NAME) is FakeTensor:
             yield module

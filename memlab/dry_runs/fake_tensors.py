@@ -43,8 +43,8 @@ from memlab.dry_runs import (
     samplers,
 )
 from memlab.dry_runs.assumptions import Assumptions
-from memlab.dry_runs.collectives import done, is_collective
-from memlab.dry_runs.endless import Patience
+from memlab.dry_runs.collectives import finished, is_collective
+from memlab.dry_runs.endless import LoopGuard
 from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.known_values import UNKNOWN
 from memlab.dry_runs.loaders import Loaders
@@ -69,7 +69,7 @@ from memlab.internals.torch_internals import (
 from memlab.metering.dry import DryRun
 from memlab.metering.frames import user_line
 from memlab.metering.modes import LightMode
-from memlab.metering.tensors import has_a_handler_of_its_own
+from memlab.metering.tensors import has_own_handler
 
 aten = torch.ops.aten
 STAND_IN_NOTE = (
@@ -83,7 +83,7 @@ UNCOMPILED = (
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 Observer = Callable[[Any, Any, Any, Any], None]  # (func, args, kwargs, result)
 # Integer arithmetic whose results may become sizes.
-_WHOLE: dict[Any, Callable[..., Any]] = {
+_INTEGER_OPS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: operator.add,
     aten.sub.Tensor: operator.sub,
     aten.mul.Tensor: operator.mul,
@@ -95,12 +95,12 @@ _WHOLE: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: lambda a: a,
 }
 # torch uses foreach kernels only for these tensor types.
-_KINDS_WITH_FOREACH = (foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
-_KEEPS_TRUTH = frozenset(
+_FOREACH_TYPES = (foreach_utils._foreach_supported_types, optimizer._foreach_supported_types)
+_PRESERVES_TRUE = frozenset(
     {aten.all.default, aten.any.default, aten.logical_and.default, aten.bitwise_and.Tensor}
 )
 # torch's cache of fake results would keep the storage arguments of these operators alive.
-_TAKES_A_STORAGE = frozenset({aten.set_.source_Storage, aten.set_.source_Storage_storage_offset})
+_STORAGE_ARGUMENT = frozenset({aten.set_.source_Storage, aten.set_.source_Storage_storage_offset})
 
 
 class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run():`
@@ -136,42 +136,42 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         if DryRun.active is not None:
             raise RuntimeError("a dry run is already active; use one `with dry_run()` at a time")
         DryRun.active = self
-        fake_accelerator.StandIn.asked_for = False
-        self._outside = _Outside()
+        fake_accelerator.StandIn.was_named = False
+        self._outside = _OutsideTensors()
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._fake_mode.create_symbolic_nested_int = _refuse_jagged
-        self._operators = _Operators(self)
-        self._functions = _Functions()
+        self._fake_mode.create_symbolic_nested_int = _reject_jagged
+        self._operators = _DispatchMode(self)
+        self._functions = _FunctionMode()
         self._modes = (self._fake_mode, self._functions, self._operators)
         for mode in self._modes:
             mode.__enter__()
         self._zeros = WeakIdKeyDictionary()  # the scaler's flags for infinities, read as 0
         self._true = WeakIdKeyDictionary()  # unknown bools that read as True, such as isfinite
-        self._whole = WeakIdKeyDictionary()  # values of integers computed from unknown ones
-        self.whole_numbers_read: dict[str, None] = {}  # lines that read unknown integers, ordered
+        self._integers = WeakIdKeyDictionary()  # values of integers computed from unknown ones
+        self.integer_reads: dict[str, None] = {}  # lines that read unknown integers, ordered
         self._is_uncompiled = False  # whether compiled code ran uncompiled
-        self._patience = Patience()
+        self._loop_guard = LoopGuard()
         self._loaders = Loaders()
         self._stance = torch.compiler.set_stance("force_eager")  # compiled kernels need addresses
         self._stance.__enter__()
         load_dynamos_rules()  # before functions in it are replaced
         own = {
-            (torch.autograd, "_engine_run_backward"): self._with_functions,
+            (torch.autograd, "_engine_run_backward"): self._with_function_mode,
             (_LOG, "disabled"): lambda real: True,  # it would repeat the user's exception
-            (eval_frame(), "_callback_from_stance"): self._noting_what_is_compiled,
+            (eval_frame(), "_callback_from_stance"): self._record_compiled,
         }
         parts = (fake_accelerator, fake_checks, collectives, samplers, self._loaders)
         replacements = {key: new for part in parts for key, new in part.replacements().items()}
         self._replaced = replaced({**_REPLACEMENTS, **own, **replacements})
         self._replaced.__enter__()
-        for kinds in _KINDS_WITH_FOREACH:
+        for kinds in _FOREACH_TYPES:
             kinds.append(FakeTensor)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._replaced.__exit__(None, None, None)
         self._stance.__exit__(*exception)
-        for kinds in _KINDS_WITH_FOREACH:
+        for kinds in _FOREACH_TYPES:
             kinds.remove(FakeTensor)
         for mode in reversed(self._modes):
             mode.__exit__(*exception)
@@ -181,19 +181,19 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
     def notes(self) -> tuple[str, ...]:
         """Return the assumptions behind the byte counts, one sentence each."""
         assumed, loaded = self._assumptions.notes(), self._loaders.notes()
-        stands_in = fake_accelerator.StandIn.asked_for and fake_accelerator.StandIn.device == "cpu"
+        stands_in = fake_accelerator.StandIn.was_named and fake_accelerator.StandIn.device == "cpu"
         return (
             *([STAND_IN_NOTE] if stands_in else []),
             *([UNCOMPILED] if self._is_uncompiled else []),
             *assumed,
-            *self._note_of_whole_numbers(),
+            *self._integer_note(),
             *loaded,
         )
 
-    def _note_of_whole_numbers(self) -> tuple[str, ...]:
-        if not self.whole_numbers_read:
+    def _integer_note(self) -> tuple[str, ...]:
+        if not self.integer_reads:
             return ()
-        first, *others = self.whole_numbers_read
+        first, *others = self.integer_reads
         more = f" and {len(others)} more" if others else ""
         return (
             f"{first}{more} reads an integer from a tensor whose values are unknown in a dry run, "
@@ -222,7 +222,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         finally:
             self._observer = None
 
-    def _noting_what_is_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _record_compiled(self, choose: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Record calls of compiled functions, for which Dynamo looks up the compiler."""
 
         def choosing(compiler: Any) -> Any:
@@ -231,7 +231,7 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
 
         return choosing
 
-    def _with_functions(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_function_mode(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Keep the function mode active in backward, for hooks and recomputation.
 
         `backward` is itself an overridable function, so torch disables the mode while it runs.
@@ -268,46 +268,46 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
         if kwargs.get("device") is not None:
             kwargs = {
                 **kwargs,
-                "device": torch.device(fake_accelerator.on_the_stand_in(kwargs["device"])),
+                "device": torch.device(fake_accelerator.to_stand_in(kwargs["device"])),
             }
         if is_collective(func):
-            return done(func, args)
-        if func in _KEEPS_TRUTH and any(_is_in(self._true, argument) for argument in args):
+            return finished(func, args)
+        if func in _PRESERVES_TRUE and any(_is_in(self._true, argument) for argument in args):
             with DisableTorchFunction():
                 result = func(*args, **kwargs)
-                known_values.follow(func, args, kwargs, result)
+                known_values.propagate(func, args, kwargs, result)
             self._true[result] = True
             return result
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             self._zeros[args[1]] = True
         try:
-            with DisableTorchFunction():  # _Functions would slow down every attribute access
-                if func in _TAKES_A_STORAGE:
+            with DisableTorchFunction():  # _FunctionMode would slow down every attribute access
+                if func in _STORAGE_ARGUMENT:
                     with disable_fake_tensor_cache(self._fake_mode):
                         result = func(*args, **kwargs)
                 else:
                     result = self._fake_kernels.get(func, func)(*args, **kwargs)
                 enlarge(func, args, result)
-                known_values.follow(func, args, kwargs, result)
+                known_values.propagate(func, args, kwargs, result)
         except DataDependentOutputException:
             return self._read(func, args, kwargs)
         except DynamicOutputShapeException as error:
-            result = self._shaped_by_values(func, args, kwargs, error)
+            result = self._data_dependent_shape(func, args, kwargs, error)
 
         if isinstance(result, FakeTensor) and result.layout is not torch.strided:
             raise ValueError(
                 f"{user_line()}: {func} makes a sparse tensor, whose size depends on unknown "
                 f"values; use the dense form, such as Embedding(sparse=False)"
             )
-        if func in _WHOLE and _is_whole_number(result):
-            self._reckon(func, args, kwargs, result)
+        if func in _INTEGER_OPS and _is_integer_scalar(result):
+            self._compute_integer(func, args, kwargs, result)
         if self._observer is not None:
             self._observer(func, args, kwargs, result)
         return result
 
-    def _shaped_by_values(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+    def _data_dependent_shape(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         with DisableTorchFunction():
-            result = known_values.with_values(func, args, kwargs)
+            result = known_values.fake_result(func, args, kwargs)
             if result is UNKNOWN:
                 result = self._assumptions.result(func, args, kwargs)
         if result is None:
@@ -324,17 +324,17 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             result = known_values.compute(func, args, kwargs)
         return self._answer(func, *args) if result is UNKNOWN else result
 
-    def _reckon(self, func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
+    def _compute_integer(self, func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
         """Compute an integer result, so that `data[i : i + 256]` has 256 elements for unknown i."""
-        numbers = [self._whole_number(x) if isinstance(x, torch.Tensor) else x for x in args]
+        numbers = [self._integer_value(x) if isinstance(x, torch.Tensor) else x for x in args]
         if len(numbers) > 1:
             numbers[1] *= kwargs.get("alpha", 1)
         with suppress(ZeroDivisionError, ValueError, TypeError):
-            self._whole[result] = int(_WHOLE[func](*numbers[:2]))
+            self._integers[result] = int(_INTEGER_OPS[func](*numbers[:2]))
 
-    def _whole_number(self, tensor: torch.Tensor) -> int:
+    def _integer_value(self, tensor: torch.Tensor) -> int:
         known = known_values.compute(aten._local_scalar_dense.default, (tensor,), {})
-        return self._whole.get(tensor, 1) if known is UNKNOWN else int(known)
+        return self._integers.get(tensor, 1) if known is UNKNOWN else int(known)
 
     def _answer(self, func: Any, tensor: torch.Tensor, *others: Any) -> bool | int | float:
         if func in (aten.equal.default, aten.allclose.default):
@@ -348,16 +348,16 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             answer = valid_answer()
             if answer is None:
                 answer = tensor in self._true
-                self._patience.round(answer)
+                self._loop_guard.count(answer)
             return answer
         if not tensor.dtype.is_floating_point:
-            if not samplers.read_by_a_loader():
-                self.whole_numbers_read[user_line()] = None
-            return self._whole.get(tensor, 1)
+            if not samplers.is_loader_seed():
+                self.integer_reads[user_line()] = None
+            return self._integers.get(tensor, 1)
         return 0.0 if tensor in self._zeros else 0.5
 
 
-class _Outside:
+class _OutsideTensors:
     """Restore tensors and optimizers from outside the dry run."""
 
     def __init__(self) -> None:
@@ -397,7 +397,7 @@ class _Outside:
             self._states.append((stepping, state))
 
 
-class _Operators(LightMode):
+class _DispatchMode(LightMode):
     """Pass operators to the dry run."""
 
     def __init__(self, owner: dry_run) -> None:
@@ -405,12 +405,12 @@ class _Operators(LightMode):
         self._owner = owner
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if has_a_handler_of_its_own(types):
+        if has_own_handler(types):
             return NotImplemented
         return self._owner.execute(func, *self._owner.arguments(func, args, kwargs))
 
 
-class _Functions(TorchFunctionMode):
+class _FunctionMode(TorchFunctionMode):
     """Replace Python functions that do not work on fake tensors."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -418,7 +418,7 @@ class _Functions(TorchFunctionMode):
         return (answer or func)(*args, **(kwargs or {}))
 
 
-def _refuse_jagged(*args: Any, **options: Any) -> NoReturn:
+def _reject_jagged(*args: Any, **options: Any) -> NoReturn:
     raise ValueError(
         f"{user_line()}: a dry run does not support nested tensors with layout jagged; pad the "
         f"sequences, or measure a real step"
@@ -470,10 +470,10 @@ def _isfinite(tensor: torch.Tensor) -> torch.Tensor:
 
 def _numpy(tensor: torch.Tensor, **kwargs: Any) -> np.ndarray:
     """Return the known values in shared memory, or an array filled with the answer of `.item()`."""
-    if known_values.writable(tensor):
+    if known_values.make_writable(tensor):
         return known_values.as_array(tensor, known_values.real(tensor))
     number = dry_run.active._answer(aten.item.default, tensor)
-    with known_values.unseen():
+    with known_values.without_modes():
         made_up = torch.full(tensor.shape, number, dtype=tensor.dtype)
     return known_values.as_array(tensor, made_up)
 
@@ -510,7 +510,7 @@ def _is_in(tensors: WeakIdKeyDictionary, argument: Any) -> bool:
     return isinstance(argument, torch.Tensor) and argument in tensors
 
 
-def _is_whole_number(result: Any) -> bool:
+def _is_integer_scalar(result: Any) -> bool:
     return (
         isinstance(result, torch.Tensor)
         and result.numel() == 1

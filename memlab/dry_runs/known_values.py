@@ -69,7 +69,7 @@ class _Values:
         self.storage, self.borrowed = storage, borrowed
 
 
-_NOTHING = _Values(torch.UntypedStorage(0), borrowed=False)  # for tensors without elements
+_NO_ELEMENTS = _Values(torch.UntypedStorage(0), borrowed=False)  # for tensors without elements
 
 # ------------------------------------------------------------------ a tensor's values
 
@@ -87,13 +87,13 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
     values = _values_of(tensor)
     if values is None:
         raise ValueError("got a tensor whose values are unknown; check is_known(tensor) first")
-    with unseen():
-        return _over(values.storage, tensor)
+    with without_modes():
+        return _tensor_over(values.storage, tensor)
 
 
 def as_array(fake: torch.Tensor, values: torch.Tensor) -> np.ndarray:
     """Return an array that shares the values' memory and keeps the fake storage alive."""
-    with unseen():
+    with without_modes():
         return np.asarray(_Shared(values.numpy(), fake.untyped_storage()))
 
 
@@ -108,7 +108,7 @@ class _Shared:
 def as_list(tensor: torch.Tensor) -> Any:
     """Return the known values as `tolist` does."""
     values = real(tensor)
-    with unseen():
+    with without_modes():
         return values.tolist()
 
 
@@ -123,7 +123,7 @@ def borrow(fake: torch.Tensor, outside: torch.Tensor) -> None:
         _attach(fake, _Values(outside.untyped_storage(), borrowed=True))
 
 
-def writable(tensor: torch.Tensor) -> bool:
+def make_writable(tensor: torch.Tensor) -> bool:
     """Copy borrowed values before a write. Returns False if they are unknown or too large."""
     values = _values_of(tensor)
     if values is None:
@@ -131,7 +131,7 @@ def writable(tensor: torch.Tensor) -> bool:
     if values.borrowed:
         if values.storage.nbytes() > _LARGEST_STORAGE:
             return False
-        with unseen():
+        with without_modes():
             values.storage, values.borrowed = values.storage.clone(), False
     return True
 
@@ -144,7 +144,7 @@ def _values_of(tensor: torch.Tensor) -> _Values | None:
     storage = tensor.untyped_storage()
     values = storage.__dict__.get(_NAME)
     if values is None and storage.nbytes() == 0:
-        return _NOTHING
+        return _NO_ELEMENTS
     if values is None or values.storage.nbytes() != storage.nbytes():
         return None
     return None if tensor.is_conj() or tensor.is_neg() else values
@@ -156,30 +156,30 @@ def _attach(fake: torch.Tensor, values: _Values) -> None:
         setattr(storage, _NAME, values)
 
 
-def _forget(tensors: list[torch.Tensor]) -> None:
+def _clear(tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
         setattr(tensor.untyped_storage(), _NAME, None)
 
 
-def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+def _tensor_over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """Return a real tensor over `storage`, with the dtype, shape and strides of `like`."""
     return torch.empty(0, dtype=like.dtype).set_(
         storage, like.storage_offset(), like.shape, like.stride()
     )
 
 
-def _remember(fake: Any, result: Any) -> None:
+def _store(fake: Any, result: Any) -> None:
     """Store a real result as the values of the fake one."""
     if isinstance(fake, (list, tuple)):
         for one, values in zip(fake, result, strict=True):
-            _remember(one, values)
+            _store(one, values)
     elif isinstance(fake, FakeTensor) and isinstance(result, torch.Tensor):
         storage, own = fake.untyped_storage(), result.untyped_storage()
         if _NAME in storage.__dict__ or not 0 < storage.nbytes() <= _LARGEST_STORAGE:
             return
         if own.nbytes() != storage.nbytes() or _layout(result) != _layout(fake):
             own = torch.UntypedStorage(storage.nbytes())
-            _over(own, fake).copy_(result)
+            _tensor_over(own, fake).copy_(result)
         setattr(storage, _NAME, _Values(own, borrowed=False))
 
 
@@ -190,16 +190,16 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 # ------------------------------------------------------------------ propagation
 
 
-def follow(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def propagate(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Update the known values after `func(*args)` has returned `result` on fake tensors."""
-    kind = _kind(func)
-    if kind is not None:
-        kind(func, args, kwargs, result)
+    rule = _rule_for(func)
+    if rule is not None:
+        rule(func, args, kwargs, result)
 
 
 def compute(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the real result of a functional operator on known tensors, UNKNOWN otherwise."""
-    if not isinstance(func, OpOverload) or func._schema.is_mutable or _is_unreal(func):
+    if not isinstance(func, OpOverload) or func._schema.is_mutable or _is_never_computed(func):
         return UNKNOWN
     if not all(map(is_known, _tensors((*args, *kwargs.values())))):
         return UNKNOWN
@@ -207,21 +207,21 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @functools.cache
-def _kind(func: Any) -> Callable[[Any, Any, Any, Any], None] | None:
+def _rule_for(func: Any) -> Callable[[Any, Any, Any, Any], None] | None:
     """Return the function that updates known values after `func`; None if there is no update."""
     if not isinstance(func, OpOverload):
         return None
     if func is aten.lift_fresh.default:
-        return _has_lifted
+        return _propagate_lift
     if func.namespace == "c10d" or func in _BATCH_NORMS:
-        return _may_have_written
+        return _propagate_possible_write
     if func._schema.is_mutable:
-        return None if torch.Tag.inplace_view in func.tags else _has_written
-    return None if func.is_view or _is_unreal(func) else _has_made
+        return None if torch.Tag.inplace_view in func.tags else _propagate_in_place
+    return None if func.is_view or _is_never_computed(func) else _propagate_functional
 
 
 @functools.cache
-def _is_unreal(func: OpOverload) -> bool:
+def _is_never_computed(func: OpOverload) -> bool:
     """Return whether the operator is random, uninitialized or outside aten: never computed."""
     return (
         func.namespace not in ("aten", "prims")
@@ -230,16 +230,16 @@ def _is_unreal(func: OpOverload) -> bool:
     )
 
 
-def _has_lifted(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _propagate_lift(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     """A literal, or a tensor that shares memory with an array, has its own values."""
     borrow(result, args[0])
 
 
-def _may_have_written(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    _forget(_tensors(args))
+def _propagate_possible_write(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    _clear(_tensors(args))
 
 
-def _has_made(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _propagate_functional(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     for argument in args:  # fast path: the first tensor is usually unknown
         if isinstance(argument, torch.Tensor):
             if not is_known(argument):
@@ -251,12 +251,12 @@ def _has_made(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     if all(map(is_known, _tensors((*args, *kwargs.values())))):
         values = _run(func, args, kwargs)
         if values is not UNKNOWN:
-            with unseen():
-                _remember(result, values)
+            with without_modes():
+                _store(result, values)
 
 
-def _has_written(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    places, names = _written(func)
+def _propagate_in_place(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    places, names = _written_arguments(func)
     targets = _tensors(
         (*(args[i] for i in places if i < len(args)), *(kwargs.get(name) for name in names))
     )
@@ -268,16 +268,16 @@ def _has_written(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     )
     overwrites = func in _OVERWRITES or bool(names)
     if (
-        _is_unreal(func)
+        _is_never_computed(func)
         or not all(map(is_known, others))
-        or not all(_is_ready(target, overwrites) for target in targets)
+        or not all(_prepare_write(target, overwrites) for target in targets)
         or _run(func, args, kwargs) is UNKNOWN
     ):
-        _forget(targets)
+        _clear(targets)
 
 
 @functools.cache
-def _written(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the arguments that the operator writes to: positions, and names of out arguments."""
     written = [
         (i, argument)
@@ -290,10 +290,10 @@ def _written(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
     )
 
 
-def _is_ready(target: torch.Tensor, overwrites: bool) -> bool:
+def _prepare_write(target: torch.Tensor, overwrites: bool) -> bool:
     """Prepare the target's values for a write. Returns False if the write cannot be tracked."""
     if is_known(target):
-        return writable(target)
+        return make_writable(target)
     count = target.untyped_storage().nbytes()
     is_whole = target.numel() * target.element_size() == count and target.is_contiguous()
     if overwrites and is_whole and 0 < target.numel() <= BOUND:
@@ -305,7 +305,7 @@ def _is_ready(target: torch.Tensor, overwrites: bool) -> bool:
 # ------------------------------------------------------------------ shapes that depend on values
 
 
-def with_values(func: Any, args: Any, kwargs: Any) -> Any:
+def fake_result(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the fake result of an operator whose shape depends on values, or UNKNOWN."""
     shape = _SHAPES.get(func)
     if shape is not None:
@@ -313,7 +313,7 @@ def with_values(func: Any, args: Any, kwargs: Any) -> Any:
         if result is not UNKNOWN:
             return result
     values = compute(func, args, kwargs)
-    return values if values is UNKNOWN else _faked(values)
+    return values if values is UNKNOWN else _to_fake(values)
 
 
 def _index(func: Any, tensor: torch.Tensor, indices: Any) -> Any:
@@ -323,29 +323,29 @@ def _index(func: Any, tensor: torch.Tensor, indices: Any) -> Any:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             expanded.append(index)
         elif is_known(index):
-            chosen = _faked(_run(aten.nonzero.default, (index,), {}))
+            chosen = _to_fake(_run(aten.nonzero.default, (index,), {}))
             expanded += [aten.select.int(chosen, 1, i) for i in range(index.dim())]
         else:
             return UNKNOWN
     result = func(tensor, expanded)
-    with unseen():
-        _remember_if_computed(func, (tensor, indices), result)
+    with without_modes():
+        _store_if_computed(func, (tensor, indices), result)
     return result
 
 
-def _remember_if_computed(func: Any, args: Any, result: Any) -> None:
+def _store_if_computed(func: Any, args: Any, result: Any) -> None:
     if result.numel() <= BOUND and (values := compute(func, args, {})) is not UNKNOWN:
-        _remember(result, values)
+        _store(result, values)
 
 
 def _masked_select(func: Any, tensor: torch.Tensor, mask: torch.Tensor) -> Any:
     if not is_known(mask):
         return UNKNOWN
-    with unseen():
+    with without_modes():
         count = real(mask).expand(torch.broadcast_shapes(mask.shape, tensor.shape)).sum().item()
     result = aten.empty.memory_format([count], dtype=tensor.dtype, device=tensor.device)
-    with unseen():
-        _remember_if_computed(func, (tensor, mask), result)
+    with without_modes():
+        _store_if_computed(func, (tensor, mask), result)
     return result
 
 
@@ -353,11 +353,11 @@ def _packed(func: Any, inputs: torch.Tensor, lengths: torch.Tensor, batch_first:
     """Pack with known lengths; the data stays unknown."""
     if not is_known(lengths):
         return UNKNOWN
-    with unseen():
+    with without_modes():
         data, batch_sizes = func(torch.zeros(inputs.shape[:2]), real(lengths), batch_first)
     shape = (data.shape[0], *inputs.shape[2:])
     packed = aten.empty.memory_format(shape, dtype=inputs.dtype, device=inputs.device)
-    return packed, _faked(batch_sizes)
+    return packed, _to_fake(batch_sizes)
 
 
 _SHAPES: dict[Any, Callable[..., Any]] = {
@@ -367,16 +367,16 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _faked(values: Any) -> Any:
+def _to_fake(values: Any) -> Any:
     """Return fake tensors with the real results' metadata and values."""
     if isinstance(values, (list, tuple)):
-        return tuple(map(_faked, values))
+        return tuple(map(_to_fake, values))
     if not isinstance(values, torch.Tensor):
         return values
     fake = aten.empty_strided.default(values.shape, values.stride(), dtype=values.dtype)
     StorageBase.resize_(fake.untyped_storage(), values.untyped_storage().nbytes())
-    with unseen():
-        _remember(fake, values)
+    with without_modes():
+        _store(fake, values)
     return fake
 
 
@@ -384,7 +384,7 @@ def _faked(values: Any) -> Any:
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def without_modes() -> Iterator[None]:
     """Run operators on real tensors inside, without modes and without autograd."""
     with (
         DisableTorchFunction(),
@@ -396,7 +396,7 @@ def unseen() -> Iterator[None]:
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run the operator on real tensors. Returns UNKNOWN if it raises: the dry run continues."""
-    with unseen():
+    with without_modes():
         try:
             named = {name: _real_argument(v) for name, v in kwargs.items() if name != "pin_memory"}
             return func(*map(_real_argument, args), **named)
@@ -408,7 +408,7 @@ def _real_argument(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         values = _values_of(argument)
         assert values is not None
-        return _over(values.storage, argument)
+        return _tensor_over(values.storage, argument)
     if isinstance(argument, (list, tuple)):
         return [_real_argument(one) for one in argument]
     return torch.device("cpu") if isinstance(argument, torch.device) else argument

@@ -25,7 +25,9 @@ def enlarge(func: Any, args: tuple[Any, ...], result: Any) -> None:
             StorageBase.resize_(tensor.untyped_storage(), count)
 
 
-def _loss(result: Any, input: Any, target: Any, *others: Any) -> tuple[torch.Tensor, int]:
+def _elementwise_loss(
+    result: Any, input: Any, target: Any, *others: Any
+) -> tuple[torch.Tensor, int]:
     """The buffer has the losses of all elements; their mean overwrites the first."""
     shape = torch.broadcast_shapes(input.shape, target.shape)
     return result, shape.numel() * result.element_size()
@@ -44,10 +46,10 @@ def _bags(result: Any, *others: Any) -> tuple[torch.Tensor, int]:
 
 
 _RULES: dict[Any, Callable[..., tuple[torch.Tensor, int]]] = {
-    aten.mse_loss.default: _loss,
-    aten.smooth_l1_loss.default: _loss,
-    aten.soft_margin_loss.default: _loss,
-    aten.binary_cross_entropy.default: _loss,
+    aten.mse_loss.default: _elementwise_loss,
+    aten.smooth_l1_loss.default: _elementwise_loss,
+    aten.soft_margin_loss.default: _elementwise_loss,
+    aten.binary_cross_entropy.default: _elementwise_loss,
     aten.col2im.default: _columns,
     aten._embedding_bag.default: _bags,
     aten._embedding_bag_forward_only.default: _bags,

@@ -20,10 +20,10 @@ from memlab.metering.frames import user_line
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-def _with_real_lengths(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_real_batch_sizes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function` with real batch sizes as its second argument."""
     if len(args) > 1 and isinstance(args[1], FakeTensor) and _is_batch_sizes(args[1]):
-        args = (args[0], _real(args[1], function), *args[2:])
+        args = (args[0], _real_values(args[1], function), *args[2:])
     return function(*args, **kwargs)
 
 
@@ -69,7 +69,7 @@ def _pad_packed_sequence(
     total_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call the same operators as torch's version, which accesses sizes and lengths in C++."""
-    sizes = _real(batch_sizes, pad_packed_sequence).tolist()
+    sizes = _real_values(batch_sizes, pad_packed_sequence).tolist()
     T, B = max(len(sizes), total_length), sizes[0]
     padded = torch.full((T, B, *data.shape[1:]), padding_value, dtype=data.dtype)
     lengths, begin, offset = [], 0, 0
@@ -88,7 +88,7 @@ def _tensor_split(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torc
     if indices in kwargs:
         args, kwargs = (kwargs.pop(indices), *args), kwargs
     if args and isinstance(args[0], FakeTensor):
-        args = (_real(args[0], torch.tensor_split), *args[1:])
+        args = (_real_values(args[0], torch.tensor_split), *args[1:])
     return torch.tensor_split(tensor, *args, **kwargs)
 
 
@@ -110,7 +110,7 @@ def _ctc_loss(
     return (losses / divisors).mean()
 
 
-def _real(tensor: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
+def _real_values(tensor: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
     if not known_values.is_known(tensor):
         raise ValueError(
             f"{user_line()}: {function.__name__} reads lengths or indices from a tensor whose "
@@ -125,5 +125,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     packing_operator: _pack_padded_sequence,
     unpacking_operator: _pad_packed_sequence,
     F.ctc_loss: _ctc_loss,
-    **{f: partial(_with_real_lengths, f) for f in (getattr(torch, name) for name in _RECURRENT)},
+    **{
+        f: partial(_with_real_batch_sizes, f) for f in (getattr(torch, name) for name in _RECURRENT)
+    },
 }

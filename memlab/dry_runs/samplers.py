@@ -22,19 +22,19 @@ from memlab.metering.frames import frames
 _FOLDER = str(Path(data.__file__).parent)
 
 
-def read_by_a_loader() -> bool:
+def is_loader_seed() -> bool:
     """Return whether torch.utils.data reads the value, which is then a seed."""
     return next(frames()).f_code.co_filename.startswith(_FOLDER)
 
 
-def _drawing_for_real(iterate: Callable[[Sampler], Iterator[Any]]) -> Callable[..., Any]:
+def _draw_real_samples(iterate: Callable[[Sampler], Iterator[Any]]) -> Callable[..., Any]:
     def indices(sampler: Sampler) -> Iterator[Any]:
         fakes = {k: v for k, v in vars(sampler).items() if isinstance(v, FakeTensor)}
         if not all(map(known_values.is_known, fakes.values())):
             return iterate(sampler)
         real = copy.copy(sampler)
         vars(real).update({name: known_values.real(fake) for name, fake in fakes.items()})
-        with known_values.unseen(), _restored(getattr(sampler, "generator", None)):
+        with known_values.without_modes(), _restored(getattr(sampler, "generator", None)):
             return iter(list(iterate(real)))
 
     return indices
@@ -52,4 +52,4 @@ def _restored(generator: torch.Generator | None) -> Iterator[None]:
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return the replacements, for `replaced`."""
     samplers = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    return {(sampler, "__iter__"): _drawing_for_real for sampler in samplers}
+    return {(sampler, "__iter__"): _draw_real_samples for sampler in samplers}

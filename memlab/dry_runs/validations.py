@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from memlab.metering.frames import frames
 
-_MOST_FRAMES = 8  # from the read to the `raise`
+_MAX_FRAMES = 8  # from the read to the `raise`
 _RAISES = "raises"
 _CALLS = ("CALL", "LOAD_ATTR")  # LOAD_ATTR can call a property
 _RETURNS = ("RETURN_VALUE", "YIELD_VALUE")  # `all` and `any` read yielded values
 _RAISE = ("RAISE_VARARGS", "RERAISE")
 _FOR = ("FOR_ITER", "SEND")
 # Instructions that do not change the bools on the stack.
-_KEEP = ("NOP", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG")
+_NO_EFFECT = ("NOP", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG")
 
 
 def valid_answer() -> bool | None:
@@ -38,7 +38,7 @@ def valid_answer() -> bool | None:
 
 def _certainly_raises(answer: bool) -> bool:
     """Return whether an exception follows if the current read of a bool gives `answer`."""
-    for frame in itertools.islice(frames(), _MOST_FRAMES):
+    for frame in itertools.islice(frames(), _MAX_FRAMES):
         ends = ends_of(frame.f_code, frame.f_lasti, answer)
         if ends == {_RAISES}:
             return True
@@ -48,7 +48,7 @@ def _certainly_raises(answer: bool) -> bool:
     return False
 
 
-class _State(NamedTuple):
+class _BytecodeState(NamedTuple):
     """A position in a function, and the location of the tracked bool."""
 
     offset: int
@@ -73,7 +73,7 @@ def ends_of(code: CodeType, offset: int, answer: bool) -> frozenset[bool | str |
 
 
 @functools.cache
-def begins_another_round(code: CodeType, offset: int, answer: bool | None) -> bool:
+def can_iterate_again(code: CodeType, offset: int, answer: bool | None) -> bool:
     """Return whether a `while` around this instruction can iterate again after reading `answer`.
 
     None means an unknown answer. A `for` loop always ends.
@@ -98,7 +98,7 @@ def _is_return(name: str) -> bool:
 
 def _states(
     code: CodeType, offset: int, answer: bool | None, past_for: bool = False
-) -> list[_State]:
+) -> list[_BytecodeState]:
     """Return all reachable states; with `past_for`, only those after a `for` loop ends."""
     instructions = _instructions(code)
     if offset not in instructions:
@@ -115,17 +115,17 @@ def _states(
     return list(seen)
 
 
-def _start(code: CodeType, offset: int, answer: bool | None) -> _State:
+def _start(code: CodeType, offset: int, answer: bool | None) -> _BytecodeState:
     instruction, following = _instructions(code)[offset]
     stack = () if answer is None else (answer,)
     if instruction.opname.startswith(_CALLS):
-        return _State(following, stack, None)
+        return _BytecodeState(following, stack, None)
     if instruction.opname == "CONTAINS_OP":  # compares the remaining elements in the same way
-        return _State(following, tuple(one != bool(instruction.arg) for one in stack), None)
-    return _State(offset, stack, None)
+        return _BytecodeState(following, tuple(one != bool(instruction.arg) for one in stack), None)
+    return _BytecodeState(offset, stack, None)
 
 
-def _next(code: CodeType, state: _State) -> list[_State]:
+def _next(code: CodeType, state: _BytecodeState) -> list[_BytecodeState]:
     """Return the possible next states."""
     instruction, following = _instructions(code)[state.offset]
     name, stack = instruction.opname, state.stack
@@ -147,12 +147,14 @@ def _next(code: CodeType, state: _State) -> list[_State]:
         stack = (*stack, *top) if instruction.arg == 1 else ()
     elif name == "POP_TOP":
         stack = below
-    elif name not in _KEEP:
+    elif name not in _NO_EFFECT:
         stack = ()
-    return [_State(following, stack, variable)]
+    return [_BytecodeState(following, stack, variable)]
 
 
-def _branches(instruction: dis.Instruction, following: int, state: _State) -> list[_State]:
+def _branches(
+    instruction: dis.Instruction, following: int, state: _BytecodeState
+) -> list[_BytecodeState]:
     """Return the states after a conditional jump; only one if the tracked bool decides it."""
     below = state.stack[:-1]
     kept = state.stack if instruction.opname.endswith("_OR_POP") else below

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from memlab.metering.answers import Answers
 from memlab.metering.cycles import no_cycle_collection
-from memlab.metering.devices import complete, watch
+from memlab.metering.device_stats import DeviceStats
+from memlab.metering.devices import complete, monitor_for
 from memlab.metering.dry import DryRun
 from memlab.metering.limits import BudgetExceeded, budget
 from memlab.metering.observer import formulas_note
@@ -61,14 +61,14 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
     ) -> None:
         _check(model, optimizer, step)
         self._device = None if device is None else torch.device(device)
-        self._watch = watch(self._device or _likely_device(model))
+        self._monitor = monitor_for(self._device or _likely_device(model))
         self._storages = StorageMeter(
-            model, optimizer, step=step, lines=lines, on_operator=self._watch.mark
+            model, optimizer, step=step, lines=lines, on_operator=self._monitor.tag
         )
         self._trace: Trace | None = None
 
     def __enter__(self) -> "meter":
-        self._watch.start()
+        self._monitor.start()
         self._storages.__enter__()
         return self
 
@@ -78,14 +78,14 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
             self._trace = self._complete()
 
     def _complete(self) -> Trace:
-        answers, changes = self._watch.stop(), list(self._storages.changes())
+        stats, changes = self._monitor.stop(), list(self._storages.changes())
         device = self._device or _main_device(changes)
-        if device.type != answers.device.type or device.index not in (None, answers.device.index):
-            answers = Answers(device)  # the step ran on another device than the monitored one
-        completed = complete(changes, answers)
+        if device.type != stats.device.type or device.index not in (None, stats.device.index):
+            stats = DeviceStats(device)  # the step ran on another device than the monitored one
+        completed = complete(changes, stats)
         context = self._storages.context
         is_dry = DryRun.active is not None
-        leaves_scratch_out = answers.history is None and context.has_much_scratch
+        misses_scratch = stats.history is None and context.has_large_workspace
         return Trace(
             completed.events,
             device=device.type,
@@ -93,8 +93,8 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
             memory=completed.memory,
             notes=(
                 *completed.notes,
-                *([SCRATCH_NOTE] if leaves_scratch_out else []),
-                *([THREADS_NOTE] if self._storages.found_unseen_gradients else []),
+                *([SCRATCH_NOTE] if misses_scratch else []),
+                *([THREADS_NOTE] if self._storages.found_thread_gradients else []),
                 *formulas_note(self._storages.nodes),
                 *(DryRun.active.notes() if is_dry else ()),
             ),

@@ -36,7 +36,7 @@ class Casts:
 
     def start(self) -> None:
         self._on = {device for device in _KEYS if torch.is_autocast_enabled(device)}
-        self._replaced = replaced({(torch, "set_autocast_enabled"): self._noting})
+        self._replaced = replaced({(torch, "set_autocast_enabled"): self._tracking})
         self._replaced.__enter__()
 
     def stop(self) -> None:
@@ -62,10 +62,10 @@ class Casts:
         finally:
             self._cast = before
 
-    def _noting(self, set_enabled: Callable[..., None]) -> Callable[..., None]:
-        def set_and_note(*arguments: Any) -> None:
+    def _tracking(self, set_enabled: Callable[..., None]) -> Callable[..., None]:
+        def set_and_track(*arguments: Any) -> None:
             set_enabled(*arguments)
             device, enabled = ("cuda", *arguments)[-2:]  # the old signature had no device
             (self._on.add if enabled else self._on.discard)(device)
 
-        return set_and_note
+        return set_and_track

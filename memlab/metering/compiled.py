@@ -21,10 +21,10 @@ from torch import Tensor
 
 from memlab.internals.torch_internals import CODE_CACHE, CONVERT_FRAME, EVAL_FRAME, GUARDS
 
-_TAKES = "empty_strided_"
+_ALLOCATE = "empty_strided_"
 
 
-def leave_out_the_remark_on_hooks() -> None:
+def ignore_hook_warning() -> None:
     """Silence torch.compile's warning about global module hooks: the meter registers them."""
     remark = r"Using `torch\.compile\(module\)` when there are global hooks"
     warnings.filterwarnings("ignore", message=remark)
@@ -46,70 +46,72 @@ class CompiledCode:
         if (eval_frame := sys.modules.get(EVAL_FRAME)) is None:
             return  # Dynamo is not imported
         guards, converter = sys.modules[GUARDS], sys.modules[CONVERT_FRAME].CatchErrorsWrapper
-        self._tellers = {
-            name: self._telling(getattr(guards, name))
+        self._wrappers = {
+            name: self._reporting_buffers(getattr(guards, name))
             for name in dir(guards)
-            if name.startswith(f"_{_TAKES}")
+            if name.startswith(f"_{_ALLOCATE}")
         }
-        for name, teller in self._tellers.items():
-            self._replace(guards, name, teller)
+        for name, wrapper in self._wrappers.items():
+            self._replace(guards, name, wrapper)
         self._replace(
-            eval_frame, "_maybe_set_eval_frame", self._announcing(eval_frame._maybe_set_eval_frame)
+            eval_frame,
+            "_maybe_set_eval_frame",
+            self._reporting_runs(eval_frame._maybe_set_eval_frame),
         )
-        self._replace(converter, "__call__", self._noting_that_it_compiles(converter.__call__))
-        for module in _generated():
-            for name in vars(module).keys() & {name[1:] for name in self._tellers}:
-                self._replace(module, name, self._tellers[f"_{name}"])
+        self._replace(converter, "__call__", self._marking_compilation(converter.__call__))
+        for module in _inductor_modules():
+            for name in vars(module).keys() & {name[1:] for name in self._wrappers}:
+                self._replace(module, name, self._wrappers[f"_{name}"])
 
     def stop(self) -> None:
         for owner, name, original in reversed(self._replaced):
             setattr(owner, name, original)
         if not self._replaced:
             return
-        for module in _generated():  # includes modules loaded since start()
-            for name, teller in self._tellers.items():
-                if vars(module).get(name[1:]) is teller:
-                    setattr(module, name[1:], teller.__wrapped__)
+        for module in _inductor_modules():  # includes modules loaded since start()
+            for name, wrapper in self._wrappers.items():
+                if vars(module).get(name[1:]) is wrapper:
+                    setattr(module, name[1:], wrapper.__wrapped__)
         self._replaced.clear()
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
         self._replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, new)
 
-    def _telling(self, take: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @wraps(take)
-        def told(*shape: Any) -> Tensor:
-            tensor = take(*shape)
+    def _reporting_buffers(self, allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(allocate)
+        def reported(*shape: Any) -> Tensor:
+            tensor = allocate(*shape)
             self._on_buffer(tensor)
             return tensor
 
-        return told
+        return reported
 
-    def _announcing(self, set_frame: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _reporting_runs(self, set_frame: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Call `on_run` when Dynamo is enabled or disabled around a compiled function."""
 
-        def announced(callback: Any) -> Any:
+        def reported(callback: Any) -> Any:
             if not self._is_compiling:
                 self._on_run(callback is not None)
             return set_frame(callback)
 
-        return announced
+        return reported
 
-    def _noting_that_it_compiles(self, compile_frame: Callable[..., Any]) -> Callable[..., Any]:
+    def _marking_compilation(self, compile_frame: Callable[..., Any]) -> Callable[..., Any]:
         """Mark compilation, during which Dynamo is also enabled and disabled."""
 
         @wraps(compile_frame)
-        def noting(*args: Any, **kwargs: Any) -> Any:
+        def marked(*args: Any, **kwargs: Any) -> Any:
             before, self._is_compiling = self._is_compiling, True
             try:
                 return compile_frame(*args, **kwargs)
             finally:
                 self._is_compiling = before
 
-        return noting
+        return marked
 
 
-def _generated() -> list[ModuleType]:
+def _inductor_modules() -> list[ModuleType]:
     """Return the modules that Inductor has generated and loaded."""
     cache = sys.modules.get(CODE_CACHE)
     return [] if cache is None else list(cache.PyCodeCache.modules)

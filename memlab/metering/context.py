@@ -25,7 +25,7 @@ from memlab.internals.torch_internals import (
     in_backward,
 )
 
-_MUCH_SCRATCH = (torch.nn.RNNBase, ConvNd)  # modules whose kernels use large workspaces
+_LARGE_WORKSPACE = (torch.nn.RNNBase, ConvNd)  # modules whose kernels use large workspaces
 _LAST_SEQUENCE_NUMBER = 2**64 - 1  # AccumulateGrad nodes have it, so they run first
 
 
@@ -34,8 +34,8 @@ class ModuleNames:
 
     def __init__(self) -> None:
         self.roots: list[torch.nn.Module] = []
-        self._of_module: dict[int, str] = {}
-        self._of_parameter: dict[int, str] = {}
+        self._module_names: dict[int, str] = {}
+        self._parameter_owners: dict[int, str] = {}
 
     def add_root(self, root: torch.nn.Module) -> None:
         """Name the root by its class, and its submodules by their path."""
@@ -43,20 +43,20 @@ class ModuleNames:
         self.roots.append(root)
         for name, module in root.named_modules():
             name = prefix + name if name else type(root).__name__
-            self._of_module.setdefault(id(module), name)
+            self._module_names.setdefault(id(module), name)
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
-                    self._of_parameter.setdefault(id(tensor), name)
+                    self._parameter_owners.setdefault(id(tensor), name)
 
     def __contains__(self, module: torch.nn.Module) -> bool:
-        return id(module) in self._of_module
+        return id(module) in self._module_names
 
     def of(self, module: torch.nn.Module) -> str:
-        return self._of_module.get(id(module), type(module).__name__)
+        return self._module_names.get(id(module), type(module).__name__)
 
-    def owning(self, parameter: torch.Tensor) -> str:
+    def owner_of(self, parameter: torch.Tensor) -> str:
         """Return the name of the module that owns the parameter, "" if unknown."""
-        return self._of_parameter.get(id(parameter), "")
+        return self._parameter_owners.get(id(parameter), "")
 
 
 class Context:
@@ -79,7 +79,7 @@ class Context:
     ) -> None:
         self.names = ModuleNames()
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.has_much_scratch = self.has_recurrent_layer = False
+        self.has_large_workspace = self.has_recurrent_layer = False
         self.in_backward = False
         self.last_phase = "forward"
         self._after_backward = False
@@ -92,12 +92,12 @@ class Context:
         self._on_first_step, self._on_step_end = on_first_step, on_step_end
         self._on_backward_start, self._on_backward_end = on_backward_start, on_backward_end
         self._handles: list[Any] = []
-        self._of_modules: list[Any] = []
+        self._module_handles: list[Any] = []
 
     def start(self) -> None:
         self._handles = [
-            register_optimizer_step_pre_hook(self._step_begins),
-            register_optimizer_step_post_hook(self._step_ends),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
         ]
         self.follow_modules(True)
 
@@ -110,15 +110,15 @@ class Context:
 
     def follow_modules(self, wanted: bool) -> None:
         """Register the global module hooks, or remove them."""
-        if wanted and not self._of_modules:
-            self._of_modules = [
+        if wanted and not self._module_handles:
+            self._module_handles = [
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._leave, always_call=True),
             ]
         elif not wanted:
-            for handle in self._of_modules:
+            for handle in self._module_handles:
                 handle.remove()
-            self._of_modules = []
+            self._module_handles = []
 
     def phase(self) -> str:
         """Return the phase of the next operator."""
@@ -162,7 +162,7 @@ class Context:
 
     def _module_of(self, node: Node) -> str:
         if _is_accumulation(node):
-            return self.names.owning(node.variable)
+            return self.names.owner_of(node.variable)
         position = bisect_right(self._numbers, node._sequence_nr())
         return self._number_modules[position - 1] if position else ""
 
@@ -174,28 +174,28 @@ class Context:
         if module not in self.names:
             self.names.add_root(module)
             self._on_root(module)
-        self.has_much_scratch |= isinstance(module, _MUCH_SCRATCH)
+        self.has_large_workspace |= isinstance(module, _LARGE_WORKSPACE)
         self.has_recurrent_layer |= isinstance(module, torch.nn.RNNBase)
         self._running.append(self.names.of(module))
-        self._note_number()
+        self._record_number()
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._running:
             self._running.pop()
-        self._note_number()
+        self._record_number()
 
-    def _note_number(self) -> None:
+    def _record_number(self) -> None:
         if get_ident() == self._thread:  # sequence numbers are per thread
             self._numbers.append(get_sequence_nr())
             self._number_modules.append(self._running[-1] if self._running else "")
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
             self._on_first_step(optimizer)
         self._step_depth += 1
 
-    def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._step_depth -= 1
         self._after_backward = False  # the update is done, even if it ran inside backward
         self._on_step_end(optimizer)

@@ -25,11 +25,18 @@ from memlab.internals.torch_internals import (
     record_cuda_history,
     set_cuda_metadata,
 )
-from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block, Entry, Mark
+from memlab.metering.device_stats import (
+    Accelerator,
+    AllocatorMonitor,
+    BlockSize,
+    DeviceStats,
+    HistoryEntry,
+    HistoryTag,
+)
 from memlab.metering.registry import REGISTRY
 
 GRANULARITY = 512
-_SMALL = 2**20  # the largest request in the small pool
+_SMALL_POOL_LIMIT = 2**20  # the largest request in the small pool
 
 INCOMPLETE = (
     "another recorder of the allocator's history keeps too few entries: workspace and rounding "
@@ -40,7 +47,7 @@ _text = functools.cache(str)  # names of operators
 
 
 class Cuda(Accelerator):
-    """The torch functions that a CudaWatch calls."""
+    """The torch functions that a CudaMonitor calls."""
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
@@ -74,11 +81,11 @@ class Cuda(Accelerator):
     def snapshot(self) -> dict[str, Any]:
         return cuda_snapshot()
 
-    def set_mark(self, text: str) -> None:
+    def set_tag(self, text: str) -> None:
         set_cuda_metadata(text)
 
 
-class CudaWatch(AllocatorWatch):
+class CudaMonitor(AllocatorMonitor):
     """Record the allocator's history besides its statistics.
 
     If a history is already being recorded, use it and leave it running.
@@ -97,28 +104,28 @@ class CudaWatch(AllocatorWatch):
             self._starts_recording = not self._torch.is_recording()
             if self._starts_recording:
                 self._torch.record(on=True)
-            self._torch.set_mark(str(Mark(REGISTRY.count)))
+            self._torch.set_tag(str(HistoryTag(REGISTRY.count)))
             self._at_start = self._torch.snapshot()
 
-    def mark(self, operator: Any, phase: str, module: str) -> None:
+    def tag(self, operator: Any, phase: str, module: str) -> None:
         """Tag the following history entries with the next operator."""
-        self._torch.set_mark(str(Mark(REGISTRY.count, phase, _text(operator), module)))
+        self._torch.set_tag(str(HistoryTag(REGISTRY.count, phase, _text(operator), module)))
 
-    def stop(self) -> Answers:
-        answers = super().stop()
+    def stop(self) -> DeviceStats:
+        stats = super().stop()
         if not self._torch.keeps_history():
-            return answers
+            return stats
         at_end = self._torch.snapshot()
-        self._torch.set_mark("")
+        self._torch.set_tag("")
         if self._starts_recording:
             self._torch.record(on=False)
         entries = self._entries(at_end)[len(self._entries(self._at_start)) :]
-        blocks = Blocks(self._at_start, self.device.index)
-        history = tuple(read(entries, blocks))
-        if blocks.in_use.keys() != Blocks(at_end, self.device.index).in_use.keys():
-            return replace(answers, notes=(*answers.notes, INCOMPLETE))
-        at_start = allocated(self._at_start, self.device.index)
-        return replace(answers, history=history, blocks_at_start=at_start)
+        blocks = BlockTracker(self._at_start, self.device.index)
+        history = tuple(read_history(entries, blocks))
+        if blocks.in_use.keys() != BlockTracker(at_end, self.device.index).in_use.keys():
+            return replace(stats, notes=(*stats.notes, INCOMPLETE))
+        at_start = allocated_blocks(self._at_start, self.device.index)
+        return replace(stats, history=history, blocks_at_start=at_start)
 
     def _entries(self, snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
         return snapshot["device_traces"][self.device.index]
@@ -127,17 +134,19 @@ class CudaWatch(AllocatorWatch):
 # ------------------------------------------------------------------ reading the history
 
 
-def read(entries: Iterable[Mapping[str, Any]], blocks: "Blocks") -> Iterator[Entry]:
+def read_history(
+    entries: Iterable[Mapping[str, Any]], blocks: "BlockTracker"
+) -> Iterator[HistoryEntry]:
     """Yield allocations and frees, with block sizes and the operator that was about to run."""
-    mark = Mark()
+    tag = HistoryTag()
     for entry in entries:
         action, address, size = entry["action"], entry.get("addr"), entry["size"]
-        mark = _latest(mark, entry.get("user_metadata", ""))
+        tag = _newest_tag(tag, entry.get("user_metadata", ""))
         if action == "alloc":
-            yield Entry(False, address, blocks.allocate(address, size), mark)
+            yield HistoryEntry(False, address, blocks.allocate(address, size), tag)
         elif action == "free_requested":
-            yield Entry(
-                True, address, blocks.in_use.get(address, Block(size, _rounded(size))), mark
+            yield HistoryEntry(
+                True, address, blocks.in_use.get(address, BlockSize(size, _rounded(size))), tag
             )
         elif action == "free_completed":
             blocks.free(address)
@@ -147,7 +156,7 @@ def read(entries: Iterable[Mapping[str, Any]], blocks: "Blocks") -> Iterator[Ent
             blocks.remove_segment(address, size)
 
 
-def _latest(known: Mark, text: str) -> Mark:
+def _newest_tag(known: HistoryTag, text: str) -> HistoryTag:
     """Parse the tag in `text`, or return `known` if `text` is older.
 
     Each thread has its own text, and an idle thread's text is out of date.
@@ -155,27 +164,27 @@ def _latest(known: Mark, text: str) -> Mark:
     seen, *words = text.split("|", 3)
     if len(words) != 3 or not seen.isdigit() or int(seen) < known.seen:
         return known
-    return Mark(int(seen), *words)
+    return HistoryTag(int(seen), *words)
 
 
-def allocated(snapshot: Mapping[str, Any], index: int) -> dict[int, Block]:
+def allocated_blocks(snapshot: Mapping[str, Any], index: int) -> dict[int, BlockSize]:
     """Return the allocated blocks of the device with this index, by address."""
     return {
-        block["address"]: Block(block["requested_size"], block["size"])
+        block["address"]: BlockSize(block["requested_size"], block["size"])
         for segment in snapshot["segments"]
         for block in segment["blocks"]
         if segment["device"] == index and block["state"] == "active_allocated"
     }
 
 
-class Blocks:
+class BlockTracker:
     """Track the allocator's used and free blocks through its history."""
 
     def __init__(self, snapshot: Mapping[str, Any], index: int) -> None:
         settings = snapshot.get("allocator_settings", {})
         self._expandable = settings.get("expandable_segments", False)
         self._unsplit_from = settings.get("max_split_size", -1)  # -1 means unlimited
-        self.in_use: dict[int, Block] = {}  # by address
+        self.in_use: dict[int, BlockSize] = {}  # by address
         self._end: dict[int, int] = {}  # free blocks: start to end
         self._start: dict[int, int] = {}  # free blocks: end to start
         self._segments: set[int] = set()  # segment starts; blocks do not merge across them
@@ -183,23 +192,23 @@ class Blocks:
             if segment["device"] == index:
                 self._add_known(segment)
 
-    def allocate(self, address: int, asked: int) -> Block:
+    def allocate(self, address: int, requested: int) -> BlockSize:
         """Allocate the free block at this address, or the front of it."""
-        taken = _rounded(asked)
+        rounded = _rounded(requested)
         end = self._end.get(address, 0)
-        if end >= address + taken:
+        if end >= address + rounded:
             self._remove(address)
-            if self._splits(taken, end - address - taken):
-                self._add(address + taken, end)
+            if self._splits(rounded, end - address - rounded):
+                self._add(address + rounded, end)
             else:
-                taken = end - address
-        self.in_use[address] = Block(asked, taken)
+                rounded = end - address
+        self.in_use[address] = BlockSize(requested, rounded)
         return self.in_use[address]
 
     def free(self, address: int) -> None:
         """Free a block and merge it with free neighbours."""
         if address in self.in_use:
-            self._add(address, address + self.in_use.pop(address).taken)
+            self._add(address, address + self.in_use.pop(address).rounded)
 
     def add_segment(self, address: int, size: int, merges: bool) -> None:
         """Add memory from the driver; `merges` if it extends an expandable segment."""
@@ -217,9 +226,9 @@ class Blocks:
                 self._add(address + size, end)
 
     def _splits(self, size: int, rest: int) -> bool:
-        if size <= _SMALL or self._expandable:
+        if size <= _SMALL_POOL_LIMIT or self._expandable:
             return rest >= GRANULARITY
-        return rest > _SMALL and not 0 <= self._unsplit_from <= size
+        return rest > _SMALL_POOL_LIMIT and not 0 <= self._unsplit_from <= size
 
     def _add_known(self, segment: Mapping[str, Any]) -> None:
         if not segment.get("is_expandable", False):
@@ -228,7 +237,7 @@ class Blocks:
             if block["state"] == "inactive":
                 self._add(block["address"], block["address"] + block["size"])
             else:  # allocated, or freed while another CUDA stream still uses it
-                self.in_use[block["address"]] = Block(block["requested_size"], block["size"])
+                self.in_use[block["address"]] = BlockSize(block["requested_size"], block["size"])
 
     def _add(self, start: int, end: int) -> None:
         if start == end or start in self._end or end in self._start:

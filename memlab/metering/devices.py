@@ -27,19 +27,26 @@ from typing import NamedTuple
 import torch
 
 from memlab.configs.targets import TARGETS
-from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block, Entry, Watch
-from memlab.metering.cuda import CudaWatch
+from memlab.metering.cuda import CudaMonitor
+from memlab.metering.device_stats import (
+    Accelerator,
+    AllocatorMonitor,
+    BlockSize,
+    DeviceMonitor,
+    DeviceStats,
+    HistoryEntry,
+)
 from memlab.metering.mps import Mps
 from memlab.metering.registry import Storage
 from memlab.metering.storages import Change
 from memlab.trace import DeviceMemory, Event, Trace
 from memlab.units import format_bytes
 
-WATCHES: dict[str, Callable[[torch.device], Watch]] = {
-    "cpu": Watch,
-    "meta": Watch,
-    "cuda": CudaWatch,  # ROCm too
-    "mps": lambda device: AllocatorWatch(device, Mps()),
+MONITORS: dict[str, Callable[[torch.device], DeviceMonitor]] = {
+    "cpu": DeviceMonitor,
+    "meta": DeviceMonitor,
+    "cuda": CudaMonitor,  # ROCm too
+    "mps": lambda device: AllocatorMonitor(device, Mps()),
 }
 
 WORKSPACE_BYTES = {target.workspace_bytes for target in TARGETS.values()}  # per cuBLAS handle
@@ -48,10 +55,10 @@ WORKSPACE_BYTES = {target.workspace_bytes for target in TARGETS.values()}  # per
 _FROM_BEFORE, _UNSEEN, _ROUNDING, _FIRST_WORKSPACE = 0, -1, -2, -3
 
 
-def watch(device: torch.device) -> Watch:
-    """Return a watch for the device: `start()` before the step, `stop()` after it."""
-    known = WATCHES.get(device.type)
-    return known(device) if known else AllocatorWatch(device, Accelerator())
+def monitor_for(device: torch.device) -> DeviceMonitor:
+    """Return a monitor for the device: `start()` before the step, `stop()` after it."""
+    known = MONITORS.get(device.type)
+    return known(device) if known else AllocatorMonitor(device, Accelerator())
 
 
 class Completed(NamedTuple):
@@ -62,21 +69,21 @@ class Completed(NamedTuple):
     notes: tuple[str, ...]
 
 
-def complete(changes: Iterable[Change], answers: Answers) -> Completed:
+def complete(changes: Iterable[Change], stats: DeviceStats) -> Completed:
     """Complete the meter's events on the device with the device's statistics.
 
     Their peak is the device's peak, minus allocations that only the meter caused.
     """
-    own = [change for change in changes if _is_on(answers.device, change.record)]
-    explain = _from_stream if answers.history is None else _from_history
-    events, explained_peak, device_peak, warnings = explain(own, answers)
-    notes = [*answers.notes, *warnings]
+    own = [change for change in changes if _is_on(stats.device, change.record)]
+    explain = _from_stream if stats.history is None else _from_history
+    events, explained_peak, device_peak, warnings = explain(own, stats)
+    notes = [*stats.notes, *warnings]
     if device_peak is not None:
         if unseen := device_peak - explained_peak:
             events.insert(0, _event(unseen, _UNSEEN, "unattributed", "counted by the device only"))
         unattributed = Trace(tuple(events)).at_peak.get("unattributed", 0)
         notes.append(f"{format_bytes(unattributed)} at the peak are unattributed")
-    memory = DeviceMemory(device_peak, answers.reserved_peak_bytes, answers.used_bytes)
+    memory = DeviceMemory(device_peak, stats.reserved_peak_bytes, stats.used_bytes)
     return Completed(tuple(events), memory, tuple(notes))
 
 
@@ -92,7 +99,7 @@ class _Explained(NamedTuple):
 # ------------------------------------------------------------------ without a history
 
 
-def _from_stream(changes: Sequence[Change], answers: Answers) -> _Explained:
+def _from_stream(changes: Sequence[Change], stats: DeviceStats) -> _Explained:
     """Return the meter's events with their rounding, preceded by memory unknown at the start."""
     events: list[Event] = []
     held: dict[int, int] = defaultdict(int)  # bytes of each storage
@@ -100,27 +107,27 @@ def _from_stream(changes: Sequence[Change], answers: Answers) -> _Explained:
     for record, count, phase in changes:
         before, after = held[record.number], held[record.number] + count
         held[record.number] = after
-        rounding = -after % answers.granularity - -before % answers.granularity
+        rounding = -after % stats.granularity - -before % stats.granularity
         events += _with_rounding(record.event(count, phase), rounding)
         known_at_start += count + rounding if phase == "before" else 0
-    unknown = (answers.allocated_at_start or 0) - known_at_start
+    unknown = (stats.allocated_at_start or 0) - known_at_start
     if unknown > 0:
         events.insert(0, _from_before(unknown))
-    return _Explained(events, _peak(events), answers.allocated_peak_bytes, [])
+    return _Explained(events, _peak(events), stats.allocated_peak_bytes, [])
 
 
 # ------------------------------------------------------------------ with a history
 
 
-def _from_history(changes: Sequence[Change], answers: Answers) -> _Explained:
+def _from_history(changes: Sequence[Change], stats: DeviceStats) -> _Explained:
     """Return the history's events with the meter's categories."""
-    owners = _Owners(changes, answers)
-    events = _named(answers, owners)
-    peak = _history_peak(answers)
+    owners = _BlockOwners(changes, stats)
+    events = _named(stats, owners)
+    peak = _history_peak(stats)
     warnings = []
-    if (only_watched := peak - _peak(events)) > 0:
+    if (only_metered := peak - _peak(events)) > 0:
         warnings.append(
-            f"the device's peak is {format_bytes(only_watched)} higher than this one: only under "
+            f"the device's peak is {format_bytes(only_metered)} higher than this one: only under "
             f"the meter does autograd add these gradients out of place"
         )
     if owners.bytes_outside:
@@ -128,58 +135,58 @@ def _from_history(changes: Sequence[Change], answers: Answers) -> _Explained:
             f"{format_bytes(owners.bytes_outside)} are in storages that the device's allocator "
             f"did not allocate; they are not counted"
         )
-    device_peak = max(answers.allocated_peak_bytes or 0, peak)  # the step may reset the statistic
+    device_peak = max(stats.allocated_peak_bytes or 0, peak)  # the step may reset the statistic
     return _Explained(events, peak, device_peak, warnings)
 
 
-def _named(answers: Answers, owners: "_Owners") -> list[Event]:
+def _named(stats: DeviceStats, owners: "_BlockOwners") -> list[Event]:
     """Return an event for every block that the step would allocate without the meter too."""
     ledger = _Ledger()
-    for number, (address, block) in enumerate(answers.blocks_at_start.items()):
+    for number, (address, block) in enumerate(stats.blocks_at_start.items()):
         record = owners.at_start.get(address)
-        if record is None and block.asked in WORKSPACE_BYTES:
-            position = len(answers.history) + number
-            ledger.allocate(address, _kept_workspace(block, position), _beyond(block))
+        if record is None and block.requested in WORKSPACE_BYTES:
+            position = len(stats.history) + number
+            ledger.allocate(address, _earlier_workspace(block, position), _rounding_of(block))
         elif record is None:
-            ledger.allocate(address, _from_before(block.taken))
+            ledger.allocate(address, _from_before(block.rounded))
         else:
-            ledger.allocate(address, record.event(block.asked, "before"), _beyond(block))
-    for position, entry in enumerate(answers.history):
-        record, address_unwatched = owners.of.get(position, (None, None))
+            ledger.allocate(address, record.event(block.requested, "before"), _rounding_of(block))
+    for position, entry in enumerate(stats.history):
+        record, original_address = owners.of.get(position, (None, None))
         if entry.is_free:
-            ledger.free(entry.address, entry.mark.phase)
-        elif address_unwatched in ledger:
-            ledger.will_move(address_unwatched, entry.address)
+            ledger.free(entry.address, entry.tag.phase)
+        elif original_address in ledger:
+            ledger.will_move(original_address, entry.address)
         elif record is None:
-            ledger.allocate(entry.address, _workspace(entry, position), _beyond(entry.block))
+            ledger.allocate(entry.address, _workspace(entry, position), _rounding_of(entry.block))
         else:
-            event = record.event(entry.block.asked, entry.mark.phase)
-            ledger.allocate(entry.address, event, _beyond(entry.block))
+            event = record.event(entry.block.requested, entry.tag.phase)
+            ledger.allocate(entry.address, event, _rounding_of(entry.block))
     return ledger.events
 
 
-class _Owners:
+class _BlockOwners:
     """Map each block to its storage.
 
     A storage lies in the last block allocated at its address before the storage got its number.
     Each entry's tag has the number of storages numbered by then.
     """
 
-    def __init__(self, changes: Sequence[Change], answers: Answers) -> None:
+    def __init__(self, changes: Sequence[Change], stats: DeviceStats) -> None:
         self.of: dict[int, tuple[Storage, int | None]] = {}  # by position in the history
         self.at_start: dict[int, Storage] = {}  # by address
         self.bytes_outside = 0  # bytes of storages in none of the allocator's blocks
         self._allocations: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for position, entry in enumerate(answers.history):
+        for position, entry in enumerate(stats.history):
             if not entry.is_free:
-                self._allocations[entry.address].append((entry.mark.seen, position))
+                self._allocations[entry.address].append((entry.tag.seen, position))
         for record in {change.record.number: change.record for change in changes}.values():
-            self._find(record, answers.blocks_at_start)
+            self._find(record, stats.blocks_at_start)
 
-    def _find(self, record: Storage, blocks_at_start: Mapping[int, Block]) -> None:
+    def _find(self, record: Storage, blocks_at_start: Mapping[int, BlockSize]) -> None:
         """Add the storage's blocks, each with its address in a step without the meter."""
         address, at_start, found = None, None, False
-        for seen in record.sightings:
+        for seen in record.addresses:
             allocations = self._allocations[seen.address]
             before = bisect_left(allocations, (seen.count,))
             if before:
@@ -226,32 +233,30 @@ class _Ledger:
             )
 
 
-def _history_peak(answers: Answers) -> int:
+def _history_peak(stats: DeviceStats) -> int:
     """Return the peak of the history, with the allocations that only the meter causes."""
-    at_start = sum(block.taken for block in answers.blocks_at_start.values())
-    changes = (-e.block.taken if e.is_free else e.block.taken for e in answers.history)
+    at_start = sum(block.rounded for block in stats.blocks_at_start.values())
+    changes = (-e.block.rounded if e.is_free else e.block.rounded for e in stats.history)
     return max(accumulate(changes, initial=at_start))
 
 
-def _beyond(block: Block) -> int:
-    return block.taken - block.asked
+def _rounding_of(block: BlockSize) -> int:
+    return block.rounded - block.requested
 
 
 # ------------------------------------------------------------------ events
 
 
-def _workspace(entry: Entry, position: int) -> Event:
-    count, mark = entry.block.asked, entry.mark
+def _workspace(entry: HistoryEntry, position: int) -> Event:
+    count, tag = entry.block.requested, entry.tag
     number = _FIRST_WORKSPACE - position
-    return Event(
-        count, number, "workspace", mark.operator, mark.module, mark.phase, "uint8", (count,)
-    )
+    return Event(count, number, "workspace", tag.operator, tag.module, tag.phase, "uint8", (count,))
 
 
-def _kept_workspace(block: Block, position: int) -> Event:
+def _earlier_workspace(block: BlockSize, position: int) -> Event:
     """A cuBLAS workspace kept from an earlier step's matmuls."""
     number = _FIRST_WORKSPACE - position
-    return _event(block.asked, number, "workspace", "cuBLAS, before the step")
+    return _event(block.requested, number, "workspace", "cuBLAS, before the step")
 
 
 def _from_before(count: int) -> Event:

@@ -10,7 +10,7 @@ import torch
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _MEMLAB_FOLDER = Path(__file__).parents[1]
-_MACHINERY = (
+_INTERNAL_FRAMES = (
     *(f"{_MEMLAB_FOLDER / part}{os.sep}" for part in ("metering", "dry_runs", "prediction")),
     f"{_TORCH_FOLDER}/_ops.py",
     f"{_TORCH_FOLDER}/_compile.py",
@@ -20,7 +20,7 @@ _MACHINERY = (
 )
 
 
-def comes_from_the_engine() -> bool:
+def called_by_engine() -> bool:
     """Return whether the autograd engine called the operator, not a hook or a recomputation.
 
     On the CPU the engine runs below `_engine_run_backward`; for other devices, in its own thread.
@@ -50,6 +50,6 @@ def frames() -> Iterator[FrameType]:
     """Yield the Python frames that led to an operator, innermost first, without memlab's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_MACHINERY):
+        if not frame.f_code.co_filename.startswith(_INTERNAL_FRAMES):
             yield frame
         frame = frame.f_back

@@ -37,7 +37,7 @@ class budget:  # noqa: N801 - used as a function: `with memlab.budget("6 MiB"):`
         live = self._storages.live_bytes
         self.peak_bytes = max(self.peak_bytes, live)
         if live > self._limit:
-            largest = "; ".join(map(_describe, self._storages.largest_own(5)))
+            largest = "; ".join(map(_describe, self._storages.largest_live(5)))
             raise BudgetExceeded(
                 f"{_describe(request)} brings the live total to {format_bytes(live)}, past the "
                 f"budget of {format_bytes(self._limit)}. Largest alive: {largest}"

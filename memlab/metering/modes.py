@@ -17,7 +17,7 @@ from memlab.internals.torch_internals import (
 _DEVICE = torch.ops.prim.device.default
 
 
-def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def exclude_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude the function and its callees from torch.compile.
 
     A compiled function under a dispatch mode calls the mode's handler with the mode off, so Dynamo
@@ -38,7 +38,7 @@ _FLAGS = (
 
 
 @contextmanager
-def flags_restored() -> Iterator[None]:
+def restore_mode_flags() -> Iterator[None]:
     """Restore torch's mode flags after threads that used modes.
 
     With a flag left set, torch.compile silently leaves functions uncompiled.
@@ -56,14 +56,14 @@ class LightMode(TorchDispatchMode):
 
     Queries of a fake tensor's device, the most frequent calls, do not reach `handle`. torch wraps a
     mode's handler to exclude it from its compiler, which costs as much as a small operator;
-    `never_compiled` costs nothing.
+    `exclude_from_dynamo` costs nothing.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    @never_compiled
+    @exclude_from_dynamo
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE:
             return getattr(args[0], "fake_device", None) or func(*args)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memlab.metering.answers import Accelerator
+from memlab.metering.device_stats import Accelerator
 from memlab.units import format_bytes
 
 

@@ -64,11 +64,11 @@ _OTHER_FORMULAS = {
 OUT_OF_PLACE = _INTO_ZEROS | {func for _, func in _IN_FORMULA} | {aten.add.Tensor}
 
 # Composite operators whose forward ends with `add_`, or with `add` under a mode.
-_COMPOSITIONS = (aten.linear.default, aten._scaled_dot_product_attention_math.default)
+_COMPOSITES = (aten.linear.default, aten._scaled_dot_product_attention_math.default)
 
 
-class Compositions:
-    """Track whether the current operator is part of one of _COMPOSITIONS; then `depth` is above 0.
+class CompositeTracker:
+    """Track whether the current operator is part of one of _COMPOSITES; then `depth` is above 0.
 
     torch decomposes them before a dispatch mode sees them, so their `add` looks like the user's.
     While a meter runs, a registered kernel around each of them counts entries and exits.
@@ -76,27 +76,27 @@ class Compositions:
 
     def __init__(self) -> None:
         self.depth = 0
-        self._lookers = 0
+        self._users = 0
         self._library: Library | None = None
 
     def __enter__(self) -> None:
-        self._lookers += 1
-        if self._lookers == 1:
+        self._users += 1
+        if self._users == 1:
             self._library = Library("aten", "IMPL")
-            for operator in _COMPOSITIONS:
+            for operator in _COMPOSITES:
                 for key in (
                     "AutogradCPU",
                     *(["AutogradCUDA"] if torch.cuda.is_available() else []),
                 ):
-                    self._library.impl(operator, self._noting(operator), key)
+                    self._library.impl(operator, self._counting(operator), key)
 
     def __exit__(self, *exception: Any) -> None:
-        self._lookers -= 1
-        if self._lookers == 0:
+        self._users -= 1
+        if self._users == 0:
             self._library._destroy()
             self._library = None
 
-    def _noting(self, operator: Any) -> Any:
+    def _counting(self, operator: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.depth += 1
             try:
@@ -107,10 +107,10 @@ class Compositions:
         return run
 
 
-COMPOSITIONS = Compositions()
+COMPOSITE_TRACKER = CompositeTracker()
 
 
-def is_in_place_unwatched(
+def is_in_place_without_mode(
     func: Any, first: torch.Tensor, old: Storage, new: Storage, node: Node
 ) -> bool:
     """Return whether the engine, without a mode, might write the result `new` into `first`.
@@ -137,7 +137,7 @@ def formulas_note(nodes: set[str]) -> tuple[str, ...]:
     )
 
 
-def is_formula(func: Any, next_func: Any) -> bool:
+def is_formula_step(func: Any, next_func: Any) -> bool:
     """Return whether a sum, an input of the node's next operator, is a step of the node's formula.
 
     For example, atan2's formula multiplies with the sum. Otherwise it is an accumulated gradient.

@@ -46,7 +46,7 @@ Step = Callable[[], object]
 Kind = Literal["result", "scratch", "stray"]
 
 _STEP = "memlab: the recorded step"
-_REMARKS = (
+_PROFILER_MESSAGES = (
     b"SyncActivityProfilerHandler",
     b"Memory block of unknown size was allocated before",
     b"gpuGetDeviceCount failed",  # a CUDA build on a machine without a GPU
@@ -65,7 +65,7 @@ class MemoryEvent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recording:
+class AllocatorRecording:
     """The memory events of one step, in order, relative to the memory at its start.
 
     `bytes_at_start` is the memory that `warm_up` allocated and kept.
@@ -98,7 +98,7 @@ class Recording:
         return sums
 
 
-def record(step: Step, *, warm_up: Step | None = None) -> Recording:
+def record(step: Step, *, warm_up: Step | None = None) -> AllocatorRecording:
     """Run `step()` once under the profiler and return its memory events.
 
     `warm_up` runs first and is not recorded, but frees of its blocks are. So
@@ -115,7 +115,7 @@ def record(step: Step, *, warm_up: Step | None = None) -> Recording:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TraceComparison:
     """A meter's allocations compared with a recording. Differences are observed minus recorded."""
 
     missing: Counter[int]  # observed sizes that the recording does not have
@@ -153,7 +153,7 @@ class Comparison:
     __repr__ = __str__
 
 
-def compare(observed: Trace | Iterable[int], recording: Recording) -> Comparison:
+def compare(observed: Trace | Iterable[int], recording: AllocatorRecording) -> TraceComparison:
     """Compare a Trace, or a sequence of sizes (frees negative), with a recording of the same step.
 
     A Trace's storages from before the step are left out, but their frees are not. An allocation is
@@ -165,7 +165,7 @@ def compare(observed: Trace | Iterable[int], recording: Recording) -> Comparison
     results, strays = _allocated(recording, "result"), _allocated(recording, "stray")
     visible = list(_visible(recording.events, seen - results))
     excess = recording.allocations - seen
-    return Comparison(
+    return TraceComparison(
         missing=seen - (results + strays),
         unseen=results - seen,
         excess=excess,
@@ -177,7 +177,7 @@ def compare(observed: Trace | Iterable[int], recording: Recording) -> Comparison
     )
 
 
-def with_workspace(trace: Trace, recording: Recording) -> Trace:
+def with_workspace(trace: Trace, recording: AllocatorRecording) -> Trace:
     """Add the recording's scratch to a trace of the same step, as events of category workspace.
 
     The two are merged event by event, so the peak of the result is the CPU allocator's real peak.
@@ -192,24 +192,24 @@ def with_workspace(trace: Trace, recording: Recording) -> Trace:
     merged = [event for event in trace.events if event.phase == "before"]
     seen = iter(trace.events[len(merged) :])
     numbers: dict[int, int] = {}
-    for noted, is_visible in _with_visibility(recording.events, strays):
+    for event, is_visible in _with_visibility(recording.events, strays):
         if is_visible:
             merged.append(next(seen))
         else:
-            if noted.bytes > 0:
-                numbers[noted.address] = -1 - len(numbers)
-            merged.append(_workspace(noted, numbers[noted.address], merged[-1].phase))
+            if event.bytes > 0:
+                numbers[event.address] = -1 - len(numbers)
+            merged.append(_workspace(event, numbers[event.address], merged[-1].phase))
     return replace(trace, events=tuple(merged))
 
 
-def _workspace(noted: MemoryEvent, number: int, phase: str) -> Event:
+def _workspace(event: MemoryEvent, number: int, phase: str) -> Event:
     """Return a workspace event. `number` is negative, because storages have positive numbers."""
-    operator = noted.operator.replace("::", ".") or "outside of operators"
+    operator = event.operator.replace("::", ".") or "outside of operators"
     phase = "forward" if phase == "before" else phase
-    return Event(noted.bytes, number, "workspace", operator, "", phase, "uint8", ())
+    return Event(event.bytes, number, "workspace", operator, "", phase, "uint8", ())
 
 
-def _allocated(recording: Recording, kind: Kind) -> Counter[int]:
+def _allocated(recording: AllocatorRecording, kind: Kind) -> Counter[int]:
     return Counter(e.bytes for e in recording.events if e.kind == kind and e.bytes > 0)
 
 
@@ -255,7 +255,7 @@ def _describe(counts: Counter[int]) -> str:
 # ------------------------------------------------------------------ effects of a dispatch mode
 
 
-class Made(NamedTuple):
+class OperatorResult(NamedTuple):
     """A result: its size, its operator and the autograd node that called the operator."""
 
     node: str
@@ -264,40 +264,40 @@ class Made(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Changes:
+class ModeEffects:
     """Results that exist only under a dispatch mode (added) or only without one (removed)."""
 
-    added: Counter[Made]
-    removed: Counter[Made]
+    added: Counter[OperatorResult]
+    removed: Counter[OperatorResult]
 
 
-def what_watching_changes(build: Callable[[], Step]) -> Changes:
+def dispatch_mode_effects(build: Callable[[], Step]) -> ModeEffects:
     """Record the step that `build()` returns, without and with a no-op dispatch mode.
 
     For example, a gradient with two sources uses `aten::add_` without the mode and `aten::add` with
     it, which adds one result. Use this to find new branches in a new torch version.
     """
-    unwatched = _made(record(build()))
-    watched = _made(record(_under_a_mode(build())))
-    return Changes(watched - unwatched, unwatched - watched)
+    without_mode = _operator_results(record(build()))
+    with_mode = _operator_results(record(_under_mode(build())))
+    return ModeEffects(with_mode - without_mode, without_mode - with_mode)
 
 
-class _Nothing(TorchDispatchMode):
+class _PassThrough(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-def _under_a_mode(step: Step) -> Step:
-    def watched() -> None:
-        with _Nothing():
+def _under_mode(step: Step) -> Step:
+    def run() -> None:
+        with _PassThrough():
             step()
 
-    return watched
+    return run
 
 
-def _made(recording: Recording) -> Counter[Made]:
+def _operator_results(recording: AllocatorRecording) -> Counter[OperatorResult]:
     return Counter(
-        Made(event.node, event.operator, event.bytes)
+        OperatorResult(event.node, event.operator, event.bytes)
         for event in recording.events
         if event.kind == "result" and event.bytes > 0
     )
@@ -310,7 +310,7 @@ def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
     """Return the roots of the profiler's event tree; one of them is the scope named _STEP."""
     config = ExperimentalConfig(capture_overload_names=True)
     with (
-        _without_the_profilers_remarks(),
+        _profiler_messages_filtered(),
         no_cycle_collection(),
         profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config
@@ -325,7 +325,7 @@ def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
 
 
 @contextmanager
-def _without_the_profilers_remarks() -> Iterator[None]:
+def _profiler_messages_filtered() -> Iterator[None]:
     """Filter the profiler's own messages out of standard error."""
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -339,11 +339,11 @@ def _without_the_profilers_remarks() -> Iterator[None]:
             os.close(stderr)
             caught.seek(0)
             for line in caught:
-                if not any(remark in line for remark in _REMARKS):
+                if not any(remark in line for remark in _PROFILER_MESSAGES):
                     os.write(2, line)
 
 
-class _Note(NamedTuple):
+class _LogEntry(NamedTuple):
     """An entry of the allocator's log, with the operator that was running."""
 
     bytes: int
@@ -354,20 +354,22 @@ class _Note(NamedTuple):
     node: str
 
 
-def _notes(events: Iterable[Any], operator: Any = None, node: str = "") -> Iterator[_Note]:
+def _log_entries(
+    events: Iterable[Any], operator: Any = None, node: str = ""
+) -> Iterator[_LogEntry]:
     """Yield the CPU allocator's log entries in a tree of profiler events."""
     for event in events:
         kind, details = event.typed
         if kind == EventType.Allocation and details.device.type == "cpu":
             block = details.alloc_size, details.ptr, details.total_allocated
-            yield _Note(*block, event.start_time_ns, operator, node)
+            yield _LogEntry(*block, event.start_time_ns, operator, node)
         elif children := event.children:
             inside = event.name.removeprefix(_NODE) if event.name.startswith(_NODE) else node
-            within = event if operator is None and _reaches_the_dispatcher(event) else operator
-            yield from _notes(children, within, inside)
+            within = event if operator is None and _is_dispatched(event) else operator
+            yield from _log_entries(children, within, inside)
 
 
-def _reaches_the_dispatcher(event: Any) -> bool:
+def _is_dispatched(event: Any) -> bool:
     """Return whether the event is an operator with a kernel, not a composite."""
     overload = f".{event.overload_name}" if event.overload_name else ""
     return event.tag == EventType.TorchOp and _has_a_kernel(event.name + overload)
@@ -381,7 +383,7 @@ def _has_a_kernel(name: str) -> bool:
         return False  # a scope, such as an autograd node or an optimizer's step
 
 
-def _in_order(notes: Iterable[_Note]) -> list[_Note]:
+def _in_order(notes: Iterable[_LogEntry]) -> list[_LogEntry]:
     """Sort by time, and check against the allocator's running total that no entry is missing."""
     ordered = sorted(notes, key=lambda note: note.time_ns)
     for before, after in pairwise(ordered):
@@ -393,10 +395,10 @@ def _in_order(notes: Iterable[_Note]) -> list[_Note]:
     return ordered
 
 
-class _Block:
+class _ProfiledBlock:
     """A block of memory, from its allocation to its free."""
 
-    def __init__(self, birth: _Note) -> None:
+    def __init__(self, birth: _LogEntry) -> None:
         self.birth = birth
         self.freed_ns: float = inf
 
@@ -412,16 +414,16 @@ class _Block:
         return MemoryEvent(count, self.birth.address, self.kind, operator, self.birth.node)
 
 
-def _with_blocks(notes: Iterable[_Note]) -> Iterator[tuple[_Note, _Block]]:
+def _with_blocks(notes: Iterable[_LogEntry]) -> Iterator[tuple[_LogEntry, _ProfiledBlock]]:
     """Yield each log entry with its block.
 
     Frees of unknown blocks are left out: the profiler reports them only if an earlier profile saw
     the address allocated, and then with the old size.
     """
-    alive: dict[int, _Block] = {}
+    alive: dict[int, _ProfiledBlock] = {}
     for note in notes:
         if note.bytes > 0:
-            alive[note.address] = _Block(note)
+            alive[note.address] = _ProfiledBlock(note)
             yield note, alive[note.address]
         elif note.address in alive:
             block = alive.pop(note.address)
@@ -429,14 +431,14 @@ def _with_blocks(notes: Iterable[_Note]) -> Iterator[tuple[_Note, _Block]]:
             yield note, block
 
 
-def _recording(roots: list[Any]) -> Recording:
+def _recording(roots: list[Any]) -> AllocatorRecording:
     """Return the allocator's events during the step."""
     (step,) = (event for event in roots if event.name == _STEP)
-    history = list(_with_blocks(_in_order(_notes(roots))))  # a block's free decides its kind
+    history = list(_with_blocks(_in_order(_log_entries(roots))))  # a block's free decides its kind
     before = [note for note, _ in history if note.time_ns < step.start_time_ns]
     events = tuple(
         block.event(note.bytes)
         for note, block in history
         if step.start_time_ns <= note.time_ns <= step.end_time_ns
     )
-    return Recording(events, bytes_at_start=sum(note.bytes for note in before))
+    return AllocatorRecording(events, bytes_at_start=sum(note.bytes for note in before))

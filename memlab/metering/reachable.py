@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_SHARED_BY_ALL = (ModuleType, type, CodeType)  # nearly every object is reachable from these
+_SHARED = (ModuleType, type, CodeType)  # nearly every object is reachable from these
 _WANTED = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 
 
@@ -26,25 +26,25 @@ def reachable(roots: Iterable[Any]) -> Iterator[Any]:
     the same file that it calls. Python modules and classes are skipped, because they are shared.
     Hooks are skipped too: the hooks of one simulated rank would lead to all other ranks.
     """
-    waiting = [root for root in roots if root is not None]
-    files = {id(root.__globals__) for root in waiting if isinstance(root, FunctionType)}
+    pending = [root for root in roots if root is not None]
+    files = {id(root.__globals__) for root in pending if isinstance(root, FunctionType)}
     seen: set[int] = set()
-    while waiting:
-        reached = waiting.pop()
-        if id(reached) in seen or isinstance(reached, _SHARED_BY_ALL):
+    while pending:
+        reached = pending.pop()
+        if id(reached) in seen or isinstance(reached, _SHARED):
             continue
         seen.add(id(reached))
         if isinstance(reached, _WANTED):
             yield reached
-        waiting += filter(gc.is_tracked, _referents(reached, files))
+        pending += filter(gc.is_tracked, _referents(reached, files))
 
 
 def _referents(reached: Any, files: set[int]) -> list[Any]:
     if isinstance(reached, torch.nn.Module):
-        return [held for name, held in vars(reached).items() if not name.endswith("_hooks")]
+        return [value for name, value in vars(reached).items() if not name.endswith("_hooks")]
     if isinstance(reached, torch.Tensor):
         hooks = (reached._backward_hooks, reached._post_accumulate_grad_hooks)
-        return [held for held in gc.get_referents(reached) if not any(held is h for h in hooks)]
+        return [value for value in gc.get_referents(reached) if not any(value is h for h in hooks)]
     if not isinstance(reached, FunctionType):
         return gc.get_referents(reached)
     cells = list(reached.__closure__ or ())

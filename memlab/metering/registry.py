@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memlab.metering.modes import never_compiled
+from memlab.metering.modes import exclude_from_dynamo
 from memlab.trace import CATEGORIES, Event
 
 _RANKS = {category: rank for rank, category in enumerate(CATEGORIES)}
-_NOWHERE = torch.device("meta")  # the device of fake tensors' storages
+_META = torch.device("meta")  # the device of fake tensors' storages
 
 
-class Sighting(NamedTuple):
+class KnownAddress(NamedTuple):
     """A storage's address, and the number of storages that had been numbered by then.
 
     `in_place` marks an address that the storage has only under a meter: without it, autograd would
@@ -35,6 +35,7 @@ class Storage:
     """A record of one storage. It does not keep the storage alive."""
 
     __slots__ = (
+        "addresses",
         "bytes",
         "category",
         "device",
@@ -48,11 +49,10 @@ class Storage:
         "reference",
         "run",
         "shape",
-        "sightings",
     )
 
     def __init__(
-        self, number: int, tensor: "torch.Tensor | _Bytes", count: int, run: object
+        self, number: int, tensor: "torch.Tensor | _BytesTensor", count: int, run: object
     ) -> None:
         self.number = number
         self.bytes = count
@@ -65,9 +65,9 @@ class Storage:
         self.phase = "before"
         self.line: str | None = None
         self.reference: _Reference | None = None
-        self.sightings: tuple[Sighting, ...] = ()  # one for each of its addresses
+        self.addresses: tuple[KnownAddress, ...] = ()  # one for each of its addresses
 
-    def describe(self, tensor: "torch.Tensor | _Bytes") -> None:
+    def describe(self, tensor: "torch.Tensor | _BytesTensor") -> None:
         self.device, self.dtype, self.shape = tensor.device, tensor.dtype, tuple(tensor.shape)
 
     @property
@@ -100,7 +100,7 @@ def _name(of: Any) -> str:
     return str(of).removeprefix("torch.")
 
 
-class _Bytes(NamedTuple):
+class _BytesTensor(NamedTuple):
     """Stands for the tensor of a storage without a known tensor."""
 
     device: torch.device
@@ -139,7 +139,7 @@ class Registry:
     def _add(
         self,
         untyped: torch.UntypedStorage,
-        tensor: "torch.Tensor | _Bytes",
+        tensor: "torch.Tensor | _BytesTensor",
         run: object,
         *,
         has_memory: bool = True,
@@ -150,14 +150,14 @@ class Registry:
         reference.key = untyped._cdata
         self._tie(reference, record)
         if has_memory:
-            self._sight(record, untyped)
+            self._record_address(record, untyped)
         return record
 
     def continue_as(self, dead: Storage, successor: Storage) -> None:
         """Let the storage of `successor` continue the record `dead`, with its number."""
         assert successor.reference is not None
         self._tie(successor.reference, dead)
-        dead.sightings += tuple(seen._replace(in_place=True) for seen in successor.sightings)
+        dead.addresses += tuple(seen._replace(in_place=True) for seen in successor.addresses)
 
     def alive(self) -> list[Storage]:
         """Return the records of all living storages."""
@@ -165,7 +165,7 @@ class Registry:
 
     def listen(self, listener: Callable[[Storage, int], None]) -> None:
         if not self._listeners:
-            torch.UntypedStorage.resize_ = self._watched_resize()
+            torch.UntypedStorage.resize_ = self._wrapped_resize()
         self._listeners = (*self._listeners, listener)
 
     def unlisten(self, listener: Callable[[Storage, int], None]) -> None:
@@ -179,38 +179,38 @@ class Registry:
         if record is not None and (change := untyped.nbytes() - record.bytes):
             record.bytes += change
             self.count += 1  # an unused number, which separates entries before and after
-            self._sight(record, untyped)
-            self._tell(record, change)
+            self._record_address(record, untyped)
+            self._notify(record, change)
 
-    def _sight(self, record: Storage, untyped: torch.UntypedStorage) -> None:
-        if untyped.device == _NOWHERE:
+    def _record_address(self, record: Storage, untyped: torch.UntypedStorage) -> None:
+        if untyped.device == _META:
             return
         address = untyped.data_ptr()
-        if not record.sightings or record.sightings[-1].address != address:
-            record.sightings += (Sighting(self.count, address),)
+        if not record.addresses or record.addresses[-1].address != address:
+            record.addresses += (KnownAddress(self.count, address),)
 
     def _tie(self, reference: _Reference, record: Storage) -> None:
         reference.record = record
         record.reference = reference
         self._alive[reference.key] = record
 
-    @never_compiled  # a tensor can also die inside a compiled function
+    @exclude_from_dynamo  # a tensor can also die inside a compiled function
     def _died(self, reference: _Reference) -> None:
         if self._alive.get(reference.key) is reference.record:
             del self._alive[reference.key]
-        self._tell(reference.record, -reference.record.bytes)
+        self._notify(reference.record, -reference.record.bytes)
 
-    def _tell(self, record: Storage, change: int) -> None:
+    def _notify(self, record: Storage, change: int) -> None:
         for listener in self._listeners:
             listener(record, change)
 
-    def _watched_resize(self) -> Callable[..., Any]:
+    def _wrapped_resize(self) -> Callable[..., Any]:
         """Wrap `UntypedStorage.resize_`, which bypasses the dispatcher; FSDP uses it."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(untyped: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
             if untyped._cdata not in self._alive:
-                as_bytes = _Bytes(untyped.device, torch.uint8, (untyped.nbytes(),))
+                as_bytes = _BytesTensor(untyped.device, torch.uint8, (untyped.nbytes(),))
                 self._add(untyped, as_bytes, run=None)  # so that its growth counts as new
             result = resize(untyped, *args, **kwargs)
             self.check_size(untyped)

@@ -18,20 +18,20 @@ class Change(NamedTuple):
     phase: str
 
 
-class Run:
+class MeteredRun:
     """The subject of a meter. Storages that one run leaves alive count in its next run."""
 
     def __init__(self, subject: Any) -> None:
         self._dry_run = DryRun.active
-        self.name_after(subject)
+        self.set_subject(subject)
 
-    def name_after(self, subject: Any) -> None:
+    def set_subject(self, subject: Any) -> None:
         try:
             self._subject = weakref.ref(subject)
         except TypeError:  # None, and objects without weak references
             self._subject = lambda: None
 
-    def continues(self, earlier: "Run") -> bool:
+    def continues(self, earlier: "MeteredRun") -> bool:
         """Return whether both have the same model (or function) and dry run (or none)."""
         subject = self._subject()
         return (
@@ -41,14 +41,14 @@ class Run:
         )
 
 
-class Stream:
+class ChangeStream:
     """The storages that count in one metered run, and the changes of their bytes in order.
 
     births       storages allocated in this run, by phase, until their category is known
     own          living storages allocated in this run, by number; `live_bytes` is their total
     """
 
-    def __init__(self, run: Run, last_phase: Callable[[], str]) -> None:
+    def __init__(self, run: MeteredRun, last_phase: Callable[[], str]) -> None:
         self.run = run
         self.births: dict[str, list[Storage]] = {"forward": [], "backward": [], "optimizer": []}
         self.own: dict[int, Storage] = {}
@@ -56,7 +56,7 @@ class Stream:
         self._last_phase = last_phase
         self._before: list[Change] = []
         self._changes: list[Change] = []
-        self._accounted: set[int] = set()  # numbers of the storages that count
+        self._counted: set[int] = set()  # numbers of the storages that count
 
     def start(self) -> None:
         """Note which storages are alive; none counts until it is found or included."""
@@ -75,7 +75,7 @@ class Stream:
                 self.include(record)
 
     def __contains__(self, record: Storage) -> bool:
-        return record.number in self._accounted
+        return record.number in self._counted
 
     def changes(self) -> Iterator[Change]:
         """Yield the storages from before, then each allocation and free."""
@@ -93,7 +93,7 @@ class Stream:
     def find(self, tensor: torch.Tensor) -> Storage:
         """Count a storage from before this run that no meter had seen."""
         record = REGISTRY.add(tensor, self.run)
-        self._accounted.add(record.number)
+        self._counted.add(record.number)
         self._before.append(Change(record, record.bytes, "before"))
         return record
 
@@ -104,7 +104,7 @@ class Stream:
             record.run = self.run
             record.describe(tensor)
             count -= sum(change.bytes for change in self._changes if change.record is record)
-        self._accounted.add(record.number)
+        self._counted.add(record.number)
         self._before.append(Change(record, count, "before"))
 
     def add_birth(self, record: Storage) -> Change:
@@ -116,7 +116,7 @@ class Stream:
 
     def add(self, record: Storage) -> Change:
         """Count a storage as allocated now."""
-        self._accounted.add(record.number)
+        self._counted.add(record.number)
         self._changes.append(Change(record, record.bytes, record.phase))
         return self._changes[-1]
 

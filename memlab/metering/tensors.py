@@ -36,7 +36,7 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def sharing_the_parts(tensor: torch.Tensor) -> torch.Tensor:
+def share_sparse_parts(tensor: torch.Tensor) -> torch.Tensor:
     """Return a new sparse tensor that shares the indices and values."""
     return torch.sparse_coo_tensor(
         tensor._indices(),
@@ -76,12 +76,12 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 @functools.cache
-def has_a_handler_of_its_own(types: tuple[type, ...]) -> bool:
+def has_own_handler(types: tuple[type, ...]) -> bool:
     """Return whether one of the types is a wrapper, which runs operators on its plain tensors."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
-def is_of_another_run(tensor: torch.Tensor) -> bool:
+def is_foreign_fake(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is fake and does not belong to the active dry run.
 
     In real steps, DTensor and torch.compile run operators on fake tensors to infer shapes.

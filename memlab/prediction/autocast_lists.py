@@ -74,7 +74,7 @@ PROMOTE = _words(
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
     """
 )
-REFUSED = ("binary_cross_entropy",)
+UNSUPPORTED = ("binary_cross_entropy",)
 
 _KEY = DispatchKey.AutocastCPU
 _casts = WeakIdKeyDictionary()  # weight to cast, until autocast ends
@@ -112,27 +112,27 @@ def forget_casts(clear: Callable[[], None]) -> Callable[[], None]:
 
 
 def _rules() -> Iterator[tuple[Any, Callable[..., Any]]]:
-    of_the_cpu_alone = _of_the_cpu_alone()  # read them before the rules below are registered
+    cpu_only = _cpu_only_operators()  # read them before the rules below are registered
     for name in LOWER:
-        yield operator(name), _casting(operator(name), _lower)
+        yield operator(name), _with_cast(operator(name), _lower)
     for name in PACKED:
-        yield operator(name), _casting(operator(name), _lower_anew)
+        yield operator(name), _with_cast(operator(name), _lower_uncached)
     for name in FLOAT32:
-        yield operator(name), _casting(operator(name), _to_float32)
+        yield operator(name), _with_cast(operator(name), _to_float32)
     for name in FLOAT32_DTYPE:
-        yield operator(name), _asking_for_float32(operator(name), operator(name))
+        yield operator(name), _with_float32_dtype(operator(name), operator(name))
     for name, with_dtype in APPENDS_DTYPE.items():
-        yield operator(name), _asking_for_float32(operator(name), operator(with_dtype))
+        yield operator(name), _with_float32_dtype(operator(name), operator(with_dtype))
     for name in PROMOTE:
-        yield operator(name), _casting(operator(name), _promoted)
-    for name in REFUSED:
-        yield operator(name), _refused
-    for name in of_the_cpu_alone:
+        yield operator(name), _with_cast(operator(name), _promote)
+    for name in UNSUPPORTED:
+        yield operator(name), _reject
+    for name in cpu_only:
         yield operator(name), _untouched(operator(name))
 
 
 @functools.cache
-def _of_the_cpu_alone() -> tuple[str, ...]:
+def _cpu_only_operators() -> tuple[str, ...]:
     names = (n for n in dispatch_get_all_op_names() if n.startswith("aten::"))
     return tuple(
         name.removeprefix("aten::")
@@ -144,7 +144,7 @@ def _of_the_cpu_alone() -> tuple[str, ...]:
 # ------------------------------------------------------------------ the rules
 
 
-def _casting(func: Any, cast: Callable[[list[torch.Tensor]], Callable[[Any], Any]]) -> Any:
+def _with_cast(func: Any, cast: Callable[[list[torch.Tensor]], Callable[[Any], Any]]) -> Any:
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         with ExcludeDispatchKeyGuard(DispatchKeySet(_KEY)):
             tensors: list[torch.Tensor] = []
@@ -155,7 +155,7 @@ def _casting(func: Any, cast: Callable[[list[torch.Tensor]], Callable[[Any], Any
     return run
 
 
-def _asking_for_float32(func: Any, with_dtype: Any) -> Any:
+def _with_float32_dtype(func: Any, with_dtype: Any) -> Any:
     position = [argument.name for argument in with_dtype._schema.arguments].index("dtype")
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ def _asking_for_float32(func: Any, with_dtype: Any) -> Any:
     return run
 
 
-def _refused(keys: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def _reject(keys: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
         f"{user_line()}: autocast does not support binary_cross_entropy on CUDA; use logits with "
         f"binary_cross_entropy_with_logits or BCEWithLogitsLoss"
@@ -196,7 +196,7 @@ def _to_float32(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.T
     return functools.partial(_to, dtype=torch.float32)
 
 
-def _promoted(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _promote(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     widest = torch.get_autocast_dtype("cpu")
     if any(_is_eligible(tensor) and tensor.dtype != widest for tensor in tensors):
         widest = torch.float32  # also for bfloat16 with float16
@@ -212,7 +212,7 @@ def _lower(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor
     return cast
 
 
-def _lower_anew(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _lower_uncached(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     return functools.partial(_to, dtype=torch.get_autocast_dtype("cpu"))
 
 

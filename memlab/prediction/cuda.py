@@ -29,10 +29,10 @@ from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_tensors import dry_run
 from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import DisableTorchFunction, foreach_utils, in_backward
-from memlab.metering.answers import Answers
 from memlab.metering.casts import Casts
 from memlab.metering.cuda import GRANULARITY
 from memlab.metering.cycles import no_cycle_collection
+from memlab.metering.device_stats import DeviceStats
 from memlab.metering.devices import complete
 from memlab.metering.frames import user_line
 from memlab.metering.observer import formulas_note
@@ -41,11 +41,11 @@ from memlab.metering.storages import (
     THREADS_NOTE,
     Change,
     StorageMeter,
-    is_a_composition,
+    is_composite,
 )
 from memlab.prediction import recurrent
 from memlab.prediction.autocast_lists import cuda_autocast, forget_casts
-from memlab.prediction.gpu_answers import answered_for
+from memlab.prediction.fake_gpu import fake_gpu
 from memlab.prediction.scratch import scratch_bytes
 from memlab.prediction.substitutes import Substitutes
 from memlab.trace import DeviceMemory, Trace
@@ -55,7 +55,7 @@ aten = torch.ops.aten
 # Fake tensors treat this device as different from "cpu"; the dispatcher treats both as the CPU.
 CUDA = torch.device("cpu", 0)
 
-_MATRIX_PRODUCTS = frozenset(
+_MATMULS = frozenset(
     {
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
         *(aten.addmv.default, aten.mv.default, aten.dot.default, aten.vdot.default),
@@ -96,14 +96,14 @@ def predict(
     support.
     """
     _check(build, kernels, steps)
-    prediction = _Prediction(kernels, target_named(target), assume=assume)
+    prediction = _CudaDryRun(kernels, target_named(target), assume=assume)
     with prediction.policy():
         history = _PredictionMeter(prediction)
         with history:
-            step, model, optimizer = _built(build)
+            step, model, optimizer = _build(build)
             for _ in range(steps - 1):
                 step()
-        history.was_of(step if model is None else model)
+        history.set_subject(step if model is None else model)
         meter = _PredictionMeter(prediction, model, optimizer, step=step, lines=lines)
         with meter:
             step()
@@ -122,7 +122,7 @@ def _check(build: Any, kernels: Any, steps: Any) -> None:
         raise ValueError(f"got steps={steps!r}; pass 1 or more, the last step is measured")
 
 
-def _built(build: Build) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
+def _build(build: Build) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
     built = build()
     if not isinstance(built, tuple) or len(built) != 3 or not callable(built[0]):
         raise TypeError(
@@ -132,7 +132,7 @@ def _built(build: Build) -> tuple[Callable[[], Any], torch.nn.Module | None, Any
     return built
 
 
-class _Prediction(dry_run):
+class _CudaDryRun(dry_run):
     """A dry run that behaves like CUDA."""
 
     _fake_kernels: ClassVar = {**KERNELS, **recurrent.KERNELS}
@@ -150,15 +150,15 @@ class _Prediction(dry_run):
     def policy(self) -> Iterator[None]:
         """Install CUDA's behaviour inside `with`."""
         with ExitStack() as stack:
-            stack.enter_context(_asked_anew(is_a_composition))
-            stack.enter_context(StandIn.being(CUDA))
+            stack.enter_context(_cache_cleared(is_composite))
+            stack.enter_context(StandIn.use(CUDA))
             stack.enter_context(self)
-            stack.enter_context(answered_for(self.target))
+            stack.enter_context(fake_gpu(self.target))
             stack.enter_context(self.substitutes.installed())
             if self.kernels.autocast == "cuda":
                 stack.enter_context(cuda_autocast())
                 stack.enter_context(replaced({(torch, "clear_autocast_cache"): forget_casts}))
-            stack.enter_context(_optimizers(self.kernels.optimizer))
+            stack.enter_context(_optimizer_defaults(self.kernels.optimizer))
             yield
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class _Prediction(dry_run):
         if func in _COPIES and _names_cuda(*args[1:], *kwargs.values()):
             result.fake_device = CUDA  # torch keeps a small literal's copy as a CPU constant
             result.constant = None
-        if func in _MATRIX_PRODUCTS or _is_grouped_by_cublas(func, args):
+        if func in _MATMULS or _is_grouped_cublas_matmul(func, args):
             self._use_handle()
         elif func in _RESULTS:
             result = _RESULTS[func](result)
@@ -196,8 +196,10 @@ class _Prediction(dry_run):
         with no_cycle_collection():
             before, during = list(history.changes()), list(meter.changes())
             names_cuda = any(map(_is_on_cuda, (*before, *during)))
-            counts = _is_on_cuda_or_workspace if names_cuda else _is_no_counter(optimizer)
-            events = complete(filter(counts, during), Answers(CUDA, granularity=GRANULARITY)).events
+            counts = _is_on_cuda_or_workspace if names_cuda else _is_not_step_counter(optimizer)
+            events = complete(
+                filter(counts, during), DeviceStats(CUDA, granularity=GRANULARITY)
+            ).events
             trace = Trace(
                 events,
                 device="cuda",
@@ -210,7 +212,7 @@ class _Prediction(dry_run):
             return replace(trace, memory=memory)
 
     def _notes(self, meter: "_PredictionMeter") -> tuple[str, ...]:
-        unconfirmed = sorted(self.substitutes.used | self._optimizers_kernels(meter))
+        unconfirmed = sorted(self.substitutes.used | self._optimizer_kernels(meter))
         unknown = set(self.unknown_scratch)
         if meter.context.has_recurrent_layer:
             unknown.add("recurrent layers (cuDNN)")
@@ -221,13 +223,13 @@ class _Prediction(dry_run):
                 f"the scratch of {kind} is not known and not in here; the real peak can be higher"
                 for kind in sorted(unknown)
             ),
-            *([recurrent.RESERVE_NOTE] if recurrent.IN_WORDS in unconfirmed else []),
-            *([THREADS_NOTE] if meter.found_unseen_gradients else []),
+            *([recurrent.RESERVE_NOTE] if recurrent.LABEL in unconfirmed else []),
+            *([THREADS_NOTE] if meter.found_thread_gradients else []),
             *formulas_note(meter.nodes),
             *self.notes(),
         )
 
-    def _optimizers_kernels(self, meter: "_PredictionMeter") -> set[str]:
+    def _optimizer_kernels(self, meter: "_PredictionMeter") -> set[str]:
         kinds = {type(optimizer) for optimizer in meter.context.optimizers}
         choice = self.kernels.optimizer
         how = "all weights at once" if choice in ("auto", "foreach") else f"by {choice}"
@@ -236,7 +238,7 @@ class _Prediction(dry_run):
         }
 
 
-def _is_grouped_by_cublas(func: Any, args: Any) -> bool:
+def _is_grouped_cublas_matmul(func: Any, args: Any) -> bool:
     """Return whether a grouped matmul runs as one matmul per group; bfloat16 has its own kernel."""
     return func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
 
@@ -253,14 +255,14 @@ def _buffer(count: int) -> torch.Tensor:
 class _PredictionMeter(StorageMeter):
     """Meter a prediction, with CUDA's decompositions and workspaces."""
 
-    def __init__(self, prediction: _Prediction, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, prediction: _CudaDryRun, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prediction = prediction
         self._casts = Casts(cpu_list=prediction.kernels.autocast)
 
-    def was_of(self, subject: Any) -> None:
+    def set_subject(self, subject: Any) -> None:
         """Set the metered subject, so that a later meter of it counts storages left alive here."""
-        self._stream.run.name_after(subject)
+        self._stream.run.set_subject(subject)
 
     def __enter__(self) -> "_PredictionMeter":
         super().__enter__()
@@ -277,8 +279,8 @@ class _PredictionMeter(StorageMeter):
             self._note_workspace(func)
         return result
 
-    def _composition(self, func: Any) -> Callable[..., Any] | None:
-        return self._prediction.substitutes.of.get(func) or super()._composition(func)
+    def _decomposition(self, func: Any) -> Callable[..., Any] | None:
+        return self._prediction.substitutes.replacements.get(func) or super()._decomposition(func)
 
     def _note_workspace(self, func: Any) -> None:
         """Record a cuBLAS handle's new workspace."""
@@ -308,7 +310,7 @@ def _is_on_cuda(change: Change) -> bool:
     return change.record.device == CUDA and change.record.category != "workspace"
 
 
-def _is_no_counter(optimizer: Any) -> Callable[[Change], bool]:
+def _is_not_step_counter(optimizer: Any) -> Callable[[Change], bool]:
     """Return a filter that drops the step counters that torch.optim keeps on the CPU."""
     counters = set()
     groups = getattr(optimizer, "param_groups", ())
@@ -323,7 +325,7 @@ def _is_no_counter(optimizer: Any) -> Callable[[Change], bool]:
 
 
 @contextmanager
-def _asked_anew(cached: Any) -> Iterator[None]:
+def _cache_cleared(cached: Any) -> Iterator[None]:
     """Clear a cached function before and after the block, because registered kernels change it."""
     cached.cache_clear()
     try:
@@ -336,7 +338,7 @@ def _asked_anew(cached: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _optimizers(choice: str) -> Iterator[None]:
+def _optimizer_defaults(choice: str) -> Iterator[None]:
     """Make torch.optim and `clip_grad_norm_` use CUDA's default implementations."""
     kinds = [] if choice == "loop" else ["cpu"]
     lists = (foreach_utils, torch_optimizer)
@@ -347,13 +349,13 @@ def _optimizers(choice: str) -> Iterator[None]:
         )
         if choice == "fused":
             chosen: list[dict[str, Any]] = []
-            hook = torch_optimizer.register_optimizer_step_pre_hook(_choosing_fused(chosen))
-            stack.callback(_take_back, chosen)
+            hook = torch_optimizer.register_optimizer_step_pre_hook(_choose_fused(chosen))
+            stack.callback(_undo_fused, chosen)
             stack.callback(hook.remove)
         yield
 
 
-def _choosing_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
+def _choose_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
     def choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             if group.get("fused", False) is None and group.get("foreach") is None:
@@ -363,7 +365,7 @@ def _choosing_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
     return choose
 
 
-def _take_back(chosen: list[dict[str, Any]]) -> None:
+def _undo_fused(chosen: list[dict[str, Any]]) -> None:
     for group in chosen:
         group["fused"] = None
 

@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from memlab.dry_runs.known_values import unseen
+from memlab.dry_runs.known_values import without_modes
 from memlab.internals.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled
 
 aten = torch.ops.aten
 
-IN_WORDS = "recurrent layers by cuDNN"
+LABEL = "recurrent layers by cuDNN"
 RESERVE_NOTE = (
     "cuDNN's reserve for recurrent layers is estimated from two reported sizes (PyTorch issue "
     "2895), and not confirmed by a GPU"
 )
 _DTYPES = (torch.float16, torch.float32, torch.float64)  # supported by cuDNN
-_KEPT = {0: 1, 1: 1, 2: 5, 3: 6}  # elements by cuDNN mode: relu, tanh, LSTM, GRU
+_SAVED_ELEMENTS = {0: 1, 1: 1, 2: 5, 3: 6}  # elements by cuDNN mode: relu, tanh, LSTM, GRU
 _LSTM = 2
 _MODES = {aten.rnn_relu: 0, aten.rnn_tanh: 1, aten.lstm: _LSTM, aten.gru: 3}
 
@@ -36,7 +36,7 @@ def reserve_bytes(
     cells: int, hidden_size: int, layers: int, directions: int, mode: int, itemsize: int
 ) -> int:
     """Return the size of the reserve; `cells` is steps × sequences."""
-    elements = _KEPT[mode] * layers + layers - 1
+    elements = _SAVED_ELEMENTS[mode] * layers + layers - 1
     return cells * hidden_size * directions * elements * itemsize
 
 
@@ -53,20 +53,20 @@ def substitutes(on_use: Callable[[], None]) -> dict[Any, Callable[..., Any]]:
 
 
 def _padded(
-    composition: Any, mode: int, on_use: Callable[[], None], input: torch.Tensor, *args: Any
+    composite: Any, mode: int, on_use: Callable[[], None], input: torch.Tensor, *args: Any
 ) -> Any:
     """Run on padded input: all sequences have the same number of steps."""
     if input.dtype not in _DTYPES:
         with _without_onednn():
-            return composition.decompose(input, *args)
+            return composite.decompose(input, *args)
     on_use()
     hidden, params, has_biases, layers, dropout, train, bidirectional, batch_first = args
     options = layers, batch_first, dropout, train, bidirectional
-    return _in_one_call(mode, input, hidden, params, has_biases, (*options, []))
+    return _call_cudnn(mode, input, hidden, params, has_biases, (*options, []))
 
 
 def _packed(
-    composition: Any,
+    composite: Any,
     mode: int,
     on_use: Callable[[], None],
     data: torch.Tensor,
@@ -75,16 +75,16 @@ def _packed(
 ) -> Any:
     """Run on packed input. `batch_sizes`, the sequences at each step, is real (readers.py)."""
     if data.dtype not in _DTYPES:
-        return composition.decompose(data, batch_sizes, *args)
+        return composite.decompose(data, batch_sizes, *args)
     on_use()
     hidden, params, has_biases, layers, dropout, train, bidirectional = args
-    with unseen():
+    with without_modes():
         sizes = batch_sizes.tolist()
     options = layers, False, dropout, train, bidirectional
-    return _in_one_call(mode, data, hidden, params, has_biases, (*options, sizes))
+    return _call_cudnn(mode, data, hidden, params, has_biases, (*options, sizes))
 
 
-def _in_one_call(
+def _call_cudnn(
     mode: int,
     input: torch.Tensor,
     hidden: Any,

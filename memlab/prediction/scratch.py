@@ -32,18 +32,18 @@ _THREADS_PER_MULTIPROCESSOR = 2048
 def scratch_bytes(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
     """Return the sizes of the scratch buffers that an operator's kernel allocates."""
     if func in _REDUCTIONS:
-        return _of_reduction(func, args, kwargs, multiprocessors)
+        return _reduction_scratch(func, args, kwargs, multiprocessors)
     if func is aten._scaled_dot_product_flash_attention_backward.default:
-        return _of_flash_backward(*args[1:3])
+        return _flash_backward_scratch(*args[1:3])
     if func in _SOFTMAXES:
-        return _of_softmax(func, *args)
+        return _softmax_scratch(func, *args)
     return ()
 
 
 # ------------------------------------------------------------------ reductions
 
 
-class _Layout(NamedTuple):
+class _ReductionLayout(NamedTuple):
     """A tensor's dimensions as (size, stride), fastest first, with contiguous ones merged."""
 
     reduced: list[tuple[int, int]]
@@ -95,11 +95,13 @@ def reduction_bytes(
     return accumulator_bytes * outputs * blocks * lanes, 4 * grid
 
 
-def _layout(shape: Sequence[int], strides: Sequence[int], reduced: Sequence[int]) -> _Layout:
+def _layout(
+    shape: Sequence[int], strides: Sequence[int], reduced: Sequence[int]
+) -> _ReductionLayout:
     sizes = [(size, stride) for size, stride in zip(shape, strides, strict=True)]
     reduced_dims = sorted((sizes[dim] for dim in reduced), key=lambda dim: dim[1])
     kept = [dim for position, dim in enumerate(sizes) if position not in reduced]
-    return _Layout(_merged(reduced_dims), _merged(kept[::-1]))  # the output is contiguous
+    return _ReductionLayout(_merged(reduced_dims), _merged(kept[::-1]))  # the output is contiguous
 
 
 def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -114,8 +116,8 @@ def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _vector(layout: _Layout, offset: int) -> int:
-    """Return the number of adjacent outputs per thread: at most 4, and a divisor of all strides."""
+def _vector(layout: _ReductionLayout, offset: int) -> int:
+    """Return the number of adjacent outputs per thread: up to 4, and a divisor of all strides."""
     vector = 4
     numbers = (offset, layout.kept[0][0], *(s for _, s in (*layout.reduced, *layout.kept[1:])))
     for number in numbers:
@@ -124,23 +126,23 @@ def _vector(layout: _Layout, offset: int) -> int:
     return vector
 
 
-def _block(dim0: int, dim1: int, most: int) -> tuple[int, int]:
+def _block(dim0: int, dim1: int, limit: int) -> tuple[int, int]:
     """Return the (width, height) of a thread block."""
-    width, height = _power_of_2(dim0, most), _power_of_2(dim1, most)
-    height = min(height, most // min(width, _WARP))
-    return min(width, most // height), height
+    width, height = _power_of_2(dim0, limit), _power_of_2(dim1, limit)
+    height = min(height, limit // min(width, _WARP))
+    return min(width, limit // height), height
 
 
-def _power_of_2(number: int, most: int) -> int:
-    """Return the largest power of 2 up to `number`, or `most` if `number` reaches it."""
-    return most if number >= most else 1 << max(number.bit_length() - 1, 0)
+def _power_of_2(number: int, limit: int) -> int:
+    """Return the largest power of 2 up to `number`, or `limit` if `number` reaches it."""
+    return limit if number >= limit else 1 << max(number.bit_length() - 1, 0)
 
 
 def _ceil(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _of_reduction(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
+def _reduction_scratch(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
     position, accumulator_bytes = _REDUCTIONS[func]
     tensor = args[0]
     dims = kwargs.get("dim", args[position] if len(args) > position else None)
@@ -157,11 +159,11 @@ def _of_reduction(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tu
     )
 
 
-_WHOLE = 99  # in place of a position: the operator has no argument for dimensions
+_NO_DIM = 99  # in place of a position: the operator has no argument for dimensions
 _REDUCTIONS = {  # operator: (position of its dimensions, accumulator bytes; 0 means from the dtype)
-    aten.sum.default: (_WHOLE, 0),
+    aten.sum.default: (_NO_DIM, 0),
     aten.sum.dim_IntList: (1, 0),
-    aten.mean.default: (_WHOLE, 0),
+    aten.mean.default: (_NO_DIM, 0),
     aten.mean.dim: (1, 0),
     aten.linalg_vector_norm.default: (2, 0),
     aten.max.dim: (1, 16),
@@ -174,7 +176,7 @@ _REDUCTIONS = {  # operator: (position of its dimensions, accumulator bytes; 0 m
 # ------------------------------------------------------------------ attention
 
 
-def _of_flash_backward(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...]:
+def _flash_backward_scratch(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...]:
     B, H, T, D = query.shape
     rounded_T, rounded_D = _ceil(T, 128) * 128, 256 if D > 192 else _ceil(D, 32) * 32
     buffers = [4 * B * H * rounded_T, 4 * B * H * rounded_T * rounded_D]
@@ -186,7 +188,7 @@ def _of_flash_backward(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...
 # ------------------------------------------------------------------ softmax
 
 
-def _of_softmax(func: Any, *args: Any) -> tuple[int, ...]:
+def _softmax_scratch(func: Any, *args: Any) -> tuple[int, ...]:
     """Return softmax's buffers: `grad * output` in backward, and non-contiguous inputs' copies."""
     inputs = list(args[: _SOFTMAXES[func]])
     buffers = []

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 
 from memlab.configs.targets import Target
-from memlab.dry_runs.fake_accelerator import ANSWERS
+from memlab.dry_runs.fake_accelerator import CUDA_REPLACEMENTS
 from memlab.internals.replacing import replaced
 
-_ASKERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
+_CACHING_MODULES = ("transformers.utils.import_utils", "accelerate.utils.imports")
 
 
-class Properties(NamedTuple):
+class DeviceProperties(NamedTuple):
     """The properties from `torch.cuda.get_device_properties` that affect memory and kernels."""
 
     name: str
@@ -42,30 +42,32 @@ class Properties(NamedTuple):
     pci_domain_id: int = 0
 
 
-def properties(target: Target) -> Properties:
-    return Properties(target.card, *target.capability, target.total_bytes, target.multiprocessors)
+def properties(target: Target) -> DeviceProperties:
+    return DeviceProperties(
+        target.card, *target.capability, target.total_bytes, target.multiprocessors
+    )
 
 
 @contextmanager
-def answered_for(target: Target) -> Iterator[None]:
+def fake_gpu(target: Target) -> Iterator[None]:
     """Report the target's card inside `with`."""
-    with _forgotten(), replaced(_replacements(properties(target))):
+    with _caches_cleared(), replaced(_replacements(properties(target))):
         yield
 
 
-def _replacements(card: Properties) -> dict[tuple[Any, str], Callable[[Any], Any]]:
+def _replacements(card: DeviceProperties) -> dict[tuple[Any, str], Callable[[Any], Any]]:
     memory = (card.total_memory, card.total_memory)
     modules = {
-        torch.cuda: {"mem_get_info": memory, **_of_cuda(card)},
+        torch.cuda: {"mem_get_info": memory, **_cuda_answers(card)},
         torch.cuda.memory: {"mem_get_info": memory},
-        torch.accelerator: {"get_memory_info": memory, **_OF_ACCELERATORS},
+        torch.accelerator: {"get_memory_info": memory, **_ACCELERATOR_ANSWERS},
         torch.accelerator.memory: {"get_memory_info": memory},
     }
     answers = {
-        **{(torch.cuda, name): _instead(answer) for name, answer in ANSWERS.items()},
-        (torch.accelerator, "current_stream"): _instead(ANSWERS["current_stream"]),
+        **{(torch.cuda, name): _replace_by(answer) for name, answer in CUDA_REPLACEMENTS.items()},
+        (torch.accelerator, "current_stream"): _replace_by(CUDA_REPLACEMENTS["current_stream"]),
         **{
-            (module, name): _instead(_always(answer))
+            (module, name): _replace_by(_always(answer))
             for module, named in modules.items()
             for name, answer in named.items()
         },
@@ -73,10 +75,10 @@ def _replacements(card: Properties) -> dict[tuple[Any, str], Callable[[Any], Any
     return {key: answer for key, answer in answers.items() if hasattr(*key)}
 
 
-def _of_cuda(card: Properties) -> dict[str, Any]:
+def _cuda_answers(card: DeviceProperties) -> dict[str, Any]:
     capability = (card.major, card.minor)
     return {
-        **_THERE,
+        **_AVAILABLE,
         "_device_count_nvml": 1,
         "is_initialized": True,
         "is_bf16_supported": capability >= (8, 0),
@@ -86,24 +88,24 @@ def _of_cuda(card: Properties) -> dict[str, Any]:
         "get_device_capability": capability,
         "get_arch_list": [f"sm_{card.major}{card.minor}"],
         "can_device_access_peer": False,
-        **dict.fromkeys(_SEEDS),
+        **dict.fromkeys(_GENERATOR_NO_OPS),
         "get_rng_state_all": [],
     }
 
 
-_THERE = {"is_available": True, "device_count": 1}
+_AVAILABLE = {"is_available": True, "device_count": 1}
 # Functions that do nothing: the stand-in has its own generator, and no work to wait for.
-_SEEDS = (
+_GENERATOR_NO_OPS = (
     *("_lazy_init", "manual_seed", "manual_seed_all", "seed", "seed_all"),
     *("get_rng_state", "set_rng_state", "set_rng_state_all"),
 )
-_WAITS = ("synchronize", "empty_cache", "set_device_index", "set_device_idx", "set_stream")
-_OF_ACCELERATORS = {
-    **_THERE,
+_STREAM_NO_OPS = ("synchronize", "empty_cache", "set_device_index", "set_device_idx", "set_stream")
+_ACCELERATOR_ANSWERS = {
+    **_AVAILABLE,
     "current_accelerator": torch.device("cuda"),
     "current_device_index": 0,
     "current_device_idx": 0,
-    **dict.fromkeys(_WAITS),
+    **dict.fromkeys(_STREAM_NO_OPS),
 }
 
 
@@ -111,7 +113,7 @@ def _always(answer: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: answer
 
 
-def _instead(answer: Any) -> Callable[[Any], Any]:
+def _replace_by(answer: Any) -> Callable[[Any], Any]:
     return lambda real: answer
 
 
@@ -119,20 +121,20 @@ def _instead(answer: Any) -> Callable[[Any], Any]:
 
 
 @contextmanager
-def _forgotten() -> Iterator[None]:
+def _caches_cleared() -> Iterator[None]:
     """Clear libraries' cached answers before and after the block, and restore their state."""
     states = [(state, dict(state)) for state in _shared_states()]
-    _forget()
+    _clear_caches()
     try:
         yield
     finally:
-        _forget()
+        _clear_caches()
         for state, before in states:
             state.update(before)
 
 
-def _forget() -> None:
-    for name in _ASKERS:
+def _clear_caches() -> None:
+    for name in _CACHING_MODULES:
         for function in vars(sys.modules.get(name, object)).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

@@ -1,8 +1,8 @@
 """Memory statistics from a device's own allocator, read before and after a step.
 
 The meter counts the storages that operators allocate. The device's allocator counts more: it
-rounds sizes up, and kernels and libraries such as cuBLAS also allocate from it. A Watch reads the
-statistics; Answers are plain data.
+rounds sizes up, and kernels and libraries such as cuBLAS also allocate from it. A DeviceMonitor
+reads the statistics; DeviceStats are plain data.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _ALLOCATED_PEAK = "allocated_bytes.all.peak"
 _RESERVED_PEAK = "reserved_bytes.all.peak"
 
 
-class Mark(NamedTuple):
+class HistoryTag(NamedTuple):
     """A tag set before each operator. The allocator copies it to its history entries.
 
     `seen` is the number of storages that the meter had numbered when the tag was set.
@@ -31,24 +31,24 @@ class Mark(NamedTuple):
         return "|".join(map(str, self))
 
 
-class Block(NamedTuple):
-    """A block's requested bytes, and the bytes that the allocator used for it."""
+class BlockSize(NamedTuple):
+    """A block's requested bytes, and its size after the allocator rounded it up."""
 
-    asked: int
-    taken: int
+    requested: int
+    rounded: int
 
 
-class Entry(NamedTuple):
+class HistoryEntry(NamedTuple):
     """One allocation or free in an allocator's history."""
 
     is_free: bool
     address: int
-    block: Block
-    mark: Mark
+    block: BlockSize
+    tag: HistoryTag
 
 
 @dataclass(frozen=True)
-class Answers:
+class DeviceStats:
     """A device's statistics of one metered step, in bytes; None if the device has none."""
 
     device: torch.device
@@ -57,18 +57,18 @@ class Answers:
     reserved_peak_bytes: int | None = None
     used_bytes: int | None = None  # reported by the driver at the end
     granularity: int = 1  # the allocator rounds sizes up to a multiple of this
-    history: tuple[Entry, ...] | None = None
-    blocks_at_start: dict[int, Block] = field(default_factory=dict)  # by address, with a history
+    history: tuple[HistoryEntry, ...] | None = None
+    blocks_at_start: dict[int, BlockSize] = field(default_factory=dict)  # by address
     notes: tuple[str, ...] = ()
 
 
-class Watch:
+class DeviceMonitor:
     """A device without statistics: the CPU's allocator keeps none, and meta tensors have no bytes.
 
-    Call `mark(operator, phase, module)` before each operator, unless it is None.
+    Call `tag(operator, phase, module)` before each operator, unless it is None.
     """
 
-    mark: Callable[[Any, str, str], None] | None = None
+    tag: Callable[[Any, str, str], None] | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,13 +76,13 @@ class Watch:
     def start(self) -> None:
         """Start collecting, before the step."""
 
-    def stop(self) -> Answers:
+    def stop(self) -> DeviceStats:
         """Stop collecting, after the step."""
-        return Answers(self.device)
+        return DeviceStats(self.device)
 
 
 class Accelerator:
-    """The torch functions that an AllocatorWatch calls; tests replace them."""
+    """The torch functions that an AllocatorMonitor calls; tests replace them."""
 
     def synchronize(self, device: torch.device) -> None:
         torch.accelerator.synchronize(device)
@@ -101,7 +101,7 @@ class Accelerator:
         return ()
 
 
-class AllocatorWatch(Watch):
+class AllocatorMonitor(DeviceMonitor):
     """A device whose allocator keeps statistics. `start` resets its peak statistics."""
 
     granularity = 1
@@ -115,10 +115,10 @@ class AllocatorWatch(Watch):
         self._torch.reset_peak(self.device)
         self._allocated_at_start = self._torch.stats(self.device).get(_ALLOCATED_NOW)
 
-    def stop(self) -> Answers:
+    def stop(self) -> DeviceStats:
         self._torch.synchronize(self.device)
         stats = self._torch.stats(self.device)
-        return Answers(
+        return DeviceStats(
             self.device,
             allocated_at_start=self._allocated_at_start,
             allocated_peak_bytes=stats.get(_ALLOCATED_PEAK) or None,  # 0 means not counted
