@@ -162,7 +162,7 @@ def exactness_table(rows: list[Exactness]) -> str:
 
 def exactness_notes(rows: list[Exactness]) -> str:
     """What the columns mean, and why a row is not exact."""
-    outside = kinds_of_steps().OUTSIDE_THE_PROMISE
+    outside = kinds_of_steps().INEXACT
     inexact = [row for row in rows if row.memlab or row.missing or row.unseen]
     much_scratch = [
         row for row in rows if row.peak_with_scratch_bytes > (1 + CLOSE) * row.peak_bytes

@@ -201,13 +201,13 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
             f"size computed from it would be wrong; compute sizes from shapes or Python integers",
         )
 
-    def step_aside(self) -> bool:
+    def release_mode(self) -> bool:
         is_last = get_current_dispatch_mode() is self._operators
         if is_last:
             self._operators.__exit__(None, None, None)
         return is_last
 
-    def step_back(self) -> None:
+    def reclaim_mode(self) -> None:
         self._operators.__enter__()
 
     @contextmanager
@@ -248,12 +248,12 @@ class dry_run(DryRun):  # noqa: N801 - used as a function: `with memlab.dry_run(
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        twin = self._outside.twins.get(tensor)
-        if twin is None:
-            twin = self._outside.twins[tensor] = self._fake_mode.from_tensor(tensor)
-            known_values.borrow(twin, tensor)
+        fake = self._outside.fakes.get(tensor)
+        if fake is None:
+            fake = self._outside.fakes[tensor] = self._fake_mode.from_tensor(tensor)
+            known_values.borrow(fake, tensor)
             self._outside.note(tensor, self._fake_mode)
-        return twin
+        return fake
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.fake_mode is self._fake_mode
@@ -361,7 +361,7 @@ class _OutsideTensors:
     """Restore tensors and optimizers from outside the dry run."""
 
     def __init__(self) -> None:
-        self.twins = WeakIdKeyDictionary()  # real tensor to fake tensor
+        self.fakes = WeakIdKeyDictionary()  # real tensor to fake tensor
         self._gradients = WeakIdKeyDictionary()
         self._states: list[tuple[torch.optim.Optimizer, dict[Any, Any]]] = []
         self._hook = optimizer.register_optimizer_step_pre_hook(self._note_state)
@@ -372,7 +372,7 @@ class _OutsideTensors:
             self._gradients[tensor] = tensor.grad
             if tensor.grad is not None:
                 tensor.grad = fake_mode.from_tensor(tensor.grad)
-                self.twins[tensor].grad = None
+                self.fakes[tensor].grad = None
 
     def restore(self) -> None:
         self._hook.remove()

@@ -294,10 +294,10 @@ def _prepare_write(target: torch.Tensor, overwrites: bool) -> bool:
     """Prepare the target's values for a write. Returns False if the write cannot be tracked."""
     if is_known(target):
         return make_writable(target)
-    count = target.untyped_storage().nbytes()
-    is_whole = target.numel() * target.element_size() == count and target.is_contiguous()
+    num_bytes = target.untyped_storage().nbytes()
+    is_whole = target.numel() * target.element_size() == num_bytes and target.is_contiguous()
     if overwrites and is_whole and 0 < target.numel() <= BOUND:
-        _attach(target, _Values(torch.UntypedStorage(count), borrowed=False))
+        _attach(target, _Values(torch.UntypedStorage(num_bytes), borrowed=False))
         return True
     return False
 

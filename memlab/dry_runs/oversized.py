@@ -19,10 +19,10 @@ def enlarge(func: Any, args: tuple[Any, ...], result: Any) -> None:
     """Enlarge the storage of the fake `result` of `func(*args)` to the real one's size."""
     rule = _RULES.get(func)
     if rule is not None:
-        tensor, count = rule(result, *args)
-        if count > tensor.untyped_storage().nbytes():
+        tensor, num_bytes = rule(result, *args)
+        if num_bytes > tensor.untyped_storage().nbytes():
             # bypasses the resize hook of the registry: the real storage has this size from birth
-            StorageBase.resize_(tensor.untyped_storage(), count)
+            StorageBase.resize_(tensor.untyped_storage(), num_bytes)
 
 
 def _elementwise_loss(

@@ -104,12 +104,12 @@ class CudaMonitor(AllocatorMonitor):
             self._starts_recording = not self._torch.is_recording()
             if self._starts_recording:
                 self._torch.record(on=True)
-            self._torch.set_tag(str(HistoryTag(REGISTRY.count)))
+            self._torch.set_tag(str(HistoryTag(REGISTRY.last_number)))
             self._at_start = self._torch.snapshot()
 
     def tag(self, operator: Any, phase: str, module: str) -> None:
         """Tag the following history entries with the next operator."""
-        self._torch.set_tag(str(HistoryTag(REGISTRY.count, phase, _text(operator), module)))
+        self._torch.set_tag(str(HistoryTag(REGISTRY.last_number, phase, _text(operator), module)))
 
     def stop(self) -> DeviceStats:
         stats = super().stop()
@@ -161,10 +161,10 @@ def _newest_tag(known: HistoryTag, text: str) -> HistoryTag:
 
     Each thread has its own text, and an idle thread's text is out of date.
     """
-    seen, *words = text.split("|", 3)
-    if len(words) != 3 or not seen.isdigit() or int(seen) < known.seen:
+    last_number, *words = text.split("|", 3)
+    if len(words) != 3 or not last_number.isdigit() or int(last_number) < known.last_number:
         return known
-    return HistoryTag(int(seen), *words)
+    return HistoryTag(int(last_number), *words)
 
 
 def allocated_blocks(snapshot: Mapping[str, Any], index: int) -> dict[int, BlockSize]:

@@ -19,10 +19,10 @@ _RESERVED_PEAK = "reserved_bytes.all.peak"
 class HistoryTag(NamedTuple):
     """A tag set before each operator. The allocator copies it to its history entries.
 
-    `seen` is the number of storages that the meter had numbered when the tag was set.
+    `last_number` is the number of the newest storage when the tag was set.
     """
 
-    seen: int = 0
+    last_number: int = 0
     phase: str = "forward"
     operator: str = ""
     module: str = ""

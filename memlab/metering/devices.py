@@ -104,12 +104,12 @@ def _from_stream(changes: Sequence[Change], stats: DeviceStats) -> _Explained:
     events: list[Event] = []
     held: dict[int, int] = defaultdict(int)  # bytes of each storage
     known_at_start = 0
-    for record, count, phase in changes:
-        before, after = held[record.number], held[record.number] + count
+    for record, num_bytes, phase in changes:
+        before, after = held[record.number], held[record.number] + num_bytes
         held[record.number] = after
         rounding = -after % stats.granularity - -before % stats.granularity
-        events += _with_rounding(record.event(count, phase), rounding)
-        known_at_start += count + rounding if phase == "before" else 0
+        events += _with_rounding(record.event(num_bytes, phase), rounding)
+        known_at_start += num_bytes + rounding if phase == "before" else 0
     unknown = (stats.allocated_at_start or 0) - known_at_start
     if unknown > 0:
         events.insert(0, _from_before(unknown))
@@ -179,23 +179,23 @@ class _BlockOwners:
         self._allocations: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for position, entry in enumerate(stats.history):
             if not entry.is_free:
-                self._allocations[entry.address].append((entry.tag.seen, position))
+                self._allocations[entry.address].append((entry.tag.last_number, position))
         for record in {change.record.number: change.record for change in changes}.values():
             self._find(record, stats.blocks_at_start)
 
     def _find(self, record: Storage, blocks_at_start: Mapping[int, BlockSize]) -> None:
         """Add the storage's blocks, each with its address in a step without the meter."""
         address, at_start, found = None, None, False
-        for seen in record.addresses:
-            allocations = self._allocations[seen.address]
-            before = bisect_left(allocations, (seen.count,))
+        for known in record.addresses:
+            allocations = self._allocations[known.address]
+            before = bisect_left(allocations, (known.last_number,))
             if before:
                 _, position = allocations[before - 1]
-                self.of[position] = record, address if seen.in_place else None
+                self.of[position] = record, address if known.in_place else None
                 found = True
             else:
-                at_start = seen.address
-            address = seen.address
+                at_start = known.address
+            address = known.address
         if at_start in blocks_at_start:
             self.at_start[at_start] = record
         elif not found:
@@ -248,9 +248,11 @@ def _rounding_of(block: BlockSize) -> int:
 
 
 def _workspace(entry: HistoryEntry, position: int) -> Event:
-    count, tag = entry.block.requested, entry.tag
+    num_bytes, tag = entry.block.requested, entry.tag
     number = _FIRST_WORKSPACE - position
-    return Event(count, number, "workspace", tag.operator, tag.module, tag.phase, "uint8", (count,))
+    return Event(
+        num_bytes, number, "workspace", tag.operator, tag.module, tag.phase, "uint8", (num_bytes,)
+    )
 
 
 def _earlier_workspace(block: BlockSize, position: int) -> Event:
@@ -259,8 +261,8 @@ def _earlier_workspace(block: BlockSize, position: int) -> Event:
     return _event(block.requested, number, "workspace", "cuBLAS, before the step")
 
 
-def _from_before(count: int) -> Event:
-    return _event(count, _FROM_BEFORE, "unattributed", "there before the step")
+def _from_before(num_bytes: int) -> Event:
+    return _event(num_bytes, _FROM_BEFORE, "unattributed", "there before the step")
 
 
 def _with_rounding(event: Event, rounding: int) -> Iterable[Event]:
@@ -270,8 +272,10 @@ def _with_rounding(event: Event, rounding: int) -> Iterable[Event]:
         yield _event(rounding, _ROUNDING, "rounding", "", event.phase)
 
 
-def _event(count: int, number: int, category: str, operator: str, phase: str = "before") -> Event:
-    return Event(count, number, category, operator, "", phase, "uint8", ())
+def _event(
+    num_bytes: int, number: int, category: str, operator: str, phase: str = "before"
+) -> Event:
+    return Event(num_bytes, number, category, operator, "", phase, "uint8", ())
 
 
 def _peak(events: Iterable[Event]) -> int:

@@ -12,15 +12,15 @@ class DryRun:
 
     active: ClassVar["DryRun | None"] = None
 
-    def step_aside(self) -> bool:
+    def release_mode(self) -> bool:
         """Leave the dispatch mode, so that a starting meter calls `arguments` and `execute` itself.
 
         Returns False, and does nothing, if another mode has started since.
         """
         raise NotImplementedError
 
-    def step_back(self) -> None:
-        """Undo `step_aside`."""
+    def reclaim_mode(self) -> None:
+        """Undo `release_mode`."""
         raise NotImplementedError
 
     def arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

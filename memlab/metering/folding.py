@@ -44,7 +44,7 @@ class Folding:
         self._stream, self._context, self._on_birth = stream, context, on_birth
         self._pending: PendingPair | None = None
 
-    def watch(self, func: Any, tensors: list[torch.Tensor], birth: Change) -> bool:
+    def hold(self, func: Any, tensors: list[torch.Tensor], birth: Change) -> bool:
         """Make a result pending if it may replace the first input. Returns whether it did."""
         if func not in OUT_OF_PLACE or not tensors:
             return False

@@ -70,7 +70,7 @@ class LightMode(TorchDispatchMode):
         return self.handle(func, types, args, kwargs or {})
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def reenter(self) -> Iterator[None]:
         """Re-enter the mode within `handle`, so that it also sees the operators inside."""
         TorchDispatchMode.__enter__(self)
         try:

@@ -26,7 +26,7 @@ class KnownAddress(NamedTuple):
     have written to the previous address in place.
     """
 
-    count: int
+    last_number: int
     address: int
     in_place: bool = False
 
@@ -52,10 +52,10 @@ class Storage:
     )
 
     def __init__(
-        self, number: int, tensor: "torch.Tensor | _BytesTensor", count: int, run: object
+        self, number: int, tensor: "torch.Tensor | _BytesTensor", num_bytes: int, run: object
     ) -> None:
         self.number = number
-        self.bytes = count
+        self.bytes = num_bytes
         self.run = run  # the first run that saw one of its tensors; None before that
         self.describe(tensor)
         self.category: str | None = None
@@ -79,10 +79,10 @@ class Storage:
         if self.category is None or _RANKS[category] < _RANKS[self.category]:
             self.category = category
 
-    def event(self, count: int, phase: str) -> Event:
-        """Return an event of `count` bytes on this storage."""
+    def event(self, num_bytes: int, phase: str) -> Event:
+        """Return an event of `num_bytes` on this storage."""
         return Event(
-            bytes=count,
+            bytes=num_bytes,
             storage=self.number,
             category=self.category or f"{self.phase}_temporaries",
             operator=_name(self.operator),
@@ -124,7 +124,7 @@ class Registry:
     def __init__(self) -> None:
         self._alive: dict[int, Storage] = {}
         self._listeners: tuple[Callable[[Storage, int], None], ...] = ()
-        self.count = 0
+        self.last_number = 0
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
         """Return the record of the tensor's storage, None if no meter has seen it."""
@@ -144,8 +144,8 @@ class Registry:
         *,
         has_memory: bool = True,
     ) -> Storage:
-        self.count += 1
-        record = Storage(self.count, tensor, untyped.nbytes() if has_memory else 0, run)
+        self.last_number += 1
+        record = Storage(self.last_number, tensor, untyped.nbytes() if has_memory else 0, run)
         reference = _Reference(untyped, self._died)
         reference.key = untyped._cdata
         self._tie(reference, record)
@@ -178,7 +178,7 @@ class Registry:
         record = self._alive.get(untyped._cdata)
         if record is not None and (change := untyped.nbytes() - record.bytes):
             record.bytes += change
-            self.count += 1  # an unused number, which separates entries before and after
+            self.last_number += 1  # an unused number, which separates entries before and after
             self._record_address(record, untyped)
             self._notify(record, change)
 
@@ -187,7 +187,7 @@ class Registry:
             return
         address = untyped.data_ptr()
         if not record.addresses or record.addresses[-1].address != address:
-            record.addresses += (KnownAddress(self.count, address),)
+            record.addresses += (KnownAddress(self.last_number, address),)
 
     def _tie(self, reference: _Reference, record: Storage) -> None:
         reference.record = record

@@ -112,13 +112,13 @@ class StorageMeter(LightMode):
             self._compiled.start()
         COMPOSITE_TRACKER.__enter__()
         self._stream.listen()
-        self._replaces_dry_mode = self._dry_run is not None and self._dry_run.step_aside()
+        self._replaces_dry_mode = self._dry_run is not None and self._dry_run.release_mode()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if self._replaces_dry_mode:
-            self._dry_run.step_back()
+            self._dry_run.reclaim_mode()
         COMPOSITE_TRACKER.__exit__()
         self._folding.close()
         self._casts.stop()
@@ -162,8 +162,8 @@ class StorageMeter(LightMode):
         self._folding.close()
         self._record_birth(tensor, "compiled code", self.context.phase(), None, [])
 
-    def _on_compiled_run(self, does: bool) -> None:
-        self.context.follow_modules(not does)
+    def _on_compiled_run(self, is_running: bool) -> None:
+        self.context.follow_modules(not is_running)
 
     # ------------------------------------------------------------------ one operator
 
@@ -171,7 +171,7 @@ class StorageMeter(LightMode):
         if has_own_handler(types):
             return NotImplemented  # the wrapper then calls the operator on plain tensors
         if torch.is_inference_mode_enabled() and (parts := self._decomposition(func)):
-            with self.again(), self._casts.inside(func):
+            with self.reenter(), self._casts.inside(func):
                 return parts(*args, **kwargs)  # without inference mode, autograd decomposes first
         phase = self.context.phase()
         if self._dry_run is not None:
@@ -269,7 +269,7 @@ class StorageMeter(LightMode):
         elif phase == "forward" and not self.context.in_module and _all_are_inputs(inputs):
             record.mark("inputs")
         birth = self._stream.add_birth(record)
-        if not self._folding.watch(func, input_tensors, birth):
+        if not self._folding.hold(func, input_tensors, birth):
             self._on_birth(record)
         return record
 

@@ -60,7 +60,7 @@ class ChangeStream:
 
     def start(self) -> None:
         """Note which storages are alive; none counts until it is found or included."""
-        self._last_number = REGISTRY.count
+        self._last_number = REGISTRY.last_number
         self._alive_before = {record.number: (record, record.bytes) for record in REGISTRY.alive()}
 
     def listen(self) -> None:
@@ -99,13 +99,13 @@ class ChangeStream:
 
     def include(self, record: Storage, tensor: torch.Tensor | None = None) -> None:
         """Count a storage that an earlier meter saw, or that was resized before its first use."""
-        _, count = self._alive_before.get(record.number, (record, record.bytes))
+        _, num_bytes = self._alive_before.get(record.number, (record, record.bytes))
         if record.run is None:
             record.run = self.run
             record.describe(tensor)
-            count -= sum(change.bytes for change in self._changes if change.record is record)
+            num_bytes -= sum(change.bytes for change in self._changes if change.record is record)
         self._counted.add(record.number)
-        self._before.append(Change(record, count, "before"))
+        self._before.append(Change(record, num_bytes, "before"))
 
     def add_birth(self, record: Storage) -> Change:
         """Count a storage that an operator has just allocated."""

@@ -326,7 +326,7 @@ def test_everything_is_restored_after_an_exception():
 
 
 def test_a_dry_run_inside_a_dry_run_raises():
-    with memlab.dry_run(), pytest.raises(RuntimeError, match="active already"):
+    with memlab.dry_run(), pytest.raises(RuntimeError, match="already active"):
         memlab.dry_run().__enter__()
 
 

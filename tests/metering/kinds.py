@@ -3,7 +3,7 @@
 A builder returns a new `(step, model, optimizer)` from seed 0. `step()` can be called repeatedly;
 the first call allocates the optimizer's state, so the second is typical.
 
-The kinds cover cases that are hard to meter: accumulated gradients (fan-in), autograd formulas that
+The kinds cover hard cases: accumulated gradients (fan-in), autograd formulas that
 write in place without a dispatch mode, kernels with scratch, recomputation, optimizer loops, dtypes
 and third-party modules. Sizes are odd so that few storages have the same size.
 """
@@ -28,17 +28,9 @@ Family = Callable[[Tensor], Iterator[Tensor]]
 
 KINDS: dict[str, Builder] = {}
 
-# Kinds that are not metered exactly, and why.
-OUTSIDE_THE_PROMISE = {
+# Kinds without an exact trace, and why.
+INEXACT = {
     "formulas_beyond_the_promise": "their gradients run other operators under a mode",
-}
-
-# Kinds whose storages are exact, but whose real peak includes a large kernel workspace.
-KERNELS_WITH_LARGE_SCRATCH = {
-    "lstm": "the workspace of a fused recurrent layer",
-    "unet": "the workspace of a convolution",
-    "autoencoder": "the workspace of a transposed convolution",
-    "linear_algebra": "the expanded product inside a bilinear form",
 }
 
 
@@ -222,7 +214,7 @@ def shared_gradients() -> Built:
 
 @kind
 def pieces() -> Built:
-    """cat, stack, split, chunk, unbind: gradients that are views of one storage."""
+    """cat, stack, split, chunk, unbind: gradients are views of one storage."""
     model = nn.Linear(24, 36)
     x = torch.randn(10, 24)
 

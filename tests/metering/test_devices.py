@@ -193,8 +193,8 @@ class Step:
     def storage(self, count: int, category: str = "activations", op: str = "aten.mm") -> Storage:
         """Allocate an operator's result, which the meter sees."""
         address = self.allocate(count, category, op)
-        REGISTRY.count += 1
-        record = Storage(REGISTRY.count, torch.empty(0), count, None)
+        REGISTRY.last_number += 1
+        record = Storage(REGISTRY.last_number, torch.empty(0), count, None)
         record.device, record.addresses = CUDA, (KnownAddress(record.number, address),)
         record.category = category
         self.changes.append(Change(record, count, self.phase))
@@ -220,8 +220,8 @@ class Step:
         """Allocate the new block before freeing the old one, as `resize_` does."""
         old = record.addresses[-1].address
         address = self.allocate(count, record.category, "aten.resize_")
-        REGISTRY.count += 1
-        record.addresses += (KnownAddress(REGISTRY.count, address),)
+        REGISTRY.last_number += 1
+        record.addresses += (KnownAddress(REGISTRY.last_number, address),)
         self.cuda.free(old)
         del self.alive[old]
         self.note_moment()
@@ -232,10 +232,10 @@ class Step:
         """Accumulate a gradient: out of place under the meter, in place without it."""
         self.mark("aten.add")
         new = self.cuda.allocate(old.bytes)
-        REGISTRY.count += 1
+        REGISTRY.last_number += 1
         self.cuda.free(old.addresses[-1].address)
         self.alive[new] = self.alive.pop(old.addresses[-1].address)
-        old.addresses += (KnownAddress(REGISTRY.count, new, in_place=True),)
+        old.addresses += (KnownAddress(REGISTRY.last_number, new, in_place=True),)
 
     def allocate(self, count: int, category: str, op: str) -> int:
         self.mark(op)

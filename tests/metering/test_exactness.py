@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kinds import KINDS, OUTSIDE_THE_PROMISE
+from kinds import INEXACT, KINDS
 from quick import quick
 from traces import renumbered
 
@@ -14,7 +14,7 @@ from memlab.metering.profiler_recording import compare, record, with_workspace
 from memlab.trace import Trace
 
 QUICK = list(KINDS)[::3]  # for make test
-PROMISED = [name for name in KINDS if name not in OUTSIDE_THE_PROMISE]
+EXACT = [name for name in KINDS if name not in INEXACT]
 DRY_RUN_REFUSES = {
     "recommender_sparse_gradients": "sparse gradients",
     "formulas_beyond_the_promise": "least squares, whose rank depends on values",
@@ -38,7 +38,7 @@ def second_step(name: str) -> Trace:
     return memlab.measure(step, model=model, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("name", quick(QUICK, PROMISED))
+@pytest.mark.parametrize("name", quick(QUICK, EXACT))
 def test_the_meter_equals_a_recording_without_it(name):
     """Allocations are exactly the operators' results; the peak and the live bytes are equal."""
     step, _, _ = KINDS[name]()
@@ -46,7 +46,7 @@ def test_the_meter_equals_a_recording_without_it(name):
     assert comparison.exact, comparison
 
 
-@pytest.mark.parametrize("name", quick(QUICK, [name for name in PROMISED if name != "lstm"]))
+@pytest.mark.parametrize("name", quick(QUICK, [name for name in EXACT if name != "lstm"]))
 def test_with_kernel_scratch_the_peak_is_the_real_peak(name):
     """Except `lstm`: Python frees 160 bytes near its peak in another order under the meter."""
     step, _, _ = KINDS[name]()
@@ -76,13 +76,13 @@ def test_a_dry_run_raises_for_kinds_that_depend_on_values(name):
         second_step(name)
 
 
-@pytest.mark.parametrize("name", OUTSIDE_THE_PROMISE)
+@pytest.mark.parametrize("name", INEXACT)
 def test_kinds_listed_as_inexact_are_still_inexact(name):
     step, _, _ = KINDS[name]()
     assert not compare(second_step(name), record(step, warm_up=step)).exact
 
 
-IN_ANOTHER_WAY = {  # operators whose gradients run other operators under a mode
+OTHER_FORMULAS = {  # operators whose gradients run other operators under a mode
     "prod": lambda x: (x / 9 + 1).prod(),
     "prod of a dimension": lambda x: (x / 9 + 1).prod(dim=1),
     "cumprod": lambda x: (x / 9 + 1).cumprod(dim=1),
@@ -98,7 +98,7 @@ IN_ANOTHER_WAY = {  # operators whose gradients run other operators under a mode
     "qr": lambda x: torch.linalg.qr(x)[0],
     "householder_product": lambda x: torch.linalg.householder_product(x, x[0]),
 }
-IN_THE_SAME_WAY = {
+SAME_FORMULAS = {
     "amax": lambda x: x.amax(),
     "max of a dimension": lambda x: x.max(dim=1).values,
     "masked_fill by a number": lambda x: x.masked_fill((x > 0).detach(), 0.0),
@@ -107,7 +107,7 @@ IN_THE_SAME_WAY = {
 }
 
 
-@pytest.mark.parametrize("name", IN_ANOTHER_WAY | IN_THE_SAME_WAY)
+@pytest.mark.parametrize("name", OTHER_FORMULAS | SAME_FORMULAS)
 def test_a_note_names_a_gradient_that_is_computed_differently_under_the_meter(name):
     """The note exists exactly if the meter and a recording differ."""
     torch.manual_seed(0)
@@ -115,11 +115,11 @@ def test_a_note_names_a_gradient_that_is_computed_differently_under_the_meter(na
 
     def step() -> None:
         weight.grad = None
-        (IN_ANOTHER_WAY | IN_THE_SAME_WAY)[name](weight * 1).sum().backward()
+        (OTHER_FORMULAS | SAME_FORMULAS)[name](weight * 1).sum().backward()
 
     step()
     trace = memlab.measure(step)
     note = [note for note in trace.notes if "differently under the meter" in note]
-    assert bool(note) == (name in IN_ANOTHER_WAY)
+    assert bool(note) == (name in OTHER_FORMULAS)
     assert all(name.removesuffix(" of a dimension") in each for each in note)
     assert compare(trace, record(step, warm_up=step)).exact == (not note)

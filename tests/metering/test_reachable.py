@@ -1,4 +1,4 @@
-"""Tensors that are alive during a step but not used by it."""
+"""Tensors alive during a step but not used by it."""
 
 from functools import partial
 
