@@ -1,6 +1,6 @@
 """Assume a size for results whose size depends on values.
 
-`x[mask]` has as many elements as the mask selects, which a dry run does not know. `assume="most"`
+`x[mask]` has as many elements as the mask selects, which is unknown in a dry run. `assume="most"`
 selects all of them, the upper bound; a fraction, such as 0.15, selects that fraction.
 
     operator                                        fraction of

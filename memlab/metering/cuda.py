@@ -4,9 +4,9 @@ torch's caching allocator can record every allocation and free. The record lacks
 are reconstructed here:
 
 1. The owner of a block. Addresses are reused, so an address alone does not identify a storage. But
-   every entry carries a text that the meter sets before each operator: the number of storages
-   numbered so far, and the operator. Storage 17 at an address lies in the last block that was
-   allocated there before the text said 17.
+   every entry carries a text that the meter sets before each operator: the number of the newest
+   storage, and the operator. Storage 17 at an address lies in the last block that was
+   allocated there before the text contained 17.
 2. The size of a block. The record has the requested size. The allocator rounds it up to 512 bytes,
    and uses a whole free block if the remainder would be too small (up to 1 MiB, for requests above
    1 MiB). The free blocks are known at the start and tracked from there.

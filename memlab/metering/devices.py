@@ -14,7 +14,7 @@ adds a gradient to `old` in place; with it, autograd allocates `new` and frees `
 folds such pairs, so neither the allocation of `new` nor the free of `old` becomes an event: the
 bytes of `old` move to the address of `new`. A note gives the overlap of the two.
 
-Without a history, the events are the meter's, and one event at the start holds the difference
+Without a history, the events are the meter's, and one event at the start has the difference
 between its peak and the device's. If the device has no peak (older MPS), the meter's is used.
 """
 

@@ -101,7 +101,7 @@ def _name(of: Any) -> str:
 
 
 class _BytesTensor(NamedTuple):
-    """Stands for the tensor of a storage without a known tensor."""
+    """A placeholder for the tensor of a storage without a known tensor."""
 
     device: torch.device
     dtype: torch.dtype

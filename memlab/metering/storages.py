@@ -44,8 +44,7 @@ from memlab.metering.tensors import (
 aten = torch.ops.aten
 
 THREADS_NOTE = (
-    "the step computed gradients in a thread of its own; allocations in such threads are not "
-    "counted"
+    "the step computed gradients in its own thread; allocations in such threads are not counted"
 )
 
 _PYTHON_SCALAR_DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
@@ -132,7 +131,7 @@ class StorageMeter(LightMode):
             self._scanner.scan_state(self._optimizer)
         self._stream.stop()
         if not self.context.optimizers and self._optimizer is None:
-            self._mark_manual_optimizer_state()
+            self._mark_alive("optimizer", "optimizer_state")  # of a handwritten optimizer
         for record in self._scanner.unused():
             record.mark("inputs")
         if torch.is_grad_enabled():
@@ -231,7 +230,7 @@ class StorageMeter(LightMode):
         is_found = record is None
         if record is None:
             if tensor.dim() == 0 and tensor.is_cpu and tensor.dtype in _PYTHON_SCALAR_DTYPES:
-                return self._record_birth(tensor, "a number", phase, [], [])
+                return self._record_birth(tensor, "Python scalar", phase, [], [])
             record = self._stream.find(tensor)
         elif (was_unknown := self._scanner.first_use(record)) is not None:
             is_found = was_unknown
@@ -297,9 +296,6 @@ class StorageMeter(LightMode):
             if record.alive and self._scanner.is_parameter_sized(record):
                 record.mark("gradients")
         self._stream.births["backward"].clear()
-
-    def _mark_manual_optimizer_state(self) -> None:
-        self._mark_alive("optimizer", "optimizer_state")
 
     def _mark_alive(self, phase: str, category: str) -> None:
         for record in self._stream.births[phase]:

@@ -341,7 +341,7 @@ def test_tensors_freed_by_another_threads_backward_are_freed():
         "inputs": ROWS * NARROW * FLOAT,
         "activations": FLOAT,  # the loss, which has a reference
     }
-    assert "in a thread of its own" in str(trace)
+    assert "in its own thread" in str(trace)
 
 
 def memlab_events(running: memlab.meter):
