@@ -72,14 +72,14 @@ from memlab.units import format_bytes
 # ------------------------------------------------------------------ the plan
 
 
-class Coder(NamedTuple):
+class CodingKernel(NamedTuple):
     """Which two functions make numbers small and large again: a kernel can stand in for these."""
 
     encode: Callable[..., Quantized]  # the arguments of quantize_blockwise, but for a code
     decode: Callable[[Quantized], Tensor]
 
 
-REFERENCE = Coder(quantize_blockwise, dequantize_blockwise)
+TORCH = CodingKernel(quantize_blockwise, dequantize_blockwise)
 
 NUMBERS, RECTIFIED, ATTENDED = "activations", "outputs of ReLU", "queries and keys"
 FLAGS, TWO_VALUES = "bool masks", "masks of two values"
@@ -202,7 +202,7 @@ def compressed_activations(
     min_numel: int = 1024,
     generator: torch.Generator | None = None,
     leave_alone: Callable[[Facts], bool] | None = None,
-    coder: Coder = REFERENCE,
+    kernel: CodingKernel = TORCH,
 ) -> AbstractContextManager[Report]:
     """Keep what is saved for backward inside `with` in `bits` a number: 8, 4 or 2.
 
@@ -215,15 +215,15 @@ def compressed_activations(
     generator    of stochastic rounding; None: this module's own, one for each device. They run on
                  from step to step, so that no two steps err alike, and nobody else draws from them
     leave_alone  is handed the Facts of each storage; where it returns True, nothing is encoded
-    coder        what encodes and decodes numbers; memlab.kernels.compression has kernels for it
+    kernel       what encodes and decodes numbers; memlab.kernels.compression has kernels for it
 
     No change of the model, and any number of backward passes. ValueError for bits, a group or a
-    mode that the coder refuses.
+    mode that the kernel refuses.
     """
     if mode is None:
         mode = "nearest" if bits == 8 else "stochastic"
-    coder.encode(torch.empty(0, device="cpu"), bits=bits, block=group, mode=mode)  # or raise
-    return _compressing(Compression(bits, group, mode, min_numel, generator, leave_alone, coder))
+    kernel.encode(torch.empty(0, device="cpu"), bits=bits, block=group, mode=mode)  # or raise
+    return _compressing(Compression(bits, group, mode, min_numel, generator, leave_alone, kernel))
 
 
 @contextmanager
@@ -262,7 +262,7 @@ class Compression:
     min_numel: int
     generator: torch.Generator | None
     leave_alone: Callable[[Facts], bool] | None
-    coder: Coder = REFERENCE
+    kernel: CodingKernel = TORCH
     report: Report = field(default_factory=Report)
     attention: _Attention = field(default_factory=_Attention)
 
@@ -285,15 +285,15 @@ class Compression:
 
     def _rounded(self, numbers: Tensor) -> tuple[Decode, int]:
         q = self._quantized(numbers, self.bits)
-        return partial(self.coder.decode, q), q.nbytes
+        return partial(self.kernel.decode, q), q.nbytes
 
     def _attended(self, numbers: Tensor) -> tuple[Decode, int]:
         q = self._quantized(numbers, 8)
-        return partial(self.coder.decode, q), q.nbytes
+        return partial(self.kernel.decode, q), q.nbytes
 
     def _rectified(self, numbers: Tensor) -> tuple[Decode, int]:
         q = self._quantized(raised(numbers, self.group, self.bits), self.bits)
-        return partial(_unrectified, self.coder, q, numbers.dtype), q.nbytes
+        return partial(_unrectified, self.kernel, q, numbers.dtype), q.nbytes
 
     def _flags(self, flags: Tensor) -> tuple[Decode, int]:
         packed = pack_flags(flags)
@@ -310,7 +310,7 @@ class Compression:
         generator = self.generator
         if generator is None and not isinstance(numbers, FakeTensor):
             generator = _own_generator(numbers.device)
-        return self.coder.encode(
+        return self.kernel.encode(
             numbers, block=self.group, bits=bits, mode=self.mode, generator=generator
         )
 
@@ -323,8 +323,8 @@ class Compression:
     }
 
 
-def _unrectified(coder: Coder, q: Quantized, dtype: torch.dtype) -> Tensor:
-    return lowered_(coder.decode(q), q.scales.float(), q.block).to(dtype)
+def _unrectified(kernel: CodingKernel, q: Quantized, dtype: torch.dtype) -> Tensor:
+    return lowered_(kernel.decode(q), q.scales.float(), q.block).to(dtype)
 
 
 @cache

@@ -1,7 +1,8 @@
 """Whether an answer does its own work: calls of the functions that an exercise rebuilds are seen.
 
 `rebuilds` of an exercise names them: "torch.amp.GradScaler", "memlab.course.ledger.state_bytes", or
-a whole module. A name that ends in * is every function that begins so: "torch._foreach_*". A call
+a whole module. A name that ends in * is every function that begins so: "torch._foreach_*". Of
+packages other than memlab, torch and numpy only modules can be named: "bitsandbytes". A call
 counts if the learner's code made it, itself or through a library; the check's own calls, and those
 of its reference, do not. A private function counts only where the learner's own line calls it:
 `clip_grad_norm_`, which everybody may use, calls `torch._foreach_norm`.
@@ -38,8 +39,10 @@ def watched(check: Callable[..., Any], rebuilds: Sequence[str]) -> Iterator[list
     targets, check_code = _targets(tuple(rebuilds)), getattr(check, "__code__", None)
 
     def look(frame: FrameType, event: str, called: Any) -> None:
+        if seen or event not in ("call", "c_call"):
+            return
         name = targets.called(frame, event, called)
-        if name is None or seen:
+        if name is None:
             return
         caller = frame if event == "c_call" else frame.f_back
         direct = caller is not None and not is_a_librarys(caller)
@@ -90,12 +93,17 @@ class _Targets:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._codes: dict[CodeType, str] = {}
+        # By identity, since the hash of a code is slow; the code beside its name keeps it alive.
+        self._seen: dict[int, tuple[CodeType, str | None]] = {}
         self._builtins: dict[str, list[tuple[Any, str]]] = {}  # by their last name
         self._modules: tuple[str, ...] = ()
         for name in (full for short in names for full in _spelled_out(short)):
+            if name.split(".")[0] not in LIBRARIES:
+                self._modules += (f"{name}.",)  # known by name alone: importing it may take seconds
+                continue
             found = _resolved(name)
             if isinstance(found, ModuleType):
-                self._modules += (name,)
+                self._modules += (f"{name}.",)
             elif found is not None:
                 self._add(name, found)
 
@@ -112,18 +120,22 @@ class _Targets:
         assert inspect.isclass(found) or callable(found), f"{name} cannot be called"
 
     def called(self, frame: FrameType, event: str, called: Any) -> str | None:
-        """The name under which the exercise forbids what is called here."""
-        if event == "call":
-            name = self._codes.get(frame.f_code)
-            return name or (self._module_of(frame) if self._modules else None)
-        if event == "c_call" and self._builtins:
-            return self._builtin(called)
-        return None
+        """The name under which the exercise forbids what is called here, or None."""
+        if event == "c_call":
+            is_alike = getattr(called, "__name__", "") in self._builtins
+            return self._builtin(called) if is_alike else None
+        known = self._seen.get(id(frame.f_code))
+        if known is None:
+            name = self._codes.get(frame.f_code) or self._module_of(frame)
+            known = self._seen[id(frame.f_code)] = frame.f_code, name
+        return known[1]
 
     def _module_of(self, frame: FrameType) -> str | None:
         home = frame.f_globals.get("__name__", "")
-        inside = any(home == module or home.startswith(f"{module}.") for module in self._modules)
-        return f"{home}.{frame.f_code.co_name}" if inside else None
+        return f"{home}.{frame.f_code.co_name}" if self._is_inside(home) else None
+
+    def _is_inside(self, home: str) -> bool:
+        return f"{home}.".startswith(self._modules)
 
     def _builtin(self, called: Any) -> str | None:
         for function, name in self._builtins.get(getattr(called, "__name__", ""), ()):
@@ -133,10 +145,14 @@ class _Targets:
         return None
 
     def name_of(self, answer: Any) -> str | None:
-        if inspect.isclass(answer):
-            codes = [getattr(part, "__code__", None) for part in vars(answer).values()]
-        else:
-            codes = [getattr(answer, "__code__", None)]
+        """The name of the function or class that the answer is, or derives from."""
+        if not (inspect.isclass(answer) or inspect.isfunction(answer) or inspect.ismethod(answer)):
+            return None
+        for part in inspect.getmro(answer) if inspect.isclass(answer) else [answer]:
+            if self._is_inside(str(part.__module__)):
+                return f"{part.__module__}.{part.__qualname__}"
+        parts = vars(answer).values() if inspect.isclass(answer) else [answer]
+        codes = [getattr(part, "__code__", None) for part in parts]
         return next((self._codes[code] for code in codes if code in self._codes), None)
 
 

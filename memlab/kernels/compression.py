@@ -45,7 +45,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memlab import compression
-from memlab.compression import Coder, Report
+from memlab.compression import CodingKernel, Report
 from memlab.internals.saved_tensors import Facts
 from memlab.kernels.arithmetic import fractions, rounded
 from memlab.kernels.launching import blocks, launch
@@ -321,7 +321,7 @@ def _load_codes(codes_ptr, left, LENGTH: tl.constexpr, RUN: tl.constexpr, BITS: 
 
 # ------------------------------------------------------------------ the context
 
-CODER = Coder(quantize_affine, dequantize_affine)
+KERNEL = CodingKernel(quantize_affine, dequantize_affine)
 
 
 def compressed_activations(
@@ -342,5 +342,5 @@ def compressed_activations(
         min_numel=min_numel,
         generator=generator,
         leave_alone=leave_alone,
-        coder=CODER,
+        kernel=KERNEL,
     )

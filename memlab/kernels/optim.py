@@ -40,7 +40,8 @@ size, and one code in a thousand to be a neighbour, where a number is that close
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -70,117 +71,82 @@ _INFINITY = tl.constexpr(math.inf)
 # ------------------------------------------------------------------ the optimizers
 
 
-class Fused(Optimizer):
-    """What both share: which pieces the kernel takes. The others are the reference's."""
+@dataclass(frozen=True)
+class FusedStep:
+    """A step of a piece in one launch: see memlab.optim.base.StepKernel.
 
-    def _step_weight(self, weight: Tensor, group: dict[str, Any]) -> None:
-        is_for_kernel = _is_for_kernel(weight, self.moments(weight, group))
-        if is_for_kernel and not has_no_values(weight):
-            require_gpu(weight.device)  # before the step counts
-        super()._step_weight(weight, group)
+    It takes weights whose moments are in 8 bits and that are not float64. `arguments(step, group)`
+    returns the kernel's numbers and its further constants.
+    """
+
+    kernel: Any
+    arguments: Callable[[int, dict[str, Any]], tuple[tuple[float, ...], dict[str, Any]]]
+
+    def takes(self, weight: Tensor, moments: Sequence[Moment]) -> bool:
+        # Not for a subclass of Dynamic: it may encode otherwise.
+        return weight.dtype in _DTYPES and all(type(moment) is Dynamic for moment in moments)
+
+    def require_device(self, weight: Tensor) -> None:
+        """Raise RuntimeError for weights on a CPU, unless Triton's interpreter is on."""
+        if not has_no_values(weight):
+            require_gpu(weight.device)
+
+    def pieces(self, weight: Tensor) -> Iterable[Piece]:
+        """One piece: the kernel makes no temporaries that pieces would keep small.
+
+        A length that is no multiple of 16 leaves its last, short block to a piece of its own: a GPU
+        reads eight elements at once only where it can tell that all eight are there.
+        """
+        count = weight.numel()
+        whole = count if count % 16 == 0 else count // BLOCK * BLOCK
+        return (Piece(*span) for span in pairwise(sorted({0, whole, count})))
 
     def step_piece(
         self,
+        optimizer: Optimizer,
         weight: Tensor,
         gradient: Tensor,
-        moments: Sequence[Moment],
+        moments: Sequence[Dynamic],
         piece: Piece,
         state: dict[str, Any],
         group: dict[str, Any],
     ) -> None:
-        """In place, by one launch where the moments are in 8 bits and the weight is not float64.
-
-        RuntimeError for tensors on a CPU, unless Triton's interpreter is on.
-        """
-        if not _is_for_kernel(weight, moments):
-            super().step_piece(weight, gradient, moments, piece, state, group)
-            return
+        """In place, by one launch."""
         is_random = group["rounding"] == "stochastic" and weight.dtype == torch.bfloat16
-        seed = self._seed(weight.device) if is_random else None
+        seed = _drawn_seed(optimizer.generator, weight.device) if is_random else None
         kept = [tensor for moment in moments for tensor in _kept(moment, state, piece)]
+        numbers, constants = self.arguments(state["step"], group)
+        constants |= {"MAXIMIZE": group["maximize"], "RANDOM": is_random}
         tensors = [weight, gradient.contiguous(), *kept, seed]
-        constants = {"MAXIMIZE": group["maximize"], "RANDOM": is_random}
-        self.launch_step(tensors, constants, state["step"], group)
-
-    def launch_step(
-        self,
-        tensors: list[Tensor | None],
-        constants: dict[str, Any],
-        step: int,
-        group: dict[str, Any],
-    ) -> None:
-        """The kernel, with the settings of this step."""
-        raise NotImplementedError
-
-    def pieces(self, weight: Tensor, group: dict[str, Any]) -> Iterator[Piece]:
-        """One, unless `piece` is given: nothing is made on the way that pieces would keep small.
-
-        Of a length that is no multiple of 16 the last, short block is a piece of its own: a GPU
-        reads eight numbers at once only where it can tell that all eight are there.
-        """
-        if self.piece is not None or not _is_for_kernel(weight, self.moments(weight, group)):
-            return super().pieces(weight, group)
-        count = weight.numel()
-        whole = count if count % 16 == 0 else count // BLOCK * BLOCK
-        ends = sorted({0, whole, count})
-        return (Piece(*span) for span in pairwise(ends))
-
-    def _seed(self, device: torch.device) -> Tensor:
-        """int64 (1,), read by the kernel: the host need not wait for it."""
-        return torch.randint(2**63 - 1, (1,), generator=self.generator, device=device)
+        _launch(self.kernel, tensors, numbers, **constants)
 
 
-class Adam8bit(Fused, memlab.optim.Adam8bit):
-    """memlab.optim.Adam8bit: its arguments, its states, and its steps but for the last place.
-
-    Rounded at random, weights are other draws of the same odds.
-    """
-
-    def launch_step(
-        self,
-        tensors: list[Tensor | None],
-        constants: dict[str, Any],
-        step: int,
-        group: dict[str, Any],
-    ) -> None:
-        """See `adam_kernel`."""
-        settings = adam_settings(group)
-        lr, (beta1, beta2) = settings["lr"], settings["betas"]
-        numbers = (
-            1 - lr * settings["weight_decay"],
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            (1 - beta2**step) ** 0.5,
-            settings["eps"],
-            -lr / (1 - beta1**step),
-        )
-        _launch(adam_kernel, tensors, numbers, **constants, FROM_END=1 - beta1 >= 0.5)
+def _drawn_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """int64 (1,), read by the kernel: the host need not wait for it."""
+    return torch.randint(2**63 - 1, (1,), generator=generator, device=device)
 
 
-class Lion8bit(Fused, memlab.optim.Lion8bit):
-    """memlab.optim.Lion8bit: its arguments, its states, its steps.
-
-    Rounded at random, weights are other draws of the same odds.
-    """
-
-    def launch_step(
-        self,
-        tensors: list[Tensor | None],
-        constants: dict[str, Any],
-        step: int,
-        group: dict[str, Any],
-    ) -> None:
-        """See `lion_kernel`."""
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        decay = 1 - lr * group["weight_decay"]
-        numbers = (decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr)
-        _launch(lion_kernel, tensors, numbers, **constants)
+def _adam_arguments(step: int, group: dict[str, Any]) -> tuple[tuple[float, ...], dict[str, Any]]:
+    """See `adam_kernel`."""
+    settings = adam_settings(group)
+    lr, (beta1, beta2) = settings["lr"], settings["betas"]
+    numbers = (
+        1 - lr * settings["weight_decay"],
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        (1 - beta2**step) ** 0.5,
+        settings["eps"],
+        -lr / (1 - beta1**step),
+    )
+    return numbers, {"FROM_END": 1 - beta1 >= 0.5}
 
 
-def _is_for_kernel(weight: Tensor, moments: Sequence[Moment]) -> bool:
-    """Not for a subclass of Dynamic: it may encode otherwise."""
-    return weight.dtype in _DTYPES and all(type(moment) is Dynamic for moment in moments)
+def _lion_arguments(step: int, group: dict[str, Any]) -> tuple[tuple[float, ...], dict[str, Any]]:
+    """See `lion_kernel`."""
+    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    decay = 1 - lr * group["weight_decay"]
+    return (decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr), {}
 
 
 def _kept(moment: Dynamic, state: dict[str, Any], piece: Piece) -> tuple[Tensor, ...]:
@@ -429,3 +395,24 @@ def random_halves(seed_ptr, ROWS: tl.constexpr):
     a, b, c, d = tl.randint4x(tl.load(seed_ptr), draws)
     words = tl.join(tl.join(a, b), tl.join(c, d)).to(tl.uint32, bitcast=True)
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (ROWS, _BLOCK))
+
+
+# ------------------------------------------------------------------ with the kernels
+
+
+class Adam8bit(memlab.optim.Adam8bit):
+    """memlab.optim.Adam8bit: its arguments, its states, and its steps but for the last place.
+
+    Rounded stochastically, weights are other draws from the same distribution.
+    """
+
+    kernel = FusedStep(adam_kernel, _adam_arguments)
+
+
+class Lion8bit(memlab.optim.Lion8bit):
+    """memlab.optim.Lion8bit: its arguments, its states, its steps.
+
+    Rounded stochastically, weights are other draws from the same distribution.
+    """
+
+    kernel = FusedStep(lion_kernel, _lion_arguments)

@@ -21,8 +21,9 @@ such a step out, look before it: `LossScaler`, or `clip_grad_norm_(..., error_if
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,31 @@ from torch import Tensor
 from memlab.internals.chunks import size_on, starts
 from memlab.optim.moments import Float, Moment, Piece, State
 from memlab.rounding import stochastic_round_
+
+
+class StepKernel(Protocol):
+    """A kernel that takes the place of torch's operators in the step of a piece."""
+
+    def takes(self, weight: Tensor, moments: Sequence[Moment]) -> bool:
+        """Return whether it can step this weight; torch's operators step the others."""
+
+    def require_device(self, weight: Tensor) -> None:
+        """Raise RuntimeError where the kernel cannot run."""
+
+    def pieces(self, weight: Tensor) -> Iterable[Piece]:
+        """Split a weight into pieces, one launch each."""
+
+    def step_piece(
+        self,
+        optimizer: "Optimizer",
+        weight: Tensor,
+        gradient: Tensor,
+        moments: Sequence[Moment],
+        piece: Piece,
+        state: State,
+        group: dict[str, Any],
+    ) -> None:
+        """Step a piece of a weight in place, with its moments."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -51,6 +77,8 @@ class Optimizer(torch.optim.Optimizer):
     TypeError for a setting of the wrong type, for weights of integers or complex numbers and for
     stochastic rounding to float16, and in step() for a sparse gradient.
     """
+
+    kernel: ClassVar[StepKernel | None] = None  # memlab.kernels.optim has two
 
     def __init__(
         self,
@@ -113,13 +141,17 @@ class Optimizer(torch.optim.Optimizer):
     def _step_weight(self, weight: Tensor, group: dict[str, Any]) -> None:
         _require_dense(weight.grad)
         moments, state = self.moments(weight, group), self.state[weight]
+        kernel = self.kernel if self.kernel and self.kernel.takes(weight, moments) else None
+        if kernel is not None:
+            kernel.require_device(weight)  # before the step counts
         if not state:
             state.update(self._new_state(weight, group, self.state.values()))
         state["step"] += 1
         flat = weight.contiguous().view(-1)  # a copy only of channels_last and its like
         gradient = weight.grad.reshape(-1)
-        for piece in self.pieces(weight, group):
-            self.step_piece(flat[piece.span], gradient[piece.span], moments, piece, state, group)
+        step_piece = self.step_piece if kernel is None else partial(kernel.step_piece, self)
+        for piece in self.pieces(weight, group, kernel):
+            step_piece(flat[piece.span], gradient[piece.span], moments, piece, state, group)
         if not weight.is_contiguous():
             weight.copy_(flat.view(weight.shape))
 
@@ -152,7 +184,12 @@ class Optimizer(torch.optim.Optimizer):
         else:
             weight.copy_(exact)
 
-    def pieces(self, weight: Tensor, group: dict[str, Any]) -> Iterator[Piece]:
+    def pieces(
+        self, weight: Tensor, group: dict[str, Any], kernel: "StepKernel | None" = None
+    ) -> Iterable[Piece]:
+        """Split a weight into pieces of whole blocks: a kernel's own, unless `piece` was given."""
+        if kernel is not None and self.piece is None:
+            return kernel.pieces(weight)
         count, block = weight.numel(), self.block(weight, group)
         wanted = self.piece or size_on(weight.device)
         size = max(1, wanted // block) * block
