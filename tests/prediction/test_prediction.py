@@ -117,7 +117,7 @@ def of_the_dry_run(build) -> memlab.Trace:
 
 
 def kinds(events) -> list[tuple]:
-    """Return the events without storage numbers, and without the operators from before."""
+    """Return sorted events without storage numbers, and without operators for old storages."""
     from_before = {event.storage for event in events if event.phase == "before"}
     known = [e._replace(operator="", shape=()) if e.storage in from_before else e for e in events]
     return sorted(event[:1] + event[2:] for event in known)
