@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from memlab.course.exercises import Wrong
-from memlab.metering.modes import flags_restored
+from memlab.metering.modes import restore_mode_flags
 
 PATIENCE_SECONDS = 2.0  # for a thread that was told to end
 
@@ -193,7 +193,7 @@ class _Wire:
         ]
         for thread in threads:
             thread.start()
-        with flags_restored():
+        with restore_mode_flags():
             try:
                 while not all(self._over):
                     rank = self._next()

@@ -372,7 +372,7 @@ def test_a_dry_run_of_a_script_for_cuda_says_whose_kernels_it_counts(memlab_comm
     moved = GOOD.replace("torch.ones(4, 8)", "torch.ones(4, 8).cuda()")
     for text, noted in ((GOOD, False), (moved, True)):
         outcome = memlab_command("measure", "--script", script(text), "--dry-run")
-        assert ("note: the script asks for an accelerator" in outcome.out) == noted
+        assert ("note: the script uses an accelerator" in outcome.out) == noted
         assert "nothing is computed: a loss that it prints is made up" in unfolded(outcome.out)
         assert all(len(line) <= 80 for line in outcome.out.splitlines())
 
@@ -399,14 +399,12 @@ def test_that_compiled_code_is_counted_uncompiled_stands_in_the_first_lines(meml
     assert text != GOOD
     outcome = memlab_command("measure", "--script", script(text), "--dry-run")
     first, _, _ = unfolded(outcome.out).partition(" peak ")
-    assert "made up what torch.compile compiles is counted as it" in first
+    assert "made up code under torch.compile is counted as it" in first
 
 
 def test_a_refusal_offers_an_assumption(in_one_line, script):
     line = in_one_line("measure", "--dry-run", "--script", script(MASKED))
-    assert line.endswith(
-        "or say how much to assume: --assume most, or a fraction (assume= in Python)"
-    )
+    assert line.endswith("or set an assumption: --assume most, or a fraction (assume= in Python)")
 
 
 @pytest.mark.parametrize(
