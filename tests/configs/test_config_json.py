@@ -435,7 +435,9 @@ def test_gemma_2_is_refused_because_of_its_caps():
 
 def test_a_multimodal_model_is_refused():
     message = message_of(config_from, {"model_type": "gemma3", "text_config": GEMMA_3_1B})
-    assert '"gemma3", several models in one, a text model in its text_config; known' in message
+    assert (
+        '"gemma3", which combines several models, with a text model in its text_config; ' in message
+    )
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_the_budget_excludes_the_cuda_context(text):
 def test_words_are_not_a_memory(text):
     assert message_of(memory_named, text) == (
         f"got {text!r} as a memory, which is neither a number with a unit, such as 24GB or 24GiB, "
-        f"nor a card that is known: {', '.join(CARDS)}"
+        f"nor a known card: {', '.join(CARDS)}"
     )
 
 
@@ -182,7 +182,7 @@ def test_an_invalid_quantity_is_quoted(text):
 )
 def test_memory_that_only_fits_the_cuda_context_is_refused(text, size):
     assert message_of(memory_named, text) == (
-        f"got {text!r} as a memory, which is {size}, and CUDA itself takes up to 616.00 MiB; "
+        f"got {text!r} as a memory, which is {size}, and the CUDA context needs up to 616.00 MiB; "
         f"give more, with a unit, such as 24GB or 24GiB"
     )
 

@@ -144,8 +144,8 @@ def test_tensor_and_pipeline_parts_divide_weights_and_activations():
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"batch": 0}, "got batch=0; give a number from 1"),
-        ({"seq_len": -1}, "got seq_len=-1; give a number from 1"),
+        ({"batch": 0}, "got batch=0; give an integer from 1"),
+        ({"seq_len": -1}, "got seq_len=-1; give an integer from 1"),
         ({"gpus": 0}, "got 0 GPUs; give at least 1"),
         ({"gpus": 3, "recipe": Recipe(tensor_parallel=2)}, "3 GPUs don't split into groups of 2"),
         ({"gpus": 3, "recipe": Recipe(tensor_parallel=3)}, "8 heads and 5 layers don't split"),

@@ -38,9 +38,9 @@ def runs(monkeypatch):
             return real(setting, technique)
 
         monkeypatch.setattr(measuring.train, name, noted)
-    measuring.forget()
+    measuring.clear_cache()
     yield found
-    measuring.forget()
+    measuring.clear_cache()
 
 
 def test_a_deep_model_is_measured_by_runs_of_three_and_four_blocks(runs):

@@ -247,7 +247,7 @@ def test_a_plan_is_plain_data(by_formula):
         ({"memory": "plenty"}, "got 'plenty' as a memory"),
         ({"memory": "24"}, "24"),
         ({"gpus": 0}, "got 0 GPUs; give at least 1"),
-        ({"batch": 0}, "got batch=0; give a number from 1"),
+        ({"batch": 0}, "got batch=0; give an integer from 1"),
         ({"seq_len": 100_000}, "got sequences of 100000 tokens; 25m takes 1 to 512"),
         ({"count": 0}, "got count=0"),
     ],
