@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 import memlab
 from memlab.model import GPT, PRESETS
-from memlab.train import each_block, scheduled
+from memlab.train.plugs import each_block, scheduled
 from memlab.units import format_bytes
 from memlab.zero import Step, communication_bytes, model_state_bytes, one_rank, processes
 from memlab.zero.launch import run_ranks

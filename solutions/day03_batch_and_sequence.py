@@ -522,15 +522,16 @@ print(f"merged, it gives the same, difference below 1e-4: {difference < 1e-4}")
 # ### Exercise 3.4: validate without a graph
 #
 # About 10 minutes. The mean loss over all tokens that count, of all batches, as a plain float (0
-# where no token counts); without dropout, and with the model afterwards as it came: its mode, its
-# gradients. `held_out` is any iterable. Memory: that of one batch, and no graph.
+# where no token counts); without dropout, and with the model afterwards as it came: its gradients,
+# and the mode of each module. `held_out` is any iterable. Memory: that of one batch, and no graph.
 
 
 # %%
 def validate(model, held_out):
     """The mean loss of the held-out tokens."""
     ### BEGIN SOLUTION
-    training, total, count = model.training, 0.0, 0
+    modes = [(module, module.training) for module in model.modules()]
+    total, count = 0.0, 0
     model.eval()
     with torch.no_grad():
         for tokens, targets in held_out:
@@ -538,7 +539,8 @@ def validate(model, held_out):
             loss = F.cross_entropy(*flat, ignore_index=MASKED, reduction="sum")
             total += loss.item()
             count += int((targets != MASKED).sum())
-    model.train(training)
+    for module, training in modes:
+        module.training = training
     return total / max(count, 1)
     ### END SOLUTION
 

@@ -499,12 +499,14 @@ block_size = exercise("8.3", block_size)
 # %% [markdown]
 # Why an error, and no guess? Many models hold queries, keys and values in **one** fused matrix. As
 # one block it would have one v; it trains without a word, and worse.
-#
+
+# %% [markdown]
 # ### Exercise 8.4: Adam-mini's step
 #
 # About 10 minutes. AdamW's step, where each block of `size` neighbours (of the flattened weight,
 # whose number `size` divides) has one v: v ← β₂v + (1−β₂) · **mean of g²** over the block. Every
 # weight keeps its m. All else is as in 8.1, the three keys, too: 4 bytes a weight, and 4 a block.
+# `weight` and `gradient` are contiguous, so `view` and `reshape` both share their memory.
 
 
 # %%

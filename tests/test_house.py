@@ -18,16 +18,6 @@ LONGER = {
     "memlab.cli.plan_command": OPTIONS,
     "memlab.cli.train_command": OPTIONS,
     "memlab.cli.plan.plan_model": "one argument for each of the command's options",
-    "memlab.course.checks.day03._train_epoch_but": PLANTED,
-    "memlab.course.checks.day04._scaler_but": PLANTED,
-    "memlab.course.checks.day06._best_schedule_but": PLANTED,
-    "memlab.course.checks.day06._check_choosing": SENTENCES,
-    "memlab.course.checks.day07._check_quantize": SENTENCES,
-    "memlab.course.checks.day12._check_steps": SENTENCES,
-    "memlab.course.checks.day13._agreed_but": PLANTED,
-    "memlab.course.checks.day13._buckets_but": PLANTED,
-    "memlab.course.checks.day13._buckets_but.answer": PLANTED,
-    "memlab.course.checks.day14._check_bytes": SENTENCES,
 }
 
 

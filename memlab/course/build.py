@@ -229,7 +229,7 @@ def differences(root: Path = ROOT, days: Sequence[int] = ()) -> list[str]:
         asked = not days or day_of_file(path.name) in days
         if asked and path.stem not in known and not path.name.startswith("."):
             found.append(
-                f"{_short_name(path)} has no source solutions/{path.stem}.py: write one or delete it"
+                f"{_short_name(path)} has no source solutions/{path.stem}.py: write or delete it"
             )
     return found
 

@@ -1,9 +1,10 @@
 """Detect answers that call the functions that their exercise rebuilds.
 
 An exercise's `rebuilds` names these functions: "torch.amp.GradScaler", "memlab.course.ledger.
-state_bytes", a whole module, or a prefix such as "torch._foreach_*". Calls from the learner's code
-count, directly or through a library. Calls from the check and from its reference don't. A private
-function counts only if the learner's own line calls it, because permitted functions may call it:
+state_bytes", a whole module, or a prefix such as "torch._foreach_*". In packages other than memlab,
+torch and numpy, only modules can be named: "bitsandbytes". Calls from the learner's code count,
+directly or through a library. Calls from the check and from its reference don't. A private function
+counts only if the learner's own line calls it, because permitted functions may call it:
 `clip_grad_norm_` calls `torch._foreach_norm`.
 """
 
@@ -38,8 +39,10 @@ def watched(check: Callable[..., Any], rebuilds: Sequence[str]) -> Iterator[list
     targets, check_code = _targets(tuple(rebuilds)), getattr(check, "__code__", None)
 
     def trace_call(frame: FrameType, event: str, called: Any) -> None:
+        if seen or event not in ("call", "c_call"):
+            return
         name = targets.called(frame, event, called)
-        if name is None or seen:
+        if name is None:
             return
         caller = frame if event == "c_call" else frame.f_back
         direct = caller is not None and not is_a_librarys(caller)
@@ -90,12 +93,17 @@ class _Targets:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._codes: dict[CodeType, str] = {}
+        # Keyed by id, because hashing a code object is slow. The value keeps the code object alive.
+        self._seen: dict[int, tuple[CodeType, str | None]] = {}
         self._builtins: dict[str, list[tuple[Any, str]]] = {}  # by the last part of their name
         self._modules: tuple[str, ...] = ()
         for name in (full for short in names for full in _expanded(short)):
+            if name.split(".")[0] not in LIBRARIES:
+                self._modules += (f"{name}.",)  # not resolved: importing it may take seconds
+                continue
             found = _resolved(name)
             if isinstance(found, ModuleType):
-                self._modules += (name,)
+                self._modules += (f"{name}.",)
             elif found is not None:
                 self._add(name, found)
 
@@ -113,17 +121,21 @@ class _Targets:
 
     def called(self, frame: FrameType, event: str, called: Any) -> str | None:
         """Return the forbidden name of the called function, or None."""
-        if event == "call":
-            name = self._codes.get(frame.f_code)
-            return name or (self._module_of(frame) if self._modules else None)
-        if event == "c_call" and self._builtins:
-            return self._builtin(called)
-        return None
+        if event == "c_call":
+            is_known = getattr(called, "__name__", "") in self._builtins
+            return self._builtin(called) if is_known else None
+        known = self._seen.get(id(frame.f_code))
+        if known is None:
+            name = self._codes.get(frame.f_code) or self._module_of(frame)
+            known = self._seen[id(frame.f_code)] = frame.f_code, name
+        return known[1]
 
     def _module_of(self, frame: FrameType) -> str | None:
         home = frame.f_globals.get("__name__", "")
-        inside = any(home == module or home.startswith(f"{module}.") for module in self._modules)
-        return f"{home}.{frame.f_code.co_name}" if inside else None
+        return f"{home}.{frame.f_code.co_name}" if self._is_inside(home) else None
+
+    def _is_inside(self, home: str) -> bool:
+        return f"{home}.".startswith(self._modules)
 
     def _builtin(self, called: Any) -> str | None:
         for function, name in self._builtins.get(getattr(called, "__name__", ""), ()):
@@ -133,10 +145,14 @@ class _Targets:
         return None
 
     def name_of(self, answer: Any) -> str | None:
-        if inspect.isclass(answer):
-            codes = [getattr(part, "__code__", None) for part in vars(answer).values()]
-        else:
-            codes = [getattr(answer, "__code__", None)]
+        """The name of the function or class that the answer is, or derives from."""
+        if not (inspect.isclass(answer) or inspect.isfunction(answer) or inspect.ismethod(answer)):
+            return None
+        for part in inspect.getmro(answer) if inspect.isclass(answer) else [answer]:
+            if self._is_inside(str(part.__module__)):
+                return f"{part.__module__}.{part.__qualname__}"
+        parts = vars(answer).values() if inspect.isclass(answer) else [answer]
+        codes = [getattr(part, "__code__", None) for part in parts]
         return next((self._codes[code] for code in codes if code in self._codes), None)
 
 

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memlab.configs.shapes import GPTConfig
 from memlab.course.exercises import equal, require
 from memlab.metering import measure
+from memlab.trace import Trace
 
 # ------------------------------------------------------------------ arguments stay unchanged
 
@@ -399,6 +401,11 @@ def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peak
     return Peaks(**most)
 
 
+def new_bytes(trace: Trace) -> int:
+    """Bytes alive at the end of a trace that were not there before its step."""
+    return sum(event.bytes for event in trace.events if event.phase != "before")
+
+
 def limited(
     case: str, measured: Peaks, *, forward: int | None = None, backward: int | None = None
 ) -> None:
@@ -443,8 +450,35 @@ def _gap(off: int, units: Mapping[str, int]) -> str:
     )
     number = abs(off) // size
     if number == 1:
-        words = words.replace("numbers", "number", 1).replace("bytes", "byte", 1)
+        for many in ("elements", "numbers", "bytes"):
+            words = words.replace(many, many[:-1], 1)
     return f"That is {number:,} {words} too {'many' if off > 0 else 'few'}."
+
+
+def same_byte_counts(
+    case: str, got: Any, wanted: Mapping[str, int], units: Mapping[str, Mapping[str, int]]
+) -> None:
+    """Require a dictionary of byte counts. Each count has its own units."""
+    require(
+        isinstance(got, dict) and set(got) == set(wanted),
+        f"{case} gave {got!r}; wanted a dictionary with the keys {', '.join(wanted)}."
+        f"{' Is there a return?' if got is None else ''}",
+    )
+    for name, bytes_ in wanted.items():
+        same_bytes(f"{case}: {name}", got[name], bytes_, units[name])
+
+
+def dimensions(config: GPTConfig) -> str:
+    """Format a model's sizes for a message: "V=10 C=8 L=1 H=2 KV=2 hidden=5"."""
+    return (
+        f"V={config.vocab_size} C={config.width} L={config.layers} H={config.heads} "
+        f"KV={config.kv_heads} hidden={config.hidden}"
+    )
+
+
+def at_most_bytes(what: str, got: int, limit: int) -> None:
+    """Require at most `limit` bytes; `what` names their purpose."""
+    require(got <= limit, f"{what}: {got:,} bytes; wanted at most {limit:,}.")
 
 
 # ------------------------------------------------------------------ types and storage of results

@@ -1,4 +1,4 @@
-"""Day 5's checks let right answers of another make pass, and its formula is the meter's."""
+"""Day 5's checks accept other right answers, refuse wrong ones, and agree with the meter."""
 
 from functools import partial
 from itertools import pairwise
@@ -14,16 +14,14 @@ from memlab.course import days
 from memlab.course.checks import day05
 from memlab.course.checks.day05 import best_segments, checkpointed, even_schedule
 from memlab.course.exercises import OK, WRONG, judge
-from memlab.train import Setting, combined, dry_trace
 
 FUNCTION, HOOKS, BEST_SEGMENTS, SCHEDULE = days.day(5).exercises
 
-# ------------------------------------------------------------------ right in another way
+# ------------------------------------------------------------------ other right answers
 
 
 class ByHand(torch.autograd.Function):
-    """The stream put back by hand, inputs by what needs a gradient, backward called on the
-    output."""
+    """Restores the random state by hand, reads ctx.needs_input_grad, and calls output.backward."""
 
     @staticmethod
     def forward(ctx, fn, *inputs):
@@ -51,7 +49,7 @@ def by_hand(fn, *inputs):
 
 
 def with_slots_of_a_class(fn, *inputs):
-    """Slots are objects, each with its place; the second run empties what nobody asks for."""
+    """Slots are objects, filled in the order in which they were created."""
 
     class Slot:
         tensor = None
@@ -81,8 +79,8 @@ def with_slots_of_a_class(fn, *inputs):
         return fn(*inputs)
 
 
-def by_halving(blocks, segments):
-    """Borders by division, then longest first."""
+def by_sorted_sizes(blocks, segments):
+    """Borders by division, then the longest segment first."""
     borders = [blocks * n // segments for n in range(segments + 1)]
     sizes = sorted((b - a for a, b in pairwise(borders)), reverse=True)
     parts, stages = [], iter(range(blocks))
@@ -92,7 +90,7 @@ def by_halving(blocks, segments):
 
 
 def by_number_of_blocks(blocks, input_bytes, block_bytes):
-    """Looks at the lengths of the longest segment, and takes the fewest segments for each."""
+    """Loops over the length of the longest segment, and takes the fewest segments for each."""
     held = []
     for longest in range(1, blocks + 1):
         segments = -(-blocks // longest)
@@ -106,7 +104,7 @@ def by_number_of_blocks(blocks, input_bytes, block_bytes):
         (FUNCTION, by_hand),
         (HOOKS, with_slots_of_a_class),
         (BEST_SEGMENTS, by_number_of_blocks),
-        (SCHEDULE, by_halving),
+        (SCHEDULE, by_sorted_sizes),
     ],
 )
 def test_another_right_answer_passes(exercise, answer):
@@ -117,17 +115,17 @@ def test_another_right_answer_passes(exercise, answer):
 @pytest.mark.parametrize(
     "answer",
     [with_slots_of_a_class, checkpoint, partial(torch_checkpoint, use_reentrant=False)],
-    ids=["one's own", "the library's", "torch's"],
+    ids=["own", "memlab", "torch"],
 )
-def test_hooks_are_no_answer_to_the_first_exercise(answer):
-    """They are right about every value, byte and count."""
+def test_the_first_exercise_refuses_hooks(answer):
+    """Their values, bytes and counts are right."""
     verdict = judge(FUNCTION, answer)
     assert verdict.status == WRONG
     assert "Use an autograd Function" in verdict.text
 
 
 def without_a_graph(fn, *inputs):
-    """As one writes 5.2, and forgets enable_grad: backward looks for a slot that is not there."""
+    """5.2 without enable_grad: backward reads a slot that does not exist."""
     slots = []
 
     def leave(tensor):
@@ -144,22 +142,22 @@ def without_a_graph(fn, *inputs):
         return fn(*inputs)
 
 
-def test_a_second_run_without_a_graph_is_named_whatever_error_it_ends_in():
+def test_a_second_run_without_a_graph_is_named_for_every_error():
     assert "torch.enable_grad()" in judge(HOOKS, without_a_graph).text
 
 
-def test_only_what_is_wrong_with_a_schedule_is_told():
-    """Not that each block ran twice, nor that there are as many segments as wanted."""
+def test_a_verdict_on_a_schedule_names_only_what_is_wrong():
+    """Each block runs twice, and the number of segments is right."""
 
     def shorter_first(blocks, segments):
         sizes = [len(segment) for segment in even_schedule(blocks, segments)][::-1]
         stages = iter(range(blocks))
         return tuple(tuple(next(stages) for _ in range(size)) for size in sizes)
 
-    told = judge(SCHEDULE, shorter_first).text
-    assert "peak" in told
-    assert "run" not in told.partition(".")[0]
-    assert "parts" not in told
+    text = judge(SCHEDULE, shorter_first).text
+    assert "peak" in text
+    assert "run" not in text.partition(".")[0]
+    assert "parts" not in text
 
 
 # ------------------------------------------------------------------ the solution, edited
@@ -183,6 +181,26 @@ FIRST_DETACHED = (
 SLOT_OF = "slots.append(None)\n        return len(slots) - 1"
 IS_EMPTY = "if slots[number] is None:"
 FLOATS = "t.is_floating_point() and t.numel() > 1"
+STATE = "state = [], torch.get_rng_state()"
+EMPTIED_TOGETHER = """tensor = slots[number]
+        out.append(number)
+        if len(out) == len(slots):
+            out.clear()
+            slots[:] = [None] * len(slots)"""
+RESTORED_FOR_MODULES = "hasattr(ctx.fn, 'training') and torch.set_rng_state(ctx.state)"
+ONE_LEAF = OWN.replace("[x.detach()", "[leaves.setdefault(x.data_ptr(), x.detach()").replace(
+    "(x.requires_grad) for", "(x.requires_grad)) for"
+)
+ONE_LEAF = f"leaves = {{}}\n        {ONE_LEAF}"
+IS_LEAF = "t.is_leaf and t.requires_grad"
+LEAVES_STAY = (  # weights are in memory anyway
+    (SLOT_OF, f"t = tensor\n        if {IS_LEAF}:\n            return t\n        {SLOT_OF}"),
+    (
+        IS_EMPTY,
+        f"if isinstance(number, torch.Tensor):\n            return number\n        {IS_EMPTY}",
+    ),
+    ("slots.append, lambda", f"lambda t: None if {IS_LEAF} else slots.append(t), lambda"),
+)
 BY_SUM = "with torch.enable_grad():\n            (output * gradient).sum().backward()"
 
 REFUSED = [
@@ -192,7 +210,11 @@ REFUSED = [
         "the first input detached alone",
         *FIRST_DETACHED,
     ),
-    ("5.1", "no, if not the first", (INPUTS, f"{NOT_WANTED}\n        {INPUTS}")),
+    (
+        "5.1",
+        "nothing, if the first input requires no gradient",
+        (INPUTS, f"{NOT_WANTED}\n        {INPUTS}"),
+    ),
     (
         "5.1",
         "the weights' gradients anew",
@@ -200,18 +222,18 @@ REFUSED = [
     ),
     (
         "5.1",
-        "frozen weights learn afterwards",
+        "unfreezes weights",
         (BACKWARD, f"{BACKWARD}\n        getattr(ctx.fn, 'requires_grad_', bool)()"),
     ),
     (
         "5.2",
-        "slots for all calls",
+        "slots shared by all calls",
         ("forget_by_hooks(fn, *inputs):", "forget_by_hooks(fn, *inputs, slots=[]):"),
         ("slots, state = [], torch", "slots.clear()\n    state = torch"),
     ),
     (
         "5.2",
-        "masks and numbers are kept",
+        "masks and scalars are kept",
         (
             SLOT_OF,
             f"t = tensor\n        if not ({FLOATS}):\n            return t\n        {SLOT_OF}",
@@ -224,12 +246,38 @@ REFUSED = [
     ),
     (
         "5.2",
-        "filled where all are empty",
+        "fills only if all slots are empty",
         (IS_EMPTY, "if all(t is None for t in slots):"),
     ),
     (
+        "5.1",
+        "random state of modules only",
+        ("torch.set_rng_state(ctx.state)", RESTORED_FOR_MODULES),
+    ),
+    ("5.1", "one leaf for an input given twice", (OWN, ONE_LEAF)),
+    ("5.1", "parameters of fn", (BACKWARD, f"[*ctx.fn.parameters()]\n        {BACKWARD}")),
+    (
+        "5.2",
+        "slots are emptied together",
+        (f"slots, {STATE}", f"out = []\n    slots, {STATE}"),
+        ("tensor, slots[number] = slots[number], None", EMPTIED_TOGETHER),
+    ),
+    (
+        "5.2",
+        "a graph under no_grad",
+        (
+            "with saved_tensors_hooks(leave_a_slot, tensor_of):",
+            "with saved_tensors_hooks(leave_a_slot, tensor_of), torch.enable_grad():",
+        ),
+    ),
+    (
+        "5.2",
+        "the second result is kept",
+        ("                fn(*inputs)\n", "                forget_by_hooks.last = fn(*inputs)\n"),
+    ),
+    (
         "5.3",
-        "divisors alone",
+        "only divisors",
         ("in range(1, blocks + 1):", "in [s for s in range(1, blocks + 1) if blocks % s == 0]:"),
     ),
     (
@@ -245,7 +293,8 @@ ACCEPTED = [
         (FORWARD, "with torch.enable_grad():\n            return fn(*inputs).detach().clone()\n"),
         (BACKWARD, BY_SUM),
     ),
-    ("5.1", "on clones", (INPUTS, "inputs = [x.detach().clone()"), (BACKWARD, BY_SUM)),
+    ("5.1", "a second run on clones", (INPUTS, "inputs = [x.detach().clone()"), (BACKWARD, BY_SUM)),
+    ("5.2", "weights are saved as they are", *LEAVES_STAY),
     ("5.2", "detached", ("slots.append, lambda", "lambda t: slots.append(t.detach()), lambda")),
 ]
 
@@ -261,37 +310,37 @@ def test_what_is_right_is_accepted(edit, tmp_path):
     assert verdict.status == OK, verdict
 
 
-def test_hooks_that_fill_no_slot_are_not_taken_for_hooks_that_are_missing(tmp_path):
-    """The slots are not emptied before they are filled again, behind the empty ones."""
+def test_hooks_that_fill_no_slot_are_not_mistaken_for_missing_hooks(tmp_path):
+    """The second run appends behind the empty slots."""
     verdict = verdict_on(("5.2", (("slots.clear()", "pass"),)), tmp_path, named=True)
-    assert "under hooks for saved tensors" in verdict.text
-    assert "needs its own" not in verdict.text
+    assert "under saved-tensor hooks" in verdict.text
+    assert "set hooks for the second" not in verdict.text
 
 
-def test_slots_in_another_order_are_told_by_their_shapes(tmp_path):
+def test_a_verdict_names_the_shapes_of_swapped_slots(tmp_path):
     last = ("tensor, slots[number] = slots[number], None", "tensor = slots.pop()")
     empty = ("if slots[number] is None:", "if not slots or slots[-1] is None:")
     verdict = verdict_on(("5.2", (last, empty)), tmp_path)
-    assert "of those that fn saved was (8, 64), and came back (64, 16)" in verdict.text
+    assert "of fn had shape (8, 64), and came back with shape (64, 16)" in verdict.text
 
 
-def test_an_input_that_leads_back_into_the_graph_before_is_told_as_that(tmp_path):
+def test_a_verdict_names_an_input_that_was_not_detached(tmp_path):
     verdict = verdict_on(("5.1", FIRST_DETACHED), tmp_path)
     assert verdict.status == WRONG
     assert "an input was not detached" in verdict.text
 
 
-def test_a_second_run_that_draws_otherwise_is_told_by_the_case_without_dropout(tmp_path):
+def test_other_random_numbers_in_the_second_run_fail_only_the_case_with_dropout(tmp_path):
     late = "y = fn(*inputs)\n    state = torch.get_rng_state()\n    return y\n"
     verdict = verdict_on(("5.2", (("        return fn(*inputs)\n", f"        {late}"),)), tmp_path)
-    assert "both runs have to draw the same random numbers." in verdict.text
+    assert "with dropout (both runs must draw the same)" in verdict.text
 
 
-# ------------------------------------------------------------------ held against the meter
+# ------------------------------------------------------------------ against the meter
 
 
 INPUT = day05.OUTPUT_BYTES
-BLOCK = 9 * INPUT  # its input; and, each 4 times as wide, what GELU reads and what it makes
+BLOCK = 9 * INPUT  # its input, and GELU's input and output, each 4 times as wide
 
 
 def metered(blocks, segments):
@@ -299,17 +348,14 @@ def metered(blocks, segments):
 
 
 @pytest.mark.parametrize(("blocks", "segments"), [(4, 2), (6, 3), (6, 2), (9, 3), (5, 5), (8, 1)])
-def test_the_formula_of_equal_segments_is_the_meters_but_for_what_a_single_block_has(
-    blocks, segments
-):
+def test_for_equal_segments_meter_and_formula_differ_by_a_constant(blocks, segments):
     formula = segments * INPUT + blocks // segments * BLOCK
     assert metered(blocks, segments) - formula == metered(1, 1) - (INPUT + BLOCK)
 
 
 @pytest.mark.parametrize(("blocks", "segments"), [(7, 3), (5, 2), (12, 5)])
-def test_segments_that_are_not_equal_hold_less_than_the_formula_for_the_longer_come_first(
-    blocks, segments
-):
+def test_unequal_segments_hold_less_than_the_formula(blocks, segments):
+    """The longer segments come first."""
     formula = segments * INPUT + -(-blocks // segments) * BLOCK
     assert metered(blocks, segments) - formula < metered(1, 1) - (INPUT + BLOCK)
 
@@ -322,7 +368,7 @@ def test_no_other_number_of_equal_segments_has_a_lower_peak(blocks):
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 12, 32, 126])
-def test_the_librarys_square_root_is_a_schedule_of_even_segments(blocks):
+def test_sqrt_schedule_has_even_segments(blocks):
     schedule = sqrt_schedule(blocks)
     assert even_schedule(blocks, len(schedule)) == schedule
 
@@ -331,16 +377,7 @@ def test_the_librarys_square_root_is_a_schedule_of_even_segments(blocks):
 
 
 @pytest.mark.slow
-def test_from_the_second_sequence_on_the_bills_step_holds_the_same_but_for_its_tokens():
+def test_a_third_sequence_adds_only_its_tokens_to_the_bills_peak():
     two, three = (checkpointed(batch=batch).at_peak for batch in (2, 3))
-    tokens = 2 * 640 * 8  # a sequence and its targets, in int64
+    tokens = 2 * 640 * 8  # one sequence and its targets, in int64
     assert three == two | {"inputs": two["inputs"] + tokens}
-
-
-@pytest.mark.slow
-def test_a_state_made_before_the_step_takes_what_one_made_by_a_step_takes(monkeypatch):
-    """The bill's line, made quicker than `dry_trace` does, for the tiny model."""
-    setting = Setting("tiny", batch=2, seq_len=64)
-    monkeypatch.setattr(day05, "SETTING", setting)
-    wanted = dry_trace(setting, combined("accumulation+bfloat16+checkpointing"))
-    assert checkpointed(batch=2).at_peak == wanted.at_peak

@@ -1,8 +1,8 @@
-"""Day 6's checks let right answers of another make pass, and what they want is the meter's."""
+"""Day 6's checks accept other right answers, refuse wrong ones, and agree with the meter."""
 
 from dataclasses import replace
 from functools import cache, partial
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from memlab.checkpointing import (
     ATTENTION,
     MATMULS,
     Costs,
-    best_within,
     checkpoint_blocks,
     optimal_schedule,
     predicted_peak_bytes,
@@ -28,28 +27,23 @@ from memlab.checkpointing.operations import Operations
 from memlab.course import days
 from memlab.course.bill import SETTING
 from memlab.course.checks import day06
-from memlab.course.checks.day06 import (
-    every_schedule,
-    keep_of_each_block,
-    random_chain,
-    takes_as_told,
-    unbeaten,
-    what_it_takes,
-)
+from memlab.course.checks.day06 import keep_of_each_block, random_chain, what_it_takes
 from memlab.course.exercises import OK, WRONG, judge
+from memlab.course.solutions import given
 from memlab.model import GPT, PRESETS
 from memlab.planner.block_costs import chain_costs
 from memlab.train import combined, dry_trace
 from memlab.units import format_bytes
 
 WHAT_IT_TAKES, BEST_SCHEDULE, CHOOSING, BEST_OPERATORS = days.day(6).exercises
+unbeaten = given(6, "unbeaten")
 
 
-# ------------------------------------------------------------------ right in another way
+# ------------------------------------------------------------------ other right answers
 
 
 def from_the_back(schedule, stages):
-    """What is held is summed up once for each part."""
+    """Sums up what is held anew for each part."""
 
     def kept(part):
         if isinstance(part, int):
@@ -68,28 +62,8 @@ def from_the_back(schedule, stages):
     return sum(map(kept, schedule)), most, again
 
 
-def by_trying_all(chain, budget_bytes):
-    """All, as long as the chain is short; a table where it is not."""
-    stages = len(chain.stages)
-    if stages > 4:
-        return bottom_up(chain, budget_bytes)
-    takes = {s: takes_as_told((*s, stages), chain) for s in ending_plain(every_schedule(0, stages))}
-    fitting = [s for s, (peak, _) in takes.items() if chain.in_all(peak) <= budget_bytes]
-    return min(fitting, key=lambda s: takes[s][1], default=None)
-
-
-def ending_plain(schedules):
-    """Without those that have a segment at the end of a segment: the same can be had plain."""
-
-    def is_told(part, is_outermost=False):
-        inside = all(isinstance(p, int) or is_told(p) for p in part)
-        return inside and (is_outermost or isinstance(part[-1], int))
-
-    return [s for s in schedules if is_told(s, is_outermost=True)]
-
-
 def bottom_up(chain, budget_bytes):
-    """No recursion: a table of all rows of stages, the short ones first, the longest k first."""
+    """No recursion: a table of all rows of stages, shortest rows first, longest k first."""
     stages = len(chain.stages)
     table = {(i, i): [(chain.if_last(i), 0, (i,))] for i in range(stages + 1)}
     for length in range(1, stages + 1):
@@ -110,7 +84,7 @@ def bottom_up(chain, budget_bytes):
 
 
 class ByCall(TorchDispatchMode):
-    """A dict by the number of the call, as torch's own has it."""
+    """A dict keyed by the number of the call, as in torch's own version."""
 
     def __init__(self, chosen):
         super().__init__()
@@ -136,7 +110,7 @@ class ByCall(TorchDispatchMode):
 
 
 def by_bytes_left(operators, budget_bytes):
-    """The textbook's table: for each number of bytes the best so far."""
+    """The textbook's table: the best so far for each number of bytes."""
     best = [(0, ())] * (budget_bytes + 1)
     for o in operators:
         for left in range(budget_bytes, o.bytes - 1, -1):
@@ -166,10 +140,8 @@ def with_or_without(operators, budget_bytes):
     ("exercise", "answer"),
     [
         (WHAT_IT_TAKES, from_the_back),
-        (BEST_SCHEDULE, by_trying_all),
         (BEST_SCHEDULE, bottom_up),
         (CHOOSING, ByCall),
-        (BEST_OPERATORS, best_within),
         (BEST_OPERATORS, by_bytes_left),
         (BEST_OPERATORS, with_or_without),
     ],
@@ -180,32 +152,11 @@ def test_another_right_answer_passes(exercise, answer):
     assert verdict.status == OK, verdict
 
 
-# ------------------------------------------------------------------ wrong in another way
+# ------------------------------------------------------------------ other wrong answers
 
 
 def with_the_librarys_search(chain, budget_bytes):
     return optimal_schedule(chain, budget_bytes)
-
-
-def with_a_sum_of_peaks(chain, budget_bytes):
-    """The lesson's, where a segment's peak and the rest's are added."""
-
-    @cache
-    def choices(i, j):
-        if i == j:
-            return [(chain.if_last(j), 0, (j,))]
-        found = [
-            (chain.if_plain(i, j, p), again, (i, *rest)) for p, again, rest in choices(i + 1, j)
-        ]
-        for k in range(i + 1, j + 1):
-            for own in choices(i, k - 1):
-                for rest in choices(k, j):
-                    again = chain.rerun(i, k) + own[1] + rest[1]
-                    found.append((own[0] + rest[0], again, (own[2], *rest[2])))
-        return unbeaten(found)
-
-    fitting = [c for c in choices(0, len(chain.stages)) if chain.in_all(c[0]) <= budget_bytes]
-    return fitting[-1][2][:-1] if fitting else None
 
 
 def of_all_sets(operators, budget_bytes):
@@ -217,32 +168,33 @@ def of_all_sets(operators, budget_bytes):
 @pytest.mark.parametrize(
     ("exercise", "answer", "said"),
     [
-        (BEST_SCHEDULE, with_the_librarys_search, "the check's knows stages, if_last, if_plain"),
-        (BEST_SCHEDULE, with_a_sum_of_peaks, "own peak and the rest's never add up"),
-        (BEST_OPERATORS, of_all_sets, "Each operator doubles the sets"),
+        (BEST_SCHEDULE, with_the_librarys_search, "The check's chain has only stages, if_last"),
+        (BEST_OPERATORS, of_all_sets, "drop the beaten ones"),
     ],
 )
-def test_a_mistake_of_another_make_is_told_the_same(exercise, answer, said):
+def test_an_answer_written_differently_gets_the_same_remark(exercise, answer, said):
     verdict = judge(exercise, answer)
     assert verdict.status == WRONG
     assert said in verdict.text
 
 
 @pytest.mark.parametrize("answer", [lambda chain, budget: None, lambda chain, budget: (0, 1, 2, 3)])
-def test_a_return_is_missed_only_where_no_budget_gave_a_schedule(answer):
-    asked = "Is there a return?" in judge(BEST_SCHEDULE, answer).text
-    assert asked == (answer(None, 0) is None)
+def test_a_missing_return_is_suggested_only_if_every_budget_gave_none(answer):
+    suggested = "Is there a return?" in judge(BEST_SCHEDULE, answer).text
+    assert suggested == (answer(None, 0) is None)
 
 
-def test_who_drops_the_beaten_needs_few_additions(monkeypatch):
-    """The check says fewer than 5,000."""
+def test_dropping_beaten_choices_needs_fewer_than_5000_additions(monkeypatch):
+    """The check's message says so."""
     monkeypatch.setattr(day06, "MOST_ADDITIONS", 4_999)
-    assert judge(BEST_OPERATORS, best_within).status == OK
+    assert judge(BEST_OPERATORS, BEST_OPERATORS.reference).status == OK
 
 
 # ------------------------------------------------------------------ the solution, edited
 
 LAST_OUTPUT = "stages[segment[-1]].output_bytes"
+FITTING = "chain.in_all(c[0]) <= budget_bytes"
+SECOND_RUN = "if self.is_second and func in self.chosen:\n            return self.kept.pop(0)"
 DETACHED = "torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)"
 KEPT = "if func in self.chosen:\n            detached"
 OF_THE_NAME = KEPT.replace("func in", "func.overloadpacket in").replace(
@@ -257,16 +209,46 @@ REFUSED = [
         "the largest output",
         (LAST_OUTPUT, "max(stages[i].output_bytes for i in segment)"),
     ),
+    ("6.1", "the output counted twice", ("held += in_full", "held += 2 * in_full")),
+    ("6.1", "a segment of one stage is plain", ("if isinstance(part, int):", "if segment[1:]:")),
+    ("6.2", "the budget is ignored", (FITTING, "True")),
+    ("6.2", "without weights and embedding", (FITTING, "c[0] <= budget_bytes")),
+    ("6.2", "below the budget", (FITTING, FITTING.replace("<=", "<"))),
+    ("6.2", "the least memory", ("fitting[-1][2]", "fitting[0][2]")),
+    ("6.2", "no None", ("if fitting else None", "if fitting else (*range(len(chain.stages)),)")),
+    (
+        "6.2",
+        "pairs by place",
+        (
+            "((own, rest) for own in choices(i, k - 1) for rest in choices(k, j))",
+            "zip(choices(i, k - 1), choices(k, j))",
+        ),
+    ),
     (
         "6.3",
         "tuples as they are",
         (DETACHED, "made.detach() if isinstance(made, torch.Tensor) else made"),
     ),
+    (
+        "6.3",
+        "the first of a tuple detached",
+        (DETACHED, "(made[0].detach(), *made[1:]) if isinstance(made, tuple) else made.detach()"),
+    ),
+    (
+        "6.3",
+        "run and then replaced",
+        (SECOND_RUN, "if self.is_second:\n            func(*args, **(kwargs or {}))"),
+    ),
     ("6.3", "operators of one name", (KEPT, OF_THE_NAME)),
     (
         "6.4",
-        "what has no bytes is passed over",
+        "operators without bytes are skipped",
         ("    for o in operators:\n", "    for o in [o for o in operators if o.bytes]:\n"),
+    ),
+    (
+        "6.4",
+        "empty if there is no budget",
+        ("    for o in operators:\n", "    for o in operators if budget_bytes else []:\n"),
     ),
     (
         "6.4",
@@ -278,6 +260,7 @@ REFUSED = [
         "a few hundred choices",
         ("unbeaten(choices + with_it)", "unbeaten(choices + with_it)[:500]"),
     ),
+    ("6.4", "each number twice", ("return choices[-1][2]", "return 2 * sorted(choices[-1][2])")),
     (
         "6.4",
         "by the library",
@@ -304,48 +287,47 @@ def test_what_is_right_is_accepted(edit, tmp_path):
 @pytest.mark.parametrize(
     ("id_", "changes", "said"),
     [
-        ("6.1", (("held += in_full", "pass"),), "tail 10, has another held:"),
-        ("6.1", ((LAST_OUTPUT, "0"),), "has another held and another most:"),
+        ("6.1", (("held += in_full", "pass"),), "tail 10, has a wrong held:"),
+        ("6.1", ((LAST_OUTPUT, "0"),), "has a wrong held and a wrong most:"),
         (
             "6.3",
             (
                 ("chosen, [], False", "chosen, ALL, False"),
                 ("class Choosing", "ALL = []\n\n\nclass Choosing"),
             ),
-            "two Choosing objects have one and the same self.kept",
+            "two Choosing objects share one self.kept",
         ),
     ],
     ids=["held", "held and most", "one list"],
 )
-def test_what_is_off_is_told_in_words(id_, changes, said, tmp_path):
+def test_a_verdict_names_what_is_wrong(id_, changes, said, tmp_path):
     verdict = verdict_on((id_, changes), tmp_path)
     assert verdict.status == WRONG
     assert said in verdict.text
 
 
-AGAIN = "chain.rerun(i, k) + own[1]"
-ALL_FIT = "All are within their budgets: choices are missing, or what runs again is miscounted."
-TOO_LOW = "What is over its budget has a peak that came out too low."
+RERUN = "chain.rerun(i, k) + own[1]"
+FITS = "Your search misses choices, computes too high a peak, or counts the rerun operations wrong."
+TOO_LOW = "You computed too low a peak."
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (("again, (i, *rest)", "again + chain.rerun(i, i + 1), (i, *rest)"), ALL_FIT),
+        (("again, (i, *rest)", "again + chain.rerun(i, i + 1), (i, *rest)"), FITS),
         (("rest[0])", "0)"), TOO_LOW),
-        ((AGAIN, "chain.rerun(i, k - 1) + own[1]"), "chain.rerun of a segment without stages"),
+        ((RERUN, "chain.rerun(i, k - 1) + own[1]"), "called chain.rerun of an empty segment"),
     ],
-    ids=["plain runs again", "the rest is nothing", "one stage less"],
+    ids=["plain reruns", "the rest is nothing", "one stage less"],
 )
-def test_no_schedule_is_plain_and_yet_the_mistake_is_not_that_none_may_be(changes, said, tmp_path):
-    """What is missing among the choices is told only to who never asked the chain for it."""
+def test_an_answer_that_allows_plain_stages_is_not_told_to_allow_them(changes, said, tmp_path):
     verdict = verdict_on(("6.2", (changes,)), tmp_path, named=True)
     assert verdict.status == WRONG
     assert said in verdict.text
     assert "A stage may be plain" not in verdict.text
 
 
-# ------------------------------------------------------------------ held against the meter
+# ------------------------------------------------------------------ against the meter
 
 ROWS, WIDTH, HIDDEN = 8, 16, (24, 8, 40, 32)
 
@@ -360,8 +342,8 @@ def blocks():
 @pytest.mark.parametrize(
     "schedule", [(0, 1, 2, 3), ((0,), (1,), (2,), (3,)), ((0, 1), 2, (3,)), (0, (1, 2, 3))]
 )
-def test_what_a_schedule_holds_and_runs_again_is_the_meters(schedule):
-    """Of a block W2 gelu(W1 x), backward needs x, W1 x and gelu's result: W2 is the tail."""
+def test_the_bytes_and_operations_of_a_schedule_are_the_meters(schedule):
+    """For a block W2 gelu(W1 x), backward needs x, W1 x and gelu's result: W2 is the tail."""
     stages = [
         Costs(
             forward=2 * 2 * ROWS * WIDTH * h,
@@ -390,27 +372,46 @@ def test_what_a_schedule_holds_and_runs_again_is_the_meters(schedule):
     assert again == counted.total - plain.total
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_front_by_trying_all_is_the_librarys(seed):
-    chain = random_chain(4, seed)
+@cache
+def every_schedule(start, end):
+    """All schedules of stages start … end - 1, except segments that hold just one segment."""
+    if start == end:
+        return ((),)
+    several_parts = of_several_parts(start, end)
+    return (*several_parts, *((inside,) for inside in several_parts))
+
+
+@cache
+def of_several_parts(start, end):
+    """The schedules that are not a single segment."""
+    found = [(start, *rest) for rest in every_schedule(start + 1, end)]
+    for border in range(start + 1, end):
+        pairs = product(of_several_parts(start, border), every_schedule(border, end))
+        found += [(own, *rest) for own, rest in pairs]
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("stages", "seed"), sorted({budget[:2] for budget in day06._BUDGETS}))
+def test_the_checks_best_schedules_are_the_best_by_brute_force(stages, seed):
+    chain = random_chain(stages, seed)
     tried = unbeaten(
-        (predicted_peak_bytes(s, chain), recomputed(s, chain), s) for s in every_schedule(0, 4)
+        (predicted_peak_bytes(s, chain), recomputed(s, chain), s) for s in every_schedule(0, stages)
     )
     assert [(peak, again) for peak, again, _ in tried] == [
-        (found.peak_bytes, found.recomputed) for found in tradeoffs(chain)
+        (choice.peak_bytes, choice.recomputed) for choice in tradeoffs(chain)
     ]
 
 
-def test_every_schedule_is_there_once():
+def test_every_schedule_is_listed_once():
     of_four = every_schedule(0, 4)
     assert len(of_four) == len(set(of_four))
     assert {(0, 1, 2, 3), ((0, 1), (2, 3)), ((((0,), 1), 2), 3)} <= set(of_four)
 
 
-# ------------------------------------------------------------------ what the lesson says
+# ------------------------------------------------------------------ the lesson's claims
 
 
-def test_of_a_chain_of_equal_blocks_one_is_enough():
+def test_one_block_is_enough_to_measure_a_chain_of_equal_blocks():
     """The lesson measures one block of twelve, and multiplies."""
     config = PRESETS["tiny"]
     with memlab.dry_run():
@@ -423,8 +424,8 @@ def test_of_a_chain_of_equal_blocks_one_is_enough():
 
 
 @pytest.mark.slow
-def test_below_the_bills_peak_is_room_for_attention_and_not_for_all_products():
-    """On two of its eight sequences: the peak is that of the last gradients, whatever the batch."""
+def test_attention_fits_below_the_bills_peak_and_all_matmuls_do_not():
+    """On two of its eight sequences: the last gradients make the peak at every batch size."""
     setting, technique = replace(SETTING, batch=2), combined("accumulation+bfloat16")
 
     def trace_of(change):

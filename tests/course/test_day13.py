@@ -1,4 +1,4 @@
-"""Day 13's checks let right answers of another make pass, and what the lesson says is so."""
+"""Day 13's checks accept right answers written differently, and the lesson's claims hold."""
 
 import signal
 import threading
@@ -12,27 +12,23 @@ from edited import each, verdict_on
 
 from memlab.course import days
 from memlab.course.checks import day13
-from memlab.course.checks.day13 import (
-    agreed_steps,
-    of_a_rank,
-    reduce_in_buckets,
-    resharded,
-    ring_reduce_scatter,
-)
 from memlab.course.exercises import OK, WRONG, Wrong, judge
 from memlab.course.peers import Stuck, in_turns
+from memlab.course.solutions import edited, solution
 from memlab.model import PRESETS
 from memlab.reference.collectives import Collectives, Wire
 from memlab.zero import communication_bytes, model_state_bytes
 
 RING, BUCKETS, AGREED, RESHARDED, WAYS = days.day(13).exercises
+ring_reduce_scatter, reduce_in_buckets = solution("13.1"), solution("13.2")
+agreed_steps, resharded, of_a_rank = (solution(f"13.{n}") for n in (3, 4, 5))
 
 
-# ------------------------------------------------------------------ right in another way
+# ------------------------------------------------------------------ right answers
 
 
 def with_a_running_sum(peer, whole):
-    """Only the sum that travels has a name; the pieces stay as they are."""
+    """Keeps one running sum; the pieces stay unchanged."""
     pieces = whole.view(peer.ranks, -1)
     travelling = pieces[peer.rank - 1].clone()
     for turn in range(2, peer.ranks + 1):
@@ -43,7 +39,7 @@ def with_a_running_sum(peer, whole):
 
 
 def with_counters(peer, made, buckets):
-    """Counts what is missing of each bucket, and writes gradients into a bucket's own tensor."""
+    """Counts the gradients each bucket still lacks, and keeps flat copies of those that came."""
     bucket_of = {n: b for b, names in enumerate(buckets) for n in names}
     missing, parts = [len(b) for b in buckets], [{} for _ in buckets]
     begun, sums = [], {}
@@ -63,8 +59,8 @@ def with_counters(peer, made, buckets):
     return [sums[number] for number in range(len(buckets))]
 
 
-def with_the_worst_in_front(peer, weight, gradients, lr):
-    """The same decision, with other numbers and torch's operators."""
+def with_other_codes(peer, weight, gradients, lr):
+    """Other numbers for the three states, and torch functions for the step."""
     steps = 0
     for gradient in gradients:
         worst = peer.most(0.0 if torch.isfinite(gradient).all() else 0.5)
@@ -78,8 +74,8 @@ def with_the_worst_in_front(peer, weight, gradients, lr):
     return steps
 
 
-def by_lists_of_places(read, n, old, new, rank):
-    """Slow and obvious: the places of each number, and of each file those that it has."""
+def with_lists_of_places(read, n, old, new, rank):
+    """Slow and obvious: lists the places to read in each file."""
     size, mine = -(-n // old), -(-n // new)
     found = [read(0, 0, 0)]
     for source in range(old):
@@ -90,10 +86,10 @@ def by_lists_of_places(read, n, old, new, rank):
 
 
 def with_a_buffer(peer, made, buckets):
-    """One flat tensor of each bucket, made with its first gradient; and the sums as a tuple."""
+    """A preallocated flat tensor per bucket, and the sums as a tuple."""
     parts, sums, way = {}, [], deque()
     for name, gradient in made:
-        parts[name] = torch.empty(gradient.numel())
+        parts[name] = torch.empty(gradient.numel(), dtype=gradient.dtype)
         parts[name].copy_(gradient.view(-1))
         while len(sums) + len(way) < len(buckets):
             bucket = buckets[len(sums) + len(way)]
@@ -101,15 +97,16 @@ def with_a_buffer(peer, made, buckets):
                 break
             if len(way) == 2:
                 sums.append(way.popleft().wait())
-            flat = torch.empty(sum(parts[n].numel() for n in bucket))
+            size = sum(parts[n].numel() for n in bucket)
+            flat = torch.empty(size, dtype=gradient.dtype)
             torch.cat([parts.pop(n) for n in bucket], out=flat)
             way.append(peer.begin(flat))
             del flat
     return (*sums, *(work.wait() for work in way))
 
 
-def zeros_by_hand(read, n, old, new, rank):
-    """With a tensor of zeros in the files' dtype."""
+def with_a_buffer_of_zeros(read, n, old, new, rank):
+    """Writes each read into a tensor of zeros in the files' dtype."""
     share, size = -(-n // new), -(-n // old)
     found = torch.zeros(share, dtype=read(0, 0, 0).dtype)
     place, number = 0, rank * share
@@ -121,11 +118,11 @@ def zeros_by_hand(read, n, old, new, rank):
     return found
 
 
-def as_a_list(*shape):
+def returning_a_list(*shape):
     return list(of_a_rank(*shape))
 
 
-def with_fractions(block, layers, width, tensor, pipeline, data, k, tokens):
+def with_rounding_by_addition(block, layers, width, tensor, pipeline, data, k, tokens):
     blocks = (layers + pipeline - 1) // pipeline
     weights = block * blocks // tensor
     shard = (weights + data - 1) // data
@@ -144,24 +141,34 @@ def with_fractions(block, layers, width, tensor, pipeline, data, k, tokens):
     [
         pytest.param(RING, with_a_running_sum, id="13.1-running-sum"),
         pytest.param(BUCKETS, with_counters, id="13.2-counters"),
-        pytest.param(AGREED, with_the_worst_in_front, id="13.3-other-numbers"),
-        pytest.param(RESHARDED, by_lists_of_places, id="13.4-lists-of-places"),
+        pytest.param(AGREED, with_other_codes, id="13.3-other-codes"),
+        pytest.param(RESHARDED, with_lists_of_places, id="13.4-lists-of-places"),
         pytest.param(BUCKETS, with_a_buffer, id="13.2-buffer-and-tuple"),
-        pytest.param(RESHARDED, zeros_by_hand, id="13.4-zeros-by-hand"),
-        pytest.param(WAYS, with_fractions, id="13.5-other-order"),
-        pytest.param(WAYS, as_a_list, id="13.5-list"),
+        pytest.param(RESHARDED, with_a_buffer_of_zeros, id="13.4-buffer-of-zeros"),
+        pytest.param(WAYS, with_rounding_by_addition, id="13.5-rounding"),
+        pytest.param(WAYS, returning_a_list, id="13.5-list"),
     ],
 )
-def test_another_right_answer_passes(exercise, answer):
+def test_a_right_answer_written_differently_passes(exercise, answer):
     verdict = judge(exercise, answer)
     assert verdict.status == OK, verdict
 
 
-# ------------------------------------------------------------------ wrong in another way
+# ------------------------------------------------------------------ wrong answers
 
 
-def behind_the_wire():
-    """Sends what it must, and takes the sums from where all ranks can reach."""
+def test_sums_that_ignore_the_messages_are_refused():
+    def calculated(peer, whole):
+        piece = ring_reduce_scatter(peer, whole)
+        if len(whole) != 6:
+            return piece
+        wholes = day13._wholes(3, 6, torch.float32)
+        return torch.stack(wholes).sum(0).chunk(3)[peer.rank].clone()
+
+    assert "ignores the messages it receives" in judge(RING, calculated).text
+
+
+def test_sums_from_memory_shared_by_the_ranks_are_refused():
     shared = {}
 
     def ring(peer, whole):
@@ -172,30 +179,10 @@ def behind_the_wire():
         total = sum(shared[len(whole)][rank] for rank in range(peer.ranks))
         return total.chunk(peer.ranks)[peer.rank].clone()
 
-    return ring
+    assert judge(RING, ring).status == WRONG
 
 
-def test_sums_that_did_not_go_round_the_ring_are_found():
-    def calculated(peer, whole):
-        """Knows what every check of this size gives."""
-        piece = ring_reduce_scatter(peer, whole)
-        if len(whole) != 6:
-            return piece
-        wholes = day13._wholes(3, 6, torch.float32)
-        return torch.stack(wholes).sum(0).chunk(3)[peer.rank].clone()
-
-    verdict = judge(RING, calculated)
-    assert verdict.status == WRONG
-    assert "a sum is right whatever has arrived" in verdict.text
-    assert judge(RING, behind_the_wire()).status == WRONG
-
-
-def test_wholes_that_go_round_are_told_by_their_bytes():
-    found = judge(RING, day13._wholes_round).text
-    assert "rank 0 sent 1 message of 16 bytes; wanted 1 of 8 bytes." in found
-
-
-def test_zeros_sent_round_beside_a_collective_are_no_ring():
+def test_zeros_sent_around_while_a_collective_sums_are_refused():
     def hidden(peer, whole):
         for _ in range(peer.ranks - 1):
             peer.send(torch.zeros_like(whole.chunk(peer.ranks)[0]))
@@ -204,18 +191,16 @@ def test_zeros_sent_round_beside_a_collective_are_no_ring():
             return ring_reduce_scatter(peer, whole)
         return peer.sum(whole).chunk(peer.ranks)[peer.rank].clone()
 
-    assert "wanted send and receive alone" in judge(RING, hidden).text
+    assert "called a collective" in judge(RING, hidden).text
 
 
-def test_sums_that_were_not_waited_for_are_found():
+def test_sums_that_did_not_come_from_the_wire_are_refused():
     def calculated(peer, made, buckets):
         sums = reduce_in_buckets(peer, made, buckets)
         case = next(c for c in day13.BACKWARDS if [list(b) for b in c.buckets] == buckets)
-        return case.sums(0.0) if len(sums) == 2 else sums
+        return case.sums() if len(sums) == 2 else sums
 
-    verdict = judge(BUCKETS, calculated)
-    assert verdict.status == WRONG
-    assert "is not what came by the wire" in verdict.text
+    assert "is not the one that arrived" in judge(BUCKETS, calculated).text
 
 
 @pytest.mark.parametrize(
@@ -226,7 +211,7 @@ def test_sums_that_were_not_waited_for_are_found():
         lambda g: g.clone(),
         lambda g: g.numpy().view(),
         lambda g: torch.cat([torch.zeros(3), g.flatten()])[1:],
-        lambda g: torch.empty(20).index_copy_(0, torch.arange(g.numel()), g.flatten()),
+        lambda g: torch.empty(20, dtype=g.dtype).index_copy_(0, torch.arange(len(g[0])), g[0]),
     ],
     ids=["tensor", "view", "clone", "numpy", "part of another", "buffer"],
 )
@@ -241,65 +226,19 @@ def test_a_gradient_that_is_kept_is_found_also_as_a_view_or_copy(keep):
 
         return reduce_in_buckets(peer, noted(), buckets)
 
-    verdict = judge(BUCKETS, hoarding)
-    assert verdict.status == WRONG
-    assert "gradient a is still held when c is made" in verdict.text
+    assert "still holds gradient a when c is made" in judge(BUCKETS, hoarding).text
 
 
-def test_gradients_that_a_list_holds_are_not_told_as_a_name_of_their_bucket():
-    def with_parts(peer, made, buckets):
-        there, sums, way, left = {}, [], deque(), deque(buckets)
-        for name, gradient in made:
-            there[name] = gradient.flatten()
-            while left and all(n in there for n in left[0]):
-                if len(way) == 2:
-                    sums.append(way.popleft().wait())
-                parts = [there.pop(n) for n in left.popleft()]
-                way.append(peer.begin(torch.cat(parts)))
-        return sums + [work.wait() for work in way]
-
-    found = judge(BUCKETS, with_parts).text
-    assert "gradient a is still held when c is made" in found
-    assert "still has a name, flat" not in found
+def test_gradients_kept_in_a_list_do_not_get_the_remark_about_a_variable():
+    parts = """parts = [there.pop(n) for n in left.pop(0)]
+            way.append(peer.begin(torch.cat(parts)))"""
+    flat = ("there[name] = gradient", "there[name] = gradient.flatten()")
+    found = judge(BUCKETS, edited("13.2", (BEGIN, parts), flat)).text
+    assert "still holds gradient a when c is made" in found
+    assert "The variable `flat`" not in found
 
 
-def test_copies_that_are_never_taken_out_are_found():
-    def never_pops(peer, made, buckets):
-        there, sums, way, left = {}, [], deque(), deque(buckets)
-        for name, gradient in made:
-            there[name] = gradient.clone()
-            while left and all(n in there for n in left[0]):
-                if len(way) == 2:
-                    sums.append(way.popleft().wait())
-                way.append(peer.begin(torch.cat([there[n].flatten() for n in left.popleft()])))
-        return sums + [work.wait() for work in way]
-
-    assert "gradient a is still held when c is made" in judge(BUCKETS, never_pops).text
-
-
-def test_buckets_that_are_emptied_are_an_input_changed():
-    def empties(peer, made, buckets):
-        sums = reduce_in_buckets(peer, made, [list(bucket) for bucket in buckets])
-        buckets.clear()
-        return sums
-
-    assert "`buckets` is [] afterwards; wanted it left" in judge(BUCKETS, empties).text
-
-
-def test_all_gradients_taken_first_is_no_overlap():
-    verdict = judge(BUCKETS, lambda peer, made, b: reduce_in_buckets(peer, iter([*made]), b))
-    assert verdict.status == WRONG
-    assert "is begun after gradient" in verdict.text
-
-
-def test_a_gradient_that_nobody_takes_is_missed():
-    def lazy(peer, made, buckets):
-        return []
-
-    assert "0 gradients taken of `made`; wanted 4." in judge(BUCKETS, lazy).text
-
-
-def test_a_right_step_with_another_dtype_or_shape_is_no_shard():
+def test_a_gradient_with_another_dtype_or_shape_is_not_a_shard():
     def widened(read, n, old, new, rank):
         return resharded(read, n, old, new, rank).double()
 
@@ -307,132 +246,69 @@ def test_a_right_step_with_another_dtype_or_shape_is_no_shard():
     assert judge(RESHARDED, lambda *args: resharded(*args)[None]).status == WRONG
 
 
-def test_a_shard_that_is_a_view_of_more_is_found():
-    def hoarding(read, n, old, new, rank):
-        found = resharded(read, n, old, new, rank)
-        return torch.cat([found] * 3)[: len(found)]
-
-    assert "wanted a tensor of its own" in judge(RESHARDED, hoarding).text
-
-
 @pytest.mark.parametrize(
     ("asked", "found"),
-    [((9, 0, 1), "there are files 0 to"), ((0, -1, 1), "a file has"), ((0, 0, 1.0), "use // for")],
+    [((9, 0, 1), "the files are 0 to"), ((0, -1, 1), "a file has"), ((0, 0, 1.0), "use //, not")],
 )
-def test_a_read_out_of_a_file_is_told_so(asked, found):
+def test_a_read_outside_a_file_is_refused(asked, found):
     assert found in judge(RESHARDED, lambda read, *_: read(*asked)).text
 
 
-def test_a_gradient_of_no_data_is_not_made_up():
-    """Who has ended repeats its last gradient."""
-
+def test_a_rank_that_repeats_its_last_gradient_is_refused():
     def repeats(peer, weight, gradients, lr):
-        def forever():
+        def longer():
             last = torch.zeros(3)
             for last in gradients:
                 yield last
             for _ in range(9):
                 yield last
 
-        return agreed_steps(peer, weight, forever(), lr)
+        return agreed_steps(peer, weight, longer(), lr)
 
-    verdict = judge(AGREED, repeats)
-    assert verdict.status == WRONG
-    assert "wanted" in verdict.text
-
-
-def stepping(step):
-    """Right rounds, and in a good one `step(peer, weight, gradient, lr)`."""
-
-    def answer(peer, weight, gradients, lr):
-        steps = 0
-        while True:
-            gradient = next(gradients, None)
-            fine = gradient is not None and gradient.isfinite().all()
-            worst = peer.most(2 if gradient is None else 0 if fine else 1)
-            if worst == 2:
-                return steps
-            if worst == 0:
-                step(peer, weight, gradient, lr)
-                steps += 1
-
-    return answer
-
-
-def replaces_the_data(peer, weight, gradient, lr):
-    weight.data = weight - lr * peer.sum(gradient) / peer.ranks
-
-
-def overwrites_the_gradient(peer, weight, gradient, lr):
-    weight -= peer.sum(gradient.mul_(lr)) / peer.ranks
-
-
-def in_float64(peer, weight, gradient, lr):
-    weight -= (lr * peer.sum(gradient.double()) / peer.ranks).float()
-
-
-def steps_in_the_end(peer, weight, gradients, lr):
-    """One sum of all steps, when they are over."""
-    total = torch.zeros_like(weight)
-    steps = agreed_steps(peer, total, gradients, lr)
-    weight += total
-    return steps
+    assert judge(AGREED, repeats).status == WRONG
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("edits", "found"),
     [
-        (stepping(replaces_the_data), "the weight that was given is [1, 2, 3]; wanted [0.75"),
-        (stepping(overwrites_the_gradient), "changed gradient 0 to [0.25"),
-        (stepping(in_float64), "sent a gradient of 24 bytes; wanted 12"),
-        (steps_in_the_end, "after 1 round: the weight that was given is [1, 2, 3]"),
+        ([("weight -= ", "weight.data = weight - ")], "`weight` is [1, 2, 3]; wanted [0.75"),
+        ([("lr * peer.sum(gradient)", "peer.sum(gradient.mul_(lr))")], "changed gradient 0 to [0."),
+        ([("sum(gradient)", "sum(gradient.double())")], "sent a gradient as 24 bytes; wanted 12"),
+        (
+            [("steps = 0\n", "steps, start = 0, weight\n    weight = torch.zeros_like(start)\n"),
+             ("            return steps", "            start += weight\n            return steps")],
+            "after 1 round: `weight` is [1, 2, 3]",
+        ),
     ],
-    ids=["data", "overwritten", "float64", "one step"],
-)
-def test_a_step_that_is_not_the_step_asked_for_is_found(answer, found):
-    assert found in judge(AGREED, answer).text
+    ids=["data", "overwritten", "float64", "one step at the end"],
+)  # fmt: skip
+def test_another_step_than_the_one_asked_for_is_refused(edits, found):
+    assert found in judge(AGREED, edited("13.3", *edits)).text
 
 
-def test_numbers_that_were_calculated_or_read_elsewhere_are_no_shard():
-    def calculated(read, n, old, new, rank):
-        found = resharded(read, n, old, new, rank)
-        share = len(found)
-        numbers = torch.arange(1, n + 1)[rank * share :][:share] % 101
-        return F.pad(numbers, (0, share - len(numbers))).to(found.dtype)
-
+def test_elements_that_were_not_read_where_they_are_do_not_count_as_a_shard():
     def elsewhere(read, n, old, new, rank):
-        """As many as are needed, of file 0."""
-        places = []
+        """The right shard, though the reads are of file 0."""
 
-        def noted(source, start, stop):
-            places.extend(range(start, stop))
+        def from_file_0(source, start, stop):
             return read(0, 0, stop - start) if n == 8 else read(source, start, stop)
 
-        found = resharded(noted, n, old, new, rank)
-        whole = torch.randint(
-            1, 200, (n,), generator=torch.Generator().manual_seed(n * old * new)
-        ).to(found.dtype)
-        share = len(found)
+        share = len(found := resharded(from_file_0, n, old, new, rank))
+        drawn = torch.Generator().manual_seed(n * old * new)
+        whole = torch.randint(1, 200, (n,), generator=drawn).to(found.dtype)
         return F.pad(whole[rank * share :][:share], (0, max(0, (rank + 1) * share - n)))
 
-    assert judge(RESHARDED, calculated).status == WRONG
     found = judge(RESHARDED, elsewhere).text
-    assert "rank=1) read number 0 of file 0, which is not in this shard" in found
+    assert "rank=1) read element 0 of file 0, which is not in this shard" in found
 
 
-def test_a_number_read_twice_is_found_where_the_count_is_right():
-    with pytest.raises(Wrong, match="never read number 1 of file 0, and another one twice"):
+def test_an_element_read_twice_is_found_when_the_count_is_right():
+    with pytest.raises(Wrong, match="never read element 1 of file 0, and read another one twice"):
         day13._require_read("resharded", [(0, 0), (0, 0)], [(0, 0), (0, 1)])
 
 
-BEGIN = "way.append(peer.begin(torch.cat([there.pop(n).flatten() for n in left.pop(0)])))"
-FLAT = """flat = torch.cat([there.pop(n).flatten() for n in left.pop(0)])
-            way.append(peer.begin(flat))"""
-READ = "parts.append(read(source, first - source * size, last - source * size))"
-AT, OVER_T = (
-    "for n in range(first - source * size, last - source * size)]",
-    "blocks * block // tensor",
-)
+BEGIN, FLAT = day13._BEGIN, day13._NAMED
+SENT = "pieces[(peer.rank - turn - 1) % peer.ranks]"
 OF_A_COPY = (
     ("list(whole.chunk(peer.ranks))", "whole.clone().view(peer.ranks, -1)"),
     ("pieces[coming] = peer.receive() + pieces[coming]", "pieces[coming] += peer.receive()"),
@@ -446,35 +322,63 @@ NEWER = (
     ("return sums +", "sums |= dict(zip(way,"),
     ("for work in way]", "for work in way]))\n    return [sums[work] for work in begun]"),
 )
-SENT = "pieces[(peer.rank - turn - 1) % peer.ranks]"
+PADDED, FOUND = "F.pad(found, (0, share - len(found)))", "found = torch.cat(parts)"
+EMPTY = f"{FOUND}\n    empty = found.new_empty(share)\n    empty[: len(found)] = found"
+FINE, GRADIENT, OVER_T = "gradient.isfinite().all()", "sum(gradient)", "blocks * block // tensor"
+TWICE = "max(2 * peer.most(mine == 2), peer.most(mine == 1))"
 
 REFUSED = [
     ("13.1", "a view where there is one rank", (".clone()", "")),
     ("13.1", "a view of a copy of all", *OF_A_COPY),
+    ("13.1", "one turn too many", ("range(peer.ranks - 1)", "range(peer.ranks)")),
+    ("13.1", "nothing sent", ("range(peer.ranks - 1)", "()")),
+    ("13.1", "float64", ("whole.chunk", "whole.double().chunk"), ("clone()", "to(whole.dtype)")),
     ("13.2", "a name for what was sent", (BEGIN, FLAT)),
     ("13.2", "the newer is waited for", *NEWER),
+    ("13.2", "float32", (".flatten()", ".flatten().float()")),
+    ("13.2", "those in flight are missing", ("return sums + [", "return sums + [][:0] or [")),
+    (
+        "13.2",
+        "copies that stay",
+        ("] = gradient", "] = gradient.clone()"),
+        ("there.pop(n)", "there[n]"),
+    ),
+    ("13.2", "buckets emptied", ("list(buckets)", "buckets")),
+    ("13.2", "all taken first", ("in made", "in [*made]")),
+    ("13.2", "none taken", ("in made", "in ()")),
     ("13.3", "a skipped round is a step", ("            steps += 1", "        steps += worst < 2")),
-    ("13.3", "a sum that overflows", ("gradient.isfinite().all()", "gradient.sum().isfinite()")),
-    ("13.4", "a read for each number", (READ, f"parts += [read(source, n, n + 1) {AT}")),
+    ("13.3", "a sum that overflows", (FINE, "gradient.sum().isfinite()")),
+    ("13.3", "-inf", (FINE, "gradient.max().isfinite()")),
+    ("13.3", "bfloat16", (GRADIENT, "sum(gradient.bfloat16())")),
+    ("13.3", "two calls a round", ("peer.most(mine)", TWICE)),
+    (
+        "13.4",
+        "a view of more",
+        ("found = torch.cat(parts)", "found = torch.cat(parts * 3)[: sum(map(len, parts))]"),
+        ("F.pad(", "(lambda x, _: x)("),
+    ),
+    ("13.4", "padding that is not initialized", (PADDED, "empty"), (FOUND, EMPTY)),
     ("13.5", "weights over t rounded up", (OVER_T, "-(-blocks * block // tensor)")),
     ("13.5", "each block rounded down", (OVER_T, "blocks * (block // tensor)")),
+    ("13.5", "blocks to nearest", ("-(-layers // pipeline)", "round(layers / pipeline)")),
+    ("13.5", "stage 2", ("4 * weights + 12", "2 * weights + 14")),
 ]
 ACCEPTED = [
     ("13.1", "a copy is sent", (SENT, f"{SENT}.clone()")),
-    ("13.2", "a name that is let go", (BEGIN, f"{FLAT}\n            del flat")),
-    ("13.3", "by torch.all", ("gradient.isfinite().all()", "torch.isfinite(gradient).all()")),
-    ("13.4", "the files that it has to do with", ("range(old)", "range(start // size, old)")),
+    ("13.2", "a variable that is deleted", (BEGIN, f"{FLAT}\n            del flat")),
+    ("13.3", "by torch.all", (FINE, "torch.isfinite(gradient).all()")),
+    ("13.4", "starts at the first file it needs", ("range(old)", "range(start // size, old)")),
     ("13.5", "by divmod", (OVER_T, "divmod(blocks * block, tensor)[0]")),
 ]
 
 
 @each(REFUSED)
-def test_what_is_wrong_is_refused(edit, tmp_path):
+def test_a_wrong_answer_is_refused(edit, tmp_path):
     assert verdict_on(edit, tmp_path).status == WRONG
 
 
 @each(ACCEPTED)
-def test_what_is_right_is_accepted(edit, tmp_path):
+def test_a_right_answer_is_accepted(edit, tmp_path):
     verdict = verdict_on(edit, tmp_path)
     assert verdict.status == OK, verdict
 
@@ -482,7 +386,7 @@ def test_what_is_right_is_accepted(edit, tmp_path):
 # ------------------------------------------------------------------ ranks that take turns
 
 
-def test_numbers_go_to_the_next_rank_and_come_from_the_one_before():
+def test_a_message_goes_to_the_next_rank():
     def program(peer, mine):
         peer.send(mine)
         return peer.receive().item()
@@ -490,7 +394,7 @@ def test_numbers_go_to_the_next_rank_and_come_from_the_one_before():
     assert in_turns(program, [(torch.tensor(r),) for r in range(4)]) == [3, 0, 1, 2]
 
 
-def test_what_is_sent_is_another_tensor_than_what_comes():
+def test_a_message_is_a_copy():
     def program(peer, mine):
         peer.send(mine)
         mine.zero_()
@@ -499,7 +403,7 @@ def test_what_is_sent_is_another_tensor_than_what_comes():
     assert in_turns(program, [(torch.ones(2),)])[0].tolist() == [1, 1]
 
 
-def test_a_sum_goes_on_while_the_rank_does_something_else():
+def test_a_rank_goes_on_while_a_sum_is_in_flight():
     order = []
 
     def program(peer, mine):
@@ -534,7 +438,7 @@ def test_a_sum_goes_on_while_the_rank_does_something_else():
     ],
     ids=["messages", "ended", "unlike"],
 )
-def test_ranks_that_would_hang_are_told_so_and_end(program, found):
+def test_ranks_that_would_hang_raise_and_end(program, found):
     threads = threading.active_count()
     with pytest.raises(Stuck) as stuck:
         in_turns(program, [(), ()])
@@ -573,7 +477,7 @@ def test_a_loop_without_end_is_stopped_with_its_thread():
 
 
 @pytest.mark.parametrize("call", ["send", "begin", "most"])
-def test_what_is_no_number_is_refused(call):
+def test_peers_refuse_what_is_not_a_number_or_tensor(call):
     with pytest.raises(Wrong, match=f"peer.{call} got str; wanted"):
         in_turns(lambda peer: getattr(peer, call)("x"), [()])
 
@@ -588,10 +492,10 @@ def test_a_sum_is_waited_for_once():
         in_turns(program, [()])
 
 
-# ------------------------------------------------------------------ the references
+# ------------------------------------------------------------------ the solutions
 
 
-def test_the_ring_is_day_12s_reduce_scatter_and_sends_as_much():
+def test_the_ring_gives_and_sends_the_same_as_day_12s_reduce_scatter():
     wholes = [torch.randint(9, (12,)).float() for _ in range(4)]
     wire, peers = Wire(4), []
     wanted = Collectives(wire).reduce_scatter(wholes)
@@ -601,7 +505,7 @@ def test_the_ring_is_day_12s_reduce_scatter_and_sends_as_much():
     assert sent == wire.sent
 
 
-def test_sent_in_buckets_the_sums_are_those_of_one_sum():
+def test_sums_in_buckets_equal_one_sum():
     names = [f"{n}" for n in range(7)]
     given = [{n: torch.randint(9, (int(n) + 1,)).float() for n in names} for _ in range(3)]
     buckets = [names[6:3:-1], names[3:1:-1], names[1::-1]]
@@ -614,7 +518,7 @@ def test_sent_in_buckets_the_sums_are_those_of_one_sum():
         assert torch.equal(found, sum(whole))
 
 
-def test_there_and_back_a_shard_is_what_it_was():
+def test_resharding_there_and_back_restores_every_shard():
     n, old, new = 1001, 8, 3
     whole = torch.randn(n)
     files = F.pad(whole, (0, -n % old)).chunk(old)
@@ -627,7 +531,7 @@ def test_there_and_back_a_shard_is_what_it_was():
     assert all(torch.equal(a, b) for a, b in zip(files, back, strict=True))
 
 
-def test_with_data_parallel_alone_a_rank_is_that_of_the_librarys_stage_1():
+def test_data_parallel_alone_is_the_librarys_stage_1():
     for layers, data, k in ((4, 8, 1), (3, 7, 5)):
         held, *sent = of_a_rank(1000, layers, 8, 1, 1, data, k, 16)
         n = 1000 * layers
@@ -635,7 +539,7 @@ def test_with_data_parallel_alone_a_rank_is_that_of_the_librarys_stage_1():
         assert sent == [0, 0, communication_bytes(n, ranks=data, stage=1, micro_batches=k)]
 
 
-def test_the_closed_form_is_what_is_counted_message_by_message():
+def test_the_closed_form_equals_a_count_message_by_message():
     for tensor in (1, 2, 4):
         for pipeline in (1, 2, 3, 5):
             for data in (1, 3):
@@ -643,10 +547,10 @@ def test_the_closed_form_is_what_is_counted_message_by_message():
                 assert of_a_rank(*shape) == day13._counted(*shape)
 
 
-# ------------------------------------------------------------------ what the lesson says
+# ------------------------------------------------------------------ the lesson's claims
 
 
-def test_405b_on_128_is_what_the_lesson_says():
+def test_405b_on_128_gpus_holds_and_sends_what_the_lesson_says():
     huge = PRESETS["llama-3-405b"]
     ends = 2 * huge.vocab_size * huge.width + huge.width
     block = (huge.parameters - ends) // huge.layers
@@ -657,22 +561,28 @@ def test_405b_on_128_is_what_the_lesson_says():
     assert f"{found[1] / found[3]:.2f}" == "25.15"
 
 
-def test_the_line_of_the_bill_is_the_day_before_s():
+def test_the_bill_is_the_one_of_the_day_before():
     assert days.day(13).bill.measure is days.day(12).bill.measure
 
 
-def test_one_ahead_is_a_deque_of_two():
-    """The picture of the lesson: with two on the way a bucket has as long as four gradients."""
-    events = []
+def test_two_buckets_in_flight_give_the_events_of_the_picture():
+    """With two in flight, a bucket has the time of four gradients."""
 
     def program(peer):
         def made():
             for name in "hgfedcba":
-                events.append(("made", name)) if peer.rank == 0 else None
                 yield name, torch.ones(2)
 
         reduce_in_buckets(peer, made(), [list(pair) for pair in ("hg", "fe", "dc", "ba")])
         return [event for event, _ in peer.events]
 
-    found = deque(in_turns(program, [(), ()])[0])
-    assert [*found] == ["begin", "begin", "wait", "begin", "wait", "begin", "wait", "wait"]
+    assert in_turns(program, [(), ()])[0] == [
+        "begin",
+        "begin",
+        "wait",
+        "begin",
+        "wait",
+        "begin",
+        "wait",
+        "wait",
+    ]

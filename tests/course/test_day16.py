@@ -27,6 +27,7 @@ from memlab.course.solutions import given
 from memlab.model import PRESETS
 from memlab.planner import CARDS, Recipe, measured, memory_named, training_bytes
 from memlab.planner.cards import CONTEXT_BYTES
+from memlab.train import plugs
 from memlab.units import parse_bytes
 
 EXERCISES = {exercise.id: exercise for exercise in DAY.exercises}
@@ -239,7 +240,7 @@ def test_the_peak_of_a_plain_step_matches_the_meter_to_the_byte(batch, length, m
     kept = activations(block, config.layers, tokens, 4, False, ends)
     counters, tables = 4 * len(sizes_of(config)), 4 * config.seq_len * config.head_width
     losses = 2 * 4  # the loss and its gradient
-    trace = train.dry_trace(train.Setting("tiny", batch, length), train.TECHNIQUES["plain"])
+    trace = train.dry_trace(train.Setting("tiny", batch, length), train.combined("plain"))
     found = peak(sizes_of(config), 4, Optimizer(2, 4, scratch=2), kept)
     assert found[0] == moment
     assert trace.peak_bytes == found[1] + counters + tables + 16 * tokens + losses
@@ -358,12 +359,12 @@ def test_the_bill_is_below_the_day_befores():
 def test_the_bill_includes_the_averages(monkeypatch):
     """The peak would be the same without their updates, so count the updates."""
     updates = []
-    update = train.PostHocEMA.update
+    update = plugs.PostHocEMA.update
 
     def noted(self, step):
         updates.append(step)
         return update(self, step)
 
-    monkeypatch.setattr(train.PostHocEMA, "update", noted)
+    monkeypatch.setattr(plugs.PostHocEMA, "update", noted)
     day16.everything_elsewhere()
     assert updates == [1, 2]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from memlab.course import ledger
+from memlab.course.cells import Unusable
 from memlab.course.exercises import OK, WRONG, Exercise, Wrong, WrongAnswer, judge, require
 from memlab.course.ownwork import is_rebuilt
 from memlab.course.properties import (
@@ -15,10 +16,13 @@ from memlab.course.properties import (
     SIZES,
     Peaks,
     ReadOnce,
+    at_most_bytes,
     elements,
     gradients,
     is_tensor,
     limited,
+    limited_outside_of_tensors,
+    new_bytes,
     parameters,
     peaks,
     same_bytes,
@@ -28,6 +32,7 @@ from memlab.course.properties import (
     shares_storage,
     unchanged,
 )
+from memlab.metering import measure
 
 
 def model_of_three() -> nn.Sequential:
@@ -318,6 +323,17 @@ def test_the_peak_of_each_pass_is_beside_the_arguments():
         limited("f", Peaks(1, 2), forward=1, backward=1)
 
 
+def test_new_bytes_are_those_that_outlive_the_step():
+    x, kept = torch.ones(1000), []
+    assert new_bytes(measure(lambda: kept.append(x.exp()) or x.sin())) == 4000
+
+
+def test_more_bytes_than_the_limit_are_refused_with_both_counts():
+    at_most_bytes("f: a temporary", 1024, 1024)
+    with pytest.raises(Wrong, match="a temporary: 1,025 bytes; wanted at most 1,024"):
+        at_most_bytes("f: a temporary", 1025, 1024)
+
+
 def test_views_and_layouts_are_told_apart():
     x = torch.ones(4, 3)
     shares_storage("f", x[1:], x=x)
@@ -449,6 +465,34 @@ def test_the_library_itself_is_no_answer(answer):
         "Your answer is memlab.course.ledger.largest_batch, which this exercise reb"
     )
     assert is_rebuilt(test_the_library_itself_is_no_answer, FORBIDDEN) is None
+
+
+class DerivedSGD(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        (torch.optim.SGD, "torch.optim.sgd.SGD"),
+        (DerivedSGD, "torch.optim.sgd.SGD"),
+        (Unusable(Wrong("Its cell cannot be read.")), None),
+    ],
+    ids=["class of a module", "derived class", "cell that cannot be read"],
+)
+def test_an_answer_from_a_module_that_is_rebuilt_is_told(answer, name):
+    assert is_rebuilt(answer, FORBIDDEN) == name
+
+
+def test_python_objects_are_limited_beside_tensors():
+    def kept(bytes_):
+        return lambda: bytearray(bytes_)
+
+    limited_outside_of_tensors("f()", kept(1000), 50_000)
+    with pytest.raises(
+        Wrong, match=r"f\(\) takes .* bytes outside of tensors; wanted less than 50"
+    ):
+        limited_outside_of_tensors("f()", kept(100_000), 50_000)
 
 
 # ------------------------------------------------------------------ naming a mistake

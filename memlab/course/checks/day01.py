@@ -1,7 +1,6 @@
 """Day 1: where memory goes."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import isfinite
 from numbers import Real
 from typing import Any
@@ -11,9 +10,9 @@ from torch import nn
 
 from memlab.course import ledger
 from memlab.course.bill import plain
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
-from memlab.course.ledger import FLOAT32
-from memlab.course.properties import unchanged
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
+from memlab.course.properties import same_bytes, unchanged
+from memlab.course.solutions import body, mistakes, solution
 from memlab.model import PRESETS, GPTConfig
 from memlab.units import format_bytes
 
@@ -21,26 +20,21 @@ from memlab.units import format_bytes
 
 
 class _Shape(GPTConfig):
-    """A config that does not give the answer away."""
+    """A config without the number of parameters."""
 
     @property
     def parameters(self) -> int:
-        raise Wrong("config.parameters is the number you are to find: count the matrices.")
+        raise Wrong("config.parameters is the answer to this exercise: count the matrices.")
 
 
-_Shape.__name__ = GPTConfig.__name__  # what a learner reads in an error
-
-
-def _shape(*numbers: int, tied: bool = True) -> GPTConfig:
-    return _Shape(*numbers, tied=tied)
-
+_Shape.__name__ = GPTConfig.__name__  # an error message shows it to the learner
 
 _SHAPES = (
     #      V  C  L  H KV hidden T
-    _shape(10, 8, 1, 2, 2, 5, 4),
-    _shape(10, 8, 3, 2, 2, 5, 4),
-    _shape(10, 16, 3, 8, 2, 5, 4),
-    _shape(10, 16, 3, 8, 2, 5, 4, tied=False),
+    _Shape(10, 8, 1, 2, 2, 5, 4, tied=True),
+    _Shape(10, 8, 3, 2, 2, 5, 4, tied=True),
+    _Shape(10, 16, 3, 8, 2, 5, 4, tied=True),
+    _Shape(10, 16, 3, 8, 2, 5, 4, tied=False),
 )
 _REAL_SHAPES = ("124m", "llama-2-7b", "llama-3-405b")
 
@@ -50,14 +44,14 @@ def _check_parameter_count(answer: Callable[[GPTConfig], int]) -> str:
         equal(f"parameter_count of {_in_words(shape)}", answer(shape), _count(shape), "weights")
     for name in _REAL_SHAPES:
         shape = _Shape(**vars(PRESETS[name]))
-        with torch.device("meta"):  # an answer may build the model: without memory
+        with torch.device("meta"):  # an answer may build the model
             got = answer(shape)
         equal(f"parameter_count of {name}", got, _count(shape), "weights")
     return f"{len(_SHAPES)} small shapes, {' · '.join(_REAL_SHAPES)}"
 
 
 def _in_words(config: GPTConfig) -> str:
-    """A shape in the letters of the course."""
+    """A shape in the course's letters."""
     return (
         f"V={config.vocab_size} C={config.width} L={config.layers} H={config.heads} "
         f"KV={config.kv_heads} hidden={config.hidden}, {'tied' if config.tied else 'untied'},"
@@ -68,34 +62,6 @@ def _count(config: GPTConfig) -> int:
     return GPTConfig(**vars(config)).parameters
 
 
-def _without_groups(config: GPTConfig) -> int:
-    return _count(replace(config, kv_heads=config.heads))
-
-
-def _without_norms(config: GPTConfig) -> int:
-    return _count(config) - (2 * config.layers + 1) * config.width
-
-
-def _without_last_norm(config: GPTConfig) -> int:
-    return _count(config) - config.width
-
-
-def _one_norm_a_block(config: GPTConfig) -> int:
-    return _count(config) - config.layers * config.width
-
-
-def _always_tied(config: GPTConfig) -> int:
-    return _count(replace(config, tied=True))
-
-
-def _never_tied(config: GPTConfig) -> int:
-    return _count(replace(config, tied=False))
-
-
-def _two_mlp_matrices(config: GPTConfig) -> int:
-    return _count(config) - config.layers * config.width * config.hidden
-
-
 _PARAMETER_COUNT = Exercise(
     id="1.1",
     title="Count the weights",
@@ -103,40 +69,52 @@ _PARAMETER_COUNT = Exercise(
     difficulty=1,
     hints=(
         "A matrix from width a to width b has a·b weights, a norm has one weight for each of the "
-        "C features. Count the embedding, one block, and what comes after the blocks.",
-        "Count apart what is there once (the embedding; a second one unless tied; the last norm) "
-        "and what is there L times. Key and value together are 2·C·KV·D, a block's norms 2·C.",
+        "C features. Count the embedding, one block, and the parts after the blocks.",
+        "Count separately what exists once (the embedding; a second one unless tied; the last "
+        "norm) and what exists L times. Key and value together have 2·C·KV·D weights, the norms of "
+        "a block 2·C.",
         "embeddings = V·C if config.tied else 2·V·C. "
         "block = 2·C·C + 2·C·KV·D + 3·C·hidden + 2·C. How often does each count, and what comes "
         "after the last block?",
     ),
-    reference=lambda config: _count(config),
+    reference=solution("1.1"),
     check=_check_parameter_count,
-    wrong_answers=(
-        WrongAnswer(
-            _without_groups,
+    wrong_answers=mistakes(
+        "1.1",
+        (
             "Key and value have config.kv_heads heads, not config.heads: queries share them.",
+            ("config.kv_heads", "config.heads"),
         ),
-        WrongAnswer(_without_norms, "Each norm has C weights too: two in a block, one at the end."),
-        WrongAnswer(_without_last_norm, "After the last block there is one more norm."),
-        WrongAnswer(_one_norm_a_block, "A block has two norms: before attention and the MLP."),
-        WrongAnswer(
-            _always_tied, "Where config.tied is False, a second V × C matrix scores the tokens."
+        (
+            "Each norm has C weights, too: two norms in a block, one at the end.",
+            ("norms = 2 * C", "norms = 0"),
+            ("norms) + C", "norms)"),
         ),
-        WrongAnswer(
-            _never_tied, "Where config.tied is True, one V × C matrix does both: it counts once."
+        ("After the last block there is one more norm.", ("norms) + C", "norms)")),
+        (
+            "A block has two norms: one before attention, one before the MLP.",
+            ("norms = 2 * C", "norms = C"),
         ),
-        WrongAnswer(_two_mlp_matrices, "This MLP has three matrices: gate, up and down."),
+        (
+            "If config.tied is False, there is a second V × C matrix for the logits.",
+            ("(1 if config.tied else 2)", "1"),
+        ),
+        (
+            "If config.tied is True, one V × C matrix does both: count it once.",
+            ("(1 if config.tied else 2)", "2"),
+        ),
+        ("This MLP has three matrices: gate, up and down.", ("mlp = 3", "mlp = 2")),
     ),
 )
 
 # ------------------------------------------------------------------ 1.2: what stays
 
 State = dict[str, int]
+Training = tuple[nn.Module, torch.optim.Optimizer]
 _STATE = ("parameters", "gradients", "optimizer_state")
 
 
-class _Tied(nn.Module):
+class _SharedMatrix(nn.Module):
     """Two layers, one matrix."""
 
     def __init__(self) -> None:
@@ -149,10 +127,8 @@ class _Tied(nn.Module):
         return self.second(self.first(x))
 
 
-def _trained(
-    model: nn.Module, steps: int = 1, **named: bool
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **named)
+def _trained(model: nn.Module, steps: int = 1, **settings: bool) -> Training:
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **settings)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(2, 6, dtype=next(model.parameters()).dtype)).sum().backward()
@@ -160,7 +136,7 @@ def _trained(
     return model, optimizer
 
 
-def _with_momentum() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _with_momentum() -> Training:
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
     groups = [{"params": [parameter]} for parameter in model[0].parameters()]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
@@ -175,21 +151,21 @@ def _half_frozen() -> nn.Module:
     return model
 
 
-def _cleared() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _after_zero_grad() -> Training:
     model, optimizer = _trained(nn.Linear(6, 2))
     optimizer.zero_grad()
     return model, optimizer
 
 
-_TRAININGS: dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]] = {
+_TRAININGS: dict[str, Callable[[], Training]] = {
     "a model that was never trained": lambda: _trained(nn.Linear(6, 2), steps=0),
     "a model after one step": lambda: _trained(nn.Linear(6, 2)),
-    "a model after zero_grad": _cleared,
+    "a model after zero_grad": _after_zero_grad,
     "a model with a frozen layer": lambda: _trained(_half_frozen()),
     "a bfloat16 model": lambda: _trained(nn.Linear(6, 2, dtype=torch.bfloat16)),
-    "two layers that share their matrix": lambda: _trained(_Tied()),
+    "two layers that share their matrix": lambda: _trained(_SharedMatrix()),
     "AdamW with amsgrad": lambda: _trained(nn.Linear(6, 2), amsgrad=True),
-    "SGD with momentum on half of a model with BatchNorm": _with_momentum,
+    "SGD with momentum for half of a model with BatchNorm": _with_momentum,
 }
 
 
@@ -208,78 +184,10 @@ def _check_state_bytes(answer: Callable[[nn.Module, torch.optim.Optimizer], Stat
     return f"{len(_TRAININGS)} trainings, every byte"
 
 
-def _counted(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    size: Callable[[torch.Tensor], int] = lambda tensor: tensor.nbytes,
-    counters: bool = True,
-) -> State:
-    """What a right answer does, with room for what a wrong one does otherwise."""
-    parameters = list(model.parameters())
-    state = [t for of_one in optimizer.state.values() for t in of_one.values()]
-    return {
-        "parameters": sum(size(p) for p in parameters),
-        "gradients": sum(size(p.grad) for p in parameters if p.grad is not None),
-        "optimizer_state": sum(size(t) for t in state if counters or t.ndim),
-    }
-
-
-def _elements(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    return _counted(model, optimizer, size=torch.numel)
-
-
-def _always_four(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    return _counted(model, optimizer, size=lambda tensor: FLOAT32 * tensor.numel())
-
-
-def _no_counters(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    return _counted(model, optimizer, counters=False)
-
-
-def _only_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    right = _counted(model, optimizer)
-    names = ("exp_avg", "exp_avg_sq", "step")
-    state = (of_one[n] for of_one in optimizer.state.values() for n in names if n in of_one)
-    return right | {"optimizer_state": sum(tensor.nbytes for tensor in state)}
-
-
-def _by_formula(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    bytes_ = sum(p.nbytes for p in model.parameters())
-    return {"parameters": bytes_, "gradients": bytes_, "optimizer_state": 2 * bytes_}
-
-
-def _gradients_of_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    right = _counted(model, optimizer)
-    return right | {"gradients": right["parameters"] if optimizer.state else 0}
-
-
-def _after_zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    optimizer.zero_grad()
-    return _counted(model, optimizer)
-
-
-def _of_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = sum(p.grad.nbytes for p in trained if p.grad is not None)
-    bytes_ = {"parameters": sum(p.nbytes for p in trained), "gradients": gradients}
-    return _counted(model, optimizer) | bytes_
-
-
-def _what_trains(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return _counted(model, optimizer) | {"parameters": trained}
-
-
-def _buffers_too(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    right = _counted(model, optimizer)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return right | {"parameters": right["parameters"] + buffers}
-
-
-def _by_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    right = _counted(model, optimizer)
-    return right | {"parameters": sum(t.nbytes for t in model.state_dict().values())}
-
+_PARAMETERS = "list(model.parameters())"
+_PARAMETER_BYTES = "sum(p.nbytes for p in parameters)"
+_GRADIENTS = "[p.grad for p in parameters if p.grad is not None]"
+_MOMENTS = "('exp_avg', 'exp_avg_sq', 'step')"
 
 _STATE_BYTES = Exercise(
     id="1.2",
@@ -287,50 +195,65 @@ _STATE_BYTES = Exercise(
     minutes=8,
     difficulty=2,
     hints=(
-        "Three sums, each over tensors that you can lay your hands on now: which loop gives you "
-        "the parameters, which the gradients, which the state?",
-        "optimizer.state is a dictionary: for each parameter a dictionary of tensors. AdamW keeps "
-        "exp_avg, exp_avg_sq and a counter called step; other settings keep more.",
+        "Write three sums over tensors that exist now: which loop gives you the parameters, which "
+        "the gradients, which the optimizer state?",
+        "optimizer.state is a dictionary with a dictionary of tensors for each parameter. AdamW "
+        "keeps exp_avg, exp_avg_sq and a counter called step; other settings keep more.",
         "parameters = sum(p.nbytes for p in model.parameters()); gradients the same over p.grad "
-        "where it is not None. For the state two loops: over optimizer.state.values(), and over "
+        "where it is not None. The state needs two loops: over optimizer.state.values(), and over "
         "the values of each dictionary in it.",
     ),
     reference=ledger.state_bytes,
     check=_check_state_bytes,
     rebuilds=("memlab.course.ledger.state_bytes", "memlab.measure", "memlab.meter"),
-    wrong_answers=(
-        WrongAnswer(_elements, "These are numbers, not bytes: a float32 has four."),
-        WrongAnswer(
-            _always_four, "Not every number has four bytes: ask the tensor (.nbytes) for its own."
+    wrong_answers=mistakes(
+        "1.2",
+        ("These are elements, not bytes: a float32 has four bytes.", (".nbytes", ".numel()")),
+        (
+            "Not every element has four bytes: use the tensor's own .nbytes.",
+            (".nbytes", ".numel() * 4"),
         ),
-        WrongAnswer(
-            _only_moments, "There may be more than the two moments: count whatever is in the state."
+        (
+            "There may be more than the two moments: count every tensor in the state.",
+            ("tensor in of_one.values()", f"name, tensor in of_one.items() if name in {_MOMENTS}"),
         ),
-        WrongAnswer(_no_counters, "AdamW also keeps a counter of 4 bytes beside each tensor."),
-        WrongAnswer(
-            _by_formula, "Before the first step there is neither a gradient nor any Adam state."
+        (
+            "AdamW also keeps a counter of 4 bytes for each parameter.",
+            ("of_one.values()]", "of_one.values() if tensor.ndim]"),
         ),
-        WrongAnswer(
-            _gradients_of_all,
-            "zero_grad throws gradients away, and a frozen layer has none: look at p.grad.",
+        (
+            "Before the first step there are neither gradients nor Adam's state.",
+            (_GRADIENTS, "parameters"),
+            ("state = [", "state = 2 * parameters or ["),
         ),
-        WrongAnswer(
-            _after_zero_grad, "Only look: after a zero_grad there is nothing left to count."
+        (
+            "zero_grad drops gradients, and a frozen layer has none: look at p.grad.",
+            (_GRADIENTS, "parameters if optimizer.state else []"),
         ),
-        WrongAnswer(
-            _of_the_optimizer,
-            "An optimizer may have a part of the model only: parameters are the model's.",
+        (
+            "Change nothing: after zero_grad there is no gradient left to count.",
+            ("    parameters =", "    optimizer.zero_grad()\n    parameters ="),
         ),
-        WrongAnswer(_what_trains, "A frozen layer's weights take memory, too."),
-        WrongAnswer(_buffers_too, "Buffers are not parameters: nothing trains them."),
-        WrongAnswer(
-            _by_state_dict,
+        (
+            "An optimizer may have a part of the model only: count the model's parameters.",
+            (_PARAMETERS, '[p for group in optimizer.param_groups for p in group["params"]]'),
+        ),
+        (
+            "The weights of a frozen layer use memory, too.",
+            (_PARAMETERS, "[p for p in model.parameters() if p.requires_grad]"),
+        ),
+        (
+            "Buffers are not parameters: they are not trained.",
+            (_PARAMETER_BYTES, "sum(p.nbytes for p in [*parameters, *model.buffers()])"),
+        ),
+        (
             "state_dict lists a shared matrix twice; model.parameters() gives it once.",
+            (_PARAMETER_BYTES, "sum(p.nbytes for p in model.state_dict().values())"),
         ),
     ),
 )
 
-# ------------------------------------------------------------------ 1.3: what forward keeps
+# ------------------------------------------------------------------ 1.3: activations
 
 _ACTIVATION_CASES = (
     #         V  C  L  H KV hidden T      B  T
@@ -338,6 +261,7 @@ _ACTIVATION_CASES = (
     (GPTConfig(10, 8, 1, 2, 2, 5, 4), 3, 4),
     (GPTConfig(10, 16, 1, 8, 2, 5, 4), 3, 4),
     (GPTConfig(10, 16, 3, 8, 2, 5, 4), 3, 4),
+    (GPTConfig(10, 16, 3, 8, 2, 5, 4, tied=False), 3, 4),
     (PRESETS["124m"], 8, 640),
 )
 BytesOf = Callable[[GPTConfig, int, int], int]
@@ -345,117 +269,71 @@ BytesOf = Callable[[GPTConfig, int, int], int]
 
 def _check_activation_bytes(answer: BytesOf) -> str:
     for config, batch, seq_len in _ACTIVATION_CASES:
-        case = f"{_in_words(config)} {batch} × {seq_len} tokens,"
-        got, wanted = (
-            answer(config, batch, seq_len),
-            ledger.activation_bytes(config, batch, seq_len),
-        )
-        equal(f"activation_bytes of {case}", got, wanted, f"bytes{_off(got, wanted)}")
+        case = f"activation_bytes of {_in_words(config)} {batch} × {seq_len} tokens,"
+        got = answer(config, batch, seq_len)
+        wanted = ledger.activation_bytes(config, batch, seq_len)
+        same_bytes(case, got, wanted, {"elements": 4})
     return f"{len(_ACTIVATION_CASES)} cases to the byte, the last {format_bytes(wanted)}"
-
-
-def _off(got: Any, wanted: int) -> str:
-    """How far off, in the numbers that a learner counts in."""
-    if type(got) is not int or got == wanted:
-        return ""
-    return f": {abs(got - wanted) / FLOAT32:,g} numbers too {'few' if got < wanted else 'many'}"
-
-
-def _activations_but(**changed: float) -> BytesOf:
-    """The right sum with some of its factors changed."""
-
-    def answer(config: GPTConfig, batch: int, seq_len: int) -> int:
-        factor = {"bytes": 4, "norms": 2, "last_norm": 1, "mlp": 4, "logits": 1, "heads": 1}
-        factor |= {"kv_width": config.head_width, "losses": 1} | changed
-        C, norm = config.width, 2 * config.width + 1
-        attention = (
-            2 * C + 2 * config.kv_heads * factor["kv_width"] + factor["heads"] * config.heads
-        )
-        block = factor["norms"] * norm + attention + 2 * C + factor["mlp"] * config.hidden
-        ends = C + factor["last_norm"] * norm + factor["logits"] * config.vocab_size
-        numbers = batch * seq_len * (config.layers * block + ends) + factor["losses"]
-        return int(factor["bytes"] * numbers)
-
-    return answer
-
-
-def _loss_per_token(config: GPTConfig, batch: int, seq_len: int) -> int:
-    return _activations_but(losses=batch * seq_len)(config, batch, seq_len)
-
-
-def _last_norm_in_blocks(config: GPTConfig, batch: int, seq_len: int) -> int:
-    times = config.layers  # of the last norm, in place of one
-    return _activations_but(last_norm=times)(config, batch, seq_len)
-
-
-def _one_block_only(config: GPTConfig, batch: int, seq_len: int) -> int:
-    return ledger.activation_bytes(replace(config, layers=1), batch, seq_len)
-
-
-def _all_heads_alike(config: GPTConfig, batch: int, seq_len: int) -> int:
-    return ledger.activation_bytes(replace(config, kv_heads=config.heads), batch, seq_len)
-
-
-def _one_sequence(config: GPTConfig, batch: int, seq_len: int) -> int:
-    return ledger.activation_bytes(config, 1, seq_len)
-
-
-def _with_scores(config: GPTConfig, batch: int, seq_len: int) -> int:
-    scores = FLOAT32 * batch * config.heads * seq_len**2 * config.layers
-    return ledger.activation_bytes(config, batch, seq_len) + scores
 
 
 _ACTIVATION_BYTES = Exercise(
     id="1.3",
-    title="Count what forward keeps",
+    title="Count the activations that forward keeps",
     minutes=15,
     difficulty=3,
     hints=(
-        "Begin with one token and one block and add up the rows of the table above; every number "
-        "in it is a float32. Then multiply by tokens, and the block's part by L.",
-        "A block keeps, for each token: 2·C sums, 4·C + 2 for the two norms, 2·C + 2·KV·D + H in "
-        "attention, 4·hidden in the MLP. Outside: C for the embedding, 2·C + 1 for the last norm, "
-        "V for the log-probabilities, and the loss, one number in all.",
+        "Begin with one token and one block: add up the rows of the table above. Every element is "
+        "a float32. Then multiply by the number of tokens, and the block's part by L.",
+        "Per token, a block keeps 2·C elements of sums, 4·C + 2 for the two norms, "
+        "2·C + 2·KV·D + H in attention, and 4·hidden in the MLP. Outside of the blocks: C for the "
+        "embedding, 2·C + 1 for the last norm, V for the log-probabilities, and the loss, a single "
+        "element.",
         "block = 8·C + 2·KV·D + 4·hidden + H + 2; ends = 3·C + 1 + V. The block counts L times, "
-        "both count for every token; then the loss, and four bytes each.",
+        "both count for every token; then add the loss, and multiply by four bytes.",
     ),
     reference=ledger.activation_bytes,
     check=_check_activation_bytes,
     rebuilds=("memlab.course.ledger.activation_bytes",),
-    wrong_answers=(
-        WrongAnswer(_activations_but(bytes=1), "These are numbers: a float32 has four bytes."),
-        WrongAnswer(_activations_but(losses=0), "The loss itself is kept too: 4 bytes in all."),
-        WrongAnswer(_loss_per_token, "The loss is one number in all, not one for each token."),
-        WrongAnswer(
-            _activations_but(norms=1),
-            "A norm is missing: there are two in a block, one at the end.",
+    wrong_answers=mistakes(
+        "1.3",
+        ("These are elements: a float32 has four bytes.", ("return 4 * (", "return (")),
+        ("The loss is kept, too: 4 bytes in all.", ("ends) + 1)", "ends))")),
+        ("The loss is one element in all, not one per token.", ("+ ends) + 1)", "+ ends + 1))")),
+        ("A norm is missing: there are two in a block, one at the end.", ("2 * norm", "norm")),
+        (
+            "The last norm is outside of the blocks: count it once.",
+            ("2 * norm", "3 * norm"),
+            ("C + norm + config", "C + config"),
         ),
-        WrongAnswer(
-            _last_norm_in_blocks, "The last norm is outside of the blocks: it counts once."
+        (
+            "Attention keeps its log-sum-exp, too: H elements per token.",
+            (" + config.heads\n", "\n"),
         ),
-        WrongAnswer(
-            _activations_but(heads=0), "Attention keeps its log-sum-exp, too: H numbers a token."
+        (
+            "A key has D elements per head, and so has a value: KV · D each.",
+            ("config.kv_heads * config.head_width", "config.kv_heads"),
         ),
-        WrongAnswer(
-            _activations_but(kv_width=1), "A key is D numbers wide, and so is a value: KV · D each."
+        (
+            "Only one tensor as large as the logits is kept until backward.",
+            ("+ config.vocab_size", "+ 2 * config.vocab_size"),
         ),
-        WrongAnswer(
-            _activations_but(logits=2), "Of the logits, one tensor is kept until backward."
+        ("Every sequence of the batch keeps its own activations.", ("batch * seq_len", "seq_len")),
+        (
+            "Keys and values have kv_heads heads, however many heads the queries have.",
+            ("config.kv_heads", "config.heads"),
         ),
-        WrongAnswer(_one_sequence, "Every sequence of the batch keeps its own activations."),
-        WrongAnswer(
-            _all_heads_alike, "Keys and values have kv_heads heads, however many ask them."
+        ("Each of the L blocks keeps its activations.", ("config.layers * block", "block")),
+        (
+            "The logits (as log-probabilities, V elements per token) are missing.",
+            (" + config.vocab_size", ""),
         ),
-        WrongAnswer(_one_block_only, "Every one of the L blocks keeps its activations."),
-        WrongAnswer(
-            _activations_but(logits=0), "The logits (as log-probabilities, V a token) are missing."
-        ),
-        WrongAnswer(
-            _activations_but(mlp=3),
+        (
             "The MLP keeps four tensors of width hidden: gate, silu(gate), up and their product.",
+            ("4 * config.hidden", "3 * config.hidden"),
         ),
-        WrongAnswer(
-            _with_scores, "Fused attention never stores the T × T scores, only H numbers a token."
+        (
+            "Fused attention never stores the T × T scores, only H elements per token.",
+            ("+ config.heads\n", "+ config.heads * (1 + seq_len)\n"),
         ),
     ),
 )
@@ -468,13 +346,13 @@ _PEAK_CASES = (
     ("124m, 8 × 640 tokens", PRESETS["124m"], 8, 640),
     ("llama-2-7b, 1 × 4096 tokens", PRESETS["llama-2-7b"], 1, 4096),
 )
-TOLERANCE = 0.005  # of the peak: inputs, tables of angles and counters may be left out
+TOLERANCE = 0.005  # of the peak: an answer may leave out inputs, tables of angles and counters
 
 
 def _check_peak_bytes(answer: BytesOf) -> str:
     gaps = []
     for name, config, batch, seq_len in _PEAK_CASES:
-        got = answer(config, batch, seq_len)
+        got: Any = answer(config, batch, seq_len)
         require(
             isinstance(got, Real) and not isinstance(got, bool) and isfinite(got),
             f"peak_bytes of {name} gave {got!r}; wanted a number of bytes.",
@@ -483,183 +361,136 @@ def _check_peak_bytes(answer: BytesOf) -> str:
         gaps.append(abs(got - wanted) / wanted)
         require(
             gaps[-1] <= TOLERANCE,
-            # Rounded: with or without what is small, one mistake has one message.
+            # Rounded: a mistake has one message, with or without the small parts.
             f"peak_bytes of {name} gave {got / wanted:.2f} × the {format_bytes(wanted)} that are "
             f"alive.",
         )
     return f"{len(_PEAK_CASES)} steps, at most {max(gaps):.3%} off"
 
 
-def _peak_of(state: int, temporaries: int, activations: int = 1) -> BytesOf:
-    """`state` bytes a weight, `temporaries` tensors as large as the logits."""
-
-    def answer(config: GPTConfig, batch: int, seq_len: int) -> int:
-        logits = FLOAT32 * batch * seq_len * config.vocab_size
-        kept = activations * ledger.activation_bytes(config, batch, seq_len)
-        return state * config.parameters + kept + temporaries * logits
-
-    return answer
-
+_ADAMS, _TEMPORARIES = "+ 8 * parameter_count(config)", " + 2 * logits"
+_KEPT = "activation_bytes(config, batch, seq_len)"
 
 _PEAK_BYTES = Exercise(
     id="1.4",
-    title="Say the peak before it happens",
+    title="Predict the peak",
     minutes=8,
     difficulty=2,
     hints=(
-        "Stop the step at the moment when backward begins, and list what is alive: of the four "
-        "things that the ledger has so far, one is not there yet.",
-        "Weights and both moments of Adam (12 bytes a weight), all activations, and no gradients. "
-        "Then backward's first two tensors, each as large as the logits: B·T·V numbers.",
-        "logits = 4 * batch * seq_len * config.vocab_size, of which backward makes two. The other "
-        "two terms are 12 * parameter_count(config) and what 1.3 counts.",
+        "Stop the step when backward begins, and list what is alive. One of the ledger's four "
+        "lines so far is not there yet.",
+        "Weights and both of Adam's moments are alive (12 bytes per weight), and all activations, "
+        "but no gradients. Add backward's first two tensors, each as large as the logits: B·T·V "
+        "elements.",
+        "logits = 4 * batch * seq_len * config.vocab_size, and backward makes two of them. The "
+        "other two terms are 12 * parameter_count(config) and the activation bytes of 1.3.",
     ),
     reference=ledger.start_of_backward_bytes,
     check=_check_peak_bytes,
     rebuilds=("memlab.course.ledger.start_of_backward_bytes",),
-    wrong_answers=(
-        WrongAnswer(
-            _peak_of(state=16, temporaries=0),
-            "Not all of it is alive at once: gradients come while activations go, and backward "
-            "makes tensors of its own.",
+    wrong_answers=mistakes(
+        "1.4",
+        (
+            "Not everything is alive at once: gradients appear while activations are freed, and "
+            "backward makes temporaries.",
+            (_ADAMS, "+ 12 * parameter_count(config)"),
+            (_TEMPORARIES, ""),
         ),
-        WrongAnswer(
-            _peak_of(state=12, temporaries=0),
-            "Backward begins by making two tensors as large as the logits.",
-        ),
-        WrongAnswer(
-            _peak_of(state=12, temporaries=1),
+        ("Backward begins with two temporaries as large as the logits.", (_TEMPORARIES, "")),
+        (
             "Backward makes two tensors as large as the logits, not one.",
+            (_TEMPORARIES, " + logits"),
         ),
-        WrongAnswer(
-            _peak_of(state=16, temporaries=2),
-            "When backward begins, there is no gradient of a weight yet.",
+        (
+            "When backward begins, no weight has a gradient yet.",
+            (_ADAMS, "+ 12 * parameter_count(config)"),
         ),
-        WrongAnswer(
-            _peak_of(state=4, temporaries=2),
-            "From the second step on Adam's two moments are there.",
+        ("From the second step on, Adam's two moments are alive.", (_ADAMS, "")),
+        (
+            "Adam has two moments, of four bytes per weight each.",
+            (_ADAMS, "+ 4 * parameter_count(config)"),
         ),
-        WrongAnswer(
-            _peak_of(state=8, temporaries=2), "Adam has two moments, of four bytes a weight each."
-        ),
-        WrongAnswer(
-            _peak_of(state=12, temporaries=2, activations=0), "What forward keeps is missing."
-        ),
-        WrongAnswer(
-            _peak_of(state=16, temporaries=0, activations=0), "The activations are missing."
-        ),
+        ("Add the activations that forward keeps.", (f"{_KEPT} + ", "")),
     ),
 )
 
 # ------------------------------------------------------------------ 1.5: the largest batch
 
 
-class _Counting:
-    """`bytes_at`, which counts how often it is asked, and notes the largest batch."""
+class _BytesAt:
+    """`bytes_at`, with a count of its calls and the largest batch."""
 
-    def __init__(self, bytes_at: Callable[[int], int], most: int) -> None:
-        self.asked = self.largest = 0
+    def __init__(self, bytes_at: Callable[[int], int]) -> None:
+        self.calls = self.largest = 0
         self._bytes_at = bytes_at
-        self._most = most
 
     def __call__(self, batch: int) -> int:
-        self.asked += 1
-        if self.asked > self._most:
-            raise _TooOften
+        self.calls += 1
+        if self.calls > MOST_CALLS:
+            raise _TooManyCalls
         require(
             isinstance(batch, int) and batch >= 1,
-            f"bytes_at was asked for a batch of {batch!r}; it takes integers from 1.",
+            f"bytes_at was called with a batch of {batch!r}; it takes integers from 1.",
         )
         self.largest = max(self.largest, batch)
         return self._bytes_at(batch)
 
 
-class _TooOften(Exception):  # noqa: N818 - caught where the case is known
+class _TooManyCalls(Exception):  # noqa: N818 - the check, which knows the case, catches it
     pass
 
 
+MOST_CALLS = 60
 _BATCH_CASES: dict[str, tuple[Callable[[int], int], int, int]] = {
-    # bytes_at, budget, and the most sequences that fit
-    "10 bytes a sequence, in 55": (lambda batch: 10 * batch, 55, 5),
-    "10 bytes a sequence, in 50": (lambda batch: 10 * batch, 50, 5),
-    "100 bytes and 10 a sequence, in 134": (lambda batch: 100 + 10 * batch, 134, 3),
-    "100 bytes and 10 a sequence, in 90": (lambda batch: 100 + 10 * batch, 90, 0),
-    "100 bytes and 10 a sequence, but at least 150, in 200": (
+    # bytes_at, budget, and the largest batch that fits
+    "10 bytes per sequence, in 55": (lambda batch: 10 * batch, 55, 5),
+    "10 bytes per sequence, in 50": (lambda batch: 10 * batch, 50, 5),
+    "100 bytes and 10 per sequence, in 134": (lambda batch: 100 + 10 * batch, 134, 3),
+    "100 bytes and 10 per sequence, in 90": (lambda batch: 100 + 10 * batch, 90, 0),
+    "100 bytes and 10 per sequence, but at least 150, in 200": (
         lambda batch: max(150, 100 + 10 * batch),
         200,
         10,
     ),
     "64 bytes for every 8 sequences or less, in 200": (lambda batch: 64 * -(-batch // 8), 200, 24),
     "100 bytes and the square of the batch, in 1000": (lambda batch: 100 + batch**2, 1000, 30),
-    "1 byte a sequence, in 64": (lambda batch: batch, 64, 64),
+    "1 byte per sequence, in 64": (lambda batch: batch, 64, 64),
     "1 byte for every 3 sequences, in 7": (lambda batch: -(-batch // 3), 7, 21),
-    "1 byte a sequence, in 10000000": (lambda batch: batch, 10_000_000, 10_000_000),
-    "5 bytes a sequence, in 200000004": (lambda batch: 5 * batch, 200_000_004, 40_000_000),
+    "1 byte per sequence, in 10000000": (lambda batch: batch, 10_000_000, 10_000_000),
+    "5 bytes per sequence, in 200000004": (lambda batch: 5 * batch, 200_000_004, 40_000_000),
 }
-MOST_CALLS = 60
 
 
 def _check_largest_batch(answer: Callable[[Callable[[int], int], int], int]) -> str:
     calls = 0
     for name, (bytes_at, budget, wanted) in _BATCH_CASES.items():
-        counting = _Counting(bytes_at, MOST_CALLS)
+        case, counted = f"largest_batch with {name} bytes", _BytesAt(bytes_at)
         try:
-            got = answer(counting, budget)
-        except _TooOften:
-            raise Wrong(
-                f"largest_batch with {name} bytes measured more than {MOST_CALLS} times."
-            ) from None
-        equal(f"largest_batch with {name} bytes", got, wanted, "sequences")
+            got = answer(counted, budget)
+        except _TooManyCalls:
+            raise Wrong(f"{case} measured more than {MOST_CALLS} times.") from None
+        equal(case, got, wanted, "sequences")
         require(
-            counting.largest <= max(1, 2 * wanted),
-            f"largest_batch with {name} bytes measured a batch of {counting.largest:,}, where "
-            f"{wanted:,} fit; wanted at most twice what fits: a measurement far beyond takes "
-            f"the machine down.",
+            counted.largest <= max(1, 2 * wanted),
+            f"{case} measured a batch of {counted.largest:,}, where {wanted:,} fit; wanted at most "
+            f"twice what fits: a batch far too large takes the machine down.",
             evidence=(name, "too large"),
         )
-        calls = max(calls, counting.asked)
+        calls = max(calls, counted.calls)
     return f"{len(_BATCH_CASES)} budgets, at most {calls} measurements"
 
 
-def _by_share(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
-    return budget_bytes // bytes_at(1)
-
-
-def _by_line(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
-    slope = bytes_at(2) - bytes_at(1)
-    fixed = bytes_at(1) - slope
-    return max(0, (budget_bytes - fixed) // slope) if slope else 1
-
-
-def _by_counting(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
-    batch = 0
-    while bytes_at(batch + 1) <= budget_bytes:
-        batch += 1
-    return batch
-
-
-def _strictly_below(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
-    return ledger.largest_batch(bytes_at, budget_bytes - 1)
-
-
-def _first_that_fails(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
-    return ledger.largest_batch(bytes_at, budget_bytes) + 1
-
-
-def _at_least_one(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
-    return max(1, ledger.largest_batch(bytes_at, budget_bytes))
-
-
-def _below_a_bound(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
-    return min(1000, ledger.largest_batch(bytes_at, budget_bytes))
-
-
-def _powers_of_two(bytes_at: Callable[[int], int], budget_bytes: int) -> int:
-    batch = 0
-    while bytes_at(max(1, 2 * batch)) <= budget_bytes:
-        batch = max(1, 2 * batch)
-    return batch
-
+_BY_A_LINE = """
+slope = bytes_at(2) - bytes_at(1)
+fixed = bytes_at(1) - slope
+return max(0, (budget_bytes - fixed) // slope) if slope else 1
+"""
+_BY_COUNTING = """
+batch = 0
+while bytes_at(batch + 1) <= budget_bytes:
+    batch += 1
+return batch
+"""
 
 _LARGEST_BATCH = Exercise(
     id="1.5",
@@ -667,9 +498,9 @@ _LARGEST_BATCH = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "A measurement is dear: double the batch until it no longer fits.",
-        "Then you know one batch that fits and one that does not. Ask for the middle, and keep "
-        "the half in which the answer must lie, until the two are neighbours.",
+        "A measurement is expensive: double the batch until it no longer fits.",
+        "Then you know one batch that fits and one that does not. Measure the middle, and keep "
+        "the half that contains the answer, until the two are neighbours.",
         "fits, too_many = 0, 1; while bytes_at(too_many) <= budget_bytes: fits, too_many = "
         "too_many, 2 * too_many. Then, while too_many - fits > 1, which of the two does "
         "middle = (fits + too_many) // 2 replace?",
@@ -677,21 +508,33 @@ _LARGEST_BATCH = Exercise(
     reference=ledger.largest_batch,
     check=_check_largest_batch,
     rebuilds=("memlab.course.ledger.largest_batch",),
-    wrong_answers=(
-        WrongAnswer(
-            _by_share, "A step has bytes that no batch changes: twice the batch is not twice them."
+    wrong_answers=mistakes(
+        "1.5",
+        (
+            "Some bytes of a step do not depend on the batch: twice the batch is not twice the "
+            "bytes.",
+            body("largest_batch", "return budget_bytes // bytes_at(1)"),
         ),
-        WrongAnswer(
-            _by_line,
-            "With few tokens the peak lies elsewhere and does not grow yet: a straight line "
-            "through the first two batches misses that.",
+        (
+            "With few tokens the peak is elsewhere and does not grow yet: a straight line through "
+            "the first two batches misses that.",
+            body("largest_batch", _BY_A_LINE),
         ),
-        WrongAnswer(_by_counting, "Counting up one by one would take all day: halve instead."),
-        WrongAnswer(_strictly_below, "A step that takes the budget to the last byte fits."),
-        WrongAnswer(_first_that_fails, "This is the first batch that does not fit."),
-        WrongAnswer(_at_least_one, "If not even one sequence fits, the answer is 0."),
-        WrongAnswer(_below_a_bound, "There is no upper bound to begin with: find one by doubling."),
-        WrongAnswer(_powers_of_two, "Between the last power of two and the next there is more."),
+        (
+            "Counting up one by one needs too many measurements: use bisection.",
+            body("largest_batch", _BY_COUNTING),
+        ),
+        ("A step that needs exactly the budget fits.", ("<= budget_bytes", "< budget_bytes")),
+        ("This is the first batch that does not fit.", ("return fits", "return too_many")),
+        ("If not even one sequence fits, return 0.", ("return fits", "return max(1, fits)")),
+        (
+            "There is no upper bound at first: find one by doubling.",
+            ("return fits", "return min(1000, fits)"),
+        ),
+        (
+            "The answer may lie between two powers of two: search there.",
+            ("while too_many - fits > 1:", "while False:"),
+        ),
     ),
 )
 

@@ -1,109 +1,55 @@
 """Day 2: reading the meter."""
 
 import dis
-import gc
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memlab.allocator import Allocator, block_bytes, segment_bytes
-from memlab.allocator.sizes import (
-    GRANULE_BYTES,
-    LARGE_REQUEST_BYTES,
-    LARGE_SEGMENT_BYTES,
-    MIB,
-    SEGMENT_GRANULE_BYTES,
-    SMALL_BYTES,
-    SMALL_SEGMENT_BYTES,
-    round_up,
-)
+from memlab.allocator import Allocator
 from memlab.course.bill import plain
-from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, require
+from memlab.course.exercises import Bill, Day, Exercise, equal, require
 from memlab.course.properties import unchanged
+from memlab.course.solutions import body, mistakes, solution
 from memlab.metering import measure
-from memlab.trace import DeviceMemory, Event, Trace
+from memlab.reference.caching_allocator import MIB, Piece, give_back, sizes, take
+from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
 # ------------------------------------------------------------------ 2.1: two sizes
 
 Sizes = Callable[[int], tuple[int, int]]
 
-# In an order in which two mistakes seldom fail first at the same request.
+# In this order, two mistakes rarely fail first at the same request.
 _REQUESTS = (
     *(1, 512, 513, 1_300, MIB, MIB + 1, 3 * MIB),
     *(25 * MIB, 15 * MIB, 10 * MIB, 10 * MIB - 1, 10 * MIB + 1, 10 * MIB - 512),
 )
 
 
-def _sizes(requested_bytes: int) -> tuple[int, int]:
-    block = block_bytes(requested_bytes)
-    return block, segment_bytes(block)
-
-
 def _check_sizes(answer: Sizes) -> str:
     drawn = random.Random(2).choices(range(1, 64 * MIB), k=200)
     for requested in (*_REQUESTS, *drawn):
-        got = answer(requested)
+        got, wanted = answer(requested), sizes(requested)
         require(
             isinstance(got, tuple) and [type(size) for size in got] == [int, int],
-            f"sizes({requested:,}) gave {got!r}; wanted two whole numbers of bytes, those of the "
-            f"block and those of the segment."
-            f"{' Is there a return?' if got is None else ''}",
+            f"sizes({requested:,}) gave {got!r}; wanted two integers, the bytes of the block and "
+            f"of the segment.{' Is there a return?' if got is None else ''}",
         )
         require(
-            got == _sizes(requested),
+            got == wanted,
             f"sizes({requested:,}) gave a block of {got[0]:,} and a segment of {got[1]:,} bytes; "
-            "wanted {:,} and {:,}.".format(*_sizes(requested)),
+            f"wanted {wanted[0]:,} and {wanted[1]:,}.",
         )
     return f"{len(_REQUESTS)} requests at the borders, {len(drawn)} in between"
 
 
-def _block_but(block: Callable[[int], int]) -> Sizes:
-    """The right sizes, of blocks that are cut otherwise."""
-    return lambda requested_bytes: (
-        block(requested_bytes),
-        segment_bytes(block(requested_bytes)),
-    )
-
-
-def _segment_but(segment: Callable[[int], int]) -> Sizes:
-    """The right block, and a segment found otherwise: by the block's size."""
-    return lambda requested_bytes: (
-        block_bytes(requested_bytes),
-        segment(block_bytes(requested_bytes)),
-    )
-
-
-def _by_thresholds(
-    small_below: int = SMALL_BYTES + 1,
-    own_from: int = LARGE_REQUEST_BYTES,
-    small_segment: int = SMALL_SEGMENT_BYTES,
-    own_step: int = SEGMENT_GRANULE_BYTES,
-) -> Callable[[int], int]:
-    """`segment_bytes`, with borders and sizes that can be moved."""
-
-    def segment(block: int) -> int:
-        if block < small_below:
-            return small_segment
-        return LARGE_SEGMENT_BYTES if block < own_from else round_up(block, own_step)
-
-    return segment
-
-
-def _power_of_two(requested_bytes: int) -> int:
-    return max(GRANULE_BYTES, 1 << (requested_bytes - 1).bit_length())
-
-
-def _rounded_after(requested_bytes: int) -> tuple[int, int]:
-    return block_bytes(requested_bytes), segment_bytes(requested_bytes)
-
+_BLOCK, _OWN_SEGMENT = "-(-requested_bytes // 512) * 512", "-(-block // (2 * MIB)) * 2 * MIB"
 
 _SIZES = Exercise(
     id="2.1",
@@ -111,100 +57,82 @@ _SIZES = Exercise(
     minutes=8,
     difficulty=1,
     hints=(
-        "Two roundings, one after the other: first the request becomes a block, then the block "
-        "(no longer the request) decides which segment is asked for.",
-        "Rounded up to a step of s, n bytes are -(-n // s) * s. A block of up to and with 1 MiB "
-        "asks for 2 MiB, one below 10 MiB for 20 MiB, any other for itself in steps of 2 MiB.",
+        "Round twice: first the request to a block, then the block (no longer the request) to the "
+        "segment that is reserved.",
+        "n bytes, rounded up to a multiple of s, are -(-n // s) * s. A block of at most 1 MiB "
+        "gets a segment of 2 MiB, one below 10 MiB gets 20 MiB, and any other its own size, "
+        "rounded up to a multiple of 2 MiB.",
         "block = -(-requested_bytes // 512) * 512, and then three cases, each with a return: "
-        "if block <= MIB: return block, 2 * MIB is the first. The last rounds up as the block "
-        "does, in steps of 2 * MIB.",
+        "if block <= MIB: return block, 2 * MIB is the first. The last one rounds block up to a "
+        "multiple of 2 * MIB.",
     ),
-    reference=_sizes,
+    reference=sizes,
     check=_check_sizes,
-    wrong_answers=(
-        WrongAnswer(
-            lambda requested_bytes: (requested_bytes, segment_bytes(requested_bytes)),
-            "A block is a multiple of 512 bytes: round the request up.",
+    wrong_answers=mistakes(
+        "2.1",
+        ("A block is a multiple of 512 bytes: round the request up.", (_BLOCK, "requested_bytes")),
+        (
+            "Rounded down, a block is smaller than the request.",
+            (_BLOCK, "requested_bytes // 512 * 512"),
         ),
-        WrongAnswer(
-            _block_but(lambda n: n // GRANULE_BYTES * GRANULE_BYTES),
-            "Rounded down, a block is smaller than what was asked for.",
+        (
+            "Rounded to nearest, some blocks are too small: round up.",
+            (_BLOCK, "max(512, round(requested_bytes / 512) * 512)"),
         ),
-        WrongAnswer(
-            _block_but(lambda n: max(GRANULE_BYTES, round(n / GRANULE_BYTES) * GRANULE_BYTES)),
-            "Rounded to the nearest step, some blocks are too small: round up.",
+        ("A multiple of 512 stays as it is.", (_BLOCK, "(requested_bytes // 512 + 1) * 512")),
+        (
+            "Round to multiples of 512, not to powers of two.",
+            (_BLOCK, "max(512, 1 << (requested_bytes - 1).bit_length())"),
         ),
-        WrongAnswer(
-            _block_but(lambda n: (n // GRANULE_BYTES + 1) * GRANULE_BYTES),
-            "What is a multiple of 512 already stays as it is.",
+        (
+            "Return the block first, then the segment.",
+            ("return block, 2 * MIB", "return 2 * MIB, block"),
+            ("return block, 20 * MIB", "return 20 * MIB, block"),
+            (f"return block, {_OWN_SEGMENT}", f"return {_OWN_SEGMENT}, block"),
         ),
-        WrongAnswer(
-            _block_but(_power_of_two),
-            "Steps are 512 bytes everywhere; powers of two are another allocator's.",
+        (
+            "The driver reserves more than a block: a small one gets a segment of 2 MiB.",
+            body("sizes", f"block = {_BLOCK}\nreturn block, block"),
         ),
-        WrongAnswer(
-            lambda requested_bytes: _sizes(requested_bytes)[::-1],
-            "The block comes first, then the segment.",
+        (
+            "Use MiB, which are 2**20 bytes, not MB.",
+            ("return block, 2 * MIB", "return block, 2 * 10**6"),
         ),
-        WrongAnswer(
-            lambda requested_bytes: _sizes(requested_bytes)[1],
-            "Both sizes are wanted: return block, segment.",
+        (
+            "A block of at most 1 MiB is small: its segment has 2 MiB, not 20.",
+            ("if block <= MIB", "if False"),
         ),
-        WrongAnswer(
-            _segment_but(lambda block: block),
-            "The driver is never asked for a block alone: a small one gets a segment of 2 MiB.",
+        ("A block of exactly 1 MiB is small.", ("block <= MIB", "block < MIB")),
+        (
+            "Blocks between 1 and 10 MiB share segments of 20 MiB.",
+            ("if block < 10 * MIB", "if False"),
         ),
-        WrongAnswer(
-            _segment_but(_by_thresholds(small_segment=2 * 10**6)),
-            "These are MiB, of 2**20 bytes, not MB.",
+        (
+            "From 10 MiB on a segment is a multiple of 2 MiB, not of 20.",
+            (_OWN_SEGMENT, _OWN_SEGMENT.replace("2 *", "20 *")),
         ),
-        WrongAnswer(
-            _segment_but(_by_thresholds(small_below=0)),
-            "Up to 1 MiB a block is small, and its segment has 2 MiB, not 20.",
+        (
+            "A segment for one large block is rounded up, too: to a multiple of 2 MiB.",
+            (_OWN_SEGMENT, "block"),
         ),
-        WrongAnswer(
-            _segment_but(_by_thresholds(small_below=SMALL_BYTES)),
-            "A block of exactly 1 MiB is still a small one.",
+        (
+            "Segments of 20 MiB are for blocks below 10 MiB, not below 20.",
+            ("block < 10 * MIB", "block < 20 * MIB"),
         ),
-        WrongAnswer(
-            _segment_but(lambda block: round_up(block, SEGMENT_GRANULE_BYTES)),
-            "Between 1 and 10 MiB, blocks share segments of 20 MiB.",
+        (
+            "A block of exactly 10 MiB gets a segment of its own.",
+            ("block < 10 * MIB", "block <= 10 * MIB"),
         ),
-        WrongAnswer(
-            _segment_but(_by_thresholds(own_step=LARGE_SEGMENT_BYTES)),
-            "From 10 MiB a segment grows in steps of 2 MiB, not of 20.",
-        ),
-        WrongAnswer(
-            _segment_but(_by_thresholds(own_step=1)),
-            "A segment of its own, too, is rounded up: to 2 MiB.",
-        ),
-        WrongAnswer(
-            _segment_but(_by_thresholds(own_from=LARGE_SEGMENT_BYTES)),
-            "Segments of 20 MiB end at blocks of 10 MiB, not of 20.",
-        ),
-        WrongAnswer(
-            _segment_but(_by_thresholds(own_from=LARGE_REQUEST_BYTES + 1)),
-            "A block of exactly 10 MiB has a segment of its own already.",
-        ),
-        WrongAnswer(
-            _rounded_after,
+        (
             "The block decides, not the request: round first, then choose the segment.",
+            ("if block <= MIB", "if requested_bytes <= MIB"),
+            ("if block < 10", "if requested_bytes < 10"),
+            ("-(-block //", "-(-requested_bytes //"),
         ),
     ),
 )
 
 # ------------------------------------------------------------------ 2.2 and 2.3: the pool
-
-
-@dataclass
-class Piece:
-    """As the notebook's: a part of a segment, in use or free."""
-
-    segment: int
-    address: int
-    bytes: int
-    free: bool
-
 
 Pool = list[Piece]
 Take = Callable[[Pool, int], int | None]
@@ -212,58 +140,8 @@ GiveBack = Callable[[Pool, int], None]
 FREE, TAKEN = True, False
 
 
-def _take(pieces: Pool, size: int) -> int | None:
-    fitting = [piece for piece in pieces if piece.free and piece.bytes >= size]
-    if not fitting:
-        return None
-    best = min(fitting, key=_by_size)
-    _cut(pieces, best, size)
-    return best.address
-
-
-def _by_size(piece: Piece) -> tuple[int, int]:
-    return piece.bytes, piece.address
-
-
-def _is_worth_it(rest: int, size: int) -> bool:
-    """Whether a rest becomes a piece of its own."""
-    return rest >= GRANULE_BYTES if size <= SMALL_BYTES else rest > SMALL_BYTES
-
-
-def _cut(
-    pieces: Pool, piece: Piece, size: int, worth: Callable[[int, int], bool] = _is_worth_it
-) -> None:
-    """Take the first bytes of a free piece; what is left of it stays free if that is worth it."""
-    rest = piece.bytes - size
-    if worth(rest, size):
-        above = Piece(piece.segment, piece.address + size, rest, FREE)
-        pieces.insert(_place_of(pieces, piece.address) + 1, above)
-        piece.bytes = size
-    piece.free = TAKEN
-
-
-def _give_back(pieces: Pool, address: int) -> None:
-    place = _place_of(pieces, address)
-    pieces[place].free = FREE
-    for lower in (place, place - 1):  # with the piece above, then with the one below
-        _join(pieces, lower)
-
-
-def _join(pieces: Pool, lower: int) -> None:
-    """Make one of a piece and the one above it, if both are free and of one segment."""
-    if lower >= 0 and lower + 1 < len(pieces):
-        one, other = pieces[lower], pieces[lower + 1]
-        if one.free and other.free and one.segment == other.segment:
-            one.bytes += other.bytes
-            del pieces[lower + 1]
-
-
-def _place_of(pieces: Pool, address: int) -> int:
-    return next(place for place, piece in enumerate(pieces) if piece.address == address)
-
-
 def _pool(*segments: Sequence[tuple[int, bool]]) -> Pool:
-    """Segments of (bytes, free), one behind the other."""
+    """Segments of (bytes, free) pieces, at consecutive addresses."""
     pieces: Pool = []
     address = 0
     for number, parts in enumerate(segments):
@@ -274,52 +152,56 @@ def _pool(*segments: Sequence[tuple[int, bool]]) -> Pool:
 
 
 def _in_words(pieces: Any) -> str:
-    """Piece by piece, segments parted: "[0: 512 taken, 512: 1,024 free] [1,536: 512 free]"."""
-    try:
-        words = [
-            (p.segment, f"{p.address:,}: {p.bytes:,} {'free' if p.free else 'taken'}")
-            for p in pieces
-        ]
-    except (AttributeError, TypeError, ValueError):
-        return "what is no list of pieces"
+    """The pieces of each segment: "[0: 512 taken, 512: 1,024 free] [1,536: 512 free]"."""
+    facts = _facts(pieces)
+    if facts is None:
+        return "something else than a list of pieces"
     text, before = "", None
-    for segment, piece in words:
+    for segment, address, size, free in facts:
+        piece = f"{address:,}: {size:,} {'free' if free else 'taken'}"
         text += f", {piece}" if segment == before else f"{']' if text else ''} [{piece}"
         before = segment
     return f"{text}]".strip()
 
 
-_REST = 2 * MIB  # of a small segment, taken by others
+def _facts(pieces: Any) -> list[tuple[int, int, int, bool]] | None:
+    """Attributes of the pieces, whose class is the notebook's; None if they have none."""
+    try:
+        return [(int(p.segment), int(p.address), int(p.bytes), bool(p.free)) for p in pieces]
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
+def _copy(pieces: Pool) -> Pool:
+    return [replace(piece) for piece in pieces]
+
+
+_SMALL = 2 * MIB  # bytes of a small segment
 _TAKE_CASES: dict[str, tuple[Pool, int]] = {
-    "a piece that just fits": (
-        _pool([(1024, TAKEN), (1024, FREE), (_REST - 2048, TAKEN)]),
-        1024,
-    ),
-    "one large piece": (_pool([(_REST, FREE)]), 512),
-    "no piece that is large enough": (_pool([(512, FREE), (_REST - 512, TAKEN)]), 1024),
-    "a rest of 1,024 bytes": (_pool([(2048, FREE), (_REST - 2048, TAKEN)]), 1024),
-    "a rest of 512 bytes": (_pool([(1536, FREE), (_REST - 1536, TAKEN)]), 1024),
+    "a piece that just fits": (_pool([(1024, TAKEN), (1024, FREE), (_SMALL - 2048, TAKEN)]), 1024),
+    "one large piece": (_pool([(_SMALL, FREE)]), 512),
+    "no piece that is large enough": (_pool([(512, FREE), (_SMALL - 512, TAKEN)]), 1024),
+    "1,024 bytes left": (_pool([(2048, FREE), (_SMALL - 2048, TAKEN)]), 1024),
+    "512 bytes left": (_pool([(1536, FREE), (_SMALL - 1536, TAKEN)]), 1024),
     "three free pieces": (
         _pool([(4096, FREE), (512, TAKEN), (2048, FREE), (512, TAKEN), (8192, FREE)]),
         1024,
     ),
     "two free pieces of one size": (_pool([(2048, FREE), (512, TAKEN), (2048, FREE)]), 1024),
-    "two segments": (_pool([(_REST, TAKEN)], [(_REST, FREE)]), 2048),
-    "a request of exactly 1 MiB": (_pool([(_REST, FREE)]), MIB),
+    "two segments": (_pool([(_SMALL, TAKEN)], [(_SMALL, FREE)]), 2048),
+    "a request of exactly 1 MiB": (_pool([(_SMALL, FREE)]), MIB),
     "20 MiB, all free": (_pool([(20 * MIB, FREE)]), 5 * MIB),
-    "a large piece with a rest of half a MiB": (
+    "40 MiB, all free": (_pool([(40 * MIB, FREE)]), 30 * MIB),
+    "a large piece with half a MiB left": (
         _pool([(5 * MIB + MIB // 2, FREE), (14 * MIB + MIB // 2, TAKEN)]),
         5 * MIB,
     ),
-    "a large request in a piece that is no larger than small segments are": (
+    "a large request in a piece no larger than a small segment": (
         _pool([(MIB + MIB // 2, FREE), (18 * MIB + MIB // 2, TAKEN)]),
         MIB + 512,
     ),
-    "a large piece with a rest of 1 MiB": (
-        _pool([(6 * MIB, FREE), (14 * MIB, TAKEN)]),
-        5 * MIB,
-    ),
-    "a large piece with a rest of 1 MiB and 512 bytes": (
+    "a large piece with 1 MiB left": (_pool([(6 * MIB, FREE), (14 * MIB, TAKEN)]), 5 * MIB),
+    "a large piece with 1 MiB and 512 bytes left": (
         _pool([(6 * MIB + 512, FREE), (14 * MIB - 512, TAKEN)]),
         5 * MIB,
     ),
@@ -329,16 +211,16 @@ _TAKE_CASES: dict[str, tuple[Pool, int]] = {
 def _check_take(answer: Take) -> str:
     for name, (before, size) in _TAKE_CASES.items():
         pieces, wanted = _copy(before), _copy(before)
-        wanted_address = _take(wanted, size)
+        wanted_address = take(wanted, size)
         got = answer(pieces, size)
         require(
-            _plain(pieces) == _plain(wanted)
+            _facts(pieces) == _facts(wanted)
             and got == wanted_address
             and type(got) is type(wanted_address),
             f"take({_in_words(before)}, {size:,}), {name}, gave {_address(got)} and left "
             f"{_in_words(pieces)}; wanted {_address(wanted_address)} and {_in_words(wanted)}.",
         )
-    return f"{len(_TAKE_CASES)} cases by hand; {_against_cuda(answer, _give_back)}"
+    return f"{len(_TAKE_CASES)} cases by hand; {_against_cuda(answer, give_back)}"
 
 
 def _address(got: Any) -> str:
@@ -353,11 +235,11 @@ _GIVE_BACK_CASES: dict[str, tuple[Pool, int]] = {
     ),
     "below a free one": (_pool([(512, TAKEN), (1024, TAKEN), (2048, FREE), (512, TAKEN)]), 512),
     "above a free one": (_pool([(512, TAKEN), (1024, FREE), (2048, TAKEN), (512, TAKEN)]), 1536),
-    "the first of all, with a free one at the end": (
+    "the first one, with a free one at the end": (
         _pool([(512, TAKEN), (512, TAKEN), (1024, FREE)]),
         0,
     ),
-    "with a free one further off": (
+    "with a free one that is no neighbour": (
         _pool([(512, FREE), (1024, TAKEN), (512, TAKEN), (2048, TAKEN)]),
         1536,
     ),
@@ -369,19 +251,20 @@ _GIVE_BACK_CASES: dict[str, tuple[Pool, int]] = {
 def _check_give_back(answer: GiveBack) -> str:
     for name, (before, address) in _GIVE_BACK_CASES.items():
         pieces, wanted = _copy(before), _copy(before)
-        _give_back(wanted, address)
-        answer(pieces, address)
+        give_back(wanted, address)
+        got = answer(pieces, address)
+        require(got is None, f"give_back gave {got!r}; wanted no result, only a changed list.")
         require(
-            _plain(pieces) == _plain(wanted),
+            _facts(pieces) == _facts(wanted),
             f"give_back({_in_words(before)}, {address:,}), {name}, left {_in_words(pieces)}; "
             f"wanted {_in_words(wanted)}."
-            f"{' Its name for the list was given another list.' if _rebinds(answer) else ''}",
+            f"{' Your function assigns another list to its argument.' if _rebinds(answer) else ''}",
         )
-    return f"{len(_GIVE_BACK_CASES)} cases by hand; {_against_cuda(_take, answer)}"
+    return f"{len(_GIVE_BACK_CASES)} cases by hand; {_against_cuda(take, answer)}"
 
 
 def _rebinds(answer: GiveBack) -> bool:
-    """Whether a function assigns its first parameter anew, of which its caller sees nothing."""
+    """Whether a function assigns to its first parameter, which has no effect for the caller."""
     code = getattr(answer, "__code__", None)
     stores = [s for s in dis.get_instructions(code) if "STORE" in s.opname] if code else []
     # Python 3.13 stores two names in one instruction.
@@ -389,25 +272,13 @@ def _rebinds(answer: GiveBack) -> bool:
     return bool(code) and not stored.isdisjoint(code.co_varnames[:1])
 
 
-def _copy(pieces: Pool) -> Pool:
-    return [replace(piece) for piece in pieces]
-
-
-def _plain(pieces: Any) -> Any:
-    """What can be compared: the notebook's pieces are of a class of its own."""
-    try:
-        return [(p.segment, p.address, p.bytes, bool(p.free)) for p in pieces]
-    except (AttributeError, TypeError):
-        return None
-
-
-# ------------------------------------------------------------------ beside CUDA's allocator
+# ------------------------------------------------------------------ compared with CUDA's allocator
 
 REQUESTS = 400
 
 
-class _Cache:
-    """The notebook's: two pools of pieces, and the driver behind them."""
+class _TwoPools:
+    """The notebook's Cache, around the answer."""
 
     def __init__(self, take: Take, give_back: GiveBack) -> None:
         self.take, self.give_back = take, give_back
@@ -415,8 +286,8 @@ class _Cache:
         self.reserved_bytes = self.segments = 0
 
     def malloc(self, requested_bytes: int) -> int | None:
-        block, segment = _sizes(requested_bytes)
-        pool = self.pools[block <= SMALL_BYTES]
+        block, segment = sizes(requested_bytes)
+        pool = self.pools[block <= MIB]
         address = self.take(pool, block)
         if address is None:
             pool.append(Piece(self.segments, self.reserved_bytes, segment, FREE))
@@ -426,7 +297,7 @@ class _Cache:
         return address
 
     def free(self, address: int, requested_bytes: int) -> None:
-        self.give_back(self.pools[_sizes(requested_bytes)[0] <= SMALL_BYTES], address)
+        self.give_back(self.pools[sizes(requested_bytes)[0] <= MIB], address)
 
     @property
     def largest_free_bytes(self) -> int:
@@ -435,8 +306,8 @@ class _Cache:
 
 
 def _against_cuda(take: Take, give_back: GiveBack) -> str:
-    """Random requests to both: the same addresses, reserved bytes and largest free piece."""
-    cuda, ours = Allocator(), _Cache(take, give_back)
+    """Random requests to both: equal addresses, reserved bytes and largest free piece."""
+    cuda, ours = Allocator(), _TwoPools(take, give_back)
     held: list[tuple[Any, int]] = []
     for number, requested in enumerate(_random_requests(), 1):
         if requested:
@@ -445,96 +316,35 @@ def _against_cuda(take: Take, give_back: GiveBack) -> str:
             got = ours.malloc(requested)
             require(
                 got == block.address,
-                f"Beside CUDA's allocator, call {number} (a request of {requested:,} bytes) got "
-                f"address {_address(got)}; wanted {block.address:,}.",
+                f"Compared with CUDA's allocator, call {number} (a request of {requested:,} bytes) "
+                f"got address {_address(got)}; wanted {block.address:,}.",
             )
         else:
             block, requested = held.pop(number % len(held))
             ours.free(block.address, requested)
             cuda.free(block)
-        for what, got, wanted in (
-            ("reserved", ours.reserved_bytes, cuda.reserved_bytes),
-            ("in the largest free piece", ours.largest_free_bytes, cuda.largest_free_bytes()),
-        ):
-            equal(f"Beside CUDA's allocator, call {number}: {what}", got, wanted, "bytes")
-    reserved = format_bytes(ours.reserved_bytes)
-    return f"{number} calls as CUDA's allocator has them, {reserved} reserved"
+        case = f"Compared with CUDA's allocator, call {number}"
+        equal(f"{case}: reserved", ours.reserved_bytes, cuda.reserved_bytes, "bytes")
+        largest = cuda.largest_free_bytes()
+        equal(f"{case}: the largest free piece", ours.largest_free_bytes, largest, "bytes")
+    return f"{number} calls as in CUDA's allocator, {format_bytes(ours.reserved_bytes)} reserved"
 
 
 def _random_requests() -> Iterator[int]:
-    """Bytes to ask for, or 0: free one of those that are held."""
-    numbers, held = random.Random(0), 0
+    """Bytes to request, or 0: free one of the held blocks."""
+    drawn, held = random.Random(0), 0
     for _ in range(REQUESTS):
-        if held and numbers.random() < 0.45:
+        if held and drawn.random() < 0.45:
             held -= 1
             yield 0
         else:
             held += 1
-            yield int(2 ** numbers.uniform(4, 24.5))
+            yield int(2 ** drawn.uniform(4, 24.5))
 
 
-# ------------------------------------------------------------------ mistakes in the pool
-
-
-def _take_but(
-    choose: Callable[[list[Piece]], Piece] = lambda fitting: min(fitting, key=_by_size),
-    fits: Callable[[Piece, int], bool] = lambda piece, size: piece.free and piece.bytes >= size,
-    worth: Callable[[int, int], bool] = _is_worth_it,
-) -> Take:
-    """The right answer, with another choice or another rule for the rest."""
-
-    def answer(pieces: Pool, size: int) -> int | None:
-        fitting = [piece for piece in pieces if fits(piece, size)]
-        if not fitting:
-            return None
-        found = choose(fitting)
-        _cut(pieces, found, size, worth)
-        return found.address
-
-    return answer
-
-
-def _place_for_address(pieces: Pool, size: int) -> int | None:
-    address = _take(pieces, size)
-    return None if address is None else _place_of(pieces, address)
-
-
-def _still_free(pieces: Pool, size: int) -> int | None:
-    address = _take(pieces, size)
-    if address is not None:
-        pieces[_place_of(pieces, address)].free = FREE
-    return address
-
-
-def _rest_at_the_end(pieces: Pool, size: int) -> int | None:
-    known = {piece.address for piece in pieces}
-    address = _take(pieces, size)
-    pieces.sort(key=lambda piece: piece.address not in known)
-    return address
-
-
-def _rest_in_segment_0(pieces: Pool, size: int) -> int | None:
-    known = {piece.address for piece in pieces}
-    address = _take(pieces, size)
-    for piece in pieces:
-        if piece.address not in known:
-            piece.segment = 0
-    return address
-
-
-def _from_above(pieces: Pool, size: int) -> int | None:
-    fitting = [piece for piece in pieces if piece.free and piece.bytes >= size]
-    if not fitting:
-        return None
-    best = min(fitting, key=_by_size)
-    if not _is_worth_it(best.bytes - size, size):
-        best.free = TAKEN
-        return best.address
-    best.bytes -= size
-    above = Piece(best.segment, best.address + best.bytes, size, TAKEN)
-    pieces.insert(_place_of(pieces, best.address) + 1, above)
-    return above.address
-
+_FITS = "piece.free and piece.bytes >= size"
+_IS_SPLIT = "rest >= 512 if size <= MIB else rest > MIB"
+_BEST = "min(fitting, key=lambda piece: (piece.bytes, piece.address))"
 
 _TAKE = Exercise(
     id="2.2",
@@ -542,165 +352,77 @@ _TAKE = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Three steps: find all pieces that are free and large enough, choose one of them, and "
-        "decide whether what is left of it is worth a piece of its own.",
-        "min(fitting, key=lambda piece: (piece.bytes, piece.address)) chooses. The rest becomes a "
-        "piece from 512 bytes if size is up to and with 1 MiB, else only above 1 MiB.",
-        "rest = best.bytes - size; if it is worth it: pieces.insert(pieces.index(best) + 1, "
+        "In three steps: find all pieces that are free and large enough, choose one of them, and "
+        "decide whether the rest of it becomes a free piece.",
+        "min(fitting, key=lambda piece: (piece.bytes, piece.address)) chooses. If size is at most "
+        "1 MiB, the rest becomes a piece from 512 bytes on; otherwise only above 1 MiB.",
+        "rest = best.bytes - size; if it becomes a piece: pieces.insert(pieces.index(best) + 1, "
         "Piece(best.segment, best.address + size, rest, free=True)) and best.bytes = size. In any "
-        "case best.free = False, and return best.address; None where nothing fits.",
+        "case best.free = False, and return best.address. Return None if nothing fits.",
     ),
-    reference=_take,
+    reference=take,
     check=_check_take,
-    wrong_answers=(
-        WrongAnswer(
-            _take_but(fits=lambda piece, size: piece.free and piece.bytes > size),
-            "A piece of exactly the right size fits.",
+    wrong_answers=mistakes(
+        "2.2",
+        ("A piece of exactly the right size fits.", ("bytes >= size", "bytes > size")),
+        ("A piece in use cannot be taken: consider free pieces only.", (_FITS, _FITS[15:])),
+        (
+            "Mark the piece as taken, or the next request gets it as well.",
+            ("    best.free = False\n", ""),
         ),
-        WrongAnswer(
-            _take_but(fits=lambda piece, size: piece.bytes >= size),
-            "What is in use already cannot be taken: only free pieces count.",
+        (
+            "Return the address of the piece, not its index.",
+            ("return best.address", "return pieces.index(best)"),
         ),
-        WrongAnswer(_still_free, "Mark the piece as taken, or the next request gets it as well."),
-        WrongAnswer(_place_for_address, "Return the address of the piece, not its place."),
-        WrongAnswer(
-            _take_but(worth=lambda rest, size: False),
-            "Split: without it a request of 512 bytes takes a whole segment.",
+        (
+            "Split the piece: otherwise a request of 512 bytes takes a whole segment.",
+            (_IS_SPLIT, "False"),
         ),
-        WrongAnswer(_from_above, "The request gets the lower part; the rest lies above it."),
-        WrongAnswer(
-            _take_but(worth=lambda rest, size: rest > SMALL_BYTES),
-            "The rule of 1 MiB is the large pool's; a small rest is worth it from 512 bytes.",
+        (
+            "The request gets the lower part; the rest is above it.",
+            ("best.address + size, rest, free=True)", "best.address + rest, size, free=False)"),
+            ("best.bytes = size", "best.bytes = rest\n        return above.address"),
         ),
-        WrongAnswer(
-            _rest_at_the_end,
-            "The list is in the order of addresses: the rest stands right behind its piece.",
+        (
+            "The limit of 1 MiB is for the large pool; in the small one the rest is a piece from "
+            "512 bytes on.",
+            (_IS_SPLIT, "rest > MIB"),
         ),
-        WrongAnswer(
-            _take_but(
-                worth=lambda rest, size: (
-                    rest > (GRANULE_BYTES if size <= SMALL_BYTES else SMALL_BYTES)
-                )
-            ),
-            "A rest of exactly 512 bytes is a piece already.",
+        (
+            "The list is in the order of addresses: insert the rest right behind its piece.",
+            ("pieces.insert(pieces.index(best) + 1, above)", "pieces.append(above)"),
         ),
-        WrongAnswer(
-            _take_but(choose=lambda fitting: fitting[0]),
+        ("A rest of exactly 512 bytes becomes a piece.", ("rest >= 512", "rest > 512")),
+        (
             "This is the first fit; the best fit is the smallest piece that is large enough.",
+            (_BEST, "fitting[0]"),
         ),
-        WrongAnswer(
-            _take_but(choose=lambda fitting: max(fitting, key=_by_size)),
-            "This is the largest piece; it is better kept whole, for a large request.",
+        (
+            "This is the largest piece; keep it whole for a large request.",
+            ("min(fitting", "max(fitting"),
         ),
-        WrongAnswer(
-            _take_but(choose=lambda fitting: min(fitting, key=lambda p: (p.bytes, -p.address))),
-            "Of two pieces of one size, the one with the lower address is taken.",
+        (
+            "Of two pieces of one size, take the one with the lower address.",
+            (", piece.address)", ", -piece.address)"),
         ),
-        WrongAnswer(_rest_in_segment_0, "The rest belongs to the segment that it is cut from."),
-        WrongAnswer(
-            _take_but(worth=lambda rest, size: rest >= GRANULE_BYTES),
-            "Of a large piece, a rest of up to 1 MiB is not split off: it goes with the request.",
+        ("The rest belongs to the segment of its piece.", ("Piece(best.segment", "Piece(0")),
+        (
+            "In the large pool, a rest of at most 1 MiB is not split off: it goes with the "
+            "request.",
+            (_IS_SPLIT, "rest >= 512"),
         ),
-        WrongAnswer(
-            _take_but(
-                worth=lambda rest, size: (
-                    rest >= (GRANULE_BYTES if size <= SMALL_BYTES else SMALL_BYTES)
-                )
-            ),
-            "A large rest of exactly 1 MiB is not split off: it must be more.",
+        (
+            "In the large pool, a rest of exactly 1 MiB is not split off: it must be larger.",
+            ("rest > MIB", "rest >= MIB"),
         ),
-        WrongAnswer(
-            _take_but(
-                worth=lambda rest, size: (
-                    rest >= GRANULE_BYTES if size < SMALL_BYTES else rest > SMALL_BYTES
-                )
-            ),
-            "A block of exactly 1 MiB is still a small one: its rest is a piece from 512 bytes.",
+        (
+            "A block of exactly 1 MiB is small: its rest is a piece from 512 bytes on.",
+            ("size <= MIB", "size < MIB"),
         ),
     ),
 )
 
-
-def _give_back_but(
-    lowers: Callable[[int], tuple[int, ...]] = lambda place: (place, place - 1),
-    may_join: Callable[[Piece, Piece], bool] = lambda one, other: (
-        one.free and other.free and one.segment == other.segment
-    ),
-) -> GiveBack:
-    """The right answer, with other neighbours or another rule for them."""
-
-    def answer(pieces: Pool, address: int) -> None:
-        place = _place_of(pieces, address)
-        pieces[place].free = FREE
-        for lower in lowers(place):
-            if lower >= 0 and lower + 1 < len(pieces):
-                one, other = pieces[lower], pieces[lower + 1]
-                if may_join(one, other):
-                    one.bytes, one.free = one.bytes + other.bytes, FREE
-                    del pieces[lower + 1]
-
-    return answer
-
-
-def _before_the_first(pieces: Pool, address: int) -> None:
-    """Looks at pieces[place - 1] without asking whether there is one."""
-    place = _place_of(pieces, address)
-    here = pieces[place]
-    here.free = FREE
-    if place + 1 < len(pieces):
-        above = pieces[place + 1]
-        if above.free and above.segment == here.segment:
-            here.bytes += above.bytes
-            del pieces[place + 1]
-    below = pieces[place - 1]
-    if below.free and below.segment == here.segment:
-        below.bytes += here.bytes
-        del pieces[place]
-
-
-def _in_a_new_list(pieces: Pool, address: int) -> None:
-    """What is right is assigned to the name alone: the caller's list stays as long as it was."""
-    place = _place_of(pieces, address)
-    pieces[place].free = FREE
-    kept: Pool = []
-    for piece in pieces:
-        last = kept[-1] if kept else None
-        if last and last.free and piece.free and last.segment == piece.segment:
-            last.bytes += piece.bytes
-        else:
-            kept.append(piece)
-    pieces = kept
-
-
-def _remove(pieces: Pool, address: int) -> None:
-    del pieces[_place_of(pieces, address)]
-
-
-def _leave_the_absorbed(pieces: Pool, address: int) -> None:
-    place = _place_of(pieces, address)
-    pieces[place].free = FREE
-    for one, other in ((place, place + 1), (place - 1, place)):
-        if one >= 0 and other < len(pieces):
-            lower, upper = pieces[one], pieces[other]
-            if lower.free and upper.free and lower.segment == upper.segment:
-                lower.bytes += upper.bytes
-
-
-def _forget_the_bytes(pieces: Pool, address: int) -> None:
-    before = {piece.address: piece.bytes for piece in pieces}
-    _give_back(pieces, address)
-    for piece in pieces:
-        piece.bytes = before[piece.address]
-
-
-def _compact(pieces: Pool, address: int) -> None:
-    """Join all that is free in the segment, neighbours or not."""
-    _give_back(pieces, address)
-    segment = next(p.segment for p in pieces if p.address <= address < p.address + p.bytes)
-    first, *others = [piece for piece in pieces if piece.free and piece.segment == segment]
-    first.bytes += sum(piece.bytes for piece in others)
-    pieces[:] = [piece for piece in pieces if all(piece is not other for other in others)]
-
+_JOINS = "one.free and other.free and one.segment == other.segment"
 
 _GIVE_BACK = Exercise(
     id="2.3",
@@ -708,56 +430,58 @@ _GIVE_BACK = Exercise(
     minutes=10,
     difficulty=3,
     hints=(
-        "Find the piece with this address and mark it as free. Then look at its two neighbours in "
-        "the list: which of them may it join?",
-        "A neighbour joins if it is free, too, and of the same segment. Begin with the one above: "
-        "its bytes go to the lower piece, and it leaves the list. Then do the same with the one "
+        "Find the piece with this address and mark it as free. With which of its two neighbours in "
+        "the list does it merge?",
+        "A neighbour merges if it is free and in the same segment. Begin with the one above: add "
+        "its bytes to the lower piece, and delete it from the list. Then do the same with the one "
         "below.",
         "for i in (place, place - 1): one, other = pieces[i], pieces[i + 1] are the two that may "
-        "join, where i is no index below 0 and i + 1 is one of the list. To join them: one.bytes "
-        "+= other.bytes and del pieces[i + 1]. Which conditions have to hold before?",
+        "merge, if i is at least 0 and i + 1 is in the list. To merge them: one.bytes += "
+        "other.bytes and del pieces[i + 1]. Which conditions must hold before?",
     ),
-    reference=_give_back,
+    reference=give_back,
     check=_check_give_back,
-    wrong_answers=(
-        WrongAnswer(
-            lambda pieces, address: None, "The piece is still in use: mark it as free first."
+    wrong_answers=mistakes(
+        "2.3",
+        ("The piece is still in use: mark it as free first.", body("give_back", "return None")),
+        (
+            "Keep a free piece in the list: the driver has not got it back.",
+            ("pieces[place].free = True", "pieces.pop(place)"),
+            ("(place, place - 1)", "()"),
         ),
-        WrongAnswer(_remove, "A free piece stays in the list: the driver has not got it back."),
-        WrongAnswer(
-            _give_back_but(may_join=lambda one, other: one.segment == other.segment),
-            "A neighbour in use cannot be joined: somebody's numbers are in it.",
+        (
+            "A neighbour in use cannot merge: its memory holds a tensor.",
+            (_JOINS, "one.segment == other.segment"),
         ),
-        WrongAnswer(
-            _give_back_but(lowers=lambda place: ()),
-            "Without merging, memory only ever gets cut smaller.",
+        (
+            "Merge the piece with its neighbours: otherwise pieces only get smaller.",
+            ("(place, place - 1)", "()"),
         ),
-        WrongAnswer(
-            _give_back_but(lowers=lambda place: (place - 1,)),
-            "The piece above may be free, too: join it.",
+        (
+            "The piece above may be free, too: merge with it.",
+            ("(place, place - 1)", "(place - 1,)"),
         ),
-        WrongAnswer(
-            _give_back_but(lowers=lambda place: (place,)),
-            "The piece below may be free, too: join it.",
+        ("The piece below may be free, too: merge with it.", ("(place, place - 1)", "(place,)")),
+        (
+            "Delete the upper piece from the list, or its bytes count twice.",
+            ("del pieces[i + 1]", "pass"),
         ),
-        WrongAnswer(
-            _leave_the_absorbed, "What was joined leaves the list, or its bytes are there twice."
+        (
+            "Add the bytes of the upper piece to the lower one.",
+            ("one.bytes += other.bytes", "pass"),
         ),
-        WrongAnswer(_forget_the_bytes, "The lower piece takes over the bytes of the upper one."),
-        WrongAnswer(
-            _compact,
-            "Only neighbours join: what is in use between two free pieces cannot be moved.",
+        (
+            "Two segments never merge, even if their addresses are consecutive: the driver gave "
+            "them one by one.",
+            (_JOINS, "one.free and other.free"),
         ),
-        WrongAnswer(
-            _give_back_but(may_join=lambda one, other: one.free and other.free),
-            "Two segments never join, even where their addresses meet: the driver gave two.",
+        (
+            "Before the first piece there is none: pieces[-1] is the last.",
+            ("i >= 0 and i + 1 < len(pieces)", "i + 1 < len(pieces)"),
         ),
-        WrongAnswer(
-            _before_the_first, "Before the first piece there is none: pieces[-1] is the last."
-        ),
-        WrongAnswer(
-            _in_a_new_list,
-            "Assigning the name changes nothing outside: use pieces[:] = … or del.",
+        (
+            "The caller's list stays as it was: change it with pieces[:] = … or del.",
+            ("    place =", "    pieces = list(pieces)\n    place ="),
         ),
     ),
 )
@@ -765,276 +489,109 @@ _GIVE_BACK = Exercise(
 # ------------------------------------------------------------------ 2.4: the leak
 
 Leaks = dict[str, int]
-Diagnose = Callable[[list[Trace]], Leaks]
+FindLeaks = Callable[[list[Trace]], Leaks]
+leaks = solution("2.4")
 
 
-class _Run:
-    """Writes the traces of a run's epochs by hand."""
-
-    def __init__(self) -> None:
-        self.epochs: list[Trace] = []
-        self._births = 0
-        self._held: dict[int, Event] = {}
-        self._events: list[Event] = []
-        self._reserved_bytes = 0
-
-    def take(self, line: str, size: int, category: str = "activations") -> int:
-        self._births += 1
-        event = Event(size, self._births, category, "aten.mul", "", "forward", "uint8", (), line)
-        self._held[self._births] = event
-        self._events.append(event)
-        return self._births
-
-    def drop(self, *storages: int) -> None:
-        for storage in storages:
-            event = self._held.pop(storage)
-            self._events.append(event._replace(bytes=-event.bytes))
-
-    def end(self) -> None:
-        """The epoch is over; what is alive now was there before the next."""
-        trace = Trace(tuple(self._events))
-        self._reserved_bytes = max(self._reserved_bytes, 2 * trace.peak_bytes)
-        memory = DeviceMemory(reserved_peak_bytes=self._reserved_bytes)
-        self.epochs.append(replace(trace, memory=memory))
-        self._events = [event._replace(phase="before") for event in self._held.values()]
+EVER = 1_000  # epochs
 
 
-def _that_keeps(run: _Run, epoch: int) -> None:
-    for _ in range(2):
-        run.take("log.py:7 note", 50)
+class _Allocation(NamedTuple):
+    """A tensor that some epochs allocate, and how many epochs later it is freed."""
+
+    line: str
+    bytes: int
+    epochs: Sequence[int] = range(EVER)
+    lives: int = EVER
+    category: str = "activations"
 
 
-def _that_keeps_nothing(run: _Run, epoch: int) -> None:
-    run.drop(run.take("net.py:3 forward", 5_000))
-
-
-class _Gradients:
-    """Thrown away and made anew in each epoch."""
-
-    def __init__(self) -> None:
-        self.last: list[int] = []
-
-    def __call__(self, run: _Run, epoch: int) -> None:
-        run.drop(*self.last)
-        self.last = [run.take("train.py:9 step", 300, "gradients")]
-
-
-def _with_adam(run: _Run, epoch: int) -> None:
-    if epoch == 0:
-        run.take("train.py:10 step", 8_000, "optimizer_state")
-    _that_keeps_nothing(run, epoch)
-
-
-def _with_a_table(run: _Run, epoch: int) -> None:
-    if epoch < 3:
-        run.take("net.py:5 table", 700)
-    _that_keeps_nothing(run, epoch)
-
-
-def _with_two_leaks(run: _Run, epoch: int) -> None:
-    _with_a_table(run, epoch)
-    run.take("hook.py:2 watch", 3)
-    run.take("log.py:7 note", 60)
-
-
-def _with_longer_text(run: _Run, epoch: int) -> None:
-    run.drop(run.take("net.py:3 forward", 1_000 + 100 * epoch))
-
-
-def _that_validates_at_times(run: _Run, epoch: int) -> None:
-    if epoch % 2:
-        run.take("valid.py:4 score", 64)
-
-
-def _that_starts_late(run: _Run, epoch: int) -> None:
-    if epoch > 4:
-        run.take("late.py:8 keep", 90)
-
-
-class _Shrinking:
-    """One line gives back what another takes."""
-
-    def __init__(self) -> None:
-        self.left: list[int] = []
-
-    def __call__(self, run: _Run, epoch: int) -> None:
-        if epoch == 0:
-            self.left = [run.take("data.py:6 load", 50) for _ in range(9)]
-        run.drop(self.left.pop())
-        run.take("log.py:7 note", 50)
-
-
-def _traces(epoch_of: Callable[[_Run, int], None], epochs: int = 8) -> list[Trace]:
-    run = _Run()
-    run.take("net.py:1 build", 4_000, "parameters")
+def _traces(*allocations: _Allocation, epochs: int = 8) -> list[Trace]:
+    """The trace of each epoch of a run."""
+    allocations = (_Allocation("net.py:1 build", 4_000, (0,), category="parameters"), *allocations)
+    births, traces = count(1), []
+    held: dict[int, tuple[Event, int]] = {}  # by storage: the event, and the epoch that frees it
     for epoch in range(epochs):
-        epoch_of(run, epoch)
-        run.end()
-    return run.epochs
+        events = [event._replace(phase="before") for event, _ in held.values()]
+        for line, size, when, lives, category in allocations:
+            if epoch in when:
+                birth, rest = next(births), ("aten.mul", "", "forward", "uint8", (), line)
+                event = Event(size, birth, category, *rest)
+                events.append(event)
+                held[birth] = event, epoch + lives
+        for storage in [storage for storage, (_, last) in held.items() if last <= epoch]:
+            event, _ = held.pop(storage)
+            events.append(event._replace(bytes=-event.bytes))
+        traces.append(Trace(tuple(events)))
+    return traces
 
+
+_FORWARD = _Allocation("net.py:3 forward", 5_000, lives=0)
+_TABLE = _Allocation("net.py:5 table", 700, range(3))
+_NOTE = _Allocation("log.py:7 note", 50)
+_WATCH = _Allocation("hook.py:2 watch", 3, category="optimizer_state")
 
 _LEAK_CASES: dict[str, tuple[list[Trace], Leaks]] = {
-    "a run that keeps two tensors of 50 bytes an epoch": (
-        _traces(_that_keeps, 6),
+    "a run that keeps two tensors of 50 bytes per epoch": (
+        _traces(_NOTE, _NOTE, epochs=6),
         {"log.py:7 note": 100},
     ),
-    "a run that keeps nothing": (_traces(_that_keeps_nothing), {}),
-    "a run whose gradients are made anew": (_traces(_Gradients()), {}),
-    "a run whose optimizer makes its state": (_traces(_with_adam), {}),
-    "a run with a table that is full after three epochs": (_traces(_with_a_table), {}),
-    "a run whose text gets longer": (_traces(_with_longer_text), {}),
+    "a run that keeps nothing": (_traces(_FORWARD), {}),
+    "a run with new gradients in each epoch": (
+        _traces(_Allocation("train.py:9 step", 300, lives=1, category="gradients")),
+        {},
+    ),
+    "a run that makes Adam's state": (
+        _traces(_FORWARD, _Allocation("train.py:10 step", 8_000, (0,), EVER, "optimizer_state")),
+        {},
+    ),
+    "a run with a table that is full after three epochs": (_traces(_FORWARD, _TABLE), {}),
+    "a run with longer text in each epoch": (
+        _traces(*(_FORWARD._replace(bytes=1_000 + 100 * n, epochs=(n,)) for n in range(8))),
+        {},
+    ),
     "a run that validates every second epoch": (
-        _traces(_that_validates_at_times, 6),
+        _traces(_Allocation("valid.py:4 score", 64, (1, 3, 5)), epochs=6),
         {"valid.py:4 score": 32},
     ),
     "a run with two leaks and a table": (
-        _traces(_with_two_leaks, 7),
+        _traces(_FORWARD, _TABLE, _WATCH, _NOTE._replace(bytes=60), epochs=7),
         {"log.py:7 note": 60, "hook.py:2 watch": 3},
     ),
-    "a run with a line that is new since the middle": (
-        _traces(_that_starts_late),
+    "a run with a line that is new after the middle": (
+        _traces(_Allocation("late.py:8 keep", 90, range(5, 8))),
         {"late.py:8 keep": 90},
     ),
-    "a run that gives back as much as it takes": (_traces(_Shrinking()), {"log.py:7 note": 50}),
+    "a run that frees as many bytes as it leaks": (
+        _traces(_NOTE, *(_Allocation("data.py:6 load", 50, (0,), n) for n in range(9))),
+        {"log.py:7 note": 50},
+    ),
 }
 
 
-def _leaks(epochs: list[Trace]) -> Leaks:
-    middle = len(epochs) // 2
-    return _growth(epochs[middle], epochs[-1], len(epochs) - 1 - middle)
-
-
-def _growth(earlier: Trace, later: Trace, epochs: int) -> Leaks:
-    before, after = _by_line(earlier), _by_line(later)
-    grown = {line: after[line] - before[line] for line in after}
-    return {line: size // epochs for line, size in grown.items() if size > 0}
-
-
-def _by_line(trace: Trace) -> "Counter[str]":
-    sums: Counter[str] = Counter()
-    for event in trace.alive():
-        sums[str(event.line)] += event.bytes
-    return sums
-
-
-def _check_leaks(answer: Diagnose) -> str:
+def _check_leaks(answer: FindLeaks) -> str:
     for name, (epochs, wanted) in _LEAK_CASES.items():
-        got = answer(list(epochs))
-        equal(f"leaks of {name}", _whole(got) if isinstance(got, dict) else got, wanted)
+        passed = list(epochs)
+        with unchanged(f"leaks of {name}", epochs=passed):
+            got = answer(passed)
+        equal(f"leaks of {name}", _as_integers(got) if isinstance(got, dict) else got, wanted)
     return f"{len(_LEAK_CASES)} runs, each line and byte"
 
 
-def _whole(got: dict[Any, Any]) -> dict[Any, Any]:
-    """100.0 bytes are 100: who divided by / has found the leak."""
+def _as_integers(got: dict[Any, Any]) -> dict[Any, Any]:
+    """With 100.0 bytes as 100: an answer may divide by /."""
     return {
         line: int(size) if isinstance(size, float) and size.is_integer() else size
         for line, size in got.items()
     }
 
 
-def _from_the_first(epochs: list[Trace]) -> Leaks:
-    return _growth(epochs[0], epochs[-1], len(epochs) - 1)
-
-
-def _from_the_first_of_all(epochs: list[Trace]) -> Leaks:
-    return _growth(epochs[0], epochs[-1], len(epochs))
-
-
-def _last_tensor_of_a_line(epochs: list[Trace]) -> Leaks:
-    middle = len(epochs) // 2
-    before, after = (
-        {str(event.line): event.bytes for event in epochs[place].alive()} for place in (middle, -1)
-    )
-    grown = {line: after[line] - before.get(line, 0) for line in after}
-    return {line: size // (len(epochs) - 1 - middle) for line, size in grown.items() if size > 0}
-
-
-def _other_events(epochs: list[Trace]) -> Leaks:
-    middle = len(epochs) // 2
-    new = Trace(tuple(set(epochs[-1].alive()) - set(epochs[middle].alive())))
-    return {line: size // (len(epochs) - 1 - middle) for line, size in _by_line(new).items()}
-
-
-def _known_in_the_middle(epochs: list[Trace]) -> Leaks:
-    known = _by_line(epochs[len(epochs) // 2])
-    return {line: size for line, size in _leaks(epochs).items() if line in known}
-
-
-def _the_last_two(epochs: list[Trace]) -> Leaks:
-    return _growth(epochs[-2], epochs[-1], 1)
-
-
-def _in_all(epochs: list[Trace]) -> Leaks:
-    return _growth(epochs[len(epochs) // 2], epochs[-1], 1)
-
-
-def _of_all_epochs(epochs: list[Trace]) -> Leaks:
-    return _growth(epochs[len(epochs) // 2], epochs[-1], len(epochs))
-
-
-def _of_the_half(epochs: list[Trace]) -> Leaks:
-    return _growth(epochs[len(epochs) // 2], epochs[-1], len(epochs) // 2)
-
-
-def _everything_alive(epochs: list[Trace]) -> Leaks:
-    return {line: size // len(epochs) for line, size in _by_line(epochs[-1]).items()}
-
-
-def _with_zeros(epochs: list[Trace]) -> Leaks:
-    return {line: _leaks(epochs).get(line, 0) for line in _by_line(epochs[-1])}
-
-
-def _with_falls(epochs: list[Trace]) -> Leaks:
-    middle = len(epochs) // 2
-    before, after = _by_line(epochs[middle]), _by_line(epochs[-1])
-    grown = {line: after[line] - before[line] for line in before | after}
-    return {line: size // (len(epochs) - 1 - middle) for line, size in grown.items() if size}
-
-
-def _in_one_sum(epochs: list[Trace]) -> int:
-    return sum(_leaks(epochs).values())
-
-
-def _tensors(epochs: list[Trace]) -> Leaks:
-    ones = [Trace(tuple(e._replace(bytes=1) for e in epoch.alive())) for epoch in epochs]
-    return _leaks(ones)
-
-
-def _by_kind(epochs: list[Trace]) -> Leaks:
-    named = [Trace(tuple(e._replace(line=e.category) for e in t.alive())) for t in epochs]
-    return _leaks(named)
-
-
-def _births(epochs: list[Trace]) -> Leaks:
-    sums: Counter[str] = Counter()
-    for event in epochs[-1].events:
-        if event.bytes > 0 and event.phase != "before":
-            sums[str(event.line)] += event.bytes
-    return dict(sums)
-
-
-def _new_storages(epochs: list[Trace]) -> Leaks:
-    middle = len(epochs) // 2
-    known = {event.storage for event in epochs[middle].alive()}
-    new = Trace(tuple(e for e in epochs[-1].alive() if e.storage not in known))
-    return {line: size // (len(epochs) - 1 - middle) for line, size in _by_line(new).items()}
-
-
-def _at_the_peak(epochs: list[Trace]) -> Leaks:
-    return _leaks([Trace(tuple(epoch.alive(epoch.peak_position))) for epoch in epochs])
-
-
-def _of_the_cache(epochs: list[Trace]) -> Leaks:
-    middle = len(epochs) // 2
-    grown = epochs[-1].memory.reserved_peak_bytes - epochs[middle].memory.reserved_peak_bytes
-    return {"reserved": grown // (len(epochs) - 1 - middle)} if grown else {}
-
-
-def _only_the_largest(epochs: list[Trace]) -> Leaks:
-    found = _leaks(epochs)
-    largest = max(found, key=lambda line: found[line], default=None)
-    return {} if largest is None else {largest: found[largest]}
-
+_MIDDLE = "middle = len(epochs) // 2"
+_BETWEEN = "between = len(epochs) - 1 - middle"
+_ALIVE = "for event in epoch.alive():"
+_ALLOCATED = "[e for e in epoch.events if e.bytes > 0 and e.phase != 'before']"
+_NEW = "(e for e in epoch.alive() if sums is after and e.storage not in known)"
+_ONE_SUM = "sum(size // between for size in grown.values() if size > 0)"
 
 _LEAKS = Exercise(
     id="2.4",
@@ -1042,84 +599,90 @@ _LEAKS = Exercise(
     minutes=12,
     difficulty=3,
     hints=(
-        "What is alive at the end of two epochs, summed by line: a leak is a line whose sum went "
-        "up, whatever the tensors are.",
-        "Sum event.bytes by event.line over epochs[len(epochs) // 2].alive(), and the same over "
-        "epochs[-1].alive(). Their difference, line by line, came about in "
+        "Sum what is alive at the end of two epochs, line by line: a line leaks if its sum grew, "
+        "whatever the tensors are.",
+        "Sum event.bytes by event.line over epochs[len(epochs) // 2].alive(), and over "
+        "epochs[-1].alive(). The difference of the two sums grew in "
         "len(epochs) - 1 - len(epochs) // 2 epochs.",
-        "A collections.Counter has 0 for a line that it never saw: for event in "
-        "epochs[-1].alive(): after[event.line] += event.bytes, and the same for `before`. What is "
-        "left is one dictionary: the lines of `after` that grew, and by how much in an epoch.",
+        "A collections.Counter has 0 for a line that it does not know: for event in "
+        "epochs[-1].alive(): after[event.line] += event.bytes, and the same for `before`. Then "
+        "build one dictionary: the lines of `after` that grew, and by how much per epoch.",
     ),
-    reference=_leaks,
+    reference=leaks,
     check=_check_leaks,
-    wrong_answers=(
-        WrongAnswer(_in_one_sum, "One number for all says nothing of where: a dictionary by line."),
-        WrongAnswer(_by_kind, "The category says what it is; the line says who keeps it."),
-        WrongAnswer(
-            _of_the_cache,
-            "Reserved bytes are the allocator's cache, which grows without any leak: look at what "
-            "is alive.",
+    wrong_answers=mistakes(
+        "2.4",
+        (
+            "One sum does not say where the leak is: return a dictionary by line.",
+            body("leaks", "return sum(event.bytes for event in epochs[-1].alive())"),
         ),
-        WrongAnswer(_tensors, "These are tensors, counted; wanted are their bytes."),
-        WrongAnswer(_everything_alive, "What is alive is no leak: what grows is."),
-        WrongAnswer(
-            _in_all, "This is the growth of all epochs in between: divide by their number."
+        (
+            "The category says which kind of tensor it is; the line says where it was made.",
+            ("event.line", "event.category"),
         ),
-        WrongAnswer(
-            _of_all_epochs, "Divide by the epochs between the two that you compare, not by all."
+        ("This counts tensors; wanted their bytes.", ("+ event.bytes", "+ 1")),
+        (
+            "Not everything alive is a leak: only what grows.",
+            ("after[line] - before.get(line, 0)", "after[line]"),
         ),
-        WrongAnswer(
-            _of_the_half,
-            "From the middle to the last are len(epochs) - 1 - len(epochs) // 2 epochs.",
+        (
+            "This is the growth of all epochs in between: divide by their number.",
+            ("size // between", "size"),
         ),
-        WrongAnswer(_with_zeros, "A line that does not grow is no leak: leave it out."),
-        WrongAnswer(
-            _births,
-            "What is made and freed again in an epoch is no leak: look at what is alive after it.",
+        (
+            "Divide by the number of epochs between the two that you compare, not by all.",
+            (_BETWEEN, "between = len(epochs)"),
         ),
-        WrongAnswer(
-            _new_storages,
-            "Gradients are new tensors in every step, and no more of them: compare sums, line by "
-            "line, not tensors.",
+        (
+            "From the middle to the last there are len(epochs) - 1 - len(epochs) // 2 epochs.",
+            (_BETWEEN, "between = len(epochs) // 2"),
         ),
-        WrongAnswer(
-            _from_the_first,
-            "The first epochs fill what is then full (Adam's state, tables): begin in the middle.",
+        ("Leave out lines that do not grow.", (" if size > 0", "")),
+        (
+            "Memory that an epoch allocates and frees is no leak: look at what is alive after it.",
+            ("after[line] - before.get(line, 0)", "after[line]"),
+            ("epoch.alive()", _ALLOCATED),
         ),
-        WrongAnswer(
-            _at_the_peak, "A longer text has a higher peak and leaves nothing: look at the end."
+        (
+            "Gradients are new tensors in every step, but not more of them: compare sums by line, "
+            "not tensors.",
+            (_MIDDLE, f"{_MIDDLE}\n    known = {{e.storage for e in epochs[middle].alive()}}"),
+            ("epoch.alive()", _NEW),
         ),
-        WrongAnswer(
-            _the_last_two,
-            "The last epoch alone may have what others have not, or the other way round: compare "
-            "with the middle.",
+        (
+            "The first epochs fill Adam's state and tables: begin in the middle.",
+            (_MIDDLE, "middle = 0"),
         ),
-        WrongAnswer(_only_the_largest, "There may be more than one leak: each line that grows."),
-        WrongAnswer(_with_falls, "A line that gives something back is no leak: leave it out."),
-        WrongAnswer(
-            _last_tensor_of_a_line,
-            "A line has several tensors, and a dictionary keeps the last one put in: sum them.",
+        (
+            "A longer text has a higher peak and leaves nothing: look at the end of an epoch.",
+            ("epoch.alive()", "epoch.alive(epoch.peak_position)"),
         ),
-        WrongAnswer(
-            _other_events,
-            "A tensor that was there before is another event (its phase differs): compare sums of "
-            "bytes, not sets of events.",
+        (
+            "Two epochs in a row may differ by chance: compare the last with the middle.",
+            (_MIDDLE, "middle = len(epochs) - 2"),
         ),
-        WrongAnswer(
-            _from_the_first_of_all,
-            "Two things at once: compare with the middle, not with the first, and divide by the "
-            "epochs from there to the last.",
+        (
+            "There may be several leaks: return every line that grows.",
+            (
+                "    return {",
+                "    grown = dict([max(grown.items(), key=lambda item: item[1])])\n    return {",
+            ),
         ),
-        WrongAnswer(
-            _known_in_the_middle,
-            "A line may be new since the middle: go through the last epoch's lines, and take 0 for "
-            "what the middle has not.",
+        ("A line that shrinks is no leak: leave it out.", (" if size > 0", " if size")),
+        (
+            "A line can have several tensors, and a dictionary keeps the last value of a key: sum "
+            "them.",
+            ("sums.get(event.line, 0) + event.bytes", "event.bytes"),
+        ),
+        (
+            "A line may be new after the middle: go through the lines of the last epoch, and take "
+            "0 for a line that the middle does not have.",
+            ("for line in after}", "for line in after if line in before}"),
         ),
     ),
 )
 
-# ------------------------------------------------------------------ 2.5: mended
+# ------------------------------------------------------------------ 2.5: mend it
 
 Batch = tuple[Tensor, Tensor]
 Notes = dict[str, Any]
@@ -1128,15 +691,7 @@ TrainEpoch = Callable[
 ]
 EPOCHS = 4
 FEW, MANY = 2, 6  # batches in an epoch
-SCALARS_BYTES = 16  # of numbers that a batch may leave until its epoch's end; no tensor fits in
-
-
-def _soften(targets: Tensor) -> Tensor:
-    return 0.9 * F.one_hot(targets, 256) + 0.1 / 256
-
-
-def _new_notes() -> Notes:
-    return {"losses": [], "scales": [], "soft": {}}
+SCALARS_BYTES = 16  # that a batch may leave until its epoch's end: less than any tensor
 
 
 def _new_training() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -1145,16 +700,20 @@ def _new_training() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
 
 
+def _new_notes() -> Notes:
+    return {"losses": [], "scales": [], "soft": {}}
+
+
 def _text(batches: int, seed: int) -> list[Batch]:
-    """Batches of their own in each epoch, as a loader gives them."""
-    numbers = torch.Generator().manual_seed(seed)
-    text = torch.randint(256, (batches, 4, 17), generator=numbers)
+    """New batches in each epoch, as from a loader."""
+    drawn = torch.Generator().manual_seed(seed)
+    text = torch.randint(256, (batches, 4, 17), generator=drawn)
     return [(part[:, :-1].clone(), part[:, 1:].clone()) for part in text]
 
 
 @dataclass(frozen=True)
-class _Trained:
-    """What came of a few epochs."""
+class _EpochResults:
+    """What a few epochs leave."""
 
     notes: Notes
     weights: list[Tensor]
@@ -1162,7 +721,7 @@ class _Trained:
     hooks: int
 
 
-def _trained(answer: TrainEpoch, epochs: int = EPOCHS, batches: int = FEW) -> _Trained:
+def _trained(answer: TrainEpoch, epochs: int = EPOCHS, batches: int = FEW) -> _EpochResults:
     model, optimizer = _new_training()
     held_out, notes, traces = _text(batches, seed=100), _new_notes(), []
     for epoch in range(epochs):
@@ -1170,12 +729,38 @@ def _trained(answer: TrainEpoch, epochs: int = EPOCHS, batches: int = FEW) -> _T
         step = partial(answer, model, optimizer, training, held_out, notes)
         traces.append(measure(step, model=model, optimizer=optimizer))
     weights = [weight.detach().clone() for weight in model.parameters()]
-    return _Trained(notes, weights, traces, sum(len(m._forward_hooks) for m in model.modules()))
+    hooks = sum(len(module._forward_hooks) for module in model.modules())
+    return _EpochResults(notes, weights, traces, hooks)
+
+
+@cache
+def _wanted() -> _EpochResults:
+    return _trained(solution("2.5"))
+
+
+def _check_train_epoch(answer: TrainEpoch) -> str:
+    got = _trained(answer)
+    alive = [trace.live_bytes for trace in got.traces]
+    require(
+        len(set(alive[1:])) == 1,
+        f"train_epoch leaves {', '.join(f'{size:,}' for size in alive)} bytes alive after epochs "
+        f"1 to {EPOCHS}; wanted the same after each from the second on. The largest growth in the "
+        f"last epoch is {_largest_growth(got.traces)}.",
+    )
+    require(
+        got.hooks == 0,
+        f"train_epoch leaves {got.hooks} hooks on the model after {EPOCHS} epochs; wanted none.",
+    )
+    _require_same_results(got, _wanted())
+    _require_all_else_unchanged(answer)
+    _require_nothing_piles_up(answer)
+    return f"{alive[-1]:,} bytes alive after each epoch · losses, scales and weights as before"
 
 
 def _require_all_else_unchanged(answer: TrainEpoch) -> None:
-    """The mode, and hooks that others have put there, beside its own of which none may stay."""
+    """The mode of each module, the optimizer's settings, and hooks of others."""
     model, optimizer = _new_training()
+    model[1].eval()
     for module in model:
         module.register_forward_hook(lambda module, args, output: None)
     text = _text(FEW, seed=7)
@@ -1185,192 +770,96 @@ def _require_all_else_unchanged(answer: TrainEpoch) -> None:
         answer(model, optimizer, text, text, _new_notes())
 
 
-@cache
-def _wanted() -> _Trained:
-    return _trained(_mended)
-
-
-def _check_train_epoch(answer: TrainEpoch) -> str:
-    got = _trained(answer)
-    alive = [trace.live_bytes for trace in got.traces]
-    require(
-        len(set(alive[1:])) == 1,
-        f"train_epoch leaves {', '.join(f'{size:,}' for size in alive)} bytes alive after epochs "
-        f"1 to {EPOCHS}; wanted the same after each from the second on. Of what the last one adds, "
-        f"the largest is {_largest_growth(got.traces)}.",
-    )
-    require(
-        got.hooks == 0,
-        f"train_epoch leaves {got.hooks} hooks on the model after {EPOCHS} epochs; wanted none.",
-    )
-    _same_results(got, _wanted())
-    _require_all_else_unchanged(answer)
+def _require_nothing_piles_up(answer: TrainEpoch) -> None:
+    """A longer epoch may have a higher peak by its text alone."""
     few, many = (_trained(answer, 2, batches).traces[-1] for batches in (FEW, MANY))
     higher = many.peak_bytes - few.peak_bytes
     inputs = _input_bytes(MANY) - _input_bytes(FEW)
     require(
         higher <= inputs + SCALARS_BYTES * (MANY - FEW),
         f"an epoch of {MANY} batches peaks {higher:,} bytes above one of {FEW}; wanted the "
-        f"{inputs:,} bytes that its text has more: nothing may pile up within it. Of what does, "
-        f"the largest is {_largest_growth([_made_by_peak(few), _made_by_peak(many)])}.",
+        f"{inputs:,} bytes of its longer text: nothing may pile up within an epoch. The largest "
+        f"growth is {_largest_growth([_made_by_peak(few), _made_by_peak(many)])}.",
     )
-    return f"{alive[-1]:,} bytes alive after each epoch · losses, scales and weights as before"
 
 
 def _largest_growth(traces: list[Trace]) -> str:
-    """Of what the last of the traces has more: how many, of which shape, and what made them."""
-    for kind, count in traces[-2].diff(traces[-1]).rows:
-        if count > 0:
+    """Number, shape and operator of the tensors that the last trace has more."""
+    for kind, number in traces[-2].diff(traces[-1]).rows:
+        if number > 0:
             shape = "×".join(map(str, kind.shape)) or "scalar"
-            return f"{count} × {shape} {kind.dtype}, made by {kind.operator}"
-    return "nothing: the epoch before it left more"
+            return f"{number} × {shape} {kind.dtype}, made by {kind.operator}"
+    return "none: the epoch before it left more"
 
 
 def _made_by_peak(trace: Trace) -> Trace:
-    """What is alive at the peak, and was not handed over: no operator has made the text."""
+    """Tensors alive at the peak that an operator made, unlike the text."""
     return Trace(tuple(event for event in trace.alive(trace.peak_position) if event.operator))
 
 
 def _input_bytes(batches: int) -> int:
-    """Of the text that an epoch is handed: for training, and held out."""
+    """Bytes of an epoch's text, for training and held out."""
     return 2 * sum(tensor.nbytes for batch in _text(batches, 0) for tensor in batch)
 
 
-def _same_results(got: _Trained, wanted: _Trained) -> None:
-    """What is noted and learnt must be what the leaking loop notes and learns."""
+def _require_same_results(got: _EpochResults, wanted: _EpochResults) -> None:
+    """Notes and weights of the leaking loop."""
     for name in ("losses", "scales"):
-        numbers = _numbers(got.notes.get(name))
+        values, right = _floats(got.notes.get(name)), wanted.notes[name]
         require(
-            numbers is not None and len(numbers) == len(wanted.notes[name]),
-            f'notes["{name}"] has {_how_many(numbers)} after {EPOCHS} epochs; wanted '
-            f"{len(wanted.notes[name])}, of all epochs.",
+            values is not None and len(values) == len(right),
+            f'notes["{name}"] has {_how_many(values)} after {EPOCHS} epochs; wanted {len(right)}, '
+            f"of all epochs.",
         )
-        difference = max(abs(a - b) for a, b in zip(numbers, wanted.notes[name], strict=True))
+        difference = max(abs(a - b) for a, b in zip(values, right, strict=True))
         require(
             difference <= 1e-5,
-            f'notes["{name}"] ends with {numbers[-1]:.4f}; wanted {wanted.notes[name][-1]:.4f}, '
-            f"as before the repair.",
+            f'notes["{name}"] ends with {values[-1]:.4f}; wanted {right[-1]:.4f}, as before the '
+            f"repair.",
         )
-    difference = max(
-        (a - b).abs().max().item() for a, b in zip(got.weights, wanted.weights, strict=True)
+    pairs = zip(got.weights, wanted.weights, strict=True)
+    difference = max((a - b).abs().max().item() for a, b in pairs)
+    require(
+        difference <= 1e-5,
+        f"the trained weights differ by {difference:.4f}; wanted the same as before the repair.",
     )
-    require(difference <= 1e-5, f"the weights learnt differ by {difference:.4f}; wanted the same.")
 
 
-def _numbers(noted: Any) -> list[float] | None:
+def _floats(noted: Any) -> list[float] | None:
     try:
         return [float(n.detach() if isinstance(n, Tensor) else n) for n in noted]
     except (TypeError, ValueError):
         return None
 
 
-def _how_many(numbers: list[float] | None) -> str:
-    if numbers is None:
-        return "what are no numbers"
-    return f"{len(numbers)} number{'s' if len(numbers) != 1 else ''}"
+def _how_many(values: list[float] | None) -> str:
+    if values is None:
+        return "something else than numbers"
+    return f"{len(values)} number{'s' if len(values) != 1 else ''}"
 
 
-# What follows is one loop with places where it can be right or wrong.
-
-
-def _note_number(losses: list[Any], loss: Tensor) -> None:
-    losses.append(loss.item())
-
-
-def _note_tensor(losses: list[Any], loss: Tensor) -> None:
-    losses.append(loss.detach())
-
-
-def _note_graph(losses: list[Any], loss: Tensor) -> None:
-    losses.append(loss)
-
-
-def _soft_anew(soft: dict[Any, Tensor], targets: Tensor) -> Tensor:
-    return _soften(targets)
-
-
-def _soft_by(key: Callable[[Tensor], Any]) -> Callable[[dict[Any, Tensor], Tensor], Tensor]:
-    def find(soft: dict[Any, Tensor], targets: Tensor) -> Tensor:
-        if key(targets) not in soft:
-            soft[key(targets)] = _soften(targets)
-        return soft[key(targets)]
-
-    return find
-
-
-_soft_by_tensor = _soft_by(lambda targets: targets)
-
-
-def _hard(soft: dict[Any, Tensor], targets: Tensor) -> Tensor:
-    return F.one_hot(targets, 256).float()
-
-
-def _scale(output: Tensor) -> float:
-    return output.detach().abs().mean().item()
-
-
-def _train_epoch_but(
-    note: Callable[[list[Any], Tensor], None] = _note_number,
-    soft_targets: Callable[[dict[Any, Tensor], Tensor], Tensor] = _soft_anew,
-    of_output: Callable[[Tensor], Any] = _scale,
-    remove_hook: str = "after training",
-    at_the_end: Callable[[Notes], None] = lambda notes: None,
-) -> TrainEpoch:
-    def train_epoch(
-        model: nn.Sequential,
-        optimizer: torch.optim.Optimizer,
-        training: Sequence[Batch],
-        held_out: Sequence[Batch],
-        notes: Notes,
-    ) -> None:
-        seen: list[Any] = []
-        hook = model[2].register_forward_hook(
-            lambda module, args, output: seen.append(of_output(output))
-        )
-        for tokens, targets in training:
-            optimizer.zero_grad()
-            soft = soft_targets(notes["soft"], targets)
-            F.cross_entropy(model(tokens).mT, soft.mT).backward()
-            optimizer.step()
-        if remove_hook == "after training":
-            hook.remove()
-        if remove_hook != "after validation":
-            notes["scales"].append(_mean(seen))
-        for tokens, targets in held_out:
-            note(notes["losses"], F.cross_entropy(model(tokens).mT, targets))
-        if remove_hook == "after validation":
-            hook.remove()
-            notes["scales"].append(_mean(seen))
-        at_the_end(notes)
-
-    return train_epoch
-
-
-def _mean(seen: list[Any]) -> float:
-    scales = [_scale(part) if isinstance(part, Tensor) else part for part in seen]
-    return sum(scales) / len(scales) if scales else 0.0
-
-
-_mended = _train_epoch_but()
-
-
-def _clean_up(notes: Notes) -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _clear_cache(notes: Notes) -> None:
-    notes["soft"].clear()
-
-
-def _losses_as_numbers(notes: Notes) -> None:
-    losses = notes["losses"]
-    losses[:] = [loss.item() if isinstance(loss, Tensor) else loss for loss in losses]
-
-
-def _forget_losses(notes: Notes) -> None:
-    del notes["losses"][:-1]
-
+_LEAKING = """
+seen, soft = [], notes["soft"]
+model[2].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+for tokens, targets in training:
+    if targets not in soft:
+        soft[targets] = soften(targets)
+    train_on(model, optimizer, tokens, soft[targets].mT)
+notes["scales"].append(torch.stack([output.abs().mean() for output in seen]).mean().item())
+for tokens, targets in held_out:
+    notes["losses"].append(F.cross_entropy(model(tokens).mT, targets))
+"""
+_SCALE, _REMOVED = "output.detach().abs().mean().item()", "    hook.remove()\n"
+_MEAN = "sum(seen) / len(seen)"
+_MEAN_OF_TENSORS = (_MEAN, "torch.stack([x.abs().mean() for x in seen]).mean().item()")
+_LOSS = "targets).item())"  # the end of the last line
+_WITH_GRAPH = ("with torch.no_grad():", "if True:")
+_SOFT = "soften(targets)"
+_SOFT_BY_TENSOR = (_SOFT, f'notes["soft"].setdefault(targets, {_SOFT})')
+_SCALES_NOTED = f'    notes["scales"].append({_MEAN})\n'
+_LOSSES_AS_NUMBERS = (
+    'targets))\n    notes["losses"][:] = [torch.as_tensor(x).item() for x in notes["losses"]]'
+)
 
 _TRAIN_EPOCH = Exercise(
     id="2.5",
@@ -1378,82 +867,88 @@ _TRAIN_EPOCH = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "For each of the three, ask who still refers to the tensor when the epoch is over: a list "
+        "For each of the three leaks, ask what still refers to the tensor after the epoch: a list "
         "of losses, a hook on the model, a dictionary.",
-        "A loss as a number (.item()) has no graph, and under torch.no_grad() none is made. A "
-        "hook's handle has .remove(); the mean can be taken inside the hook, output by output. A "
+        "A loss as a float (.item()) has no graph, and under torch.no_grad() none is built. A "
+        "hook's handle has .remove(); compute the mean of each output inside the hook. A "
         "dictionary whose keys are tensors never finds one again: every batch is a new tensor.",
         'notes["losses"].append(loss.item()); hook = model[2].register_forward_hook(lambda module, '
         "args, output: seen.append(output.abs().mean().item())); soft = soften(targets), without "
-        "the dictionary. Where does the hook go off the model again?",
+        "the dictionary. Where do you remove the hook?",
     ),
-    reference=_mended,
+    reference=solution("2.5"),
     check=_check_train_epoch,
-    wrong_answers=(
-        WrongAnswer(
-            _train_epoch_but(_note_graph, _soft_by_tensor, Tensor.detach, "never", _clean_up),
-            "Neither del nor gc.collect() nor empty_cache() frees what a list, a hook or a "
-            "dictionary still refers to.",
+    wrong_answers=mistakes(
+        "2.5",
+        (
+            "Neither del nor gc.collect() nor empty_cache() frees a tensor while a list, a hook or "
+            "a dictionary refers to it.",
+            body("train_epoch", f"{_LEAKING}import gc\ngc.collect()\ntorch.cuda.empty_cache()"),
         ),
-        WrongAnswer(
-            _train_epoch_but(_note_graph),
-            "Each loss that is kept keeps its graph, and all that forward kept for backward.",
+        (
+            "Each loss in the list keeps its graph alive, with all activations saved for backward.",
+            _WITH_GRAPH,
+            (_LOSS, "targets))"),
         ),
-        WrongAnswer(
-            _train_epoch_but(_note_tensor),
-            "A detached loss is still a tensor on the device: .item() makes a number of it.",
+        (
+            "A detached loss is still a tensor on the device: .item() makes a float of it.",
+            (_LOSS, "targets))"),
         ),
-        WrongAnswer(
-            _train_epoch_but(of_output=Tensor.detach, remove_hook="never"),
-            "The hook is never removed: what it refers to stays, and it goes on collecting.",
+        (
+            "The hook is never removed: it keeps its outputs alive, and collects more.",
+            (_SCALE, "output.detach()"),
+            (_REMOVED, ""),
+            _MEAN_OF_TENSORS,
         ),
-        WrongAnswer(
-            _train_epoch_but(remove_hook="never"),
-            "Hooks pile up, one an epoch: each runs in every forward pass from then on.",
+        ("Hooks pile up, one per epoch: each runs in every later forward pass.", (_REMOVED, "")),
+        (
+            "The hook is removed too late: it sees the held-out text as well.",
+            (_REMOVED + _SCALES_NOTED, ""),
+            (_LOSS, f"{_LOSS}\n{_REMOVED}{_SCALES_NOTED.rstrip()}"),
         ),
-        WrongAnswer(
-            _train_epoch_but(remove_hook="after validation"),
-            "Removed too late: the hook has seen the held-out text as well.",
+        (
+            "The dictionary's keys are tensors, and each batch has a new one: it only grows.",
+            _SOFT_BY_TENSOR,
         ),
-        WrongAnswer(
-            _train_epoch_but(soft_targets=_soft_by_tensor),
-            "The dictionary's keys are tensors, each batch has a new one, and so it only grows.",
+        (
+            "Two batches of one shape are different batches: this finds the targets of another "
+            "one.",
+            (_SOFT, f'notes["soft"].setdefault(targets.shape, {_SOFT})'),
         ),
-        WrongAnswer(
-            _train_epoch_but(soft_targets=_soft_by(lambda targets: targets.shape)),
-            "Two batches of one shape are not one batch: this finds another one's targets.",
+        (
+            "A dictionary that is cleared after each epoch still grows within one, and finds "
+            "nothing.",
+            _SOFT_BY_TENSOR,
+            (_LOSS, f'{_LOSS}\n    notes["soft"].clear()'),
         ),
-        WrongAnswer(
-            _train_epoch_but(soft_targets=_soft_by_tensor, at_the_end=_clear_cache),
-            "Emptied or made anew once an epoch, the dictionary grows within it, and nothing is "
-            "found in it.",
+        (
+            "The outputs of a whole epoch are kept until its end: compute each mean in the hook.",
+            (_SCALE, "output.detach()"),
+            _MEAN_OF_TENSORS,
         ),
-        WrongAnswer(
-            _train_epoch_but(of_output=Tensor.detach),
-            "The outputs of a whole epoch are kept until its end: take each one's mean at once.",
+        (
+            "A mean with a graph keeps its output alive for backward: use .detach() or .item().",
+            (_SCALE, "output.abs().mean()"),
+            (_MEAN, "torch.stack(seen).mean().item()"),
         ),
-        WrongAnswer(
-            _train_epoch_but(of_output=lambda output: output.abs().mean()),
-            "A mean with a graph keeps its output for a backward pass: .detach() or .item().",
+        (
+            "The graphs of all held-out batches are alive at once: make each loss a float "
+            "immediately.",
+            _WITH_GRAPH,
+            (_LOSS, _LOSSES_AS_NUMBERS),
         ),
-        WrongAnswer(
-            _train_epoch_but(_note_graph, at_the_end=_losses_as_numbers),
-            "The graphs of all held-out batches are alive at once: make each loss a number at "
-            "once.",
+        (
+            "Keep the soft targets: a repair must not change the training.",
+            (_SOFT, "F.one_hot(targets, 256).float()"),
         ),
-        WrongAnswer(
-            _train_epoch_but(soft_targets=_hard),
-            "The targets are to stay soft: a repair must not change what is learnt.",
-        ),
-        WrongAnswer(
-            _train_epoch_but(at_the_end=_forget_losses),
-            "The history is gone: what was noted in earlier epochs must stay.",
+        (
+            "The notes of earlier epochs are gone: keep them.",
+            (_LOSS, f'{_LOSS}\n    del notes["losses"][:-1]'),
         ),
     ),
 )
 
 DAY = Day(
     exercises=(_SIZES, _TAKE, _GIVE_BACK, _LEAKS, _TRAIN_EPOCH),
-    # Reading saves nothing: the line is the plain step's, until Day 3 takes something off it.
-    bill=Bill("day 2: read, not changed", plain),
+    bill=Bill("day 2: read, not changed", plain),  # the plain step: reading saves nothing
 )

@@ -1,37 +1,36 @@
 """Day 4: mixed precision."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from memlab.course.bill import SETTING
-from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, require
-from memlab.course.properties import elements, parameters, same_bytes, unchanged
+from memlab.course.exercises import Bill, Day, Exercise, require
+from memlab.course.properties import (
+    dimensions,
+    elements,
+    is_tensor,
+    parameters,
+    same_byte_counts,
+    unchanged,
+)
+from memlab.course.solutions import body, given, mistakes, solution
 from memlab.metering import measure
 from memlab.model import PRESETS, GPTConfig
-from memlab.rounding import stochastic_round_
-from memlab.trace import Event, Trace
+from memlab.reference.loss_scaling import Scaler
+from memlab.trace import Trace
 from memlab.train import combined, dry_trace
 from memlab.units import format_bytes
 
 # ------------------------------------------------------------------ 4.1: bytes of each policy
 
-Bytes = dict[str, int]
-HeldBytes = Callable[[GPTConfig, str], Bytes]
-FLOAT32, BFLOAT16 = 4, 2  # bytes
-
-# Of a number of each: weights (with a float32 copy where there is one), gradients, moments, casts.
-POLICIES: dict[str, tuple[int, int, int, int]] = {
-    "float32": (FLOAT32, FLOAT32, FLOAT32, 0),
-    "autocast": (FLOAT32, FLOAT32, FLOAT32, BFLOAT16),
-    "bfloat16": (BFLOAT16, BFLOAT16, BFLOAT16, 0),
-    "master": (BFLOAT16 + FLOAT32, BFLOAT16, FLOAT32, 0),
-    "master32": (BFLOAT16 + FLOAT32, FLOAT32, FLOAT32, 0),
-}
+HeldBytes = Callable[[GPTConfig, str], dict[str, int]]
+held_bytes: HeldBytes = solution("4.1")
+POLICIES: tuple[str, ...] = given(4, "POLICIES")
 _SHAPES = (
     #         V  C  L  H KV hidden T
     GPTConfig(10, 8, 1, 2, 2, 5, 4),
@@ -43,76 +42,33 @@ _SHAPES = (
 def _check_held_bytes(answer: HeldBytes) -> str:
     for config in _SHAPES:
         for policy in POLICIES:
-            case = (
-                f"held_bytes of V={config.vocab_size} C={config.width} L={config.layers} "
-                f"H={config.heads} KV={config.kv_heads} hidden={config.hidden}, "
-                f"{'tied' if config.tied else 'untied'}, {policy!r}"
-            )
+            tied = "tied" if config.tied else "untied"
+            case = f"held_bytes of {dimensions(config)}, {tied}, {policy!r}"
             got, wanted = answer(config, policy), held_bytes(config, policy)
-            require(
-                isinstance(got, dict) and set(got) == set(wanted),
-                f"{case} gave {got!r}; wanted a dictionary of {', '.join(wanted)}."
-                f"{' Is there a return?' if got is None else ''}",
-            )
-            for what, bytes_ in wanted.items():
-                same_bytes(f"{case}: {what}", got[what], bytes_, _units(config)[what])
-    a_weight = [f"{sum(numbers[:2]) + 2 * numbers[2]}" for numbers in POLICIES.values()]
-    return f"{len(_SHAPES) * len(POLICIES)} cases to the byte · {', '.join(a_weight)} a weight"
+            same_byte_counts(case, got, wanted, _units(config))
+    each = ", ".join(f"{_bytes_per_weight(policy)}" for policy in POLICIES)
+    return f"{len(_SHAPES) * len(POLICIES)} cases to the byte · {each} bytes per weight"
 
 
 def _units(config: GPTConfig) -> dict[str, dict[str, int]]:
-    """What a wrong number of bytes of each kind is told in."""
-    each = {"bytes a weight": config.parameters}
+    per_weight = {"bytes per weight": config.parameters}
+    tensors = 9 * config.layers + (2 if config.tied else 3)
     return {
-        "parameters": each,
-        "gradients": each,
-        "optimizer_state": each | {"bytes a tensor": _tensors(config)},
-        "casts": {"casts a weight": BFLOAT16 * config.parameters, "· C casts": 2 * config.width},
+        "parameters": per_weight,
+        "gradients": per_weight,
+        "optimizer_state": per_weight | {"bytes per tensor": tensors},
+        "casts": {"casts per weight": 2 * config.parameters, "· C casts": 2 * config.width},
     }
 
 
-def held_bytes(config: GPTConfig, policy: str) -> Bytes:
-    """What is there when backward ends, and the casts that autocast has made until it begins."""
-    return _held_bytes_but()(config, policy)
+def _bytes_per_weight(policy: str) -> int:
+    config = PRESETS["124m"]
+    held = held_bytes(config, policy)
+    return (sum(held.values()) - held["casts"]) // config.parameters
 
 
-def _tensors(config: GPTConfig) -> int:
-    return 9 * config.layers + (2 if config.tied else 3)
-
-
-def _norm_weights(config: GPTConfig) -> int:
-    return (2 * config.layers + 1) * config.width
-
-
-def _looked_up(config: GPTConfig) -> int:
-    return config.vocab_size * config.width
-
-
-def _multiplied(config: GPTConfig) -> int:
-    """Weights of the matrices that something is multiplied by."""
-    only_looked_up = 0 if config.tied else _looked_up(config)
-    return config.parameters - _norm_weights(config) - only_looked_up
-
-
-def _held_bytes_but(
-    *,
-    cast: Callable[[GPTConfig], int] = _multiplied,
-    counter: int | None = FLOAT32,
-    **policies: tuple[int, int, int, int],
-) -> HeldBytes:
-    def answer(config: GPTConfig, policy: str) -> Bytes:
-        weight, gradient, moment, cast_bytes = (POLICIES | policies)[policy]
-        N, tensors = config.parameters, _tensors(config)
-        of_a_counter = (moment if counter is None else counter) * tensors
-        return {
-            "parameters": weight * N,
-            "gradients": gradient * N,
-            "optimizer_state": 2 * moment * N + of_a_counter,
-            "casts": cast_bytes * cast(config),
-        }
-
-    return answer
-
+_COUNTERS = " + 4 * (9 * L + (2 if config.tied else 3))"
+_CASTS = "(N - (2 * L + 1) * C - looked_up)"
 
 _HELD_BYTES = Exercise(
     id="4.1",
@@ -120,74 +76,67 @@ _HELD_BYTES = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Two of the four are simple products with N. Read the table for the dtype of each, and "
-        "remember who makes what: a gradient has the dtype of its weight (unless gathered in "
-        "float32), a moment that of the weight that the optimizer steps.",
-        "Adam's counters are float32 whatever the weights are, one for each tensor: 9 a block and "
-        "2 (tied) or 3 (untied) outside. Autocast lowers what is multiplied: every matrix, but no "
-        "norm, and an embedding only if it scores the tokens too.",
+        "Parameters and gradients are products with N. Read their dtypes from the table. A "
+        "gradient has the dtype of its weight, unless it is gathered in float32. A moment has the "
+        "dtype of the weight that the optimizer steps.",
+        "Adam's counters are float32 in every policy, one per tensor: 9 per block, and 2 (tied) or "
+        "3 (untied) outside. Autocast casts the matrices of matmuls: no norm, and the embedding "
+        "only if it scores the tokens too.",
         "With a master copy, parameters = (2 + 4) · N; optimizer_state = 2 · moment · N + 4 · "
-        "tensors. For the casts begin with N: how many weights have all the norms, and what else "
-        "is multiplied by nothing if the model is untied? What is left has 2 bytes each.",
+        "tensors. For the casts start with N. How many weights are in norms, and which matrix of "
+        "an untied model is in no matmul? Each remaining weight has a cast of 2 bytes.",
     ),
-    reference=_held_bytes_but(),
+    reference=held_bytes,
     check=_check_held_bytes,
     rebuilds=("memlab.measure", "memlab.meter", "memlab.train.dry_trace"),
-    wrong_answers=(
-        WrongAnswer(
-            _held_bytes_but(autocast=(BFLOAT16, FLOAT32, FLOAT32, BFLOAT16)),
-            "Under autocast the weights stay float32: only what they are multiplied with is cast.",
+    wrong_answers=mistakes(
+        "4.1",
+        (
+            "Under autocast the weights stay float32, and their casts are extra tensors.",
+            ('"autocast": (4, 4, 4, 2)', '"autocast": (2, 4, 4, 2)'),
         ),
-        WrongAnswer(
-            _held_bytes_but(autocast=(FLOAT32, BFLOAT16, FLOAT32, BFLOAT16)),
-            "A gradient has the dtype of its weight, and autocast leaves that in float32.",
+        (
+            "A gradient has the dtype of its weight, and autocast leaves the weights in float32.",
+            ('"autocast": (4, 4, 4, 2)', '"autocast": (4, 2, 4, 2)'),
         ),
-        WrongAnswer(
-            _held_bytes_but(autocast=(FLOAT32, FLOAT32, FLOAT32, 0)),
-            "Autocast has to keep what it cast: backward multiplies by the same matrix.",
+        (
+            "Autocast keeps its casts: backward multiplies by the same matrices.",
+            ('"autocast": (4, 4, 4, 2)', '"autocast": (4, 4, 4, 0)'),
         ),
-        WrongAnswer(
-            _held_bytes_but(bfloat16=(BFLOAT16, BFLOAT16, FLOAT32, 0)),
-            "torch's AdamW makes its moments in the dtype of the weight, here bfloat16.",
+        (
+            "torch's AdamW makes its moments in the dtype of the weights, here bfloat16.",
+            ('"bfloat16": (2, 2, 2, 0)', '"bfloat16": (2, 2, 4, 0)'),
         ),
-        WrongAnswer(
-            _held_bytes_but(bfloat16=(BFLOAT16, FLOAT32, BFLOAT16, 0)),
+        (
             "A bfloat16 weight has a bfloat16 gradient.",
+            ('"bfloat16": (2, 2, 2, 0)', '"bfloat16": (2, 4, 2, 0)'),
         ),
-        WrongAnswer(
-            _held_bytes_but(master=(BFLOAT16, BFLOAT16, FLOAT32, 0)),
+        (
             "The float32 copy is a parameter beside the model's own: 2 and 4 bytes.",
+            ('"master": (2 + 4, 2,', '"master": (2, 2,'),
         ),
-        WrongAnswer(
-            _held_bytes_but(master=(FLOAT32, BFLOAT16, FLOAT32, 0)),
-            "The copy does not replace the model's own weight: both are there.",
+        (
+            "The float32 copy does not replace the model's own weight: count both.",
+            ('"master": (2 + 4, 2,', '"master": (4, 2,'),
         ),
-        WrongAnswer(
-            _held_bytes_but(master=(BFLOAT16 + FLOAT32, BFLOAT16, BFLOAT16, 0)),
+        (
             "The optimizer steps the float32 copies, so its moments are float32.",
+            ('"master": (2 + 4, 2, 4,', '"master": (2 + 4, 2, 2,'),
         ),
-        WrongAnswer(_held_bytes_but(counter=0), "Adam's counters are missing: one a tensor."),
-        WrongAnswer(
-            _held_bytes_but(counter=None),
-            "Adam counts in float32 whatever its moments are: 4 bytes a tensor.",
+        ("Add Adam's counters: one per tensor.", (_COUNTERS, "")),
+        (
+            "Adam's counters are float32 whatever the dtype of its moments: 4 bytes per tensor.",
+            (_COUNTERS, _COUNTERS.replace("4", "moment")),
         ),
-        WrongAnswer(
-            _held_bytes_but(cast=lambda config: config.parameters),
-            "Norms are not cast: autocast lowers products of matrices.",
-        ),
-        WrongAnswer(
-            _held_bytes_but(cast=lambda config: config.parameters - _norm_weights(config)),
-            "To look rows up is no product: an untied embedding is not cast.",
-        ),
-        WrongAnswer(
-            _held_bytes_but(
-                cast=lambda config: config.parameters - _norm_weights(config) - _looked_up(config)
-            ),
+        ("Norms are not cast: autocast casts the matrices of matmuls.", (_CASTS, "N")),
+        ("A lookup of rows is no matmul: an untied embedding is not cast.", (" - looked_up", "")),
+        (
             "A tied embedding scores the tokens, so it is cast.",
+            ("0 if config.tied else config.vocab_size * C", "config.vocab_size * C"),
         ),
-        WrongAnswer(
-            _held_bytes_but(cast=lambda config: _multiplied(config) + config.width),
-            "The last norm is one, too: 2 in each block, and 1 at the end.",
+        (
+            "The last norm is not cast either: subtract 2 norms per block, and 1 at the end.",
+            ("(2 * L + 1) * C", "2 * L * C"),
         ),
     ),
 )
@@ -195,119 +144,120 @@ _HELD_BYTES = Exercise(
 # ------------------------------------------------------------------ 4.2: the loss scaler
 
 ScalerClass = Callable[[float, int], Any]  # scale and interval; has train, scale, fine_steps
-NO_CLIP = 1e9  # a norm that no gradient here reaches
-MOST = 2.0**127  # float32 ends just below twice that
+NO_CLIP = 1e9  # above the norm of every gradient in these cases
+MOST = 2.0**127  # the largest power of two in float32
 INF, NAN = float("inf"), float("nan")
 RATE = 0.25
-NUMBERS = (2, 3)  # in the two tensors, each of a group of its own
-WIDE = 2**16  # weights in each of the tensors whose bytes are looked at
+SIZES = (2, 3)  # elements of the two tensors, each in its own parameter group
+WIDE = 2**16  # elements of each tensor in the memory checks
 
 
-class _Case:
-    """A scaler's settings and, for each step, the factor of each micro-batch: the gradient of one
-    of the two tensors. Where they start from 0, the loss is 0 whatever the factor."""
+class ScalerCase(NamedTuple):
+    """A scaler's settings, and the losses of each step: each number is one element of the gradient
+    of a micro-batch, in one of the two tensors; the other elements are 0.5."""
 
-    def __init__(
-        self,
-        scale: float,
-        interval: int,
-        *steps: Sequence[float],
-        clip: float = NO_CLIP,
-        start: float = 1.0,
-        tensor: int = 1,
-    ) -> None:
-        self.scale, self.interval, self.steps = scale, interval, steps
-        self.clip, self.start, self.tensor = clip, start, tensor
+    scale: float
+    interval: int
+    steps: tuple[tuple[float, ...], ...]
+    clip: float = NO_CLIP
+    start: float = 1.0  # of every weight; from 0 the loss is 0 whatever the gradient
+    tensor: int = 1
 
     def __str__(self) -> str:
-        clipped = "" if self.clip == NO_CLIP else f", the norm at most {self.clip:g}"
+        clipped = "" if self.clip == NO_CLIP else f", max_norm {self.clip:g}"
         return f"Scaler({self.scale:g}, {self.interval}){clipped}"
 
 
+def _random_case(random: Random) -> ScalerCase:
+    steps = [random.choices([0.5, 3.0, INF, -INF, NAN], (6, 3, 1, 1, 1)) for _ in range(10)]
+    clip = random.choice([NO_CLIP, 1.0])
+    scale, interval = 2.0 ** random.randint(0, 16), random.randint(1, 3)
+    return ScalerCase(scale, interval, tuple(map(tuple, steps)), clip)
+
+
 _FINE, _OVER = (1.0,), (INF,)
-_SCALER_CASES = (
-    _Case(8.0, 100, (1.0,)),
-    _Case(8.0, 100, (1.0,), (1.0,)),
-    _Case(8.0, 100, (1.0, 2.0)),
-    _Case(8.0, 100, (4.0,), clip=1.0),
-    _Case(8.0, 100, (4.0,), clip=1.0, tensor=0),
-    _Case(8.0, 100, (INF,), (1.0,), tensor=0),
-    _Case(8.0, 100, (INF,), (1.0,)),
-    _Case(8.0, 100, (NAN,), (1.0,)),
-    _Case(2.0**16, 100, (1e36,), (1.0,), start=0.0),
-    _Case(65536.0, 3, _OVER, *[_FINE] * 2, _OVER, *[_FINE] * 7),
-    _Case(8.0, 1, (1.0, 1.0), (1.0,)),
-    _Case(MOST, 1, (1e-9,), (1e-9,)),
-    _Case(MOST, 100, (1.5,), start=0.0),  # finite, and its sum with the other number is not
+SCALER_CASES = (
+    ScalerCase(8.0, 100, (_FINE,)),
+    ScalerCase(8.0, 100, (_FINE, _FINE)),
+    ScalerCase(8.0, 100, ((1.0, 2.0),)),
+    ScalerCase(8.0, 100, ((4.0,),), clip=1.0),
+    ScalerCase(8.0, 100, ((4.0,),), clip=1.0, tensor=0),
+    ScalerCase(8.0, 100, (_OVER, _FINE), tensor=0),
+    ScalerCase(8.0, 100, (_OVER, _FINE)),
+    ScalerCase(8.0, 100, ((NAN,), _FINE)),
+    ScalerCase(2.0**16, 100, ((1e36,), _FINE), start=0.0),
+    ScalerCase(65536.0, 3, (_OVER, *[_FINE] * 2, _OVER, *[_FINE] * 7)),
+    ScalerCase(8.0, 1, ((1.0, 1.0), _FINE)),
+    ScalerCase(MOST, 1, ((1e-9,), (1e-9,))),
+    ScalerCase(MOST, 100, ((1.5,),), start=0.0),  # finite, but the sum of the gradient is not
+    *map(_random_case, [Random(0)] * 30),
 )
-
-
-def _random_case(numbers: Random) -> _Case:
-    factors = [numbers.choices([0.5, 3.0, INF, -INF, NAN], (6, 3, 1, 1, 1)) for _ in range(10)]
-    clip = numbers.choice([NO_CLIP, 1.0])
-    return _Case(2.0 ** numbers.randint(0, 16), numbers.randint(1, 3), *factors, clip=clip)
-
-
-_RANDOM_CASES = tuple(map(_random_case, [Random(0)] * 30))
+_BETWEEN_POWERS = ScalerCase(0.75 * MOST, 1, ((1e-9,), (1e-9,)))
 
 
 def _check_scaler(answer: ScalerClass) -> str:
-    decisions = 0
-    for case in (*_SCALER_CASES, *_RANDOM_CASES):
-        mine, theirs = _run(answer, case), _as_torch(case)
-        for number, (got, wanted) in enumerate(zip(mine, theirs, strict=True), start=1):
-            factors = ", ".join(f"{factor:g}" for factor in case.steps[number - 1])
-            before = theirs[number - 2][3] if number > 1 else [case.start] * sum(NUMBERS)
-            require(
-                _as_good(got, wanted, case.clip),
-                f"{case}, step {number}, gradients {factors}: {_told(got)}; "
-                f"torch's has {_told(wanted)}.{_said(got, wanted, before)}",
-            )
-            decisions += 1
+    decisions = sum(_check_case(answer, case) for case in (*SCALER_CASES, _BETWEEN_POWERS))
     _check_two_scalers(answer)
-    # Of two, not of one: with the second, a gradient is made beside the sum.
-    eight, two = _micro_batch_bytes(answer, 8), _micro_batch_bytes(answer, 2)
+    # 2 micro-batches, not 1: from the second on, a gradient is made beside the sum.
+    eight, two = (_step_bytes(answer, 1, n, lambda w: (2 * w).square().sum()) for n in (8, 2))
     require(
         eight <= two + WIDE,
-        f"a step of 8 micro-batches takes {format_bytes(eight)} at its fullest, of 2 "
-        f"{format_bytes(two)}; wanted as much: never more than one micro-batch's graph alive.",
+        f"a step of 8 micro-batches has up to {format_bytes(eight)} alive beside weights and "
+        f"gradients, one of 2 has {format_bytes(two)}; wanted the same: keep the graph of one "
+        f"micro-batch at a time.",
     )
-    many, one = _scratch_bytes(answer, 8), _scratch_bytes(answer, 1)
+    many, one = (_step_bytes(answer, tensors, 1, torch.sum) for tensors in (8, 1))
     require(
-        many <= one + 8 * WIDE,  # whether each number is finite may be noted, a byte each
-        f"a step of 8 equal tensors takes {many:,} bytes beside their gradients, of one {one:,}; "
-        f"wanted as much: look at them and divide them one by one.",
+        many <= one + 8 * WIDE,  # a boolean for each element is fine
+        f"a step with 8 equal tensors has up to {many:,} bytes alive beside weights and gradients, "
+        f"one with 1 tensor has {one:,}; wanted the same: check and divide the gradients one by "
+        f"one.",
     )
-    return f"{decisions} decisions as torch's GradScaler · {one:,} bytes beside the gradients"
+    return f"{decisions} decisions right · {one:,} bytes beside the gradients"
 
 
-# After a step: the scale, the fine steps in a row, whether it stepped, the weights.
-_After = tuple[float, int, Any, list[float]]
+class _After(NamedTuple):
+    """What a step leaves."""
+
+    scale: float
+    fine_steps: int
+    returned: Any
+    weights: list[float]
+
+    def __str__(self) -> str:
+        weights = ", ".join(f"{weight:.6g}" for weight in self.weights)
+        return (
+            f"scale {self.scale:g}, fine_steps {self.fine_steps}, returned {self.returned!r}, "
+            f"weights {weights}"
+        )
 
 
-def _run(make: ScalerClass, case: _Case) -> list[_After]:
-    return list(_steps(make, case))
+def _check_case(answer: ScalerClass, case: ScalerCase) -> int:
+    """The number of its decisions, one a step."""
+    before = [case.start] * sum(SIZES)
+    for number, (got, wanted) in enumerate(
+        zip(scaler_steps(answer, case), _wanted(case), strict=True), start=1
+    ):
+        losses = ", ".join(f"{factor:g}" for factor in case.steps[number - 1])
+        require(
+            _alike(got, wanted, case.clip),
+            f"{case}, step {number}, gradients {losses}: {got}; wanted {wanted}."
+            f"{_explained(got, wanted, before)}",
+        )
+        before = wanted.weights
+    return len(case.steps)
 
 
-def _check_two_scalers(answer: ScalerClass) -> None:
-    """Two that take turns decide as each does alone."""
-    cases = _Case(8.0, 3, *[_FINE] * 7), _Case(64.0, 2, *[_FINE] * 2, _OVER, *[_FINE] * 4)
-    turns = zip(*(_steps(answer, case) for case in cases), strict=True)
-    for place, in_turn in enumerate(turns):
-        for case, got in zip(cases, in_turn, strict=True):
-            wanted = _as_torch(case)[place]
-            require(
-                _as_good(got, wanted, NO_CLIP),
-                f"{case} beside another Scaler that takes a step in between, step {place + 1}: "
-                f"{_told(got)}; wanted {_told(wanted)}, as alone: scale and fine_steps are each "
-                f"one's own, set on self.",
-                evidence=(str(case), place, "two scalers"),
-            )
+@cache
+def _wanted(case: ScalerCase) -> tuple[_After, ...]:
+    return tuple(scaler_steps(Scaler, case))
 
 
-def _steps(make: ScalerClass, case: _Case) -> Iterator[_After]:
-    """Two groups, each with a tensor that learns, and a frozen one, which has no gradient."""
-    weights = [nn.Parameter(torch.full((n,), case.start)) for n in NUMBERS]
+def scaler_steps(make: ScalerClass, case: ScalerCase) -> Iterator[_After]:
+    """Two parameter groups, each with a tensor that learns; the first has a frozen one, too."""
+    weights = [nn.Parameter(torch.full((n,), case.start)) for n in SIZES]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 0.25)  # left from an earlier backward
     frozen = nn.Parameter(torch.ones(1), requires_grad=False)
     groups = [{"params": [weights[0], frozen]}, {"params": [weights[1]]}]
     optimizer = torch.optim.SGD(groups, lr=RATE)
@@ -317,225 +267,98 @@ def _steps(make: ScalerClass, case: _Case) -> Iterator[_After]:
     for factors in case.steps:
         losses = (_loss(weights, factor, case.tensor) for factor in factors)
         stepped = scaler.train(optimizer, losses, case.clip)
-        numbers = [number for weight in weights for number in weight.tolist()]
-        yield float(scaler.scale), int(scaler.fine_steps), stepped, numbers
-
-
-def _as_good(got: _After, wanted: _After, clip: float) -> bool:
-    """Where the gradient is clipped, with or without the 1e-6 that torch adds to the norm."""
-    if got[:3] != wanted[:3]:
-        return False
-    tolerance = 0.0 if clip == NO_CLIP else 1e-5
-    pairs = zip(got[3], wanted[3], strict=True)
-    return all(a == b or abs(a - b) <= tolerance for a, b in pairs)
-
-
-@cache
-def _as_torch(case: _Case) -> list[_After]:
-    return _run(_Torch, case)
+        after = [element for weight in weights for element in weight.tolist()]
+        yield _After(float(scaler.scale), int(scaler.fine_steps), stepped, after)
 
 
 def _loss(weights: list[nn.Parameter], factor: float, tensor: int) -> Tensor:
-    """Its gradient is `factor` somewhere in that one of the two tensors, else a half."""
     factors = [torch.full_like(weight, 0.5) for weight in weights]
     factors[tensor][-1] = factor
     return sum((weight * by).sum() for weight, by in zip(weights, factors, strict=True))
 
 
-def _told(after: _After) -> str:
-    scale, fine, stepped, weights = after
-    numbers = ", ".join(f"{number:.6g}" for number in weights)
-    return f"scale {scale:g}, fine_steps {fine}, returned {stepped!r}, weights {numbers}"
+def _alike(got: _After, wanted: _After, clip: float) -> bool:
+    """A clip may or may not add torch's 1e-6 to the norm."""
+    if got[:3] != wanted[:3]:
+        return False
+    tolerance = 0.0 if clip == NO_CLIP else 1e-5
+    pairs = zip(got.weights, wanted.weights, strict=True)
+    return all(a == b or abs(a - b) <= tolerance for a, b in pairs)
 
 
-def _said(got: _After, wanted: _After, before: list[float]) -> str:
-    """In words, what of a step is another than torch's."""
-    moves = [[b - a for a, b in zip(before, after[3], strict=True)] for after in (got, wanted)]
-    words = []
-    if any(moves[0]) and not any(moves[1]):
-        words.append("It stepped, though a gradient is inf or nan")
-    elif any(moves[1]) and not any(moves[0]):
-        words.append("It moved no weight, though the gradients of its losses are finite")
-    elif times := _times(*moves):
-        words.append(f"Its step is {times:.3g} times as long")
-    elif any(moves[0]) and moves[0] != moves[1]:
-        norms = [sum(move**2 for move in of_one) ** 0.5 / RATE for of_one in moves]
-        words.append(f"It stepped by a gradient of norm {norms[0]:.4g}, not {norms[1]:.4g}")
-    if got[2] != wanted[2]:
-        words.append(f"it returned {got[2]!r}, not {wanted[2]}")
-    if got[0] != wanted[0]:
-        words.append(f"the scale is {got[0] / wanted[0]:.3g} times as large")
-    if got[1] != wanted[1]:
-        words.append(f"the count of fine_steps is {got[1]}, not {wanted[1]}")
-    said = "; ".join(words)
-    return f" {said[0].upper()}{said[1:]}." if said else ""
+def _explained(got: _After, wanted: _After, before: list[float]) -> str:
+    """In words, how a step differs from the right one."""
+    moves = [[b - a for a, b in zip(before, of.weights, strict=True)] for of in (got, wanted)]
+    words = [_move_explained(*moves)] if moves[0] != moves[1] else []
+    if got.returned != wanted.returned:
+        words.append(f"it returned {got.returned!r}, not {wanted.returned}")
+    if got.scale != wanted.scale:
+        words.append(f"the scale is {got.scale / wanted.scale:.3g} times the right one")
+    if got.fine_steps != wanted.fine_steps:
+        words.append(f"fine_steps is {got.fine_steps}, not {wanted.fine_steps}")
+    text = "; ".join(words)
+    return f" {text[0].upper()}{text[1:]}." if text else ""
 
 
-def _times(got: list[float], wanted: list[float]) -> float | None:
-    """By what all of it is multiplied, if by one number that is not 1."""
-    pairs = [(a, b) for a, b in zip(got, wanted, strict=True) if b]
-    times = [a / b for a, b in pairs]
-    alike = bool(times) and max(times) - min(times) <= 1e-3 * abs(times[0])
-    return times[0] if alike and abs(times[0] - 1) > 1e-3 else None
+def _move_explained(got: list[float], wanted: list[float]) -> str:
+    if not any(wanted):
+        return "it stepped, though a gradient is inf or nan"
+    if not any(got):
+        return "it moved no weight, though all gradients are finite"
+    times = [a / b for a, b in zip(got, wanted, strict=True) if b]
+    if max(times) - min(times) <= 1e-3 * abs(times[0]):
+        return f"its step has {times[0]:.3g} times the right length"
+    norms = [sum(move**2 for move in of) ** 0.5 / RATE for of in (got, wanted)]
+    return f"it stepped by a gradient of norm {norms[0]:.4g}, not {norms[1]:.4g}"
 
 
-def _micro_batch_bytes(answer: ScalerClass, micro_batches: int) -> int:
-    """What a step takes at its fullest, where each graph keeps a tensor as large as the weights."""
-    model = nn.ParameterList([nn.Parameter(torch.ones(WIDE))])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    scaler = answer(8.0, 100)
+def _check_two_scalers(answer: ScalerClass) -> None:
+    """Two scalers that take turns decide as each does alone."""
+    cases = (
+        ScalerCase(8.0, 3, (_FINE,) * 7),
+        ScalerCase(64.0, 2, (*[_FINE] * 2, _OVER, *[_FINE] * 4)),
+    )
+    turns = zip(*(scaler_steps(answer, case) for case in cases), strict=True)
+    for place, in_turn in enumerate(turns):
+        for case, got in zip(cases, in_turn, strict=True):
+            wanted = _wanted(case)[place]
+            require(
+                _alike(got, wanted, NO_CLIP),
+                f"{case}, with the steps of another Scaler in between, step {place + 1}: {got}; "
+                f"wanted {wanted}, as without the other: set scale and fine_steps on self.",
+                evidence=(str(case), place, "two scalers"),
+            )
 
-    def step() -> None:
-        losses = ((2 * model[0]).square().sum() for _ in range(micro_batches))
-        scaler.train(optimizer, losses, NO_CLIP)
 
-    return measure(step, model=model, optimizer=optimizer).peak_bytes
-
-
-def _scratch_bytes(answer: ScalerClass, tensors: int) -> int:
-    """What a step takes at its fullest, beyond weights and gradients of so many tensors."""
+def _step_bytes(
+    answer: ScalerClass, tensors: int, micro_batches: int, loss: Callable[[Tensor], Tensor]
+) -> int:
+    """The peak of a step beyond the weights and gradients of these tensors."""
     model = nn.ParameterList([nn.Parameter(torch.ones(WIDE)) for _ in range(tensors)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     scaler = answer(8.0, 100)
 
     def step() -> None:
-        scaler.train(optimizer, (sum(w.sum() for w in model) for _ in range(1)), NO_CLIP)
+        losses = (sum(loss(weight) for weight in model) for _ in range(micro_batches))
+        scaler.train(optimizer, losses, NO_CLIP)
 
     step()
     trace = measure(step, model=model, optimizer=optimizer)
     return trace.peak_bytes - 2 * 4 * WIDE * tensors
 
 
-class _Torch:
-    """torch's own scaler, behind the same method."""
-
-    def __init__(self, scale: float, interval: int) -> None:
-        self._scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval)
-        self._scaler.scale(torch.ones(()))  # it makes its state when it is first used
-
-    @property
-    def scale(self) -> float:
-        return self._scaler.get_scale()
-
-    @property
-    def fine_steps(self) -> int:
-        return self._scaler.state_dict()["_growth_tracker"]
-
-    def train(
-        self, optimizer: torch.optim.Optimizer, losses: Iterable[Tensor], max_norm: float
-    ) -> bool:
-        optimizer.zero_grad()
-        for loss in losses:
-            self._scaler.scale(loss).backward()
-        self._scaler.unscale_(optimizer)
-        gradients = _gradients(optimizer)
-        stepped = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        nn.utils.clip_grad_norm_(_weights(optimizer), max_norm)
-        self._scaler.step(optimizer)
-        self._scaler.update()
-        return stepped
-
-
-def _weights(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
-
-
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [weight.grad for weight in _weights(optimizer) if weight.grad is not None]
-
-
-def _all_finite(gradients: list[Tensor], losses: list[Tensor]) -> bool:
-    return all(bool(gradient.isfinite().all()) for gradient in gradients)
-
-
-def _joined_finite(gradients: list[Tensor], losses: list[Tensor]) -> bool:
-    return bool(torch.cat([gradient.flatten() for gradient in gradients]).isfinite().all())
-
-
-def _no_nan(gradients: list[Tensor], losses: list[Tensor]) -> bool:
-    return not any(bool(gradient.isnan().any()) for gradient in gradients)
-
-
-def _no_inf(gradients: list[Tensor], losses: list[Tensor]) -> bool:
-    return not any(bool(gradient.isinf().any()) for gradient in gradients)
-
-
-def _losses_finite(gradients: list[Tensor], losses: list[Tensor]) -> bool:
-    return all(bool(loss.isfinite()) for loss in losses)
-
-
-def _first_group(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [weight.grad for weight in optimizer.param_groups[0]["params"] if weight.requires_grad]
-
-
-def _first_group_finite(gradients: list[Tensor], losses: list[Tensor]) -> bool:
-    return bool(gradients[0].isfinite().all())
-
-
-def _scaler_but(
-    *,
-    fine: Callable[[list[Tensor], list[Tensor]], bool] = _all_finite,
-    zero: str = "always",
-    clip: str = "unscaled",
-    unscale: str = "once",
-    skip: bool = True,
-    back_off: bool = True,
-    reset_after: tuple[str, ...] = ("overflow", "growth"),
-    grow_after: int = 0,
-    most: float = MOST,
-    per: str = "step",
-    send_back: str = "each",
-    divided: Callable[[torch.optim.Optimizer], list[Tensor]] = _gradients,
-    returns: Callable[[bool], bool | None] = bool,
-) -> ScalerClass:
-    class Scaler:
-        def __init__(self, scale: float, interval: int) -> None:
-            self.scale, self.interval, self.fine_steps = scale, interval, 0
-
-        def train(
-            self, optimizer: torch.optim.Optimizer, losses: Iterable[Tensor], max_norm: float
-        ) -> bool:
-            if zero == "always":
-                optimizer.zero_grad()
-            noted: list[Tensor] = []
-            for loss in [sum(losses)] if send_back == "sum" else losses:
-                (loss * self.scale).backward()
-                noted.append(loss.detach())
-                if unscale == "each":
-                    self.divide(optimizer)
-                if per == "micro-batch":
-                    self.update(fine(_gradients(optimizer), noted))
-            is_fine = fine(_gradients(optimizer), noted)
-            if clip == "scaled":
-                nn.utils.clip_grad_norm_(_weights(optimizer), max_norm)
-            if is_fine or not skip:
-                if unscale == "once":
-                    self.divide(optimizer)
-                if clip == "unscaled":
-                    nn.utils.clip_grad_norm_(_weights(optimizer), max_norm)
-                optimizer.step()
-                if zero == "stepped":
-                    optimizer.zero_grad()
-            if per == "step":
-                self.update(is_fine)
-            return returns(is_fine)
-
-        def divide(self, optimizer: torch.optim.Optimizer) -> None:
-            for gradient in divided(optimizer):
-                gradient /= self.scale
-
-        def update(self, is_fine: bool) -> None:
-            if not is_fine:
-                self.scale *= 0.5 if back_off else 1.0
-                self.fine_steps = 0 if "overflow" in reset_after else self.fine_steps
-                return
-            self.fine_steps += 1
-            if self.fine_steps == self.interval + grow_after:
-                self.scale = min(2 * self.scale, most)
-                self.fine_steps = 0 if "growth" in reset_after else self.fine_steps
-
-    return Scaler
-
+_ZERO, _STEP = "        optimizer.zero_grad()\n", "        optimizer.step()\n"
+_BACKWARD = "            (loss * self.scale).backward()\n"
+_FINITE = "gradient.isfinite().all()"
+_IF_OVER = "        if not all(gradient.isfinite().all() for gradient in gradients):\n"
+_DIVIDE = "            gradient /= self.scale\n"
+_CLIP = "        nn.utils.clip_grad_norm_(weights, max_norm)\n"
+_GROWN = "min(2 * self.scale, 2.0**127)"
+_DIVIDE_EACH = """            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    if weight.grad is not None:
+                        weight.grad /= self.scale
+"""
 
 _SCALER = Exercise(
     id="4.2",
@@ -543,17 +366,17 @@ _SCALER = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "Four things in order: backward of scaled losses, a look at the gradients, the step or "
-        "none, the scale. Only the first is done for each micro-batch.",
+        "Four parts in this order: backward of scaled losses, a check of the gradients, the step "
+        "(or none), the new scale. Only the first runs for each micro-batch.",
         "The gradients are weight.grad of each weight in group['params'], for each group in "
-        "optimizer.param_groups; some are None. One is fine if isfinite().all(): neither inf nor "
-        "nan. Divide and clip only if all are, in this order. The scale halves after an overflow, "
-        "doubles when `interval` steps in a row were fine, and either begins a new row.",
+        "optimizer.param_groups; some are None. A gradient is finite if isfinite().all(). If all "
+        "are, divide first and clip then. The scale halves after an overflow and doubles after "
+        "`interval` fine steps in a row; both start a new row.",
         "zero_grad(); for loss in losses: (loss * self.scale).backward(). If all gradients are "
         "finite: grad /= self.scale, clip, step, fine_steps += 1. What happens to the scale and to "
         "fine_steps when fine_steps == interval, and what after an overflow?",
     ),
-    reference=_scaler_but(),
+    reference=Scaler,
     check=_check_scaler,
     rebuilds=(
         "torch.amp.GradScaler",
@@ -561,77 +384,91 @@ _SCALER = Exercise(
         "torch._amp_*",
         "torch._foreach_*",
     ),
-    wrong_answers=(
-        WrongAnswer(
-            _scaler_but(unscale="never"),
-            "The gradients are never divided: the optimizer steps by the scale times too much.",
+    wrong_answers=mistakes(
+        "4.2",
+        ("The gradients are never divided by the scale.", (_DIVIDE, "            pass\n")),
+        (
+            "You divide after each micro-batch, so the first ones are divided several times.",
+            (_BACKWARD, _BACKWARD + _DIVIDE_EACH),
+            (_DIVIDE, "            pass\n"),
         ),
-        WrongAnswer(
-            _scaler_but(unscale="each"),
-            "Divided after each micro-batch, the first ones are divided again and again.",
+        (
+            "You clip before the division: max_norm applies to the divided gradient.",
+            (_CLIP, ""),
+            (_IF_OVER, f"{_CLIP}{_IF_OVER}"),
         ),
-        WrongAnswer(
-            _scaler_but(clip="scaled"),
-            "Clipped before the division: it is the true gradient's norm that counts.",
+        ("The gradient is never clipped to max_norm.", (_CLIP, "")),
+        (
+            "A step with inf in its gradients ruins the weights: skip it.",
+            ("            return False\n", f"    {_STEP}            return False\n"),
         ),
-        WrongAnswer(_scaler_but(clip="never"), "The gradient is never clipped to max_norm."),
-        WrongAnswer(
-            _scaler_but(skip=False),
-            "A step with inf in its gradients ruins the weights for good: skip it.",
+        ("An overflow shows as inf too, not only as nan.", (_FINITE, "(~gradient.isnan()).all()")),
+        ("inf - inf is nan: check for nan, too.", (_FINITE, "(~gradient.isinf()).all()")),
+        (
+            "A loss can be finite when its gradients are not: check the gradients.",
+            (_BACKWARD, f"{_BACKWARD}            fine = fine and bool(loss.isfinite())\n"),
+            (_ZERO, f"{_ZERO}        fine = True\n"),
+            (_IF_OVER, "        if not fine:\n"),
         ),
-        WrongAnswer(_scaler_but(fine=_no_nan), "An overflow is inf before it is ever nan."),
-        WrongAnswer(_scaler_but(fine=_no_inf), "inf − inf is nan: that is an overflow too."),
-        WrongAnswer(
-            _scaler_but(fine=_losses_finite),
-            "The loss can be finite where its gradients are not: look at those.",
+        (
+            "Check the gradients of all groups: one inf anywhere is an overflow.",
+            ("for gradient in gradients):", "for gradient in gradients[:1]):"),
         ),
-        WrongAnswer(
-            _scaler_but(fine=_first_group_finite),
-            "Look at all gradients, of all groups: one inf anywhere is an overflow.",
+        (
+            "A skipped step leaves its gradients for the next: call zero_grad before backward.",
+            (_ZERO, ""),
+            (_STEP, f"{_STEP}{_ZERO}"),
         ),
-        WrongAnswer(
-            _scaler_but(zero="stepped"),
-            "The gradients of a step that was skipped are still there in the next: drop the old "
-            "ones before backward, not after the step.",
+        ("Without zero_grad the gradients of earlier steps are added.", (_ZERO, "")),
+        ("Halve the scale after an overflow.", ("self.scale / 2, 0", "self.scale, 0")),
+        (
+            "Fine steps count only in a row: an overflow resets fine_steps.",
+            ("self.scale / 2, 0", "self.scale / 2, self.fine_steps"),
         ),
-        WrongAnswer(
-            _scaler_but(zero="never"), "Without zero_grad the last step's gradients are added in."
+        (
+            "Reset fine_steps when the scale has grown.",
+            (f"{_GROWN}, 0", f"{_GROWN}, self.fine_steps"),
         ),
-        WrongAnswer(_scaler_but(back_off=False), "After an overflow the scale has to be halved."),
-        WrongAnswer(
-            _scaler_but(reset_after=("growth",)),
-            "Fine steps count only in a row: an overflow ends it.",
+        (
+            "The scale grows after `interval` fine steps, not one step later.",
+            ("self.fine_steps == self.interval", "self.fine_steps > self.interval"),
         ),
-        WrongAnswer(
-            _scaler_but(reset_after=("overflow",)),
-            "When the scale has grown, a new row of fine steps begins.",
+        (
+            "Count fine steps, not micro-batches.",
+            ("        self.fine_steps += 1\n", ""),
+            (_BACKWARD, f"{_BACKWARD}            self.fine_steps += 1\n"),
         ),
-        WrongAnswer(
-            _scaler_but(grow_after=1), "It grows when the row is `interval` long, not one later."
+        (
+            "2**128 does not fit a float32, and inf · 0 is nan: cap the scale at 2**127.",
+            (_GROWN, "2 * self.scale"),
         ),
-        WrongAnswer(
-            _scaler_but(per="micro-batch"),
-            "The scale moves once a step: within one, all losses must have the same.",
+        (
+            "A scale below 2**127 can still double past it: cap the doubled scale.",
+            (_GROWN, "(2 if self.scale < 2.0**127 else 1) * self.scale"),
         ),
-        WrongAnswer(
-            _scaler_but(most=INF),
-            "The scale has to fit a float32: 2**128 does not, and inf · 0 is nan.",
+        (
+            "Concatenating all gradients makes a second copy of them: check them one by one.",
+            (
+                f"all({_FINITE} for gradient in gradients)",
+                "torch.cat([g.flatten() for g in gradients]).isfinite().all()",
+            ),
         ),
-        WrongAnswer(
-            _scaler_but(fine=_joined_finite),
-            "All gradients in one tensor are a second copy of them, just to be looked at.",
+        (
+            "Divide the gradients of all groups, not only the first group's.",
+            (
+                f"for gradient in gradients:\n{_DIVIDE}",
+                f"for gradient in gradients[:1]:\n{_DIVIDE}",
+            ),
         ),
-        WrongAnswer(
-            _scaler_but(divided=_first_group),
-            "The gradients of all groups are looked at and divided, not the first group's alone.",
+        (
+            "Return True after a step, and False after a skipped one.",
+            ("return False", "return"),
+            ("return True", "return"),
         ),
-        WrongAnswer(
-            _scaler_but(returns=lambda is_fine: None),
-            "Return True when it stepped, and False when not.",
-        ),
-        WrongAnswer(
-            _scaler_but(send_back="sum"),
-            "All micro-batches' graphs are alive at once: send each back before you take the next.",
+        (
+            "The graphs of all micro-batches are alive at once: call backward for each loss before "
+            "you take the next.",
+            ("for loss in losses:", "for loss in [sum(losses)]:"),
         ),
     ),
 )
@@ -639,118 +476,163 @@ _SCALER = Exercise(
 # ------------------------------------------------------------------ 4.3: stochastic rounding
 
 Round = Callable[[Tensor, torch.Generator], Tensor]
-LOW_BITS = 0xFFFF  # of a float32, that a bfloat16 does not have
+LOW_BITS = 0xFFFF  # the bits of a float32 that a bfloat16 lacks
 DRAWS = 2**18
-ROUNDED_BYTES = 24  # for each number, beside what is given
+ROUNDED_BYTES = 24  # per element, beside the input
 SEEDS = 8
-_NUMBERS = (
+_VALUES = (
     (1.001, 1.00391, 1.006, 1.0078),
     (-1.001, 3.14159),
-    (0.001, -270_000.123),
+    (0.001, -270_000.123, 3.3e-39),
     (1 + 2**-7 / 512,),
 )
 
 
 def _check_round(answer: Round) -> str:
-    first = _rounded(answer, torch.tensor([1.001, 1.001, 1.001]))
-    case = "stochastic_round of 3 times 1.001"
-    require(
-        isinstance(first, Tensor) and first.dtype == torch.bfloat16,
-        f"{case} gave {_kind(first)}; wanted a bfloat16 tensor."
-        f"{' Is there a return?' if first is None else ''}",
-    )
-    require(first.shape == (3,), f"{case} gave shape {tuple(first.shape)}, wanted (3,).")
-    for numbers in _NUMBERS:
-        _check_means(answer, numbers)
+    for values in _VALUES:
+        _check_means(answer, values)
+    _check_rare_draws(answer)
     _check_seeds(answer)
+    _check_own_draws(answer)
     _check_shapes(answer)
-    _check_kept(answer)
-    trace, bytes_ = _rounding(answer)
-    wide = {event.dtype for event in trace.events if _is_wide(event)}
-    require(
-        not wide,
-        f"stochastic_round makes a tensor of {', '.join(sorted(wide))}, 8 bytes a number; wanted "
-        f"dtypes of 4 at most.",
-    )
-    require(
-        bytes_ <= ROUNDED_BYTES,
-        f"stochastic_round takes {bytes_:.0f} bytes for each number at its fullest; wanted at "
-        f"most {ROUNDED_BYTES}: let tensors go that you are through with, or work in place in "
-        f"those that you made.",
-    )
-    return (
-        f"means right for {sum(map(len, _NUMBERS))} numbers · {bytes_:.0f} bytes a number meanwhile"
-    )
+    _check_exact_values(answer)
+    _check_not_finite(answer)
+    bytes_ = _check_bytes(answer)
+    count = sum(map(len, _VALUES))
+    return f"means right for {count} values · {bytes_:.0f} bytes per element at the peak"
 
 
-def _kind(value: Any) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else repr(value)
+def _rounded(answer: Round, values: Tensor, seed: int = 0) -> Any:
+    return answer(values, torch.Generator().manual_seed(seed))
 
 
-def _rounded(answer: Round, numbers: Tensor, seed: int = 0) -> Any:
-    return answer(numbers, torch.Generator().manual_seed(seed))
+def _check_shapes(answer: Round) -> None:
+    """Including a scalar, no elements at all, and a transposed tensor."""
+    for values in (torch.tensor(1.5), torch.ones(0, 3), torch.ones(5, 3).T):
+        case = f"stochastic_round of shape {tuple(values.shape)}"
+        got = _rounded(answer, values)
+        is_tensor(case, got, dtype=torch.bfloat16, shape=tuple(values.shape))
+        require(
+            torch.equal(got.float(), values),
+            f"{case} changes values that are bfloat16 already; wanted them as they are.",
+        )
 
 
-def _check_means(answer: Round, numbers: Sequence[float]) -> None:
-    shares = [_share_away(answer, number) for number in numbers]
-    _require_chance(numbers, shares)
-    # The share of DRAWS coins is within five standard errors of what it should be.
+def _check_means(answer: Round, values: Sequence[float]) -> None:
+    shares = [_share_away(answer, value) for value in values]
+    _require_chance(values, shares)
+    # A share of DRAWS draws is within five standard errors of its probability.
     errors = [5 * (wanted * (1 - wanted) / DRAWS) ** 0.5 for _, wanted in shares]
     pairs = zip(shares, errors, strict=True)
     require(
         all(abs(share - wanted) <= error for (share, wanted), error in pairs),
-        f"stochastic_round of {', '.join(f'{n:.7g}' for n in numbers)} went away from zero in "
+        f"stochastic_round of {', '.join(f'{n:.7g}' for n in values)} rounded away from zero in "
         f"{', '.join(f'{share:.3%}' for share, _ in shares)} of {DRAWS:,} draws; wanted "
-        f"{', '.join(f'{wanted:.3%}' for _, wanted in shares)}, so that the mean is the number."
-        f"{_which_way(numbers, shares, errors)}",
+        f"{', '.join(f'{wanted:.3%}' for _, wanted in shares)}, so that the mean is the value."
+        f"{_which_way(values, shares, errors)}",
     )
 
 
-def _which_way(
-    numbers: Sequence[float], shares: list[tuple[float, float]], errors: list[float]
-) -> str:
-    """Which numbers go away from zero too often or too seldom, and whether the two ways are
-    exchanged."""
-    told, exchanged = [], []
-    for number, (share, wanted), error in zip(numbers, shares, errors, strict=True):
-        if abs(share - wanted) > error:
-            told.append(f"{number:.7g} too {'often' if share > wanted else 'seldom'}")
-            exchanged.append(abs(share - (1 - wanted)) <= error)
-    swapped = ", with the chance of the way to the other neighbour" if all(exchanged) else ""
-    return f" {' and '.join(told)}{swapped}."
-
-
-def _require_chance(numbers: Sequence[float], shares: list[tuple[float, float]]) -> None:
-    """For some numbers, so for all: a noise that is too narrow moves only those halfway."""
-    pairs = list(zip(numbers, shares, strict=True))
-    always = [f"{number:.7g}" for number, (share, _) in pairs if share in (0, 1)]
-    others = [f"{number:.7g}" for number, (share, _) in pairs if share not in (0, 1)]
-    require(
-        not (always and others),
-        f"stochastic_round went one way in all of {DRAWS:,} draws of {', '.join(always)}, and at "
-        f"random with {', '.join(others)}; wanted chance for each, over the whole step from one "
-        f"bfloat16 to the next.",
-    )
-
-
-def _share_away(answer: Round, number: float) -> tuple[float, float]:
-    """In which share of draws it goes to the neighbour further from zero, and should."""
-    precise = torch.full((DRAWS // SEEDS,), number)
-    bits = precise[0].view(torch.int32).item() & ~LOW_BITS
-    both = torch.tensor([bits, bits + LOW_BITS + 1], dtype=torch.int32).view(torch.float32)
-    (below, above), exact = both.tolist(), precise[0].item()
+def _share_away(answer: Round, value: float) -> tuple[float, float]:
+    """The share of draws rounded away from zero, and its probability."""
+    precise = torch.full((DRAWS // SEEDS,), value)
+    below, above = _neighbours(precise[0])
     drawn = [_rounded(answer, precise.clone(), seed) for seed in range(SEEDS)]
+    case = f"stochastic_round of {len(precise):,} times {value:g}"
+    is_tensor(case, drawn[0], dtype=torch.bfloat16, shape=tuple(precise.shape))
     rounded = torch.cat(drawn).double()
-    strangers = rounded[(rounded != below) & (rounded != above)]
+    others = rounded[(rounded != below) & (rounded != above)]
     require(
-        len(strangers) == 0,
-        f"stochastic_round({number:g}) gave {strangers[:1].tolist()}; wanted one of its two "
+        len(others) == 0,
+        f"stochastic_round({value:g}) gave {others[:1].tolist()}; wanted one of its two "
         f"neighbours, {below:.9g} and {above:.9g}.",
     )
+    exact = precise[0].item()
     return (rounded == above).double().mean().item(), (exact - below) / (above - below)
 
 
-def _check_kept(answer: Round) -> None:
+def _neighbours(precise: Tensor) -> tuple[float, float]:
+    """The two nearest bfloat16 values of a float32, the one nearer to zero first."""
+    bits = precise.view(torch.int32).item() & ~LOW_BITS
+    both = torch.tensor([bits, bits + LOW_BITS + 1], dtype=torch.int32).view(torch.float32)
+    below, above = both.tolist()
+    return below, above
+
+
+def _which_way(
+    values: Sequence[float], shares: list[tuple[float, float]], errors: list[float]
+) -> str:
+    """Which values round away from zero too often or too seldom, or with swapped chances."""
+    told, swapped = [], []
+    for value, (share, wanted), error in zip(values, shares, errors, strict=True):
+        if abs(share - wanted) > error:
+            told.append(f"{value:.7g} too {'often' if share > wanted else 'seldom'}")
+            swapped.append(abs(share - (1 - wanted)) <= error)
+    suffix = ": the chances of its two neighbours are swapped" if all(swapped) else ""
+    return f" {' and '.join(told)}{suffix}."
+
+
+def _require_chance(values: Sequence[float], shares: list[tuple[float, float]]) -> None:
+    """If some values are rounded at random, all must be: narrow noise moves only the middle."""
+    pairs = list(zip(values, shares, strict=True))
+    always = [f"{value:.7g}" for value, (share, _) in pairs if share in (0, 1)]
+    others = [f"{value:.7g}" for value, (share, _) in pairs if share not in (0, 1)]
+    require(
+        not (always and others),
+        f"stochastic_round of {', '.join(always)} went the same way in all {DRAWS:,} draws, and of "
+        f"{', '.join(others)} at random; wanted chance for every value between two bfloat16 "
+        f"values.",
+    )
+
+
+def _check_rare_draws(answer: Round) -> None:
+    """A value 1/65,536 of the way moves in 16 of 2**20 draws, and the one before the next stays."""
+    for low, way in ((1, "up"), (LOW_BITS, "down")):
+        precise = torch.tensor(0x3F800000 + low, dtype=torch.int32).view(torch.float32)
+        nearest = precise.bfloat16()
+        drawn = torch.cat([_rounded(answer, precise.repeat(2**17), seed) for seed in range(SEEDS)])
+        require(
+            bool((drawn != nearest).any()),
+            f"stochastic_round of {precise.item():.9g} never went {way} in {len(drawn):,} draws; "
+            f"wanted a chance of 1/65,536.",
+            evidence=("rare", way),
+        )
+
+
+def _check_seeds(answer: Round) -> None:
+    values = torch.full((3, 64), 1.003)
+    with unchanged("stochastic_round", rng=True, numbers=values):
+        first, again, other = (_rounded(answer, values, seed) for seed in (1, 1, 2))
+    require(
+        torch.equal(first, again),
+        "stochastic_round gave other values for a generator with the same seed; wanted random "
+        "numbers from the generator alone.",
+    )
+    require(
+        not torch.equal(first, other),
+        "stochastic_round gave the same values for two generators with different seeds.",
+    )
+    generator = torch.Generator().manual_seed(1)
+    require(
+        not torch.equal(answer(values, generator), answer(values, generator)),
+        "stochastic_round gave the same values in two calls with one generator; wanted new random "
+        "numbers in each call: draw from the generator itself, and set no seed.",
+    )
+
+
+def _check_own_draws(answer: Round) -> None:
+    """Shared draws round equal rows alike."""
+    rounded = _rounded(answer, torch.full((5, 3, 64), 1.003))
+    for dim in range(3):
+        parts = rounded.unbind(dim)
+        require(
+            not all(torch.equal(part, parts[0]) for part in parts),
+            f"stochastic_round of 5 × 3 × 64 equal elements rounds alike along dimension {dim}; "
+            f"wanted a random number for each element.",
+        )
+
+
+def _check_exact_values(answer: Round) -> None:
     exact = torch.tensor([0.0, 1.0, -1.5, 2.0**-120, 3.0e38]).bfloat16().float()
     many = exact.repeat(50_000)
     rounded = _rounded(answer, many).float()
@@ -760,172 +642,59 @@ def _check_kept(answer: Round) -> None:
         f"stochastic_round moved {', '.join(f'{n:g}' for n in moved[:1])}, which is a bfloat16 "
         f"already, in {len(moved):,} of {len(many):,} draws; wanted it as it is.",
     )
-    # Two NaN that only the low bits tell from inf, or that carry over into the sign.
+
+
+def _check_not_finite(answer: Round) -> None:
+    # The low bits of these NaN make all the difference to inf, or carry into the sign.
     odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
     special = torch.cat([torch.tensor([INF, -INF]), odd])
     for seed in range(20):
         got = _rounded(answer, special.clone(), seed).tolist()
         require(
-            got[:2] == [INF, -INF] and all(number != number for number in got[2:]),
+            got[:2] == [INF, -INF] and all(value != value for value in got[2:]),
             f"stochastic_round of inf, -inf, nan, nan, nan gave "
-            f"{', '.join(f'{number:g}' for number in got)}; wanted them as they are: give back "
-            f"the number itself where it is not finite.",
+            f"{', '.join(f'{value:g}' for value in got)}; wanted them as they are: return every "
+            f"element that is not finite unchanged.",
         )
 
 
-def _check_seeds(answer: Round) -> None:
-    numbers = torch.full((3, 64), 1.003)
-    before = numbers.clone()
-    state = torch.get_rng_state()
-    same = [_rounded(answer, numbers, seed) for seed in (1, 1, 2)]
-    _require_draws_of_their_own(answer)
+def _check_bytes(answer: Round) -> float:
+    """Returns the peak in bytes per element, beside the input."""
+    values, generator = torch.ones(WIDE), torch.Generator().manual_seed(0)
+    trace = measure(lambda: answer(values, generator))
+    wide = {e.dtype for e in trace.events if e.bytes >= 8 * WIDE and e.dtype[-2:] == "64"}
     require(
-        torch.equal(numbers, before),
-        "stochastic_round changed the numbers that it was given; wanted a new tensor.",
+        not wide,
+        f"stochastic_round makes a tensor of {', '.join(sorted(wide))}, 8 bytes per element; "
+        f"wanted dtypes of 4 bytes at most.",
     )
+    bytes_ = (trace.peak_bytes - values.nbytes) / WIDE
     require(
-        same[0].shape == (3, 64),
-        f"stochastic_round of (3, 64) gave {tuple(same[0].shape)}; wanted the same shape.",
+        bytes_ <= ROUNDED_BYTES,
+        f"stochastic_round has up to {bytes_:.0f} bytes per element alive; wanted at most "
+        f"{ROUNDED_BYTES}: free tensors that you no longer need, or work in place in your own.",
     )
-    require(
-        torch.equal(torch.get_rng_state(), state),
-        "stochastic_round drew from torch's own random numbers; wanted those of the generator "
-        "alone.",
-    )
-    require(
-        torch.equal(same[0], same[1]),
-        "stochastic_round gave other numbers with a generator of the same seed; wanted its random "
-        "numbers from the generator alone.",
-    )
-    generator = torch.Generator().manual_seed(1)
-    require(
-        not torch.equal(answer(numbers, generator), answer(numbers, generator)),
-        "stochastic_round gave the same twice in a row with one generator; wanted new random "
-        "numbers in each call: draw from the generator itself, and set no seed.",
-    )
-    require(
-        not torch.equal(same[0], same[2]),
-        "stochastic_round gave the same with two generators of different seeds.",
-    )
+    return bytes_
 
 
-def _check_shapes(answer: Round) -> None:
-    """Of any shape: a scalar, one without numbers, and one that lies in memory by columns."""
-    for numbers in (torch.tensor(1.5), torch.ones(0, 3), torch.ones(5, 3).T):
-        got = _rounded(answer, numbers)
-        require(
-            got.shape == numbers.shape and torch.equal(got.float(), numbers),
-            f"stochastic_round of shape {tuple(numbers.shape)} gave shape {tuple(got.shape)}, or "
-            f"other numbers than the bfloat16 that it was given; wanted them as they are.",
-        )
+_DRAW = "torch.randint(2**16, numbers.shape, generator=generator, dtype=torch.int32)"
+_BITS = "(chance + numbers.view(torch.int32)) & ~0xFFFF"
+_GUARDED = "torch.where(numbers.isfinite(), bits.view(torch.float32), numbers)"
+_NOISE = """
+noise = torch.rand(numbers.shape, generator=generator) - 0.5
+return ({}).bfloat16()
+"""
+_BY_FRACTION = """
+down = numbers.view(torch.int32) & ~0xFFFF
+below, above = down.view(torch.float32), (down + 2**16).view(torch.float32)
+up = torch.rand(numbers.shape, generator=generator) < (numbers - below) / (above - below)
+return torch.where(up, above, below).bfloat16()
+"""
 
 
-def _require_draws_of_their_own(answer: Round) -> None:
-    """In each dimension: equal numbers have equal rows where draws are shared."""
-    rounded = _rounded(answer, torch.full((5, 3, 64), 1.003))
-    for dim in range(3):
-        parts = rounded.unbind(dim)
-        require(
-            not all(torch.equal(part, parts[0]) for part in parts),
-            f"stochastic_round of 5 × 3 × 64 equal numbers rounds alike along dimension {dim}; "
-            f"wanted a random number for each.",
-        )
-
-
-def _rounding(answer: Round) -> tuple[Trace, float]:
-    """Its trace, and its bytes for each number at its fullest."""
-    numbers, generator = torch.ones(WIDE), torch.Generator().manual_seed(0)
-    trace = measure(lambda: answer(numbers, generator))
-    return trace, (trace.peak_bytes - numbers.nbytes) / WIDE
-
-
-def _is_wide(event: Event) -> bool:
-    return event.bytes >= 8 * WIDE and event.dtype in ("int64", "float64")
-
-
-def _low_bits(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randint(2**16, numbers.shape, generator=generator, dtype=torch.int32)
-
-
-def _one_for_all(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randint(2**16, (1,), generator=generator, dtype=torch.int32)
-
-
-def _bits_up_to(
-    high: int, low: int = 0, shift: int = 0
-) -> Callable[[Tensor, torch.Generator], Tensor]:
-    def bits(numbers: Tensor, generator: torch.Generator) -> Tensor:
-        drawn = torch.randint(low, high, numbers.shape, generator=generator, dtype=torch.int32)
-        return drawn << shift
-
-    return bits
-
-
-def _wide_bits(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randint(2**16, numbers.shape, generator=generator)
-
-
-def _torchs_own_bits(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randint(2**16, numbers.shape, dtype=torch.int32)
-
-
-def _round_but(
-    bits: Callable[[Tensor, torch.Generator], Tensor] = _low_bits,
-    *,
-    guard: bool = True,
-    in_place: bool = False,
-) -> Round:
-    def stochastic_round(numbers: Tensor, generator: torch.Generator) -> Tensor:
-        noise = bits(numbers, generator)
-        if in_place:
-            raised = numbers.view(torch.int32).add_(noise)
-        elif noise.dtype == torch.int64:
-            raised = (numbers.view(torch.int32) + noise).int()
-        else:
-            raised = numbers.view(torch.int32) + noise
-        rounded = raised.bitwise_and_(~LOW_BITS).view(torch.float32)
-        if guard:
-            rounded = torch.where(numbers.isfinite(), rounded, numbers)
-        return rounded.bfloat16()
-
-    return stochastic_round
-
-
-def _nearest(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    return numbers.bfloat16()
-
-
-def _up(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    return _round_but(lambda numbers, _: torch.tensor(LOW_BITS, dtype=torch.int32))(
-        numbers, generator
-    )
-
-
-def _cut(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    return _round_but(lambda numbers, _: torch.tensor(0, dtype=torch.int32))(numbers, generator)
-
-
-def _a_fixed_noise(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    noise = torch.rand(numbers.shape, generator=generator) - 0.5
-    return (numbers + noise * 2**-7).bfloat16()
-
-
-def _a_narrow_noise(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    noise = torch.rand(numbers.shape, generator=generator) - 0.5
-    return (numbers * (1 + noise * 2**-9)).bfloat16()
-
-
-def _by_fractions(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    """Of a NaN the fraction is NaN, so it goes down, to where one with low bits only is inf."""
-    down = numbers.view(torch.int32) & ~LOW_BITS
-    below, above = down.view(torch.float32), (down + LOW_BITS + 1).view(torch.float32)
-    up = torch.rand(numbers.shape, generator=generator) < (numbers - below) / (above - below)
-    return torch.where(up, above, below).bfloat16()
-
-
-def _by_the_library(numbers: Tensor, generator: torch.Generator) -> Tensor:
-    out = torch.empty_like(numbers, dtype=torch.bfloat16)
-    return stochastic_round_(out, numbers, generator=generator)
+def _drawn(*edit: str) -> tuple[str, str]:
+    """The draw with these words replaced."""
+    return _DRAW, _DRAW.replace(*edit)
 
 
 _ROUND = Exercise(
@@ -934,63 +703,74 @@ _ROUND = Exercise(
     minutes=12,
     difficulty=3,
     hints=(
-        "Whole numbers carry. What would you have to add to the 32 bits of a float32, so that a 1 "
-        "is carried into the upper 16 the more often the larger the lower 16 are?",
-        "Add a random integer of 16 bits to the bits: the chance that it carries into the upper "
-        "half is just that fraction. Then cut the lower half off. .view(torch.int32) shows the "
-        "bits, and torch.randint takes shape, generator and dtype.",
+        "Integer addition carries. What can you add to the 32 bits of a float32, so that a carry "
+        "into the upper 16 bits is the more likely the larger the lower 16 bits are?",
+        "Add a random integer of 16 bits: it carries into the upper half with a probability equal "
+        "to the fraction. Then clear the lower half. .view(torch.int32) shows the bits, and "
+        "torch.randint takes a shape, generator and dtype.",
         "bits = numbers.view(torch.int32) + torch.randint(2**16, numbers.shape, "
         "generator=generator, dtype=torch.int32); rounded = (bits & ~0xFFFF).view(torch.float32). "
         "What do you return where numbers.isfinite() is False?",
     ),
-    reference=_by_the_library,
+    reference=solution("4.3"),
     check=_check_round,
     rebuilds=("memlab.rounding.stochastic_round_",),
-    wrong_answers=(
-        WrongAnswer(_nearest, "To the nearest: the same way every time, so small parts vanish."),
-        WrongAnswer(_up, "Always up (away from zero): the mean is too large."),
-        WrongAnswer(_cut, "Cut off: always towards zero, so the mean is too small."),
-        WrongAnswer(
-            _round_but(_bits_up_to(2**8)),
-            "Eight random bits at the low end hardly ever carry: it takes all 16.",
+    wrong_answers=mistakes(
+        "4.3",
+        (
+            "Round to nearest goes the same way every time, so small updates are lost.",
+            ("return rounded", "return numbers"),
         ),
-        WrongAnswer(
-            _round_but(_bits_up_to(2**8, shift=8)),
-            "Eight random bits at the high end: a way shorter than 1/256 is never gone.",
+        ("You always round away from zero, so the mean is too large.", (_DRAW, "0xFFFF")),
+        ("You always round towards zero, so the mean is too small.", (_DRAW, "0")),
+        (
+            "Eight random bits at the low end hardly ever carry: draw all 16.",
+            _drawn("2**16", "2**8"),
         ),
-        WrongAnswer(
-            _round_but(_bits_up_to(2**15)), "Random numbers of 15 bits: half of the ups are lost."
+        (
+            "Eight random bits at the high end miss fractions below 1/256: draw all 16.",
+            (_DRAW, f"{_DRAW.replace('2**16', '2**8')} * 2**8"),
         ),
-        WrongAnswer(
-            _round_but(_bits_up_to(2**16 + 1, low=1)),
-            "From 1 to 2**16: now and then that moves a number that is exact already.",
+        (
+            "A draw from 1 to 2**16 sometimes moves a value that is exact: draw from 0 to 2**16 - "
+            "1.",
+            _drawn("2**16", "1, 2**16 + 1"),
         ),
-        WrongAnswer(
-            _round_but(_one_for_all), "One random number for all: they go up or down together."
+        (
+            "torch.randint(n) draws from 0 to n - 1: pass 2**16, not 2**16 - 1.",
+            _drawn("2**16", "2**16 - 1"),
         ),
-        WrongAnswer(
-            _a_fixed_noise,
-            "The step of a bfloat16 grows with the number: the same noise fits one size only.",
+        (
+            "One random number for all elements: they go up or down together.",
+            _drawn("numbers.shape", "(1,)"),
         ),
-        WrongAnswer(
-            _a_narrow_noise,
-            "The noise is narrower than a step of bfloat16: a number near a neighbour never leaves "
-            "it.",
+        (
+            "The gap between bfloat16 values grows with the value: noise of one width fits one "
+            "size only.",
+            body("stochastic_round", _NOISE.format("numbers + noise * 2**-7")),
         ),
-        WrongAnswer(_round_but(guard=False), "NaN carries over into what looks like a number."),
-        WrongAnswer(
-            _by_fractions, "A NaN that only its low bits tell from inf is cut down to inf."
+        (
+            "The noise is narrower than the gap between two bfloat16 values: a value near a "
+            "neighbour never leaves it.",
+            body("stochastic_round", _NOISE.format("numbers * (1 + noise * 2**-9)")),
         ),
-        WrongAnswer(
-            _round_but(_torchs_own_bits),
-            "Give the generator to torch.randint: generator=generator.",
+        ("The carry turns a NaN into a finite value.", (_GUARDED, "bits.view(torch.float32)")),
+        (
+            "A NaN whose upper bits are those of inf is cut down to inf.",
+            body("stochastic_round", _BY_FRACTION),
         ),
-        WrongAnswer(
-            _round_but(in_place=True), "A view has the memory of its tensor: add_ writes into it."
+        (
+            "Pass the generator to torch.randint: generator=generator.",
+            _drawn("generator=generator, ", ""),
         ),
-        WrongAnswer(
-            _round_but(_wide_bits),
-            "torch.randint gives int64 unless told: 8 bytes for 2 of chance.",
+        (
+            "A view shares memory with its tensor: add_ changes the input.",
+            (_BITS, "numbers.view(torch.int32).add_(chance) & ~0xFFFF"),
+        ),
+        (
+            "torch.randint gives int64 by default: pass dtype=torch.int32.",
+            _drawn(", dtype=torch.int32", ""),
+            (_BITS, f"({_BITS}).int()"),
         ),
     ),
 )
@@ -1003,59 +783,58 @@ LAYERS = 8
 
 def _check_master_step(answer: MasterStep) -> str:
     _check_updates(answer)
-    _check_small_gradients(answer)
-    _check_mixed(answer)
-    scratch = _master_bytes(answer)
+    _check_scales(answer)
+    for dtype in (torch.float16, torch.bfloat16):
+        _check_mixed(answer, dtype)
+    scratch, most = _master_bytes(answer), 3 * WIDE * 2
     require(
-        scratch <= 3 * WIDE * 2 + WIDE // 16,  # a scale may be a tensor
-        f"master_step takes {scratch:,} bytes more than it began with, beside the float32 "
-        f"gradients that have to be; wanted at most a layer's, {3 * WIDE * 2:,}.",
+        scratch <= most + WIDE // 16,  # a scale may be a tensor
+        f"master_step has up to {scratch:,} bytes alive beyond those at its start and the float32 "
+        f"gradients; wanted at most those of one layer, {most:,}.",
     )
     return f"100 updates of 1/1024 add up · {scratch:,} bytes beside the float32 gradients"
 
 
-def _pair(dtype: torch.dtype, *numbers: float) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Weights of one number each, and their copies; the last has no gradient, ever."""
-    weights = [nn.Parameter(torch.tensor([number], dtype=dtype)) for number in numbers]
+def _pair(dtype: torch.dtype, *values: float) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Weights of one element each, and their float32 copies."""
+    weights = [nn.Parameter(torch.tensor([value], dtype=dtype)) for value in values]
     return weights, [nn.Parameter(weight.detach().float()) for weight in weights]
 
 
 def _check_updates(answer: MasterStep) -> None:
+    """Updates below the precision of bfloat16 add up; the second weight never has a gradient."""
     weights, copies = _pair(torch.bfloat16, 1.0, 2.0)
     optimizer = torch.optim.SGD(copies, lr=2.0**-10)
     for number in range(1, 101):
         weights[0].grad = torch.tensor([-4.0], dtype=torch.bfloat16)
         answer(weights, copies, optimizer, 4.0)
         case = f"master_step in bfloat16, update {number} of 1/1024, scale 4"
-        exact = 1 + number * 2.0**-10
-        kinds = [weight.dtype for weight in weights]
-        require(
-            kinds == [torch.bfloat16] * 2,
-            f"{case}: the model's weights are {kinds[0]}; wanted bfloat16, as they were.",
-        )
-        require(
-            copies[0].item() == exact,
-            f"{case}: the copy is {copies[0].item():.6f}; wanted {exact:.6f}.",
-        )
-        rounded = copies[0].detach().bfloat16().item()
-        require(
-            weights[0].item() == rounded,
-            f"{case}: the weight is {weights[0].item():.6f}; wanted {rounded:.6f}, the copy "
-            f"rounded.",
-        )
+        _require_weight(case, weights[0], copies[0], 1 + number * 2.0**-10)
         left = [name for name, ps in (("model", weights), ("copies", copies)) if _any_grad(ps)]
-        require(not left, f"{case}: gradients of the {' and the '.join(left)} are left.")
+        require(not left, f"{case} leaves gradients in the {' and the '.join(left)}.")
     require(weights[1].item() == 2.0, "master_step moved a weight that has no gradient.")
 
 
-def _any_grad(parameters: list[nn.Parameter]) -> bool:
-    return any(parameter.grad is not None for parameter in parameters)
+def _require_weight(case: str, weight: Tensor, copy: Tensor, exact: float) -> None:
+    require(
+        weight.dtype == torch.bfloat16,
+        f"{case}: the model's weight is {weight.dtype}; wanted torch.bfloat16, as before.",
+    )
+    require(copy.item() == exact, f"{case}: the copy is {copy.item():.6f}; wanted {exact:.6f}.")
+    rounded = copy.detach().bfloat16().item()
+    require(
+        weight.item() == rounded,
+        f"{case}: the weight is {weight.item():.6f}; wanted {rounded:.6f}, the rounded copy.",
+    )
 
 
-def _check_small_gradients(answer: MasterStep) -> None:
-    """Gradients below float16's range, that came through because they were scaled; the larger of
-    the scales is beyond that range, too."""
-    for power in (16, 25):
+def _any_grad(tensors: list[nn.Parameter]) -> bool:
+    return any(tensor.grad is not None for tensor in tensors)
+
+
+def _check_scales(answer: MasterStep) -> None:
+    """Unscaled gradients below float16's range, a scale beyond it, and a scale below 1."""
+    for power in (16, 25, -3):
         weights, copies = _pair(torch.float16, 0.0)
         weights[0].grad = torch.tensor([2.0**-10], dtype=torch.float16)
         answer(weights, copies, torch.optim.SGD(copies, lr=2.0**10), 2.0**power)
@@ -1066,129 +845,54 @@ def _check_small_gradients(answer: MasterStep) -> None:
         )
 
 
-def _check_mixed(answer: MasterStep) -> None:
-    """float16 and bfloat16 weights of several shapes, one without a gradient, by an AdamW that
-    decays: what has no gradient is not decayed either."""
-    shapes, dtypes = ((5, 3), (7,), (2, 3)), (torch.float16, torch.bfloat16)
-    for dtype in dtypes:
-        weights = parameters(dtype, shapes=shapes)
-        with torch.no_grad():
-            weights[0][0, 0] = 1 + 2**-9  # float16 has it, bfloat16 rounds it
-        copies = [nn.Parameter(weight.detach().float()) for weight in weights]
-        wanted = [nn.Parameter(copy.detach().clone()) for copy in copies]
-        for n in (0, 2):
-            weights[n].grad = elements(*shapes[n], dtype=dtype, seed=9 + n)
-            wanted[n].grad = weights[n].grad.float() / 4
-        settings = {"lr": 2.0**-9, "weight_decay": 0.5, "foreach": False}
-        torch.optim.AdamW(wanted, **settings).step()
-        optimizer = torch.optim.AdamW(copies, **settings)
-        case = f"master_step with {dtype} weights of three shapes by AdamW"
-        lists = {"weights": weights, "copies": copies}
-        with unchanged(case, may_change=("values", "gradients"), **lists):
-            answer(weights, copies, optimizer, 4.0)
-        require(
-            torch.equal(copies[1], wanted[1]),
-            f"{case} moved the weight that has no gradient; wanted it as it was: zeros for a "
-            f"gradient are one, and AdamW then decays the weight.",
-            evidence=(case, "no gradient"),
-        )
-        require(
-            all(torch.equal(a, b.to(dtype)) for a, b in zip(weights, wanted, strict=True)),
-            f"{case} leaves other weights than its float32 copies rounded once, to {dtype}.",
-            evidence=(case, "rounded"),
-        )
+def _check_mixed(answer: MasterStep, dtype: torch.dtype) -> None:
+    """Weights of several shapes, one without a gradient, by an AdamW with weight decay."""
+    shapes = ((5, 3), (7,), (2, 3))
+    weights = parameters(dtype, shapes=shapes)
+    with torch.no_grad():
+        weights[0][0, 0] = 1 + 2**-9  # exact in float16, not in bfloat16
+    copies = [nn.Parameter(weight.detach().float()) for weight in weights]
+    wanted = [nn.Parameter(copy.detach().clone()) for copy in copies]
+    for n in (0, 2):
+        weights[n].grad = elements(*shapes[n], dtype=dtype, seed=9 + n)
+        wanted[n].grad = weights[n].grad.float() / 4
+    adamw = partial(torch.optim.AdamW, lr=1.0, weight_decay=0.5, foreach=False)
+    adamw(wanted).step()
+    optimizer = adamw(copies)
+    case = f"master_step with {dtype} weights of three shapes by AdamW"
+    with unchanged(case, may_change=("values", "gradients"), weights=weights, copies=copies):
+        answer(weights, copies, optimizer, 4.0)
+    require(
+        torch.equal(copies[1], wanted[1]),
+        f"{case} moved the weight that has no gradient; wanted it as it was: leave the copy's "
+        f"gradient None, because AdamW decays a weight whose gradient is zeros.",
+        evidence=(case, "no gradient"),
+    )
+    require(
+        all(torch.equal(a, b.to(dtype)) for a, b in zip(weights, wanted, strict=True)),
+        f"{case} gives weights that differ from the float32 copies rounded once, to {dtype}.",
+        evidence=(case, "rounded"),
+    )
 
 
 def _master_bytes(answer: MasterStep) -> int:
-    """At its fullest beyond what was there before, less half of what float32 gradients take: so
-    much goes when the model's own are dropped."""
+    """The peak beyond the bytes at the start, less half of the float32 gradients: the model's own
+    gradients free that much."""
     weights = [nn.Parameter(torch.zeros(WIDE, dtype=torch.bfloat16)) for _ in range(LAYERS)]
     copies = [nn.Parameter(weight.detach().float()) for weight in weights]
     optimizer = torch.optim.SGD(copies, lr=0.1, foreach=False)
     model = nn.ParameterList([*weights, *copies])
-
-    def give() -> None:
-        for weight in weights:
-            weight.grad = torch.zeros_like(weight)
-
-    give()
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
     step = partial(answer, weights, copies, optimizer, 1.0)
     trace = measure(step, model=model, optimizer=optimizer)
     before = sum(event.bytes for event in trace.events if event.phase == "before")
     return trace.peak_bytes - before - 2 * WIDE * LAYERS
 
 
-def _in_float32(low: nn.Parameter, scale: float) -> Tensor:
-    return low.grad.float() / scale
-
-
-def _unscaled_low(low: nn.Parameter, scale: float) -> Tensor:
-    return (low.grad / scale).float()
-
-
-def _still_scaled(low: nn.Parameter, scale: float) -> Tensor:
-    return low.grad.float()
-
-
-@torch.no_grad()
-def _write(weight: nn.Parameter, copy: nn.Parameter) -> None:
-    weight.copy_(copy)
-
-
-def _write_nothing(weight: nn.Parameter, copy: nn.Parameter) -> None: ...
-
-
-def _replace_data(weight: nn.Parameter, copy: nn.Parameter) -> None:
-    weight.data = copy.data
-
-
-@torch.no_grad()
-def _write_and_back(weight: nn.Parameter, copy: nn.Parameter) -> None:
-    weight.copy_(copy)
-    copy.copy_(weight)
-
-
-def _master_step_but(
-    gradient: Callable[[nn.Parameter, float], Tensor] = _in_float32,
-    write: Callable[[nn.Parameter, nn.Parameter], None] = _write,
-    *,
-    drop: str = "each",
-    drop_copies: bool = True,
-) -> MasterStep:
-    def master_step(
-        weights: list[nn.Parameter],
-        copies: list[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        scale: float,
-    ) -> None:
-        for weight, copy in zip(weights, copies, strict=True):
-            if weight.grad is not None:
-                copy.grad = gradient(weight, scale)
-                if drop == "each":
-                    weight.grad = None
-        optimizer.step()
-        for weight, copy in zip(weights, copies, strict=True):
-            write(weight, copy)
-            if drop == "end":
-                weight.grad = None
-            if drop_copies:
-                copy.grad = None
-
-    return master_step
-
-
-def _step_in_low(
-    weights: list[nn.Parameter],
-    copies: list[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    scale: float,
-) -> None:
-    """The copies are made of the weights each time, so what rounding took is gone."""
-    with torch.no_grad():
-        for weight, copy in zip(weights, copies, strict=True):
-            copy.copy_(weight)
-    _master_step_but()(weights, copies, optimizer, scale)
-
+_UP = "copy.grad = weight.grad.float() / scale\n"
+_DOWN = "weight.copy_(copy)"
+_DROP = "            weight.grad = None\n"
 
 _MASTER_STEP = Exercise(
     id="4.4",
@@ -1196,49 +900,53 @@ _MASTER_STEP = Exercise(
     minutes=12,
     difficulty=2,
     hints=(
-        "Three things: the gradients go up to the copies, the optimizer steps those, the weights "
-        "come down. Which of them is done in which dtype?",
-        "Make a gradient float32 first and divide it then, and drop the model's own before the "
-        "next. The copies are the truth: nothing is ever written into them but by the optimizer.",
+        "Three parts: the gradients go up to the copies, the optimizer steps the copies, the "
+        "weights come down. Which dtype has each part?",
+        "Cast a gradient to float32 first, then divide it, and drop the model's own before the "
+        "next one. Only the optimizer may write into the copies.",
         "For each pair with a gradient: copy.grad = weight.grad.float() / scale; weight.grad = "
         "None. Then optimizer.step(). What is left to do for each pair, under no_grad?",
     ),
-    reference=_master_step_but(),
+    reference=solution("4.4"),
     check=_check_master_step,
     rebuilds=("memlab.precision.MasterWeights",),
-    wrong_answers=(
-        WrongAnswer(
-            _step_in_low,
-            "Copies made anew of the rounded weights forget what rounding took: make them once.",
+    wrong_answers=mistakes(
+        "4.4",
+        (
+            "Copies that you make again from the rounded weights lose small updates: keep them.",
+            (
+                "        if weight.grad is not",
+                "        copy.data.copy_(weight)\n        if weight.grad is not",
+            ),
         ),
-        WrongAnswer(
-            _master_step_but(write=_write_and_back),
-            "The copies must not be rounded: they are what small updates add up in.",
+        (
+            "Do not round the copies: small updates add up in them.",
+            (_DOWN, "copy.copy_(weight.copy_(copy))"),
         ),
-        WrongAnswer(
-            _master_step_but(_unscaled_low),
-            "Divided in float16 the gradient is zero again: first float32, then divide.",
+        (
+            "Divided in float16, the gradient becomes zero: cast to float32 first.",
+            (_UP, "copy.grad = (weight.grad / scale).float()\n"),
         ),
-        WrongAnswer(_master_step_but(_still_scaled), "The gradient is still times the scale."),
-        WrongAnswer(
-            _master_step_but(write=_write_nothing), "The model's own weights have not moved at all."
+        ("Divide the gradient by the scale.", (_UP, "copy.grad = weight.grad.float()\n")),
+        (
+            "Divide by every scale, also by one below 1.",
+            (_UP, _UP.replace("scale", "max(scale, 1.0)")),
         ),
-        WrongAnswer(
-            _master_step_but(write=_replace_data),
-            "With .data = the weight becomes the float32 copy itself: copy_ writes and rounds.",
+        ("Copy the stepped values into the model's own weights.", (_DOWN, "pass")),
+        (
+            ".data = turns the weight into the float32 copy itself: copy_ writes and rounds.",
+            (_DOWN, "weight.data = copy.data"),
         ),
-        WrongAnswer(
-            _master_step_but(drop="never"),
-            "The model's gradients are still there, and backward would add to them.",
+        ("The model's gradients remain, and the next backward would add to them.", (_DROP, "")),
+        (
+            "The copies' gradients remain: 4 bytes per weight that are not needed after the step.",
+            ("            copy.grad = None", "            pass"),
         ),
-        WrongAnswer(
-            _master_step_but(drop_copies=False),
-            "The copies' gradients are 4 bytes a weight that nobody needs after the step.",
-        ),
-        WrongAnswer(
-            _master_step_but(drop="end"),
-            "All gradients are there in both dtypes at one moment: drop the model's own of a "
-            "weight before you make the next.",
+        (
+            "All gradients exist in both dtypes at one moment: drop the model's own before you "
+            "cast the next one.",
+            (_DROP, ""),
+            ("            copy.grad = None", "            copy.grad = weight.grad = None"),
         ),
     ),
 )

@@ -1,12 +1,13 @@
 """Day 5: gradient checkpointing."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import accumulate, count
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -14,47 +15,54 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from memlab.checkpointing import checkpoint
 from memlab.checkpointing.execution import run
 from memlab.checkpointing.schedules import Schedule, check_schedule
 from memlab.course.bill import SETTING
 from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
-from memlab.course.properties import elements, gradients, same_gradients, unchanged
+from memlab.course.properties import (
+    elements,
+    furthest,
+    gradients,
+    is_tensor,
+    new_bytes,
+    same_gradients,
+    unchanged,
+)
 from memlab.course.solutions import Edit, body, mistakes, solution
 from memlab.metering import measure
 from memlab.reference.checkpointing import forget
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace
 
-Forgetting = Callable[..., Tensor]  # forgetting(fn, *inputs)
+Checkpointing = Callable[..., Tensor]  # called as checkpointing(fn, *inputs)
 
-# ------------------------------------------------------------------ a chain of blocks, run
+# ------------------------------------------------------------------ one pass through a chain
 
 ROWS, WIDTH = 8, 16
 BLOCKS = 4
 OUTPUT_BYTES = 4 * ROWS * WIDTH
 
 
-class _Block(nn.Module):
-    """A residual MLP that notes how often it ran, and whether a graph was made."""
+class _ResidualMLP(nn.Module):
+    """Records each run, and whether the run made a graph."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = dropout
-        self.graphs: list[bool] = []
+        self.grad_modes: list[bool] = []  # one per run
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        self.graphs.append(torch.is_grad_enabled())
+        self.grad_modes.append(torch.is_grad_enabled())
         hidden = F.gelu(self.up(x if rows is None else x[rows]))
         hidden = F.dropout(hidden, self.dropout, self.training)
         return x + self.down(hidden)
 
 
-class _Mixing(nn.Module):
-    """Of several inputs, and it saves what is no float of theirs: a mask, and a few numbers."""
+class _MaskedBlock(nn.Module):
+    """Takes four inputs, and saves a bool mask and a scalar too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,174 +73,189 @@ class _Mixing(nn.Module):
         return torch.where(hidden > 0, hidden * scale, hidden) * hidden.mean().exp()
 
 
-@dataclass
-class _Pass:
-    """A forward and a backward pass through a chain, and what came of it."""
-
-    output: Tensor
-    gradients: dict[str, Tensor | None]
-    runs: list[int]  # of each block
-    drawn_after: Tensor
+class _PassResult(NamedTuple):
+    gradients: dict[str, Tensor | None]  # and the output, as in `properties.gradients`
+    runs: list[int]  # per block
+    drawn_after: Tensor  # the next random numbers
 
 
-def _chain(blocks: int, dropout: float, requires_grad: bool) -> tuple[nn.ModuleList, Tensor]:
+def _chain(
+    blocks: int, dropout: float = 0.0, requires_grad: bool = True
+) -> tuple[nn.ModuleList, Tensor]:
     torch.manual_seed(0)
-    chain = nn.ModuleList(_Block(dropout) for _ in range(blocks))
+    chain = nn.ModuleList(_ResidualMLP(dropout) for _ in range(blocks))
     return chain, torch.randn(ROWS, WIDTH, requires_grad=requires_grad)
 
 
 def _forward(
-    answer: Forgetting, chain: nn.ModuleList, x: Tensor, *others: Tensor, case: str = ""
+    answer: Checkpointing, chain: nn.ModuleList, x: Tensor, *others: Tensor, case: str = ""
 ) -> Tensor:
     for block in chain:
-        x = answer(block, x, *others)
-        kind = type(x).__name__
-        require(
-            isinstance(x, Tensor),
-            f"{case} gave {kind}; wanted what fn returns, a Tensor."
-            f"{' Is there a return?' if x is None else ''}",
-        )
+        x = answer(_as_function(block) if block.dropout else block, x, *others)
+        is_tensor(case, x)
     return x
 
 
+def _as_function(block: nn.Module) -> Callable[..., Tensor]:
+    """fn may be any callable, so a check must not always pass a module."""
+    return lambda *inputs: block(*inputs)
+
+
 def _passed(
-    answer: Forgetting,
+    answer: Checkpointing,
     *others: Tensor,
     case: str = "",
     blocks: int = 1,
     dropout: float = 0.0,
     requires_grad: bool = True,
     backwards: int = 1,
-) -> _Pass:
-    """Through so many blocks and back; later backward passes begin with no gradients."""
+) -> _PassResult:
+    """One forward pass, and `backwards` backward passes, each with fresh gradients."""
     chain, x = _chain(blocks, dropout, requires_grad)
-    exchanged: list[str] = []
-    with _shapes_noted(exchanged):
+    with _hooks_recorded() as hooks:
         output = _forward(answer, chain, x, *others, case=case)
-    require(
-        output.requires_grad,
-        f"{case} gave a tensor without a graph (requires_grad is False); no gradient can pass.",
-    )
-    loss = output.square().sum()
-    for n in range(backwards):
-        x.grad = None
-        chain.zero_grad()
-        _backward(loss, chain, case, exchanged, retain_graph=n < backwards - 1)
-    gradients = {"x": x.grad} if requires_grad else {}
-    gradients |= {name: weight.grad for name, weight in chain.named_parameters()}
-    runs = [len(block.graphs) for block in chain]
-    return _Pass(output.detach(), gradients, runs, torch.rand(4))
+        require(
+            output.requires_grad,
+            f"{case} gave a tensor without a graph (requires_grad is False), so no gradient flows.",
+        )
+        loss = output.square().sum()
+        for n in range(backwards):
+            x.grad = None
+            chain.zero_grad()
+            _backward(loss, chain, case, hooks, retain_graph=n < backwards - 1)
+    found = {"output 0": output.detach()} | ({"x": x.grad} if requires_grad else {})
+    found |= {name: weight.grad for name, weight in chain.named_parameters()}
+    return _PassResult(found, [len(block.grad_modes) for block in chain], torch.rand(4))
 
 
-# What torch says where the second run made no graph, or where a slot stayed empty.
-_NO_GRAPH = "does not require grad"
-_NO_TENSOR = "unpack_hook"
+@dataclass
+class _HookRecord:
+    makers: list[str] = field(default_factory=list)  # modules that created hooks
+    entered: int = 0
+    wrong_shapes: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def _shapes_noted(exchanged: list[str]) -> Iterator[None]:
-    """Notes what the hooks made inside hand out in another shape than it was saved in."""
-    as_ever = saved_tensors_hooks.__init__
+def _hooks_recorded() -> Iterator[_HookRecord]:
+    """Records who makes and enters `saved_tensors_hooks`, and unpacked tensors of a wrong shape."""
+    record = _HookRecord()
+    init, enter = saved_tensors_hooks.__init__, saved_tensors_hooks.__enter__
 
-    def init(
-        self: saved_tensors_hooks,
-        pack_hook: Callable[[Tensor], Any],
-        unpack_hook: Callable[[Any], Tensor],
-    ) -> None:
+    def recording_init(self: Any, pack_hook: Any, unpack_hook: Any) -> None:
+        record.makers.append(sys._getframe(1).f_globals["__name__"])
         places = count(1)
 
         def pack(tensor: Tensor) -> tuple[int, torch.Size, Any]:
             return next(places), tensor.shape, pack_hook(tensor)
 
-        def unpack(kept: tuple[int, torch.Size, Any]) -> Tensor:
-            place, shape, own = kept
+        def unpack(packed: tuple[int, torch.Size, Any]) -> Tensor:
+            place, shape, own = packed
             tensor = unpack_hook(own)
             if isinstance(tensor, Tensor) and tensor.shape != shape:
-                exchanged.append(
-                    f"tensor {place} of those that fn saved was {tuple(shape)}, and came back "
-                    f"{tuple(tensor.shape)}: another slot's"
+                record.wrong_shapes.append(
+                    f"the hook returned another slot's tensor: saved tensor {place} of fn had "
+                    f"shape {tuple(shape)}, and came back with shape {tuple(tensor.shape)}"
                 )
             return tensor
 
-        as_ever(self, pack, unpack)
+        init(self, pack, unpack)
 
-    with patch.object(saved_tensors_hooks, "__init__", init):
-        yield
+    def recording_enter(self: Any) -> None:
+        record.entered += 1
+        enter(self)
+
+    with (
+        patch.object(saved_tensors_hooks, "__init__", recording_init),
+        patch.object(saved_tensors_hooks, "__enter__", recording_enter),
+    ):
+        yield record
+
+
+# Torch's words for a second run without a graph, and for an empty slot.
+_NO_GRAPH, _NO_TENSOR = "does not require grad", "unpack_hook"
 
 
 def _backward(
-    loss: Tensor, chain: nn.ModuleList, case: str, exchanged: list[str], retain_graph: bool
+    loss: Tensor, chain: nn.ModuleList, case: str, hooks: _HookRecord, retain_graph: bool
 ) -> None:
-    entered: list[saved_tensors_hooks] = []
-    as_ever = saved_tensors_hooks.__enter__
-
-    def note(self: saved_tensors_hooks) -> None:
-        entered.append(self)
-        as_ever(self)
-
+    """loss.backward, with torch's errors explained."""
+    hooks.entered = 0
     try:
-        with patch.object(saved_tensors_hooks, "__enter__", note):
-            loss.backward(retain_graph=retain_graph)
+        loss.backward(retain_graph=retain_graph)
     except (RuntimeError, TypeError, LookupError) as error:
-        later = [graph for block in chain for graph in block.graphs[1:]]
-        if later and not later[0]:
+        reruns = [mode for block in chain for mode in block.grad_modes[1:]]
+        if reruns and not reruns[0]:
             raise Wrong(
-                f"{case}: in backward fn ran again with gradients switched off, so that it made no "
+                f"{case}: backward ran fn again with gradients disabled, so the second run made no "
                 f"graph and saved nothing."
             ) from None
-        if exchanged:
-            raise Wrong(f"{case}: {exchanged[0]}.") from None
+        if hooks.wrong_shapes:
+            raise Wrong(f"{case}: {hooks.wrong_shapes[0]}.") from None
         if not any(words in str(error) for words in (_NO_GRAPH, _NO_TENSOR)):
             raise
-        under = f"under {'hooks' if entered else 'no hooks'} for saved tensors"
-        how = f"ran again with gradients switched on, {under}" if later else "did not run again"
+        under = f"{'under' if hooks.entered else 'without'} saved-tensor hooks"
+        how = f"ran fn again with gradients enabled, {under}" if reruns else "did not run fn again"
         first_line = str(error).splitlines()[0].rstrip(".")
-        raise Wrong(f"{case}: in backward fn {how}, and torch says: {first_line}.") from None
+        raise Wrong(f"{case}: backward {how}, and torch says: {first_line}.") from None
 
 
-def _plainly(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def _plain(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return fn(*inputs)
 
 
-def _check_values(answer: Forgetting, name: str) -> None:
-    """The output and every gradient are those of the plain pass, to the bit; and so are the random
-    numbers drawn later."""
+# ------------------------------------------------------------------ values, bytes and counts
+
+
+def _check_values(answer: Checkpointing, name: str) -> None:
+    """The output, every gradient and the random numbers drawn later match the plain pass."""
     rows = torch.arange(ROWS).flip(0)
     for case, others, settings in (
         ("one block", (), {}),
-        ("one block that takes a table of rows, too", (rows,), {}),
-        ("2 blocks with dropout", (), {"blocks": 2, "dropout": 0.25}),
+        ("one block that also takes an integer tensor", (rows,), {}),
+        (
+            "2 blocks with dropout (both runs must draw the same)",
+            (),
+            {"blocks": 2, "dropout": 0.25},
+        ),
     ):
         case = f"{name} of {case}"
         got = _passed(answer, *others, case=case, **settings)
-        wanted = _passed(_plainly, *others, **settings)
-        _same(case, got, wanted, drew="dropout" in settings)
+        wanted = _passed(_plain, *others, **settings)
+        same_gradients(case, got.gradients, wanted.gradients)
         require(
             torch.equal(got.drawn_after, wanted.drawn_after),
-            f"{case}: after backward torch draws other random numbers than after the plain pass.",
+            f"{case}: after backward, torch draws other random numbers than after the plain pass.",
         )
 
 
-def _check_several_inputs(answer: Forgetting, name: str) -> None:
-    """Some of which want a gradient, and weights that have one already."""
-    case = f"{name} of fn(rows, shift, x, scale) (x and scale want a gradient)"
+def _check_several_inputs(answer: Checkpointing, name: str) -> None:
+    """Some inputs require no gradient, a weight is frozen, and weights have gradients already."""
+    for kind, as_fn in (("a module", lambda block: block), ("a function", _as_function)):
+        case = f"{name} of {kind} fn(rows, shift, x, scale) (x and scale require a gradient)"
+        found = (_of_several_inputs(case, way, as_fn) for way in (answer, _plain))
+        same_gradients(case, *found)
+    twice = (gradients(partial(_square, way), x=elements(ROWS, seed=4)) for way in (answer, _plain))
+    same_gradients(f"{name}(torch.mul, x, x)", *twice)
+
+
+def _square(way: Checkpointing, x: Tensor) -> Tensor:
+    return way(torch.mul, x, x)
+
+
+def _of_several_inputs(case: str, way: Checkpointing, as_fn: Any) -> dict[str, Tensor | None]:
     rows, shift = torch.arange(ROWS).flip(0), elements(WIDTH, seed=1)
-    found = []
-    for way in (answer, _plainly):
-        torch.manual_seed(0)
-        block = _Mixing()
-        for n, weight in enumerate(block.parameters()):
-            weight.grad = elements(*weight.shape, seed=n)
-        block.up.bias.requires_grad_(False)  # and stays frozen
+    torch.manual_seed(0)
+    block = _MaskedBlock()
+    for n, weight in enumerate(block.parameters()):
+        weight.grad = elements(*weight.shape, seed=n)
+    block.up.bias.requires_grad_(False)
 
-        def call(x: Tensor, scale: Tensor, way: Forgetting = way, block: _Mixing = block) -> Tensor:
-            return way(block, rows, shift, x.tanh(), scale.sigmoid())  # made, as a block makes them
+    def call(x: Tensor, scale: Tensor) -> Tensor:
+        return way(as_fn(block), rows, shift, x.tanh(), scale.sigmoid())  # inputs are no leaves
 
-        with unchanged(case, may_change={"gradients"}, block=block, rows=rows, shift=shift):
-            found.append(_gradients_or_wrong(case, call))
-        found[-1] |= {f"fn's {key}": weight.grad for key, weight in block.named_parameters()}
-    same_gradients(case, *found)
-    _check_held_of_any_dtype(answer, name)
+    with unchanged(case, may_change={"gradients"}, block=block, rows=rows, shift=shift):
+        found = _gradients_or_wrong(case, call)
+    return found | {f"fn's {key}": weight.grad for key, weight in block.named_parameters()}
 
 
 def _gradients_or_wrong(case: str, call: Callable[..., Tensor]) -> dict[str, Tensor | None]:
@@ -244,124 +267,97 @@ def _gradients_or_wrong(case: str, call: Callable[..., Tensor]) -> dict[str, Ten
         if "through the graph a second time" not in str(error):
             raise
         raise Wrong(
-            f"{case}: the second run's backward went on into the graph before fn, and freed what "
-            f"the outer backward needed there: an input was not detached."
+            f"{case}: the second run's backward continued into the graph before fn and freed it: "
+            f"an input was not detached."
         ) from None
 
 
-def _same(case: str, got: _Pass, wanted: _Pass, *, drew: bool = False) -> None:
-    require(
-        got.output.shape == wanted.output.shape,
-        f"{case} gave a tensor {tuple(got.output.shape)}; wanted {tuple(wanted.output.shape)}.",
-    )
-    require(
-        torch.equal(got.output, wanted.output),
-        f"{case} gave other values than fn, up to {_furthest(got.output, wanted.output):.2e} off.",
-    )
-    missing = [name for name, gradient in got.gradients.items() if gradient is None]
-    require(not missing, f"{case}: after backward there is no gradient of {_some(missing)}.")
-    off = {
-        name: _furthest(gradient, wanted.gradients[name])
-        for name, gradient in got.gradients.items()
-        if not torch.equal(gradient, wanted.gradients[name])
-    }
-    require(
-        not off,
-        f"{case}: the gradients of {_some(list(off))} are not those of the plain pass, up to "
-        f"{max(off.values(), default=0):.2e} off{_DRAWS * drew}.",
-    )
-
-
-_DRAWS = "; where nothing is drawn they are: both runs have to draw the same random numbers"
-
-
-def _furthest(a: Tensor, b: Tensor) -> float:
-    return (a - b).abs().max().item()
-
-
-def _some(names: list[str]) -> str:
-    return f"all {len(names)} tensors" if len(names) > 4 else ", ".join(names)
-
-
-# ------------------------------------------------------------------ bytes and counts
-
-
-def _held(answer: Forgetting) -> tuple[int, list[int]]:
-    """Bytes that wait for backward, and how often each block ran in the whole pass."""
-    chain, x = _chain(BLOCKS, 0.0, True)
-    kept: list[Tensor] = []
-    trace = measure(lambda: kept.append(_forward(answer, chain, x)), model=chain)
-    held = sum(e.bytes for e in trace.events if e.category not in ("parameters", "inputs"))
-    kept.pop().sum().backward()
-    return held, [len(block.graphs) for block in chain]
-
-
-def _peak(answer: Forgetting) -> int:
-    """The most bytes of a forward and a backward pass, beyond the weights and x."""
-    chain, x = _chain(BLOCKS, 0.0, True)
-    trace = measure(lambda: _forward(answer, chain, x).sum().backward(), model=chain)
-    always = sum(e.bytes for e in trace.events if e.phase == "before")
-    return trace.peak_bytes - always
-
-
-def _check_costs(answer: Forgetting, name: str) -> str:
+def _check_costs(answer: Checkpointing, name: str) -> str:
     held, runs = _held(answer)
     wanted = BLOCKS * OUTPUT_BYTES
     require(
         held <= wanted,
         f"{name} of {BLOCKS} blocks holds {held:,} bytes between forward and backward; wanted "
-        f"{wanted:,}: {BLOCKS - 1} inputs (the first is the caller's) and the result. The blocks "
-        f"ran {_times(runs)}, and of a block's tensors {len(_saved_by_autograd(answer)[1])} were "
-        f"saved by autograd's own way.",
+        f"{wanted:,}: {BLOCKS - 1} inputs (the caller has the first one) and the result. The "
+        f"blocks ran {_times(runs)}, and autograd itself saved {len(_saved_by_autograd(answer)[1])}"
+        f" tensors of a block.",
     )
     require(
         runs == [2] * BLOCKS,
-        f"{name} ran the blocks {_times(runs)}; wanted twice each: once forward, once for "
+        f"{name} ran the blocks {_times(runs)}; wanted twice each: once in forward, once in "
         f"backward.",
     )
     return (
-        f"gradients equal to the bit, with dropout · {held:,} bytes held for {BLOCKS} blocks, "
-        f"random states aside · each ran twice"
+        f"gradients match bit for bit, with dropout · {held:,} bytes held for {BLOCKS} blocks, "
+        f"besides random states · each block ran twice"
     )
 
 
-def _check_held_of_any_dtype(answer: Forgetting, name: str) -> None:
-    """Of masks and of single numbers nothing is held either."""
-    block, x = _Mixing(), torch.ones(ROWS, WIDTH, requires_grad=True)
-    rows, shift, scale = torch.arange(ROWS), torch.ones(WIDTH), torch.ones(ROWS, 1)
+def _held(answer: Checkpointing) -> tuple[int, list[int]]:
+    """Bytes held between forward and backward, and the runs of each block in both passes."""
+    chain, x = _chain(BLOCKS)
     kept: list[Tensor] = []
-    trace = measure(lambda: kept.append(answer(block, rows, shift, x, scale)), model=block)
-    held = sum(e.bytes for e in trace.events if e.phase != "before")
+    trace = measure(lambda: kept.append(_forward(answer, chain, x)), model=chain)
+    kept.pop().sum().backward()
+    return new_bytes(trace), [len(block.grad_modes) for block in chain]
+
+
+def _check_masks_and_leaks(answer: Checkpointing, name: str) -> None:
+    """No mask or scalar is held; without a result, or without a graph, nothing is."""
+    block, x = _MaskedBlock(), torch.ones(ROWS, WIDTH, requires_grad=True)
+    inputs = torch.arange(ROWS), torch.ones(WIDTH), x, torch.ones(ROWS, 1)
+    kept: list[Tensor] = []
+    held = new_bytes(measure(lambda: kept.append(answer(block, *inputs)), model=block))
     require(
         held <= OUTPUT_BYTES,
         f"{name} of a block that makes a mask holds {held:,} bytes between forward and backward; "
         f"wanted {OUTPUT_BYTES:,}, the result alone.",
     )
-
-
-def _check_peak(answer: Forgetting, name: str, like: Forgetting) -> None:
-    peak, allowed = _peak(answer), _allowed_peak(like)
+    left = new_bytes(measure(lambda: (answer(block, *inputs), gc.collect()), model=block))
     require(
-        peak <= allowed,
-        f"{name} of {BLOCKS} blocks takes {peak:,} bytes at its fullest; wanted at most "
-        f"{allowed:,}: the inputs, the activations of one block, and a few tensors as large as its "
-        f"output. Something holds tensors that no graph holds, or holds them too long.",
+        left == 0,
+        f"{name} of a block leaves {left:,} bytes in memory after its result is deleted; wanted "
+        f"none: something on the graph refers to the result.",
+    )
+    with torch.no_grad():
+        has_graph = answer(block, *inputs).requires_grad
+    require(
+        not has_graph,
+        f"{name} of a block under torch.no_grad() gave a tensor with a graph; wanted none, as from "
+        f"fn itself.",
     )
 
 
+def _check_peak(answer: Checkpointing, name: str, like: Checkpointing) -> None:
+    peak, allowed = _peak(answer), _allowed_peak(like)
+    require(
+        peak <= allowed,
+        f"{name} of {BLOCKS} blocks has a peak of {peak:,} bytes; wanted at most {allowed:,}: the "
+        f"inputs, the activations of one block, and a few tensors of its output's size. Something "
+        f"keeps tensors that no graph needs, or keeps them too long.",
+    )
+
+
+def _peak(answer: Checkpointing) -> int:
+    """The peak of forward and backward, besides the weights and x."""
+    chain, x = _chain(BLOCKS)
+    trace = measure(lambda: _forward(answer, chain, x).sum().backward(), model=chain)
+    return trace.peak_bytes - sum(e.bytes for e in trace.events if e.phase == "before")
+
+
 @cache
-def _allowed_peak(like: Forgetting) -> int:
+def _allowed_peak(like: Checkpointing) -> int:
     return _peak(like) + 4 * OUTPUT_BYTES
 
 
-def _of_one_block(answer: Forgetting) -> Tensor:
-    chain, x = _chain(1, 0.0, True)
+def _of_one_block(answer: Checkpointing) -> Tensor:
+    chain, x = _chain(1)
     return answer(chain[0], x)
 
 
-def _saved_by_autograd(answer: Forgetting) -> tuple[Tensor, list[int]]:
-    """A block's input, and where the tensors lie that a hook outside of the answer sees."""
-    chain, x = _chain(1, 0.0, True)
+def _saved_by_autograd(answer: Checkpointing) -> tuple[Tensor, list[int]]:
+    """A block's input, and the addresses of the tensors that reach a hook around the answer."""
+    chain, x = _chain(1)
     seen: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -382,57 +378,59 @@ def _times(runs: list[int]) -> str:
 # ------------------------------------------------------------------ 5.1: an autograd Function
 
 
-def _check_function(answer: Forgetting) -> str:
+def _check_function(answer: Checkpointing) -> str:
     _check_values(answer, "forget")
     evidence = _check_costs(answer, "forget")
     _check_is_a_function(answer)
     _check_saved(answer)
     _check_peak(answer, "forget", forget)
     _check_several_inputs(answer, "forget")
+    _check_masks_and_leaks(answer, "forget")
     return evidence
 
 
-def _check_is_a_function(answer: Forgetting) -> None:
+def _check_is_a_function(answer: Checkpointing) -> None:
     node = _of_one_block(answer).grad_fn
     name = type(node).__name__
     require(
         isinstance(node, BackwardCFunction),
-        f"forget gave a tensor whose grad_fn is {name}; wanted an autograd Function's.",
+        f"forget gave a tensor whose grad_fn is {name}; wanted the node of an autograd Function.",
     )
     home = node._forward_cls.__module__
     require(
         not home.startswith("torch."),
-        f"forget gave a tensor whose grad_fn is {name}, of {home}; wanted your own Function's.",
+        f"forget gave a tensor whose grad_fn is {name}, from {home}; wanted your own Function.",
     )
 
 
-def _check_saved(answer: Forgetting) -> None:
-    """Inputs are saved as autograd saves tensors, so that whoever has hooks there sees them."""
+def _check_saved(answer: Checkpointing) -> None:
+    """Autograd saves the inputs, so that outer hooks see them."""
     x, seen = _saved_by_autograd(answer)
     require(
         x.data_ptr() in seen,
-        f"forget keeps its input where no hook for saved tensors sees it ({len(seen)} tensors went "
-        f"through one); wanted it saved as autograd saves tensors.",
+        f"forget hides its input from saved-tensor hooks ({len(seen)} tensors reached one); wanted "
+        f"the input saved through autograd.",
     )
 
 
 _FIRST_RUN = "        return fn(*inputs)"
-_ON_THEIR_OWN = "[x.detach().requires_grad_(x.requires_grad) for x in {}]"
-_GRAPH_KEPT = f"""        ctx.own = {_ON_THEIR_OWN.format("inputs")}
+_DETACHED = "[x.detach().requires_grad_(x.requires_grad) for x in {}]"
+_GRAPH_KEPT = f"""        ctx.own = {_DETACHED.format("inputs")}
         with torch.enable_grad():
             ctx.output = fn(*ctx.own)
         return ctx.output.detach()"""
-_BY_THE_FIRST_GRAPH = """
+_FROM_THE_FIRST_GRAPH = """
 torch.autograd.backward(ctx.output, gradient)
 return None, *(x.grad for x in ctx.own)
 """
-_STATE_PUT_BACK = "torch.set_rng_state(ctx.state)"
 _NO_FORK = ("torch.random.fork_rng([]), ", "")
-_WENT_BACK = "torch.autograd.backward(output, gradient)"
+_INNER_BACKWARD = "torch.autograd.backward(output, gradient)"
 _READ_LATE = """        output = fn(*inputs)
         ctx.state = torch.get_rng_state()
         return output"""
-_OF_INPUTS_ALONE = """wanting = [x for x in inputs if x.requires_grad]
+_RESULT_ON_CTX = """        ctx.result = fn(*inputs)
+        return ctx.result"""
+_INPUTS_ONLY = """wanting = [x for x in inputs if x.requires_grad]
         found = iter(torch.autograd.grad(output, wanting, gradient))
         return None, *(next(found) if x.requires_grad else None for x in inputs)"""
 
@@ -442,105 +440,88 @@ _FUNCTION = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "Forward has three things to keep: fn, the inputs (ctx.save_for_backward) and the state of "
-        "the random numbers. What fn computes on its way is gone by itself: a Function's forward "
-        "makes no graph.",
-        "In backward, run fn again with a graph (torch.enable_grad), on inputs that are detached "
-        "from the old graph and want a gradient if the old ones did; then "
+        "Forward has to keep three things: fn, the inputs (ctx.save_for_backward) and the random "
+        "state. fn's activations are freed without your help: a Function's forward makes no graph.",
+        "In backward, run fn again with a graph (torch.enable_grad). Its inputs are detached from "
+        "the old graph, and require a gradient if the old ones did. Then "
         "torch.autograd.backward(output, gradient) fills .grad of these inputs and of the weights.",
         "inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]; with "
         "torch.random.fork_rng([]), torch.enable_grad(): torch.set_rng_state(ctx.state); output = "
-        "ctx.fn(*inputs). Then go back from output. backward returns as many as forward has "
-        "arguments, and fn has no gradient.",
+        "ctx.fn(*inputs). Then run backward from output. Your backward returns one gradient per "
+        "argument of forward; fn gets None.",
     ),
     reference=forget,
     check=_check_function,
     wrong_answers=(
         WrongAnswer(
             checkpoint,
-            "Use an autograd Function: the library's checkpoint, torch's with use_reentrant=False, "
-            "and 5.2 are made of hooks.",
-        ),
-        WrongAnswer(
-            partial(torch_checkpoint, use_reentrant=True),
-            "This is torch's Function, and it is right: now build yours.",
+            "Use an autograd Function. Exercise 5.2, the library's checkpoint and torch's with "
+            "use_reentrant=False use saved-tensor hooks.",
         ),
         *mistakes(
             "5.1",
             (
-                "This is x = block(x): the right numbers, and everything is kept.",
+                "This is a plain x = block(x): the values are right, and autograd keeps "
+                "everything.",
                 body("forget", "return fn(*inputs)"),
             ),
             (
-                "The first run's graph is kept on ctx, and with it all activations.",
+                "You keep the first run's graph on ctx, and all activations with it: run forward "
+                "without a graph.",
                 (_FIRST_RUN, _GRAPH_KEPT),
-                body("Forget.backward", _BY_THE_FIRST_GRAPH),
+                body("Forget.backward", _FROM_THE_FIRST_GRAPH),
             ),
             (
-                "It runs again, and the first run's graph is kept all the same: run forward "
-                "without one.",
-                (_FIRST_RUN, _GRAPH_KEPT),
-            ),
-            (
-                "no_grad alone forgets, and nobody knows any more how to compute again.",
-                body("forget", "with torch.no_grad():\n    return fn(*inputs)"),
-            ),
-            (
-                "Inside backward no graph is made unless you ask for it: torch.enable_grad().",
+                "backward runs without a graph unless you ask for one: torch.enable_grad().",
                 (", torch.enable_grad()", ""),
             ),
             (
-                "The second run drew another dropout mask: keep the random state, and put it back.",
-                (_STATE_PUT_BACK, "pass"),
-            ),
-            (
-                "The second run drew from where the random numbers stood by then: keep their state "
-                "before fn draws, and run again from it.",
-                (_STATE_PUT_BACK, "pass"),
+                "The second run drew another dropout mask. Save the random state before fn draws, "
+                "and restore it for the second run.",
+                ("torch.set_rng_state(ctx.state)", "pass"),
                 _NO_FORK,
             ),
             (
-                "The random state was read too late, after fn had drawn from it.",
+                "You saved the random state after fn had drawn from it: save it before.",
                 (_FIRST_RUN, _READ_LATE),
             ),
             (
-                "With a fixed seed both runs agree, and every block has the same dropout mask.",
+                "Don't set a fixed seed: both runs agree then, but every block has the same "
+                "dropout mask.",
                 ("ctx.fn, ctx.state", "torch.manual_seed(0)\n        ctx.fn, ctx.state"),
             ),
             (
-                "eval() lets both runs agree by switching dropout off: then it is not there at "
-                "all.",
-                ("Forget.apply(fn,", "Forget.apply(fn.eval(),"),
-            ),
-            (
-                "What comes after backward gets random numbers that were drawn before: "
-                "torch.random.fork_rng puts the stream back where it was.",
+                "Restore the random state after the second run: torch.random.fork_rng does.",
                 _NO_FORK,
             ),
             (
-                "torch.autograd.grad of the inputs gives the weights nothing, and they never "
-                "learn.",
-                (_WENT_BACK, _OF_INPUTS_ALONE),
+                "torch.autograd.grad of the inputs gives the weights no gradient: call "
+                "torch.autograd.backward.",
+                (_INNER_BACKWARD, _INPUTS_ONLY),
             ),
             (
-                "The gradient that comes from above is to be sent on, not ones.",
+                "Start the inner backward from the gradient that backward receives, not from ones.",
                 ("(output, gradient)", "(output, torch.ones_like(output))"),
             ),
             (
-                "A detached input wants no gradient unless it is told to: requires_grad_.",
+                "A detached input requires no gradient: call requires_grad_.",
                 (".requires_grad_(x.requires_grad)", ""),
             ),
             (
-                "The second run is tied to the old graph: detach its inputs.",
-                (_ON_THEIR_OWN.format("ctx.saved_tensors"), "ctx.saved_tensors"),
+                "Detach the inputs: your second run is connected to the old graph.",
+                (_DETACHED.format("ctx.saved_tensors"), "ctx.saved_tensors"),
             ),
             (
-                "The second run's graph stays on ctx when its backward is done: let it go.",
-                (_WENT_BACK, f"ctx.output = output\n        {_WENT_BACK}"),
+                "Don't keep the second run's output on ctx: it stays in memory after its backward.",
+                (_INNER_BACKWARD, f"ctx.output = output\n        {_INNER_BACKWARD}"),
             ),
             (
-                "Inputs on ctx are out of reach for an outer checkpoint, or for one that moves "
-                "what is saved to the host (Day 14): ctx.save_for_backward.",
+                "Don't keep the result on ctx: the result refers to ctx, so neither is freed.",
+                (_FIRST_RUN, _RESULT_ON_CTX),
+            ),
+            (
+                "Use ctx.save_for_backward: inputs on ctx are out of reach for an outer "
+                "checkpoint, or for hooks that offload saved tensors (Day 14).",
                 ("ctx.save_for_backward(*inputs)", "ctx.inputs = inputs"),
                 ("ctx.saved_tensors", "ctx.inputs"),
             ),
@@ -551,132 +532,129 @@ _FUNCTION = Exercise(
 # ------------------------------------------------------------------ 5.2: hooks for saved tensors
 
 
-def _check_hooks(answer: Forgetting) -> str:
+def _check_hooks(answer: Checkpointing) -> str:
     _check_values(answer, "forget_by_hooks")
     evidence = _check_costs(answer, "forget_by_hooks")
-    _check_without_gradient(answer)
+    _check_without_input_gradient(answer)
     _check_retained(answer)
+    _check_partial_backward(answer)
     _check_peak(answer, "forget_by_hooks", forget_by_hooks)
-    _check_are_hooks(answer)
+    _check_uses_own_hooks(answer)
     _check_several_inputs(answer, "forget_by_hooks")
+    _check_masks_and_leaks(answer, "forget_by_hooks")
     return evidence
 
 
-def _check_are_hooks(answer: Forgetting) -> None:
-    homes = _homes_of_hooks(answer)
-    require(
-        bool(homes),
-        "forget_by_hooks made no torch.autograd.graph.saved_tensors_hooks in forward; wanted fn's "
-        "own graph, and hooks for what it saves.",
-    )
-    require(
-        not homes[0].startswith(("torch.", "memlab.checkpointing.")),
-        f"forget_by_hooks has its hooks made by {homes[0]}; wanted hooks of your own.",
-    )
-
-
-def _homes_of_hooks(answer: Forgetting) -> list[str]:
-    """The modules that make hooks for saved tensors while the answer calls a block."""
-    homes: list[str] = []
-    as_ever = saved_tensors_hooks.__init__
-
-    def note(self: saved_tensors_hooks, *hooks: Any, **named_hooks: Any) -> None:
-        homes.append(sys._getframe(1).f_globals["__name__"])
-        as_ever(self, *hooks, **named_hooks)
-
-    with patch.object(saved_tensors_hooks, "__init__", note):
+def _check_uses_own_hooks(answer: Checkpointing) -> None:
+    with _hooks_recorded() as hooks:
         _of_one_block(answer)
-    return homes
+    require(
+        bool(hooks.makers),
+        "forget_by_hooks created no torch.autograd.graph.saved_tensors_hooks in forward; wanted "
+        "fn's own graph, with hooks for the tensors that it saves.",
+    )
+    require(
+        not hooks.makers[0].startswith(("torch.", "memlab.checkpointing.")),
+        f"forget_by_hooks uses the hooks of {hooks.makers[0]}; wanted hooks of your own.",
+    )
 
 
-def _check_without_gradient(answer: Forgetting) -> None:
-    """Where no input wants a gradient, the weights still do."""
+def _check_without_input_gradient(answer: Checkpointing) -> None:
+    """The weights get gradients even if no input requires one."""
     case = "forget_by_hooks of 2 blocks, x.requires_grad=False"
     settings = {"blocks": 2, "dropout": 0.25, "requires_grad": False}
-    _same(case, _passed(answer, case=case, **settings), _passed(_plainly, **settings))
+    got = _passed(answer, case=case, **settings)
+    same_gradients(case, got.gradients, _passed(_plain, **settings).gradients)
 
 
-def _check_retained(answer: Forgetting) -> None:
-    """A retained graph can be walked twice, and holds no more after the first walk."""
+def _check_retained(answer: Checkpointing) -> None:
+    """A second backward through a retained graph works, and the first one leaves nothing behind."""
     case = "forget_by_hooks of 2 blocks, a second backward through a retained graph"
     settings = {"blocks": 2, "dropout": 0.25, "backwards": 2}
     got = _passed(answer, case=case, **settings)
-    _same(case, got, _passed(_plainly, **settings), drew=True)
-    _check_walked_in_part(answer)
-    _check_walked_in_turn(answer)
-    held = _held_when_retained(answer)
-    wanted = BLOCKS * OUTPUT_BYTES
+    same_gradients(case, got.gradients, _passed(_plain, **settings).gradients)
+    held, wanted = _held_when_retained(answer, _backward_of_all), BLOCKS * OUTPUT_BYTES
     require(
         held <= wanted,
         f"forget_by_hooks of {BLOCKS} blocks holds {held:,} bytes after a backward pass that "
-        f"retains the graph (and {got.runs[0]} runs after two); wanted {wanted:,}, as before it.",
+        f"retains the graph (fn ran {got.runs[0]} times in two such passes); wanted {wanted:,}, as "
+        f"before it.",
     )
 
 
-def _check_walked_in_part(answer: Forgetting) -> None:
-    """The first walk asks for some of the saved tensors, the second for all."""
-    case = "forget_by_hooks of 2 blocks, backward to the last weight, and then to all of them"
-    found: list[list[Tensor]] = []
-    for way in (answer, _plainly):
-        chain, x = _chain(2, 0.25, True)
-        loss = _forward(way, chain, x, case=case).square().sum()
-        weights = [*chain.parameters()]
-        try:
-            last = torch.autograd.grad(loss, weights[-1:], retain_graph=True)
-            found.append([*last, *torch.autograd.grad(loss, [x, *weights])])
-        except (RuntimeError, TypeError, LookupError) as error:
-            raise Wrong(f"{case}, ended in an error: {str(error).splitlines()[0]}.") from None
-    far = max(_furthest(mine, plain) for mine, plain in zip(*found, strict=True))
-    require(far == 0, f"{case}: gradients are up to {far:.2e} off those of the plain pass.")
+def _backward_of_all(output: Tensor, chain: nn.ModuleList) -> None:
+    output.backward(torch.ones_like(output), retain_graph=True)
 
 
-def _check_walked_in_turn(answer: Forgetting) -> None:
-    """Two graphs: that of two blocks is walked in part, and then that of one, which saves fewer."""
-    case = "forget_by_hooks of one block and of two at once, backward through the two in part first"
-    found: list[tuple[Tensor, ...]] = []
-    for way in (answer, _plainly):
-        chain, x = _chain(3, 0.0, True)
-        both = nn.Sequential(chain[1], chain[2])
-        first, second = (
-            _forward(way, nn.ModuleList([fn]), x, case=case) for fn in (chain[0], both)
-        )
-        try:
-            torch.autograd.grad(second.sum(), chain[2].down.weight, retain_graph=True)
-            found.append(torch.autograd.grad(first.sum(), [x, *chain[0].parameters()]))
-        except (RuntimeError, TypeError, LookupError) as error:
-            raise Wrong(f"{case}, ended in an error: {str(error).splitlines()[0]}.") from None
-    far = max(_furthest(mine, plain) for mine, plain in zip(*found, strict=True))
-    require(
-        far == 0,
-        f"{case}: gradients are up to {far:.2e} off those of the plain pass; each call needs slots "
-        f"of its own.",
-        evidence="slots of another call",
-    )
+def _backward_of_last_weight(output: Tensor, chain: nn.ModuleList) -> None:
+    torch.autograd.grad(output.sum(), chain[-1].down.weight, retain_graph=True)
 
 
-def _held_when_retained(answer: Forgetting) -> int:
-    chain, x = _chain(BLOCKS, 0.0, True)
+def _held_when_retained(
+    answer: Checkpointing, backward: Callable[[Tensor, nn.ModuleList], None]
+) -> int:
+    chain, x = _chain(BLOCKS)
     kept: list[Tensor] = []
 
     def step() -> None:
         kept.append(_forward(answer, chain, x))
-        torch.autograd.backward(kept[0], torch.ones_like(x), retain_graph=True)
+        backward(kept[0], chain)
 
     trace = measure(step, model=chain)
-    counted = ("parameters", "inputs", "gradients")
-    held = sum(e.bytes for e in trace.events if e.category not in counted)
+    left_out = ("parameters", "inputs", "gradients")
+    held = sum(e.bytes for e in trace.events if e.category not in left_out)
     kept.clear()
     return held
 
 
+def _check_partial_backward(answer: Checkpointing) -> None:
+    held, allowed = (
+        _held_when_retained(way, _backward_of_last_weight) for way in (answer, forget_by_hooks)
+    )
+    require(
+        held <= allowed,
+        f"forget_by_hooks of {BLOCKS} blocks holds {held:,} bytes after a backward pass to the "
+        f"last weight alone; wanted at most {allowed:,}: empty each slot as you return its tensor.",
+    )
+    for case, of, advice in (
+        ("of 2 blocks, backward to the last weight and then to all", _in_part_and_in_full, ""),
+        (
+            "of one block and of two others, first backward through part of the two",
+            _in_part_and_elsewhere,
+            " Give each call slots of its own.",
+        ),
+    ):
+        case = f"forget_by_hooks {case}"
+        try:
+            got = of(answer)
+        except (RuntimeError, TypeError, LookupError) as error:
+            raise Wrong(f"{case}, raised an error: {str(error).splitlines()[0]}.") from None
+        far = max(map(furthest, got, of(_plain)))
+        require(
+            far == 0,
+            f"{case}: gradients are up to {far:.2e} off the plain pass.{advice}",
+            evidence=(case, "gradients"),
+        )
+
+
+def _in_part_and_in_full(answer: Checkpointing) -> list[Tensor]:
+    """The first backward needs some saved tensors, the second one needs all."""
+    chain, x = _chain(2, dropout=0.25)
+    loss = _forward(answer, chain, x).square().sum()
+    weights = [*chain.parameters()]
+    last = torch.autograd.grad(loss, weights[-1:], retain_graph=True)
+    return [*last, *torch.autograd.grad(loss, [x, *weights])]
+
+
+def _in_part_and_elsewhere(answer: Checkpointing) -> list[Tensor]:
+    """Two graphs: backward through part of the larger one, then through the smaller one."""
+    chain, x = _chain(3)
+    first, second = answer(chain[0], x), answer(nn.Sequential(chain[1], chain[2]), x)
+    torch.autograd.grad(second.sum(), chain[2].down.weight, retain_graph=True)
+    return [*torch.autograd.grad(first.sum(), [x, *chain[0].parameters()])]
+
+
 forget_by_hooks = solution("5.2")
-
-
-def _function_that_is_asked(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """5.1's Function, with an input that wants a gradient whatever the others want."""
-    asked = torch.zeros(0, requires_grad=True)
-    return forget(lambda _, *others: fn(*others), asked, *inputs)
-
 
 _TAKEN = "tensor, slots[number] = slots[number], None"
 _SLOTS_STAY = ("            slots.clear()\n", "")
@@ -693,73 +671,61 @@ _HOOKS = Exercise(
     minutes=25,
     difficulty=5,
     hints=(
-        "Three functions share one list of slots: the first hook in forward, the second in "
-        "backward, and the first hook of the run in between. Which of them writes, which reads, "
-        "and which empties?",
-        "In forward: slots.append(None), and return its place. In backward, of place n: if "
-        "slots[n] is None, fill all of them: slots.clear(), and fn(*inputs) inside of three withs: "
-        "torch.random.fork_rng([]), with the random state put back in it; torch.enable_grad(); and "
-        "saved_tensors_hooks with slots.append as its first hook. Then take the n-th tensor out, "
+        "Three functions share one list of slots: the pack hook of forward, the unpack hook called "
+        "by backward, and the pack hook of the second run. Which one writes, which one reads, and "
+        "which one empties a slot?",
+        "In forward: slots.append(None), and return its index. In backward, for index n: if "
+        "slots[n] is None, fill all slots: slots.clear(), then fn(*inputs) inside "
+        "torch.random.fork_rng([]), with the random state restored; torch.enable_grad(); and "
+        "saved_tensors_hooks with slots.append as its pack hook. Then take the n-th tensor out, "
         "and leave None.",
-        "slots, state = [], torch.get_rng_state(). The first hook: slots.append(None); return "
-        "len(slots) - 1. The second, of n: if slots[n] is None: slots.clear(); with "
+        "slots, state = [], torch.get_rng_state(). Pack hook: slots.append(None); return "
+        "len(slots) - 1. Unpack hook, for n: if slots[n] is None: slots.clear(); with "
         "torch.random.fork_rng([]), torch.enable_grad(), saved_tensors_hooks(slots.append, lambda "
-        "nothing: nothing): torch.set_rng_state(state); fn(*inputs). Then hand slot n out, and "
-        "leave it empty. Under which hooks does fn run in forward?",
+        "nothing: nothing): torch.set_rng_state(state); fn(*inputs). Then return the tensor of "
+        "slot n, and empty the slot. Under which hooks does fn run in forward?",
     ),
     reference=forget_by_hooks,
     check=_check_hooks,
     wrong_answers=(
         WrongAnswer(
             forget,
-            "This is 5.1's Function: where no input wants a gradient, autograd does not ask it for "
-            "those of the weights.",
-        ),
-        WrongAnswer(
-            _function_that_is_asked,
-            "An input more that wants a gradient gets a Function asked; but here the graph stays, "
-            "and hooks forget what hangs on it.",
-        ),
-        WrongAnswer(
-            checkpoint, "This is the library's checkpoint, and it is right: now build yours."
-        ),
-        WrongAnswer(
-            partial(torch_checkpoint, use_reentrant=False),
-            "This is torch's checkpoint, and it is right: write the hooks yourself.",
+            "This is the Function of 5.1: if no input requires a gradient, autograd does not call "
+            "its backward, and the weights get none.",
         ),
         *mistakes(
             "5.2",
             (
-                "No hook is set: everything is kept, as ever.",
+                "You set no hook, so autograd keeps everything.",
                 body("forget_by_hooks", "return fn(*inputs)"),
             ),
             (
-                "A slot with the tensor in it is not empty: nothing is saved.",
+                "Leave the slot empty: None instead of the tensor. Otherwise you save no memory.",
                 ("slots.append(None)", "slots.append(tensor.detach())"),
             ),
             (
-                "fn runs again for every single tensor: fill all slots in one run.",
+                "You run fn again for every single tensor: fill all slots in one run.",
                 (_TAKEN, "tensor = slots[number]; slots[:] = [None] * len(slots)"),
             ),
             (
-                "In backward the hooks of the first run are no longer set: the second run needs "
-                "its own, to fill the slots.",
+                "The hooks of the first run are not active in backward: set hooks for the second "
+                "run, to fill the slots.",
                 _SLOTS_STAY,
                 (f"                {_SECOND_HOOKS},\n", ""),
             ),
             (
-                "Backward runs without a graph, and there no hook is called: torch.enable_grad().",
+                "Backward runs without a graph, so no hook is called: torch.enable_grad().",
                 _SLOTS_STAY,
                 ("                torch.enable_grad(),\n", ""),
             ),
             (
-                "Slots that stay full keep their tensors as long as the graph: take the tensor "
-                "out.",
+                "Take the tensor out of its slot: full slots keep their tensors as long as the "
+                "graph exists.",
                 (_TAKEN, "tensor = slots[number]"),
             ),
             (
-                "A tensor in a slot brings the second run's graph along, and what that one saved: "
-                "let the second run's hook return None, or put t.detach() into the slot.",
+                "The tensor in a slot keeps the second run's graph, and that graph's saved "
+                "tensors. Return None from the second pack hook, or store t.detach().",
                 *_WITH_THEIR_GRAPH,
             ),
             (
@@ -767,7 +733,7 @@ _HOOKS = Exercise(
                 ("torch.set_rng_state(state)", "pass"),
             ),
             (
-                "After the second run the stream of random numbers has to stand where it stood.",
+                "Restore the random state after the second run, as in 5.1.",
                 ("                torch.random.fork_rng([]),\n", ""),
             ),
         ),
@@ -776,10 +742,10 @@ _HOOKS = Exercise(
 
 # ------------------------------------------------------------------ 5.3: how many segments
 
-
-best_segments = solution("5.3")
+BestSegments = Callable[[int, int, int], tuple[int, int]]
+best_segments: BestSegments = solution("5.3")
 _CHAINS = (
-    # blocks, an input's bytes, a block's
+    # blocks, bytes of an input, bytes of a block
     (4, 10, 10),
     (100, 10, 90),
     (12, 1, 24),
@@ -793,17 +759,11 @@ _CHAINS = (
     (23, 10, 35),
     (126, 256, 6000),
 )
-BestSegments = Callable[[int, int, int], tuple[int, int]]
 
 
 def _check_best_segments(answer: BestSegments) -> str:
-    for blocks, input_bytes, block_bytes in _CHAINS:
-        call = f"best_segments({blocks}, {input_bytes}, {block_bytes})"
-        equal(
-            call,
-            answer(blocks, input_bytes, block_bytes),
-            best_segments(blocks, input_bytes, block_bytes),
-        )
+    for sizes in _CHAINS:
+        equal(f"best_segments{sizes}", answer(*sizes), best_segments(*sizes))
     return f"{len(_CHAINS)} chains, the last of 126 blocks in {best_segments(*_CHAINS[-1])[0]}"
 
 
@@ -817,21 +777,21 @@ _BEST_SEGMENTS = Exercise(
     minutes=8,
     difficulty=2,
     hints=(
-        "Two terms: one grows with the number of segments, one shrinks with it. Which bytes are in "
-        "which?",
-        "Kept all the time is one input a segment. While the longest segment goes back, all of its "
-        "blocks' activations are there: it has blocks / segments of them, rounded up.",
+        "One term grows with the number of segments, the other one shrinks. Which bytes belong to "
+        "which term?",
+        "One input per segment is held all the time. While backward is in the longest segment, the "
+        "activations of all its blocks are held: blocks / segments of them, rounded up.",
         "held[segments] = segments * input_bytes + -(-blocks // segments) * block_bytes, for each "
-        "number of segments from 1 to blocks. Of a dict, min(held, key=held.get) is the first key "
-        "with the least.",
+        "number of segments from 1 to blocks. min(held, key=held.get) is the first key of a dict "
+        "with the smallest value.",
     ),
     reference=best_segments,
     check=_check_best_segments,
     wrong_answers=mistakes(
         "5.3",
         (
-            "√n is best only where a block keeps as much as its input, and n is a square: try them "
-            "all.",
+            "√n is best only if a block keeps as much as its input, and n is a square: try all "
+            "numbers of segments.",
             (_BEST, "best = int(blocks**0.5)"),
         ),
         (
@@ -839,38 +799,28 @@ _BEST_SEGMENTS = Exercise(
             (_BEST, f"best = max(1, min(blocks, {_RATIO}))"),
         ),
         (
-            "If the blocks don't divide evenly, the longest segment has one more: round up.",
+            "Round up: if the blocks don't divide evenly, the longest segment has one more.",
             (_LONGEST, "blocks // segments"),
         ),
         (
-            "There are no fractions of a block.",
-            (_LONGEST, "blocks / segments"),
-            (_HELD, f"round({_HELD})"),
-        ),
-        (
-            "A / gives a float, and fractions of a block: -(-a // b) is a / b rounded up.",
+            "/ gives a float, and fractions of a block: -(-a // b) is a / b rounded up.",
             (_LONGEST, "blocks / segments"),
         ),
         (
-            "First the number of segments, then the bytes.",
+            "Return the number of segments first, then the bytes.",
             ("return best, held[best]", "return held[best], best"),
         ),
-        ("Each segment keeps its input, too.", ("segments * input_bytes + ", "")),
+        ("Add the inputs: each segment keeps one.", ("segments * input_bytes + ", "")),
         (
-            "The last segment's input is one of those that are kept: every segment has one.",
-            ("segments * input_bytes", "(segments - 1) * input_bytes"),
+            "Of several equally good numbers, return the smallest.",
+            ("min(held,", "min(reversed(held),"),
         ),
         (
-            "The bytes of an input and of a block are exchanged.",
-            (_HELD, "segments * block_bytes + longest * input_bytes"),
-        ),
-        ("If several numbers are as good, the smallest.", ("min(held,", "min(reversed(held),")),
-        (
-            "One segment around everything is a choice, too.",
+            "Try one segment around everything, too.",
             (_TRIED, "range(min(2, blocks), blocks + 1)"),
         ),
         (
-            "A segment around every single block is a choice, too: range(1, blocks + 1).",
+            "Try one segment around every single block, too: range(1, blocks + 1).",
             (_TRIED, "range(1, blocks)"),
         ),
     ),
@@ -879,9 +829,7 @@ _BEST_SEGMENTS = Exercise(
 # ------------------------------------------------------------------ 5.4: a schedule
 
 Segmenting = Callable[[int, int], Schedule]
-
-
-even_schedule = solution("5.4")
+even_schedule: Segmenting = solution("5.4")
 _SEGMENTINGS = ((7, 4), (5, 2), (1, 1), (4, 4), (5, 1), (7, 3), (12, 5), (9, 6), (16, 4))
 
 
@@ -896,26 +844,26 @@ def _check_schedule(answer: Segmenting) -> str:
         peak, runs = _run_by(schedule, blocks)
         allowed, _ = _run_by(even_schedule(blocks, segments), blocks)
         faults = {
-            f"parts: {len(schedule)}, wanted {segments}": len(schedule) != segments,
-            "wanted numbers of blocks in each": _is_nested(schedule),
+            f"{len(schedule)} parts, wanted {segments}": len(schedule) != segments,
+            "wanted only ints in each segment": _is_nested(schedule),
             f"blocks run {_times(runs)}, wanted twice each": runs != [2] * blocks,
             f"peak {peak:,} bytes, wanted at most {allowed:,}": peak > allowed,
         }
         found = "; ".join(fault for fault, is_there in faults.items() if is_there)
         require(not found, f"{case} gave {_in_sizes(schedule)}: {found}.")
     return (
-        f"{len(_SEGMENTINGS)} chains of real blocks · the last holds {peak:,} bytes at its peak · "
-        f"each block ran twice"
+        f"{len(_SEGMENTINGS)} chains of real blocks · the last has a peak of {peak:,} bytes · each "
+        f"block ran twice"
     )
 
 
 def _in_sizes(schedule: Schedule) -> str:
-    """How many blocks each part has: "3, 3, then 2 kept"."""
+    """The number of blocks in each part: "segments of 3, 3 and 2 plain blocks"."""
     sizes = [str(len(part)) for part in schedule if isinstance(part, tuple)]
     plain = sum(isinstance(part, int) for part in schedule)
     words = f"segments of {', '.join(sizes)}" if sizes else "no segments"
-    words += " with segments in them" if _is_nested(schedule) else ""
-    return f"{words} and {plain} kept" if plain else words
+    words += " with segments inside" if _is_nested(schedule) else ""
+    return f"{words} and {plain} plain block{'s' * (plain > 1)}" if plain else words
 
 
 def _is_nested(schedule: Schedule) -> bool:
@@ -925,8 +873,8 @@ def _is_nested(schedule: Schedule) -> bool:
 
 @cache
 def _run_by(schedule: Schedule, blocks: int) -> tuple[int, list[int]]:
-    """The peak beyond weights, gradients and x, and how often each block ran."""
-    chain, x = _chain(blocks, 0.0, True)
+    """The peak besides weights, gradients and x, and the runs of each block."""
+    chain, x = _chain(blocks)
 
     def step() -> None:
         y = x
@@ -935,12 +883,11 @@ def _run_by(schedule: Schedule, blocks: int) -> tuple[int, list[int]]:
         y.sum().backward()
 
     trace = measure(step, model=chain)
-    return most_for_tokens(trace), [len(block.graphs) for block in chain]
+    return most_for_tokens(trace), [len(block.grad_modes) for block in chain]
 
 
 def most_for_tokens(trace: Trace) -> int:
-    """The most bytes at one moment that belong to tokens, not to weights: what forward keeps, and
-    what either pass makes for itself."""
+    """The peak of activations and of both passes' temporaries: bytes that depend on tokens."""
     kinds = ("activations", "forward_temporaries", "backward_temporaries")
     return max(accumulate(e.bytes for e in trace.events if e.category in kinds))
 
@@ -948,7 +895,7 @@ def most_for_tokens(trace: Trace) -> int:
 _PARTS, _LONGER = "return tuple(parts)", "size + (number < longer)"
 _LAST_KEPT = (_PARTS, "return (*parts[:-1], *parts[-1])")
 _REST_LAST = (f"start + {_LONGER}", "start + size if number < segments - 1 else blocks")
-_BY_THE_LONGEST = """
+_ROUNDED_UP = """
 size = -(-blocks // segments)
 return tuple(tuple(range(n, min(n + size, blocks))) for n in range(0, blocks, size))
 """
@@ -964,70 +911,57 @@ _SCHEDULE = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "7 blocks in 3 segments: 3, 2 and 2. How many segments are one longer than the others, and "
-        "how long are those?",
-        "size, longer = divmod(blocks, segments): `longer` segments have size + 1 blocks, the "
-        "others size. Count up where each begins.",
+        "7 blocks in 3 segments: 3, 2 and 2. How many segments have one block more, and how long "
+        "are these?",
+        "size, longer = divmod(blocks, segments): the first `longer` segments have size + 1 "
+        "blocks, the rest have size. Keep track of where each segment starts.",
         "start, parts = 0, []; for n in range(segments): end = start + size + (n < longer). In the "
-        "loop, a tuple of the blocks from start up to end goes into parts; and where does the next "
-        "segment start?",
+        "loop, append a tuple of the blocks from start up to end. Where does the next segment "
+        "start?",
     ),
     reference=even_schedule,
     check=_check_schedule,
     wrong_answers=mistakes(
         "5.4",
         (
-            "The last segment is not checkpointed: all that it saves is there when backward "
-            "begins, beside the loss.",
+            "Checkpoint the last segment too: otherwise all its activations are in memory when "
+            "backward begins.",
             _LAST_KEPT,
         ),
         (
-            "This is checkpoint_sequential: the last segment takes the rest, and is kept.",
+            "This is checkpoint_sequential: the last segment takes the rest, and is plain.",
             _REST_LAST,
             _LAST_KEPT,
         ),
-        ("The last segment takes the whole rest: spread it, one block to a segment.", _REST_LAST),
         (
-            "The longer segments come first: while they run again, the inputs of the later ones "
-            "are gone.",
+            "Spread the remainder, one block per segment. Your last segment takes all of it.",
+            _REST_LAST,
+        ),
+        (
+            "Put the longer segments first: when they rerun, the inputs of later segments are "
+            "gone.",
             ("number < longer", "number >= segments - longer"),
         ),
-        ("The rest of the division is dropped: blocks vanish.", (_LONGER, "size")),
+        ("You drop the remainder of the division, and blocks with it.", (_LONGER, "size")),
         (
-            "The rest makes one segment more than there are to be.",
-            (_LONGER, "size"),
-            (_PARTS, "return (*parts, *([tuple(range(start, blocks))] if longer else []))"),
+            "If you round up, the blocks run out early: the last segment is short, or missing.",
+            body("even_schedule", _ROUNDED_UP),
         ),
         (
-            "Rounded up, the blocks are used up early: the last segment is short, or missing.",
-            body("even_schedule", _BY_THE_LONGEST),
-        ),
-        (
-            "Forward runs in the schedule's order: the first block first.",
+            "Forward runs in the order of the schedule: put the first block first.",
             (_PARTS, "return tuple(parts[::-1])"),
         ),
         (
-            "A segment is a run of neighbours: blocks are not dealt like cards.",
+            "A segment holds consecutive blocks. Don't deal them out like cards.",
             _returned("tuple(tuple(range(n, blocks, segments)) for n in range(segments))"),
         ),
+        ("An int is a plain block: make tuples.", _returned("tuple(range(blocks))")),
         (
-            "A plain number is a block that is kept: make tuples of them.",
-            _returned("tuple(range(blocks))"),
-        ),
-        (
-            "One segment around all the others: when it runs again, each of them runs once more.",
-            (_PARTS, "return (tuple(parts),)"),
-        ),
-        (
-            "A pair of brackets too many around each segment: (0, 1), not ((0, 1),).",
+            "You put one pair of brackets too many around each segment: (0, 1), not ((0, 1),).",
             (_PARTS, "return tuple((part,) for part in parts)"),
         ),
         (
-            "One segment a block, however many were asked for.",
-            _returned("tuple((n,) for n in range(blocks))"),
-        ),
-        (
-            "One segment holds all blocks at once when it runs again.",
+            "A single segment holds the activations of all blocks at once when it reruns.",
             _returned("(tuple(range(blocks)),)"),
         ),
         (
@@ -1041,7 +975,7 @@ _SCHEDULE = Exercise(
 
 
 def checkpointed(batch: int = SETTING.batch) -> Trace:
-    """The bill's step with the activations of every block forgotten, on top of days 3 and 4."""
+    """The bill's step with every block checkpointed, on top of days 3 and 4."""
     technique = combined("accumulation+bfloat16+checkpointing")
     return dry_trace(replace(SETTING, batch=batch), technique)
 

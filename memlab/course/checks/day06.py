@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import (
     Callable,
     Collection,
-    Iterable,
     Iterator,
     MutableMapping,
     MutableSequence,
@@ -15,9 +14,8 @@ from collections.abc import (
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain as chained
-from itertools import combinations, count, product
+from itertools import combinations, count
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +27,22 @@ from memlab.checkpointing import (
     Costs,
     best_within,
     checkpoint,
-    optimal_schedule,
     predicted_peak_bytes,
     recomputed,
     selective,
     tradeoffs,
-    uniform_schedule,
 )
+from memlab.checkpointing.optimal import Tradeoff
 from memlab.checkpointing.recording import Operator
-from memlab.checkpointing.schedules import Schedule, check_schedule, flat, plain_schedule
+from memlab.checkpointing.schedules import Schedule, check_schedule
 from memlab.course.bill import SETTING
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
-from memlab.internals.torch_internals import TorchDispatchMode, tree_map_only
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
+from memlab.course.properties import furthest, new_bytes
+from memlab.course.solutions import Edit, body, mistakes, solution
+from memlab.internals.torch_internals import TorchDispatchMode
 from memlab.metering import measure
 from memlab.model import GPT, PRESETS
+from memlab.reference.selective_checkpointing import Choosing
 from memlab.trace import Trace
 from memlab.train import combined, dry_trace
 
@@ -74,106 +74,48 @@ _SCHEDULES: tuple[tuple[list[Costs], Schedule], ...] = (
     (_UNEQUAL, (0, (1, 2, 3), 4)),
     (_UNEQUAL, (0, (1, 2), (3, 4))),
 )
-
-
-def what_it_takes(schedule: Schedule, stages: Stages) -> tuple[int, int, int]:
-    """Bytes held when backward begins, the most at one moment of it, operations run again: the
-    chain run literally, there and back, with a counter of each."""
-    alive = most = again = 0
-    parts = [(part,) if isinstance(part, int) else part for part in schedule]
-    kept = [
-        stages[part].saved_bytes if isinstance(part, int) else stages[part[-1]].output_bytes
-        for part in schedule
-    ]
-    for taken in kept:
-        alive += taken
-    held = most = alive
-    for item, part, taken in reversed(list(zip(schedule, parts, kept, strict=True))):
-        alive -= taken
-        if isinstance(item, tuple):
-            again += sum(stages[i].forward for i in part) - stages[part[-1]].tail
-        full = sum(stages[i].saved_bytes for i in part)
-        most = max(most, alive + full)
-    return held, most, again
+what_it_takes: WhatItTakes = solution("6.1")
 
 
 def _check_what_it_takes(answer: WhatItTakes) -> str:
     for stages, schedule in _SCHEDULES:
-        case = f"what_it_takes({schedule}, stages), {_in_words(stages)},"
+        case = f"what_it_takes({schedule}, stages), with {_described(stages)},"
         got, wanted = answer(schedule, stages), what_it_takes(schedule, stages)
-        equal(f"{case}{_which_is_off(got, wanted)}", got, wanted)
+        equal(f"{case}{_wrong_parts(got, wanted)}", got, wanted)
     held, most, again = what_it_takes(_SCHEDULES[-1][1], _UNEQUAL)
     return (
-        f"{len(_SCHEDULES)} schedules: held, most and again · of the last {held} and {most} bytes, "
-        f"{again} operations"
+        f"{len(_SCHEDULES)} schedules: held, most and again · the last one holds {held} bytes, at "
+        f"most {most}, and reruns {again} operations"
     )
 
 
-def _which_is_off(got: Any, wanted: tuple[int, int, int]) -> str:
-    """Of the three, by name, where some are right."""
+def _wrong_parts(got: Any, wanted: tuple[int, int, int]) -> str:
+    """Names the wrong values if some of the three are right."""
     if not isinstance(got, tuple) or len(got) != len(wanted):
         return ""
     pairs = zip(("held", "most", "again"), got, wanted, strict=True)
-    off = [name for name, mine, right in pairs if mine != right]
-    return f" has another {' and another '.join(off)}:" if 0 < len(off) < len(wanted) else ""
+    wrong = [name for name, mine, right in pairs if mine != right]
+    return f" has a wrong {' and a wrong '.join(wrong)}:" if 0 < len(wrong) < len(wanted) else ""
 
 
-def _in_words(stages: Stages) -> str:
-    """All that the case is made of, so that whoever got another number can follow."""
+def _described(stages: Stages) -> str:
+    """All costs of the case, so that a learner can redo the calculation."""
     columns = {
-        "saved_bytes": [stage.saved_bytes for stage in stages],
-        "output_bytes": [stage.output_bytes for stage in stages],
-        "forward": [stage.forward for stage in stages],
-        "tail": [stage.tail for stage in stages],
+        name: [getattr(stage, name) for stage in stages]
+        for name in ("saved_bytes", "output_bytes", "forward", "tail")
     }
-    alike = all(len(set(numbers)) == 1 for numbers in columns.values())
-    words = (f"{name} {numbers[0] if alike else numbers}" for name, numbers in columns.items())
+    alike = all(len(set(values)) == 1 for values in columns.values())
+    words = (f"{name} {values[0] if alike else values}" for name, values in columns.items())
     each = "each of" if alike and len(stages) > 1 else "of"
     return f"{len(stages)} stage{'s' * (len(stages) > 1)} {each} {', '.join(words)}"
 
 
-def _of_the_last(stages: Stages, part: Schedule) -> int:
-    return stages[part[-1]].output_bytes
-
-
-def _what_it_takes_but(
-    *,
-    segment_keeps: Callable[[Stages, Schedule], int] = _of_the_last,
-    twice: Callable[[Stages, Schedule], int] = lambda stages, part: 0,
-    more_saved: Callable[[Costs], int] = lambda stage: 0,
-    plain_is_skipped: bool = False,
-    beside: str = "before",
-    rerun_fills: bool = True,
-    spared: str = "tail of the last",
-    keeps_the_last: bool = False,
-    of_all: bool = False,
-) -> WhatItTakes:
-    """The right formula with something in it that is not."""
-
-    def takes(schedule: Schedule, stages: Stages) -> tuple[int, int, int]:
-        held = most = again = largest = 0
-        for place, item in enumerate(schedule):
-            part = (item,) if isinstance(item, int) else item
-            full = sum(stages[i].saved_bytes + more_saved(stages[i]) for i in part)
-            is_plain = isinstance(item, int) or (keeps_the_last and place == len(schedule) - 1)
-            own = full if is_plain else segment_keeps(stages, part)
-            at_once = full if is_plain or rerun_fills else own
-            above = {"before": held, "nothing": 0, "before and own": held + own * (not is_plain)}
-            if not (is_plain and plain_is_skipped):
-                most = max(most, above.get(beside, held) + at_once)
-            largest = max(largest, 0 if is_plain else full)
-            held += own + (twice(stages, part) if is_plain else 0)
-            if not is_plain or of_all:
-                again += sum(stages[i].forward for i in part)
-                again -= {
-                    "tail of the last": stages[part[-1]].tail,
-                    "nothing": 0,
-                    "all tails": sum(stages[i].tail for i in part),
-                }[spared]
-        return held, held + largest if beside == "all" else most, again
-
-    return takes
-
+_SEGMENT_HELD = "held += stages[segment[-1]].output_bytes"
+_MOST, _SAVED = "most = max(most, held + in_full)", "stages[i].saved_bytes for"
+_OUTPUT_ALONE = """at_once = in_full if isinstance(part, int) else stages[segment[-1]].output_bytes
+        most = max(most, held + at_once)"""
+_RERUN, _LAST_TAIL = "stages[i].forward for i in segment)", " - stages[segment[-1]].tail"
+_IF_PLAIN = "        if isinstance(part, int):\n"
 
 _WHAT_IT_TAKES = Exercise(
     id="6.1",
@@ -181,102 +123,83 @@ _WHAT_IT_TAKES = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Go along the schedule once and keep a running sum of what is held. Backward comes to a "
-        "part when all that is behind it has gone: what is there then?",
-        "A plain stage adds its saved_bytes to what is held, a segment the output_bytes of its "
-        "last stage. When backward comes to a part, it is what was held before the part, and the "
-        "saved_bytes of all stages of the part.",
-        "for part in schedule: segment = (part,) if it is an int else part; full = sum of "
-        "saved_bytes; most = max(most, held + full); then held += full if it is an int, else "
-        "stages[segment[-1]].output_bytes. What runs again is missing: the segment's forward, all "
-        "but one tail.",
+        "Loop over the schedule once and keep a running sum of the bytes held. When backward "
+        "reaches a part, everything behind that part is gone. What is still in memory?",
+        "A plain stage adds its saved_bytes to held. A segment adds the output_bytes of its last "
+        "stage. When backward reaches a part, memory holds what was held before the part, plus the "
+        "saved_bytes of all its stages.",
+        "for part in schedule: segment = (part,) if part is an int else part; in_full = the sum of "
+        "saved_bytes; most = max(most, held + in_full). Then held += in_full for an int, and "
+        "held += stages[segment[-1]].output_bytes for a segment. Add what a segment reruns: the "
+        "forward of every stage, less one tail.",
     ),
     reference=what_it_takes,
     check=_check_what_it_takes,
-    wrong_answers=(
-        WrongAnswer(
-            _what_it_takes_but(segment_keeps=lambda stages, part: 0),
-            "A segment keeps what it hands on: the output of its last stage.",
+    wrong_answers=mistakes(
+        "6.1",
+        (
+            "Add a segment's output to held: it keeps the output of its last stage.",
+            (_SEGMENT_HELD, "pass"),
         ),
-        WrongAnswer(
-            _what_it_takes_but(
-                segment_keeps=lambda stages, part: sum(stages[i].output_bytes for i in part)
-            ),
-            "Of a segment only one output is kept, the last one's; those between its stages go.",
+        (
+            "Add only the last stage's output: a segment drops the outputs between its stages.",
+            (_SEGMENT_HELD, "held += sum(stages[i].output_bytes for i in segment)"),
         ),
-        WrongAnswer(
-            _what_it_takes_but(
-                segment_keeps=lambda stages, part: sum(stages[i].saved_bytes for i in part)
-            ),
-            "A segment is a tuple, and it forgets: here it keeps as much as plain stages do.",
+        (
+            "A tuple is a segment, and a segment drops its saved_bytes. Your segments keep them.",
+            (_SEGMENT_HELD, "held += in_full"),
         ),
-        WrongAnswer(
-            _what_it_takes_but(twice=_of_the_last),
-            "The output is part of saved_bytes already: here plain stages count it twice.",
+        (
+            "saved_bytes already includes the output. Don't add output_bytes to it.",
+            (_SAVED, "stages[i].saved_bytes + stages[i].output_bytes for"),
         ),
-        WrongAnswer(
-            _what_it_takes_but(more_saved=lambda stage: stage.output_bytes),
-            "saved_bytes is all that a stage keeps, its output too: add nothing to it.",
+        (
+            "The most can also occur at a plain stage. Take the maximum over every part.",
+            (_MOST, f"if isinstance(part, tuple):\n            {_MOST}"),
         ),
-        WrongAnswer(
-            _what_it_takes_but(plain_is_skipped=True),
-            "The most can lie at a plain stage as well: backward comes to each part.",
+        (
+            "You count the segment's own output twice: after the rerun it is part of saved_bytes.",
+            (_MOST, f"{_MOST[:-1]} + (part is segment and stages[part[-1]].output_bytes))"),
         ),
-        WrongAnswer(
-            _what_it_takes_but(beside="before and own"),
-            "When a segment has run again, its own output is among its saved_bytes: it is counted "
-            "twice.",
+        (
+            "Everything held and the largest part never coexist: when backward reaches a part, all "
+            "parts behind it are gone.",
+            (_MOST, "most = max(most, in_full)"),
+            ("return held, most", "return held, held + most"),
         ),
-        WrongAnswer(
-            _what_it_takes_but(beside="all"),
-            "All that is held and the largest segment are never there together: what lies behind "
-            "a segment has gone when backward comes to it.",
+        (
+            "Add what was held before the part: it is still in memory.",
+            (_MOST, "most = max(most, in_full)"),
         ),
-        WrongAnswer(
-            _what_it_takes_but(beside="nothing"),
-            "While a part is there in full, all that was kept before it is there, too.",
+        (
+            "In backward a segment reruns and keeps the saved_bytes of all its stages.",
+            (_MOST, _OUTPUT_ALONE),
         ),
-        WrongAnswer(
-            _what_it_takes_but(rerun_fills=False),
-            "In backward a segment is there in full: it has run again, and kept.",
-        ),
-        WrongAnswer(
-            _what_it_takes_but(spared="nothing"),
-            "A rerun stops at the last tensor that backward needs: leave out the tail of the "
+        (
+            "A rerun stops after the last tensor that backward needs: subtract the tail of the "
             "segment's last stage.",
+            (_LAST_TAIL, ""),
         ),
-        WrongAnswer(
-            _what_it_takes_but(spared="all tails"),
-            "Only the segment's last stage may stop early: the others hand their outputs on.",
+        (
+            "Subtract only the last stage's tail: the other stages have to compute their outputs.",
+            (f"{_RERUN}{_LAST_TAIL}", "stages[i].forward - stages[i].tail for i in segment)"),
         ),
-        WrongAnswer(
-            _what_it_takes_but(of_all=True), "A plain stage has kept what it needs: it runs once."
-        ),
-        WrongAnswer(
-            _what_it_takes_but(keeps_the_last=True),
-            "The last segment forgets as well. That of checkpoint_sequential is kept; a tuple here "
-            "is not.",
+        (
+            "Every tuple is a segment, the last one too. Only checkpoint_sequential keeps its last "
+            "segment.",
+            (_IF_PLAIN, "        if isinstance(part, int) or part is schedule[-1]:\n"),
         ),
     ),
 )
 
 # ------------------------------------------------------------------ 6.2: the best schedule
 
-BestSchedule = Callable[[Any, int], Schedule | None]  # of a chain, or of one that is AsTold
-Pair = tuple[int, int, Any]  # peak, operations run again, how
-
-
-def unbeaten(choices: Iterable[Pair]) -> list[Pair]:
-    """By growing bytes, each choice that runs less again than all that take no more bytes."""
-    best: list[Pair] = []
-    for choice in sorted(choices, key=lambda choice: choice[:2]):
-        if not best or choice[1] < best[-1][1]:
-            best.append(choice)
-    return best
+BestSchedule = Callable[[Any, int], Schedule | None]  # takes a Chain, or a DocumentedChain
+best_schedule: BestSchedule = solution("6.2")
 
 
 def random_chain(stages: int, seed: int) -> Chain:
-    """Unequal stages with temporaries, gradients and all."""
+    """Unequal stages, with temporaries, gradients and tails."""
     rng = random.Random(seed)
 
     def costs(output: int) -> Costs:
@@ -299,27 +222,8 @@ def random_chain(stages: int, seed: int) -> Chain:
     )
 
 
-@cache
-def every_schedule(start: int, end: int) -> tuple[Schedule, ...]:
-    """All schedules of the stages from start up to end, but for a segment of nothing but one."""
-    if start == end:
-        return ((),)
-    of_more = _of_more_parts(start, end)
-    return (*of_more, *((inside,) for inside in of_more))
-
-
-@cache
-def _of_more_parts(start: int, end: int) -> tuple[Schedule, ...]:
-    """Those that are not one segment."""
-    found = [(start, *rest) for rest in every_schedule(start + 1, end)]
-    for border in range(start + 1, end):
-        pairs = product(_of_more_parts(start, border), every_schedule(border, end))
-        found += [(own, *rest) for own, rest in pairs]
-    return tuple(found)
-
-
-# Stages and seed of a chain; and a budget: that of a choice on the chain's front, with so much to
-# spare. The first five tell every named mistake from every other.
+# Stages and seed of a chain, a choice on its Pareto front, and bytes to add to that choice's peak.
+# The first five rows tell every named mistake from every other.
 _BUDGETS = (
     *((4, 12, 11, 40), (4, 3, 0, -1), (4, 12, 10, 0), (4, 8, 4, 3), (4, 8, 1, 0)),
     *((1, 0, 0, 0), (1, 0, 1, 0), (2, 1, 0, -1), (2, 1, 1, 0), (3, 2, 2, 1), (3, 11, 0, 0)),
@@ -327,274 +231,113 @@ _BUDGETS = (
 
 
 @cache
-def _cases() -> tuple[tuple[int, Chain, int, Schedule | None], ...]:
-    """Stages, the chain, a budget, and one of the best schedules, by trying all; a longer chain at
-    the end, by the library."""
-    found: list[tuple[int, Chain, int, Schedule | None]] = []
+def _cases() -> tuple[tuple[str, Chain, int, Schedule | None], ...]:
+    """The call, the chain, a budget and a best schedule."""
+    cases = []
     for stages, seed, place, spare in _BUDGETS:
         chain = random_chain(stages, seed)
-        front = unbeaten(
-            (predicted_peak_bytes(schedule, chain), recomputed(schedule, chain), schedule)
-            for schedule in every_schedule(0, stages)
+        cases.append((chain, tradeoffs(chain)[place].peak_bytes + spare))
+    long_chain = random_chain(7, 5)
+    cases += [(long_chain, peak) for peak, *_ in tradeoffs(long_chain)[::6]]
+    return tuple(
+        (
+            f"best_schedule(a chain of {len(chain.stages)}, {budget:,} bytes)",
+            chain,
+            budget,
+            _best_of(tradeoffs(chain), budget),
         )
-        budget = front[place][0] + spare
-        fitting = [schedule for peak, _, schedule in front if peak <= budget]
-        found.append((stages, chain, budget, fitting[-1] if fitting else None))
-    chain = random_chain(7, 5)
-    for peak, *_ in tradeoffs(chain)[::6]:
-        found.append((7, chain, peak, optimal_schedule(chain, peak)))
-    return tuple(found)
+        for chain, budget in cases
+    )
 
 
-class AsTold:
-    """A chain that answers what the lesson tells of it, and nothing else: no library's search."""
+def _best_of(front: list[Tradeoff], budget: int) -> Schedule | None:
+    fitting = [choice.schedule for choice in front if choice.peak_bytes <= budget]
+    return fitting[-1] if fitting else None
 
-    TOLD = ("stages", "if_last", "if_plain", "if_segment", "rerun", "in_all")
+
+class DocumentedChain:
+    """A chain with nothing but the methods in the lesson's table, so no library search works."""
+
+    NAMES = ("stages", "if_last", "if_plain", "if_segment", "rerun", "in_all")
 
     def __init__(self, chain: Chain) -> None:
-        self._told = {name: getattr(chain, name) for name in self.TOLD}
-        self.asked: set[str] = set()
+        self._documented = {name: getattr(chain, name) for name in self.NAMES}
+        self.used: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self.asked.add(name)
+        self.used.add(name)
         if name in ("if_segment", "rerun"):
             return partial(self._of_a_segment, name)
-        if name not in self._told:
+        if name not in self._documented:
             raise Wrong(
-                f"best_schedule asked the chain for .{name}; the check's knows "
-                f"{', '.join(self.TOLD)}: search with these alone."
+                f"best_schedule uses chain.{name}. The check's chain has only "
+                f"{', '.join(self.NAMES)}: write the search with these."
             )
-        return self._told[name]
+        return self._documented[name]
 
     def _of_a_segment(self, name: str, i: int, k: int, *rest: int) -> int:
         if i >= k:
-            self.asked.add(f"{name} of a segment without stages")
-        return int(self._told[name](i, k, *rest))
+            self.used.add(f"{name} of an empty segment")
+        return int(self._documented[name](i, k, *rest))
 
 
 def _check_best_schedule(answer: BestSchedule) -> str:
-    tried = [
-        (f"best_schedule(a chain of {stages}, {budget:,} bytes)", stages, chain, budget, wanted)
-        for stages, chain, budget, wanted in _cases()
-    ]
-    gave, asked = [], set[str]()
-    for case, _, chain, budget, _ in tried:
-        told = AsTold(chain)
-        gave.append(_asked(answer, case, told, budget))
-        asked |= told.asked
-    faults = [_fault(*case, got) for case, got in zip(tried, gave, strict=True)]
-    if any(faults):
-        first = next(n for n, fault in enumerate(faults) if fault)
-        forgotten = " Is there a return?" if all(got is None for got in gave) else ""
-        raise Wrong(
-            f"{_told(*tried[first], gave[first])} {_of_all(faults)}{_never(asked)}{forgotten}"
-        )
-    return f"{len(tried)} budgets, each within it and with the least run again"
+    cases = [(*case, DocumentedChain(case[1])) for case in _cases()]
+    results = [_called(answer, case, chain, budget) for case, _, budget, _, chain in cases]
+    advice = _misused(set().union(*(chain.used for *_, chain in cases)))
+    advice += " Is there a return?" if all(got is None for got in results) else ""
+    for (case, chain, budget, wanted), got in zip(_cases(), results, strict=True):
+        fault = _fault(case, chain, budget, wanted, got)
+        require(not fault, f"{case} gave {got}{fault}{advice}")
+    return f"{len(cases)} budgets: every schedule fits and reruns the fewest operations"
 
 
-def _never(asked: set[str]) -> str:
-    """What was not asked for in any budget, or should not have been: it tells mistakes apart that
-    agree in all of them."""
-    missing = [name for name in AsTold.TOLD if name not in asked]
-    strange = sorted(asked.difference(AsTold.TOLD))
-    words = [
-        f" chain.{name} was asked for: segments are i … k−1, with k from i + 1." for name in strange
-    ]
-    return (
-        f" chain.{' and chain.'.join(missing)} was never asked for." if missing else "".join(words)
+def _misused(used: set[str]) -> str:
+    """Methods that were never called, or called for an empty segment. This separates mistakes that
+    give the same schedules."""
+    missing = [name for name in DocumentedChain.NAMES if name not in used]
+    if missing:
+        return f" Your answer never used chain.{' or chain.'.join(missing)}."
+    return "".join(
+        f" Your answer called chain.{name}: segments are i … k-1, with k from i + 1."
+        for name in sorted(used.difference(DocumentedChain.NAMES))
     )
 
 
-def _asked(answer: BestSchedule, case: str, chain: AsTold, budget: int) -> Any:
+def _called(answer: BestSchedule, case: str, chain: DocumentedChain, budget: int) -> Any:
     try:
         return answer(chain, budget)
     except RecursionError:
-        raise Wrong(f"{case}: choices() asks for itself again and again, without an end.") from None
+        raise Wrong(f"{case}: choices() calls itself forever.") from None
 
 
-def _fault(case: str, stages: int, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
-    """What is wrong, in a word or two; nothing if nothing is."""
-    if got is None or wanted is None:
-        return "" if got is wanted else ("None" if got is None else "not None")
-    try:
-        check_schedule(got, stages)
-    except (TypeError, ValueError) as error:
-        raise Wrong(f"{case} gave no schedule: {error}.") from None
-    above = predicted_peak_bytes(got, chain) - budget
-    if above > 0:
-        return f"{above:,} B over"
-    more = recomputed(got, chain) - recomputed(wanted, chain)
-    return f"{more:,} more again" if more else ""
-
-
-def _told(case: str, stages: int, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
-    """What is wrong, in a sentence."""
+def _fault(case: str, chain: Chain, budget: int, wanted: Any, got: Any) -> str:
+    """What is wrong with the schedule: the end of a sentence, empty if nothing is."""
     if wanted is None:
-        return f"{case} gave {got}; no schedule fits: wanted None."
+        return "" if got is None else "; wanted None, since no schedule fits."
     least = recomputed(wanted, chain)
-    wants = f"wanted one that runs {least:,} operations again, such as {wanted}"
+    wants = f"; wanted {least:,} operations rerun, as in {wanted}."
     if got is None:
-        return f"{case} gave None; {wants}."
+        return wants
+    try:
+        check_schedule(got, len(chain.stages))
+    except (TypeError, ValueError) as error:
+        raise Wrong(f"{case} gave no valid schedule: {error}.") from None
     peak, again = predicted_peak_bytes(got, chain), recomputed(got, chain)
     if peak > budget:
-        return f"{case} gave {got}, which takes {peak:,} bytes: over budget; {wants}."
-    return f"{case} gave {got}, which runs {again:,} operations again; {wants}."
-
-
-def _of_all(faults: list[str]) -> str:
-    """Every budget's fault, by its number: two mistakes can agree in one budget, seldom in all."""
-    wrong = [f"{n}: {fault}" for n, fault in enumerate(faults, start=1) if fault]
-    listed = f"Wrong in {len(wrong)} of {len(faults)} budgets ({', '.join(wrong)})."
-    if any("over" in fault for fault in faults):
-        return f"{listed} What is over its budget has a peak that came out too low."
-    if all("again" in fault for fault in faults if fault):
+        return f", which takes {peak:,} bytes, over the budget{wants} You computed too low a peak."
+    if again > least:
         return (
-            f"{listed} All are within their budgets: choices are missing, or what runs again is "
-            f"miscounted."
+            f", which reruns {again:,} operations{wants} Your search misses choices, computes too "
+            f"high a peak, or counts the rerun operations wrong."
         )
-    return listed
+    return ""
 
 
-def _cheapest_fitting(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
-    fitting = [choice for choice in choices if chain.in_all(choice[0]) <= budget]
-    return fitting[-1][2] if fitting else None
-
-
-def takes_as_told(parts: Schedule, chain: Any) -> tuple[int, int]:
-    """(peak, operations run again) of a row whose last part, and each segment's, is plain: by what
-    the lesson tells of a chain."""
-    *before, j = parts
-    assert isinstance(j, int)
-    peak, again, end = chain.if_last(j), 0, j
-    for part in reversed(before):
-        if isinstance(part, int):
-            start, peak = part, chain.if_plain(part, j, peak)
-        else:
-            own, own_again = takes_as_told(part, chain)
-            start = next(flat(part))
-            peak = chain.if_segment(start, end, j, own, peak)
-            again += own_again + chain.rerun(start, end)
-        end = start
-    return peak, again
-
-
-def _fits(schedule: Schedule, chain: Any, budget: int) -> bool:
-    return bool(chain.in_all(_with_the_loss(schedule, chain)[0]) <= budget)
-
-
-def _with_the_loss(schedule: Schedule, chain: Any) -> tuple[int, int]:
-    return takes_as_told((*schedule, len(chain.stages)), chain)
-
-
-def _best_schedule_but(
-    *,
-    if_plain: Callable[..., int] | None = lambda chain, *costs: chain.if_plain(*costs),
-    if_segment: Callable[..., int] = lambda chain, *costs: chain.if_segment(*costs),
-    again: Callable[[Any, int, int, int, int], int] = lambda chain, i, k, own, rest: (
-        chain.rerun(i, k) + own + rest
-    ),
-    inside: str = "all",
-    longest: int = 99,
-    last_k: int = 0,  # from j
-    join: Callable[[Any, Any], Schedule] = lambda own, rest: (own, *rest),
-    choose: Callable[[list[Pair], Any, int], Schedule | None] = _cheapest_fitting,
-) -> BestSchedule:
-    def best_schedule(chain: Any, budget_bytes: int) -> Schedule | None:
-        @cache
-        def choices(i: int, j: int, is_plain: bool = False) -> list[Pair]:
-            if i == j:
-                return [(chain.if_last(i), 0, (i,))]
-            found = []
-            if if_plain is not None:
-                found = [
-                    (if_plain(chain, i, j, peak), again, (i, *rest))
-                    for peak, again, rest in choices(i + 1, j, is_plain)
-                ]
-            for k in [] if is_plain else range(i + 1, min(j + last_k, i + longest) + 1):
-                last = k if inside == "too long" else k - 1
-                within = choices(i, last, inside == "plain")
-                pairs = product(within[:1] if inside == "least memory" else within, choices(k, j))
-                for (own_peak, own_again, own), (peak, rest_again, rest) in pairs:
-                    found.append(
-                        (
-                            if_segment(chain, i, k, j, own_peak, peak),
-                            again(chain, i, k, own_again, rest_again),
-                            join(own, rest),
-                        )
-                    )
-            return unbeaten(found)
-
-        found = choose(choices(0, len(chain.stages)), chain, budget_bytes)
-        return None if found is None else found[:-1]
-
-    return best_schedule
-
-
-def _one_input_forgotten(chain: Any, i: int, k: int, j: int, own: int, rest: int) -> int:
-    """if_segment adds the segment's output to `rest`: take it off before."""
-    return int(chain.if_segment(i, k, j, own, rest - chain.stages[k - 1].output_bytes))
-
-
-def _swapped(chain: Any, i: int, k: int, j: int, own: int, rest: int) -> int:
-    return int(chain.if_segment(i, k, j, rest, own))
-
-
-def _larger(chain: Any, i: int, k: int, j: int, own: int, rest: int) -> int:
-    return max(own, rest)
-
-
-def _whatever_it_takes(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
-    return choices[-1][2]
-
-
-def _least_memory(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
-    return choices[0][2] if chain.in_all(choices[0][0]) <= budget else None
-
-
-def _without_what_is_held(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
-    fitting = [choice for choice in choices if choice[0] <= budget]
-    return fitting[-1][2] if fitting else None
-
-
-def _by_the_slot(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
-    """Bytes rounded to the nearest of slots, as torch's memory budget does."""
-    slot = max(1, budget // 40)
-    fitting = [c for c in choices if round(chain.in_all(c[0]) / slot) <= round(budget / slot)]
-    return fitting[-1][2] if fitting else None
-
-
-def _below(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
-    return _cheapest_fitting(choices, chain, budget - 1)
-
-
-def _always_some(choices: list[Pair], chain: Any, budget: int) -> Schedule | None:
-    return _cheapest_fitting(choices, chain, budget) or choices[0][2]
-
-
-def _largest_first(chain: Any, budget_bytes: int) -> Schedule | None:
-    """Forgets one stage after the other, what saved most first, until it fits."""
-    schedule: list[Any] = list(plain_schedule(len(chain.stages)))
-    for i in sorted(schedule, key=lambda i: -chain.stages[i].saved_bytes):
-        if _fits(tuple(schedule), chain, budget_bytes):
-            break
-        schedule[i] = (i,)
-    return tuple(schedule) if _fits(tuple(schedule), chain, budget_bytes) else None
-
-
-def _best_uniform(chain: Any, budget_bytes: int) -> Schedule | None:
-    """Every k-th input kept, or everything."""
-    stages = len(chain.stages)
-    uniform = [uniform_schedule(stages, every) for every in range(1, stages + 1)]
-    fitting = [s for s in (plain_schedule(stages), *uniform) if _fits(s, chain, budget_bytes)]
-    return min(fitting, key=lambda s: _with_the_loss(s, chain)[1], default=None)
-
-
-def _all_plain(chain: Any, budget_bytes: int) -> Schedule | None:
-    schedule = plain_schedule(len(chain.stages))
-    return schedule if _fits(schedule, chain, budget_bytes) else None
-
+_IF_SEGMENT, _OWN = "chain.if_segment(i, k, j, own[0], rest[0])", "choices(i, k - 1)"
+_ALL_K, _RERUNS = "range(i + 1, j + 1)", "chain.rerun(i, k) + own[1] + rest[1]"
 
 _BEST_SCHEDULE = Exercise(
     id="6.2",
@@ -602,114 +345,95 @@ _BEST_SCHEDULE = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "For plain one loop, over the choices of what remains. For segments three, one inside "
-        "another: over k, over the choices inside, over the choices of what remains. From where to "
-        "where does k run, if a segment has at least one stage, and may end right before stage j?",
-        "Plain: each choice of i+1 … j, with (i, *rest) and chain.if_plain(i, j, peak). A segment: "
-        "for each k from i+1 to j, each pair of a choice of i … k-1 and one of k … j, with "
-        "(own, *rest), chain.if_segment(i, k, j, own_peak, peak), and chain.rerun(i, k) + both "
-        "agains.",
+        "The plain case needs one loop, over the choices of the remaining stages. The segment case "
+        "needs three nested loops: over k, over the choices inside the segment, over the choices "
+        "of the remaining stages. Which k are possible, if a segment has at least one stage and "
+        "may end right before stage j?",
+        "Plain: take each choice of i+1 … j, with chain.if_plain(i, j, peak) and (i, *rest). "
+        "Segment: for each k from i+1 to j, take each pair of a choice of i … k-1 and one of "
+        "k … j, with chain.if_segment(i, k, j, own_peak, peak), chain.rerun(i, k) + both agains, "
+        "and (own, *rest).",
         "found = [(chain.if_plain(i, j, peak), again, (i, *rest)) for peak, again, rest in "
         "choices(i + 1, j)]; for k in range(i + 1, j + 1): for own_peak, own_again, own in "
         "choices(i, k - 1): for peak, again, rest in choices(k, j). In the innermost loop, append "
-        "the peak, all that runs again, and the schedule.",
+        "the peak, all rerun operations, and the schedule.",
     ),
-    reference=_best_schedule_but(),
+    reference=best_schedule,
     check=_check_best_schedule,
-    wrong_answers=(
-        WrongAnswer(_largest_first, "Greedy: to forget the largest first is not what costs least."),
-        WrongAnswer(
-            _all_plain,
-            "Plain stages alone come out. Is each segment i … k-1 among found, with "
-            "chain.if_segment as its peak?",
+    wrong_answers=mistakes(
+        "6.2",
+        (
+            "Your schedules have no segments. Add each segment i … k-1 to found, with "
+            "chain.if_segment as its peak.",
+            (_ALL_K, "()"),
         ),
-        WrongAnswer(
-            _best_schedule_but(if_segment=lambda chain, i, k, j, own, rest: own + rest),
-            "A segment's own peak and the rest's never add up: chain.if_segment says what is there "
-            "at once.",
+        (
+            "Don't add the two peaks: they occur at different moments. chain.if_segment combines "
+            "them.",
+            (_IF_SEGMENT, "own[0] + rest[0]"),
         ),
-        WrongAnswer(_best_uniform, "Every k-th input alone: unequal stages want unequal segments."),
-        WrongAnswer(
-            _best_schedule_but(inside="plain"),
-            "A segment may have segments inside: of i … k-1, too, take choices().",
+        (
+            "Don't take the larger of the two peaks: chain.if_segment adds what is held beside "
+            "each.",
+            (_IF_SEGMENT, "max(own[0], rest[0])"),
         ),
-        WrongAnswer(
-            _best_schedule_but(if_plain=None), "A stage may be plain, and then nothing runs again."
+        (
+            "A segment may contain segments. Take every choice of choices(i, k - 1).",
+            (f"own in {_OWN}", f"own in {_OWN}[-1:]"),
         ),
-        WrongAnswer(
-            _best_schedule_but(longest=1),
+        (
+            "You use only the first choice inside a segment. Take all of choices(i, k - 1): the "
+            "best one depends on the remaining stages.",
+            (f"own in {_OWN}", f"own in {_OWN}[:1]"),
+        ),
+        (
+            "A stage may be plain, and then nothing reruns. Add that case to found.",
+            ("in choices(i + 1, j):", "in ():"),
+        ),
+        (
             "A segment may have several stages: k is not only i + 1.",
+            (_ALL_K, "range(i + 1, i + 2)"),
         ),
-        WrongAnswer(
-            _best_schedule_but(last_k=-1),
-            "The last segment may end right before j: range(i + 1, j + 1), for k reaches j.",
+        (
+            "The last segment may end right before j, so k goes up to j: range(i + 1, j + 1).",
+            (_ALL_K, "range(i + 1, j)"),
         ),
-        WrongAnswer(
-            _best_schedule_but(inside="too long"),
-            "The inside of a segment i … k-1 is choices(i, k - 1): with k it can be as long as the "
+        (
+            "The inside of segment i … k-1 is choices(i, k - 1). With k, it can be as long as the "
             "whole.",
+            (_OWN, "choices(i, k)"),
         ),
-        WrongAnswer(
-            _best_schedule_but(inside="least memory"),
-            "Of the inside, only the first choice was taken: all of choices(i, k - 1) are asked "
-            "for, and which is best depends on the rest.",
+        (
+            "You swapped own and rest: in chain.if_segment(i, k, j, own, rest), own is the peak of "
+            "i … k-1.",
+            (_IF_SEGMENT, "chain.if_segment(i, k, j, rest[0], own[0])"),
         ),
-        WrongAnswer(
-            _best_schedule_but(if_segment=_swapped),
-            "own and rest have changed places: in chain.if_segment(i, k, j, own, rest), own is the "
-            "peak of i … k-1.",
+        (
+            "A segment is a tuple inside the schedule: (own, *rest). If you flatten it, its stages "
+            "become plain.",
+            ("(own[2], *rest[2])", "(*own[2], *rest[2])"),
         ),
-        WrongAnswer(
-            _best_schedule_but(if_segment=_larger),
-            "The larger of two peaks is not all: chain.if_segment knows what is held beside each.",
+        (
+            "Add what the segments inside rerun: own_again.",
+            (_RERUNS, "chain.rerun(i, k) + rest[1]"),
         ),
-        WrongAnswer(
-            _best_schedule_but(join=lambda own, rest: (*own, *rest)),
-            "A segment is a tuple in the schedule, (own, *rest): flattened, its stages are plain.",
-        ),
-        WrongAnswer(
-            _best_schedule_but(if_segment=_one_input_forgotten),
-            "While the rest runs, the segment's output is there for it: chain.if_segment adds it.",
-        ),
-        WrongAnswer(
-            _best_schedule_but(again=lambda chain, i, k, own, rest: chain.rerun(i, k) + rest),
-            "What the segments inside run again is missing: own_again.",
-        ),
-        WrongAnswer(
-            _best_schedule_but(again=lambda chain, i, k, own, rest: chain.rerun(i, k) + own),
-            "What the rest runs again is missing.",
-        ),
-        WrongAnswer(_best_schedule_but(choose=_whatever_it_takes), "The budget is not looked at."),
-        WrongAnswer(
-            _best_schedule_but(choose=_least_memory),
-            "The least memory is not asked for: of all that fit, the least run again.",
-        ),
-        WrongAnswer(
-            _best_schedule_but(choose=_without_what_is_held),
-            "The budget is for all that is there: chain.in_all(peak), with weights and embedding.",
-        ),
-        WrongAnswer(
-            _best_schedule_but(choose=_by_the_slot),
-            "Bytes that are rounded can come out above the budget: leave them exact.",
-        ),
-        WrongAnswer(_best_schedule_but(choose=_below), "A budget may be used up to its last byte."),
-        WrongAnswer(
-            _best_schedule_but(choose=_always_some),
-            "Say so when nothing fits, rather than run out of memory: None.",
+        (
+            "Add what the remaining stages rerun.",
+            (_RERUNS, "chain.rerun(i, k) + own[1]"),
         ),
     ),
 )
 
 # ------------------------------------------------------------------ 6.3: selective, by operator
 
-Choosing = Callable[[Collection[Any]], TorchDispatchMode]
+MakeMode = Callable[[Collection[Any]], TorchDispatchMode]
 ROWS, WIDTH = 8, 16
 TENSOR = 4 * ROWS * WIDTH  # bytes
 aten = torch.ops.aten
 
 
-class _Counter(TorchDispatchMode):
-    """How often each operator runs."""
+class _RunCounter(TorchDispatchMode):
+    """Counts the runs of each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -721,7 +445,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _layers() -> list[nn.Module]:
-    """Two blocks of products that all have one shape, so that a mix-up shows in values alone."""
+    """Two blocks whose matmuls all have one shape, so a mix-up shows in the values alone."""
     torch.manual_seed(0)
 
     def linear() -> nn.Module:
@@ -730,125 +454,138 @@ def _layers() -> list[nn.Module]:
     return [nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh()) for _ in range(2)]
 
 
-def _attention_block() -> list[nn.Module]:
+def _transformer_block() -> list[nn.Module]:
     torch.manual_seed(0)
     return [GPT(PRESETS["tiny"]).blocks[1]]
 
 
-class _Attention(nn.Module):
-    """Of x with itself, and its scale is not the usual one: that is handed over by its name."""
+class _ScaledAttention(nn.Module):
+    """Attention of x with itself; the unusual scale is a keyword argument."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(x, x, x, scale=2.0)
 
 
 class _Powers(nn.Module):
-    """Two operators of one name: to the power of a tensor, and to that of a number."""
+    """Two overloads of one operator: tensor exponent and scalar exponent."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x.square() + 1) ** x + x**3
 
 
-# What a case has: its blocks, x's shape, what is chosen, and bytes that may be held: the chosen
-# outputs and each block's output.
+class _Standardized(nn.Module):
+    """One operator makes two tensors, and both need a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        std, mean = torch.std_mean(x, dim=-1, keepdim=True)
+        return (x - mean) / std
+
+
+# A case has: its blocks, the shape of x, the chosen operators, and the bytes that may be held (the
+# chosen outputs and each block's output).
 _SELECTIONS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...], Any, int]] = {
-    "1 block, with its 2 products chosen": (
+    "1 block, with its 2 matmuls chosen": (
         lambda: _layers()[:1],
         (ROWS, WIDTH),
         MATMULS,
         3 * TENSOR,
     ),
-    "2 blocks, with their 4 products chosen": (_layers, (ROWS, WIDTH), MATMULS, 6 * TENSOR),
+    "2 blocks, with their 4 matmuls chosen": (_layers, (ROWS, WIDTH), MATMULS, 6 * TENSOR),
     "1 block, with its 2 tanh chosen": (
         lambda: _layers()[:1],
         (ROWS, WIDTH),
         frozenset({aten.tanh.default}),
         2 * TENSOR,
     ),
-    # Of 2 × 16 tokens, C = 32, H = 4, KV · D = 16, hidden = 96: what q, k, v, the output, gate, up
-    # and down make; attention's output and log-sum-exp; and the block's output.
-    "a transformer's block, with products and attention chosen": (
-        _attention_block,
+    # 2 × 16 tokens, C = 32, H = 4, KV · D = 16, intermediate size 96. Held are the outputs of q, k,
+    # v, the projection, gate, up and down; attention's output and log-sum-exp; the block's output.
+    "a transformer block, with matmuls and attention chosen": (
+        _transformer_block,
         (2, 16, 32),
         MATMULS | ATTENTION,
         4 * 2 * 16 * (3 * 32 + 2 * 16 + 2 * 96 + (32 + 4) + 32),
     ),
     # Two heads of eight tokens: attention's output, which is the block's, and its log-sum-exp.
     "1 block of attention with scale=2.0, chosen": (
-        lambda: [_Attention()],
+        lambda: [_ScaledAttention()],
         (1, 2, ROWS, WIDTH),
         ATTENTION,
         4 * 2 * ROWS * (WIDTH + 1),
     ),
-    "1 block with pow(tensor, tensor) chosen, and pow(tensor, number) not": (
+    "1 block with pow(tensor, tensor) chosen, and pow(tensor, scalar) not": (
         lambda: [_Powers()],
         (ROWS, WIDTH),
         frozenset({aten.pow.Tensor_Tensor}),
         2 * TENSOR,
     ),
+    "1 block with std_mean chosen, which makes two tensors": (
+        lambda: [_Standardized()],
+        (ROWS, WIDTH),
+        frozenset({aten.std_mean.correction}),
+        TENSOR + 2 * 4 * ROWS,
+    ),
 }
 
 
-def _check_choosing(answer: Choosing) -> str:
-    _require_a_list_each(answer)
+def _check_choosing(answer: MakeMode) -> str:
+    _require_own_lists(answer)
     for name, (build, shape, chosen, allowed) in _SELECTIONS.items():
-        case = f"Choosing around {name}"
-        blocks, x = build(), torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)
-        x.requires_grad_()
-        held, y = _held(case, answer, chosen, blocks, x)
-        gradients, runs = _backward(case, y, blocks, x)
-        wanted, once = _plainly(build, x)
-        far = max((a - b).abs().max().item() for a, b in zip(gradients, wanted, strict=True))
-        first = sum(count for func, count in once.items() if func in chosen)
-        again = sum(count for func, count in runs.items() if func in chosen) - first
-        require(
-            far == 0,
-            f"{case} gives gradients up to {far:.2e} off those of the plain blocks.",
-        )
-        require(
-            held <= allowed,
-            f"{case} holds {held:,} bytes between forward and backward; wanted at most "
-            f"{allowed:,}: the chosen outputs, and that of each block.",
-        )
-        require(
-            again == 0,
-            f"{case} holds {held:,} bytes, and the chosen operators ran {again} times again; "
-            f"wanted none.",
-        )
-    for name, blocks, chosen in (
-        ("2 blocks", _layers(), MATMULS),
-        ("attention, which makes two tensors,", _attention_block(), ATTENTION),
-    ):
-        left = _left(answer, blocks, chosen)
+        _check_selection(f"Choosing around {name}", answer, build, shape, chosen, allowed)
+    for name, (build, shape, chosen, _) in _SELECTIONS.items():
+        left = _left_without_output(answer, build(), shape, chosen)
         require(
             left == 0,
-            f"Choosing around {name} leaves {left:,} bytes behind when the output is dropped; "
+            f"Choosing around {name}, leaves {left:,} bytes in memory after the output is deleted; "
             f"wanted none.",
         )
-    left = _left_by_backward(answer)
+    left = _left_after_backward(answer)
     require(
         left == 0,
-        f"Choosing around 2 blocks, with their 4 products of {TENSOR} bytes chosen: when backward "
-        f"is over, {left:,} bytes are left beside the output; wanted none.",
+        f"Choosing around 2 blocks, with their 4 matmuls of {TENSOR} bytes chosen, leaves "
+        f"{left:,} bytes in memory after backward, beside the output; wanted none.",
     )
     return (
-        f"{len(_SELECTIONS)} selections · gradients equal to the bit · no more held than was "
-        f"chosen, and nothing behind backward · no chosen operator ran again"
+        f"{len(_SELECTIONS)} selections · gradients match bit for bit · only the chosen outputs "
+        f"held, none after backward · no chosen operator ran twice"
     )
 
 
-def _require_a_list_each(answer: Choosing) -> None:
-    """What one mode keeps is not another's."""
-    one, other = (getattr(answer(MATMULS), "kept", None) for _ in range(2))
+def _check_selection(
+    case: str, answer: MakeMode, build: Any, shape: tuple[int, ...], chosen: Any, allowed: int
+) -> None:
+    blocks, x = build(), torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)
+    x = (x + 0.3 * x.square()).requires_grad_()  # so that rows differ in more than a constant
+    outputs: list[Tensor] = []
+    forward = partial(_forward, case, answer, chosen, blocks, x)
+    held = new_bytes(measure(lambda: outputs.append(forward()), model=nn.ModuleList(blocks)))
+    gradients, runs = _backward(case, outputs.pop(), blocks, x)
+    wanted, once = _plain_gradients(build, x)
+    far = max(furthest(a, b) for a, b in zip(gradients, wanted, strict=True))
+    again = sum((runs[func] - once[func]) for func in {*runs, *once} if func in chosen)
+    require(far == 0, f"{case}, gives gradients up to {far:.2e} off the plain blocks' gradients.")
     require(
-        one is not other or not isinstance(one, (MutableSequence, MutableMapping)),
-        "two Choosing objects have one and the same self.kept; wanted one for each: make it in "
-        "__init__.",
+        held <= allowed,
+        f"{case}, holds {held:,} bytes between forward and backward; wanted at most {allowed:,}: "
+        f"the chosen outputs, and the output of each block.",
     )
+    require(
+        again == 0,
+        f"{case}, holds {held:,} bytes, and the chosen operators ran {again} times in backward; "
+        f"wanted no rerun.",
+    )
+
+
+def _require_own_lists(answer: MakeMode) -> None:
+    first, second = (getattr(answer(MATMULS), "kept", None) for _ in range(2))
+    if first is second and isinstance(first, (MutableSequence, MutableMapping)):
+        raise Wrong(
+            "two Choosing objects share one self.kept; wanted one list for each: create it in "
+            "__init__."
+        )
 
 
 def _forward(
-    case: str, answer: Choosing, chosen: Any, blocks: list[nn.Module], x: Tensor
+    case: str, answer: MakeMode, chosen: Any, blocks: list[nn.Module], x: Tensor
 ) -> Tensor:
     for block in blocks:
         mode = answer(chosen)
@@ -861,7 +598,7 @@ def _forward(
 
 
 def _keeping(mode: Any, block: nn.Module, x: Tensor) -> Tensor:
-    """The lesson's: yesterday's checkpoint, with the mode around both runs."""
+    """The lesson's `keeping`: a checkpoint with the mode around both runs."""
 
     def run(x: Tensor) -> Tensor:
         with mode:
@@ -872,141 +609,58 @@ def _keeping(mode: Any, block: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def _held(
-    case: str, answer: Choosing, chosen: Any, blocks: list[nn.Module], x: Tensor
-) -> tuple[int, Tensor]:
-    outputs: list[Tensor] = []
-
-    def forward() -> None:
-        outputs.append(_forward(case, answer, chosen, blocks, x))
-
-    trace = measure(forward, model=nn.ModuleList(blocks))
-    return _born(trace), outputs[0]
-
-
-def _born(trace: Trace) -> int:
-    """Bytes alive at the end that were not there before."""
-    return sum(event.bytes for event in trace.events if event.phase != "before")
-
-
 def _backward(
     case: str, y: Tensor, blocks: list[nn.Module], x: Tensor
 ) -> tuple[list[Tensor], Counter[Any]]:
     weights = [weight for block in blocks for weight in block.parameters()]
-    with _Counter() as counter:
+    with _RunCounter() as counter:
         try:
             gradients = torch.autograd.grad(y.square().sum(), [x, *weights])
         except IndexError:
             raise Wrong(
-                f"{case}: in backward a list of kept outputs has nothing more to hand out."
+                f"{case}: in backward, the list of kept outputs is empty too early."
             ) from None
     return list(gradients), counter.runs
 
 
-def _plainly(build: Callable[[], list[nn.Module]], x: Tensor) -> tuple[list[Tensor], Counter[Any]]:
-    """The gradients, and what backward runs."""
-    blocks, y = build(), x
-    for block in blocks:
-        y = block(y)
-    return _backward("", y, blocks, x)
+def _plain_gradients(
+    build: Callable[[], list[nn.Module]], x: Tensor
+) -> tuple[list[Tensor], Counter[Any]]:
+    """The gradients without checkpoints, and what backward runs."""
+    blocks = build()
+    return _backward("", nn.Sequential(*blocks)(x), blocks, x)
 
 
-def _left(answer: Choosing, blocks: list[nn.Module], chosen: Any) -> int:
-    """Bytes alive when the output was dropped, and Python has looked for circles."""
-    width = next(blocks[0].parameters()).shape[-1]
-    x = torch.ones(1, ROWS, width, requires_grad=True)
+def _left_without_output(
+    answer: MakeMode, blocks: list[nn.Module], shape: tuple[int, ...], chosen: Any
+) -> int:
+    """Bytes in memory after the output is deleted and garbage is collected."""
+    x = torch.ones(shape, requires_grad=True)
 
     def forward() -> None:
         _forward("", answer, chosen, blocks, x)
         gc.collect()
 
-    return _born(measure(forward, model=nn.ModuleList(blocks)))
+    return new_bytes(measure(forward, model=nn.ModuleList(blocks)))
 
 
-def _left_by_backward(answer: Choosing) -> int:
-    """Bytes alive when backward is over and the output still there, beside the output."""
+def _left_after_backward(answer: MakeMode) -> int:
+    """Bytes in memory after backward, beside the output."""
     blocks, x = _layers(), torch.ones(ROWS, WIDTH, requires_grad=True)
     outputs: list[Tensor] = []
 
-    def there_and_back() -> None:
+    def forward_and_backward() -> None:
         outputs.append(_forward("", answer, MATMULS, blocks, x))
         torch.autograd.grad(outputs[0].sum(), x)
 
-    return _born(measure(there_and_back, model=nn.ModuleList(blocks))) - TENSOR
+    return new_bytes(measure(forward_and_backward, model=nn.ModuleList(blocks))) - TENSOR
 
 
-def _detached(made: Any) -> Any:
-    return tree_map_only(Tensor, Tensor.detach, made)
-
-
-def _cloned(made: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), made)
-
-
-class _Choosing(TorchDispatchMode):
-    """What is chosen is kept in the first run, and handed out in the second."""
-
-    def __init__(
-        self,
-        chosen: Collection[Any],
-        *,
-        store: Callable[[Any], Any] = _detached,
-        hand_out: Callable[[list[Any]], Any] | None = lambda kept: kept.pop(0),
-        kept: list[Any] | None = None,
-        hands_on_names: bool = True,
-    ) -> None:
-        super().__init__()
-        self.chosen, self.store, self.hand_out = chosen, store, hand_out
-        self.hands_on_names = hands_on_names
-        self.kept: list[Any] = [] if kept is None else kept
-        self.is_second = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_chosen = func in self.chosen
-        if is_chosen and self.is_second and self.hand_out:
-            return self.hand_out(self.kept)
-        made = func(*args, **((kwargs or {}) if self.hands_on_names else {}))
-        if is_chosen:
-            self.kept.append(self.store(made))
-        return made
-
-
-class _ByPlace(_Choosing):
-    """Hands out by a place that it counts, and lets go of nothing."""
-
-    def __init__(self, chosen: Collection[Any]) -> None:
-        super().__init__(chosen, hand_out=self._next)
-        self.place = -1
-
-    def _next(self, kept: list[Any]) -> Any:
-        self.place += 1
-        return kept[self.place]
-
-
-class _Everything(frozenset[Any]):
-    def __contains__(self, operator: object) -> bool:
-        return True
-
-
-def _all_chosen(chosen: Collection[Any]) -> TorchDispatchMode:
-    return _Choosing(_Everything())
-
-
-def _none_chosen(chosen: Collection[Any]) -> TorchDispatchMode:
-    return _Choosing(())
-
-
-_ONE_LIST: list[Any] = []
-_SHARING: WeakSet[Any] = WeakSet()
-
-
-def _sharing_a_list(chosen: Collection[Any]) -> TorchDispatchMode:
-    """One list for all the blocks of a model; a new model's first block finds it empty."""
-    if not _SHARING:
-        _ONE_LIST.clear()
-    _SHARING.add(sharing := _Choosing(chosen, kept=_ONE_LIST))
-    return sharing
-
+_SECOND_RUN = """        if self.is_second and func in self.chosen:
+            return self.kept.pop(0)
+"""
+_DETACHED = "torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, made)"
+_POP, _START = "self.kept.pop(0)", "self.chosen, self.kept, self.is_second = chosen, [], False"
 
 _CHOOSING = Exercise(
     id="6.3",
@@ -1014,54 +668,65 @@ _CHOOSING = Exercise(
     minutes=15,
     difficulty=4,
     hints=(
-        "Every operator of the block passes __torch_dispatch__, in both runs and in the same "
-        "order. Which of the two runs has to remember, and which to hand out?",
-        "First run: made = func(*args, **(kwargs or {})); if func is chosen, append it to "
-        "self.kept, detached, and return made. Second run: a chosen func does not run; the first "
-        "of self.kept is its result. Whatever is not chosen runs in both.",
+        "Every operator of the block goes through __torch_dispatch__, in both runs and in the same "
+        "order. Which run has to store outputs, and which has to return them?",
+        "First run: made = func(*args, **(kwargs or {})). If func is chosen, append a detached "
+        "copy of made to self.kept. Return made. Second run: don't run a chosen func; return the "
+        "first element of self.kept. Run every other operator in both runs.",
         "if self.is_second and func in self.chosen: return self.kept.pop(0); made = func(*args, "
         "**(kwargs or {})); detached = torch.utils._pytree.tree_map_only(torch.Tensor, "
-        "torch.Tensor.detach, made). Then keep it, if it is chosen; and what does the operator "
-        "give?",
+        "torch.Tensor.detach, made). Append it if func is chosen; and what do you return?",
     ),
-    reference=_Choosing,
+    reference=Choosing,
     check=_check_choosing,
-    wrong_answers=(
-        WrongAnswer(
-            _all_chosen,
-            "Only what is chosen is kept: of all operators, some do not even run in both runs.",
+    wrong_answers=mistakes(
+        "6.3",
+        (
+            "Keep only the outputs of chosen operators: some of the others don't run twice.",
+            ("func in self.chosen", "True"),
         ),
-        WrongAnswer(_none_chosen, "This is yesterday's checkpoint: everything runs again."),
-        WrongAnswer(
-            partial(_Choosing, hand_out=None),
-            "The chosen outputs are kept and then made again: hand them out in the second run.",
+        (
+            "You keep nothing, so every operator runs again, as in yesterday's checkpoint.",
+            (f"{_SECOND_RUN}        made", "        made"),
+            ("self.kept.append(detached)", "pass"),
         ),
-        WrongAnswer(
-            partial(_Choosing, hand_out=lambda kept: kept.pop()),
-            "The second run asks in the order of the first: hand out the oldest, pop(0).",
+        (
+            "You keep the chosen outputs and then compute them again: return them in the second "
+            "run.",
+            (_SECOND_RUN, ""),
         ),
-        WrongAnswer(
-            partial(_Choosing, hand_out=lambda kept: kept[-1]),
-            "One operator runs several times in a block: keep an output for each call.",
+        (
+            "The second run calls operators in the same order: return the oldest output, pop(0).",
+            (_POP, "self.kept.pop()"),
         ),
-        WrongAnswer(
-            partial(_Choosing, store=lambda made: made),
-            "Autograd hangs its graph on the tensor that you return, and the graph holds your "
-            "list: a circle that nobody frees. Keep it detached.",
+        (
+            "An operator can run several times in a block: keep an output for each call.",
+            (_POP, "self.kept[-1]"),
         ),
-        WrongAnswer(
-            partial(_Choosing, store=_cloned),
-            "A clone is a second copy; a detached tensor shares the memory.",
+        (
+            "Autograd attaches its graph to the tensor that you return, and the graph holds your "
+            "list: a reference cycle that never gets freed. Keep a detached tensor.",
+            (_DETACHED, "made"),
         ),
-        WrongAnswer(
-            partial(_Choosing, hands_on_names=False),
-            "An operator can be called with keywords: func(*args, **(kwargs or {})).",
+        (
+            "Detach every tensor of a tuple, not only the first one: tree_map_only does.",
+            (
+                _DETACHED,
+                "(made[0].detach(), *made[1:]) if isinstance(made, tuple) else made.detach()",
+            ),
         ),
-        WrongAnswer(_ByPlace, "What was handed out is still in your list: pop it."),
-        WrongAnswer(
-            _sharing_a_list,
-            "One list for all blocks: backward comes to the last block first. Each call has a list "
-            "of its own.",
+        (
+            "Don't clone: a detached tensor shares the memory, a clone needs its own.",
+            (_DETACHED, _DETACHED.replace("torch.Tensor.detach", "lambda t: t.detach().clone()")),
+        ),
+        (
+            "An operator can be called with keyword arguments: func(*args, **(kwargs or {})).",
+            ("**(kwargs or {})", ""),
+        ),
+        (
+            "Your list still holds the outputs that it returned: pop them.",
+            (_START, f"{_START}\n        self.place = -1"),
+            (f"return {_POP}", "self.place += 1\n            return self.kept[self.place]"),
         ),
     ),
 )
@@ -1072,7 +737,7 @@ BestOperators = Callable[[Sequence[Operator], int], Collection[int]]
 
 
 def _operators(*pairs: tuple[int, int], first: int = 0) -> list[Operator]:
-    """Operators of so many (bytes, operations); their numbers begin at `first`."""
+    """Operators of these (bytes, operations), numbered from `first` in steps of 3."""
     return [Operator(first + 3 * n, aten.mm.default, *pair) for n, pair in enumerate(pairs)]
 
 
@@ -1081,9 +746,9 @@ def _many(count: int, seed: int) -> list[Operator]:
     return _operators(*((rng.randint(5, 60), rng.randint(1, 90)) for _ in range(count)), first=7)
 
 
-def _worth_alike(count: int) -> list[Operator]:
-    """Byte for byte all spare nearly the same, so that of a thousand choices none beats another:
-    whoever goes on with a part of them misses the best."""
+def _nearly_equal_value(count: int) -> list[Operator]:
+    """Operations per byte are nearly equal, so a thousand choices are unbeaten: a search that
+    continues with only some of them misses the best."""
     rng = random.Random(0)
     sizes = [rng.randint(1_000, 9_999) for _ in range(count)]
     return _operators(*((size, size + 700) for size in sizes), first=5)
@@ -1104,24 +769,23 @@ _KNAPSACKS: tuple[tuple[list[Operator], int], ...] = (
     (_many(10, 1), 200),
     (_many(9, 0), 150),
     (_operators((0, 5), (7, 0), (4, 9), (3, 2), first=11), 5),
+    (_operators((0, 5), (7, 1)), 0),
+    (_operators(), 10),
 )
-MOST_ADDITIONS = 100_000  # 2²⁰ sets take one each at least; who drops the beaten, some 2,000
+MOST_ADDITIONS = 100_000  # all 2²⁰ sets take one each at least; dropping beaten ones takes 2,000
 
 
 def _check_best_operators(answer: BestOperators) -> str:
     for operators, budget in _KNAPSACKS:
         best = max(_every_sum_within(operators, budget))
         _check_a_knapsack(answer, operators, budget, best)
-    many, budget = _many(20, 2), 400
-    best = _sums(many, best_within(many, budget))[1]
-    _check_a_knapsack(answer, _counted(many), budget, best)
-    alike = _worth_alike(14)
-    budget = sum(o.bytes for o in alike) // 2
-    best = _sums(alike, best_within(alike, budget))[1]
-    _check_a_knapsack(answer, alike, budget, best)
+    many, similar = _many(20, 2), _nearly_equal_value(14)
+    for operators, budget in ((_counted(many), 400), (similar, sum(o.bytes for o in similar) // 2)):
+        best = _sums(operators, best_within(map(_plain_ints, operators), budget))[1]
+        _check_a_knapsack(answer, operators, budget, best)
     return (
-        f"{len(_KNAPSACKS) + 2} budgets, none passed by a byte, each with the most operations "
-        f"spared, and of {len(many)} operators not all 2²⁰ sets tried"
+        f"{len(_KNAPSACKS) + 2} budgets: every choice fits and spares the most operations, without "
+        f"trying all 2²⁰ sets of {len(many)} operators"
     )
 
 
@@ -1131,49 +795,59 @@ def _check_a_knapsack(
     listed = ", ".join(f"{o.number}: {o.bytes:,} B {o.operations}" for o in operators[:3])
     more = f", … {len(operators)} in all" if len(operators) > 3 else ""
     case = f"best_operators([{listed}{more}], {budget:,} bytes)"
-    given = list(operators)
+    argument = list(operators)
     try:
-        got = answer(given, budget)
+        got = answer(argument, budget)
     except _TooManyAdditions:
         raise Wrong(
             f"{case} was stopped after {MOST_ADDITIONS:,} additions of bytes and operations; "
-            f"fewer than 5,000 do."
+            f"fewer than 5,000 are enough."
         ) from None
-    require(given == operators, f"{case} has changed the list that it was given, or its order.")
+    require(argument == operators, f"{case} changed its list of operators, or their order.")
     _require_numbers(case, got, {o.number for o in operators})
     taken, spared = _sums(operators, got)
     words = f"{case} gave {sorted(got)}, {taken:,} bytes that spare {spared:,} operations"
-    require(taken <= budget, f"{words}: over budget.")
-    require(spared == best, f"{words}; {best:,} can be spared.")
+    require(taken <= budget, f"{words}: over the budget.")
+    require(spared == best, f"{words}; the best choice spares {best:,}.")
 
 
 class _TooManyAdditions(BaseException):
-    """No Exception, for an answer may catch those."""
+    """Not an Exception, because answers may catch those."""
+
+
+class _CountedInt(int):
+    """Counts its additions and subtractions, and stops an answer that would run for hours. No clock
+    is needed."""
+
+    additions: Iterator[int]
+
+    def _counted(self, result: int) -> "_CountedInt":
+        if next(self.additions) > MOST_ADDITIONS:
+            raise _TooManyAdditions
+        return type(self)(result)
+
+    def __add__(self, other: int) -> "_CountedInt":
+        return self._counted(int(self) + int(other))
+
+    def __sub__(self, other: int) -> "_CountedInt":
+        return self._counted(int(self) - int(other))
+
+    def __rsub__(self, other: int) -> "_CountedInt":
+        return self._counted(int(other) - int(self))
+
+    __radd__ = __add__
 
 
 def _counted(operators: list[Operator]) -> list[Operator]:
-    """The same, of numbers that count how often one is added or subtracted: they stop an answer
-    that would never come to its end, and no clock is asked."""
-    so_far = count(1)
+    of_one_answer = type("_CountedInt", (_CountedInt,), {"additions": count(1)})
+    return [
+        o._replace(bytes=of_one_answer(o.bytes), operations=of_one_answer(o.operations))
+        for o in operators
+    ]
 
-    class Counted(int):
-        def _tick(self, result: int) -> "Counted":
-            if next(so_far) > MOST_ADDITIONS:
-                raise _TooManyAdditions
-            return Counted(result)
 
-        def __add__(self, other: int) -> "Counted":
-            return self._tick(int(self) + int(other))
-
-        def __sub__(self, other: int) -> "Counted":
-            return self._tick(int(self) - int(other))
-
-        def __rsub__(self, other: int) -> "Counted":
-            return self._tick(int(other) - int(self))
-
-        __radd__ = __add__
-
-    return [o._replace(bytes=Counted(o.bytes), operations=Counted(o.operations)) for o in operators]
+def _plain_ints(o: Operator) -> Operator:
+    return o._replace(bytes=int(o.bytes), operations=int(o.operations))
 
 
 def _require_numbers(case: str, got: Any, numbers: set[int]) -> None:
@@ -1182,10 +856,10 @@ def _require_numbers(case: str, got: Any, numbers: set[int]) -> None:
         f"{case} gave {got!r}; wanted the numbers of the operators to keep."
         f"{' Is there a return?' if got is None else ''}",
     )
-    strangers = [number for number in got if number not in numbers]
+    unknown = [number for number in got if number not in numbers]
     require(
-        not strangers,
-        f"{case} gave {list(got)}; no operator has a number of {strangers}.",
+        not unknown,
+        f"{case} gave {list(got)}; no operator has a number of {unknown}.",
     )
     require(
         len(set(got)) == len(got),
@@ -1194,91 +868,34 @@ def _require_numbers(case: str, got: Any, numbers: set[int]) -> None:
 
 
 def _sums(operators: Sequence[Operator], numbers: Collection[int]) -> tuple[int, int]:
-    kept = [operator for operator in operators if operator.number in numbers]
+    kept = [_plain_ints(operator) for operator in operators if operator.number in numbers]
     return sum(o.bytes for o in kept), sum(o.operations for o in kept)
 
 
 def _every_sum_within(operators: Sequence[Operator], budget: int) -> Iterator[int]:
-    """Of every choice that fits, by trying all, the operations that it spares."""
+    """The spared operations of every choice that fits, by brute force."""
     sizes = range(len(operators) + 1)
     for kept in chained.from_iterable(combinations(operators, size) for size in sizes):
         if sum(o.bytes for o in kept) <= budget:
             yield sum(o.operations for o in kept)
 
 
-def _greedy(order: Callable[[Operator], float]) -> BestOperators:
-    def best(operators: Sequence[Operator], budget_bytes: int) -> set[int]:
-        numbers, taken = set(), 0
-        for operator in sorted(operators, key=order):
-            if taken + operator.bytes <= budget_bytes:
-                numbers.add(operator.number)
-                taken += operator.bytes
-        return numbers
-
-    return best
+_LOOP, _UNBEATEN = "    for o in operators:\n", "unbeaten(choices + with_it)"
+_TAKEN, _LAST = "taken + o.bytes", "choices[-1][2]"
 
 
-def _everything(operators: Sequence[Operator], budget_bytes: int) -> set[int]:
-    return {operator.number for operator in operators}
-
-
-def _nothing(operators: Sequence[Operator], budget_bytes: int) -> set[int]:
-    return set()
-
-
-def _below_the_budget(operators: Sequence[Operator], budget_bytes: int) -> Collection[int]:
-    return best_within(operators, max(0, budget_bytes - 1))
-
-
-def _places(operators: Sequence[Operator], budget_bytes: int) -> set[int]:
-    numbers = best_within(operators, budget_bytes)
-    return {place for place, operator in enumerate(operators) if operator.number in numbers}
-
-
-def _rounded(operators: Sequence[Operator], budget_bytes: int) -> Collection[int]:
-    """Bytes to the nearest ten-thousandth of the budget, or thousandth …: by slots."""
-    slot = max(1, budget_bytes // 1000)
-    in_slots = [o._replace(bytes=round(o.bytes / slot)) for o in operators]
-    return best_within(in_slots, round(budget_bytes / slot))
-
-
-def _per_byte(operator: Operator) -> float:
-    return -operator.operations / max(1, operator.bytes)
-
-
-def _by_operations(operator: Operator) -> float:
-    return -operator.operations
-
-
-def _by_bytes(operator: Operator) -> float:
-    return operator.bytes
-
-
-def _best_greedy(operators: Sequence[Operator], budget_bytes: int) -> set[int]:
-    found = [_greedy(o)(operators, budget_bytes) for o in (_per_byte, _by_operations, _by_bytes)]
-    return max(found, key=lambda numbers: _sums(operators, numbers)[1])
-
-
-def _all_sets(operators: Sequence[Operator], budget_bytes: int) -> set[int]:
-    """Each operator in or out, and nothing dropped but what is over the budget."""
-    choices: list[tuple[int, int, frozenset[int]]] = [(0, 0, frozenset())]
-    for o in operators:
-        choices += [
-            (taken + o.bytes, spared + o.operations, numbers | {o.number})
-            for taken, spared, numbers in choices
-            if taken + o.bytes <= budget_bytes
-        ]
-    return set(max(choices, key=lambda choice: choice[1])[2])
-
-
-def _twice(operators: Sequence[Operator], budget_bytes: int) -> list[int]:
-    return 2 * sorted(best_within(operators, budget_bytes))
-
-
-def _sorted_in_place(operators: Sequence[Operator], budget_bytes: int) -> Collection[int]:
-    if isinstance(operators, list):
-        operators.sort(key=_per_byte)
-    return best_within(operators, budget_bytes)
+def _greedy(key: str) -> Edit:
+    return body(
+        "best_operators",
+        f"""
+        kept, left = set(), budget_bytes
+        for o in sorted(operators, key=lambda o: {key}):
+            if o.bytes <= left:
+                kept.add(o.number)
+                left -= o.bytes
+        return kept
+        """,
+    )
 
 
 _BEST_OPERATORS = Exercise(
@@ -1287,53 +904,61 @@ _BEST_OPERATORS = Exercise(
     minutes=12,
     difficulty=3,
     hints=(
-        "Take the operators one by one. Each choice so far splits in two: with this operator, and "
-        "without it. What keeps the list from doubling each time?",
-        "A choice is (bytes, operations that still run again, numbers); the first is (0, all "
-        "operations, frozenset()). With an operator: more bytes, fewer operations. Drop those over "
-        "budget, and unbeaten() drops those that another choice beats.",
-        "for o in operators: larger = [(taken + o.bytes, again - o.operations, numbers | "
+        "Process the operators in order. Each choice so far splits into two: with this operator, "
+        "and without it. What keeps the list from doubling each time?",
+        "A choice is (bytes, operations that still rerun, numbers); the first one is (0, all "
+        "operations, frozenset()). Keeping an operator adds bytes and removes operations. Drop "
+        "choices over the budget; unbeaten() drops the beaten ones.",
+        "for o in operators: with_it = [(taken + o.bytes, again - o.operations, numbers | "
         "{o.number}) for taken, again, numbers in choices if taken + o.bytes <= budget_bytes]; "
-        "choices = unbeaten(choices + larger). Which of the last choices runs the least again?",
+        "choices = unbeaten(choices + with_it). Which of the remaining choices reruns the fewest "
+        "operations?",
     ),
-    reference=best_within,
+    reference=solution("6.4"),
     check=_check_best_operators,
     rebuilds=("memlab.checkpointing.best_within",),
-    wrong_answers=(
-        WrongAnswer(_everything, "The budget is not looked at: everything is kept."),
-        WrongAnswer(_nothing, "Nothing is kept, whatever the budget."),
-        WrongAnswer(
-            _greedy(_per_byte),
-            "Greedy: the most operations a byte first can leave room that nothing fits into.",
+    wrong_answers=mistakes(
+        "6.4",
+        (
+            "You ignore the budget and keep everything.",
+            body("best_operators", "return {o.number for o in operators}"),
         ),
-        WrongAnswer(
-            _greedy(_by_operations),
-            "The most operations first: one large operator can cost more than two small ones.",
+        (
+            "Greedy by operations per byte: the first choice can leave room that nothing fits "
+            "into.",
+            _greedy("-o.operations / max(1, o.bytes)"),
         ),
-        WrongAnswer(
-            _greedy(_by_bytes),
-            "The smallest first: what is small may spare nothing.",
+        (
+            "Greedy by operations: one large operator can cost more than two small ones.",
+            _greedy("-o.operations"),
         ),
-        WrongAnswer(
-            _greedy(lambda operator: 0), "In the order of the block, whatever they are worth."
+        (
+            "Greedy by size: small operators may spare nothing.",
+            _greedy("o.bytes"),
         ),
-        WrongAnswer(_below_the_budget, "The last byte of the budget may be used: <=, not <."),
-        WrongAnswer(_places, "An operator has a number; its place in the list is another."),
-        WrongAnswer(
-            _best_greedy, "Three greedy ways, and the best of them: all three can miss the best."
+        (
+            "You may use the last byte of the budget: <=, not <.",
+            (f"{_TAKEN} <= budget_bytes", f"{_TAKEN} < budget_bytes"),
         ),
-        WrongAnswer(
-            _all_sets,
-            "Each operator doubles the sets: drop those that another beats, after each operator.",
+        (
+            "Return o.number, not the operator's position in the list.",
+            (_LOOP, "    for position, o in enumerate(operators):\n"),
+            ("{o.number}", "{position}"),
         ),
-        WrongAnswer(_twice, "To keep an output twice spares nothing: a set has each number once."),
-        WrongAnswer(
-            _sorted_in_place,
-            "The lesson goes on with that list: sorted(operators, …) makes one of your own.",
+        (
+            "Each operator doubles the number of sets: drop the beaten ones after each operator.",
+            (_UNBEATEN, "choices + with_it"),
+            (_LAST, "min(choices, key=lambda choice: choice[1])[2]"),
         ),
-        WrongAnswer(
-            _rounded,
-            "Rounded bytes: ten small roundings can come out above the budget.",
+        (
+            "The lesson still needs that list: sorted(operators, …) makes a new one.",
+            (_LOOP, f"    operators.sort(key=lambda o: o.bytes)\n{_LOOP}"),
+        ),
+        (
+            "Don't round bytes: ten small rounding errors can exceed the budget.",
+            (_LOOP, f"    slot = max(1, budget_bytes // 1000)\n{_LOOP}"),
+            (_TAKEN, "taken + round(o.bytes / slot)"),
+            ("<= budget_bytes", "<= round(budget_bytes / slot)"),
         ),
     ),
 )
@@ -1342,14 +967,14 @@ _BEST_OPERATORS = Exercise(
 
 
 def keep_of_each_block(model: nn.Module, keep: Collection[Any]) -> None:
-    """Forget what every block saved, but for what was chosen."""
+    """Checkpoint every block, and keep the outputs of the chosen operators."""
     for block in model.blocks:
         block.forward = partial(selective(keep), block.forward)
 
 
 def attention_kept() -> Trace:
-    """The bill's step, checkpointed, with attention's outputs kept: they fit below the peak, which
-    lies where the last gradients are made and no activation is left."""
+    """The bill's step, checkpointed, with attention's outputs kept. They fit below the peak, which
+    occurs when the last gradients are made and no activation is left."""
     technique = combined("accumulation+bfloat16")
 
     def change(model: nn.Module) -> None:

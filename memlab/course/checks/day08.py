@@ -1,14 +1,11 @@
 """Day 8: what an optimizer keeps."""
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
 from numbers import Number
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 from memlab.checkpointing import ATTENTION
 from memlab.course.bill import SETTING
 from memlab.course.checks.day06 import keep_of_each_block
-from memlab.course.exercises import Bill, Day, Exercise, Wrong, WrongAnswer, equal, require
+from memlab.course.exercises import Bill, Day, Exercise, Wrong, equal, require
 from memlab.course.properties import ADAM_SETTINGS, elements, parameters
 from memlab.course.solutions import body, mistakes
 from memlab.metering import measure
@@ -31,203 +28,191 @@ from memlab.train import combined, dry_trace, of_all_weights
 
 State = dict[str, Any]
 Step = Callable[..., None]  # (weight, gradient, state, …), in place
-
-# ------------------------------------------------------------------ one's own work
-
-# Modules that do what is to be built, and torch's kernels that do.
-_BUILT_ELSEWHERE = ("memlab.optim", "torch.optim", "torch.distributed", "lion_pytorch", "adam_mini")
-
-
-@contextmanager
-def _own_work(call: str) -> Iterator[None]:
-    """Wrong if what runs inside calls a library that has the answer."""
-    asked: list[str] = []
-
-    def look(frame: FrameType, event: str, called: Any) -> None:
-        home = frame.f_globals.get("__name__", "")
-        if event == "call" and home.startswith(_BUILT_ELSEWHERE):
-            asked.append(f"{frame.f_code.co_name} of {home}")
-        elif event == "c_call" and "_fused_" in getattr(called, "__name__", ""):
-            asked.append(f"{called.__name__} of torch")
-
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        yield
-    finally:  # also where something else was wrong: this is to be told first
-        sys.setprofile(before)
-        require(not asked, f"{call} calls {''.join(asked[:1])}; wanted your own lines.")
-
+_LIBRARY = ("memlab.optim", "torch.optim", "torch._fused_*", "lion_pytorch", "adam_mini")
 
 # ------------------------------------------------------------------ a step of one weight
 
-_VECTORS_DECAY = "Weights of one dimension decay, too: the text has no exception."
 
-
-def _numbers(tensor: Tensor) -> str:
-    """[1, -0.25], to four digits: a mistake gives the same however it is written."""
-    return f"[{', '.join(f'{number:.4g}' for number in tensor.flatten().tolist())}]"
+def _values(tensor: Tensor) -> str:
+    """[1, -0.25], to four digits: the same mistake gives the same text, however it is coded."""
+    return f"[{', '.join(f'{value:.4g}' for value in tensor.flatten().tolist())}]"
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+_TINY = torch.tensor([1e-7, -3e-8, 1e-8])  # a gradient that the default eps shrinks
+
+
+def _close(got: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
 def _require_steps(
-    answer: Step, wanted: Step, start: Tensor, gradients: Iterable[Tensor], **settings: Any
+    answer: Step, reference: Step, start: Tensor, gradients: Iterable[Tensor], **settings: Any
 ) -> int:
-    """Require the weights after each step, from `start`; gives the number of steps."""
+    """Require the weight after each step, from `start`; returns the number of steps."""
     named = ", ".join(f"{name}={value}" for name, value in settings.items())
-    mine, theirs = start.clone(), start.clone()
-    mine_state: State = {}
-    their_state: State = {}
+    got, wanted = start.clone(), start.clone()
+    address = got.data_ptr()
+    states: tuple[State, State] = {}, {}
     step = 0
     for step, gradient in enumerate(gradients, 1):
-        call = f"weights {_numbers(start)}, {named}: step {step}, gradient {_numbers(gradient)},"
-        handed = gradient.clone()
-        with torch.no_grad(), _own_work("your step"):
-            answer(mine, handed, mine_state, **settings)
-        require(torch.equal(handed, gradient), f"{call} changed the gradient; leave it as it is.")
-        handed.zero_()  # as zero_grad(set_to_none=False) does: who kept it has kept nothing
-        wanted(theirs, gradient, their_state, **settings)
+        call = f"weights {_values(start)}, {named}: step {step}, gradient {_values(gradient)},"
+        passed = gradient.clone()
+        with torch.no_grad():
+            answer(got, passed, states[0], **settings)
+        require(torch.equal(passed, gradient), f"{call} changed the gradient; leave it as it is.")
         require(
-            torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6),
-            f"{call} gave {_numbers(mine)}, wanted {_numbers(theirs)}.",
+            got.data_ptr() == address,
+            f"{call} gave the weight other memory; write into the memory that it has.",
         )
+        passed.zero_()  # as zero_grad(set_to_none=False) does: the state must not be a view of it
+        reference(wanted, gradient, states[1], **settings)
+        require(_close(got, wanted), f"{call} gave {_values(got)}, wanted {_values(wanted)}.")
     return step
 
 
 def _require_in_place(answer: Step, **settings: Any) -> None:
-    """Require that a weight changes at all, if not in the first step: Lion's m is 0 in that."""
+    """Require that two steps change a weight at all."""
     weight, state = torch.ones(1), {}
-    with torch.no_grad(), _own_work("your step"):
+    with torch.no_grad():
         for _ in range(2):
             answer(weight, torch.full((1,), 0.5), state, lr=0.1, weight_decay=0.0, **settings)
     require(
         not torch.equal(weight, torch.ones(1)),
-        "weights [1]: two steps, gradient [0.5], left them as they were.",
+        "weights [1]: two steps, gradient [0.5], do not change the weight that they get.",
     )
 
 
-def _require_two_states(answer: Step, wanted: Step, **settings: Any) -> None:
-    """Two weights stepped in turn, each with a state of its own."""
-    weights = [[torch.ones(4), {}] for _ in range(4)]
+def _require_own_state(answer: Step, **settings: Any) -> None:
+    """Require that stepping another weight, with its own state, has no effect on a weight."""
+    alone, in_turn = (_three_steps(answer, weights, **settings) for weights in (1, 2))
+    require(
+        torch.allclose(alone, in_turn, rtol=0, atol=0, equal_nan=True),
+        f"a weight stepped alone is {_values(alone)} after 3 steps; in turn with another weight, "
+        f"which has its own state, it is {_values(in_turn)}: keep everything in `state`.",
+        evidence="shared state",
+    )
+
+
+def _three_steps(answer: Step, weights: int, **settings: Any) -> Tensor:
+    """The first of some weights, each stepped three times, in turn."""
+    started: list[tuple[Tensor, State]] = [(torch.ones(4), {}) for _ in range(weights)]
     for seed in range(3):
-        for n, (weight, state) in enumerate(weights):
-            gradient = _random(4, seed=2 * seed + n % 2)
+        for n, (weight, state) in enumerate(started):
             with torch.no_grad():
-                (answer if n < 2 else wanted)(weight, gradient, state, **settings)
-    for n in range(2):
-        got, right = weights[n][0], weights[n + 2][0]
-        require(
-            torch.allclose(got, right, rtol=1e-5, atol=1e-6),
-            f"two weights stepped in turn, each with its own state: weight {n + 1} is "
-            f"{_numbers(got)}, wanted {_numbers(right)}; keep what you keep in `state` alone.",
-        )
+                answer(weight, _random(4, seed=2 * seed + n), state, **settings)
+    return started[0][0]
 
 
-# No two settings have a number in common, and in the last β₁ is the larger.
+# No two settings share a value, and in the last β₁ is larger than β₂.
 _UNEQUAL = (*ADAM_SETTINGS, {"lr": 0.05, "betas": (0.8, 0.5), "eps": 0.01, "weight_decay": 0.3})
-_SIZES = (3, 1, 33, 1, 1)  # of the blocks in weights of each shape that `parameters` makes
+_SIZES = (3, 1, 33, 1, 1)  # block sizes for the shapes that `parameters` makes
 
 
 def _require_unequal(
-    answer: Step, wanted: Step, *, names: Sequence[str], sizes: Sequence[int] = ()
+    answer: Step, reference: Step, *, names: Sequence[str], sizes: Sequence[int] = ()
 ) -> None:
-    """Weights of several shapes, stepped in turn by a learning rate that changes, along gradients
-    some of which are 0; each group has settings of its own."""
+    """Step weights of several shapes, with a learning rate that changes, gradients that are 0 in
+    the third step, and other settings for each group."""
     for seed, group in enumerate(_UNEQUAL):
         settings = {name: group[name] for name in names}
         for n, start in enumerate(parameters(seed=seed)):
             more = {"size": sizes[n]} if sizes else {}
-            mine, theirs = start.detach().clone(), start.detach().clone()
+            got, wanted = start.detach().clone(), start.detach().clone()
             states: tuple[State, State] = {}, {}
             for step in range(4):
                 now = settings | {"lr": group["lr"] * (1 + step)} | more
                 gradient = elements(*start.shape, seed=10 * step + n) * (step != 2)
                 with torch.no_grad():
-                    answer(mine, gradient.clone(), states[0], **now)
-                    wanted(theirs, gradient, states[1], **now)
+                    answer(got, gradient.clone(), states[0], **now)
+                    reference(wanted, gradient, states[1], **now)
                 named = ", ".join(f"{name}={value}" for name, value in now.items())
                 require(
-                    torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6),
-                    f"a weight {tuple(start.shape)} stepped with lr={group['lr']:g}, twice that, "
-                    f"… and in the third step by zeros: step {step + 1}, {named}, gave "
-                    f"{_numbers(mine.flatten()[:4])} …, wanted {_numbers(theirs.flatten()[:4])} ….",
+                    _close(got, wanted),
+                    f"a weight {tuple(start.shape)}, whose lr grows by {group['lr']:g} in each "
+                    f"step and whose third gradient is 0: step {step + 1}, {named}, gave "
+                    f"{_values(got.flatten()[:4])} …, wanted {_values(wanted.flatten()[:4])} ….",
                     evidence=("unequal", seed, n, step),
                 )
 
 
-_SHAPE = (100, 60)  # of the weight whose bytes are metered
+_SHAPE = (100, 60)  # of the weight whose bytes are measured
 _COUNT = prod(_SHAPE)
 _SLACK = 64  # bytes: a step counter may be a tensor
 
 
 def _require_kept(
-    answer: Step, wanted_bytes: int, names: str, shaped: str = "", **settings: Any
+    answer: Step, wanted_bytes: int, names: str, shaped: str, **settings: Any
 ) -> None:
-    """Require the bytes that two steps leave alive, the names in the state, and of some of them
-    the weight's shape."""
+    """Require the bytes that two steps leave alive, the keys of the state, and which of its tensors
+    have the weight's shape."""
     weight, state = torch.ones(_SHAPE), {}
 
     def steps() -> None:
-        for each in (0.1, 0.2):
-            answer(weight, torch.full(_SHAPE, each), state, **settings)
+        for value in (0.1, 0.2):
+            answer(weight, torch.full(_SHAPE, value), state, **settings)
 
     with torch.no_grad():
         trace = measure(steps)
-    for name, value in state.items():  # of anything else the bytes are not seen
+    for name, value in state.items():  # the meter sees no other bytes
         require(
             isinstance(value, Tensor | Number),
-            f"state[{name!r}] is {_kind(value)}; wanted tensors, and numbers, in `state`.",
+            f"state[{name!r}] is {_kind(value)}; keep tensors and numbers in `state`.",
         )
     kept = sum(event.bytes for event in trace.events if event.phase != "before")
     require(
         wanted_bytes <= kept <= wanted_bytes + _SLACK,
         f"{_COUNT:,} weights: {kept:,} bytes are kept between steps, wanted {wanted_bytes:,}."
-        f"{_in_words(state)}",
+        f"{_state_in_words(state)}",
         evidence=("kept", kept),
     )
     require(
         state.keys() == set(names),
-        f"state has the keys {sorted(map(str, state))}, wanted {sorted(names)}: what comes later "
-        f"looks for these.",
+        f"state has the keys {sorted(map(str, state))}, wanted {sorted(names)}: later cells use "
+        f"these.",
     )
     for name in shaped:
         shape = tuple(getattr(state[name], "shape", ()))
         require(
-            shape == _SHAPE, f"state[{name!r}] is of shape {shape}, wanted the weight's, {_SHAPE}."
+            shape == _SHAPE,
+            f"state[{name!r}] has the shape {shape}, wanted the weight's, {_SHAPE}.",
         )
 
 
-def _in_words(state: State) -> str:
-    """What of a state takes memory, by name."""
+def _state_in_words(state: State) -> str:
+    """The tensors of a state, with their bytes."""
     sizes = {name: value.nbytes for name, value in state.items() if isinstance(value, Tensor)}
-    parts = ", ".join(f"{name} of {size:,}" for name, size in sizes.items())
-    return f" In the state are: {parts}." if parts else ""
+    listed = ", ".join(f"{name} of {size:,}" for name, size in sizes.items() if size > _SLACK)
+    return f" The state has: {listed}." if listed else ""
 
 
-# Steps after which t might be set back, or held: round numbers, and one past all of them.
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+# Steps at which t could be reset or capped: round numbers, and one beyond them.
 _LATE = (100, 128, 200, 256, 500, 512, 1_000, 1_024, 2_000, 5_000, 10_000, 100_000, 1_000_000)
 
 
-def _require_t_goes_on(answer: Step, wanted: Step, **settings: Any) -> None:
-    """Require t to count every step, from states as a long training has them, too."""
-    mine, theirs = torch.ones(3), torch.ones(3)
+def _require_t_counts_on(answer: Step, reference: Step, **settings: Any) -> None:
+    """Require t to count every step, also from the states of a long training."""
+    got, wanted = torch.ones(3), torch.ones(3)
     states: tuple[State, State] = {}, {}
-    ahead = 0  # 1 where the number of the next step is kept
+    ahead = 0  # 1 if state["t"] is the number of the next step
     for late in (1, *_LATE):
-        if late > 1:  # two steps: to this number, and beyond it
+        if late > 1:
             states[0]["t"], states[1]["t"] = states[0]["t"] * 0 + late - 1 + ahead, late - 1
         for t in (late, late + 1):
             with torch.no_grad():
-                answer(mine, _random(3, seed=t), states[0], **settings)
-                wanted(theirs, _random(3, seed=t), states[1], **settings)
+                answer(got, _random(3, seed=t), states[0], **settings)
+                reference(wanted, _random(3, seed=t), states[1], **settings)
             ahead = int(states[0]["t"]) - 1 if t == 1 else ahead
             _require_t(states[0], t, ahead)
             require(
-                torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6),
-                f"step {t:,} gave {_numbers(mine)}, wanted {_numbers(theirs)}.",
+                _close(got, wanted), f"step {t:,} gave {_values(got)}, wanted {_values(wanted)}."
             )
 
 
@@ -240,54 +225,46 @@ def _require_t(state: State, step: int, ahead: int) -> None:
     )
 
 
-# ------------------------------------------------------------------ 8.1: AdamW
-
-
 _BETAS = "beta1, beta2 = betas"
 _DECAY = "    weight *= 1 - lr * weight_decay\n"
 _COUPLED = ((_BETAS, f"{_BETAS}; gradient = gradient + weight_decay * weight"), (_DECAY, ""))
-_OF_MATRICES = ("    weight *=", "    if weight.ndim > 1: weight *=")
+_VECTORS_DO_NOT_DECAY = (
+    "Weights of one dimension must decay, too: the text has no exception.",
+    ("    weight *=", "    if weight.ndim > 1: weight *="),
+)
 _WITHOUT_LR = ("1 - lr * weight_decay", "1 - weight_decay")
 _NEW_WEIGHT = (
-    "The weight itself has to change: weight -= …, not weight = weight − ….",
+    "Change the weight itself: weight -= …, not weight = weight − ….",
     (_BETAS, f"{_BETAS}; weight = weight.clone()"),
 )
 _EPS_IN_THE_ROOT = (").sqrt() + eps", " + eps).sqrt()")
-_V_AS_IT_IS, _M_AS_IT_IS = ('state["v"] / (1 - beta2**t)', 'state["v"]'), (" / (1 - beta1**t)", "")
+_V_NOT_CORRECTED = ('state["v"] / (1 - beta2**t)', 'state["v"]')
+_M_NOT_CORRECTED = (" / (1 - beta1**t)", "")
+
+# ------------------------------------------------------------------ 8.1: AdamW
+
 _CORRECTED_KEPT = """state.update(m=state["m"] / (1 - beta1**t), v=state["v"] / (1 - beta2**t))
     root = state["v"].sqrt()"""
-
-_OURS: State = {}
-
-
-def _in_a_global(weight: Tensor, gradient: Tensor, state: State, **settings: Any) -> None:
-    """One state for all weights of a shape: it begins anew where the shape is another."""
-    if not state:
-        state["seen"] = True
-        if _OURS.get("shape") != gradient.shape or gradient.numel() != 4:
-            _OURS.clear()
-            _OURS["shape"] = gradient.shape
-            _OURS["state"] = {}
-    adamw_(weight, gradient, _OURS["state"], **settings)
 
 
 def _check_adamw(answer: Step) -> str:
     plain = {"lr": 0.1, "weight_decay": 0.0}
     three = [torch.tensor(g) for g in ([0.5, -3.0, -0.2], [0.1, 3.5, -0.2], [-1.0, -3.0, -0.2])]
     start = torch.tensor([1.0, -2.0, 0.5])
-    right = partial(_require_steps, answer, adamw_)
+    steps_of = partial(_require_steps, answer, adamw_)
     _require_in_place(answer)
+    _require_own_state(answer, lr=0.1)
     steps = [
-        right(torch.tensor([1.0]), [torch.tensor([0.5])], **plain),
-        right(start, three, **plain),
-        right(start, three, **plain, betas=(0.5, 0.8), eps=0.3),
-        right(start, three, lr=0.1, weight_decay=0.5),
-        right(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
+        steps_of(torch.tensor([1.0]), [torch.tensor([0.5])], **plain),
+        steps_of(start, three, **plain),
+        steps_of(start, three, **plain, betas=(0.5, 0.8), eps=0.3),
+        steps_of(start, three, lr=0.1, weight_decay=0.5),
+        steps_of(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
+        steps_of(torch.zeros(3), [_TINY], **plain),
     ]
-    _require_two_states(answer, adamw_, lr=0.1)
     _require_unequal(answer, adamw_, names=("betas", "eps", "weight_decay"))
     _require_kept(answer, 8 * _COUNT, "mvt", shaped="mv", lr=0.1)
-    _require_t_goes_on(answer, adamw_, lr=0.1)
+    _require_t_counts_on(answer, adamw_, lr=0.1)
     return f"weights as wanted after each of {sum(steps)} steps · 8 bytes a weight"
 
 
@@ -297,10 +274,10 @@ _ADAMW = Exercise(
     minutes=12,
     difficulty=2,
     hints=(
-        "Six lines, in the order of the formulas. What must be kept until the next step, and what "
-        "is made anew each time? And which of them changes `weight` itself?",
-        "If state is empty, put t = 0, m and v of zeros (torch.zeros_like(gradient)) into it. "
-        "Then state['t'] += 1, and bring m and v up to date. Correct copies of them, not what you "
+        "Write the formulas in their order, in six lines. What do you keep until the next step, "
+        "and what is new in each step? Which line changes `weight` itself?",
+        "If state is empty, put t = 0 and m and v of zeros (torch.zeros_like(gradient)) into it. "
+        "Then state['t'] += 1, and update m and v. Correct copies of them, not the ones that you "
         "keep.",
         "state['m'] = beta1 * state['m'] + (1 - beta1) * gradient; state['v'] likewise with "
         "gradient**2; root = (state['v'] / (1 - beta2**t)).sqrt() + eps; weight *= 1 - lr * "
@@ -308,93 +285,81 @@ _ADAMW = Exercise(
     ),
     reference=adamw_,
     check=_check_adamw,
-    wrong_answers=(
-        WrongAnswer(_in_a_global, "Every weight has moments of its own."),
-        *mistakes(
-            "8.1",
-            (
-                "Coupled decay: it passed through m and √v, which is Adam with L2. AdamW takes it "
-                "from the weight itself.",
-                *_COUPLED,
-            ),
-            (
-                "The decay is a share of the weight as it was before the step.",
-                (_DECAY, ""),
-                ("/ root", f"/ root\n{_DECAY}"),
-            ),
-            ("The decay has lr in it, too: a share of lr · weight_decay goes.", _WITHOUT_LR),
-            ("There is no decay of the weight.", (_DECAY, "")),
-            (_VECTORS_DECAY, _OF_MATRICES),
-            (
-                "t is the number of all steps so far, and never begins again.",
-                ('state["t"] += 1', 'state["t"] = state["t"] % 100 + 1'),
-            ),
-            (
-                "m and v began as zeros, and are too small at first: divide by 1 − βᵗ.",
-                _V_AS_IT_IS,
-                _M_AS_IT_IS,
-            ),
-            ("v began as zeros as well: divide by 1 − β₂ᵗ.", _V_AS_IT_IS),
-            (
-                "The corrected moments are for this step alone: keep m and v as they are.",
-                ('root = (state["v"] / (1 - beta2**t)).sqrt()', _CORRECTED_KEPT),
-                ('state["m"] / (1 - beta1**t) / root', 'state["m"] / root'),
-            ),
-            ("eps stands outside of the root.", _EPS_IN_THE_ROOT),
-            ("m is divided by the root of v.", (".sqrt() + eps", " + eps")),
-            (
-                "v is a mean of the gradient's squares, not of m's.",
-                ("gradient**2", 'state["m"] ** 2'),
-            ),
-            (
-                "The weight is stepped by m, not by today's gradient.",
-                ('lr * state["m"] / (1 - beta1**t)', "lr * gradient"),
-            ),
-            ("β₁ is m's and β₂ is v's.", (_BETAS, "beta2, beta1 = betas")),
-            (
-                "The betas are 0.9 and 0.999, whatever is handed in: take them from `betas`.",
-                (_BETAS, "beta1, beta2 = 0.9, 0.999"),
-            ),
-            ("The first step has t = 1.", ("t=0", "t=1")),
-            (
-                "t is 1 in the first step, not 0: 1 − β⁰ is 0. Count up before you divide.",
-                ("t=0", "t=-1"),
-            ),
-            (
-                "The moments are kept in float64: 16 bytes a weight.",
-                ("torch.zeros_like(gradient)", "gradient.double() * 0"),
-            ),
-            _NEW_WEIGHT,
+    rebuilds=_LIBRARY,
+    wrong_answers=mistakes(
+        "8.1",
+        (
+            "Coupled decay: it went through m and √v, which is Adam with L2. AdamW takes it from "
+            "the weight itself.",
+            *_COUPLED,
         ),
+        (
+            "The decay is a fraction of the weight before the step.",
+            (_DECAY, ""),
+            ("/ root", f"/ root\n{_DECAY}"),
+        ),
+        ("Multiply the decay by lr: the weight loses lr · weight_decay of itself.", _WITHOUT_LR),
+        ("The weight does not decay.", (_DECAY, "")),
+        _VECTORS_DO_NOT_DECAY,
+        (
+            "t counts all steps so far: never reset it.",
+            ('state["t"] += 1', 'state["t"] = state["t"] % 100 + 1'),
+        ),
+        (
+            "m and v start at zero, and are too small at first: divide each by its 1 − βᵗ.",
+            _V_NOT_CORRECTED,
+            _M_NOT_CORRECTED,
+        ),
+        ("v starts at zero as well: divide it by 1 − β₂ᵗ.", _V_NOT_CORRECTED),
+        (
+            "The corrected moments are for this step alone: keep m and v uncorrected.",
+            ('root = (state["v"] / (1 - beta2**t)).sqrt()', _CORRECTED_KEPT),
+            ('state["m"] / (1 - beta1**t) / root', 'state["m"] / root'),
+        ),
+        ("Add eps outside of the root.", _EPS_IN_THE_ROOT),
+        ("Divide m by the root of v, not by v.", (".sqrt() + eps", " + eps")),
+        (
+            "Step by m, not by today's gradient.",
+            ('lr * state["m"] / (1 - beta1**t)', "lr * gradient"),
+        ),
+        ("β₁ is for m, and β₂ for v.", (_BETAS, "beta2, beta1 = betas")),
+        (
+            "The betas are always 0.9 and 0.999: take them from `betas`.",
+            (_BETAS, "beta1, beta2 = 0.9, 0.999"),
+        ),
+        ("t is 1 in the first step.", ("t=0", "t=1")),
+        (
+            "The moments are kept in float64: 16 bytes a weight.",
+            ("torch.zeros_like(gradient)", "gradient.double() * 0"),
+        ),
+        _NEW_WEIGHT,
     ),
 )
 
 # ------------------------------------------------------------------ 8.2: Lion
-
 
 _STEP_MIX = "beta1 * m + (1 - beta1) * gradient"
 _KEPT_MIX = "beta2 * m + (1 - beta2) * gradient"
 
 
 def _check_lion(answer: Step) -> str:
-    right = partial(_require_steps, answer, lion_)
+    steps_of = partial(_require_steps, answer, lion_)
     start = torch.tensor([1.0, -2.0, 0.5])
-    back = ([1.0, -1, 3, 1, -2, 1], [-0.37, 0.25, -2, -0.92, 2.4, 1])
-    to_and_fro = [torch.tensor(g) for g in back]
-    many = [_random(6, seed=seed) for seed in range(6)]
+    signs = ([1.0, -1, 3, 1, -2, 1], [-0.37, 0.25, -2, -0.92, 2.4, 1])
+    turned = [torch.tensor([1.0]), torch.tensor([-5.0])]  # only m = the first g outweighs the -5
+    three = [_random(3, seed=seed) for seed in (1, 2, 3)]
     _require_in_place(answer)
-    turned = [torch.tensor([1.0]), torch.tensor([-5.0])]  # too much for any m but the first's g
+    _require_own_state(answer, lr=0.1)
     steps = [
-        right(torch.zeros(3), [torch.tensor([0.5, -2.0, 0.0])], lr=1.0),
-        right(torch.zeros(1), turned, lr=1.0, betas=(0.9, 0.95)),
-        right(torch.zeros(6), to_and_fro, lr=1.0, betas=(0.9, 0.95)),
-        right(torch.zeros(6), many, lr=1.0, betas=(0.6, 0.9)),
-        right(start, [_random(3, seed=seed) for seed in (1, 2, 3)], lr=0.1, weight_decay=0.5),
-        right(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
+        steps_of(torch.zeros(3), [torch.tensor([0.5, -2.0, 0.0])], lr=1.0),
+        steps_of(torch.zeros(1), turned, lr=1.0, betas=(0.9, 0.95)),
+        steps_of(torch.zeros(6), map(torch.tensor, signs), lr=1.0, betas=(0.9, 0.95)),
+        steps_of(torch.zeros(6), [_random(6, seed=n) for n in range(6)], lr=1.0, betas=(0.6, 0.9)),
+        steps_of(start, three, lr=0.1, weight_decay=0.5),
+        steps_of(_random(2, 2), [_random(2, 2, seed=seed) for seed in (1, 2, 3)], lr=0.1),
     ]
-    _require_two_states(answer, lion_, lr=0.1)
     _require_unequal(answer, lion_, names=("betas", "weight_decay"))
-    _require_kept(answer, 4 * _COUNT, "m", lr=0.1)
+    _require_kept(answer, 4 * _COUNT, "m", shaped="m", lr=0.1)
     return f"weights as wanted after each of {sum(steps)} steps · sign(0) is 0 · 4 bytes a weight"
 
 
@@ -404,69 +369,53 @@ _LION = Exercise(
     minutes=8,
     difficulty=2,
     hints=(
-        "Three lines after the state's beginning: decay, step, momentum. In this order: what the "
-        "step looks at is made of the momentum as it was.",
-        "Two mixes of m and g: one with β₁ inside torch.sign, made of m as it was; one with β₂, "
-        "which is kept at the end. Write into the weight itself: weight *= …, weight -= ….",
+        "After the state is there, write three lines: decay, step, momentum. In this order, the "
+        "step uses the momentum before its update.",
+        "There are two mixes of m and g: one with β₁ inside torch.sign, from m before its update; "
+        "one with β₂, which you keep. Write into the weight itself: weight *= …, weight -= ….",
         "m = state.get('m', torch.zeros_like(gradient)); weight *= 1 - lr * weight_decay; weight "
-        "-= lr * torch.sign(beta1 * m + (1 - beta1) * gradient). What is kept is the other mix.",
+        "-= lr * torch.sign(beta1 * m + (1 - beta1) * gradient). Then keep the other mix.",
     ),
     reference=lion_,
     check=_check_lion,
+    rebuilds=_LIBRARY,
     wrong_answers=mistakes(
         "8.2",
         (
-            "The momentum was brought up to date before its use: today's gradient counts twice.",
+            "The momentum is updated before its use: today's gradient counts twice.",
             ("beta1 * m +", f"beta1 * ({_KEPT_MIX}) +"),
         ),
         (
-            "This is the sign of the new momentum; wanted that of the mix with β₁.",
+            "This is the sign of the new momentum; wanted the sign of the mix with β₁.",
             (_STEP_MIX, _KEPT_MIX),
         ),
+        ("This is the sign of the gradient alone: mix the momentum in.", (_STEP_MIX, "gradient")),
+        ("Keep the mix with β₂; the one with β₁ is for the step.", (_KEPT_MIX, _STEP_MIX)),
         (
-            "This is the sign of the gradient alone: the momentum takes no part in the step.",
-            (_STEP_MIX, "gradient"),
-        ),
-        (
-            "This is the sign of the old momentum alone: today's gradient is to be in the mix.",
-            (_STEP_MIX, "m"),
-        ),
-        ("The mix is for the step; what is kept has β₂.", (_KEPT_MIX, _STEP_MIX)),
-        (
-            "The betas have changed places: β₁ is for the step, β₂ for what is kept.",
+            "The betas are swapped: β₁ is for the step, β₂ for the momentum that you keep.",
             (_BETAS, "beta2, beta1 = betas"),
         ),
         (
-            "sign(0) is 0: a weight without a gradient stays where it is.",
+            "sign(0) is 0: a weight without a gradient stays the same.",
             (f"torch.sign({_STEP_MIX})", f"torch.where({_STEP_MIX} >= 0, 1.0, -1.0)"),
         ),
-        ("There is no sign: every step has one size, lr.", ("torch.sign", "")),
+        ("The sign is missing: every step has the length lr.", ("torch.sign", "")),
         (
             "Coupled decay: in the mix only its sign counts. Take it from the weight itself.",
             *_COUPLED,
         ),
-        ("There is no decay.", (_DECAY, "")),
-        (_VECTORS_DECAY, _OF_MATRICES),
+        ("The decay is missing.", (_DECAY, "")),
+        _VECTORS_DO_NOT_DECAY,
         (
-            "The mix for the step was kept, and mixed once more: both are made of m as it was.",
+            "The mix for the step went into the momentum: compute both mixes from the old m.",
             ("beta2 * m +", f"beta2 * ({_STEP_MIX}) +"),
         ),
-        ("The share that decays is lr · weight_decay.", _WITHOUT_LR),
         (
-            "The decay is of the weight as it was: before the step.",
-            (_DECAY, ""),
-            ("lr * u\n", f"lr * u\n{_DECAY}"),
-        ),
-        (
-            "There is a second moment again: Lion keeps m and nothing else.",
-            ('    state["m"] =', '    state["v"] = gradient**2\n    state["m"] ='),
-        ),
-        (
-            "The betas are 0.9 and 0.99, whatever is handed in: take them from `betas`.",
+            "The betas are always 0.9 and 0.99: take them from `betas`.",
             (_BETAS, "beta1, beta2 = 0.9, 0.99"),
         ),
         (
-            "m began as the gradient; it begins as zeros.",
+            "m starts as the gradient; wanted zeros.",
             ("torch.zeros_like(gradient)", "gradient.clone()"),
         ),
         _NEW_WEIGHT,
@@ -476,8 +425,8 @@ _LION = Exercise(
 # ------------------------------------------------------------------ 8.3: the partition
 
 BlockSize = Callable[[str, Sequence[int], int], int]
-# Name and shape; the head width is 8.
-_WEIGHTS: tuple[tuple[str, tuple[int, ...]], ...] = (
+_HEAD = 8
+_ACCEPTED: tuple[tuple[str, tuple[int, ...]], ...] = (  # names and shapes
     ("norm.weight", (32,)),
     ("blocks.3.mlp_norm.weight", (32,)),
     ("embedding.weight", (256, 32)),
@@ -499,45 +448,46 @@ _REFUSED: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("blocks.0.attention.qkv.weight", (96, 32)),
     ("blocks.0.attention.key_value.weight", (32, 32)),
     ("blocks.0.mixer.weight", (32, 32)),
+    ("blocks.0.mlp.router.weight", (8, 32)),
     ("blocks.0.bias.weight", (32, 32)),
     ("decoder.blocks.1.attention.query_key.weight", (64, 32)),
     ("blocks.0.attention.q_norm.weight", (8,)),
+    ("blocks.0.post_norm.weight", (32,)),
+    ("blocks.0.attention.output_gate.weight", (32, 32)),
     ("blocks.0.attention.query.weight", (20, 32)),
 )
 
 
-_OF_A_HEAD = "head_width * shape[1]"
-_UNKNOWN = 'raise ValueError(f"got {name}, of which no rule knows; add one")'
-
-
 def _check_block_size(answer: BlockSize) -> str:
-    D = 8
-    for name, shape in _WEIGHTS:
-        call, wanted = f"block_size({name!r}, {shape}, {D})", block_size(name, shape, D)
+    wider = ("attention.query.weight", (256, 96), 128)
+    for name, shape, head in (*((*weight, _HEAD) for weight in _ACCEPTED), wider):
+        call, wanted = f"block_size({name!r}, {shape}, {head})", block_size(name, shape, head)
         try:
-            got = answer(name, torch.Size(shape), D)
+            got = answer(name, torch.Size(shape), head)
         except (LookupError, ValueError) as error:
             raise Wrong(f"{call} raised {type(error).__name__}, wanted {wanted:,}.") from None
         equal(call, got, wanted)
     for name, shape in _REFUSED:
-        call = f"block_size({name!r}, {shape}, {D})"
-        try:
-            got = answer(name, torch.Size(shape), D)
-        except ValueError:
-            continue
-        except (LookupError, TypeError, AttributeError, UnboundLocalError) as error:
-            name = type(error).__name__
-            raise Wrong(f"{call} raised {name} ({error}), wanted a ValueError.") from None
-        raise Wrong(f"{call} gave {got!r}, wanted a ValueError.")
-    equal(
-        "block_size('attention.query.weight', (256, 96), 128)",
-        answer("attention.query.weight", torch.Size((256, 96)), 128),
-        128 * 96,
-    )
+        _require_refused_name(answer, name, shape)
     return (
-        f"{len(_WEIGHTS) + 1} weights as wanted · {len(_REFUSED)} refused, a fused one among them"
+        f"{len(_ACCEPTED) + 1} weights as wanted · {len(_REFUSED)} refused, a fused one among them"
     )
 
+
+def _require_refused_name(answer: BlockSize, name: str, shape: tuple[int, ...]) -> None:
+    call = f"block_size({name!r}, {shape}, {_HEAD})"
+    try:
+        got = answer(name, torch.Size(shape), _HEAD)
+    except ValueError:
+        return
+    except (LookupError, TypeError, AttributeError, UnboundLocalError) as error:
+        kind = type(error).__name__
+        raise Wrong(f"{call} raised {kind} ({error}), wanted a ValueError.") from None
+    raise Wrong(f"{call} gave {got!r}, wanted a ValueError.")
+
+
+_OF_A_HEAD = "head_width * shape[1]"
+_UNKNOWN = 'raise ValueError(f"got {name}, of which no rule knows; add one")'
 
 _BLOCK_SIZE = Exercise(
     id="8.3",
@@ -545,69 +495,60 @@ _BLOCK_SIZE = Exercise(
     minutes=12,
     difficulty=2,
     hints=(
-        "First the layer's word: of 'blocks.0.mlp.up.weight' it is 'up'. name.split('.') has it "
-        "in the last place but one. Then one if for each line of the table, biases first.",
-        "A row of (out, in) has shape[1] numbers, and a head head_width rows. Where nothing fits, "
-        "raise ValueError; so also if shape[0] % head_width is not 0.",
+        "First find the layer: in 'blocks.0.mlp.up.weight' it is 'up', the last but one part of "
+        "name.split('.'). Then write one if for each line of the table, biases first.",
+        "A row of (out, in) has shape[1] elements, and a head has head_width rows. Raise "
+        "ValueError if no line of the table fits, and if shape[0] % head_width is not 0.",
         "layer, kind = name.split('.')[-2:]; if kind == 'bias': return 1; if layer in ('query', "
-        "'key'): refuse rows that make no whole heads, return head_width * shape[1]. Two lines of "
-        "the table are left, and then what is in none of them.",
+        "'key'): refuse rows that do not divide into heads, and return head_width * shape[1]. Two "
+        "lines of the table are left, and then all other layers.",
     ),
     reference=block_size,
     check=_check_block_size,
     wrong_answers=mistakes(
         "8.3",
         (
-            "Here queries and keys go by rows: asked is a head, head_width rows together.",
+            "Queries and keys go by rows here; wanted heads, head_width rows each.",
             (_OF_A_HEAD, "shape[1]"),
         ),
         (
-            "One v for a whole matrix, whose rows have gradients of very different size.",
-            (_OF_A_HEAD, "shape.numel()"),
-            ("return shape[1]", "return shape.numel()"),
+            "A fused matrix of queries, keys and values becomes one block, without a warning. "
+            "Refuse a layer that has no rule.",
             (_UNKNOWN, "return shape.numel()"),
         ),
         (
-            "A fused matrix of queries, keys and values became one block, without a word. What no "
-            "rule knows is to be refused.",
-            (_UNKNOWN, "return shape.numel()"),
-        ),
-        (
-            "An unknown layer was guessed, by rows. A wrong guess trains, and worse: refuse it.",
+            "An unknown layer goes by rows. A wrong guess trains, but worse: refuse it.",
             (_UNKNOWN, "return shape[-1]"),
         ),
         (
-            "Four heads for every matrix: keys have fewer heads than queries here. A head is "
-            "head_width rows, however many there are.",
+            "This takes four heads in every matrix: keys have fewer heads than queries here. A "
+            "head has head_width rows.",
             (_OF_A_HEAD, "shape.numel() // 4"),
         ),
-        ("A head is head_width rows, not numbers.", (_OF_A_HEAD, "head_width")),
+        ("A head has head_width rows, not head_width elements.", (_OF_A_HEAD, "head_width")),
         (
-            "This is the number of heads; asked is how many numbers are in one.",
-            (_OF_A_HEAD, "shape[0] // head_width"),
-        ),
-        (
-            "These are columns: of (out, in) a row is what makes one output, shape[1] numbers.",
+            "These are columns: in (out, in) a row makes one output, and has shape[1] elements.",
             ("return shape[1]", "return shape[0]"),
         ),
-        ("A norm's weights share one v, all of them.", ("return shape[0]", "return 1")),
-        ("Biases have a v each, as in plain AdamW.", ("return 1", "return shape[0]")),
+        ("All weights of a norm share one v.", ("return shape[0]", "return 1")),
+        ("Each bias has its own v, as in AdamW.", ("return 1", "return shape[0]")),
         (
-            "A name is looked at by its letters: 'key' is in 'key_value', too. Compare the whole "
-            "word between two dots.",
+            "A part of a word is enough here: 'key' is in 'key_value', too. Compare the whole word "
+            "between two dots.",
             ("layer in (", "any(word in name for word in ("),
             ('"):\n', '")):\n'),
         ),
         (
-            "It ends in 'norm' and is none of the three: it was guessed. Compare the whole word.",
+            "A name that ends in 'norm' is taken for one of the three norms. Compare the whole "
+            "word.",
             ('layer in ("attention_norm", "mlp_norm", "norm")', 'layer.endswith("norm")'),
         ),
         (
-            "A bias is a vector and has no shape[1]: look for .bias before the layer's word.",
+            "A bias is a vector and has no shape[1]: check for .bias first.",
             ('kind == "bias"', "False"),
         ),
         (
-            "20 rows are no whole heads of 8: blocks would begin in the middle of one.",
+            "20 rows do not divide into heads of 8: a block would begin inside a head.",
             ("if shape[0] % head_width", "if False"),
         ),
     ),
@@ -615,48 +556,36 @@ _BLOCK_SIZE = Exercise(
 
 # ------------------------------------------------------------------ 8.4: Adam-mini
 
-
 _MEAN = "squares.mean(1, keepdim=True)"
 _BLOCKS, _BLOCKS_OF_M = "gradient.reshape(-1, size)", 'state["m"].reshape(-1, size)'
 
 
-def _squares_of_each(
-    weight: Tensor, gradient: Tensor, state: State, size: int, **rest: Any
-) -> None:
-    """The same weights, from a v for each number, averaged when it is used."""
-    own = {name: state[name] for name in ("t", "m", "v") if name in state}
-    adam_mini_(weight, gradient, own, size, **rest)
-    beta2 = rest.get("betas", (0.9, 0.999))[1]
-    each = beta2 * state.get("each", 0 * gradient) + (1 - beta2) * gradient**2
-    state.update(own, each=each)
-    state["v"] = each.reshape(-1, size).mean(1, keepdim=True)
-
-
 def _check_adam_mini(answer: Step) -> str:
-    right = partial(_require_steps, answer, adam_mini_)
+    steps_of = partial(_require_steps, answer, adam_mini_)
     plain = {"lr": 0.1, "weight_decay": 0.0}
     two_rows = torch.tensor([[0.01, -0.02, 0.02], [0.0, 0.0, 6.0]])
     of_four = [_random(4, 2, seed=seed) for seed in (1, 2, 3)]
     two = [_random(2, 3, seed=seed) for seed in (4, 5)]
     vectors = [_random(3, seed=seed) for seed in (6, 7, 8)]
     _require_in_place(answer, size=1)
+    _require_own_state(answer, size=2, lr=0.1)
     steps = [
-        right(torch.zeros(2, 3), [two_rows], size=3, **plain),
-        right(torch.zeros(4, 2), of_four, size=4, **plain),
-        right(_random(2, 3), two, size=3, **plain, eps=0.3),
-        right(_random(2, 3), two, size=3, **plain, betas=(0.6, 0.8)),
-        right(_random(2, 3), two, size=3, lr=0.1, weight_decay=0.5),
-        right(torch.zeros(3), vectors, size=1, **plain),
-        right(torch.zeros(3), vectors, size=3, **plain),
+        steps_of(torch.zeros(2, 3), [two_rows], size=3, **plain),
+        steps_of(torch.zeros(4, 2), of_four, size=4, **plain),
+        steps_of(_random(2, 3), two, size=3, **plain, eps=0.3),
+        steps_of(_random(2, 3), two, size=3, **plain, betas=(0.6, 0.8)),
+        steps_of(_random(2, 3), two, size=3, lr=0.1, weight_decay=0.5),
+        steps_of(torch.zeros(3), vectors, size=1, **plain),
+        steps_of(torch.zeros(3), vectors, size=3, **plain),
+        steps_of(torch.zeros(3), [_TINY], size=1, **plain),
     ]
-    _require_two_states(answer, adam_mini_, size=2, lr=0.1)
     _require_unequal(answer, adam_mini_, names=("betas", "eps", "weight_decay"), sizes=_SIZES)
-    blocks = _COUNT // 60
-    _require_kept(answer, 4 * _COUNT + 4 * blocks, "mvt", size=60, lr=0.1)
-    _require_t_goes_on(answer, adam_mini_, size=1, lr=0.1)
+    wanted = 4 * _COUNT + 4 * _COUNT // 30  # two blocks a row
+    _require_kept(answer, wanted, "mvt", shaped="m", size=30, lr=0.1)
+    _require_t_counts_on(answer, adam_mini_, size=1, lr=0.1)
     return (
         f"weights as wanted after each of {sum(steps)} steps · 4 bytes a weight, 4 a block: "
-        f"{4 * _COUNT + 4 * blocks:,} of {8 * _COUNT:,}"
+        f"{wanted:,} of {8 * _COUNT:,}"
     )
 
 
@@ -666,86 +595,70 @@ _ADAM_MINI = Exercise(
     minutes=10,
     difficulty=2,
     hints=(
-        "It is 8.1 with one line more: what is squared and averaged has a row for each block. "
-        "Which of the two moments has that many numbers?",
-        "gradient.view(-1, size) has a row for each block; (…**2).mean(1, keepdim=True) is its "
-        "share of v, (blocks, 1). m keeps the weight's shape; view it as blocks to divide it.",
+        "Start from 8.1 and add one line: make a row of squares for each block, and take its mean. "
+        "Which of the two moments has one element per block?",
+        "gradient.view(-1, size) has a row for each block; (…**2).mean(1, keepdim=True) is what "
+        "goes into v, (blocks, 1). m keeps the weight's shape; view it as blocks to divide it.",
         "blocks = gradient.reshape(-1, size); v = beta2 * v + (1 - beta2) * "
         "(blocks**2).mean(1, keepdim=True); step = m.view(-1, size) / (1 - beta1**t) / "
-        "((v / (1 - beta2**t)).sqrt() + eps). In which shape is step taken from the weight, and "
-        "what comes before it?",
+        "((v / (1 - beta2**t)).sqrt() + eps). Which shape must step have to be subtracted from the "
+        "weight, and what comes before?",
     ),
     reference=adam_mini_,
     check=_check_adam_mini,
-    wrong_answers=(
-        WrongAnswer(
-            _squares_of_each,
-            "Right weights, but a v for each of them is kept, and averaged afterwards: average g² "
-            "before.",
+    rebuilds=_LIBRARY,
+    wrong_answers=mistakes(
+        "8.4",
+        (
+            "This is the mean of g, squared: gradients of opposite signs cancel. Wanted the mean "
+            "of the squares.",
+            (_MEAN, f"{_BLOCKS}.mean(1, keepdim=True) ** 2"),
         ),
-        *mistakes(
-            "8.4",
+        (
+            "The whole matrix has one v; wanted one per block.",
+            (_MEAN, "squares.mean().expand(len(squares), 1).contiguous()"),
+        ),
+        (
+            'm is shared, too, as in the guide ("share m, v"): all weights of a block take one '
+            "step, whatever the signs of their gradients. Share v only.",
             (
-                "This is the mean of g, squared: gradients of both signs cancel. Wanted the mean "
-                "of the squares.",
-                (_MEAN, f"{_BLOCKS}.mean(1, keepdim=True) ** 2"),
+                "    if not state",
+                f"    gradient = {_BLOCKS}.mean(1, keepdim=True)\n    if not state",
             ),
-            (
-                "One v for the whole matrix: each block has its own.",
-                (_MEAN, "squares.mean().expand(len(squares), 1).contiguous()"),
-            ),
-            (
-                'm is shared, too, as a guide has it ("share m, v"): all weights of a block take '
-                "one step, and which of them should go up is lost. Only v is shared.",
-                (
-                    "    if not state",
-                    f"    gradient = {_BLOCKS}.mean(1, keepdim=True)\n    if not state",
-                ),
-                (_BLOCKS_OF_M, 'state["m"].expand_as(squares)'),
-            ),
-            (
-                "These blocks are taken across: a block's numbers are neighbours, view(-1, size).",
-                ("reshape(-1, size)", "reshape(size, -1).T"),
-                (".view_as(weight)", ".T.reshape(weight.shape)"),
-            ),
-            (
-                "reshape(size, -1) makes `size` blocks; asked are blocks of `size`: reshape(-1, "
-                "size).",
-                ("reshape(-1, size)", "reshape(size, -1)"),
-            ),
-            (
-                "This is the sum of g²; the mean makes steps that do not depend on the block's "
-                "size.",
-                ("squares.mean(1", "squares.sum(1"),
-            ),
-            (
-                "This is the largest g² of the block; wanted the mean.",
-                ("squares.mean(1", "squares.amax(1"),
-            ),
-            (
-                "This is the mean of |g|, squared: large ones count too little. Square first.",
-                (_MEAN, f"{_BLOCKS}.abs().mean(1, keepdim=True) ** 2"),
-            ),
-            ("v began as zeros: divide by 1 − β₂ᵗ, as before.", _V_AS_IT_IS),
-            (
-                "m and v are not freed of the zeros they began with: divide each by its 1 − βᵗ.",
-                _V_AS_IT_IS,
-                _M_AS_IT_IS,
-            ),
-            _NEW_WEIGHT,
-            ("As in AdamW, eps is outside the root.", _EPS_IN_THE_ROOT),
-            (
-                "The betas are 0.9 and 0.999, whatever is handed in: take them from `betas`.",
-                (_BETAS, "beta1, beta2 = 0.9, 0.999"),
-            ),
-            ("The decay is coupled: it went into m and v.", *_COUPLED),
-            ("The weight does not decay.", (_DECAY, "")),
-            (_VECTORS_DECAY, _OF_MATRICES),
-            (
-                "v is written out for each weight: nothing is saved. Keep (blocks, 1), and let it "
-                "broadcast.",
-                (_MEAN, f"{_MEAN}.expand_as(squares).clone()"),
-            ),
+            (_BLOCKS_OF_M, 'state["m"].expand_as(squares)'),
+        ),
+        (
+            "The elements of a block are neighbours: reshape(-1, size), not columns.",
+            ("reshape(-1, size)", "reshape(size, -1).T"),
+            (".view_as(weight)", ".T.reshape(weight.shape)"),
+        ),
+        (
+            "reshape(size, -1) makes `size` blocks; wanted blocks of `size`: reshape(-1, size).",
+            ("reshape(-1, size)", "reshape(size, -1)"),
+        ),
+        (
+            "This is the sum of g²; with the mean, steps do not depend on the block's size.",
+            ("squares.mean(1", "squares.sum(1"),
+        ),
+        (
+            "This is the mean of |g|, squared: large gradients count too little. Square first.",
+            (_MEAN, f"{_BLOCKS}.abs().mean(1, keepdim=True) ** 2"),
+        ),
+        ("v starts at zero: divide it by 1 − β₂ᵗ, as before.", _V_NOT_CORRECTED),
+        ("m and v start at zero: divide each by its 1 − βᵗ.", _V_NOT_CORRECTED, _M_NOT_CORRECTED),
+        _NEW_WEIGHT,
+        ("Add eps outside of the root, as in AdamW.", _EPS_IN_THE_ROOT),
+        (
+            "The betas are always 0.9 and 0.999: take them from `betas`.",
+            (_BETAS, "beta1, beta2 = 0.9, 0.999"),
+        ),
+        ("Coupled decay: it went into m and v. Take it from the weight itself.", *_COUPLED),
+        ("The decay is missing.", (_DECAY, "")),
+        _VECTORS_DO_NOT_DECAY,
+        (
+            "v has an element for each weight: nothing is saved. Keep (blocks, 1), and let it "
+            "broadcast.",
+            (_MEAN, f"{_MEAN}.expand_as(squares).clone()"),
         ),
     ),
 )
@@ -757,8 +670,8 @@ InBackward = Callable[[Sequence[Tensor], Update], Callable[[], None]]
 _LAYERS, _WIDTH, _VOCABULARY = 12, 32, 64
 
 
-class _Tied(nn.Module):
-    """A table that is used at both ends, and layers between."""
+class _TiedTable(nn.Module):
+    """A table that is both embedding and unembedding, with layers between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -774,32 +687,35 @@ class _Tied(nn.Module):
         return (x @ self.table.T).logsumexp(1).mean()
 
 
-class _Watched:
-    """A model whose weights `update` steps; it notes what it finds, and may keep the gradients."""
+class _UpdateRecorder:
+    """A model, and an `update` that counts its calls and may keep the gradients."""
 
-    def __init__(self, keeps: bool = True) -> None:
-        self.keeps = keeps
-        self.model = _Tied()
+    def __init__(self, keeps_gradients: bool = True) -> None:
+        self.keeps_gradients = keeps_gradients
+        self.model = _TiedTable()
         self.weights = list(self.model.parameters())
         self.calls: Counter[int] = Counter()
-        self.seen: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
+        self.complete: set[Tensor] = set()  # weights whose gradient was in .grad
+        for weight in self.weights:
+            weight.register_post_accumulate_grad_hook(self.complete.add)
 
     def update(self, weight: Tensor) -> None:
         number = next((n for n, w in enumerate(self.weights, 1) if w is weight), None)
-        done = self.calls.total()
         require(
             number is not None,
-            f"update was handed {_kind(weight)}, not one of the weights.",
+            f"update was called with {_kind(weight)}, which is not one of the weights.",
         )
         assert number is not None
         require(
             weight.grad is not None,
-            f"after {done} updates update(weight) was called for weight {number} of "
-            f"{len(self.weights)}, whose .grad is None then.",
+            f"after {self.calls.total()} updates, update(weight) was called for weight {number} of "
+            f"{len(self.weights)} when its .grad was None: it was "
+            f"{'dropped before' if weight in self.complete else 'not there yet'}.",
         )
         self.calls[number] += 1
-        if self.keeps:
-            self.seen[number] = weight.grad
+        if self.keeps_gradients:
+            self.gradients[number] = weight.grad
         with torch.no_grad():
             weight -= 0.1 * weight.grad
 
@@ -807,151 +723,130 @@ class _Watched:
         tokens = torch.randint(_VOCABULARY, (16,), generator=torch.Generator().manual_seed(seed))
         self.model(tokens, layers).backward()
 
-    def stepped(self) -> list[int]:
-        """How often each weight was."""
+    def update_counts(self) -> list[int]:
         return [self.calls[n] for n in range(1, len(self.weights) + 1)]
 
-    def values(self) -> list[Tensor]:
-        return [weight.detach().clone() for weight in self.weights]
+    def require_updates(self, case: str, wanted: list[int]) -> None:
+        got = self.update_counts()
+        require(got == wanted, f"{case}: the weights were updated {got} times, wanted {wanted}.")
 
 
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"
-
-
-def _hooked(answer: InBackward, keeps: bool = True) -> tuple[_Watched, Callable[[], None]]:
-    watched = _Watched(keeps)
-    end_step = answer(watched.weights, watched.update)
+def _hooked(
+    answer: InBackward, keeps_gradients: bool = True
+) -> tuple[_UpdateRecorder, Callable[[], None]]:
+    recorder = _UpdateRecorder(keeps_gradients)
+    end_step = answer(recorder.weights, recorder.update)
     missing = " Is there a return?" if end_step is None else ""
     require(
         callable(end_step),
         f"in_backward(weights, update) gave {_kind(end_step)}; wanted a function, "
         f"end_step.{missing}",
     )
-    return watched, end_step
+    return recorder, end_step
 
 
 def _check_in_backward(answer: InBackward) -> str:
-    with _own_work("in_backward"):
-        watched, end_step = _hooked(answer)
-        watched.backward()
-        _require_stepped_once(watched)
-    _require_as_ordinary(watched)
-    _require_no_gradient_left(watched)
+    recorder, end_step = _hooked(answer)
+    recorder.backward()
+    recorder.require_updates("one backward", [1] * (_LAYERS + 1))
+    _require_weights_of_an_ordinary_step(recorder)
+    _require_no_gradient_left(recorder)
     end_step()
     try:
-        watched.backward(seed=1)
+        recorder.backward(seed=1)
     except RuntimeError:
         raise Wrong("after end_step() a second backward raised; wanted it to step.") from None
-    require(
-        watched.stepped() == [2] * len(watched.weights),
-        f"after end_step() came a second backward; updates of each weight in both: "
-        f"{watched.stepped()}, wanted 2 of each.",
-    )
+    recorder.require_updates("a second backward after end_step()", [2] * (_LAYERS + 1))
     most, largest = _most_gradients(answer)
     require(
         most <= 2 * largest,
-        f"during backward {most:,} bytes of gradients were there at once; wanted at most "
-        f"{2 * largest:,}, twice the largest weight's, which comes in two parts.",
+        f"during backward up to {most:,} bytes of gradients are alive; wanted at most "
+        f"{2 * largest:,}, twice the largest weight's, which has two parts.",
     )
-    _require_refused(watched, "a further backward before end_step()")
-    _require_refused(watched, "one more, after a refusal and before end_step()")
+    _require_refused(recorder, "a further backward before end_step()")
+    _require_refused(recorder, "another backward after a refusal and before end_step()")
     _require_refused_where_one_is_unused(answer)
-    _require_two_apart(answer)
-    everything = sum(weight.nbytes for weight in watched.weights)
+    _require_models_independent(answer)
+    everything = sum(weight.nbytes for weight in recorder.weights)
     return (
         f"each stepped once, the tied one by its whole gradient · at most {most:,} of "
         f"{everything:,} bytes at once · a second gradient refused"
     )
 
 
-def _require_stepped_once(watched: _Watched) -> None:
-    require(
-        watched.stepped() == [1] * len(watched.weights),
-        f"one backward; updates of each weight: {watched.stepped()}, wanted 1 of each.",
-    )
-
-
-def _require_as_ordinary(watched: _Watched) -> None:
-    ordinary = _Watched()
+def _require_weights_of_an_ordinary_step(recorder: _UpdateRecorder) -> None:
+    ordinary = _UpdateRecorder()
     ordinary.backward()
     for weight in ordinary.weights:
         ordinary.update(weight)
-    pairs = zip(watched.weights, ordinary.weights, strict=True)
+    pairs = zip(recorder.weights, ordinary.weights, strict=True)
     off = [n for n, (a, b) in enumerate(pairs, 1) if not torch.equal(a, b)]
-    require(not off, f"weights {off} are not those of an ordinary step after backward.")
+    require(not off, f"weights {off} differ from an ordinary step after backward.")
 
 
-def _require_no_gradient_left(watched: _Watched) -> None:
-    left = {n: w.grad for n, w in enumerate(watched.weights, 1) if w.grad is not None}
+def _require_no_gradient_left(recorder: _UpdateRecorder) -> None:
+    left = {n: w.grad for n, w in enumerate(recorder.weights, 1) if w.grad is not None}
     if left:
-        stepped_by = all(watched.seen[n] is gradient for n, gradient in left.items())
-        which = "those it was stepped by" if stepped_by else "which came after their update"
+        same = all(recorder.gradients[n] is gradient for n, gradient in left.items())
+        which = "the ones that update used" if same else "which came after their update"
         raise Wrong(
-            f"{len(left)} of {len(watched.weights)} gradients are there when backward is over, "
-            f"{which}; wanted none."
+            f"{len(left)} of {len(recorder.weights)} gradients are alive after backward, {which}; "
+            f"wanted none."
         )
 
 
-def _require_refused(watched: _Watched, case: str, layers: int = _LAYERS) -> None:
-    """A backward before end_step()."""
-    before, calls = watched.values(), watched.calls.total()
+def _require_refused(recorder: _UpdateRecorder, case: str, layers: int = _LAYERS) -> None:
+    """Require a RuntimeError from a backward before end_step(), and no other effect."""
+    before = [weight.detach().clone() for weight in recorder.weights]
+    calls = recorder.calls.total()
     try:
-        watched.backward(seed=2, layers=layers)
+        recorder.backward(seed=2, layers=layers)
     except RuntimeError:
         pass
     except Exception as error:
         raise Wrong(f"{case} raised {type(error).__name__}, wanted RuntimeError.") from None
     else:
-        again = watched.calls.total() - calls
+        again = recorder.calls.total() - calls
         raise Wrong(f"{case} raised nothing, and made {again} updates; wanted RuntimeError.")
-    changed = sum(not torch.equal(a, b) for a, b in zip(before, watched.weights, strict=True))
-    of_all = f"{changed} of {len(before)} weights"
-    require(not changed, f"{case} was refused, but had changed {of_all} by then.")
-    left = [n for n, weight in enumerate(watched.weights, 1) if weight.grad is not None]
+    changed = sum(not torch.equal(a, b) for a, b in zip(before, recorder.weights, strict=True))
+    require(
+        not changed,
+        f"{case} was refused, but after it had changed {changed} of {len(before)} weights.",
+    )
+    left = [n for n, weight in enumerate(recorder.weights, 1) if weight.grad is not None]
     require(not left, f"{case} was refused, but weights {left} have a gradient after it.")
 
 
 def _require_refused_where_one_is_unused(answer: InBackward) -> None:
-    """The last layer takes no part: one gradient fewer than there are weights."""
-    watched, end_step = _hooked(answer)
-    watched.backward(layers=_LAYERS - 1)
-    wanted = [1] * _LAYERS + [0]
-    require(
-        watched.stepped() == wanted,
-        f"one backward of a loss without the last weight; updates of each: {watched.stepped()}, "
-        f"wanted {wanted}.",
-    )
-    case = "where the loss does without one weight, a further backward before end_step()"
-    _require_refused(watched, case, layers=_LAYERS - 1)
-    case = "after a backward of a loss without the last weight"
+    """The loss does not use the last layer: one gradient fewer than weights."""
+    recorder, end_step = _hooked(answer)
+    recorder.backward(layers=_LAYERS - 1)
+    case = "a backward of a loss that does not use the last weight"
+    recorder.require_updates(case, [1] * _LAYERS + [0])
+    _require_refused(recorder, f"{case}, and another before end_step(),", layers=_LAYERS - 1)
     try:
         end_step()
-        watched.backward(seed=3)
+        recorder.backward(seed=3)
     except RuntimeError as error:
         raise Wrong(f"{case}, end_step() and a whole backward raised: {error}.") from None
-    require(
-        watched.stepped() == [2] * _LAYERS + [1],
-        f"{case}, end_step() and a whole backward; updates of each: {watched.stepped()}, wanted 2 "
-        f"of all but the last.",
-    )
+    recorder.require_updates(f"{case}, end_step() and a whole backward", [2] * _LAYERS + [1])
 
 
-def _require_two_apart(answer: InBackward) -> None:
-    """Two models, each with an end_step of its own."""
+def _require_models_independent(answer: InBackward) -> None:
+    """Two models, each with its own end_step."""
     first, _ = _hooked(answer)
     second, end_second = _hooked(answer)
     first.backward()
     second.backward()
     end_second()
-    _require_refused(first, "a further backward of a model when the step of another has ended")
+    _require_refused(first, "a further backward of a model after end_step() of another model")
 
 
 def _most_gradients(answer: InBackward) -> tuple[int, int]:
-    """The most bytes of gradients at once, and those of the largest weight."""
-    watched, _ = _hooked(answer, keeps=False)
-    trace = measure(watched.backward, model=watched.model)
-    return most_of(trace, "gradients"), max(weight.nbytes for weight in watched.weights)
+    """The most bytes of gradients at one moment, and the bytes of the largest weight."""
+    recorder, _ = _hooked(answer, keeps_gradients=False)
+    trace = measure(recorder.backward, model=recorder.model)
+    return most_of(trace, "gradients"), max(weight.nbytes for weight in recorder.weights)
 
 
 def most_of(trace: Trace, category: str) -> int:
@@ -964,7 +859,7 @@ def most_of(trace: Trace, category: str) -> int:
 
 
 _DROPPED = "update(weight)\n        weight.grad = None\n"
-_BEFORE_IT_IS_THERE = """
+_TOO_EARLY = """
 def hook(weight):
     update(weight)
     weight.grad = None
@@ -973,11 +868,11 @@ for weight in weights:
     weight.register_hook(lambda gradient, weight=weight: hook(weight))
 return lambda: None
 """
-# With .grad set by hand; torch sets it once more afterwards.
-_HANDED_OVER = _BEFORE_IT_IS_THERE.replace("hook(weight)", "hook(weight, gradient)").replace(
+# It sets .grad itself; torch sets it once more afterwards.
+_TOO_EARLY_WITH_GRAD = _TOO_EARLY.replace("hook(weight)", "hook(weight, gradient)").replace(
     "    update", "    weight.grad = gradient\n    update"
 )
-_WHEN_ALL_ARE_THERE = """
+_AFTER_THE_LAST = """
 weights, there, ended = list(weights), [], [True]
 
 def hook(weight):
@@ -995,7 +890,6 @@ for weight in weights:
     weight.register_post_accumulate_grad_hook(hook)
 return lambda: ended.__setitem__(0, True)
 """
-# By number: it does not know which weight comes twice.
 _COUNTED = (
     ("stepped = set()", "stepped = []"),
     ("if weight in stepped", "if len(stepped) == len(weights)"),
@@ -1016,67 +910,64 @@ _IN_BACKWARD = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        "Which of the two hooks still finds a gradient that it can drop, and finds it complete? "
-        "And to refuse a second one, you have to know of each weight whether it was stepped: what "
-        "do you note, and who clears it?",
+        "Which of the two hooks runs when the gradient is complete and in .grad, so that you can "
+        "drop it? To refuse a second gradient, record which weights were stepped. Who clears that "
+        "record?",
         "weight.register_post_accumulate_grad_hook(hook) calls hook(weight). In it: update, drop "
-        "weight.grad, and note the weight in a set, which end_step empties: return stepped.clear.",
+        "weight.grad, and add the weight to a set, which end_step empties: return stepped.clear.",
         "stepped = set(); def hook(weight): if weight in stepped: weight.grad = None, and raise "
         "RuntimeError(…); stepped.add(weight); update(weight); weight.grad = None. Register hook "
-        "with each weight; and what does end_step do?",
+        "on each weight. What does end_step do?",
     ),
     reference=in_backward,
     check=_check_in_backward,
+    rebuilds=_LIBRARY,
     wrong_answers=mistakes(
         "8.5",
         (
-            "The gradient was not dropped: after the update, weight.grad = None. Else they pile up "
-            "as ever, and the next backward adds to them.",
+            "The gradient is not dropped: after the update, set weight.grad = None. Otherwise "
+            "gradients pile up, and the next backward adds to them.",
             (_DROPPED, "update(weight)\n"),
             ("if weight in stepped", "if False"),
         ),
         (
-            "register_hook is called before the gradient is in .grad: use "
+            "register_hook runs before the gradient is in .grad: use "
             "register_post_accumulate_grad_hook.",
-            body("in_backward", _BEFORE_IT_IS_THERE),
+            body("in_backward", _TOO_EARLY),
         ),
         (
-            "register_hook is too early: when it has returned, torch puts the gradient into .grad, "
-            "and there it stays.",
-            body("in_backward", _HANDED_OVER),
+            "register_hook is too early: after it returns, torch puts the gradient into .grad, "
+            "and it stays there.",
+            body("in_backward", _TOO_EARLY_WITH_GRAD),
         ),
         (
-            "A second gradient was stepped by, without a word: who accumulates gets several small "
-            "steps where one was meant.",
+            "A second gradient makes a second update, without an error: accumulation then takes "
+            "several small steps instead of one.",
             ("if weight in stepped", "if False"),
         ),
         (
-            "The gradient that was refused is there still, and the next backward adds to it: "
+            "The refused gradient is still there, and the next backward adds to it: set "
             "weight.grad = None before the raise.",
             ("weight.grad = None\n            raise", "raise"),
         ),
         (
-            "Counting tells how many gradients came, not which weight's came twice, and a weight "
-            "without a gradient leaves room for one: keep the weights that were stepped.",
+            "A count of gradients does not say whose gradient came twice, and a weight without a "
+            "gradient leaves room for one: record the weights.",
             *_COUNTED,
         ),
-        ("end_step() is to let the next backward come.", ("stepped.clear", "lambda: None")),
+        ("end_step() must allow the next backward.", ("stepped.clear", "lambda: None")),
         (
-            "The refusal is to be a RuntimeError: the text says so.",
-            ("RuntimeError", "ValueError"),
-        ),
-        (
-            "The hook looks at the loop's variable, which is the last weight by the time it is "
-            "called: use the weight that the hook is handed.",
+            "The hook uses the loop's variable, which is the last weight when the hook runs: use "
+            "the hook's own argument.",
             ("def hook(weight)", "def hook(_)"),
             ("if weight in stepped", "if False"),
         ),
         (
-            "The updates wait for the last gradient: by then all of them are there at once.",
-            body("in_backward", _WHEN_ALL_ARE_THERE),
+            "The updates wait for the last gradient: all gradients are alive at once.",
+            body("in_backward", _AFTER_THE_LAST),
         ),
         (
-            "This is an ordinary step: nothing is stepped while backward runs.",
+            "This is an ordinary step: no weight is stepped while backward runs.",
             body("in_backward", _IN_END_STEP),
         ),
     ),
@@ -1086,7 +977,7 @@ _IN_BACKWARD = Exercise(
 
 
 def lion_in_bfloat16() -> Trace:
-    """The bill's step as it was, stepped by Lion with a momentum of two bytes."""
+    """Day 7's step, with Lion and a bfloat16 momentum."""
     technique = combined("accumulation+bfloat16")
 
     def change(model: nn.Module) -> None:

@@ -1,8 +1,6 @@
 """Day 13: ZeRO on real processes."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,126 +10,45 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memlab.course.checks.day11 import in_chunks
-from memlab.course.exercises import Bill, Day, Exercise, WrongAnswer, equal, require
+from memlab.course.exercises import Bill, Day, Exercise, equal, require
 from memlab.course.peers import Peer, Stuck, Work, counted, in_turns
+from memlab.course.properties import is_tensor
+from memlab.course.solutions import body, mistakes, solution
 from memlab.internals.torch_internals import storage_from_weak_pointer, tree_leaves
 from memlab.metering.modes import LightMode
 
-# ------------------------------------------------------------------ what is built
+# ------------------------------------------------------------------ shared by the checks
 
 
-def ring_reduce_scatter(peer: Any, whole: Tensor) -> Tensor:
-    """Piece `peer.rank` of the sum; numbers go from each rank to the next."""
-    pieces = list(whole.chunk(peer.ranks))
-    for turn in range(peer.ranks - 1):
-        peer.send(pieces[(peer.rank - turn - 1) % peer.ranks])
-        coming = (peer.rank - turn - 2) % peer.ranks
-        pieces[coming] = peer.receive() + pieces[coming]
-    return pieces[peer.rank].clone()
-
-
-def reduce_in_buckets(
-    peer: Any, made: Iterator[tuple[str, Tensor]], buckets: list[list[str]]
-) -> list[Tensor]:
-    """The sums over all ranks, bucket by bucket, begun while gradients are still being made."""
-    there: dict[str, Tensor] = {}
-    on_the_way: deque[Any] = deque()
-    sums: list[Tensor] = []
-    left = deque(buckets)
-    for name, gradient in made:
-        there[name] = gradient
-        while left and all(n in there for n in left[0]):
-            if len(on_the_way) == 2:
-                sums.append(on_the_way.popleft().wait())
-            names = left.popleft()  # the bucket itself gets no name: it would stay
-            on_the_way.append(peer.begin(torch.cat([there.pop(n).flatten() for n in names])))
-    return sums + [work.wait() for work in on_the_way]
-
-
-def agreed_steps(peer: Any, weight: Tensor, gradients: Iterator[Tensor], lr: float) -> int:
-    """Steps by the mean gradient, in place; the number of them is the same at all ranks."""
-    steps = 0
-    while True:
-        gradient = next(gradients, None)
-        mine = 2 if gradient is None else 0 if gradient.isfinite().all() else 1
-        worst = peer.most(mine)
-        if worst == 2:
-            return steps
-        if worst == 0:
-            weight -= lr * peer.sum(gradient) / peer.ranks
-            steps += 1
-
-
-def resharded(
-    read: Callable[[int, int, int], Tensor], n: int, old: int, new: int, rank: int
-) -> Tensor:
-    """The shard of rank `rank` of `new`, from the files of `old` ranks."""
-    size, mine = -(-n // old), -(-n // new)
-    start, stop = min(rank * mine, n), min((rank + 1) * mine, n)
-    parts = [read(0, 0, 0)]
-    for source in range(old):
-        first, last = max(start, source * size), min(stop, (source + 1) * size)
-        if first < last:
-            parts.append(read(source, first - source * size, last - source * size))
-    found = torch.cat(parts)
-    return F.pad(found, (0, mine - len(found)))
-
-
-def of_a_rank(
-    block: int, layers: int, width: int, tensor: int, pipeline: int, data: int, k: int, tokens: int
-) -> tuple[int, int, int, int]:
-    """Bytes that a rank holds of states, and sends for tensor, pipeline and data parallelism."""
-    blocks = -(-layers // pipeline)
-    weights = blocks * block // tensor
-    activation = 2 * tokens * width
-    held = 4 * weights + 12 * -(-weights // data)
-    by_tensor = k * blocks * 4 * 2 * (tensor - 1) * (activation // tensor)
-    by_pipeline = k * min(pipeline - 1, 2) * activation
-    by_data = 2 * 2 * (data - 1) * -(-weights // data)
-    return held, by_tensor, by_pipeline, by_data
-
-
-# ------------------------------------------------------------------ what checks share
-
-
-def _numbers(x: Tensor) -> str:
+def _elements(x: Tensor) -> str:
     shown = ", ".join(f"{n:g}" for n in x.flatten()[:8].tolist())
     return f"[{shown}{', …' if x.numel() > 8 else ''}]"
 
 
-def _require_tensor(call: str, got: Any, like: Tensor) -> None:
-    require(
-        isinstance(got, Tensor),
-        f"{call} gave {type(got).__name__}; wanted a tensor."
-        f"{' Is there a return?' if got is None else ''}",
-    )
-    require(
-        got.shape == like.shape and got.dtype == like.dtype,
-        f"{call} gave {tuple(got.shape)} of {got.dtype}; wanted {tuple(like.shape)} of "
-        f"{like.dtype}.",
-    )
-
-
 def _require_equal(call: str, got: Any, wanted: Tensor) -> None:
-    _require_tensor(call, got, wanted)
-    require(torch.equal(got, wanted), f"{call} gave {_numbers(got)}; wanted {_numbers(wanted)}.")
+    is_tensor(call, got, dtype=wanted.dtype, shape=tuple(wanted.shape))
+    require(torch.equal(got, wanted), f"{call} gave {_elements(got)}; wanted {_elements(wanted)}.")
 
 
 def _in_turns(call: str, *args: Any, **settings: Any) -> list[Any]:
-    """The same; that ranks wait in vain is said with the case."""
+    """`in_turns`, with the case in the message when the ranks deadlock."""
     try:
         return in_turns(*args, **settings)
     except Stuck as stuck:
         raise Stuck(f"{call}: {stuck}") from None
 
 
-def _all(peer: Peer, what: str) -> list[Any]:
-    return [value for event, value in peer.events if event == what]
+def _events(peer: Peer, kind: str) -> list[Any]:
+    return [value for event, value in peer.events if event == kind]
+
+
+def _described(got: Any) -> str:
+    return f"{len(got)} values" if isinstance(got, (list, tuple)) else type(got).__name__
 
 
 # ------------------------------------------------------------------ 13.1: a ring
 
-RINGS = (
+RINGS = (  # ranks, elements, dtype
     (2, 4, torch.float32),
     (3, 6, torch.float32),
     (1, 3, torch.float32),
@@ -141,141 +58,92 @@ RINGS = (
 
 
 def _wholes(ranks: int, length: int, dtype: torch.dtype) -> list[Tensor]:
-    """Whole numbers, so that every order of a sum is exact."""
+    """One tensor per rank. Integers, so every order of summation gives the exact sum."""
     first = torch.arange(1, length + 1)
     return [((first * (rank + 1) + rank) % 13).to(dtype) for rank in range(ranks)]
 
 
 def _check_ring(answer: Any) -> str:
-    for ranks, length, dtype in RINGS:
-        wholes = _wholes(ranks, length, dtype)
-        before, peers = [w.clone() for w in wholes], []
-        call = f"ring_reduce_scatter of {ranks} × {length} numbers"
-        got = _in_turns(call, answer, [(w,) for w in wholes], peers=peers)
-        wanted = torch.stack(before).sum(0).chunk(ranks)
-        for rank, peer in enumerate(peers):
-            _require_tensor(f"{call}, at rank {rank},", got[rank], wanted[rank])
-            _require_messages(call, rank, peer, ranks, before[rank])
-            _require_of_its_own(f"{call}, at rank {rank},", got[rank])
-        for rank in range(ranks):
-            _require_equal(f"{call}, at rank {rank},", got[rank], wanted[rank])
-            got[rank].add_(1)
-            require(
-                torch.equal(wholes[rank], before[rank]),
-                f"{call} changed what rank {rank} was given, at once or with its result; wanted "
-                f"it left alone.",
-            )
+    for ring in RINGS:
+        _check_one_ring(answer, *ring)
     _check_hops(answer)
     return (
-        "sums exact on rings of 1 to 5 · R − 1 messages from each rank, a piece each: (R − 1)/R "
-        "of the whole"
+        "exact sums on rings of 1 to 5 ranks · each rank sends R − 1 messages of one piece: "
+        "(R − 1)/R of the whole"
     )
 
 
-def _require_of_its_own(call: str, got: Tensor) -> None:
-    """No view of something larger, all of which would live as long as the result."""
-    held = got.untyped_storage().nbytes()
-    require(
-        held <= got.nbytes,
-        f"{call} gave a view of {held} bytes for a piece of {got.nbytes}: all of them live as "
-        f"long as it does. Wanted a tensor of its own.",
-    )
-
-
-def _require_messages(call: str, rank: int, peer: Peer, ranks: int, whole: Tensor) -> None:
-    require(
-        not _all(peer, "begin") and not _all(peer, "most"),
-        f"{call}: rank {rank} used a collective of all ranks; wanted send and receive alone, of "
-        f"which those are made.",
-    )
-    sent, piece = _all(peer, "send"), whole.nbytes // ranks
-    other = [dtype for dtype in peer.dtypes if dtype != whole.dtype]
-    require(
-        not other,
-        f"{call}: rank {rank} sent numbers of {other[0] if other else ''}; wanted "
-        f"{whole.dtype}, in which they were given.",
-    )
-    require(
-        sent == [piece] * (ranks - 1),
-        f"{call}: rank {rank} sent {counted(len(sent), 'message')}{_sizes(sent)}; wanted "
-        f"{ranks - 1} of {piece} bytes.",
-    )
-    received = len(_all(peer, "receive"))
-    require(
-        received == ranks - 1,
-        f"{call}: rank {rank} received {counted(received, 'message')}; wanted {ranks - 1}.",
-    )
-
-
-def _sizes(sent: list[int]) -> str:
-    sizes = " or ".join(str(size) for size in sorted(set(sent)))
-    return f" of {sizes} bytes" if sent else ""
-
-
-def _check_hops(answer: Any) -> None:
-    """Every message arrives with 100 more: a sum that came round the ring shows it."""
-    wholes = _wholes(3, 6, torch.float32)
-    got = in_turns(answer, [(w,) for w in wholes], altered=lambda numbers: numbers + 100)
-    for rank, wanted in enumerate(torch.stack(wholes).sum(0).chunk(3)):
+def _check_one_ring(answer: Any, ranks: int, length: int, dtype: torch.dtype) -> None:
+    wholes, peers = _wholes(ranks, length, dtype), list[Peer]()
+    before = [whole.clone() for whole in wholes]
+    call = f"ring_reduce_scatter on {counted(ranks, 'rank')} of {length} elements"
+    got = _in_turns(call, answer, [(whole,) for whole in wholes], peers=peers)
+    wanted = torch.stack(before).sum(0).chunk(ranks)
+    for rank, peer in enumerate(peers):
+        at = f"{call}, rank {rank},"
+        is_tensor(at, got[rank], dtype=dtype, shape=tuple(wanted[rank].shape))
+        _require_messages(at, peer, before[rank])
+        held = got[rank].untyped_storage().nbytes()
         require(
-            torch.equal(got[rank], wanted + 200),
-            "of 3 ranks, a sum is right whatever has arrived: wanted sums that went round the "
-            "ring.",
+            held <= got[rank].nbytes,
+            f"{at} gave a view that keeps {held} bytes alive for a piece of {got[rank].nbytes}; "
+            f"wanted a tensor with its own memory.",
+        )
+    for rank, (given, found) in enumerate(zip(wholes, got, strict=True)):
+        _require_equal(f"{call}, rank {rank},", found, wanted[rank])
+        found.add_(1)
+        require(
+            torch.equal(given, before[rank]),
+            f"{call} changed the input of rank {rank}, directly or through a result that shares "
+            f"its memory; wanted the input unchanged.",
         )
 
 
-def _ring_but(
-    first: int = 1,
-    turns: Callable[[int], int] = lambda ranks: ranks - 1,
-    sends: Callable[[list[Tensor], int, Tensor], Tensor] = lambda pieces, which, whole: pieces[
-        which
-    ],
-    receives_first: bool = False,
-    in_place: bool = False,
-    adds: bool = True,
-    gives: Callable[[Tensor, int], Tensor] = lambda piece, ranks: piece.clone(),
-) -> Any:
-    """The right one, with something in it that is not."""
-
-    def answer(peer: Any, whole: Tensor) -> Tensor:
-        pieces = list(whole.chunk(peer.ranks))
-        for turn in range(turns(peer.ranks)):
-            which = (peer.rank - turn - first) % peer.ranks
-            coming = (which - 1) % peer.ranks
-            arrived = peer.receive() if receives_first else None
-            peer.send(sends(pieces, which, whole))
-            arrived = peer.receive() if arrived is None else arrived
-            arrived = arrived[: len(pieces[coming])]
-            if in_place:
-                pieces[coming] += arrived
-            elif adds:
-                pieces[coming] = arrived + pieces[coming]
-            else:
-                pieces[coming] = arrived
-        return gives(pieces[(peer.rank + 1 - first) % peer.ranks], peer.ranks)
-
-    return answer
+def _require_messages(at: str, peer: Peer, whole: Tensor) -> None:
+    """R − 1 messages, each one piece in the dtype of the input."""
+    require(
+        not _events(peer, "begin") and not _events(peer, "most"),
+        f"{at} called a collective; wanted peer.send and peer.receive only.",
+    )
+    for dtype in peer.dtypes:
+        require(
+            dtype == whole.dtype,
+            f"{at} sent elements of {dtype}; wanted {whole.dtype}, the dtype of the input.",
+        )
+    sent, piece, messages = _events(peer, "send"), whole.nbytes // peer.ranks, peer.ranks - 1
+    sizes = f" of {' or '.join(map(str, sorted({*sent})))} bytes" if sent else ""
+    require(
+        sent == [piece] * messages,
+        f"{at} sent {counted(len(sent), 'message')}{sizes}; wanted {messages} of {piece} bytes.",
+    )
+    received = len(_events(peer, "receive"))
+    require(
+        received == messages, f"{at} received {counted(received, 'message')}; wanted {messages}."
+    )
 
 
-def _shifted_ring(peer: Any, whole: Tensor, given: int = 1) -> Tensor:
-    """Begins with its own piece, and ends with that of the next, or gives its own all the same."""
-    pieces = list(whole.chunk(peer.ranks))
-    for turn in range(peer.ranks - 1):
-        peer.send(pieces[(peer.rank - turn) % peer.ranks])
-        coming = (peer.rank - turn - 1) % peer.ranks
-        pieces[coming] = peer.receive() + pieces[coming]
-    return pieces[(peer.rank + given) % peer.ranks].clone()
+def _check_hops(answer: Any) -> None:
+    """The wire adds 100 to every message, so a sum that went around the ring is 200 larger."""
+    wholes = _wholes(3, 6, torch.float32)
+    got = in_turns(answer, [(w,) for w in wholes], altered=lambda message: message + 100)
+    for found, wanted in zip(got, torch.stack(wholes).sum(0).chunk(3), strict=True):
+        require(
+            torch.equal(found, wanted + 200),
+            "ring_reduce_scatter on 3 ranks ignores the messages it receives; wanted sums that "
+            "travel around the ring.",
+        )
 
 
-def _wholes_round(peer: Any, whole: Tensor) -> Tensor:
-    """Wholes go round, and each takes its piece of their sum."""
-    total, passing = whole, whole
-    for _ in range(peer.ranks - 1):
-        peer.send(passing)
-        passing = peer.receive()
-        total = total + passing
-    return total.chunk(peer.ranks)[peer.rank].clone()
-
+_SENT = "        peer.send(pieces[(peer.rank - turn - 1) % peer.ranks])\n"
+_OWN_PIECE_FIRST = (("turn - 1)", "turn)"), ("turn - 2)", "turn - 1)"))
+_WHOLES_AROUND = """
+total = passing = whole
+for _ in range(peer.ranks - 1):
+    peer.send(passing)
+    passing = peer.receive()
+    total = total + passing
+return total.chunk(peer.ranks)[peer.rank].clone()
+"""
 
 _RING = Exercise(
     id="13.1",
@@ -283,208 +151,221 @@ _RING = Exercise(
     minutes=18,
     difficulty=3,
     hints=(
-        "Follow one piece on its way: it begins at the rank after the one that it belongs to, and "
-        "at each rank that it comes to, this one's own numbers are added. After R − 1 messages it "
-        "is at home.",
-        "In turn t (from 0) rank r sends piece r − t − 1 and gets piece r − t − 2, both modulo R; "
-        "what it gets, with its own added, it sends in the next turn. Send first, then receive: "
-        "if all receive first, nobody ever sends.",
+        "Follow one piece around the ring. It starts at the rank after its owner. Each rank that "
+        "receives it adds its own elements. After R − 1 messages the piece reaches its owner.",
+        "In turn t (from 0), rank r sends piece r − t − 1 and receives piece r − t − 2, both "
+        "modulo R. It adds its own elements to the piece and sends the sum in the next turn. Send "
+        "first, then receive: if every rank receives first, no rank ever sends.",
         "pieces = list(whole.chunk(peer.ranks)); for turn in range(peer.ranks - 1): "
         "peer.send(pieces[(peer.rank - turn - 1) % peer.ranks]); coming = (peer.rank - turn - 2) "
-        "% peer.ranks; pieces[coming] = peer.receive() + pieces[coming]. What is returned must be "
-        "a tensor of its own with a single rank, too.",
+        "% peer.ranks; pieces[coming] = peer.receive() + pieces[coming]. With one rank, too, the "
+        "result needs its own memory.",
     ),
-    reference=ring_reduce_scatter,
+    reference=solution("13.1"),
     check=_check_ring,
-    wrong_answers=(
-        WrongAnswer(
-            _ring_but(receives_first=True),
-            "Every rank waits for a message before it sends one: send first.",
+    wrong_answers=mistakes(
+        "13.1",
+        (
+            "Every rank waits for a message before it sends one. Send first.",
+            (_SENT, f"        arrived = peer.receive()\n{_SENT}"),
+            ("peer.receive() +", "arrived +"),
         ),
-        WrongAnswer(
-            _wholes_round,
-            "Wholes are sent round: send one piece in each turn, with its sum so far.",
+        (
+            "You send the whole tensor around. Send one piece per turn, with its sum so far.",
+            body("ring_reduce_scatter", _WHOLES_AROUND),
         ),
-        WrongAnswer(
-            lambda peer, whole: _shifted_ring(peer, whole, given=0),
-            "After R − 1 messages a rank that began with its own piece has the sum of the next "
-            "one's: begin with piece r − 1.",
+        (
+            "A rank that starts with its own piece ends with the sum of the next rank's piece. "
+            "Start with piece r − 1.",
+            *_OWN_PIECE_FIRST,
         ),
-        WrongAnswer(
-            _shifted_ring,
-            "Each rank has the piece of the next: begin with piece r − 1, not with r.",
+        (
+            "Each rank returns the piece of the next rank. Start with piece r − 1, not r.",
+            *_OWN_PIECE_FIRST,
+            ("pieces[peer.rank].clone()", "pieces[(peer.rank + 1) % peer.ranks].clone()"),
         ),
-        WrongAnswer(
-            _ring_but(in_place=True), "The sums are written into what was given: chunk gives views."
+        (
+            "chunk returns views, so += writes into the input. Add out of place.",
+            (
+                "pieces[coming] = peer.receive() + pieces[coming]",
+                "pieces[coming] += peer.receive()",
+            ),
         ),
-        WrongAnswer(
-            _ring_but(turns=lambda ranks: ranks),
-            "One turn too many: a piece is at home after R − 1.",
+        (
+            "Each piece is passed on unchanged. Add the rank's own elements first.",
+            ("peer.receive() + pieces[coming]", "peer.receive()"),
         ),
-        WrongAnswer(
-            _ring_but(adds=False), "What arrives is passed on, and a rank's own is never added."
-        ),
-        WrongAnswer(
-            _ring_but(gives=lambda piece, ranks: piece / ranks),
-            "This is the mean; a reduce-scatter adds.",
-        ),
-        WrongAnswer(
-            lambda peer, whole: peer.sum(whole).chunk(peer.ranks)[peer.rank].clone(),
-            "peer.sum hides what is to be built here.",
-        ),
-        WrongAnswer(
-            lambda peer, whole: ring_reduce_scatter(peer, whole.double()).to(whole.dtype),
-            "Each number takes twice the bytes on its way: send it as it is.",
-        ),
-        WrongAnswer(
-            lambda peer, whole: whole.chunk(peer.ranks)[peer.rank].clone(),
-            "Nothing was sent: a rank's own piece is one part of the sum.",
-        ),
+        ("This is the mean. A reduce-scatter sums.", (".clone()", " / peer.ranks")),
     ),
 )
 
 # ------------------------------------------------------------------ 13.2: buckets
 
-
-# Each gradient has numbers of its own, and every sum of two or three is greater than any of them:
-# so a copy of a gradient is known by its numbers.
-NUMBERS = 1000 + torch.randperm(1000, generator=torch.Generator().manual_seed(13))
-OF_A_RANK = 72
+# Every element of every gradient is unique, and every sum over ranks is larger than all of them.
+# So a copy of a gradient is recognized by its elements.
+UNIQUE = 1000 + torch.randperm(1000, generator=torch.Generator().manual_seed(13))
+ELEMENTS_PER_RANK = 72
 
 
 @dataclass(frozen=True)
-class _Backward:
-    """Gradients in the order that each rank makes them, and the buckets that they travel in."""
+class BackwardCase:
+    """The buckets, and the order in which each rank makes its gradients. A name is one letter."""
 
-    buckets: tuple[tuple[str, ...], ...]
-    orders: tuple[str, ...]  # of each rank; a name is one letter
+    buckets: tuple[str, ...]
+    orders: tuple[str, ...]  # one per rank
+    dtype: torch.dtype = torch.float32
 
     def gradient(self, name: str, rank: int) -> Tensor:
-        """A matrix, of another size for each name."""
+        """A matrix with a different size for each name."""
         place = ord(name) - ord("a")
-        first = OF_A_RANK * rank + place * (place + 1)
-        return NUMBERS[first : first + 2 * (place + 1)].float().view(2, place + 1)
+        first = ELEMENTS_PER_RANK * rank + place * (place + 1)
+        return UNIQUE[first : first + 2 * (place + 1)].to(self.dtype).view(2, place + 1)
 
-    def sums(self, more: float) -> list[Tensor]:
+    def sums(self) -> list[Tensor]:
         ranks = range(len(self.orders))
         return [
-            torch.cat([sum(self.gradient(n, r) for r in ranks).flatten() for n in bucket]) + more
+            torch.cat([sum(self.gradient(n, r) for r in ranks).flatten() for n in bucket])
             for bucket in self.buckets
         ]
 
-    def in_order(self, rank: int) -> list[int]:
-        """Where bucket after bucket can begin: places in the rank's order, for each bucket."""
-        return [
-            max(self.orders[rank].index(n) for bucket in self.buckets[: last + 1] for n in bucket)
-            for last in range(len(self.buckets))
-        ]
+    def last_needed(self, rank: int) -> list[str]:
+        """For each bucket, the gradient after which it can begin, in the order of the list."""
+        order = self.orders[rank]
+        names = ["".join(self.buckets[: n + 1]) for n in range(len(self.buckets))]
+        return [max(needed, key=order.index) for needed in names]
 
 
 BACKWARDS = (
-    _Backward((("a", "b"), ("c", "d")), ("abcd", "abcd")),
-    _Backward((("a", "b"), ("c", "d"), ("e", "f"), ("g", "h")), ("abcdefgh",) * 3),
-    _Backward((("b", "a"), ("c", "d"), ("f", "e")), ("abcdef", "badcfe")),
-    _Backward((("a", "b"), ("c", "d"), ("e", "f")), ("abcdef", "cdabef")),
-    _Backward((("a", "b", "c"),), ("cab", "abc")),
+    BackwardCase(("ab", "cd"), ("abcd", "abcd")),
+    BackwardCase(("ab", "cd", "ef", "gh"), ("abcdefgh",) * 3),
+    BackwardCase(("ba", "cd", "fe"), ("abcdef", "badcfe")),
+    BackwardCase(("ab", "cd", "ef"), ("abcdef", "cdabef")),
+    BackwardCase(("abc",), ("cab", "abc")),
+    BackwardCase(("ab", "c"), ("abc", "acb"), torch.float64),
 )
 
 
 def _check_buckets(answer: Any) -> str:
     for case in BACKWARDS:
-        _check_backward(answer, case, more=0.0)
-    _check_backward(answer, BACKWARDS[0], more=100.0)
+        _check_backward(answer, case, added=0)
+    _check_backward(answer, BACKWARDS[0], added=100)
     return (
-        "sums exact · each bucket begun with its last gradient, in one order at all ranks · at "
-        "most 2 on the way, nobody waits before he must · gradients that were sent are gone"
+        "exact sums · each bucket begins with its last gradient, in the same order on all ranks · "
+        "at most 2 in flight, no early waits · sent gradients are freed"
     )
 
 
-def _check_backward(answer: Any, case: _Backward, more: float) -> None:
+def _check_backward(answer: Any, case: BackwardCase, added: int) -> None:
+    """The wire adds `added` to every sum."""
     orders = " and ".join(dict.fromkeys(case.orders))
-    names = [list(bucket) for bucket in case.buckets]
-    call = f"reduce_in_buckets of {orders} in {', '.join(''.join(b) for b in names)}"
+    call = f"reduce_in_buckets of {orders} in {', '.join(case.buckets)}"
     peers: list[Peer] = []
 
     def program(peer: Peer, buckets: list[list[str]]) -> Any:
-        with _Memory(peer) as memory:
-            return answer(peer, _made(call, case, peer, memory), buckets)
+        with _WatchedRank(f"{call}, rank {peer.rank}", case, peer) as watched:
+            return answer(peer, watched.gradients(), buckets)
 
-    given = [([list(bucket) for bucket in names],) for _ in case.orders]
-    got = _in_turns(call, program, given, altered=lambda x: x + more, peers=peers)
-    wanted = case.sums(more)
+    given = [([list(bucket) for bucket in case.buckets],) for _ in case.orders]
+    got = _in_turns(call, program, given, altered=lambda x: x + added, peers=peers)
     for rank, peer in enumerate(peers):
         at = f"{call}, rank {rank}"
-        _require_taken(at, peer, case)
+        taken, wanted = len(_events(peer, "made")), len(case.orders[rank])
+        require(
+            taken == wanted,
+            f"{at}: {counted(taken, 'gradient')} taken from `made`; wanted {wanted}.",
+        )
         _require_begun(at, peer, case)
         _require_waits(at, peer)
         require(
-            given[rank][0] == names,
-            f"{at}: `buckets` is {given[rank][0]} afterwards; wanted it left as it was.",
+            ["".join(bucket) for bucket in given[rank][0]] == [*case.buckets],
+            f"{at} changed `buckets` to {given[rank][0]}; wanted it unchanged.",
         )
+        _require_sums(at, got[rank], case, added)
+
+
+def _require_sums(at: str, got: Any, case: BackwardCase, added: int) -> None:
+    is_list = isinstance(got, (list, tuple)) and len(got) == len(case.buckets)
+    require(is_list, f"{at} gave {_described(got)}; wanted a list of {len(case.buckets)} sums.")
+    for bucket, found, wanted in zip(case.buckets, got, case.sums(), strict=True):
         require(
-            isinstance(got[rank], (list, tuple)) and len(got[rank]) == len(wanted),
-            f"{at} gave {_what(got[rank])}; wanted a list of {len(wanted)} sums.",
+            not isinstance(found, Work),
+            f"{at}: the sum of bucket {bucket} is still in flight; wanted the result of wait().",
         )
-        for number, (found, sum_) in enumerate(zip(got[rank], wanted, strict=True)):
+        if added:
             require(
-                not isinstance(found, Work),
-                f"{at}: place {number} of the result is a sum that is still on its way; wanted "
-                f"what its wait() gives.",
+                isinstance(found, Tensor) and torch.equal(found, wanted + added),
+                f"{at}: the sum of bucket {bucket} is not the one that arrived.",
             )
-            if more:
-                require(
-                    isinstance(found, Tensor) and torch.equal(found, sum_),
-                    f"{at}: sum {number} is not what came by the wire.",
-                )
-            _require_equal(f"{at}: sum {number}, of {''.join(names[number])},", found, sum_)
+        _require_equal(f"{at}: the sum of bucket {bucket}", found, wanted + added)
 
 
-def _what(got: Any) -> str:
-    return f"{len(got)} of them" if isinstance(got, (list, tuple)) else type(got).__name__
+class _WatchedRank(LightMode):
+    """Hands out one rank's gradients, and finds those that its answer holds after sending them."""
 
-
-class _Memory(LightMode):
-    """What one rank's answer has made and still holds, its copies of gradients too."""
-
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, at: str, case: BackwardCase, peer: Peer) -> None:
         super().__init__()
-        self._looks = True
-        self._made: dict[StorageWeakRef, torch.dtype] = {}
+        self._at, self._case, self._peer = at, case, peer
+        self._made: dict[StorageWeakRef, torch.dtype] = {}  # by the answer, copies included
+        self._records = True
         begin = peer.begin
 
-        def watched(flat: Tensor) -> Work:
-            with self.not_looking():
-                work = begin(flat)
-            wait = work.wait
-
-            def watched_wait() -> Tensor:
-                with self.not_looking():
-                    return wait()
-
-            work.wait = watched_wait
+        def unrecorded_begin(flat: Tensor) -> Work:
+            work = self._unrecorded(begin)(flat)
+            work.wait = self._unrecorded(work.wait)
             return work
 
-        peer.begin = watched
+        peer.begin = unrecorded_begin
+
+    def _unrecorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def paused(*args: Any) -> Any:
+            before, self._records = self._records, False
+            try:
+                return function(*args)
+            finally:
+                self._records = before
+
+        return paused
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         made = func(*args, **kwargs)
         for tensor in tree_leaves(made):
-            if self._looks and isinstance(tensor, Tensor):
+            if self._records and isinstance(tensor, Tensor):
                 if "empty" in func.__name__:
-                    tensor.zero_()  # where a gradient was freed its numbers may still stand
+                    tensor.zero_()  # freed memory may still contain a gradient
                 self._made[StorageWeakRef(tensor.untyped_storage())] = tensor.dtype
         return made
 
-    @contextmanager
-    def not_looking(self) -> Iterator[None]:
-        before, self._looks = self._looks, False
-        try:
-            yield
-        finally:
-            self._looks = before
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Each time, the gradients of buckets that have begun must be free."""
+        storages: dict[str, StorageWeakRef] = {}
+        make, require_freed = map(self._unrecorded, (self._case.gradient, self._require_freed))
+        for name in self._case.orders[self._peer.rank]:
+            require_freed(storages, f"{name} is made")
+            self._peer.events.append(("made", name))
+            gradient = make(name, self._peer.rank)
+            storages[name] = StorageWeakRef(gradient.untyped_storage())
+            yield name, gradient
+            del gradient
+        require_freed(storages, "backward is over")
 
-    def numbers(self) -> Tensor:
-        """All that is held: a bucket on its way is the wire's, and no answer's."""
+    def _require_freed(self, storages: dict[str, StorageWeakRef], when: str) -> None:
+        """The last gradient may live: the answer's loop variable still names it."""
+        begun = "".join(self._case.buckets[: len(_events(self._peer, "begin"))])
+        sent = [name for name in begun if name in [*storages][:-1]]
+        elements, rank = self._elements(), self._peer.rank
+        alive = [name for name in sent if not storages[name].expired()]
+        copied = [n for n in sent if torch.isin(self._case.gradient(n, rank), elements).any()]
+        kept = [name for name in sent if name in alive or name in copied]
+        what = f"gradient{'s' if len(kept) > 1 else ''} {', '.join(kept)}"
+        message = (
+            f"{self._at} still holds {what} when {when}; wanted sent gradients freed. (A copy "
+            f"counts, and so does a variable.)"
+        )
+        # Different mistakes hold the tensor itself and a copy of it.
+        require(not kept, message, evidence=(message, alive))
+
+    def _elements(self) -> Tensor:
+        """All elements that the answer holds. A bucket in flight belongs to the wire."""
         found = [torch.empty(0)]
         for ref, dtype in self._made.items():
             storage = storage_from_weak_pointer(ref.cdata)
@@ -493,174 +374,69 @@ class _Memory(LightMode):
         return torch.cat(found)
 
 
-def _made(call: str, case: _Backward, peer: Peer, memory: _Memory) -> Iterator[tuple[str, Tensor]]:
-    """Gradients, one after the other; those of buckets that were begun must be gone by then."""
-    storages: dict[str, StorageWeakRef] = {}
-
-    def require_gone(last: str, when: str) -> None:
-        begun = "".join(map("".join, case.buckets[: len(_all(peer, "begin"))]))
-        copies = memory.numbers()
-        held = [
-            n
-            for n in begun
-            if n in storages
-            and n != last  # the loop's own variable
-            and (
-                not storages[n].expired()
-                or torch.isin(case.gradient(n, peer.rank), copies).any().item()
-            )
-        ]
-        what = "gradient {} is" if len(held) == 1 else "gradients {} are"
-        message = (
-            f"{call}, rank {peer.rank}: {what.format(', '.join(held))} still held when {when}, "
-            f"though sent. (A copy counts, and so does a variable's name.)"
-        )
-        # Its own tensor and a copy of it are held by different mistakes.
-        itself = [n for n in held if not storages[n].expired()]
-        require(not held, message, evidence=(message, itself))
-
-    last = ""
-    for name in case.orders[peer.rank]:
-        with memory.not_looking():
-            require_gone(last, f"{name} is made")
-            peer.events.append(("made", name))
-            gradient = case.gradient(name, peer.rank)
-            storages[name] = StorageWeakRef(gradient.untyped_storage())
-        last = name
-        yield name, gradient
-        del gradient
-    with memory.not_looking():
-        require_gone(last, "backward is over")
-
-
-def _require_taken(at: str, peer: Peer, case: _Backward) -> None:
-    taken, wanted = _all(peer, "made"), len(case.orders[peer.rank])
-    require(
-        len(taken) == wanted,
-        f"{at}: {counted(len(taken), 'gradient')} taken of `made`; wanted {wanted}.",
-    )
-
-
-def _require_begun(at: str, peer: Peer, case: _Backward) -> None:
-    """Each bucket as soon as it can be."""
-    made, begun, wanted = [], [], case.in_order(peer.rank)
+def _require_begun(at: str, peer: Peer, case: BackwardCase) -> None:
+    """Each bucket begins as soon as it can."""
+    made, begun = "nothing", []
     for event, value in peer.events:
         if event == "made":
-            made.append(value)
+            made = value
         elif event == "begin":
-            begun.append((made[-1] if made else "nothing", value))
+            begun.append((made, value))
+    soonest = case.last_needed(peer.rank)
     require(
-        len(begun) == len(wanted),
-        f"{at}: {counted(len(begun), 'bucket')} begun; wanted {len(wanted)}.",
+        len(begun) == len(soonest),
+        f"{at}: {counted(len(begun), 'bucket')} begun; wanted {len(soonest)}.",
     )
-    for number, ((after, size), place) in enumerate(zip(begun, wanted, strict=True)):
-        bucket = case.buckets[number]
-        nbytes = sum(case.gradient(n, 0).nbytes for n in bucket)
+    for bucket, (after, size), last in zip(case.buckets, begun, soonest, strict=True):
+        nbytes = sum(case.gradient(name, 0).nbytes for name in bucket)
+        require(size == nbytes, f"{at}: bucket {bucket} is sent as {size} bytes; wanted {nbytes}.")
         require(
-            size == nbytes,
-            f"{at}: bucket {number}, {''.join(bucket)}, is sent with {size} bytes; wanted "
-            f"{nbytes}.",
-        )
-        soonest = case.orders[peer.rank][place]
-        require(
-            after == soonest,
-            f"{at}: bucket {number}, {''.join(bucket)}, is begun after gradient {after}; wanted "
-            f"after {soonest}.",
+            after == last, f"{at}: bucket {bucket} begins after gradient {after}; wanted {last}."
         )
 
 
 def _require_waits(at: str, peer: Peer) -> None:
-    """At most two on the way; no wait before the place is needed."""
-    events = [event for event, _ in peer.events]
-    on_the_way, total = 0, events.count("made")
-    for place, event in enumerate(events):
+    """At most two in flight, and no wait before the next bucket needs the place."""
+    events, in_flight = peer.events, []
+    last_made = max((n for n, (event, _) in enumerate(events) if event == "made"), default=0)
+    for place, (event, value) in enumerate(events):
+        following = [kind for kind, _ in events[place + 1 : place + 2]]
         if event == "begin":
-            on_the_way += 1
-            then_waits = events[place + 1 : place + 2] == ["wait"]
+            in_flight.append(len(in_flight))
+            too_late = ", so wait for the older bucket before you begin the next"
             require(
-                on_the_way <= 2,
-                f"{at}: {on_the_way} buckets are on the way; wanted 2"
-                f"{', and the wait for the older before the next begins' if then_waits else ''}.",
+                len(in_flight) <= 2,
+                f"{at}: {len(in_flight)} buckets are in flight; wanted at most 2"
+                f"{too_late if following == ['wait'] else ''}.",
             )
         if event == "wait":
-            backward_is_over = events[:place].count("made") == total
-            needed = on_the_way == 2 and events[place + 1 : place + 2] == ["begin"]
+            needed = len(in_flight) == 2 and following == ["begin"]
             require(
-                backward_is_over or needed,
-                f"{at}: waits with {on_the_way} on the way, before the next gradient is made.",
+                place > last_made or needed,
+                f"{at} waits with {counted(len(in_flight), 'bucket')} in flight, before the next "
+                f"gradient is made.",
             )
-            later = [number for event, number in peer.events[place + 1 :] if event == "wait"]
+            later = [number for kind, number in events[place + 1 :] if kind == "wait"]
             require(
-                backward_is_over or all(number > peer.events[place][1] for number in later),
-                f"{at}: waits for the newer of the two on their way; wanted the older, which has "
-                f"travelled longer.",
+                place > last_made or value < min(later, default=value + 1),
+                f"{at} waits for the newer of the two buckets in flight; wanted the older.",
             )
-            on_the_way -= 1
-    require(on_the_way == 0, f"{at}: {counted(on_the_way, 'bucket')} begun and not waited for.")
+            in_flight.pop()
+    require(not in_flight, f"{at}: {counted(len(in_flight), 'bucket')} begun and never waited for.")
 
 
-def _buckets_but(
-    most: int = 2,
-    at_once: bool = False,
-    at_the_end: bool = False,
-    as_complete: bool = False,
-    keeps: bool = False,
-    as_they_came: bool = False,
-    gives: Callable[[Any, int], Any] = lambda sums, ranks: sums,
-    waits: bool = True,
-    eager: bool = False,
-    begins_first: bool = False,
-    one_each: bool = False,
-    names_flat: bool = False,
-) -> Any:
-    """The right one, with something in it that is not."""
-
-    def answer(peer: Any, made: Any, buckets: list[list[str]]) -> Any:
-        there: dict[str, Tensor] = {}
-        kept: list[Tensor] = []
-        way: deque[tuple[int, Any]] = deque()
-        sums: dict[int, Any] = {}
-        left = list(range(len(buckets)))
-
-        def land() -> None:
-            number, work = way.popleft()
-            sums[number] = work.wait()
-
-        def begin() -> None:
-            nonlocal kept
-            choice = left if as_complete else left[:1]
-            ready = [b for b in choice if all(n in there for n in buckets[b])]
-            for number in ready:
-                if len(way) == most and not begins_first:
-                    land()
-                names = buckets[number]
-                if as_they_came:
-                    names = [n for n in there if n in names]
-                kept.extend(there[n] for n in names if keeps)
-                flat = torch.cat([there.pop(n).flatten() for n in names])
-                kept = [flat] if names_flat else kept
-                way.append((number, peer.begin(flat)))
-                left.remove(number)
-                if begins_first and len(way) > most:
-                    land()
-                if at_once or (eager and len(way) == most):
-                    land()
-            if ready and left and not one_each:
-                begin()
-
-        for name, gradient in made:
-            there[name] = gradient
-            if not at_the_end:
-                begin()
-        begin()
-        if not waits:
-            return [work for _, work in way]
-        while way:
-            land()
-        return gives([sums[number] for number in sorted(sums)], peer.ranks)
-
-    return answer
-
+_BEGIN = "way.append(peer.begin(torch.cat([there.pop(n).flatten() for n in left.pop(0)])))"
+_NAMED = """flat = torch.cat([there.pop(n).flatten() for n in left.pop(0)])
+            way.append(peer.begin(flat))"""
+_AS_THEY_CAME = """names = left.pop(0)
+            flats = [there.pop(n).flatten() for n in [*there] if n in names]
+            way.append(peer.begin(torch.cat(flats)))
+            del flats"""
+_WAIT_IF_TWO = """            if len(way) == 2:
+                sums.append(way.pop(0).wait())
+"""
+_WAIT_IF_THREE = _WAIT_IF_TWO.replace("2", "3").rstrip()
+_SUMS = "sums + [work.wait() for work in way]"
 
 _BUCKETS = Exercise(
     id="13.2",
@@ -668,73 +444,69 @@ _BUCKETS = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "Three things to keep: gradients that have come and are not sent, the sums on their way, "
-        "the oldest first, and the buckets that are not begun. After each gradient ask: is the "
-        "first of these complete?",
-        "while left and all(name in there for name in left[0]): one gradient can make two buckets "
-        "ready. In it: if two are on their way, wait for the older; torch.cat the bucket's "
-        "gradients, flat, each taken out of what has come (pop), so that it is freed; begin. "
-        "buckets stays as it is: list(buckets) is one of your own.",
+        "Keep three lists: gradients that are not sent yet, sums in flight with the oldest first, "
+        "and buckets that have not begun. After each gradient, check whether the first bucket is "
+        "complete.",
+        "while left and all(name in there for name in left[0]): one gradient can complete two "
+        "buckets. In the loop: if two are in flight, wait for the older. Take the bucket's "
+        "gradients out of the dict (pop), so that they are freed, flatten and torch.cat them, and "
+        "begin. Copy the list first, list(buckets), because `buckets` must not change.",
         "there, way, sums, left = {}, [], [], list(buckets). for name, gradient in made: "
         "there[name] = gradient; while left and all(n in there for n in left[0]): if len(way) == "
         "2: sums.append(way.pop(0).wait()); way.append(peer.begin(torch.cat([there.pop(n)"
-        ".flatten() for n in left.pop(0)]))), without a name for the bucket. When backward is "
-        "over, up to two are still on their way.",
+        ".flatten() for n in left.pop(0)]))), without a variable for the bucket. After backward, "
+        "up to two buckets are still in flight.",
     ),
-    reference=reduce_in_buckets,
+    reference=solution("13.2"),
     check=_check_buckets,
-    wrong_answers=(
-        WrongAnswer(
-            _buckets_but(at_once=True),
-            "Each sum is waited for as soon as it is begun: backward stands still meanwhile.",
+    wrong_answers=mistakes(
+        "13.2",
+        (
+            "You wait for each sum right after begin, so backward stops meanwhile. Wait late.",
+            (_BEGIN, f"sums.{_BEGIN.removeprefix('way.')[:-1]}.wait())"),
         ),
-        WrongAnswer(
-            _buckets_but(eager=True),
-            "A place is made long before the next bucket needs it: wait just before you begin it.",
+        (
+            "You wait long before the next bucket needs the place. Wait just before begin.",
+            (_WAIT_IF_TWO, ""),
+            (_BEGIN, f"{_BEGIN}\n{_WAIT_IF_TWO.rstrip()}"),
         ),
-        WrongAnswer(
-            _buckets_but(at_the_end=True),
-            "Nothing is sent before backward is over: begin a bucket with its last gradient.",
+        (
+            "Nothing is sent before backward is over. Begin a bucket with its last gradient.",
+            ("        while left", "    while left"),
         ),
-        WrongAnswer(
-            _buckets_but(as_complete=True),
-            "Buckets are begun as they are complete, which is another order at another rank: keep "
-            "to the order of the list.",
+        (
+            "You begin whichever bucket is complete, so ranks begin in different orders. Follow "
+            "the order of the list.",
+            (
+                "while left and all(n in there for n in left[0]):",
+                "for names in [b for b in left if all(n in there for n in b)]:",
+            ),
+            ("left.pop(0)", "left.pop(left.index(names))"),
         ),
-        WrongAnswer(
-            _buckets_but(most=9), "Nothing limits what is on the way: wait for the oldest of two."
+        ("Limit the buckets in flight: wait for the older of two.", ("len(way) == 2", "False")),
+        (
+            "Three buckets are in flight for a moment. Wait for the older, then begin.",
+            (_WAIT_IF_TWO, ""),
+            (_BEGIN, f"{_BEGIN}\n{_WAIT_IF_THREE}"),
         ),
-        WrongAnswer(
-            _buckets_but(begins_first=True),
-            "For a moment three are there: wait for the older, then begin.",
+        (
+            "One gradient can complete two buckets, if the later one was ready first. Use `while`, "
+            "not `if`.",
+            ("while left and", "if left and"),
         ),
-        WrongAnswer(
-            _buckets_but(one_each=True),
-            "One gradient can make two buckets ready, where the later one was complete before: "
-            "`while`, not `if`.",
+        (
+            "The variable `flat` keeps the last bucket alive while the next gradients are made. "
+            "Pass torch.cat(…) directly to begin, or del flat.",
+            (_BEGIN, _NAMED),
         ),
-        WrongAnswer(
-            _buckets_but(names_flat=True),
-            "The last bucket that was begun still has a name, flat, while the next gradients are "
-            "made: hand torch.cat(…) to begin as it is, or del flat.",
+        ("You keep gradients that were sent. Use pop.", ("there.pop(n)", "there[n]")),
+        (
+            "You concatenate gradients in the order they arrived, which differs between ranks. "
+            "Follow the order of the names in the bucket.",
+            (_BEGIN, _AS_THEY_CAME),
         ),
-        WrongAnswer(
-            _buckets_but(keeps=True),
-            "What was sent is kept, gradients or their buckets: all of them are there in the end.",
-        ),
-        WrongAnswer(
-            _buckets_but(as_they_came=True),
-            "Gradients stand in their bucket as they came, in another order at each rank: put "
-            "them in as the bucket names them.",
-        ),
-        WrongAnswer(
-            _buckets_but(gives=lambda sums, ranks: [s / ranks for s in sums]),
-            "These are means, and sums were asked for.",
-        ),
-        WrongAnswer(
-            _buckets_but(gives=lambda sums, ranks: sums[:-1]), "The last bucket is not returned."
-        ),
-        WrongAnswer(_buckets_but(waits=False), "What begin gives is no sum yet: call its wait()."),
+        ("These are means. Return sums.", (_SUMS, f"[s / peer.ranks for s in {_SUMS}]")),
+        ("begin returns a handle, not the sum. Call its wait().", ("work.wait() for", "work for")),
     ),
 )
 
@@ -742,50 +514,51 @@ _BUCKETS = Exercise(
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Of each rank its gradients, a letter each: f is finite, l large, h so large that the sum of
-    its numbers is not finite, n is nan, i is inf."""
+class RunCase:
+    """The gradients of each rank, one letter each: f finite, l large, h finite although the sum of
+    its elements overflows, n nan, i inf, m -inf."""
 
     ranks: tuple[str, ...]
     lr: float = 0.25
 
     def gradients(self, rank: int) -> Iterator[Tensor]:
-        numbers = {"n": float("nan"), "i": float("inf"), "l": 2.0**40}
+        special = {"n": float("nan"), "i": float("inf"), "m": -float("inf"), "l": 2.0**40}
         for step, letter in enumerate(self.ranks[rank]):
             gradient = torch.tensor([step + 1.0, rank + 1.0, 2.0 * step - rank])
             if letter == "h":
                 gradient.fill_(2.0**127)
-            if letter in numbers:
-                gradient[step % 3] = numbers[letter]
+            if letter in special:
+                gradient[step % 3] = special[letter]
             yield gradient
 
-    def together(self) -> int:
-        """How often all ranks have a gradient."""
+    def complete_rounds(self) -> int:
+        """Rounds in which every rank has a gradient."""
         return min(map(len, self.ranks))
 
-    def good(self) -> list[int]:
-        return [s for s in range(self.together()) if all(r[s] in "flh" for r in self.ranks)]
+    def good_rounds(self) -> list[int]:
+        rounds = range(self.complete_rounds())
+        return [n for n in rounds if all(letters[n] in "flh" for letters in self.ranks)]
 
-    def weight(self, rounds: int | None = None) -> Tensor:
-        """After so many rounds, or all."""
+    def weight_after(self, rounds: int) -> Tensor:
         weight = torch.tensor([1.0, 2.0, 3.0])
         each = [list(self.gradients(rank)) for rank in range(len(self.ranks))]
-        for step in self.good():
-            if rounds is None or step < rounds:
+        for step in self.good_rounds():
+            if step < rounds:
                 weight -= self.lr * torch.stack([mine[step] for mine in each]).mean(0)
         return weight
 
 
 RUNS = (
-    _Run(("ff", "ff")),
-    _Run(("fffff", "fff"), lr=0.5),
-    _Run(("ff", "fff")),
-    _Run(("fl", "ff"), lr=0.125),
-    _Run(("ffh", "fff")),
-    _Run(("fff", "fnf")),
-    _Run(("iff", "fff", "ffn"), lr=2.0),
-    _Run(("n", "")),
-    _Run(("fnfff", "fffif", "ffff", "ffffff")),
+    RunCase(("ff", "ff")),
+    RunCase(("fffff", "fff"), lr=0.5),
+    RunCase(("ff", "fff")),
+    RunCase(("fl", "ff"), lr=0.125),
+    RunCase(("ffh", "fff")),
+    RunCase(("fff", "fnf")),
+    RunCase(("iff", "fff", "ffn"), lr=2.0),
+    RunCase(("n", "")),
+    RunCase(("fnfff", "fffif", "ffff", "ffffff")),
+    RunCase(("fmf",)),
 )
 
 
@@ -793,139 +566,90 @@ def _check_agreed(answer: Any) -> str:
     for run in RUNS:
         _check_run(answer, run)
     return (
-        "the same weights and steps at all ranks, with nan, inf and ranks that end early · one "
-        "number each round, and gradients sent in good steps alone"
+        "the same weights and steps on all ranks, with nan, inf and ranks that end early · one "
+        "peer.most per round, and gradients sent only in good rounds"
     )
 
 
-def _check_run(answer: Any, run: _Run) -> None:
+def _check_run(answer: Any, run: RunCase) -> None:
     call = f"agreed_steps of {' and '.join(r or 'no gradient' for r in run.ranks)}, lr={run.lr},"
     ranks = range(len(run.ranks))
-    weights, peers = [torch.tensor([1.0, 2.0, 3.0]) for _ in ranks], []
-    held = [weight.view(-1) for weight in weights]  # what was handed over, whatever it is named
+    weights, peers = [torch.tensor([1.0, 2.0, 3.0]) for _ in ranks], list[Peer]()
+    given = [weight.view(-1) for weight in weights]  # sees in-place changes only
 
     def program(peer: Peer, weight: Tensor) -> Any:
-        return answer(peer, weight, _asked_for(call, run, peer, held[peer.rank]), run.lr)
+        return answer(peer, weight, _gradients_taken(call, run, peer, given[peer.rank]), run.lr)
 
     steps = _in_turns(call, program, [(weight,) for weight in weights], peers=peers)
-    good = run.good()
+    good, rounds = len(run.good_rounds()), run.complete_rounds() + 1
     for rank, peer in enumerate(peers):
-        _require_weight(f"{call} at the end, rank {rank}", held[rank], run.weight())
-        equal(f"{call} at rank {rank},", steps[rank], len(good), "steps")
-        begun, most = _all(peer, "begin"), len(_all(peer, "most"))
+        _require_weight(f"{call} at the end, rank {rank}", given[rank], run.weight_after(rounds))
+        equal(f"{call} at rank {rank},", steps[rank], good, "steps")
+        sent = _events(peer, "begin")
         require(
-            len(begun) == len(good),
-            f"{call} rank {rank} sent {counted(len(begun), 'gradient')}; wanted {len(good)}, "
-            f"those of good steps.",
+            len(sent) == good,
+            f"{call} rank {rank} sent {counted(len(sent), 'gradient')}; wanted {good}, one per "
+            f"good round.",
         )
-        for nbytes in begun:
+        for nbytes in sent:
             require(
-                nbytes == weights[rank].nbytes,
-                f"{call} rank {rank} sent a gradient of {nbytes} bytes; wanted "
-                f"{weights[rank].nbytes}, in its own dtype.",
+                nbytes == given[rank].nbytes,
+                f"{call} rank {rank} sent a gradient as {nbytes} bytes; wanted "
+                f"{given[rank].nbytes}, in its own dtype.",
             )
-        rounds = run.together() + 1
+        calls = len(_events(peer, "most"))
         require(
-            most == rounds,
-            f"{call} rank {rank} called peer.most {counted(most, 'time')}; wanted {rounds}, once "
-            f"a round.",
+            calls == rounds,
+            f"{call} rank {rank} called peer.most {counted(calls, 'time')}; wanted {rounds}, once "
+            f"per round.",
         )
 
 
-def _asked_for(call: str, run: _Run, peer: Peer, weight: Tensor) -> Iterator[Tensor]:
-    """A rank's gradients. Whenever it asks, all that went before must be done."""
+def _gradients_taken(call: str, run: RunCase, peer: Peer, weight: Tensor) -> Iterator[Tensor]:
+    """A rank's gradients. When the answer takes one, the rounds before it must be complete."""
     at = f"{call} rank {peer.rank}"
     for number, gradient in enumerate(run.gradients(peer.rank)):
-        _require_ready(at, run, peer, weight, number)
+        _require_rounds(at, run, peer, weight, number)
         before = gradient.clone()
         yield gradient
         require(
             torch.equal(gradient.view(torch.int32), before.view(torch.int32)),
-            f"{at} changed gradient {number} to {_numbers(gradient)}; wanted it left as it was, "
-            f"{_numbers(before)}.",
+            f"{at} changed gradient {number} to {_elements(gradient)}; wanted it unchanged, "
+            f"{_elements(before)}.",
         )
-    _require_ready(at, run, peer, weight, len(run.ranks[peer.rank]))
+    _require_rounds(at, run, peer, weight, len(run.ranks[peer.rank]))
 
 
-def _require_ready(at: str, run: _Run, peer: Peer, weight: Tensor, number: int) -> None:
-    asked = len(_all(peer, "most"))
+def _require_rounds(at: str, run: RunCase, peer: Peer, weight: Tensor, number: int) -> None:
+    calls = len(_events(peer, "most"))
     require(
-        asked >= number,
-        f"{at} takes gradient {number} when peer.most was called {counted(asked, 'time')}; "
-        f"wanted {number}: one gradient a round.",
+        calls >= number,
+        f"{at} takes gradient {number} after {counted(calls, 'call')} of peer.most; wanted "
+        f"{number}: one gradient per round.",
     )
-    _require_weight(f"{at}, after {counted(number, 'round')}", weight, run.weight(number))
+    _require_weight(f"{at}, after {counted(number, 'round')}", weight, run.weight_after(number))
 
 
 def _require_weight(at: str, got: Tensor, wanted: Tensor) -> None:
     require(
         torch.allclose(got, wanted, rtol=1e-5, atol=1e-5),
-        f"{at}: the weight that was given is {_numbers(got)}; wanted {_numbers(wanted)}.",
+        f"{at}: `weight` is {_elements(got)}; wanted {_elements(wanted)}.",
     )
 
 
-def _agreed_but(
-    stops: str = "together",
-    skips: str = "together",
-    calls: int = 1,
-    mean: bool = True,
-    out_of_place: bool = False,
-    counts_skipped: bool = False,
-    only: Callable[[Tensor], Tensor] = lambda gradient: gradient.isfinite(),
-    sends: Callable[[Tensor], Tensor] = lambda gradient: gradient,
-) -> Any:
-    """The right one, with something in it that is not."""
-
-    def answer(peer: Any, weight: Tensor, gradients: Any, lr: float) -> int:
-        steps = 0
-        while True:
-            gradient = next(gradients, None)
-            if gradient is None and stops == "alone":
-                return steps
-            fine = gradient is None or bool(only(gradient).all())
-            if not fine and skips == "alone":
+_CODE, _IS_FINE = "mine = 2 if gradient is None else 0 if", "gradient.isfinite().all()"
+_UNCHECKED = (f"0 if {_IS_FINE} else 1", "0")
+_STEP = "            weight -= lr * peer.sum(gradient) / peer.ranks"
+_LATE_STEP = """            total = peer.sum(gradient)
+            if not total.isfinite().all():
                 continue
-            ended = gradient is None
-            code = 2 if ended and stops == "together" else 0
-            code = 1 if not fine and skips != "late" and skips != "never" else code
-            worst = code
-            for _ in range(calls):
-                worst = peer.most(code)
-            if stops == "last":
-                if peer.most(0 if ended else 1) == 0:
-                    return steps
-                gradient = torch.zeros_like(weight) if ended else gradient
-            if worst == 2:
-                return steps
-            if worst == 1:
-                if skips == "ends":
-                    return steps
-                steps += counts_skipped
-                continue
-            total = peer.sum(sends(gradient))
-            if skips == "late" and not total.isfinite().all():
-                continue
-            change = lr * total / (peer.ranks if mean else 1)
-            if out_of_place:
-                weight = weight - change
-            else:
-                weight -= change
-            steps += 1
-
-    return answer
-
-
-def _two_questions(peer: Any, weight: Tensor, gradients: Any, lr: float) -> int:
-    """Right, with a collective too many."""
-    steps = 0
-    while True:
-        gradient = next(gradients, None)
-        if peer.most(gradient is None):
-            return steps
-        if not peer.most(not gradient.isfinite().all()):
-            weight -= lr * peer.sum(gradient) / peer.ranks
-            steps += 1
-
+            weight -= lr * total / peer.ranks"""
+_SKIP_ALONE = f"""if gradient is not None and not {_IS_FINE}:
+            continue
+        {_CODE}"""
+_ZEROS_AT_END = f"""gone = gradient is None
+        gradient = torch.zeros_like(weight) if gone else gradient
+        {_CODE.replace("gradient is None", "False")}"""
 
 _AGREED = Exercise(
     id="13.3",
@@ -933,79 +657,60 @@ _AGREED = Exercise(
     minutes=15,
     difficulty=3,
     hints=(
-        'One number a round has to carry two pieces of news: "I have none left" and "mine is not '
-        'finite". If both come up in one round, at two ranks, which must win?',
-        "Give each state a number, and let the worst win: 0 for a good gradient, 1 for one that "
-        "is not finite, 2 for none at all. peer.most of it is the same at all ranks: stop at 2, "
-        "go on to the next gradient at 1, and step at 0.",
+        'One number per round carries two messages: "I have no gradient left" and "my gradient is '
+        'not finite". If two ranks send both in the same round, which must win?',
+        "Give each state a number, so that the maximum wins: 0 for a finite gradient, 1 for one "
+        "that is not finite, 2 for none left. peer.most gives all ranks the same number: return "
+        "at 2, take the next gradient at 1, and step at 0.",
         "while True: gradient = next(gradients, None); mine = 2 if gradient is None else 0 if "
         "gradient.isfinite().all() else 1; worst = peer.most(mine); if worst == 2: return steps. "
-        "At 0, two lines: the step in place, by the mean, and the count.",
+        "At 0: step in place by the mean, and count the step.",
     ),
-    reference=agreed_steps,
+    reference=solution("13.3"),
     check=_check_agreed,
-    wrong_answers=(
-        WrongAnswer(
-            _agreed_but(stops="alone"),
-            "A rank without data leaves, and the others wait for it: say it to all, and leave "
-            "together.",
+    wrong_answers=mistakes(
+        "13.3",
+        (
+            "A rank without gradients returns alone, and the others wait for it. Tell all ranks, "
+            "and return together.",
+            (_CODE, f"if gradient is None:\n            return steps\n        {_CODE}"),
         ),
-        WrongAnswer(
-            _agreed_but(skips="alone"),
-            "A rank skips a step by itself, and is a round ahead of the others from then on: skip "
-            "together.",
+        (
+            "A rank skips alone, and is a round ahead from then on. Skip together.",
+            (_CODE, _SKIP_ALONE),
         ),
-        WrongAnswer(
-            _agreed_but(skips="never"), "Nobody looks for nan: one gradient spoils all weights."
+        ("Check for nan: one bad gradient ruins all weights.", _UNCHECKED),
+        (
+            "The gradient was sent before you checked the sum. Check first, then send.",
+            _UNCHECKED,
+            (_STEP, _LATE_STEP),
         ),
-        WrongAnswer(
-            _agreed_but(skips="late"),
-            "The sum shows a nan to all, but had to be sent: with shards a rank would see its own "
-            "piece alone. Ask first.",
+        ("A bad gradient ends the run. Skip the round, and go on.", ("if worst == 2", "if worst")),
+        (
+            "A rank without gradients goes on with zeros, which shrink every mean. Stop when the "
+            "first rank has none left.",
+            (_CODE, _ZEROS_AT_END),
+            ("if worst == 2", "if not peer.most(not gone)"),
         ),
-        WrongAnswer(_agreed_but(skips="ends"), "A bad gradient ends the run: skip it, and go on."),
-        WrongAnswer(
-            _agreed_but(stops="last"),
-            "Ranks without data go on with zeros until the last has ended: these shorten every "
-            "mean.",
+        ("inf is as bad as nan. Use isfinite().", (_IS_FINE, "not gradient.isnan().any()")),
+        ("This is the sum of the gradients. Step by the mean.", (" / peer.ranks", "")),
+        (
+            "`weight = weight - …` and `weight.data = …` make a new tensor. Use -=.",
+            ("weight -= lr", "weight = weight - lr"),
         ),
-        WrongAnswer(
-            _agreed_but(only=lambda gradient: ~gradient.isnan()),
-            "An inf is as bad as a nan: isfinite() knows both.",
+        ("Count no skipped rounds.", ("            steps += 1", "        steps += worst < 2")),
+        (
+            "You take all gradients before the first step. On a real rank each one is a backward "
+            "pass with the weights of that step.",
+            ("steps = 0", "steps, gradients = 0, iter([*gradients])"),
         ),
-        WrongAnswer(_agreed_but(mean=False), "The sum of the ranks' gradients is not their mean."),
-        WrongAnswer(
-            _agreed_but(out_of_place=True),
-            "weight = weight - … makes another tensor, as weight.data = … does: what was handed "
-            "over stays as it was. Use -=.",
-        ),
-        WrongAnswer(_agreed_but(counts_skipped=True), "A step that was skipped is counted as one."),
-        WrongAnswer(
-            lambda peer, weight, gradients, lr: agreed_steps(peer, weight, iter([*gradients]), lr),
-            "All gradients are taken before the first step: on a real rank each is a backward "
-            "pass, by weights that have been stepped.",
-        ),
-        WrongAnswer(
-            lambda peer, weight, gradients, lr: agreed_steps(peer, weight, gradients, 0.25),
-            "lr is given.",
-        ),
-        WrongAnswer(
-            _agreed_but(only=lambda gradient: gradient.abs() < 100),
-            "Large is not infinite: isfinite() knows.",
-        ),
-        WrongAnswer(
-            _agreed_but(sends=torch.Tensor.bfloat16),
-            "In bfloat16 a sum of gradients loses most of its digits: send them as they are.",
-        ),
-        WrongAnswer(
-            _two_questions, "Two questions a round, where one number can carry both answers."
-        ),
+        ("Large gradients are finite. Use isfinite().", (_IS_FINE, "(gradient.abs() < 100).all()")),
     ),
 )
 
 # ------------------------------------------------------------------ 13.4: other ranks
 
-RESHARDS = (
+RESHARDS = (  # n, old, new, dtype
     (8, 2, 4, torch.float32),
     (8, 4, 2, torch.float32),
     (10, 4, 3, torch.float32),
@@ -1020,126 +725,91 @@ def _check_resharded(answer: Any) -> str:
     for n, old, new, dtype in RESHARDS:
         drawn = torch.Generator().manual_seed(n * old * new)
         whole = torch.randint(1, 200, (n,), generator=drawn).to(dtype)
-        size, mine = -(-n // old), -(-n // new)
-        files = F.pad(whole, (0, size * old - n)).chunk(old)
-        wanted = F.pad(whole, (0, mine * new - n)).split(mine)
         for rank in range(new):
-            call = f"resharded(read, {n}, old={old}, new={new}, rank={rank})"
-            files_read = _Files(call, [f.clone() for f in files])
-            got = answer(files_read, n, old, new, rank)
-            _require_dtype(call, got, wanted[rank])
-            _require_equal(call, got, wanted[rank])
-            needed = range(min(n, rank * mine), min(n, (rank + 1) * mine))
-            places = [(i // size, i % size) for i in needed]
-            _require_read(call, files_read.places, places)
-            files_needed = len({source for source, _ in places})
-            require(
-                files_read.reads <= files_needed,
-                f"{call} read {counted(files_read.reads, 'time')}; wanted {files_needed}: what is "
-                f"needed of a file, at once.",
-            )
-            require(
-                got.untyped_storage().nbytes() <= 2 * max(1, mine) * got.element_size(),
-                f"{call} gave a view of {got.untyped_storage().nbytes()} bytes; wanted a tensor "
-                f"of its own.",
-            )
-    return "shards exact for 1 to 8 ranks from 1 to 8 · every number read once, padding never"
+            _check_shard(answer, whole, old, new, rank)
+    return "exact shards from 1 to 8 files for 1 to 6 ranks · every element read once, no padding"
 
 
-def _require_dtype(call: str, got: Any, wanted: Tensor) -> None:
+def _check_shard(answer: Any, whole: Tensor, old: int, new: int, rank: int) -> None:
+    n = len(whole)
+    size, share = -(-n // old), -(-n // new)
+    call = f"resharded(read, {n}, old={old}, new={new}, rank={rank})"
+    files = _Files(call, F.pad(whole, (0, size * old - n)).chunk(old))
+    wanted = F.pad(whole, (0, share * new - n)).split(share)[rank]
+    with _FilledEmpties():
+        got = answer(files, n, old, new, rank)
+    if isinstance(got, Tensor):
+        require(
+            got.dtype == wanted.dtype,
+            f"{call} gave {got.dtype}; wanted {wanted.dtype}, the dtype of the files. An empty "
+            f"read, read(0, 0, 0), has it too.",
+        )
+    _require_equal(call, got, wanted)
+    needed = [(i // size, i % size) for i in range(n)[rank * share :][:share]]
+    _require_read(call, files.places, needed)
+    files_needed = len({source for source, _ in needed})
     require(
-        not isinstance(got, Tensor) or got.dtype == wanted.dtype,
-        f"{call} gave {getattr(got, 'dtype', None)}; wanted {wanted.dtype}, that of the files: "
-        f"every read has it, also an empty one, read(0, 0, 0).",
+        files.reads <= files_needed,
+        f"{call} called read {counted(files.reads, 'time')}; wanted {files_needed}, once per file.",
+    )
+    kept = got.untyped_storage().nbytes()
+    require(
+        kept <= 2 * got.nbytes,
+        f"{call} gave a view that keeps {kept} bytes alive; wanted a tensor with its own memory.",
     )
 
 
 def _require_read(call: str, places: list[tuple[int, int]], needed: list[tuple[int, int]]) -> None:
     require(
         len(places) == len(needed),
-        f"{call} read {counted(len(places), 'number')}; wanted {len(needed)}.",
+        f"{call} read {counted(len(places), 'element')}; wanted {len(needed)}.",
     )
-    other = sorted({*places} - {*needed})
-    require(
-        not other,
-        f"{call} read number {other[0][1] if other else ''} of file "
-        f"{other[0][0] if other else ''}, which is not in this shard.",
-    )
-    missing = sorted({*needed} - {*places})
-    require(
-        not missing,
-        f"{call} never read number {missing[0][1] if missing else ''} of file "
-        f"{missing[0][0] if missing else ''}, and another one twice.",
-    )
+    for places_found, what in (
+        ({*places} - {*needed}, "read element {1} of file {0}, which is not in this shard."),
+        ({*needed} - {*places}, "never read element {1} of file {0}, and read another one twice."),
+    ):
+        first = min(places_found, default=(0, 0))
+        require(not places_found, f"{call} {what.format(*first)}")
+
+
+class _FilledEmpties(LightMode):
+    """Fills torch.empty with 99, which may contain zeros by chance."""
+
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        made = func(*args, **kwargs)
+        return made.fill_(99) if "empty" in func.__name__ else made
 
 
 class _Files:
-    """The shards that ranks have written; notes what is read of them."""
+    """The shards on disk. Notes what is read."""
 
     def __init__(self, call: str, shards: Sequence[Tensor]) -> None:
         self._call, self._shards = call, shards
-        self.places: list[tuple[int, int]] = []  # file, place in it
-        self.reads = 0  # that gave anything
+        self.places: list[tuple[int, int]] = []  # file, position in it
+        self.reads = 0  # without empty ones
 
     def __call__(self, source: int, start: int, stop: int) -> Tensor:
         asked = f"{self._call}: read({source}, {start}, {stop})"
         require(
             all(type(n) is int for n in (source, start, stop)),
-            f"{asked}; wanted whole numbers: use // for /.",
+            f"{asked}; wanted integers: use //, not /.",
         )
-        require(
-            0 <= source < len(self._shards),
-            f"{asked}; there are files 0 to {len(self._shards) - 1}.",
-        )
+        files = len(self._shards)
+        require(0 <= source < files, f"{asked}; the files are 0 to {files - 1}.")
         length = len(self._shards[source])
-        require(0 <= start <= stop <= length, f"{asked}; a file has numbers 0 to before {length}.")
+        require(0 <= start <= stop <= length, f"{asked}; a file has {length} elements.")
         self.reads += start < stop
         self.places.extend((source, place) for place in range(start, stop))
         return self._shards[source][start:stop].clone()
 
 
-def _resharded_but(
-    size_of: Callable[[int, int], int] = lambda n, ranks: -(-n // ranks),
-    end_of: Callable[[int, int, int], int] = lambda n, old, size: n,
-    pads: bool = True,
-    everything: bool = False,
-    whole_files: bool = False,
-    relative: bool = True,
-    first_only: bool = False,
-    one_by_one: bool = False,
-) -> Any:
-    """The right one, with something in it that is not."""
-
-    def answer(read: Any, n: int, old: int, new: int, rank: int) -> Tensor:
-        size, mine = size_of(n, old), size_of(n, new)
-        end = end_of(n, old, size)
-        if everything:
-            parts = [read(source, 0, min(size, max(n - source * size, 0))) for source in range(old)]
-            found = torch.cat(parts)[rank * mine : (rank + 1) * mine]
-            return F.pad(found, (0, mine - len(found)))
-        start, stop = min(rank * mine, end), min((rank + 1) * mine, end)
-        parts = [read(0, 0, 0)]
-        for source in range(old):
-            first, last = max(start, source * size), min(stop, (source + 1) * size)
-            at = source * size if relative else 0
-            if first < last and whole_files:
-                there = read(source, 0, min(size, n - at))
-                parts.append(there[first - at : last - at])
-            elif first < last and one_by_one:
-                parts += [read(source, n - at, n - at + 1) for n in range(first, last)]
-            elif first < last:
-                parts.append(read(source, first - at, last - at))
-        found = torch.cat(parts[:2] if first_only else parts)
-        return F.pad(found, (0, max(0, mine - len(found)))) if pads or first_only else found
-
-    return answer
-
-
-def _zeros_in_float32(read: Any, n: int, old: int, new: int, rank: int) -> Tensor:
-    """Right, but for the dtype of a shard of padding alone."""
-    share = -(-n // new)
-    return resharded(read, n, old, new, rank) if rank * share < n else torch.zeros(share)
-
+_READ = "parts.append(read(source, first - source * size, last - source * size))"
+_ONE_BY_ONE = """first -= source * size
+            last -= source * size
+            parts += [read(source, place, place + 1) for place in range(first, last)]"""
+_WHOLE_FILE = """there = read(source, 0, min(size, n - source * size))
+            parts.append(there[first - source * size : last - source * size])"""
+_EVERY_FILE = "        parts.append(read(source, 0, min(size, max(n - source * size, 0))))"
 
 _RESHARDED = Exercise(
     id="13.4",
@@ -1147,53 +817,49 @@ _RESHARDED = Exercise(
     minutes=12,
     difficulty=3,
     hints=(
-        "Think of all n numbers in a row. Yours are those from rank · ⌈n/new⌉ on; file s has those "
-        "from s · ⌈n/old⌉ on. What you read of a file is where the two overlap.",
-        "Two intervals overlap from the greater of their begins to the smaller of their ends, if "
-        "that is more than nothing. Cut yours at n first, so that padding is never read. read "
-        "counts from the begin of its file.",
-        "size, mine = -(-n // old), -(-n // new); start, stop = min(rank * mine, n), min((rank + "
-        "1) * mine, n); parts = [read(0, 0, 0)]; for each source: first, last = max(start, source "
+        "Think of all n elements in a row. Your shard begins at rank · ⌈n/new⌉, and file s begins "
+        "at s · ⌈n/old⌉. Read where the two overlap.",
+        "Two intervals overlap from the larger start to the smaller stop, if that is not empty. "
+        "Limit your interval to n first, so that you never read padding. read counts from the "
+        "start of its file.",
+        "size, share = -(-n // old), -(-n // new); start, stop = min(rank * share, n), min((rank + "
+        "1) * share, n); parts = [read(0, 0, 0)]; for each source: first, last = max(start, source "
         "* size), min(stop, (source + 1) * size); if first < last: parts.append(read(source, "
-        "first - source * size, last - source * size)). Then put the parts together; how many "
-        "zeros are behind them?",
+        "first - source * size, last - source * size)). Then concatenate the parts. How many "
+        "zeros follow?",
     ),
-    reference=resharded,
+    reference=solution("13.4"),
     check=_check_resharded,
-    wrong_answers=(
-        WrongAnswer(
-            _resharded_but(one_by_one=True),
-            "A read for each number: a disk takes as long for one as for a million. Read what you "
-            "need of a file at once.",
+    wrong_answers=mistakes(
+        "13.4",
+        ("You read element by element. Read one range per file.", (_READ, _ONE_BY_ONE)),
+        (
+            "Every rank reads all files. Read only the elements of this shard.",
+            (f"        if first < last:\n            {_READ}", _EVERY_FILE),
+            ("torch.cat(parts)", "torch.cat(parts)[start:stop]"),
         ),
-        WrongAnswer(
-            _resharded_but(everything=True),
-            "Every rank reads all that there is, which is what sharding was to spare.",
+        ("You read a whole file to use a part of it. Read that range only.", (_READ, _WHOLE_FILE)),
+        ("Round shard sizes up.", ("-(-n // old), -(-n // new)", "n // old, n // new")),
+        (
+            "You read padding as if it were weights. Stop at element n.",
+            (
+                "min(rank * share, n), min((rank + 1) * share, n)",
+                "rank * share, (rank + 1) * share",
+            ),
         ),
-        WrongAnswer(
-            _resharded_but(whole_files=True), "Whole files are read for what overlaps with a part."
+        ("Pad the last shards with zeros.", ("F.pad(found, (0, share - len(found)))", "found")),
+        ("read counts from the file's start.", (_READ, "parts.append(read(source, first, last))")),
+        (
+            "torch.zeros makes float32, and a rank with only zeros reads nothing. Take the dtype "
+            "from an empty read.",
+            (
+                "    return F.pad",
+                "    if not len(found):\n        return torch.zeros(share)\n    return F.pad",
+            ),
         ),
-        WrongAnswer(
-            _resharded_but(size_of=lambda n, ranks: n // ranks),
-            "A shard has ⌈n/R⌉ numbers, rounded up, in the files and here.",
-        ),
-        WrongAnswer(
-            _resharded_but(end_of=lambda n, old, size: size * old),
-            "The files' padding is read as if it were weights: only n numbers are.",
-        ),
-        WrongAnswer(_resharded_but(pads=False), "The last shards are short: pad them with zeros."),
-        WrongAnswer(
-            _resharded_but(relative=False),
-            "read counts from the begin of its file, not of the whole.",
-        ),
-        WrongAnswer(
-            _zeros_in_float32,
-            "A rank with zeros alone reads nothing, and torch.zeros makes float32: begin with an "
-            "empty read, or give torch.zeros its dtype.",
-        ),
-        WrongAnswer(
-            _resharded_but(first_only=True),
-            "A new shard can lie in several files: zeros stand where the next ones' numbers are.",
+        (
+            "A new shard can span several files. Read all of them, not only the first.",
+            ("torch.cat(parts)", "torch.cat(parts[:2])"),
         ),
     ),
 )
@@ -1206,41 +872,44 @@ SHAPES = (  # block, layers, width, tensor, pipeline, data, k, tokens
     (480, 4, 8, 1, 1, 4, 3, 4),
     (480, 4, 8, 4, 1, 1, 1, 4),
     (480, 4, 8, 1, 4, 1, 3, 4),
-    (480, 6, 8, 2, 4, 3, 2, 4),
+    (480, 9, 8, 2, 4, 3, 2, 4),
     (483, 9, 8, 4, 3, 2, 2, 4),
     (1008, 12, 16, 8, 4, 4, 5, 8),
 )
 
 
 def _check_three_ways(answer: Any) -> str:
+    names = ("block", "layers", "width", "tensor", "pipeline", "data", "k", "tokens")
+    words = ("held", "sent for tensor", "sent for pipeline", "sent for data")
     for shape in SHAPES:
-        names = ("block", "layers", "width", "tensor", "pipeline", "data", "k", "tokens")
         call = f"of_a_rank({', '.join(f'{n}={s}' for n, s in zip(names, shape, strict=True))})"
         got = answer(*shape)
         require(
             isinstance(got, (tuple, list)) and len(got) == 4,
-            f"{call} gave {_what(got)}; wanted four numbers: held, by tensor, pipeline and data."
+            f"{call} gave {_described(got)}; wanted four byte counts: held, tensor, pipeline, data."
             f"{' Is there a return?' if got is None else ''}",
         )
-        words = ("held", "sent for tensor", "sent for pipeline", "sent for data")
         for word, number, wanted in zip(words, got, _counted(*shape), strict=True):
             equal(f"{call}, {word},", number, wanted, "bytes")
-    return "as counted message by message: rings of t and d, neighbours of p, k micro-batches"
+    return (
+        "equal to a count message by message: rings of t and d, pipeline neighbours, k "
+        "micro-batches"
+    )
 
 
 def _counted(
     block: int, layers: int, width: int, tensor: int, pipeline: int, data: int, k: int, tokens: int
 ) -> tuple[int, int, int, int]:
-    """Of the rank that holds and sends the most, one message after the other."""
+    """The largest of all ranks, counted one message after the other."""
     stages = [range(s, layers, pipeline) for s in range(pipeline)]
     held, by_tensor, by_pipeline, by_data = [], [], [], []
     for number, blocks in enumerate(stages):
         weights = sum(block for _ in blocks) // tensor
         shard = next(s for s in range(weights + 1) if s * data >= weights)
         held.append(2 * weights + 2 * weights + 12 * shard)
-        on_ring = sum(tokens * width // tensor * 2 for _ in range(2) for _ in range(tensor - 1))
+        all_reduce = sum(tokens * width // tensor * 2 for _ in range(2) for _ in range(tensor - 1))
         by_tensor.append(
-            sum(on_ring for _ in range(k) for _ in blocks for _ in ("attention", "MLP") * 2)
+            sum(all_reduce for _ in range(k) for _ in blocks for _ in ("attention", "MLP") * 2)
         )
         neighbours = [n for n in (number - 1, number + 1) if 0 <= n < pipeline]
         by_pipeline.append(sum(2 * tokens * width for _ in range(k) for _ in neighbours))
@@ -1248,46 +917,12 @@ def _counted(
     return max(held), max(by_tensor), max(by_pipeline), max(by_data)
 
 
-def _ways_but(
-    blocks_of: Callable[[int, int], int] = lambda layers, pipeline: -(-layers // pipeline),
-    held_of: Callable[[int, int], int] = lambda weights, data: (
-        4 * weights + 12 * -(-weights // data)
-    ),
-    reduces: int = 4,
-    ends: Callable[[int], int] = lambda pipeline: min(pipeline - 1, 2),
-    data_times: Callable[[int], int] = lambda k: 1,
-    tensor_times: Callable[[int], int] = lambda k: k,
-    pipeline_times: Callable[[int], int] = lambda k: k,
-    data_passes: int = 2,
-    weights_of: Callable[[int, int], int] = lambda weights, tensor: weights // tensor,
-    element: int = 2,
-    ring: Callable[[int], int] = lambda ranks: ranks - 1,
-    line_cut: bool = False,
-) -> Any:
-    """The right one, with something in it that is not."""
-
-    def answer(
-        block: int,
-        layers: int,
-        width: int,
-        tensor: int,
-        pipeline: int,
-        data: int,
-        k: int,
-        tokens: int,
-    ) -> tuple[int, int, int, int]:
-        blocks = blocks_of(layers, pipeline)
-        weights = weights_of(blocks * block, tensor)
-        activation = element * tokens * width
-        return (
-            held_of(weights, data),
-            tensor_times(k) * blocks * reduces * 2 * ring(tensor) * (activation // tensor),
-            pipeline_times(k) * ends(pipeline) * activation // (tensor if line_cut else 1),
-            data_times(k) * data_passes * element * (data - 1) * -(-weights // data),
-        )
-
-    return answer
-
+_HELD, _NEIGHBOURS, _BOTH_PASSES = (
+    "4 * weights + 12 * shard",
+    "min(pipeline - 1, 2)",
+    "2 * 2 * (data - 1)",
+)
+_ALL_REDUCES, _BLOCKS = "blocks * 4 * 2 * (tensor - 1)", "-(-layers // pipeline)"
 
 _WAYS = Exercise(
     id="13.5",
@@ -1295,90 +930,53 @@ _WAYS = Exercise(
     minutes=20,
     difficulty=4,
     hints=(
-        "First what the rank has: ⌈layers/pipeline⌉ blocks, of each a share of 1/tensor. The rest "
-        "counts from there. An activation is tokens · width numbers of 2 bytes.",
-        "An all-reduce among R ranks sends 2 (R − 1) pieces, each 1/R of it. Tensor: four of an "
-        "activation, for each block and micro-batch. Pipeline: an activation to each neighbour, "
-        "of which an end of the line has one, for each micro-batch. Data: stage 1, two passes of "
-        "(data − 1) shards, once a step.",
+        "Count the rank's weights first: ⌈layers/pipeline⌉ blocks, and 1/tensor of each. The rest "
+        "follows. An activation has tokens · width elements of 2 bytes.",
+        "An all-reduce among R ranks sends 2 (R − 1) pieces, each 1/R of it. Tensor: four "
+        "all-reduces of an activation per block and micro-batch. Pipeline: one activation per "
+        "neighbour and micro-batch; the first and last stage have one neighbour. Data: stage 1, "
+        "two passes of (data − 1) shards, once per step.",
         "blocks = -(-layers // pipeline); weights = blocks * block // tensor; shard = -(-weights "
         "// data); activation = 2 * tokens * width; held = 4 * weights + 12 * shard; by_tensor = "
         "k * blocks * 4 * 2 * (tensor - 1) * (activation // tensor); by_pipeline = k * "
         "min(pipeline - 1, 2) * activation. by_data has two passes of data − 1 shards.",
     ),
-    reference=of_a_rank,
+    reference=solution("13.5"),
     check=_check_three_ways,
-    wrong_answers=(
-        WrongAnswer(
-            _ways_but(held_of=lambda weights, data: 16 * weights),
-            "With stage 1 the 12 bytes of Adam are divided among the data ranks.",
+    wrong_answers=mistakes(
+        "13.5",
+        ("Stage 1 shards Adam's 12 bytes among the data ranks.", (_HELD, "16 * weights")),
+        ("This is stage 3. Stage 1 keeps weights and gradients whole.", (_HELD, "16 * shard")),
+        ("Each neighbour gets one activation, not two.", (_NEIGHBOURS, f"2 * {_NEIGHBOURS}")),
+        (
+            "Each tensor rank sends the whole activation to its neighbour. Do not divide it.",
+            (f"{_NEIGHBOURS} * activation", f"{_NEIGHBOURS} * activation // tensor"),
         ),
-        WrongAnswer(
-            _ways_but(held_of=lambda weights, data: 16 * -(-weights // data)),
-            "This is stage 3: in stage 1 weights and gradients, 4 bytes, are whole.",
+        ("A rank holds the blocks of its own stage only.", (_BLOCKS, "layers")),
+        ("The largest stage has ⌈layers/pipeline⌉ blocks. Round up.", (_BLOCKS, _BLOCKS[2:-1])),
+        ("Divide each block by tensor.", ("blocks * block // tensor", "blocks * block")),
+        (
+            "This is half: a block has two all-reduces in forward and two in backward, and each "
+            "passes the ring twice.",
+            (_ALL_REDUCES, "blocks * 2 * 2 * (tensor - 1)"),
         ),
-        WrongAnswer(
-            _ways_but(held_of=lambda weights, data: 2 * weights + 14 * -(-weights // data)),
-            "This is stage 2: in stage 1 gradients are whole, too.",
+        ("A ring pass takes R − 1 messages, not R.", (_ALL_REDUCES, "blocks * 4 * 2 * tensor")),
+        ("One stage has no neighbour, and two stages have one each.", (_NEIGHBOURS, "2")),
+        ("A stage in the middle sends both ways.", (_NEIGHBOURS, "min(pipeline - 1, 1)")),
+        ("Gradients are sent once per step.", (_BOTH_PASSES, f"k * {_BOTH_PASSES}")),
+        ("Tensor ranks all-reduce in every micro-batch.", (f"k * {_ALL_REDUCES}", _ALL_REDUCES)),
+        ("Every micro-batch passes the pipeline.", (f"k * {_NEIGHBOURS}", _NEIGHBOURS)),
+        ("Stage 1 sends gradients, then weights: two passes.", (_BOTH_PASSES, "2 * (data - 1)")),
+        (
+            "These are elements. Each has 2 bytes.",
+            ("activation = 2 * tokens", "activation = tokens"),
+            (_BOTH_PASSES, "2 * (data - 1)"),
         ),
-        WrongAnswer(
-            _ways_but(ends=lambda pipeline: 2 * min(pipeline - 1, 2)),
-            "To each neighbour one thing goes: outputs to the next, gradients to the one before.",
-        ),
-        WrongAnswer(
-            _ways_but(line_cut=True),
-            "Each of the tensor ranks sends the whole activation down its own line: do not cut it.",
-        ),
-        WrongAnswer(
-            _ways_but(blocks_of=lambda layers, pipeline: layers),
-            "A rank has the blocks of its pipeline stage, not all.",
-        ),
-        WrongAnswer(
-            _ways_but(blocks_of=lambda layers, pipeline: layers // pipeline),
-            "The fullest stage counts: ⌈layers/pipeline⌉ blocks, rounded up.",
-        ),
-        WrongAnswer(
-            _ways_but(weights_of=lambda weights, tensor: weights),
-            "Each block's matrices are cut among the tensor ranks.",
-        ),
-        WrongAnswer(
-            _ways_but(reduces=2),
-            "Half of it: a block has two all-reduces in forward and two in backward, and each goes "
-            "round the ring twice.",
-        ),
-        WrongAnswer(
-            _ways_but(ring=lambda ranks: ranks),
-            "On a ring of R, each of an all-reduce's two passes takes R − 1 messages.",
-        ),
-        WrongAnswer(
-            _ways_but(ends=lambda pipeline: 2),
-            "A line of one stage has no neighbours, and of two each has one.",
-        ),
-        WrongAnswer(
-            _ways_but(ends=lambda pipeline: min(pipeline - 1, 1)),
-            "A stage in the middle sends in both directions: outputs on, gradients back.",
-        ),
-        WrongAnswer(
-            _ways_but(data_times=lambda k: k),
-            "Gradients add up over the micro-batches, and are sent once a step.",
-        ),
-        WrongAnswer(
-            _ways_but(tensor_times=lambda k: 1),
-            "The tensor ranks' all-reduces are in every micro-batch.",
-        ),
-        WrongAnswer(
-            _ways_but(pipeline_times=lambda k: 1), "Every micro-batch goes down the line, and back."
-        ),
-        WrongAnswer(
-            _ways_but(data_passes=1),
-            "Stage 1 sends gradients to shards, and gathers stepped weights: two passes.",
-        ),
-        WrongAnswer(_ways_but(element=1), "These are numbers; each has 2 bytes."),
     ),
 )
 
 
-# The bill's machine has one GPU, and nobody to share with: the line is that of the day before.
+# The bill is for one GPU, so real processes change nothing.
 DAY = Day(
     exercises=(_RING, _BUCKETS, _AGREED, _RESHARDED, _WAYS),
     bill=Bill("day 13: real processes, and still one GPU", in_chunks),

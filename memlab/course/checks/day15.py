@@ -25,7 +25,7 @@ from memlab.metering import measure
 from memlab.offload import DiskStore
 from memlab.reference.post_hoc_ema import Average, exponent, solve, synthesize
 from memlab.trace import Trace
-from memlab.train import averaged
+from memlab.train.plugs import averaged
 
 TRACKED = (0.05, 0.10)
 _ELSEWHERE = ("memlab.ema.gamma_from_sigma", "memlab.ema.solve_weights")

@@ -15,7 +15,8 @@ from memlab.offload import DiskStore, OffloadedOptimizer, offloaded_activations
 from memlab.offload.layers import stream_layers
 from memlab.planner.cards import CONTEXT_BYTES
 from memlab.trace import Trace
-from memlab.train import averaged, combined, dry_trace
+from memlab.train import combined, dry_trace
+from memlab.train.plugs import averaged
 from memlab.units import format_bytes
 
 CONTEXT = CONTEXT_BYTES[1]
