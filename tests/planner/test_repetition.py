@@ -31,8 +31,8 @@ from memlab.train import (
     combined,
     dry_trace,
     predicted_trace,
-    scheduled,
 )
+from memlab.train.plugs import scheduled
 
 FEWER, MORE, DEEP = 3, 4, 7
 
