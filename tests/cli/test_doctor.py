@@ -195,7 +195,7 @@ def fails(memlab_command, monkeypatch):
     """Return the FAIL lines of a broken machine. Only two techniques are tried."""
 
     def lines() -> list[str]:
-        few = {name: combined(name) for name in ("plain", "autocast")}
+        few = {name: TECHNIQUES[name] for name in ("plain", "autocast")}
         monkeypatch.setattr(doctor, "TECHNIQUES", few)
         outcome = memlab_command("doctor")
         assert outcome.status == 1
@@ -222,7 +222,7 @@ def test_a_technique_that_fails_is_named_with_its_reason(fails, monkeypatch):
     def refuse(device):
         raise RuntimeError("no bfloat16 here\nand more")
 
-    broken = replace(combined("autocast"), around_forward=refuse)
+    broken = replace(TECHNIQUES["autocast"], plugs={"around_forward": lambda: refuse})
     monkeypatch.setitem(TECHNIQUES, "autocast", broken)
     assert fails() == [
         "FAIL techniques   RuntimeError: failed on cpu: autocast (RuntimeError: no bfloat16 here)"
