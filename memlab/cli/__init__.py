@@ -22,8 +22,8 @@ MAX_SEQUENCES, MAX_TOKENS, MAX_STEPS = 10**6, 10**8, 10**9
 MAX_RANKS = 100_000  # with more ranks, shards hold nothing but padding
 MAX_RECIPES = 100
 ASSUME = (
-    "Size to assume where a tensor's size depends on its values, as in x[mask]: 'most' selects "
-    "every element, a fraction such as 0.15 selects that share. Only with --script."
+    "Size to assume where a tensor's size depends on its values, as with boolean indexing: 'most' "
+    "selects every element, a fraction such as 0.15 that share. Only with --script."
 )
 KERNELS = (
     "Use the Triton kernels for flash-attention, chunked-loss, int8-activations, int4-activations, "

@@ -250,7 +250,7 @@ def test_other_tags_need_no_reason():
 @pytest.mark.parametrize("comment", ["NBVAL_IGNORE_OUTPUT", "NBVAL_SKIP", "NBVAL_RAISES_EXCEPTION"])
 def test_an_nbval_comment_is_found(comment):
     assert findings(code(f"x = 1\n  # {comment}")) == [
-        f"the comment {comment} steers nbval; use its tag, with a reason"
+        f"the comment {comment} controls nbval; use its tag, with a reason"
     ]
 
 
