@@ -49,7 +49,7 @@ from torch import Tensor
 
 from memlab import losses
 from memlab.kernels.launching import launch
-from memlab.losses import Reduction, Terms, losses_of_rows_
+from memlab.losses import LossTerms, Reduction, row_losses_
 
 _LARGEST_BLOCK = 2048
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -81,16 +81,16 @@ def chunked_cross_entropy(
         z_loss=z_loss,
         soft_cap=soft_cap,
         reduction=reduction,
-        of_rows=rows_,
+        row_losses=rows_,
     )
 
 
-def rows_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: Terms) -> Tensor:
+def rows_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: LossTerms) -> Tensor:
     """The losses (chunk, 1) of logits (chunk, V), which become their own gradients, times the
     factors (chunk, 1) if there are any. Without, the logits stay; a row with a factor of 0 has a
     loss of 0."""
     if x.dtype != torch.float32:
-        return losses_of_rows_(x, labels, factors, terms)
+        return row_losses_(x, labels, factors, terms)
     rows, V = x.shape
     found = torch.empty(rows, 1, device=x.device)
     share, cap = terms.label_smoothing, terms.soft_cap

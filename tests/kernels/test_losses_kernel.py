@@ -13,7 +13,7 @@ import memlab
 from memlab import losses
 from memlab.kernels.launching import launch
 from memlab.kernels.losses import _tanh, chunked_cross_entropy, rows_
-from memlab.losses import Terms, cross_entropy_reference, losses_of_rows_
+from memlab.losses import LossTerms, cross_entropy_reference, row_losses_
 from memlab.model import GPT, PRESETS
 
 N, C, V = 20, 8, 33
@@ -131,10 +131,10 @@ def test_it_is_torch_s_cross_entropy(device):
 def rows_and_reference(x, labels, factors, **options):
     """(losses, gradients) of the kernel, and of memlab.losses in float64."""
     found = []
-    for function, dtype in ((rows_, torch.float32), (losses_of_rows_, torch.float64)):
+    for function, dtype in ((rows_, torch.float32), (row_losses_, torch.float64)):
         logits = x.to(dtype).clone()
         by_row = None if factors is None else factors.to(dtype)
-        found.append((function(logits, labels, by_row, Terms(**options)), logits))
+        found.append((function(logits, labels, by_row, LossTerms(**options)), logits))
     return found
 
 
@@ -213,8 +213,8 @@ def test_a_target_outside_the_vocabulary_makes_its_row_nan_and_reads_no_other(la
     labels, factors = column([0, label, 2], device, torch.int64), column([1.0] * 3, device)
     right = column([0, 1, 2], device, torch.int64)
     gradient, expected = x.clone(), x.clone()
-    found = rows_(gradient, labels, factors, Terms())
-    wanted = rows_(expected, right, factors, Terms())
+    found = rows_(gradient, labels, factors, LossTerms())
+    wanted = rows_(expected, right, factors, LossTerms())
     assert found[1].isnan()
     assert gradient[1].isnan().all()
     assert torch.equal(found[[0, 2]], wanted[[0, 2]])
@@ -224,7 +224,7 @@ def test_a_target_outside_the_vocabulary_makes_its_row_nan_and_reads_no_other(la
 def test_a_row_with_a_factor_of_zero_is_not_read(device):
     x = torch.full((2, 3000), math.nan, device=device)
     x[0] = 0.0
-    found = rows_(x, column([1, 1], device, torch.int64), column([1.0, 0.0], device), Terms())
+    found = rows_(x, column([1, 1], device, torch.int64), column([1.0, 0.0], device), LossTerms())
     assert found[0].item() == pytest.approx(math.log(3000), rel=1e-6)
     assert found[1] == 0
     assert not x[1].any()
@@ -233,7 +233,7 @@ def test_a_row_with_a_factor_of_zero_is_not_read(device):
 def test_without_factors_the_logits_are_left_alone(device):
     x = torch.randn(4, 100, device=device)
     before = x.clone()
-    found = rows_(x, column([0, 1, 2, 3], device, torch.int64), None, Terms())
+    found = rows_(x, column([0, 1, 2, 3], device, torch.int64), None, LossTerms())
     assert torch.equal(x, before)
     assert_close(
         [found[:, 0]], [F.cross_entropy(x, torch.arange(4, device=device), reduction="none")]
@@ -428,14 +428,15 @@ def test_on_a_cpu_a_target_outside_the_vocabulary_is_named():
 
 COMPILED = """
 from memlab.kernels.losses import rows_
-from memlab.losses import Terms
+from memlab.losses import LossTerms
 found = []
 for capability in (80, 89):
     with compiled_for(capability) as made:
         for vocab in (32_000, 50_257):
             x = torch.empty(64, vocab, device="meta")
             labels = torch.empty(64, 1, dtype=torch.int64, device="meta")
-            for terms in (Terms(), Terms(label_smoothing=0.1), Terms(-100, 0.1, 1e-4, 30.0)):
+            every = LossTerms(-100, 0.1, 1e-4, 30.0)
+            for terms in (LossTerms(), LossTerms(label_smoothing=0.1), every):
                 rows_(x, labels, torch.empty(64, 1, device="meta"), terms)
     found += made
 report(found)
