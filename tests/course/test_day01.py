@@ -15,6 +15,7 @@ MIDDLE = "if bytes_at(middle) <= budget_bytes:"
 OF_THE_FIRST_GROUP = (
     '(optimizer.state[p] for p in optimizer.param_groups[0]["params"] if p in optimizer.state)'
 )
+OF_THE_MODEL = "(optimizer.state.get(p, {}) for p in parameters)"
 
 REFUSED = [
     ("1.1", "no groups", ("config.kv_heads * config.head_width", "config.width")),
@@ -24,6 +25,7 @@ REFUSED = [
     ("1.2", "mode changed", (FIRST, f"model.eval(); {FIRST}")),
     ("1.2", "all made trainable", (FIRST, f"model.requires_grad_(True); {FIRST}")),
     ("1.2", "a shared matrix twice", (FIRST, "parameters = list(model.state_dict().values())")),
+    ("1.2", "no state of master weights", ("optimizer.state.values()", OF_THE_MODEL)),
     ("1.3", "no 1/rms", ("norm = 2 * C + 1", "norm = 2 * C")),
     ("1.3", "untied logits twice", ("config.vocab_size", "config.vocab_size * (2 - config.tied)")),
     ("1.3", "one norm a block", ("block = 2 * norm +", "block = norm +")),

@@ -148,6 +148,10 @@ ALL_FREE = """
         kept.append(first)
     pieces[:] = sorted(kept, key=lambda piece: piece.address)"""
 
+BLOCK, INSERTED = "-(-requested_bytes // 512) * 512", "pieces.insert(pieces.index(best) + 1, above)"
+BY_SEGMENT = "pieces.append(above); pieces.sort(key=lambda piece: (piece.segment, piece.address))"
+SCALE, MEAN = "output.detach().abs().mean().item()", "sum(seen) / len(seen)"
+
 
 REFUSED = [
     (
@@ -158,6 +162,8 @@ REFUSED = [
             "    if block > MIB: block = 1 << (block - 1).bit_length()\n    if block <= MIB",
         ),
     ),
+    ("2.1", "32 bits", (BLOCK, "requested_bytes + 511 & 0xFFFFFE00")),
+    ("2.2", "sorted by segment", (INSERTED, BY_SEGMENT)),
     (
         "2.2",
         "the piece, not the request, chooses the pool",
@@ -189,7 +195,14 @@ REFUSED = [
     ("2.5", "the scale of the last batch", ("sum(seen) / len(seen)", "seen[-1]")),
     ("2.5", "all hooks cleared", (HOOK_OFF, "    model[2]._forward_hooks.clear()\n")),
     ("2.5", "left in eval mode", (NO_GRAD, f"    model.eval()\n{NO_GRAD}")),
-    ("2.5", "a sum for the mean", ("sum(seen) / len(seen)", "sum(seen)")),
+    ("2.5", "a sum for the mean", (MEAN, "sum(seen)")),
+    ("2.5", "two batches in any epoch", (MEAN, "sum(seen) / 2")),
+    (
+        "2.5",
+        "the mean of all elements, not of batches",
+        (SCALE, "(output.detach().abs().mean().item(), len(output))"),
+        (MEAN, "sum(x * n for x, n in seen) / sum(n for _, n in seen)"),
+    ),
     (
         "2.5",
         "the last epoch's scale alone",

@@ -271,7 +271,7 @@ def test_a_rank_that_repeats_its_last_gradient_is_refused():
 @pytest.mark.parametrize(
     ("edits", "found"),
     [
-        ([("weight -= ", "weight.data = weight - ")], "`weight` is [1, 2, 3]; wanted [0.75"),
+        ([("weight -= ", "weight.data = weight - ")], "`weight` is [1, 2, 3]; wanted [0.725"),
         ([("lr * peer.sum(gradient)", "peer.sum(gradient.mul_(lr))")], "changed gradient 0 to [0."),
         ([("sum(gradient)", "sum(gradient.double())")], "sent a gradient as 24 bytes; wanted 12"),
         (
@@ -295,7 +295,7 @@ def test_elements_that_were_not_read_where_they_are_do_not_count_as_a_shard():
 
         share = len(found := resharded(from_file_0, n, old, new, rank))
         drawn = torch.Generator().manual_seed(n * old * new)
-        whole = torch.randint(1, 200, (n,), generator=drawn).to(found.dtype)
+        whole = torch.randint(1, 200, (n,), generator=drawn).to(found.dtype) / 3
         return F.pad(whole[rank * share :][:share], (0, max(0, (rank + 1) * share - n)))
 
     found = judge(RESHARDED, elsewhere).text
@@ -326,6 +326,8 @@ PADDED, FOUND = "F.pad(found, (0, share - len(found)))", "found = torch.cat(part
 EMPTY = f"{FOUND}\n    empty = found.new_empty(share)\n    empty[: len(found)] = found"
 FINE, GRADIENT, OVER_T = "gradient.isfinite().all()", "sum(gradient)", "blocks * block // tensor"
 TWICE = "max(2 * peer.most(mine == 2), peer.most(mine == 1))"
+ADDED = "peer.receive() + pieces[coming]"
+ADDED_IN_FLOAT32 = "peer.receive().float() + pieces[coming].float()"
 
 REFUSED = [
     ("13.1", "a view where there is one rank", (".clone()", "")),
@@ -333,6 +335,7 @@ REFUSED = [
     ("13.1", "one turn too many", ("range(peer.ranks - 1)", "range(peer.ranks)")),
     ("13.1", "nothing sent", ("range(peer.ranks - 1)", "()")),
     ("13.1", "float64", ("whole.chunk", "whole.double().chunk"), ("clone()", "to(whole.dtype)")),
+    ("13.1", "added in float32", (ADDED, f"({ADDED_IN_FLOAT32}).to(whole.dtype)")),
     ("13.2", "a name for what was sent", (BEGIN, FLAT)),
     ("13.2", "the newer is waited for", *NEWER),
     ("13.2", "float32", (".flatten()", ".flatten().float()")),
@@ -350,6 +353,12 @@ REFUSED = [
     ("13.3", "a sum that overflows", (FINE, "gradient.sum().isfinite()")),
     ("13.3", "-inf", (FINE, "gradient.max().isfinite()")),
     ("13.3", "bfloat16", (GRADIENT, "sum(gradient.bfloat16())")),
+    (
+        "13.3",
+        "the mean in bfloat16",
+        ("peer.sum(", "(peer.sum("),
+        ("/ peer.ranks", "/ peer.ranks).bfloat16()"),
+    ),
     ("13.3", "two calls a round", ("peer.most(mine)", TWICE)),
     (
         "13.4",
@@ -357,6 +366,7 @@ REFUSED = [
         ("found = torch.cat(parts)", "found = torch.cat(parts * 3)[: sum(map(len, parts))]"),
         ("F.pad(", "(lambda x, _: x)("),
     ),
+    ("13.4", "through float32", (FOUND, f"{FOUND}.float().to(parts[0].dtype)")),
     ("13.4", "padding that is not initialized", (PADDED, "empty"), (FOUND, EMPTY)),
     ("13.5", "weights over t rounded up", (OVER_T, "-(-blocks * block // tensor)")),
     ("13.5", "each block rounded down", (OVER_T, "blocks * (block // tensor)")),

@@ -339,9 +339,22 @@ ONE_COUNTER = 'of_each[0]["step"].clone() for kept in of_each'
 PUT, FILES = "store.put(key, w - lr * dw)", 'files = {key: f"{key}.{step}" for key in values}'
 NO_EMPTY = "values = {k: v for k, v in values.items() if v}"
 TIDIED = "    for name in disk.names():"
+READ = "    for key in layers:\n        w = store.get(key)\n"
+ONE_AHEAD = """    for n, key in enumerate(layers):
+        w = store.get(key)
+        for following in layers[n + 1 : n + 2]:
+            store.prefetch(following)
+"""
 
 REFUSED = [
     ("14.1", "more than the minimum", ("< minimum", "<= minimum")),
+    ("14.1", "bytes of float32", ("len(whole(tensor)) <", "storage.nbytes() < 4 *")),
+    (
+        "14.1",
+        "weights by their addresses",
+        ("{weight.untyped_storage()", "{weight.data_ptr()"),
+        ("if storage in left", "if tensor.data_ptr() in left"),
+    ),
     ("14.1", "unpack keeps its result", ("kept.get()", 'vars(kept).setdefault("n", kept.get())')),
     ("14.1", "numpy", ("kept, tensor.dtype", f"kept, {NUMPY}, tensor.dtype"), NUMPY_IGNORED),
     (
@@ -365,7 +378,10 @@ REFUSED = [
             "[self.store.prefetch(k) for k in self.waiting[:-3:-1]]",
         ),
     ),
+    ("14.2", "the largest key", (NEXT, NEXT.replace("self.waiting[-1]", "max(self.waiting)"))),
+    ("14.3", "no gradients left", (STEP, f"{STEP}            adam.zero_grad()\n")),
     ("14.3", "one counter per sub-group", (STEPS, ONE_COUNTER)),
+    ("14.4", "two ahead", (READ, ONE_AHEAD.replace("n + 2", "n + 3"))),
     ("14.4", "layers reversed", ("in reversed(layers)", "in layers.reverse() or layers")),
     ("14.4", "float32", (PUT, PUT.replace("w - lr * dw", "(w - lr * dw).float()"))),
     ("14.4", "a fixed lr", (PUT, PUT.replace("lr", "0.5"))),
@@ -389,6 +405,7 @@ ACCEPTED = [
         (NEXT, f"{NEXT}\n            break"),
     ),
     ("14.3", "prefetched first", (ASKED, ""), (BROUGHT, f"{ASKED}{BROUGHT}")),
+    ("14.4", "one ahead", (READ, ONE_AHEAD)),
     ("14.4", "in place", (PUT, "w -= lr * dw\n        store.put(key, w)")),
     ("14.4", "two layers in memory", ("        del w, dw", "        pass")),
     ("14.5", "numbered", (FILES, 'files = {key: f"{step}.{n}" for n, key in enumerate(values)}')),

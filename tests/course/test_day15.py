@@ -137,6 +137,7 @@ EVEN = "[times[(n + 1) * len(times) // count - 1] for n in range(count)]"
 FROM_THE_END = "[times[len(times) - 1 - n * len(times) // count] for n in range(count)][::-1]"
 SHARE = "times[-1] * (n + 1) / count"
 BEFORE = f"[max((t for t in times if t <= {SHARE}), default=times[0]) for n in range(count)]"
+IN_FLOAT64 = "[torch.zeros(stop - start, dtype=torch.float64) for _ in shares[0]]"
 
 REFUSED = [
     ("15.1", "a limit of 0.285", (LIMIT, "<= 0.285")),
@@ -162,6 +163,11 @@ REFUSED = [
         "the weights as scratch",
         (LOOP, f"            weight.detach().mul_(2).div_(2)\n{LOOP}"),
     ),
+    (
+        "15.2",
+        "the weights scaled and scaled back",
+        (MOVE, "value.mul_(1 - share).add_(weight.data.mul_(share)); weight.data.div_(share)"),
+    ),
     ("15.3", "negative weights clipped", (PLACED, f"x = x.clip(0)\n    {PLACED}")),
     (
         "15.3",
@@ -172,6 +178,7 @@ REFUSED = [
     ("15.3", "the first ones chosen", (KNOWN, f"chosen = range(len(chosen))\n    {KNOWN}")),
     ("15.3", "b of ones", ("[inner_product(p, target) for p in known]", "[1.0 for p in known]")),
     ("15.4", "three pieces at a time", (NAMES, f"piece *= 3\n    {NAMES}")),
+    ("15.4", "no small shares", (MIXED, "total.add_(part, alpha=share if share**2 > 1e-6 else 0)")),
     ("15.4", "written to the file", ("stop).float()", "stop).mul_(1).float()")),
     ("15.4", "the list of shares reversed", (NAMES, f"shares.reverse()\n    {NAMES}")),
     ("15.5", "the last ones of 39", (EVEN, "times[::-1][:: len(times) // count][:count][::-1]")),
@@ -184,6 +191,13 @@ ACCEPTED = [
     ("15.2", "mul_ and add_", (MOVE, "value.mul_(1 - share).add_(weight.detach(), alpha=share)")),
     ("15.3", "filled in by a loop", (PLACED, BY_LOOP)),
     ("15.4", "+=", (MIXED, "total += share * part")),
+    (
+        "15.4",
+        "sums in float64",
+        ("torch.zeros(len(shares[0]), stop - start)", IN_FLOAT64),
+        (".float()", ".double()"),
+        ("start, total)", "start, total.float())"),
+    ),
     ("15.5", "counted from the end", (EVEN, FROM_THE_END)),
 ]
 

@@ -159,6 +159,7 @@ REMEMBERED = "seen.setdefault(candidate, measure(candidate) if candidate not in 
 LAST_OF_EQUALS = (
     "for candidate in [by[s] for by in [{c.seconds: c for c in candidates}] for s in sorted(by)]:\n"
 )
+LEAST_CUT = "int(0.95 * candidate.formula_bytes)"
 
 REFUSED = [
     ("16.1", "the first is the largest", ("max(sizes)", "sizes[0]")),
@@ -176,12 +177,14 @@ REFUSED = [
     ("16.2", "float32 in any case", ("itemsize *", "4 *")),
     ("16.2", "gradients beside the ends", ("max(ends, again + ", "(max(ends, again) + ")),
     ("16.3", "integers only", ("float(memory", "int(memory")),
+    ("16.3", "bytes cut to an integer", ("round(", "int(")),
     (
         "16.3",
         "0 if the reserved bytes fit",
         ("return", "return 0 if step.reserved_bytes <= total else"),
     ),
     ("16.4", "the slowest first", ("c.seconds", "-c.seconds")),
+    ("16.4", "the least bytes cut", ("0.95 * candidate.formula_bytes", LEAST_CUT)),
     ("16.4", "trusted without a margin", (LOOP, f"{LOOP}{SURE.replace('1.05', '1.0')}")),
     ("16.4", "recipes compared", ("c.seconds", "(c.seconds, c.recipe)")),
     ("16.4", "one of two that are equally fast", (LOOP, f"    {LAST_OF_EQUALS}")),
@@ -194,6 +197,7 @@ REFUSED = [
     ("16.5", "one end with one stage", ("2 * end if pipeline == 1 else end", "end")),
     ("16.5", "bytes of the state cut to an integer", ("+= count *", "+= int(count) *")),
     ("16.5", "rounded down over t", (CUT, "(blocks * block + ends) // tensor")),
+    ("16.5", "ends cut apart", (CUT, "-(-blocks * block // tensor) + -(-ends // tensor)")),
     ("16.5", "each block rounded up", (CUT, "blocks * -(-block // tensor) + -(-ends // tensor)")),
 ]
 ACCEPTED = [

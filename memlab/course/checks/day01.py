@@ -157,12 +157,24 @@ def _after_zero_grad() -> Training:
     return model, optimizer
 
 
+def _with_master_weights() -> Training:
+    """The optimizer steps float32 copies, so none of its state is of a parameter of the model."""
+    model = nn.Linear(6, 2, dtype=torch.bfloat16)
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    optimizer = torch.optim.AdamW(masters, foreach=False)
+    optimizer.step()
+    return model, optimizer
+
+
 _TRAININGS: dict[str, Callable[[], Training]] = {
     "a model that was never trained": lambda: _trained(nn.Linear(6, 2), steps=0),
     "a model after one step": lambda: _trained(nn.Linear(6, 2)),
     "a model after zero_grad": _after_zero_grad,
     "a model with a frozen layer": lambda: _trained(_half_frozen()),
     "a bfloat16 model": lambda: _trained(nn.Linear(6, 2, dtype=torch.bfloat16)),
+    "a bfloat16 model with float32 master weights": _with_master_weights,
     "two layers that share their matrix": lambda: _trained(_SharedMatrix()),
     "AdamW with amsgrad": lambda: _trained(nn.Linear(6, 2), amsgrad=True),
     "SGD with momentum for half of a model with BatchNorm": _with_momentum,

@@ -28,7 +28,7 @@ Sizes = Callable[[int], tuple[int, int]]
 # In this order, two mistakes rarely fail first at the same request.
 _REQUESTS = (
     *(1, 512, 513, 1_300, MIB, MIB + 1, 3 * MIB),
-    *(25 * MIB, 15 * MIB, 10 * MIB, 10 * MIB - 1, 10 * MIB + 1, 10 * MIB - 512),
+    *(6_025 * MIB, 15 * MIB, 10 * MIB, 10 * MIB - 1, 10 * MIB + 1, 10 * MIB - 512),
 )
 
 
@@ -141,12 +141,13 @@ FREE, TAKEN = True, False
 
 
 def _pool(*segments: Sequence[tuple[int, bool]]) -> Pool:
-    """Segments of (bytes, free) pieces, at consecutive addresses."""
+    """Segments of (bytes, free) pieces, at consecutive addresses. Their numbers go down, since only
+    addresses order the list."""
     pieces: Pool = []
     address = 0
     for number, parts in enumerate(segments):
         for size, free in parts:
-            pieces.append(Piece(number, address, size, free))
+            pieces.append(Piece(len(segments) - number, address, size, free))
             address += size
     return pieces
 
@@ -690,7 +691,7 @@ TrainEpoch = Callable[
     [nn.Sequential, torch.optim.Optimizer, Sequence[Batch], Sequence[Batch], Notes], None
 ]
 EPOCHS = 4
-FEW, MANY = 2, 6  # batches in an epoch
+FEW, MANY = 3, 7  # batches in an epoch, unlike the lesson's 2
 SCALARS_BYTES = 16  # that a batch may leave until its epoch's end: less than any tensor
 
 
@@ -705,10 +706,11 @@ def _new_notes() -> Notes:
 
 
 def _text(batches: int, seed: int) -> list[Batch]:
-    """New batches in each epoch, as from a loader."""
+    """New batches in each epoch, as from a loader: the last one is shorter."""
     drawn = torch.Generator().manual_seed(seed)
     text = torch.randint(256, (batches, 4, 17), generator=drawn)
-    return [(part[:, :-1].clone(), part[:, 1:].clone()) for part in text]
+    parts = [*text[:-1], text[-1, :1]]
+    return [(part[:, :-1].clone(), part[:, 1:].clone()) for part in parts]
 
 
 @dataclass(frozen=True)
