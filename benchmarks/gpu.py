@@ -65,7 +65,7 @@ from gpu_sections.day_jobs import SIDE_BY_SIDE
 from gpu_sections.jobs import Archive, Here, Job, Processes, answer, at_once, hidden_gpu, serve
 
 REHEARSAL = (
-    "so this is a rehearsal: recordings are derived from the predictions, and the numbers only show "
+    "so this is a rehearsal: the recordings come from the predictions, and the numbers only show "
     "that the script runs"
 )
 

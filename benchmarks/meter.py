@@ -26,7 +26,7 @@ from common import Report, heading, parser_of_sections, reports, set_environment
 from meter_sections.costs import cost, serve
 from meter_sections.dry_runs import dry_runs
 from meter_sections.exactness import exactness
-from meter_sections.plans import FULL, QUICK, Plan, Size
+from meter_sections.plans import FULL, QUICK, ModelSize, Plan
 from rich.progress import Progress
 
 SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = arguments(words)
     if given.serve:
         name, preset, batch, seq_len, dtype = given.serve
-        serve(name, Size(preset, int(batch), int(seq_len), dtype))
+        serve(name, ModelSize(preset, int(batch), int(seq_len), dtype))
         return 0
     warnings.simplefilter("ignore")  # some kinds trigger torch's warnings
     torch.set_num_threads(1)  # a kernel's scratch depends on its threads

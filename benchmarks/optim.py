@@ -190,7 +190,9 @@ def longest_steps(contender: Contender, plan: Plan) -> dict[float, float]:
 def idle_movement(contender: Contender, plan: Plan) -> float:
     """Return the largest movement of the idle weights; every third weight is idle."""
     idle = (torch.arange(plan.followed) % 3 == 0).view(-1, ROW)
-    trajectory = trajectory_of(contender.build, plan.followed, plan.idle_steps, spread=1.0, idle=idle)
+    trajectory = trajectory_of(
+        contender.build, plan.followed, plan.idle_steps, spread=1.0, idle=idle
+    )
     return trajectory.end[idle].abs().max().item() / LR
 
 

@@ -1,7 +1,7 @@
-"""What a lesson shows of a GPU to a reader who has none: `stored_on_a_gpu("day 1")`.
+"""GPU figures that lessons show to readers without a GPU, through `stored_on_a_gpu("day 1")`.
 
-The numbers stand in the results as they are printed there: bytes under names that end in `_bytes`,
-what the step was under `what`. So there are no rows here and nothing nested.
+The lessons print the results as stored: bytes under names that end in `_bytes`, a description of
+the step under `what`. The results are therefore flat.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from .day_jobs import SIDE_BY_SIDE
 
 
 def first_day(bench: Bench) -> Report:
-    """The step of Day 1's question, measured on the GPU, with its allocator's second opinion."""
+    """Measure Day 1's step on the GPU."""
     found = _measured(bench, "day 1")
     sentence = (
         f"Day 1's step ({found['what']}) peaks at {format_bytes(found['peak_bytes'])} in "
@@ -25,7 +25,7 @@ def first_day(bench: Bench) -> Report:
 
 
 def second_day(bench: Bench) -> Report:
-    """The four steps of Day 2's question, and the three numbers of their memory."""
+    """Measure allocated, reserved and device memory of Day 2's four steps."""
     found = _measured(bench, "day 2")
     numbers = [
         f"{name} {format_bytes(found[f'{name}_bytes'])}" for name in ("allocated", "reserved")
@@ -34,7 +34,7 @@ def second_day(bench: Bench) -> Report:
 
 
 def compared(bench: Bench) -> Report:
-    """The running bill's step with the techniques of one day, the section's, side by side."""
+    """Compare the techniques of the section's day."""
     steps = SIDE_BY_SIDE[bench.section]
     jobs = {words: bench.submit("step", technique) for words, technique in steps.items()}
     found: dict[str, Any] = {}
@@ -49,11 +49,11 @@ def compared(bench: Bench) -> Report:
 
 
 def timed(bench: Bench) -> Report:
-    """What precision and checkpointing cost in time, beside the plain step."""
+    """Time techniques against the plain step."""
     found = _measured(bench, "time")
-    what = f"{found['what']}; the step's time over the plain one's"
+    what = f"{found['what']}: time as a ratio to the plain step"
     lines = [(name, f"{ratio:.2f} ×") for name, ratio in found.items() if name != "what"]
-    return Report(f"Steps of {what}.", table(("", "time"), lines), found)
+    return Report(f"{what}.", table(("", "time"), lines), found)
 
 
 def _measured(bench: Bench, day: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _measured(bench: Bench, day: str) -> dict[str, Any]:
 
 def _or_raise(found: dict[str, Any]) -> dict[str, Any]:
     if "failure" in found:
-        raise RuntimeError(found["failure"])  # readers are shown what is kept
+        raise RuntimeError(found["failure"])  # do not store incomplete results
     return found
 
 

@@ -29,14 +29,14 @@ WILD = benchmark.of_ours(Wild)
 
 def test_torchs_adamw_drifts_from_itself_by_nothing():
     assert benchmark.drift(TORCHS, PLAN) == 0
-    assert benchmark.idle_way(TORCHS, PLAN) == 0
+    assert benchmark.idle_movement(TORCHS, PLAN) == 0
 
 
 def test_a_weight_that_goes_astray_shows_up_in_each_column():
     """30 · lr after three steps, of a way of about √8192 · 3 · lr / 2."""
     assert 0.1 < benchmark.drift(WILD, PLAN) < 0.3
     assert 9 < benchmark.longest_steps(WILD, PLAN)[1.0] < 11.1
-    assert benchmark.idle_way(WILD, PLAN) == pytest.approx(50, rel=1e-5)
+    assert benchmark.idle_movement(WILD, PLAN) == pytest.approx(50, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_on_the_way_is_the_root_that_adamw_makes():
 
 def test_a_tensor_subclass_is_the_tensors_that_it_is_made_of():
     contender = benchmark.CONTENDERS["torchao AdamW8bit"]
-    if not contender.is_there:
+    if not contender.is_installed:
         pytest.skip("torchao is not installed")
     with torch.compiler.set_stance("force_eager"):
         found = benchmark.bytes_of(contender, PLAN)["state"]
