@@ -36,10 +36,7 @@ LEARNING_RATE = 1e-3  # of every AdamW
 ROWS = [name for name in TECHNIQUES if name != "plain"]
 PAIRS = ["+".join(pair) for pair in combinations(ROWS, 2)]
 
-OPTIMIZERS = {
-    *("bfloat16", "master-weights", "foreach-adamw", "fused-adamw"),
-    *("adam8bit", "lion", "lion8bit", "adam-mini", "sgd"),
-}
+OPTIMIZERS = {name for name, row in TECHNIQUES.items() if "optimizer" in row.plugs}
 # Of each of these a step has one.
 EITHER_OR = (
     OPTIMIZERS,
@@ -236,6 +233,8 @@ def state_bytes(sizes: list[int], names: set[str]) -> int:
         return 8 * n + 4 * len(sizes)
     if "sgd" in names:
         return 0
+    if "momentum-sgd" in names:
+        return 2 * n
     if "bfloat16" in names:
         return 4 * n
     if "lion" in names:
