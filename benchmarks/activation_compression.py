@@ -3,7 +3,7 @@
     python benchmarks/activation_compression.py
 
 - Memory: activations between forward and backward of one block, memlab's and torch's.
-- Gradients: relative error against the gradients of exact activations.
+- MeasuredGradients: relative error against the gradients of exact activations.
 - Time: encode and decode against bitsandbytes (if installed, block size 256), and a compressed step
   against a plain one. Ratios are measured side by side.
 - Loss: training on torch's source code.
@@ -48,7 +48,7 @@ PERTURBED = "exact, initial weights perturbed by 1e-6"
 
 
 @dataclass(frozen=True)
-class Plan:
+class CompressionSizes:
     """Sizes of the benchmark."""
 
     batch: int = 8
@@ -70,30 +70,32 @@ class Plan:
 # ------------------------------------------------------------------ bytes and gradients
 
 
-def our_block(plan: Plan) -> nn.Module:
+def our_block(plan: CompressionSizes) -> nn.Module:
     return GPT(plan.config).blocks[0]
 
 
-def torchs_block(plan: Plan) -> nn.Module:
+def torchs_block(plan: CompressionSizes) -> nn.Module:
     """Return torch's encoder layer, which has ReLU and dropout."""
     C = plan.width
     return nn.TransformerEncoderLayer(C, 4, dim_feedforward=3 * C, batch_first=True).train()
 
 
-BLOCKS: dict[str, Callable[[Plan], nn.Module]] = {
+BLOCKS: dict[str, Callable[[CompressionSizes], nn.Module]] = {
     "memlab's Block": our_block,
     "nn.TransformerEncoderLayer": torchs_block,
 }
 
 
-class Gradients(NamedTuple):
+class MeasuredGradients(NamedTuple):
     """All gradients, concatenated, and the activations between forward and backward."""
 
     flat: Tensor
     activation_bytes: int
 
 
-def gradients(make: Callable[[Plan], nn.Module], plan: Plan, around: Any) -> Gradients:
+def gradients(
+    make: Callable[[CompressionSizes], nn.Module], plan: CompressionSizes, around: Any
+) -> MeasuredGradients:
     """Return the gradients of a block, with the same data and dropout masks in every call."""
     torch.manual_seed(0)
     block = make(plan)
@@ -108,14 +110,14 @@ def gradients(make: Callable[[Plan], nn.Module], plan: Plan, around: Any) -> Gra
     trace = memlab.measure(forward, model=block)
     found = torch.autograd.grad(held[0], [x, *block.parameters()], dout)
     flat = torch.cat([gradient.flatten().double() for gradient in found])
-    return Gradients(flat, trace.at_end["activations"])
+    return MeasuredGradients(flat, trace.at_end["activations"])
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
     return ((found - exact).norm() / exact.norm()).item()
 
 
-def gradient_rows(plan: Plan) -> list[dict[str, Any]]:
+def gradient_rows(plan: CompressionSizes) -> list[dict[str, Any]]:
     """Return one row for each block, bit width and rounding mode."""
     rows = []
     for name, make in BLOCKS.items():
@@ -163,7 +165,7 @@ def round_trip(x: Tensor, **settings: Any) -> Tensor:
     return dequantize_blockwise(quantize_blockwise(x, **settings))
 
 
-def coding_runs(plan: Plan) -> dict[str, Callable[[], float]]:
+def coding_runs(plan: CompressionSizes) -> dict[str, Callable[[], float]]:
     """Return encode-and-decode runs: memlab by bits, then bitsandbytes if installed."""
     x = torch.randn(plan.elements)
     runs = {f"{bits} bits": timed(partial(round_trip, x, bits=bits)) for bits in BITS}
@@ -181,7 +183,7 @@ def bitsandbytes() -> Any:
     return importlib.import_module("bitsandbytes.functional")
 
 
-def step_runs(plan: Plan) -> dict[str, Callable[[], float]]:
+def step_runs(plan: CompressionSizes) -> dict[str, Callable[[], float]]:
     """Return forward-and-backward runs of a block by bits, the plain run last."""
     torch.manual_seed(0)
     block = our_block(plan)
@@ -208,7 +210,9 @@ def against_the_last(runs: dict[str, Callable[[], float]], rounds: int) -> dict[
 # ------------------------------------------------------------------ training
 
 
-def final_loss(plan: Plan, around: Callable[[], Any], seed: int, jitter: float = 0.0) -> float:
+def final_loss(
+    plan: CompressionSizes, around: Callable[[], Any], seed: int, jitter: float = 0.0
+) -> float:
     """Train with warm-up, cosine decay and clipping; return the mean loss of the last 10 %.
 
     Weights and batches depend only on `seed`. `jitter` is a relative perturbation of the initial
@@ -241,7 +245,7 @@ def final_loss(plan: Plan, around: Callable[[], Any], seed: int, jitter: float =
     return sum(last) / len(last)
 
 
-def training_losses(plan: Plan) -> dict[str, list[float]]:
+def training_losses(plan: CompressionSizes) -> dict[str, list[float]]:
     """Return the final loss for each bit width and seed."""
     ways: dict[str, Callable[[], Any]] = {"exact": nullcontext}
     ways |= {f"{bits} bits": partial(compressed_activations, bits) for bits in BITS}
@@ -266,15 +270,19 @@ def training_table(losses: dict[str, list[float]]) -> str:
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="rounds of each comparison")
-    parser.add_argument("--steps", type=int, default=Plan.steps, help="steps of each training")
+    parser.add_argument(
+        "--rounds", type=int, default=CompressionSizes.rounds, help="rounds of each comparison"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=CompressionSizes.steps, help="steps of each training"
+    )
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None, plan: Plan | None = None) -> int:
+def main(words: Sequence[str] | None = None, plan: CompressionSizes | None = None) -> int:
     set_environment()
     given = arguments(words)
-    plan = replace(plan or Plan(), rounds=given.rounds, steps=given.steps)
+    plan = replace(plan or CompressionSizes(), rounds=given.rounds, steps=given.steps)
     print(heading("Activation compression"), end="\n\n")
     rows = gradient_rows(plan)
     print(gradient_table(rows, plan.draws), end="\n\n")

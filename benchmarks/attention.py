@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from common import (
     THREADS,
-    Report,
+    SectionReport,
     Spread,
     heading,
     parser_of_sections,
@@ -60,7 +60,7 @@ WAYS: dict[str, Attend] = {NAIVE: attention_reference, FLASH: flash_attention, T
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionSizes:
     """Sizes of the benchmark."""
 
     seq_len: int
@@ -72,12 +72,12 @@ class Plan:
     rounds: int
 
 
-FULL = Plan(4096, 4, 64, (128, 256, 512, 1024), (1024, 2048, 4096, 8192), 512, 9)
-QUICK = Plan(64, 2, 8, (16, 32), (512, 1024), 64, 2)
+FULL = AttentionSizes(4096, 4, 64, (128, 256, 512, 1024), (1024, 2048, 4096, 8192), 512, 9)
+QUICK = AttentionSizes(64, 2, 8, (16, 32), (512, 1024), 64, 2)
 
 
 def arguments_of_attention(
-    plan: Plan, length: int, dtype: torch.dtype = torch.float32
+    plan: AttentionSizes, length: int, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], Tensor]:
     """Return q, k, v and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +98,7 @@ def forward_backward(
 
 
 @dataclass(frozen=True)
-class Times:
+class AttentionTimes:
     """Seconds of each implementation in each round, for one mask."""
 
     mask: str
@@ -119,7 +119,7 @@ def timed(run: Callable[[], object]) -> float:
         return time.perf_counter() - start
 
 
-def times(plan: Plan, mask: str, rounds: Iterable[int]) -> Times:
+def times(plan: AttentionSizes, mask: str, rounds: Iterable[int]) -> AttentionTimes:
     """Time every implementation and tile size, after one warm-up round."""
     qkv, dout = arguments_of_attention(plan, plan.seq_len)
     ways = WAYS | {f"tiles of {size}": partial(flash_attention, tile=size) for size in plan.tiles}
@@ -128,10 +128,10 @@ def times(plan: Plan, mask: str, rounds: Iterable[int]) -> Times:
         for name, attend in ways.items()
     }
     side_by_side(runs, range(1))
-    return Times(mask, side_by_side(runs, rounds))
+    return AttentionTimes(mask, side_by_side(runs, rounds))
 
 
-def time_section(plan: Plan, bar: Progress) -> Report:
+def time_section(plan: AttentionSizes, bar: Progress) -> SectionReport:
     found = {
         mask: times(plan, mask, bar.track(range(plan.rounds), description=mask)) for mask in GOALS
     }
@@ -163,10 +163,10 @@ def time_section(plan: Plan, bar: Progress) -> Report:
         }
         for mask, row in found.items()
     }
-    return Report(sentence, markdown, plain)
+    return SectionReport(sentence, markdown, plain)
 
 
-def tile_table(plan: Plan, found: dict[str, Times]) -> str:
+def tile_table(plan: AttentionSizes, found: dict[str, AttentionTimes]) -> str:
     rows = []
     for size in plan.tiles:
         kinds = [t.kind for t in tiles(plan.seq_len, plan.seq_len, size, causal=True)]
@@ -179,7 +179,7 @@ def tile_table(plan: Plan, found: dict[str, Times]) -> str:
 # ------------------------------------------------------------------ bytes
 
 
-def peak_bytes(attend: Attend, plan: Plan, length: int) -> int:
+def peak_bytes(attend: Attend, plan: AttentionSizes, length: int) -> int:
     """Return the peak beyond q, k, v and dout, measured in a dry run."""
     with memlab.dry_run():
         qkv, dout = arguments_of_attention(plan, length)
@@ -192,7 +192,7 @@ def slope(lengths: Sequence[int], sizes: Sequence[int]) -> float:
     return math.log(sizes[-1] / sizes[-2]) / math.log(lengths[-1] / lengths[-2])
 
 
-def bytes_section(plan: Plan, bar: Progress) -> Report:
+def bytes_section(plan: AttentionSizes, bar: Progress) -> SectionReport:
     found = {
         name: [peak_bytes(WAYS[name], plan, T) for T in bar.track(plan.lengths, description=name)]
         for name in (NAIVE, FLASH)
@@ -208,13 +208,13 @@ def bytes_section(plan: Plan, bar: Progress) -> Report:
     ]
     header = ("peak beyond the arguments", *(f"{T} tokens" for T in plan.lengths), "last slope")
     plain = {"lengths": plan.lengths, "peak_bytes": found, "slopes": slopes}
-    return Report(sentence, table(header, rows), plain)
+    return SectionReport(sentence, table(header, rows), plain)
 
 
 # ------------------------------------------------------------------ error
 
 
-def errors(attend: Attend, plan: Plan, dtype: torch.dtype) -> dict[str, float]:
+def errors(attend: Attend, plan: AttentionSizes, dtype: torch.dtype) -> dict[str, float]:
     """Return the largest error of the output and of each gradient, against float64."""
     qkv, dout = arguments_of_attention(plan, plan.error_length, dtype)
     exact = [x.detach().double().requires_grad_() for x in qkv]
@@ -232,7 +232,7 @@ def is_within(ours: dict[str, float], naive: dict[str, float]) -> bool:
     )
 
 
-def error_section(plan: Plan, bar: Progress) -> Report:
+def error_section(plan: AttentionSizes, bar: Progress) -> SectionReport:
     found = {
         str(dtype).removeprefix("torch."): {
             name: errors(attend, plan, dtype) for name, attend in WAYS.items()
@@ -250,12 +250,12 @@ def error_section(plan: Plan, bar: Progress) -> Report:
         for name, of_way in ways.items()
     ]
     header = ("dtype", "implementation", *ERROR_RATIOS)
-    return Report(sentence, table(header, rows), {"errors": found, "within": within})
+    return SectionReport(sentence, table(header, rows), {"errors": found, "within": within})
 
 
 # ------------------------------------------------------------------ the command
 
-SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
+SECTIONS: dict[str, Callable[[AttentionSizes, Progress], SectionReport]] = {
     "time": time_section,
     "bytes": bytes_section,
     "error": error_section,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from common import (
-    Report,
+    SectionReport,
     Spread,
     core_seconds,
     heading,
@@ -65,7 +65,7 @@ MAX_TIME_RATIO = 1.05  # to torch's checkpoint
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckpointingSizes:
     """Sizes of the benchmark."""
 
     preset: str
@@ -78,10 +78,10 @@ class Plan:
 
 
 # With few tokens every schedule peaks at the end of backward, where all gradients exist.
-FULL = Plan(
+FULL = CheckpointingSizes(
     "25m", batch=2, seq_len=256, tiny_blocks=200, rounds=15, batch_factor=4, schedule_rounds=5
 )
-QUICK = Plan(
+QUICK = CheckpointingSizes(
     "tiny", batch=4, seq_len=64, tiny_blocks=5, rounds=2, batch_factor=1, schedule_rounds=1
 )
 
@@ -95,7 +95,7 @@ WAYS: dict[str, Call] = {
 }
 
 
-def gpt(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
+def gpt(plan: CheckpointingSizes) -> tuple[nn.Module, Callable[[Call], Pass]]:
     """Return a GPT, and a function that builds its forward and backward for a checkpoint."""
     torch.manual_seed(0)
     model = GPT(PRESETS[plan.preset])
@@ -113,7 +113,7 @@ def gpt(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
     return model, pass_of
 
 
-def chain(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
+def chain(plan: CheckpointingSizes) -> tuple[nn.Module, Callable[[Call], Pass]]:
     """Return a chain of blocks so small that overhead dominates."""
     torch.manual_seed(0)
     blocks = nn.Sequential(
@@ -134,7 +134,7 @@ def chain(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CheckpointTimes:
     """Times and peaks of one model with every checkpoint implementation."""
 
     seconds: dict[str, list[float]]
@@ -159,17 +159,17 @@ def peak_bytes(run: Pass, model: nn.Module) -> int:
 
 def compared(
     model: nn.Module, pass_of: Callable[[Call], Pass], rounds: Iterable[int]
-) -> Comparison:
+) -> CheckpointTimes:
     """Measure every peak, which warms up, then the times."""
     passes = {name: pass_of(call) for name, call in WAYS.items()}
     peaks = {name: peak_bytes(run, model) for name, run in passes.items()}
-    return Comparison(
+    return CheckpointTimes(
         side_by_side({name: partial(core_seconds, run) for name, run in passes.items()}, rounds),
         peaks,
     )
 
 
-def against_torch(plan: Plan, bar: Progress) -> Report:
+def against_torch(plan: CheckpointingSizes, bar: Progress) -> SectionReport:
     builders = {
         f"{plan.preset}, {plan.batch} × {plan.seq_len} tokens": gpt,
         f"{plan.tiny_blocks} blocks of Linear(16, 16), GELU and Tanh": chain,
@@ -178,10 +178,10 @@ def against_torch(plan: Plan, bar: Progress) -> Report:
         name: compared(*build(plan), bar.track(range(plan.rounds), description=name))
         for name, build in builders.items()
     }
-    return Report(torch_sentence(found), torch_table(found), torch_numbers(found))
+    return SectionReport(torch_sentence(found), torch_table(found), torch_numbers(found))
 
 
-def torch_sentence(found: dict[str, Comparison]) -> str:
+def torch_sentence(found: dict[str, CheckpointTimes]) -> str:
     times = " and ".join(
         f"{row.ratio('memlab', 'torch').median:.2f} × ({name})" for name, row in found.items()
     )
@@ -192,7 +192,7 @@ def torch_sentence(found: dict[str, Comparison]) -> str:
     )
 
 
-def torch_table(found: dict[str, Comparison]) -> str:
+def torch_table(found: dict[str, CheckpointTimes]) -> str:
     rows = [
         (
             name,
@@ -211,7 +211,7 @@ def torch_table(found: dict[str, Comparison]) -> str:
     return markdown_table(header, rows)
 
 
-def torch_numbers(found: dict[str, Comparison]) -> dict[str, Any]:
+def torch_numbers(found: dict[str, CheckpointTimes]) -> dict[str, Any]:
     return {
         name: {
             "peak_bytes": row.peak_bytes,
@@ -228,7 +228,7 @@ def torch_numbers(found: dict[str, Comparison]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Way:
+class ScheduledRun:
     """A schedule of a model's blocks, and the checkpoint function for its segments."""
 
     schedule: Schedule
@@ -236,7 +236,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScheduleResult:
     """Measured and predicted costs; predictions are None for selective checkpointing."""
 
     peak_bytes: int
@@ -266,26 +266,28 @@ def sequential_schedule(stages: int, segments: int) -> Schedule:
     return (*checkpointed, *range(border, stages))
 
 
-def ways_of(costs: Chain) -> dict[str, Way]:
+def ways_of(costs: Chain) -> dict[str, ScheduledRun]:
     """Return the schedules to compare, the plain one first."""
     blocks = len(costs.stages)
     every_block = uniform_schedule(blocks, every=1)
     ways = {
-        "no checkpointing": Way(plain_schedule(blocks)),
-        "every second block": Way(tuple((i,) if i % 2 else i for i in range(blocks))),
-        "every block": Way(every_block),
-        "segments of √L": Way(sqrt_schedule(blocks)),
+        "no checkpointing": ScheduledRun(plain_schedule(blocks)),
+        "every second block": ScheduledRun(tuple((i,) if i % 2 else i for i in range(blocks))),
+        "every block": ScheduledRun(every_block),
+        "segments of √L": ScheduledRun(sqrt_schedule(blocks)),
     }
     for segments in sorted({2, max(2, blocks // 2)}):
         schedule = sequential_schedule(blocks, segments)
         budget = predicted_peak_bytes(schedule, costs)
-        ways[f"checkpoint_sequential, {segments} segments"] = Way(schedule)
-        ways[f"optimal, memory of {segments} segments"] = Way(optimal_schedule(costs, budget))
-    ways["matmuls and attention kept"] = Way(every_block, selective(MATMULS | ATTENTION))
+        ways[f"checkpoint_sequential, {segments} segments"] = ScheduledRun(schedule)
+        ways[f"optimal, memory of {segments} segments"] = ScheduledRun(
+            optimal_schedule(costs, budget)
+        )
+    ways["matmuls and attention kept"] = ScheduledRun(every_block, selective(MATMULS | ATTENTION))
     return ways
 
 
-def outcomes(plan: Plan, bar: Progress) -> dict[str, Outcome]:
+def outcomes(plan: CheckpointingSizes, bar: Progress) -> dict[str, ScheduleResult]:
     """Measure the peak and operations of every schedule, then the times."""
     torch.manual_seed(0)
     model = GPT(PRESETS[plan.preset])
@@ -293,7 +295,7 @@ def outcomes(plan: Plan, bar: Progress) -> dict[str, Outcome]:
     costs = chain_costs(model, tokens, targets)
     ways = ways_of(costs)
 
-    def pass_of(way: Way) -> Pass:
+    def pass_of(way: ScheduledRun) -> Pass:
         def run() -> None:
             with checkpoint_blocks(model, way.schedule, using=way.using):
                 model(tokens, targets).backward()
@@ -308,7 +310,7 @@ def outcomes(plan: Plan, bar: Progress) -> dict[str, Outcome]:
     found = {}
     for name, way in ways.items():
         is_predicted = way.using is checkpoint
-        found[name] = Outcome(
+        found[name] = ScheduleResult(
             peaks[name],
             predicted_peak_bytes(way.schedule, costs) if is_predicted else None,
             operations[name] - operations["no checkpointing"],
@@ -325,7 +327,7 @@ def counted(run: Pass) -> int:
     return counter.total
 
 
-def schedules(plan: Plan, bar: Progress) -> Report:
+def schedules(plan: CheckpointingSizes, bar: Progress) -> SectionReport:
     plan = replace(plan, batch=plan.batch_factor * plan.batch, rounds=plan.schedule_rounds)
     found = outcomes(plan, bar)
     plain = found["no checkpointing"]
@@ -352,12 +354,14 @@ def schedules(plan: Plan, bar: Progress) -> Report:
         "10⁹ operations recomputed",
         "time / no checkpointing",
     )
-    return Report(sentence, markdown_table(header, rows), {n: asdict(o) for n, o in found.items()})
+    return SectionReport(
+        sentence, markdown_table(header, rows), {n: asdict(o) for n, o in found.items()}
+    )
 
 
 # ------------------------------------------------------------------ the command
 
-SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
+SECTIONS: dict[str, Callable[[CheckpointingSizes, Progress], SectionReport]] = {
     "against torch": against_torch,
     "schedules": schedules,
 }

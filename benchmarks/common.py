@@ -67,7 +67,7 @@ def machine() -> str:
 
 
 def circumstances(device: str | None = None) -> dict[str, str]:
-    """Return device (default: this CPU), versions and date, to store beside a result."""
+    """Return device (default: this CPU), versions and date, to store with a result."""
     return {
         "device": device or f"CPU ({platform.machine()}, {cores()} cores)",
         "torch": torch.__version__,
@@ -265,7 +265,7 @@ def kinds_of_steps() -> ModuleType:
 # ------------------------------------------------------------------ results
 
 
-class Report(NamedTuple):
+class SectionReport(NamedTuple):
     """The output of a section."""
 
     sentence: str  # summary
@@ -278,11 +278,11 @@ class Report(NamedTuple):
 
 def reports(
     benchmark: str,
-    sections: Mapping[str, Callable[[Any, Progress], Report]],
+    sections: Mapping[str, Callable[[Any, Progress], SectionReport]],
     names: Iterable[str],
     plan: Any,
     results: Path | None,
-) -> Iterator[tuple[str, Report]]:
+) -> Iterator[tuple[str, SectionReport]]:
     """Run the named sections and yield their reports.
 
     Each report is written to the folder `results` as soon as it is ready; None writes nothing.

@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 from common import (
-    Report,
     Runner,
+    SectionReport,
     Spread,
     heading,
     parser_of_sections,
@@ -71,7 +71,7 @@ MIN_SPEEDUP, MAX_BYTES, MAX_BUFFER_BYTES = 2.0, 64 * 2**20, 12 * 2**20
 
 
 @dataclass(frozen=True)
-class Plan:
+class EmaSizes:
     """Sizes of the benchmark."""
 
     layers: int
@@ -85,21 +85,21 @@ class Plan:
         return self.layers * self.width**2
 
 
-FULL = Plan(8, 2048, 10, 7, (2, 4, 8, 16, 32, 64))
-QUICK = Plan(2, 64, 10, 2, (16, 64))
+FULL = EmaSizes(8, 2048, 10, 7, (2, 4, 8, 16, 32, 64))
+QUICK = EmaSizes(2, 64, 10, 2, (16, 64))
 
 
 # ------------------------------------------------------------------ snapshots on disk
 
 
-def model_of(plan: Plan) -> nn.Module:
+def model_of(plan: EmaSizes) -> nn.Module:
     """Return a model of alternating large and small tensors."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(plan.width - 1, plan.width) for _ in range(plan.layers)))
 
 
 @torch.no_grad()
-def trained(plan: Plan, update: Callable[[int], object], model: nn.Module) -> None:
+def trained(plan: EmaSizes, update: Callable[[int], object], model: nn.Module) -> None:
     """Move all weights in a random walk, and call `update` after each step."""
     for step in range(1, plan.steps + 1):
         torch.manual_seed(step)
@@ -108,7 +108,7 @@ def trained(plan: Plan, update: Callable[[int], object], model: nn.Module) -> No
         update(step)
 
 
-def track(plan: Plan, folder: Path, **settings: Any) -> PostHocEMA:
+def track(plan: EmaSizes, folder: Path, **settings: Any) -> PostHocEMA:
     """Write memlab's snapshots at every step."""
     model = model_of(plan)
     ema = PostHocEMA(model, folder, TRACKED, snapshot_every=1, **settings)
@@ -125,7 +125,7 @@ def theirs_of(folder: Path, model: nn.Module, every: int | str = "manual") -> An
     )  # fmt: skip
 
 
-def track_theirs(plan: Plan, folder: Path) -> None:
+def track_theirs(plan: EmaSizes, folder: Path) -> None:
     """Write ema-pytorch's snapshots at every step."""
     model = model_of(plan)
     theirs = theirs_of(folder, model, every=1)
@@ -159,32 +159,32 @@ def outer_loop(
     return out
 
 
-def ours_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def ours_into_models(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     out = [model_of(plan) for _ in range(count)]
     return lambda: synthesize(folder, WANTED[:count], out=out)
 
 
-def outer_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def outer_into_models(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     out = [model_of(plan) for _ in range(count)]
     return lambda: outer_loop(folder, WANTED[:count], out)
 
 
-def fused_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def fused_into_models(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     out = [model_of(plan) for _ in range(count)]
     return lambda: outer_loop(folder, WANTED[:count], out, fused=True)
 
 
-def theirs_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def theirs_into_models(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     theirs = theirs_of(folder, model_of(plan))
     return lambda: [theirs.synthesize_ema_model(sigma_rel=sigma) for sigma in WANTED[:count]]
 
 
-def ours_into_files(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def ours_into_files(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     out = [folder / f"ours-{number}.safetensors" for number in range(count)]
     return lambda: synthesize(folder, WANTED[:count], out=out)
 
 
-def outer_into_files(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def outer_into_files(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     def run() -> None:
         out = [model_of(plan) for _ in range(count)]
         outer_loop(folder, WANTED[:count], out)
@@ -194,7 +194,7 @@ def outer_into_files(plan: Plan, folder: Path, count: int) -> Callable[[], objec
     return run
 
 
-Way = Callable[[Plan, Path, int], Callable[[], object]]
+Way = Callable[[EmaSizes, Path, int], Callable[[], object]]
 WAYS: dict[str, dict[str, Way]] = {
     "into a model": {
         OURS: ours_into_models,
@@ -222,7 +222,7 @@ TASKS = (Task("into a model", 1), Task("into a model", 4), Task("into a file", 4
 
 
 @dataclass(frozen=True)
-class Costs:
+class SynthesisCosts:
     """Seconds in each round, and peak anonymous memory, for each implementation."""
 
     seconds: dict[str, list[float]]
@@ -236,7 +236,7 @@ class Costs:
 # ------------------------------------------------------------------ synthesis
 
 
-def serve(plan: Plan, folder: Path, task: Task, way: str) -> None:
+def serve(plan: EmaSizes, folder: Path, task: Task, way: str) -> None:
     """Run the task once for each line on standard input, and print the seconds."""
     folder = folder / ("theirs" if way == THEIRS else "ours")
     run = WAYS[task.place][way](plan, folder, task.count)
@@ -248,7 +248,7 @@ def serve(plan: Plan, folder: Path, task: Task, way: str) -> None:
             print(time.perf_counter() - start, flush=True)
 
 
-def costs(plan: Plan, folder: Path, task: Task, bar: Progress) -> Costs:
+def costs(plan: EmaSizes, folder: Path, task: Task, bar: Progress) -> SynthesisCosts:
     """Run every implementation in turn.
 
     The first round loads the snapshots into the page cache; only its memory counts.
@@ -267,10 +267,10 @@ def costs(plan: Plan, folder: Path, task: Task, bar: Progress) -> Costs:
         rounds = bar.track(range(plan.rounds), description=str(task))
         seconds = side_by_side(runs, rounds)
         peaks = {way: runner.peak_bytes - before[way] for way, runner in runners.items()}
-    return Costs(seconds, peaks)
+    return SynthesisCosts(seconds, peaks)
 
 
-def buffer_bytes(plan: Plan, folder: Path, count: int) -> int:
+def buffer_bytes(plan: EmaSizes, folder: Path, count: int) -> int:
     """Return the peak of synthesis for one layer, without mapped files and output weights."""
     found = find_snapshots(folder)
     out = [model_of(plan) for _ in range(count)]
@@ -280,7 +280,7 @@ def buffer_bytes(plan: Plan, folder: Path, count: int) -> int:
     return trace.peak_bytes - mapped - written
 
 
-def largest_difference(plan: Plan, folder: Path) -> float:
+def largest_difference(plan: EmaSizes, folder: Path) -> float:
     """Return the largest difference between memlab's average and the loop's."""
     ours, outer = model_of(plan), model_of(plan)
     synthesize(folder, WANTED[0], out=ours)
@@ -290,14 +290,14 @@ def largest_difference(plan: Plan, folder: Path) -> float:
 
 
 @contextmanager
-def snapshots_of(plan: Plan) -> Iterator[Path]:
+def snapshots_of(plan: EmaSizes) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         track(plan, Path(name, "ours"))
         track_theirs(plan, Path(name, "theirs"))
         yield Path(name)
 
 
-def synthesis_section(plan: Plan, bar: Progress) -> Report:
+def synthesis_section(plan: EmaSizes, bar: Progress) -> SectionReport:
     with snapshots_of(plan) as folder:
         difference = largest_difference(plan, folder / "ours")
         buffers = {task: buffer_bytes(plan, folder / "ours", task.count) for task in TASKS}
@@ -315,7 +315,7 @@ def synthesis_section(plan: Plan, bar: Progress) -> Report:
                 )
             )
     header = ("task", "implementation", "buffers", "anonymous memory", "time")
-    return Report(
+    return SectionReport(
         synthesis_sentence(plan, found, difference),
         table(header, rows) + "\n\n" + goals_table(found, buffers),
         {
@@ -334,7 +334,7 @@ def synthesis_section(plan: Plan, bar: Progress) -> Report:
     )
 
 
-def synthesis_sentence(plan: Plan, found: dict[Task, Costs], difference: float) -> str:
+def synthesis_sentence(plan: EmaSizes, found: dict[Task, SynthesisCosts], difference: float) -> str:
     cost = found[TASKS[1]]
     others = " and ".join(f"{cost.ratio(way).median:.1f} × ({way})" for way in (OUTER, THEIRS))
     return (
@@ -344,7 +344,9 @@ def synthesis_sentence(plan: Plan, found: dict[Task, Costs], difference: float) 
     )
 
 
-def goals(found: dict[Task, Costs], buffers: dict[Task, int]) -> list[tuple[str, str, str, str]]:
+def goals(
+    found: dict[Task, SynthesisCosts], buffers: dict[Task, int]
+) -> list[tuple[str, str, str, str]]:
     """Return rows of goal, measured value, limit and verdict."""
     rows = []
     for task, cost in found.items():
@@ -367,7 +369,7 @@ def goals(found: dict[Task, Costs], buffers: dict[Task, int]) -> list[tuple[str,
     return rows
 
 
-def goals_table(found: dict[Task, Costs], buffers: dict[Task, int]) -> str:
+def goals_table(found: dict[Task, SynthesisCosts], buffers: dict[Task, int]) -> str:
     return table(("goal", "measured", "limit", "verdict"), sorted(goals(found, buffers)))
 
 
@@ -382,7 +384,7 @@ def snapshot_profiles(times: Sequence[float], sigmas: Sequence[float] = TRACKED)
     return [power_profile(sigma, t) for t in times for sigma in sigmas]
 
 
-def errors_by_count(plan: Plan, sigmas: Sequence[float], tracked: Sequence[float]) -> dict:
+def errors_by_count(plan: EmaSizes, sigmas: Sequence[float], tracked: Sequence[float]) -> dict:
     """Return, for each sigma, the profile errors at the end of training by snapshot count."""
     return {
         sigma: [
@@ -399,7 +401,7 @@ def slope(counts: Sequence[int], errors: Sequence[float]) -> float:
     return math.log(errors[first] / errors[-1]) / math.log(counts[-1] / counts[first])
 
 
-def profiles_section(plan: Plan, bar: Progress) -> Report:
+def profiles_section(plan: EmaSizes, bar: Progress) -> SectionReport:
     rows, plain = [], {}
     for tracked in (TRACKED, (0.05, 0.28)):
         found = errors_by_count(plan, (0.03, 0.07, 0.15, 0.20, 0.25), tracked)
@@ -420,7 +422,7 @@ def profiles_section(plan: Plan, bar: Progress) -> Report:
         *(f"{n} snapshots" for n in plan.counts),
         "slope from 16 on",
     )
-    return Report(sentence, table(header, rows), {"counts": plan.counts, **plain})
+    return SectionReport(sentence, table(header, rows), {"counts": plan.counts, **plain})
 
 
 # ------------------------------------------------------------------ pruning
@@ -433,7 +435,7 @@ CHOICES: dict[str, Callable[[Sequence[float]], list[float]]] = {
 }
 
 
-def pruning_section(plan: Plan, bar: Progress) -> Report:
+def pruning_section(plan: EmaSizes, bar: Progress) -> SectionReport:
     sigmas = (0.03, 0.07, 0.12, 0.15, 0.20, 0.25)
     found = {
         name: errors_at_end(snapshot_profiles(choose(range(1, 101))), sigmas)
@@ -446,13 +448,13 @@ def pruning_section(plan: Plan, bar: Progress) -> Report:
         f"for every 5th, {worst['20, log-spaced from the end']:.0e} for log-spaced ones, and "
         f"{worst['the last 20']:.0e} for the last 20."
     )
-    return Report(sentence, table(("kept", *map(str, sigmas)), rows), {"errors": found})
+    return SectionReport(sentence, table(("kept", *map(str, sigmas)), rows), {"errors": found})
 
 
 # ------------------------------------------------------------------ files
 
 
-def files_section(plan: Plan, bar: Progress) -> Report:
+def files_section(plan: EmaSizes, bar: Progress) -> SectionReport:
     encodings = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
                  "int8": "int8"}  # fmt: skip
     sizes, made, tracked = {}, {}, 0
@@ -483,10 +485,10 @@ def files_section(plan: Plan, bar: Progress) -> Report:
         "errors": off,
         "verified": verified._asdict(),
     }
-    return Report(sentence, table(header, rows), plain)
+    return SectionReport(sentence, table(header, rows), plain)
 
 
-def verification(plan: Plan, folder: Path) -> Spread:
+def verification(plan: EmaSizes, folder: Path) -> Spread:
     """Return the time ratio of a synthesis that verifies checksums to one that does not."""
 
     def synthesis(verify: bool) -> Callable[[], float]:
@@ -505,7 +507,7 @@ def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float
 
 # ------------------------------------------------------------------ the command
 
-SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
+SECTIONS: dict[str, Callable[[EmaSizes, Progress], SectionReport]] = {
     "synthesis": synthesis_section,
     "profiles": profiles_section,
     "pruning": pruning_section,
@@ -524,7 +526,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = arguments(words)
     if given.serve:
         way, place, folder, layers, width, steps, count = given.serve
-        plan = Plan(int(layers), int(width), int(steps), 0, ())
+        plan = EmaSizes(int(layers), int(width), int(steps), 0, ())
         serve(plan, Path(folder), Task(place, int(count)), way)
         return 0
     print(heading("Post-hoc EMA"))

@@ -17,7 +17,7 @@
     planner    two dozen recipes, predicted and measured; training 7 billion weights in 24 GB
     verdict    "fits" and "out of memory", tested just above and below the predicted limit
 
-A section is a row of SECTIONS: a function from a Bench to a Report.
+A section is a row of SECTIONS: a function from a Bench to a SectionReport.
 
 Every step runs in its own process, several at a time, except for timings. Markdown goes to
 standard output, progress to standard error. After every step the script writes the results to
@@ -47,7 +47,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from common import Report, heading, parser, set_environment
+from common import SectionReport, heading, parser, set_environment
 from gpu_sections import (
     allocator_section,
     archive,
@@ -70,32 +70,38 @@ REHEARSAL = (
 )
 
 
-class Section(NamedTuple):
+class GpuSection(NamedTuple):
     """A row of `SECTIONS`."""
 
     summary: str
-    run: Callable[[Bench], Report]
+    run: Callable[[Bench], SectionReport]
 
 
 # In the order of execution. Sections that record histories come first.
-SECTIONS: dict[str, Section] = {
-    "predict": Section("steps predicted on the CPU and recorded on the GPU", predict_section.run),
-    "allocator": Section("replay of recorded histories", allocator_section.run),
-    "meter": Section("measured steps against the allocator's statistics", meter_section.run),
-    "day 1": Section("figures of Day 1", day_sections.first_day),
-    "day 2": Section("figures of Day 2", day_sections.second_day),
+SECTIONS: dict[str, GpuSection] = {
+    "predict": GpuSection(
+        "steps predicted on the CPU and recorded on the GPU", predict_section.run
+    ),
+    "allocator": GpuSection("replay of recorded histories", allocator_section.run),
+    "meter": GpuSection("measured steps against the allocator's statistics", meter_section.run),
+    "day 1": GpuSection("figures of Day 1", day_sections.first_day),
+    "day 2": GpuSection("figures of Day 2", day_sections.second_day),
     **{
-        day: Section(f"figures of {day.capitalize()}", day_sections.compared)
+        day: GpuSection(f"figures of {day.capitalize()}", day_sections.compared)
         for day in SIDE_BY_SIDE
     },
-    "time": Section("time of mixed precision and checkpointing", day_sections.timed),
-    "optim": Section("8-bit optimizers against bitsandbytes' kernels", peers_sections.optimizers),
-    "fused": Section("tiled attention and chunked loss against torch's", peers_sections.fused),
-    "kernels": Section("Triton kernels against production kernels", peers_sections.kernels),
-    "offload": Section("offloaded state, weights and activations", offload_section.run),
-    "ema": Section("two averages during training", ema_section.run),
-    "planner": Section("memory of recipes, and a large model under a limit", planner_section.run),
-    "verdict": Section("fits or not, around the predicted limit", verdict_section.run),
+    "time": GpuSection("time of mixed precision and checkpointing", day_sections.timed),
+    "optim": GpuSection(
+        "8-bit optimizers against bitsandbytes' kernels", peers_sections.optimizers
+    ),
+    "fused": GpuSection("tiled attention and chunked loss against torch's", peers_sections.fused),
+    "kernels": GpuSection("Triton kernels against production kernels", peers_sections.kernels),
+    "offload": GpuSection("offloaded state, weights and activations", offload_section.run),
+    "ema": GpuSection("two averages during training", ema_section.run),
+    "planner": GpuSection(
+        "memory of recipes, and a large model under a limit", planner_section.run
+    ),
+    "verdict": GpuSection("fits or not, around the predicted limit", verdict_section.run),
 }
 
 
@@ -154,7 +160,7 @@ def run(bench: Bench, names: Sequence[str]) -> bool:
     return is_whole
 
 
-def kept(report: Report) -> dict:
+def kept(report: SectionReport) -> dict:
     """Return the content for the results file; add the summary where there are rows."""
     return {"summary": report.sentence, **report.plain} if "rows" in report.plain else report.plain
 

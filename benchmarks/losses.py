@@ -50,7 +50,7 @@ MAX_BYTES, MAX_TIME_RATIO = 100 * 2**20, 1.0  # goals at 2,048 × 512 × 32,000 
 
 
 @dataclass(frozen=True)
-class Plan:
+class LossSizes:
     """Sizes of the benchmark."""
 
     rows: int = 2048
@@ -61,7 +61,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Row:
+class LossRow:
     """Memory, time and gradient errors of one implementation."""
 
     peak_bytes: int
@@ -74,7 +74,7 @@ def by_all_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), targets)
 
 
-def ways_of(plan: Plan) -> dict[str, Loss]:
+def ways_of(plan: LossSizes) -> dict[str, Loss]:
     """Return the implementations, the one with all logits first."""
     options = {
         "F.linear_cross_entropy": {},
@@ -92,7 +92,7 @@ def ways_of(plan: Plan) -> dict[str, Loss]:
     return ways
 
 
-def problem(plan: Plan, dtype: torch.dtype) -> list[Tensor]:
+def problem(plan: LossSizes, dtype: torch.dtype) -> list[Tensor]:
     """Return hidden and weight, which require gradients, and targets."""
     torch.manual_seed(0)
     hidden = torch.randn(plan.rows, plan.width)
@@ -115,7 +115,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-def compared(plan: Plan, dtype: torch.dtype, bar: Progress) -> dict[str, Row]:
+def compared(plan: LossSizes, dtype: torch.dtype, bar: Progress) -> dict[str, LossRow]:
     """Measure memory and errors of every implementation, which warms up, then the times."""
     given = problem(plan, dtype)
     precise = [x.detach().double().requires_grad_() for x in given[:2]]
@@ -129,14 +129,14 @@ def compared(plan: Plan, dtype: torch.dtype, bar: Progress) -> dict[str, Row]:
     runs = {n: partial(core_seconds, partial(gradients, loss, *given)) for n, loss in ways.items()}
     rounds = bar.track(range(plan.rounds), description=str(dtype).removeprefix("torch."))
     seconds = side_by_side(runs, rounds)
-    return {name: Row(peaks[name], seconds[name], *errors[name]) for name in ways}
+    return {name: LossRow(peaks[name], seconds[name], *errors[name]) for name in ways}
 
 
-def ratio(found: dict[str, Row], name: str) -> Spread:
+def ratio(found: dict[str, LossRow], name: str) -> Spread:
     return ratios(found[name].seconds, found[ALL_LOGITS].seconds)
 
 
-def results_table(found: dict[str, Row], chunk: int) -> str:
+def results_table(found: dict[str, LossRow], chunk: int) -> str:
     rows = [
         (
             f"{name}, default: chunk={chunk}" if name == DEFAULT else name,
@@ -151,7 +151,7 @@ def results_table(found: dict[str, Row], chunk: int) -> str:
     return markdown_table((*header, "error, hidden", "error, weight"), rows)
 
 
-def sentence(found: dict[str, Row]) -> str:
+def sentence(found: dict[str, LossRow]) -> str:
     """Say whether float32 at full size meets the goals."""
     ours, time_ratio = found[DEFAULT], ratio(found, DEFAULT).median
     is_met = ours.peak_bytes <= MAX_BYTES and time_ratio <= MAX_TIME_RATIO
@@ -164,15 +164,17 @@ def sentence(found: dict[str, Row]) -> str:
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="rounds of each comparison")
+    parser.add_argument(
+        "--rounds", type=int, default=LossSizes.rounds, help="rounds of each comparison"
+    )
     parser.add_argument("--float32-only", action="store_true", help="leave out bfloat16")
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None, plan: Plan | None = None) -> int:
+def main(words: Sequence[str] | None = None, plan: LossSizes | None = None) -> int:
     set_environment()
     given = arguments(words)
-    plan = Plan(**{**asdict(plan or Plan()), "rounds": given.rounds})
+    plan = LossSizes(**{**asdict(plan or LossSizes()), "rounds": given.rounds})
     torch.set_num_threads(1)  # CPU time equals wall-clock time
     print(heading("Chunked cross-entropy"))
     chunk = chunk_rows(plan.rows, plan.vocab_size, plan.width)

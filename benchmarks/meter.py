@@ -22,14 +22,14 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import torch
-from common import Report, heading, parser_of_sections, reports, set_environment
+from common import SectionReport, heading, parser_of_sections, reports, set_environment
 from meter_sections.costs import cost, serve
 from meter_sections.dry_runs import dry_runs
 from meter_sections.exactness import exactness
-from meter_sections.plans import FULL, QUICK, ModelSize, Plan
+from meter_sections.plans import FULL, QUICK, MeterPlan, ModelSize
 from rich.progress import Progress
 
-SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
+SECTIONS: dict[str, Callable[[MeterPlan, Progress], SectionReport]] = {
     "exactness": exactness,
     "dry-run": dry_runs,
     "cost": cost,

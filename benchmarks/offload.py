@@ -63,7 +63,7 @@ COMMITTED = "state and weights, a commit each step"
 
 
 @dataclass(frozen=True)
-class Plan:
+class OffloadSizes:
     """Sizes of the benchmark."""
 
     setting: Setting = Setting("25m", batch=4, seq_len=256)  # noqa: RUF009, it is frozen
@@ -73,7 +73,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Way:
+class OffloadedParts:
     """What to offload."""
 
     optimizer: dict[str, Any] | None = None  # settings of OffloadedOptimizer; None for none
@@ -95,18 +95,18 @@ class Way:
 
 EVERYTHING = {"gradients": True, "weights": True}
 WAYS = {
-    NOTHING: Way(),
-    "state": Way({}),
-    "state and gradients": Way({"gradients": True}),
-    COMMITTED: Way({"weights": True}, persistent=True),
-    "activations": Way(activations=True),
-    "layers, their gradients and state": Way(EVERYTHING, layers=True),
-    "all of these": Way(EVERYTHING, activations=True, layers=True),
+    NOTHING: OffloadedParts(),
+    "state": OffloadedParts({}),
+    "state and gradients": OffloadedParts({"gradients": True}),
+    COMMITTED: OffloadedParts({"weights": True}, persistent=True),
+    "activations": OffloadedParts(activations=True),
+    "layers, their gradients and state": OffloadedParts(EVERYTHING, layers=True),
+    "all of these": OffloadedParts(EVERYTHING, activations=True, layers=True),
 }
 
 
 @dataclass(frozen=True)
-class Row:
+class OffloadRow:
     """Memory, traffic and time of one way to offload."""
 
     peak_bytes: int
@@ -123,11 +123,11 @@ class Row:
 
 
 @contextmanager
-def disk_stores() -> Iterator[Callable[[Way], DiskStore]]:
+def disk_stores() -> Iterator[Callable[[OffloadedParts], DiskStore]]:
     """Yield a function that makes stores in temporary folders."""
     with ExitStack() as stack:
 
-        def made(way: Way) -> DiskStore:
+        def made(way: OffloadedParts) -> DiskStore:
             folder = stack.enter_context(tempfile.TemporaryDirectory()) if way.persistent else None
             return stack.enter_context(DiskStore(folder))
 
@@ -135,8 +135,11 @@ def disk_stores() -> Iterator[Callable[[Way], DiskStore]]:
 
 
 def compared(
-    ways: dict[str, Way], plan: Plan, made: Callable[[Way], Store], rounds: Sequence[int]
-) -> dict[str, Row]:
+    ways: dict[str, OffloadedParts],
+    plan: OffloadSizes,
+    made: Callable[[OffloadedParts], Store],
+    rounds: Sequence[int],
+) -> dict[str, OffloadRow]:
     """Measure the memory of every way, which warms up, then the times."""
     device, rows, runs = plan.setting.device, {}, {}
     for name, way in ways.items():
@@ -148,7 +151,7 @@ def compared(
     return {name: replace(row, seconds=seconds[name]) for name, row in rows.items()}
 
 
-def bytes_of(training: Training, store: Store, alone_bytes: int) -> Row:
+def bytes_of(training: Training, store: Store, alone_bytes: int) -> OffloadRow:
     """Return a row without the time of the step."""
     training.step()
     store.flush()
@@ -158,7 +161,7 @@ def bytes_of(training: Training, store: Store, alone_bytes: int) -> Row:
     moved = replace(store.traffic)
     alone = alone_seconds(store, _device_of(training.model), alone_bytes, moved)
     buffers = getattr(store, "buffer_bytes", 0)
-    return Row(trace.peak_bytes, trace.live_bytes, buffers, **asdict(moved),
+    return OffloadRow(trace.peak_bytes, trace.live_bytes, buffers, **asdict(moved),
                alone_seconds=alone, seconds=[])  # fmt: skip
 
 
@@ -194,20 +197,20 @@ def _device_of(model: nn.Module) -> torch.device:
 # ------------------------------------------------------------------ derived figures
 
 
-def saved(found: dict[str, Row], name: str) -> float:
+def saved(found: dict[str, OffloadRow], name: str) -> float:
     """Return the saved share of the peak."""
     return 1 - found[name].peak_bytes / found[NOTHING].peak_bytes
 
 
-def slowdown(found: dict[str, Row], name: str) -> Spread:
+def slowdown(found: dict[str, OffloadRow], name: str) -> Spread:
     return ratios(found[name].seconds, found[NOTHING].seconds)
 
 
-def ahead(row: Row) -> float | None:
+def ahead(row: OffloadRow) -> float | None:
     return row.prefetched / row.read if row.read else None
 
 
-def hidden(found: dict[str, Row], name: str) -> float | None:
+def hidden(found: dict[str, OffloadRow], name: str) -> float | None:
     """Return a lower bound of the share of copy time that overlaps with the step.
 
     It is a lower bound because the step may have other extra work. None without any copies.
@@ -223,7 +226,7 @@ def _median(seconds: Sequence[float]) -> float:
     return ratios(seconds, [1.0] * len(seconds)).median
 
 
-def facts(found: dict[str, Row]) -> dict[str, dict[str, Any]]:
+def facts(found: dict[str, OffloadRow]) -> dict[str, dict[str, Any]]:
     """Return the rows as plain data, with the derived figures."""
     return {
         name: {
@@ -237,7 +240,7 @@ def facts(found: dict[str, Row]) -> dict[str, dict[str, Any]]:
     }
 
 
-def results_table(found: dict[str, Row]) -> str:
+def results_table(found: dict[str, OffloadRow]) -> str:
     rows = [
         (
             name,
@@ -261,7 +264,7 @@ def _share(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def sentence(found: dict[str, Row]) -> str:
+def sentence(found: dict[str, OffloadRow]) -> str:
     """Return the saved share of the peak and the time ratio of each way."""
     parts = [
         f"{name}: {saved(found, name):.0%} in {slowdown(found, name).median:.2f} × the time"
@@ -276,10 +279,12 @@ def sentence(found: dict[str, Row]) -> str:
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="rounds of the comparison")
+    parser.add_argument(
+        "--rounds", type=int, default=OffloadSizes.rounds, help="rounds of the comparison"
+    )
     parser.add_argument(
         "--model",
-        default=Plan.setting.model,
+        default=OffloadSizes.setting.model,
         choices=PRESETS,
         metavar="NAME",
         help="model to train",
@@ -287,10 +292,10 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None, plan: Plan | None = None) -> int:
+def main(words: Sequence[str] | None = None, plan: OffloadSizes | None = None) -> int:
     set_environment()
     given = arguments(words)
-    plan = plan or Plan(setting=replace(Plan.setting, model=given.model))
+    plan = plan or OffloadSizes(setting=replace(OffloadSizes.setting, model=given.model))
     torch.set_num_threads(1)  # the store's thread uses the other core
     print(heading("Offloading to the disk"))
     with progress() as bar, disk_stores() as made:

@@ -3,7 +3,7 @@
     OMP_WAIT_POLICY=PASSIVE python benchmarks/optim.py
 
     state      optimizer state of one matrix, in bytes per weight (unique storages)
-    drift      distance of the weights to those of the float32 optimizer (Adam or Lion) after 100
+    drift      distance to the weights of the float32 optimizer (Adam or Lion) after 100
                steps with Gaussian gradients, divided by the length of its path
     longest    largest update in 100 steps, in units of lr, with log-normal gradient scales of
                σ = 1, 2, 3. Exact Adam's is at most 7.27. Adam-mini has no such bound if the
@@ -14,7 +14,7 @@
     time       of a step of 16.8 million weights, as a ratio to torch's AdamW without foreach:
                median and quartiles of rounds in which all take turns
 
-Packages that are not installed are left out and listed. torchao's optimizers are compiled if a C++
+Missing packages are left out and listed. torchao's optimizers are compiled if a C++
 compiler is installed. Prints Markdown and writes `benchmarks/results/<machine>.json`.
 """
 
@@ -55,7 +55,7 @@ ROW = 1024  # elements in a row of the matrix
 
 
 @dataclass(frozen=True)
-class Plan:
+class OptimizerSizes:
     """Sizes of the benchmark."""
 
     timed: int = 2**24  # weights in the timed step
@@ -73,7 +73,7 @@ Build = Callable[[nn.Parameter], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Contender:
+class TestedOptimizer:
     """An optimizer of one matrix, with learning rate LR and no weight decay."""
 
     build: Build
@@ -85,20 +85,20 @@ class Contender:
         return importlib.util.find_spec(self.package) is not None
 
 
-def of_ours(optimizer: Callable[..., Any], rule: str = "Adam", **settings: Any) -> Contender:
+def of_ours(optimizer: Callable[..., Any], rule: str = "Adam", **settings: Any) -> TestedOptimizer:
     def build(weight: nn.Parameter) -> torch.optim.Optimizer:
         return optimizer([("mlp.weight", weight)], lr=LR, weight_decay=0.0, **settings)
 
-    return Contender(build, rule)
+    return TestedOptimizer(build, rule)
 
 
-def of_package(module: str, name: str, rule: str = "Adam", **settings: Any) -> Contender:
+def of_package(module: str, name: str, rule: str = "Adam", **settings: Any) -> TestedOptimizer:
     def build(weight: nn.Parameter) -> torch.optim.Optimizer:
         with silence():
             optimizer = getattr(importlib.import_module(module), name)
         return optimizer([weight], lr=LR, weight_decay=0.0, **settings)
 
-    return Contender(build, rule, module.partition(".")[0])
+    return TestedOptimizer(build, rule, module.partition(".")[0])
 
 
 def adam_mini(weight: nn.Parameter) -> torch.optim.Optimizer:
@@ -127,7 +127,7 @@ CONTENDERS = {
     "bitsandbytes Adam8bit": of_package("bitsandbytes.optim", "Adam8bit"),
     "torchao AdamW8bit": of_package("torchao.optim", "AdamW8bit"),
     "memlab Adam8bit": of_ours(Adam8bit),
-    "adam-mini Adam_mini": Contender(adam_mini, package="adam_mini"),
+    "adam-mini Adam_mini": TestedOptimizer(adam_mini, package="adam_mini"),
     "memlab AdamMini": of_ours(AdamMini, partition=lambda name, shape: shape[-1]),
     "lion-pytorch Lion": of_package("lion_pytorch", "Lion", "Lion"),
     "memlab Lion": of_ours(Lion, "Lion"),
@@ -172,14 +172,14 @@ def trajectory_of(
 exact_trajectory = cache(trajectory_of)
 
 
-def drift(contender: Contender, plan: Plan) -> float:
+def drift(contender: TestedOptimizer, plan: OptimizerSizes) -> float:
     """Return the distance to the float32 optimizer's weights, relative to its path."""
     wanted = exact_trajectory(EXACT[contender.rule], plan.followed, plan.steps).end
     apart = trajectory_of(contender.build, plan.followed, plan.steps).end - wanted
     return (apart.norm() / wanted.norm()).item()
 
 
-def longest_steps(contender: Contender, plan: Plan) -> dict[float, float]:
+def longest_steps(contender: TestedOptimizer, plan: OptimizerSizes) -> dict[float, float]:
     """Return the largest update for each σ."""
     return {
         spread: trajectory_of(contender.build, plan.followed, plan.steps, spread=spread).longest
@@ -187,7 +187,7 @@ def longest_steps(contender: Contender, plan: Plan) -> dict[float, float]:
     }
 
 
-def idle_movement(contender: Contender, plan: Plan) -> float:
+def idle_movement(contender: TestedOptimizer, plan: OptimizerSizes) -> float:
     """Return the largest movement of the idle weights; every third weight is idle."""
     idle = (torch.arange(plan.followed) % 3 == 0).view(-1, ROW)
     trajectory = trajectory_of(
@@ -199,14 +199,14 @@ def idle_movement(contender: Contender, plan: Plan) -> float:
 # ------------------------------------------------------------------ bytes and time
 
 
-def ready(contender: Contender, weight: nn.Parameter) -> torch.optim.Optimizer:
+def ready(contender: TestedOptimizer, weight: nn.Parameter) -> torch.optim.Optimizer:
     """Return the optimizer after a first step, which makes its state and compiles it."""
     optimizer = contender.build(weight)
     optimizer.step()
     return optimizer
 
 
-def timed_weight(plan: Plan) -> nn.Parameter:
+def timed_weight(plan: OptimizerSizes) -> nn.Parameter:
     """Return a weight for all optimizers to share; its values do not affect the time."""
     weight = nn.Parameter(torch.randn(plan.timed // ROW, ROW))
     weight.grad = torch.randn_like(weight)
@@ -232,7 +232,7 @@ def plain_tensors(value: Any) -> list[Tensor]:
     return [plain for name in names for plain in plain_tensors(getattr(value, name))]
 
 
-def bytes_of(contender: Contender, plan: Plan) -> dict[str, float]:
+def bytes_of(contender: TestedOptimizer, plan: OptimizerSizes) -> dict[str, float]:
     """Return state per weight, and the temporary memory of a step."""
     weight = timed_weight(plan)
     optimizer = ready(contender, weight)
@@ -248,7 +248,7 @@ def seconds_of(optimizer: torch.optim.Optimizer) -> float:
     return time.perf_counter() - start
 
 
-def seconds(names: Sequence[str], plan: Plan, threads: int) -> dict[str, list[float]]:
+def seconds(names: Sequence[str], plan: OptimizerSizes, threads: int) -> dict[str, list[float]]:
     """Return the seconds of each optimizer in each round."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -264,7 +264,7 @@ def seconds(names: Sequence[str], plan: Plan, threads: int) -> dict[str, list[fl
 # ------------------------------------------------------------------ tables
 
 
-def row(contender: Contender, plan: Plan) -> dict[str, Any]:
+def row(contender: TestedOptimizer, plan: OptimizerSizes) -> dict[str, Any]:
     """Return all figures except the times."""
     return {
         **bytes_of(contender, plan),
@@ -327,14 +327,16 @@ def sentences(taken: dict[int, dict[str, list[float]]]) -> Iterator[str]:
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="rounds of timed steps")
+    parser.add_argument(
+        "--rounds", type=int, default=OptimizerSizes.rounds, help="rounds of timed steps"
+    )
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None, plan: Plan | None = None) -> int:
+def main(words: Sequence[str] | None = None, plan: OptimizerSizes | None = None) -> int:
     set_environment()
     given = arguments(words)
-    plan = plan or Plan(rounds=given.rounds)
+    plan = plan or OptimizerSizes(rounds=given.rounds)
     torch.compiler.set_stance("default" if has_compiler() else "force_eager")
     installed = {name: each for name, each in CONTENDERS.items() if each.is_installed}
     print(heading("Optimizers"), end="\n\n")

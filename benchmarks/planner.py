@@ -59,7 +59,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True)
-class Case:
+class PlannerCase:
     """A configuration: model shape, batch and techniques."""
 
     shape: str
@@ -91,7 +91,7 @@ class Case:
 BF16 = torch.bfloat16
 CASES = (
     *(
-        Case("25m", 2, 128, techniques)
+        PlannerCase("25m", 2, 128, techniques)
         for techniques in (
             *("plain", "autocast", "master-weights", "bfloat16", "adam8bit", "checkpointing"),
             *("chunked-loss", "lora", "accumulation", "int8-activations"),
@@ -99,33 +99,36 @@ CASES = (
         )
     ),
     *(
-        Case("34m", 1, 256, techniques)
+        PlannerCase("34m", 1, 256, techniques)
         for techniques in ("plain", "eager-attention", "sqrt-checkpointing", "lion")
     ),
-    *(Case("124m", 1, 64, techniques) for techniques in ("plain", "checkpointing+autocast")),
-    Case("124m", 1, 128, "checkpointing+lion8bit+step-in-backward+chunked-loss", BF16),
+    *(PlannerCase("124m", 1, 64, techniques) for techniques in ("plain", "checkpointing+autocast")),
+    PlannerCase("124m", 1, 128, "checkpointing+lion8bit+step-in-backward+chunked-loss", BF16),
     *(
-        Case("wide", 8, 128, techniques)
+        PlannerCase("wide", 8, 128, techniques)
         for techniques in (*("plain", "offloaded-optimizer", "checkpointing+master-weights"),)
     ),
-    Case("wide", 8, 256, "plain", BF16),
+    PlannerCase("wide", 8, 256, "plain", BF16),
     *(
-        Case("deep", 4, 256, techniques)
+        PlannerCase("deep", 4, 256, techniques)
         for techniques in ("plain", "checkpointing", "selective-checkpointing", "streamed-layers")
     ),
-    *(Case("many-words", 2, 256, techniques) for techniques in ("plain", "chunked-loss+adam-mini")),
+    *(
+        PlannerCase("many-words", 2, 256, techniques)
+        for techniques in ("plain", "chunked-loss+adam-mini")
+    ),
 )
 QUICK = (
-    Case("tiny", 2, 32),
-    Case("tiny", 2, 64, "checkpointing+master-weights"),
-    Case("tiny", 3, 16, "lora", BF16),
+    PlannerCase("tiny", 2, 32),
+    PlannerCase("tiny", 2, 64, "checkpointing+master-weights"),
+    PlannerCase("tiny", 3, 16, "lora", BF16),
 )
 
 # ------------------------------------------------------------------ inputs of the estimators
 
 
 @dataclass(frozen=True)
-class Inputs:
+class EstimatorInputs:
     """The parameters of a case that estimators accept. `*_bytes` are bytes per element."""
 
     config: GPTConfig
@@ -149,7 +152,7 @@ class Inputs:
 STATE_BYTES = {"adam8bit": 2, "lion": 4, "lion8bit": 1, "sgd": 0, "master-weights": 12}
 
 
-def inputs_of(case: Case) -> Inputs:
+def inputs_of(case: PlannerCase) -> EstimatorInputs:
     rows, model = case.rows, empty_model(case)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     is_16_bit = bool(rows & {"bfloat16", "master-weights"})
@@ -157,7 +160,7 @@ def inputs_of(case: Case) -> Inputs:
     state = [STATE_BYTES[row] for row in rows & STATE_BYTES.keys()]
     if "adam-mini" in rows:
         state = [size]  # one second moment per row
-    return Inputs(
+    return EstimatorInputs(
         case.config,
         weights=sum(count for count, _ in counts),
         trained=sum(count for count, is_trained in counts if is_trained),
@@ -178,7 +181,7 @@ def inputs_of(case: Case) -> Inputs:
     )
 
 
-def empty_model(case: Case) -> nn.Module:
+def empty_model(case: PlannerCase) -> nn.Module:
     """Return the case's model on the meta device, in float32."""
     with torch.device("meta"):
         model = GPT(case.config)
@@ -190,12 +193,12 @@ def empty_model(case: Case) -> nn.Module:
 # ------------------------------------------------------------------ the estimators
 
 
-def sixteen_bytes(inputs: Inputs) -> int:
+def sixteen_bytes(inputs: EstimatorInputs) -> int:
     """Rajbhandari et al. 2020, section 3.1: (2 + 2 + K)Ψ with K = 12."""
     return 16 * inputs.weights
 
 
-def states(inputs: Inputs) -> int:
+def states(inputs: EstimatorInputs) -> int:
     """Return the bytes of weights, gradients and state in their actual dtypes."""
     return (
         inputs.weight_bytes * inputs.weights
@@ -203,7 +206,7 @@ def states(inputs: Inputs) -> int:
     )
 
 
-def korthikanti_activations(inputs: Inputs) -> int:
+def korthikanti_activations(inputs: EstimatorInputs) -> int:
     """Korthikanti et al. 2022, equations 1, 5 and 6 and section 4.3, for one GPU.
 
     The paper assumes 2 bytes per activation; float32 activations are scaled in proportion.
@@ -214,11 +217,11 @@ def korthikanti_activations(inputs: Inputs) -> int:
     return round(s * b * h * (inputs.config.layers * per_token + end) * inputs.activation_bytes / 2)
 
 
-def with_activations(inputs: Inputs) -> int:
+def with_activations(inputs: EstimatorInputs) -> int:
     return states(inputs) + korthikanti_activations(inputs)
 
 
-def cookbook(inputs: Inputs) -> int:
+def cookbook(inputs: EstimatorInputs) -> int:
     """EleutherAI/cookbook, calc/calc_transformer_mem.py, for one GPU."""
     s, b, h, a = inputs.seq_len, inputs.batch, inputs.config.width, inputs.config.heads
     p = inputs.activation_bytes
@@ -239,17 +242,17 @@ def deepspeed_zero3_gpu_bytes(
     return 4 * largest_layer + kept * weights
 
 
-def deepspeed_2(inputs: Inputs) -> int:
+def deepspeed_2(inputs: EstimatorInputs) -> int:
     return deepspeed_zero2_gpu_bytes(inputs.weights, inputs.offloaded)
 
 
-def deepspeed_3(inputs: Inputs) -> int:
+def deepspeed_3(inputs: EstimatorInputs) -> int:
     return deepspeed_zero3_gpu_bytes(
         inputs.weights, inputs.largest_layer, inputs.offloaded, inputs.streamed
     )
 
 
-def accelerate_bytes(case: Case, inputs: Inputs) -> int:
+def accelerate_bytes(case: PlannerCase, inputs: EstimatorInputs) -> int:
     """Return the largest of the four figures of `accelerate estimate-memory` for training."""
     from accelerate.commands.estimate import estimate_training_usage  # seconds to import
     from accelerate.utils import calculate_maximum_sizes
@@ -264,7 +267,7 @@ def accelerate_bytes(case: Case, inputs: Inputs) -> int:
 class Estimator:
     """An estimator, and the techniques that it supports."""
 
-    estimate: Callable[[Case, Inputs], int]
+    estimate: Callable[[PlannerCase, EstimatorInputs], int]
     supported: frozenset[str]
     states_only: bool = False  # documented to exclude activations
     package: str | None = None  # required
@@ -273,7 +276,7 @@ class Estimator:
     def is_installed(self) -> bool:
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
-    def supports(self, case: Case) -> bool:
+    def supports(self, case: PlannerCase) -> bool:
         return case.rows <= self.supported
 
 
@@ -282,7 +285,9 @@ SIZES |= {"adam8bit", "lion", "lion8bit", "adam-mini", "sgd", "checkpointing", "
 MIXED = frozenset(("float32", "autocast", "master-weights"))  # with AdamW
 
 
-def _from_inputs(rule: Callable[[Inputs], int]) -> Callable[[Case, Inputs], int]:
+def _from_inputs(
+    rule: Callable[[EstimatorInputs], int],
+) -> Callable[[PlannerCase, EstimatorInputs], int]:
     return lambda case, inputs: rule(inputs)
 
 
@@ -305,7 +310,7 @@ ESTIMATORS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class EstimateRow:
     """Measured, predicted and estimated bytes of a case; None if an estimator is not installed."""
 
     configuration: str
@@ -330,7 +335,7 @@ def _share(estimate: int | None, of: int) -> float | None:
     return None if estimate is None else estimate / of - 1
 
 
-def compared(case: Case) -> Row:
+def compared(case: PlannerCase) -> EstimateRow:
     """Predict the peak in a dry run, then measure the second of two real steps."""
     technique = combined(case.techniques)
     predicted_bytes = dry_trace(case.setting, technique).peak_bytes
@@ -338,7 +343,7 @@ def compared(case: Case) -> Row:
     training.step()
     trace = measured(training)
     inputs = inputs_of(case)
-    return Row(
+    return EstimateRow(
         str(case),
         trace.peak_bytes,
         most_states(trace),
@@ -360,7 +365,7 @@ def most_states(trace: Trace) -> int:
 # ------------------------------------------------------------------ tables
 
 
-def sentence(rows: Sequence[Row]) -> str:
+def sentence(rows: Sequence[EstimateRow]) -> str:
     """Say how many predictions equal the measurement."""
     off = [row for row in rows if row.off]
     worst = max(off, key=lambda row: abs(row.off), default=None)
@@ -376,7 +381,7 @@ def missing() -> Iterator[str]:
             yield f"{name}: not installed, so its column is empty; pip install {estimator.package}"
 
 
-def results_table(rows: Sequence[Row]) -> str:
+def results_table(rows: Sequence[EstimateRow]) -> str:
     lines = [
         (
             row.configuration,
@@ -389,7 +394,7 @@ def results_table(rows: Sequence[Row]) -> str:
     return markdown_table(("configuration", "measured", "memlab", *ESTIMATORS), lines)
 
 
-def _cell(row: Row, name: str) -> str:
+def _cell(row: EstimateRow, name: str) -> str:
     """Return the error, in parentheses if the estimator does not support the configuration."""
     error = row.error(name)
     if error is None:
@@ -397,7 +402,7 @@ def _cell(row: Row, name: str) -> str:
     return f"{error:+.0%}" if name in row.supported_by else f"({error:+.0%})"
 
 
-def summaries(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def summaries(rows: Sequence[EstimateRow]) -> dict[str, dict[str, Any]]:
     """Return (median, worst) relative errors for each estimator, memlab first."""
     found: dict[str, dict[str, Any]] = {}
     for name in ("memlab", *ESTIMATORS):
@@ -413,13 +418,13 @@ def summaries(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _errors(row: Row, name: str) -> tuple[float | None, float | None]:
+def _errors(row: EstimateRow, name: str) -> tuple[float | None, float | None]:
     if name == "memlab":
         return row.off / row.measured_bytes, None
     return row.error(name), row.error_of_states(name)
 
 
-def _is_known(row: Row, name: str) -> bool:
+def _is_known(row: EstimateRow, name: str) -> bool:
     return name == "memlab" or name in row.supported_by
 
 

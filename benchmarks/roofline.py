@@ -41,7 +41,7 @@ ROUNDS = 7
 
 
 @dataclass(frozen=True)
-class Row:
+class TimeRow:
     """Time of a training with techniques, as a ratio to the plain step."""
 
     training: str
@@ -138,7 +138,7 @@ def prepared(build: Callable[[], Parts], way: Attempt) -> Callable[[], float]:
     return lambda: core_seconds(step)
 
 
-def rows_of(name: str, build: Callable[[], Parts], card: Card, rounds: int) -> Iterator[Row]:
+def rows_of(name: str, build: Callable[[], Parts], card: Card, rounds: int) -> Iterator[TimeRow]:
     """Yield a row for each combination of techniques."""
     _, model, optimizer = build()
     places = find(model, optimizer)
@@ -147,10 +147,10 @@ def rows_of(name: str, build: Callable[[], Parts], card: Card, rounds: int) -> I
     plain = estimated(build, AS_IT_IS, card)
     for way in ways[1:]:
         measured = ratios(seconds[way.name], seconds[AS_IT_IS.name])
-        yield Row(name, way.name, estimated(build, way, card) / plain, measured)
+        yield TimeRow(name, way.name, estimated(build, way, card) / plain, measured)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[TimeRow]) -> str:
     cells = [
         (row.training, row.way, f"{row.estimated:.2f} ×", f"{row.measured} ×", f"{row.miss:+.0%}")
         for row in rows
@@ -158,7 +158,7 @@ def table(rows: Sequence[Row]) -> str:
     return markdown_table(("training", "with", "estimated", "measured (quartiles)", "error"), cells)
 
 
-def summary(rows: Sequence[Row], card: Card) -> str:
+def summary(rows: Sequence[TimeRow], card: Card) -> str:
     worst = max(rows, key=lambda row: abs(row.miss))
     middle = sorted(abs(row.miss) for row in rows)[len(rows) // 2]
     return (
@@ -169,7 +169,7 @@ def summary(rows: Sequence[Row], card: Card) -> str:
     )
 
 
-def plain(row: Row) -> dict[str, Any]:
+def plain(row: TimeRow) -> dict[str, Any]:
     return {**asdict(row), "measured": row.measured._asdict(), "miss": row.miss}
 
 
@@ -189,7 +189,7 @@ def main(words: Sequence[str] | None = None) -> int:
     trainings = SMALL if given.quick else TRAININGS
     print(heading("Estimated and measured time"), end="\n\n")
     card = this_core(64, 2**16) if given.quick else this_core()
-    rows: list[Row] = []
+    rows: list[TimeRow] = []
     with progress() as bar:
         for name, build in bar.track(trainings.items(), description="trainings"):
             rows += rows_of(name, build, card, 1 if given.quick else ROUNDS)

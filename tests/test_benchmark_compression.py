@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # runs a whole script at a small size
 
 benchmark = script("activation_compression")
 
-SMALL = benchmark.Plan(batch=2, seq_len=32, width=32, draws=2, elements=2000, seeds=1)
+SMALL = benchmark.CompressionSizes(batch=2, seq_len=32, width=32, draws=2, elements=2000, seeds=1)
 
 
 def test_a_relative_error_is_relative_to_the_exact_gradients_norm():

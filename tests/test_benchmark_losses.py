@@ -13,11 +13,11 @@ pytestmark = pytest.mark.slow  # runs a whole script at a small size
 
 benchmark = script("losses")
 
-SMALL = benchmark.Plan(rows=64, width=16, vocab_size=500, chunks=(4, 64))
+SMALL = benchmark.LossSizes(rows=64, width=16, vocab_size=500, chunks=(4, 64))
 
 
 def row(peak_bytes, *seconds):
-    return benchmark.Row(peak_bytes, list(seconds), 1e-7, 2e-7)
+    return benchmark.LossRow(peak_bytes, list(seconds), 1e-7, 2e-7)
 
 
 def test_the_peak_excludes_the_inputs():

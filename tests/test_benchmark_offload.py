@@ -16,13 +16,15 @@ pytestmark = pytest.mark.slow  # runs a whole script at a small size
 
 benchmark = script("offload")
 
-SMALL = benchmark.Plan(Setting("tiny", batch=4, seq_len=64), sub_group=2**13, alone_bytes=2**12)
+SMALL = benchmark.OffloadSizes(
+    Setting("tiny", batch=4, seq_len=64), sub_group=2**13, alone_bytes=2**12
+)
 N = PRESETS["tiny"].parameters
 EMBEDDING_AND_NORM = (256 + 1) * 32
 
 
 def row(peak_bytes, *seconds, alone=0.0, read=0, prefetched=0):
-    return benchmark.Row(peak_bytes, 0, 0, 0, read, prefetched, alone, list(seconds))
+    return benchmark.OffloadRow(peak_bytes, 0, 0, 0, read, prefetched, alone, list(seconds))
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.slow  # runs a whole script at a small size
 
 benchmark = script("planner")
 
-Case = benchmark.Case
+Case = benchmark.PlannerCase
 # s·b·h = 16·2·8 = 256, a·s/h = 4, v/h = 12.5, L = 3.
-INPUTS = benchmark.Inputs(
+INPUTS = benchmark.EstimatorInputs(
     GPTConfig(vocab_size=100, width=8, layers=3, heads=2, kv_heads=2, hidden=16, seq_len=32),
     weights=1000,
     trained=100,
@@ -38,10 +38,10 @@ INPUTS = benchmark.Inputs(
 )
 
 
-def row(**changes) -> "benchmark.Row":
+def row(**changes) -> "benchmark.EstimateRow":
     estimates = dict.fromkeys(benchmark.ESTIMATORS, 150)
     known = ("cookbook",)
-    return replace(benchmark.Row("a step", 200, 100, 200, estimates, known), **changes)
+    return replace(benchmark.EstimateRow("a step", 200, 100, 200, estimates, known), **changes)
 
 
 # ------------------------------------------------------------------ formulas

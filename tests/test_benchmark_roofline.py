@@ -10,7 +10,7 @@ benchmark = script("roofline")
 
 def row(estimated, measured):
     spread = benchmark.Spread(measured - 0.1, measured, measured + 0.1)
-    return benchmark.Row("a training", f"way {estimated}", estimated, spread)
+    return benchmark.TimeRow("a training", f"way {estimated}", estimated, spread)
 
 
 def test_the_error_is_relative_to_the_measurement():

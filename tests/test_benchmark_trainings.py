@@ -49,7 +49,7 @@ def test_recorded_measured_and_dry_peaks_are_equal():
 def test_a_size_that_depends_on_values_gives_an_upper_bound():
     found = run.peaks_of(masked)
     assert found["assumed"]
-    row = run.Row("plain_torch", "masked", **found)
+    row = run.TrainingRow("plain_torch", "masked", **found)
     assert run.cells(row)[0] == "masked (upper bound)"
     assert row.difference("dry") >= 0
 
@@ -67,14 +67,14 @@ def test_an_error_is_in_its_row_and_the_other_runs_continue():
     found = run.peaks_of(without_values)
     assert found["recorded"] > 0
     assert found["dry"].startswith("ValueError: ")
-    assert "bincount" in run.cells(run.Row("plain_torch", "reads", **found))[3]
+    assert "bincount" in run.cells(run.TrainingRow("plain_torch", "reads", **found))[3]
 
 
 def test_the_summary_counts_exact_peaks():
     rows = [
-        run.Row("m", "a", 100_000, 100_000, 100_000, 100_001, 5),
-        run.Row("m", "b", 100_000, 100_000, 100_000, 90_000, "ValueError: no"),
-        run.Row("m", "c", 100_000, 100_000, 100_000, 200_000, 5, assumed=True),
+        run.TrainingRow("m", "a", 100_000, 100_000, 100_000, 100_001, 5),
+        run.TrainingRow("m", "b", 100_000, 100_000, 100_000, 90_000, "ValueError: no"),
+        run.TrainingRow("m", "c", 100_000, 100_000, 100_000, 200_000, 5, assumed=True),
     ]
     assert run.summary(rows) == (
         "measured: 2 of 2 to the byte, 2 within 0.05%; run dry: 0 of 2 to the byte, 1 within "

@@ -19,7 +19,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from memlab.dry_runs import fake_tensors
-from memlab.metering import storages
+from memlab.metering import folding, storages
 from memlab.metering.storages import StorageMeter
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def test_only_memlab_is_exact_if_a_dispatch_mode_changes_the_peak():
 
 
 def test_a_meter_without_the_correction_is_reported_as_inexact(monkeypatch):
-    monkeypatch.setattr(storages, "is_in_place_unwatched", lambda *arguments: False)
+    monkeypatch.setattr(folding, "is_in_place_unwatched", lambda *arguments: False)
     row = exactness.exactness_of("fan_out", KINDS["fan_out"])
     assert row.memlab == row.watched
     assert row.missing > 0
@@ -75,7 +75,7 @@ def test_a_meter_that_misses_an_allocation_is_reported_as_inexact(monkeypatch):
     def see_all_but_one(self, *arguments):
         monkeypatch.setattr(storages.StorageMeter, "_born", see_all)
         storage = see_all(self, *arguments)
-        self._accounted.discard(storage.number)
+        self._stream._accounted.discard(storage.number)
         return storage
 
     monkeypatch.setattr(storages.StorageMeter, "_born", see_all_but_one)
@@ -132,7 +132,11 @@ def test_a_dry_run_with_a_smaller_storage_is_reported_with_its_operator(monkeypa
 
 
 def costs_of(**seconds: list[float]) -> object:
-    names = {"bare": "bare fake tensors", "dry": "dry run, metered", "lines": "metered, with lines"}
+    names = {
+        "bare": "bare fake tensors",
+        "dry": "dry run, measured",
+        "lines": "measured, with lines",
+    }
     names["tracker"] = "MemTracker, fake tensors"
     names["two_steps"], names["predicted"] = costs.WHOLE
     named = {names.get(name, name): values for name, values in seconds.items()}
@@ -142,7 +146,7 @@ def costs_of(**seconds: list[float]) -> object:
 
 def test_goals_are_compared_with_the_median_ratio():
     lines = costs.cost_lines(
-        real=costs_of(plain=[1.0, 2.0, 4.0], metered=[1.1, 2.2, 8.0], lines=[2.0, 4.0, 8.0]),
+        real=costs_of(plain=[1.0, 2.0, 4.0], measured=[1.1, 2.2, 8.0], lines=[2.0, 4.0, 8.0]),
         dry=costs_of(bare=[1.0, 1.0, 1.0], dry=[1.2, 1.4, 1.5]),
         theirs=costs_of(bare=[1.0], tracker=[12.0]),
         whole=costs_of(two_steps=[1.0, 1.0, 2.0], predicted=[1.2, 1.3, 4.0]),
@@ -150,7 +154,7 @@ def test_goals_are_compared_with_the_median_ratio():
     )
     verdicts = {name: line.cells()[-1] for name, line in lines.items()}
     assert {name for name in verdicts if verdicts[name] == "met"} == {
-        "metered",  # 1.1 of 1.15
+        "measured",  # 1.1 of 1.15
         "dry_seconds",
         "memory",  # 0.25 GiB of 0.5
         "predicted",  # 1.3 of 1.3
@@ -160,10 +164,10 @@ def test_goals_are_compared_with_the_median_ratio():
 
 OBSERVERS = {  # the innermost mode while a step is timed
     "plain": None,
-    "metered": StorageMeter,
-    "metered, with lines": StorageMeter,
+    "measured": StorageMeter,
+    "measured, with lines": StorageMeter,
     "bare fake tensors": FakeTensorMode,
-    "dry run, metered": StorageMeter,
+    "dry run, measured": StorageMeter,
     "MemTracker, fake tensors": MemTracker,
 }
 
@@ -286,7 +290,7 @@ def test_finished_sections_are_written_if_a_later_one_is_interrupted(tmp_path):
     def stop(plan: object, bar: Progress) -> None:
         raise KeyboardInterrupt
 
-    done = common.Report("a sentence", "a table", {"rows": []})
+    done = common.SectionReport("a sentence", "a table", {"rows": []})
     sections = {"exactness": lambda plan, bar: done, "cost": stop}
     with pytest.raises(KeyboardInterrupt):
         dict(common.reports("meter", sections, sections, plans.QUICK, tmp_path))

@@ -492,7 +492,7 @@ def test_an_incomplete_recording_leaves_the_earlier_ones_readable(tmp_path):
 
 
 def misses(path: Path) -> list[str]:
-    """Return the recordings of an archive that are not replayed exactly."""
+    """Return the inexact replays of an archive."""
     found = []
     for name, kept in archive.read(path).items():
         result = allocator_section.replayed(kept, kept["facts"]["total_bytes"])
@@ -1126,11 +1126,11 @@ def test_other_sections_run_after_one_fails(rehearsal, monkeypatch, capsys):
     def breaks(run):
         raise RuntimeError("no room")
 
-    report = common.Report("All is well.", "a table", {"of": 1, "rows": []})
+    report = common.SectionReport("All is well.", "a table", {"of": 1, "rows": []})
     sections = {
-        "first": gpu.Section("", lambda run: report),
-        "broken": gpu.Section("", breaks),
-        "last": gpu.Section("", lambda run: report),
+        "first": gpu.GpuSection("", lambda run: report),
+        "broken": gpu.GpuSection("", breaks),
+        "last": gpu.GpuSection("", lambda run: report),
     }
     monkeypatch.setattr(gpu, "SECTIONS", sections)
     assert not gpu.run(rehearsal, list(sections))

@@ -8,7 +8,7 @@ the smallest limit that still works and the memory reserved without a limit.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.allocator import Replay, Settings, replay
 from memlab.units import format_bytes
@@ -70,7 +70,7 @@ SETTINGS = (
 )
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     prediction = predicted(CONFIGURATIONS[LENGTHS], bench.size, bench.target)
     answers = {
         setting: bench.submit(
@@ -141,7 +141,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["setting"], *(row[name] for name in _SCORES), *peaks, str(row["retries"]))
 
 
-def report(rows: Sequence[dict[str, Any]]) -> Report:
+def report(rows: Sequence[dict[str, Any]]) -> SectionReport:
     exact = sum(row.get("exact", False) for row in rows)
     sentence = (
         f"{exact} of {len(rows)} allocator histories are replayed exactly: every decision, address "
@@ -152,4 +152,4 @@ def report(rows: Sequence[dict[str, Any]]) -> Report:
         *(f"- {row['setting']}: {miss}" for row in rows for miss in row.get("misses", ())),
     ]
     markdown = "\n".join([table(HEADER, map(cells, rows)), "", *notes])
-    return Report(sentence, markdown, {"exact": exact, "of": len(rows), "rows": list(rows)})
+    return SectionReport(sentence, markdown, {"exact": exact, "of": len(rows), "rows": list(rows)})

@@ -1,4 +1,4 @@
-"""Builders of the training steps that are predicted on a CPU and recorded on a GPU.
+"""Builders of training steps, to predict on a CPU and record on a GPU.
 
 A builder takes a Size and a device and returns `(step, model, optimizer)`; `step()` can be called
 repeatedly. It creates everything on the device, as a CUDA script would. On a GPU the sizes are

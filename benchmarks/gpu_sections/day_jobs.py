@@ -62,7 +62,7 @@ SIDE_BY_SIDE: dict[str, dict[str, str]] = {
     },
 }
 
-# Techniques that are timed against the plain step on an otherwise idle GPU.
+# Techniques timed against the plain step on an otherwise idle GPU.
 TIMED = (
     *("autocast", "loss-scaling", "bfloat16", "master-weights"),
     *("checkpointing", "sqrt-checkpointing", "selective-checkpointing", "checkpointing+autocast"),

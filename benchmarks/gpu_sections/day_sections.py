@@ -6,7 +6,7 @@ the step under `what`. The results are therefore flat.
 
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.units import format_bytes
 
@@ -14,7 +14,7 @@ from .bench import Bench
 from .day_jobs import SIDE_BY_SIDE
 
 
-def first_day(bench: Bench) -> Report:
+def first_day(bench: Bench) -> SectionReport:
     """Measure Day 1's step on the GPU."""
     found = _measured(bench, "day 1")
     sentence = (
@@ -24,7 +24,7 @@ def first_day(bench: Bench) -> Report:
     return _report(sentence, found)
 
 
-def second_day(bench: Bench) -> Report:
+def second_day(bench: Bench) -> SectionReport:
     """Measure allocated, reserved and device memory of Day 2's four steps."""
     found = _measured(bench, "day 2")
     numbers = [
@@ -33,7 +33,7 @@ def second_day(bench: Bench) -> Report:
     return _report(f"Day 2's steps ({found['what']}): {', '.join(numbers)}.", found)
 
 
-def compared(bench: Bench) -> Report:
+def compared(bench: Bench) -> SectionReport:
     """Compare the techniques of the section's day."""
     steps = SIDE_BY_SIDE[bench.section]
     jobs = {words: bench.submit("step", technique) for words, technique in steps.items()}
@@ -48,12 +48,12 @@ def compared(bench: Bench) -> Report:
     return _report(sentence, found)
 
 
-def timed(bench: Bench) -> Report:
+def timed(bench: Bench) -> SectionReport:
     """Time techniques against the plain step."""
     found = _measured(bench, "time")
     what = f"{found['what']}: time as a ratio to the plain step"
     lines = [(name, f"{ratio:.2f} ×") for name, ratio in found.items() if name != "what"]
-    return Report(f"{what}.", table(("", "time"), lines), found)
+    return SectionReport(f"{what}.", table(("", "time"), lines), found)
 
 
 def _measured(bench: Bench, day: str) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def _or_raise(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _report(sentence: str, found: dict[str, Any]) -> Report:
+def _report(sentence: str, found: dict[str, Any]) -> SectionReport:
     lines = [(name.removesuffix("_bytes").replace("_", " "), text(name, found)) for name in found]
-    return Report(sentence, table(("", "measured"), lines), found)
+    return SectionReport(sentence, table(("", "measured"), lines), found)
 
 
 def text(name: str, found: dict[str, Any]) -> str:

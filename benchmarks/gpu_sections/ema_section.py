@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.units import format_bytes
 
@@ -13,11 +13,11 @@ HEADER = ("averages", "size", "on the GPU", "peak of an update", "peak of a synt
           "error", "time / a step")  # fmt: skip
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     found = bench.in_turn("ema", PLACES)
     plain = {"what": found[ON_THE_HOST]["what"], **facts_by_name(found)}
     lines = [(name, *cells(answer)) for name, answer in found.items()]
-    return Report(sentence(found), table(HEADER, lines), plain)
+    return SectionReport(sentence(found), table(HEADER, lines), plain)
 
 
 def cells(answer: dict[str, Any]) -> tuple[str, ...]:

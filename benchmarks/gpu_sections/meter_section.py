@@ -8,7 +8,7 @@ the peak must be attributed.
 from collections.abc import Sequence
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.units import format_bytes
 
@@ -22,7 +22,7 @@ HEADER = (
 )
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     answers = {kind: bench.submit("meter", kind) for kind in meter_kinds.NAMES}
     rows: list[dict[str, Any]] = []
     for kind, answer in answers.items():
@@ -85,7 +85,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def report(rows: Sequence[dict[str, Any]]) -> Report:
+def report(rows: Sequence[dict[str, Any]]) -> SectionReport:
     exact = sum(map(is_exact, rows))
     sentence = (
         f"{exact} of {len(rows)} kinds of step have the same peak measured as plain, to the byte, "
@@ -100,4 +100,4 @@ def report(rows: Sequence[dict[str, Any]]) -> Report:
         ),
     ]
     markdown = "\n".join([table(HEADER, map(cells, rows)), "", *notes])
-    return Report(sentence, markdown, {"exact": exact, "of": len(rows), "rows": list(rows)})
+    return SectionReport(sentence, markdown, {"exact": exact, "of": len(rows), "rows": list(rows)})

@@ -9,8 +9,8 @@ from offload import (
     EVERYTHING,
     NOTHING,
     WAYS,
-    Plan,
-    Way,
+    OffloadedParts,
+    OffloadSizes,
     ahead,
     compared,
     disk_stores,
@@ -27,8 +27,8 @@ Answer = dict[str, Any]
 
 HOST, DISK = "host", "disk"
 TO_BOTH = {name: way for name, way in WAYS.items() if name != NOTHING and not way.persistent}
-ON_THE_HOST = {"all state, stepped on the host": Way({**EVERYTHING, "on": "host"})}
-PAIRS: dict[str, tuple[str, Way]] = {
+ON_THE_HOST = {"all state, stepped on the host": OffloadedParts({**EVERYTHING, "on": "host"})}
+PAIRS: dict[str, tuple[str, OffloadedParts]] = {
     f"{place}, {name}": (place, way)
     for place, ways in ((HOST, {**TO_BOTH, **ON_THE_HOST}), (DISK, TO_BOTH))
     for name, way in ways.items()
@@ -38,7 +38,7 @@ BUFFERS = 4  # concurrent copies to the host
 
 
 @contextmanager
-def host_stores() -> Iterator[Callable[[Way], Store]]:
+def host_stores() -> Iterator[Callable[[OffloadedParts], Store]]:
     yield lambda way: HostStore(buffers=BUFFERS)
 
 
@@ -46,7 +46,9 @@ def compare(name: str, small: bool, rehearsal: bool) -> Answer:
     """Compare a step with and without offloading; a rehearsal runs both on the CPU."""
     place, way = PAIRS[name]
     setting = replace(SMALL_BILL if small else BILL, device="cpu" if rehearsal else "cuda")
-    plan = Plan(setting, sub_group=2**13 if small else 2**23, alone_bytes=2**18 if small else 2**28)
+    plan = OffloadSizes(
+        setting, sub_group=2**13 if small else 2**23, alone_bytes=2**18 if small else 2**28
+    )
     with (host_stores if place == HOST else disk_stores)() as made:
         found = compared({NOTHING: WAYS[NOTHING], name: way}, plan, made, range(ROUNDS))
     row = found[name]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.units import format_bytes
 
@@ -16,12 +16,12 @@ COLUMNS = ("peak_bytes", "saved", "written_bytes", "read_bytes", "ahead",
            "time / nothing offloaded", "hidden")  # fmt: skip
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     found = bench.in_turn("offload", PAIRS)
     lines = [(name, *(text(column, answer[column]) for column in COLUMNS))
              for name, answer in found.items()]  # fmt: skip
     plain = {"what": next(iter(found.values()))["what"], **facts_by_name(found)}
-    return Report(sentence(found), table(HEADER, lines), plain)
+    return SectionReport(sentence(found), table(HEADER, lines), plain)
 
 
 def sentence(found: dict[str, dict[str, Any]]) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.units import format_bytes
 
@@ -14,21 +14,21 @@ from .optim_jobs import PAIRS
 Found = dict[str, dict[str, Any]]  # answers by name
 
 
-def optimizers(bench: Bench) -> Report:
+def optimizers(bench: Bench) -> SectionReport:
     """Compare 8-bit optimizers with bitsandbytes' CUDA kernels."""
     found = bench.in_turn("optim", PAIRS)
     times = _listed(found, "time / bitsandbytes")
     return _report(f"Time of memlab's step / bitsandbytes: {times}.", found)
 
 
-def fused(bench: Bench) -> Report:
+def fused(bench: Bench) -> SectionReport:
     """Compare tiled attention and chunked loss with torch's and with unfused versions."""
     found = bench.in_turn("fused", PROBLEMS)
     times = _listed(found, f"time / {TORCH}")
     return _report(f"Time of memlab / torch: {times}.", found)
 
 
-def kernels(bench: Bench) -> Report:
+def kernels(bench: Bench) -> SectionReport:
     """Compare memlab's Triton kernels with production kernels and with the GPU's limits."""
     found = bench.in_turn("kernels", RACES)
     missed = [name for name, a in found.items() if a[TO_PEER] > a[GOAL]]
@@ -50,20 +50,20 @@ def kernels(bench: Bench) -> Report:
         )
         for name, a in found.items()
     ]
-    return Report(sentence, table(titles, lines), facts_by_name(found))
+    return SectionReport(sentence, table(titles, lines), facts_by_name(found))
 
 
 def _listed(found: Found, fact: str) -> str:
     return ", ".join(f"{name} {a[fact]:.2f} ×" for name, a in found.items() if fact in a)
 
 
-def _report(sentence: str, found: Found) -> Report:
+def _report(sentence: str, found: Found) -> SectionReport:
     names = dict.fromkeys(fact for answer in found.values() for fact in answer)
     lines = [(fact, *(text(answer.get(fact), fact) for answer in found.values())) for fact in names]
     plain = {
         f"{name}, {fact}": value for name, answer in found.items() for fact, value in answer.items()
     }
-    return Report(sentence, table(("", *found), lines), plain)
+    return SectionReport(sentence, table(("", *found), lines), plain)
 
 
 def text(value: Any, fact: str) -> str:

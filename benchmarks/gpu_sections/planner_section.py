@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.units import format_bytes
 
@@ -23,7 +23,7 @@ MAX_ERROR = {"allocated": 0.01, "reserved": 0.03}
 Row = dict[str, Any]
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     """Run the recipes concurrently, then the timed trainings one by one."""
     answers = {name: bench.submit("planner", name) for name in RECIPES}
     rows: list[Row] = []
@@ -99,7 +99,7 @@ def in_words(name: str, found: Row) -> str:
 # ------------------------------------------------------------------ tables
 
 
-def report(rows: Sequence[Row], trainings: dict[str, Row]) -> Report:
+def report(rows: Sequence[Row], trainings: dict[str, Row]) -> SectionReport:
     whole = [row for row in rows if "failure" not in row]
     misses = [row for row in rows if is_a_miss(row)]
     figures = (
@@ -120,7 +120,7 @@ def report(rows: Sequence[Row], trainings: dict[str, Row]) -> Report:
         ),
     ]
     plain = {"misses": len(misses), "of": len(rows), "rows": list(rows), "trainings": trainings}
-    return Report(sentence, "\n\n".join(filter(None, parts)), plain)
+    return SectionReport(sentence, "\n\n".join(filter(None, parts)), plain)
 
 
 def _spread(shares: Sequence[float]) -> str:

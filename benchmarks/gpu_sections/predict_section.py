@@ -3,14 +3,13 @@
 Four figures for each configuration, each predicted − recorded:
 
     allocated   peak of memlab.predict and of the allocator's statistics. The allocator also counts
-                the unused rest of a block that is too small to split off
+                the unused rest of a block if it is too small to split off
     blocks      the same without that rest: every block rounded up to 512 bytes
     with waste  the allocator's statistics, and memlab.allocator.simulate of the prediction
     reserved    reserved memory, and the same simulation
 
-For each configuration that is off, the report lists the blocks that are alive at only one of the
-peaks, then the nearest allocations that occur in only one stream, then the predictions with other
-kernels.
+For each wrong prediction, the report lists the blocks alive at only one of the peaks, then the
+nearest allocations in only one stream, then the predictions with other kernels.
 """
 
 import statistics
@@ -18,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab import Kernels
 from memlab.allocator import simulate
@@ -45,7 +44,7 @@ NEAR_GPU = "AdamW, default"  # also predicted in a process with a GPU
 Row = dict[str, Any]
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     chosen = {name: c for name, c in CONFIGURATIONS.items() if not c.missing}
     for name in CONFIGURATIONS.keys() - chosen.keys():
         bench.say(f"{name}: skipped, {CONFIGURATIONS[name].missing} is not installed")
@@ -61,7 +60,7 @@ def run(bench: Bench) -> Report:
 
 
 def explain(bench: Bench, rows: list[Row]) -> None:
-    """Add predictions with other kernels to each row that is off."""
+    """Add predictions with other kernels to each wrong row."""
     until = time.monotonic() + SECONDS_FOR_ALTERNATIVES
     for row in rows:
         if row.get("blocks_off") and time.monotonic() < until:
@@ -164,7 +163,7 @@ def share(row: Row, figure: str) -> float:
     return row[f"{figure.replace(' ', '_')}_off"] / max(1, row[of])
 
 
-def report(rows: Sequence[Row], near: str) -> Report:
+def report(rows: Sequence[Row], near: str) -> SectionReport:
     whole = [row for row in rows if "failure" not in row]
     spreads = {figure: spread([share(row, figure) for row in whole]) for figure in FIGURES}
     blocks = spreads["blocks"]
@@ -184,7 +183,7 @@ def report(rows: Sequence[Row], near: str) -> Report:
         *(f"**{row['configuration']}**\n\n{explained(row)}" for row in rows if is_off(row)),
     ]
     plain = {"exact": exact, "of": len(rows), "spreads": spreads, "rows": list(rows)}
-    return Report(sentence, "\n\n".join(parts), {**plain, "near_gpu": near})
+    return SectionReport(sentence, "\n\n".join(parts), {**plain, "near_gpu": near})
 
 
 def spread(shares: Sequence[float]) -> dict[str, float]:
@@ -218,7 +217,7 @@ def is_off(row: Row) -> bool:
 
 
 def explained(row: Row) -> str:
-    """All that the output alone can say about why."""
+    """Return the differences, alternatives, kernels and notes of a row as a list."""
     if "failure" in row:
         return f"- {row['failure']}"
     lines = [*row["at_peak"], *row["around_peak"]]

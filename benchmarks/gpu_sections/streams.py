@@ -78,7 +78,7 @@ class StreamDifference:
     recorded_bytes: int
     at_peak: tuple[str, ...]  # blocks alive at only one of the peaks
     around_peak: tuple[str, ...]  # allocations in only one stream, nearest to the peak
-    unlike: int  # allocations of the step that are in only one stream
+    unlike: int  # allocations of the step in only one stream
 
     @property
     def bytes(self) -> int:

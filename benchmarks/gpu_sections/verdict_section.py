@@ -8,7 +8,7 @@ process runs. Each configuration then runs in processes with slightly larger and
 from collections.abc import Sequence
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.units import format_bytes
 
@@ -31,7 +31,7 @@ JUDGED = (
 )
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     least = {}
     for name in JUDGED:
         prediction = predicted(CONFIGURATIONS[name], bench.size, bench.target)
@@ -84,7 +84,7 @@ def in_a_word(ran: bool | None) -> str:
     return {True: "runs", False: "runs out", None: "failed"}[ran]
 
 
-def report(rows: Sequence[dict[str, Any]]) -> Report:
+def report(rows: Sequence[dict[str, Any]]) -> SectionReport:
     right = sum(row["right"] for row in rows)
     sentence = (
         f"“Fits” and “out of memory” at 1 % above and below the predicted limit are right for "
@@ -108,4 +108,4 @@ def report(rows: Sequence[dict[str, Any]]) -> Report:
         for share, what in row["what"].items()
     ] + [f"- {row['configuration']}: {row['failure']}" for row in rows if "failure" in row]
     markdown = "\n".join([table(header, lines), "", *notes])
-    return Report(sentence, markdown, {"right": right, "of": len(rows), "rows": list(rows)})
+    return SectionReport(sentence, markdown, {"right": right, "of": len(rows), "rows": list(rows)})

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from common import ROOT, THREADS, Report, Runner, Spread, ratios, side_by_side, spread, table
+from common import ROOT, THREADS, Runner, SectionReport, Spread, ratios, side_by_side, spread, table
 from rich.progress import Progress
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import memlab
 
-from .plans import ModelSize, Plan, Step, language_model
+from .plans import MeterPlan, ModelSize, Step, language_model
 
 SCRIPT = str(ROOT / "benchmarks" / "meter.py")
 
@@ -26,7 +26,7 @@ def run_plainly(step: Step, model: nn.Module, optimizer: Any) -> None:
     step()
 
 
-def run_metered(step: Step, model: nn.Module, optimizer: Any) -> None:
+def run_measured(step: Step, model: nn.Module, optimizer: Any) -> None:
     memlab.measure(step, model=model, optimizer=optimizer)
 
 
@@ -44,10 +44,10 @@ def run_tracked(step: Step, model: nn.Module, optimizer: Any) -> None:
 # The functions that a Runner runs, and the context that surrounds each.
 RUNS: dict[str, tuple[Callable[..., None], Callable[[], AbstractContextManager[Any]]]] = {
     "plain": (run_plainly, nullcontext),
-    "metered": (run_metered, nullcontext),
-    "metered, with lines": (run_with_lines, nullcontext),
+    "measured": (run_measured, nullcontext),
+    "measured, with lines": (run_with_lines, nullcontext),
     "bare fake tensors": (run_plainly, FakeTensorMode),
-    "dry run, metered": (run_metered, memlab.dry_run),
+    "dry run, measured": (run_measured, memlab.dry_run),
     "MemTracker, fake tensors": (run_tracked, FakeTensorMode),
 }
 
@@ -147,9 +147,9 @@ class CostLine(NamedTuple):
         return self.what, f"{self.measured} {self.unit}", f"≤ {self.goal} {self.unit}", verdict
 
 
-def cost(plan: Plan, bar: Progress) -> Report:
-    real = costs(plan.real, ("plain", "metered", "metered, with lines"), plan.rounds, bar)
-    dry = costs(plan.dry, ("bare fake tensors", "dry run, metered"), plan.rounds, bar)
+def cost(plan: MeterPlan, bar: Progress) -> SectionReport:
+    real = costs(plan.real, ("plain", "measured", "measured, with lines"), plan.rounds, bar)
+    dry = costs(plan.dry, ("bare fake tensors", "dry run, measured"), plan.rounds, bar)
     names = ("bare fake tensors", "MemTracker, fake tensors")
     theirs = costs(plan.dry, names, plan.rounds_of_mem_tracker, bar)
     whole = costs(plan.dry, WHOLE, plan.rounds, bar)
@@ -171,18 +171,18 @@ def cost(plan: Plan, bar: Progress) -> Report:
             "whole": whole.seconds,
         },
     }
-    return Report(cost_sentence(plan, lines), f"{note}\n\n{markdown}", plain)
+    return SectionReport(cost_sentence(plan, lines), f"{note}\n\n{markdown}", plain)
 
 
 def cost_lines(
     real: RunCosts, dry: RunCosts, theirs: RunCosts, whole: RunCosts, torch_bytes: int
 ) -> dict[str, CostLine]:
-    bare, ours, tracker = "bare fake tensors", "dry run, metered", "MemTracker, fake tensors"
-    lines_noted = real.ratio("metered, with lines", "plain")
+    bare, ours, tracker = "bare fake tensors", "dry run, measured", "MemTracker, fake tensors"
+    lines_noted = real.ratio("measured, with lines", "plain")
     construction = spread([dry.construction_seconds[ours]])
     memory = spread([(dry.peak_bytes[ours] - torch_bytes) / 2**30])
     return {
-        "metered": CostLine("real, measured / plain", real.ratio("metered", "plain"), 1.15, "×"),
+        "measured": CostLine("real, measured / plain", real.ratio("measured", "plain"), 1.15, "×"),
         "lines": CostLine("real, measured with lines / plain", lines_noted, None, "×"),
         "dry": CostLine("dry, measured / bare fake tensors", dry.ratio(ours, bare), 1.3, "×"),
         "dry_seconds": CostLine("dry, measured", spread(dry.seconds[ours]), 3, "s"),
@@ -201,10 +201,10 @@ def cost_lines(
     }
 
 
-def cost_sentence(plan: Plan, lines: dict[str, CostLine]) -> str:
+def cost_sentence(plan: MeterPlan, lines: dict[str, CostLine]) -> str:
     of = {name: f"{line.measured.median:.2f} {line.unit}" for name, line in lines.items()}
     return (
-        f"Measuring a step of {plan.real} takes {of['metered']} the time of a plain step. A dry "
+        f"Measuring a step of {plan.real} takes {of['measured']} the time of a plain step. A dry "
         f"run of {plan.dry} takes {of['dry_seconds']} and {of['memory']} ({of['dry']} the time on "
         f"bare fake tensors); MemTracker takes {of['tracker_seconds']} ({of['tracker']}). "
         f"Predicting it for CUDA, including building the model and a first step, takes "

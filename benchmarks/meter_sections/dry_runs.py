@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 from rich.progress import Progress
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -15,8 +15,8 @@ from memlab.metering.cycles import no_cycle_collection
 from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
-from .observers import attempt, metered, reference_of, tracked
-from .plans import Builder, Plan, chosen_kinds
+from .observers import attempt, measured, reference_of, tracked
+from .plans import Builder, MeterPlan, chosen_kinds
 from .tallies import Off, as_rows, at_worst, bullets, grouped, in_words, tallies, tally
 
 
@@ -36,7 +36,7 @@ class DryRunRow:
 
 def dry_run_of(kind: str, build: Builder) -> DryRunRow:
     peak_bytes = reference_of(build).peak_bytes
-    real = metered(build)
+    real = measured(build)
     dry = attempt(lambda: measured_inside(memlab.dry_run(), build))
     fake = attempt(lambda: measured_inside(FakeTensorMode(), build))
     mem_tracker = tracked(build, peak_bytes, FakeTensorMode, FakeTensor)
@@ -54,7 +54,7 @@ def dry_run_of(kind: str, build: Builder) -> DryRunRow:
 
 def measured_inside(mode: AbstractContextManager[Any], build: Builder) -> Trace:
     with mode:
-        return metered(build)
+        return measured(build)
 
 
 def unlike(trace: Trace, other: Trace) -> list[str]:
@@ -82,7 +82,7 @@ def in_order(trace: Trace) -> list[Event]:
     return [e for frees, run in runs for e in (sorted(run) if frees else run)]
 
 
-def dry_runs(plan: Plan, bar: Progress) -> Report:
+def dry_runs(plan: MeterPlan, bar: Progress) -> SectionReport:
     rows = []
     for kind, build in bar.track(chosen_kinds(plan).items(), description="dry-run"):
         with no_cycle_collection():
@@ -98,7 +98,7 @@ def dry_runs(plan: Plan, bar: Progress) -> Report:
     )
     summary = tallies({"memlab, dry run": ours, "MemTracker, FakeTensorMode": theirs})
     parts = [summary, dry_run_table(rows), dry_run_notes(rows)]
-    return Report(sentence, "\n\n".join(parts), as_rows(rows))
+    return SectionReport(sentence, "\n\n".join(parts), as_rows(rows))
 
 
 def dry_run_table(rows: list[DryRunRow]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from common import Report, kinds_of_steps, table
+from common import SectionReport, kinds_of_steps, table
 from rich.progress import Progress
 
 from memlab.metering.cycles import no_cycle_collection
@@ -14,14 +14,14 @@ from memlab.units import format_bytes
 
 from .observers import (
     EmptyMode,
-    metered,
+    measured,
     recorded,
     reference_of,
     result_peak_bytes,
     results,
     tracked,
 )
-from .plans import Builder, Plan, chosen_kinds
+from .plans import Builder, MeterPlan, chosen_kinds
 from .tallies import (
     CLOSE,
     Off,
@@ -63,7 +63,7 @@ class Exactness:
 
 def exactness_of(kind: str, build: Builder) -> Exactness:
     reference = reference_of(build)
-    trace = metered(build)
+    trace = measured(build)
     watched = recorded(build, EmptyMode)
     comparison = compare(trace, reference.recording)
     mem_tracker = tracked(build, reference.peak_bytes)
@@ -99,7 +99,7 @@ def scratch_at_peak(recording: Recording) -> dict[str, int]:
 
 
 def share_added(watched: Recording, unwatched: Recording) -> float:
-    """Return the share of bytes that are allocated only under a dispatch mode."""
+    """Return the share of bytes allocated only under a dispatch mode."""
     added = results(watched) - results(unwatched)
     return total_bytes(added) / max(1, total_bytes(unwatched.allocations))
 
@@ -108,14 +108,14 @@ def total_bytes(counts: Counter[int]) -> int:
     return sum(size * count for size, count in counts.items())
 
 
-def exactness(plan: Plan, bar: Progress) -> Report:
+def exactness(plan: MeterPlan, bar: Progress) -> SectionReport:
     kinds = chosen_kinds(plan)
     rows = []
     for kind, build in bar.track(kinds.items(), description="exactness"):
         with no_cycle_collection():
             rows.append(exactness_of(kind, build))
     parts = [exactness_tallies(rows), exactness_table(rows), exactness_notes(rows)]
-    return Report(exactness_sentence(rows), "\n\n".join(parts), as_rows(rows))
+    return SectionReport(exactness_sentence(rows), "\n\n".join(parts), as_rows(rows))
 
 
 def exactness_sentence(rows: list[Exactness]) -> str:
@@ -169,7 +169,7 @@ def exactness_table(rows: list[Exactness]) -> str:
 
 
 def exactness_notes(rows: list[Exactness]) -> str:
-    """Explain the columns, and the rows that are not exact."""
+    """Explain the columns and the inexact rows."""
     outside = kinds_of_steps().OUTSIDE_THE_PROMISE
     inexact = [row for row in rows if row.memlab or row.missing or row.unseen]
     much_scratch = [

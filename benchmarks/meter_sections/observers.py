@@ -1,4 +1,4 @@
-"""The reference from the allocator, and the two observers that are compared with it."""
+"""The allocator's record as reference, and the two observers to compare with it."""
 
 import gc
 import warnings
@@ -88,7 +88,7 @@ class EmptyMode(TorchDispatchMode):
 # ------------------------------------------------------------------ observers
 
 
-def metered(build: Builder) -> Trace:
+def measured(build: Builder) -> Trace:
     """Measure the second step with memlab."""
     step, model, optimizer = build()
     step()

@@ -29,7 +29,7 @@ class ModelSize(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeterPlan:
     """Sizes of the benchmark."""
 
     kinds: tuple[str, ...] | None  # None for all
@@ -39,14 +39,14 @@ class Plan:
     rounds_of_mem_tracker: int
 
 
-FULL = Plan(
+FULL = MeterPlan(
     kinds=None,
     real=ModelSize("25m", 4, 256, "float32"),
     dry=ModelSize("llama-2-7b", 1, 2048, "bfloat16"),
     rounds=7,
     rounds_of_mem_tracker=2,
 )
-QUICK = Plan(
+QUICK = MeterPlan(
     kinds=("mlp", "fan_out", "generator_and_critic", "recommender_sparse_gradients"),
     real=ModelSize("tiny", 2, 32, "float32"),
     dry=ModelSize("tiny", 2, 32, "bfloat16"),
@@ -71,7 +71,7 @@ def language_model(size: ModelSize) -> Built:
     return step, model, optimizer
 
 
-def chosen_kinds(plan: Plan) -> dict[str, Builder]:
+def chosen_kinds(plan: MeterPlan) -> dict[str, Builder]:
     """Return the small kinds of the tests, and a language model of realistic size."""
     kinds = kinds_of_steps().KINDS
     chosen = {name: kinds[name] for name in plan.kinds or kinds}

@@ -54,7 +54,7 @@ class FamilyCase(NamedTuple):
     inputs: list[list[int]] | None  # without the batch; None for the model's default
 
 
-class Row(NamedTuple):
+class FamilyRow(NamedTuple):
     """The two peaks, or an error."""
 
     library: str
@@ -106,7 +106,7 @@ def step_of(case: FamilyCase) -> tuple[Callable[[], None], nn.Module, torch.opti
 # ------------------------------------------------------------------ comparison
 
 
-def compared(case: FamilyCase) -> Row:
+def compared(case: FamilyCase) -> FamilyRow:
     """Measure the second step, real and dry."""
     traces = []
     try:
@@ -118,10 +118,10 @@ def compared(case: FamilyCase) -> Row:
                 del step, model, optimizer
     except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
         run = "the real step" if not traces else "the dry run"
-        return Row(case.library, case.name, error=f"{run}: {str(error).splitlines()[0]}")
+        return FamilyRow(case.library, case.name, error=f"{run}: {str(error).splitlines()[0]}")
     real, dry = traces
     same = allocations(real) == allocations(dry)
-    return Row(case.library, case.name, real.peak_bytes, dry.peak_bytes, same)
+    return FamilyRow(case.library, case.name, real.peak_bytes, dry.peak_bytes, same)
 
 
 def allocations(trace: Trace) -> list[list[tuple[Any, ...]]]:
@@ -162,7 +162,7 @@ def main() -> int:
     return 0 if all(row.is_exact for row in rows) else 1
 
 
-def run(chosen: list[FamilyCase]) -> list[Row]:
+def run(chosen: list[FamilyCase]) -> list[FamilyRow]:
     rows = []
     with progress() as bar:
         for case in bar.track(chosen, description="models"):
@@ -183,7 +183,7 @@ def wanted(case: FamilyCase, names: list[str] | None) -> bool:
     return names is None or any(name in case.name for name in names)
 
 
-def report(rows: list[Row]) -> str:
+def report(rows: list[FamilyRow]) -> str:
     exact = sum(row.is_exact for row in rows)
     same = sum(row.same_events for row in rows)
     lines = [

@@ -51,7 +51,7 @@ _ANSWER = "answer: "
 Training = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
 
 
-class Row(NamedTuple):
+class TrainingRow(NamedTuple):
     """Peaks in bytes, or error messages."""
 
     module: str
@@ -171,7 +171,7 @@ def trainings(module: str) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-def in_subprocess(module: str, name: str) -> Row:
+def in_subprocess(module: str, name: str) -> TrainingRow:
     """Run a training in its own process and return its row."""
     start = time.monotonic()
     try:
@@ -189,7 +189,7 @@ def in_subprocess(module: str, name: str) -> Row:
             found = {"recorded": (done.stderr.strip().splitlines() or ["ended"])[-1][:300]}
     except subprocess.TimeoutExpired:
         found = {"recorded": f"took more than {LIMIT_S} s"}
-    return Row(module, name, **found, seconds=round(time.monotonic() - start, 1))
+    return TrainingRow(module, name, **found, seconds=round(time.monotonic() - start, 1))
 
 
 def main() -> int:
@@ -239,13 +239,13 @@ def arguments() -> argparse.Namespace:
 # ------------------------------------------------------------------ the report
 
 
-def report(rows: list[Row]) -> str:
+def report(rows: list[TrainingRow]) -> str:
     header = ("training", "recorded", "measured", "dry run", "predicted for CUDA")
     title = heading("Trainings, against the allocator's own record")
     return f"{title}\n\n{summary(rows)}\n\n{table(header, map(cells, rows))}"
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[TrainingRow]) -> str:
     sentences = []
     for column, words in (("measured", "measured"), ("dry", "run dry")):
         differences = [row.difference(column) for row in rows if not row.assumed]
@@ -262,7 +262,7 @@ def summary(rows: list[Row]) -> str:
     )
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: TrainingRow) -> tuple[str, ...]:
     mark = " (upper bound)" if row.assumed else ""
     return (
         f"{row.name}{mark}",
@@ -273,7 +273,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _beside(row: Row, column: str) -> str:
+def _beside(row: TrainingRow, column: str) -> str:
     difference = row.difference(column)
     if difference is None:
         return str(getattr(row, column))

@@ -32,7 +32,9 @@ def run(folder, *words):
     ],
 )
 def test_the_aims_are_shares_of_the_time_by_way_of_the_score_matrix(mask, seconds, verdict):
-    row = benchmark.Times(mask, {"score matrix": [1.0, 2.0], "tiles": [seconds, 2 * seconds]})
+    row = benchmark.AttentionTimes(
+        mask, {"score matrix": [1.0, 2.0], "tiles": [seconds, 2 * seconds]}
+    )
     assert row.verdict == verdict
 
 

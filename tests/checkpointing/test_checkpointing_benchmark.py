@@ -17,7 +17,7 @@ def quick(monkeypatch):
 def row(memlab_seconds: float, memlab_bytes: int = 70) -> object:
     seconds = {"plain": [1.0, 2.0], "torch": [2.0, 4.0]}
     seconds["memlab"] = [memlab_seconds, 2 * memlab_seconds]
-    return benchmark.Comparison(seconds, {"plain": 100, "torch": 70, "memlab": memlab_bytes})
+    return benchmark.CheckpointTimes(seconds, {"plain": 100, "torch": 70, "memlab": memlab_bytes})
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_schedules_come_out_as_they_were_predicted(quick, tmp_path, capsys):
 
 
 def test_a_prediction_that_is_off_by_a_byte_is_no_success():
-    assert benchmark.Outcome(100, 100, 7, 7, []).is_as_predicted
-    assert benchmark.Outcome(100, 101, 7, 7, []).is_as_predicted is False
-    assert benchmark.Outcome(100, 100, 7, 8, []).is_as_predicted is False
-    assert benchmark.Outcome(100, None, 7, None, []).is_as_predicted is None
+    assert benchmark.ScheduleResult(100, 100, 7, 7, []).is_as_predicted
+    assert benchmark.ScheduleResult(100, 101, 7, 7, []).is_as_predicted is False
+    assert benchmark.ScheduleResult(100, 100, 7, 8, []).is_as_predicted is False
+    assert benchmark.ScheduleResult(100, None, 7, None, []).is_as_predicted is None
 
 
 def test_the_rule_of_checkpoint_sequential():

@@ -32,7 +32,7 @@ def run(folder, *words):
 
 def found_with(ours, outer, theirs, peak):
     seconds = {OURS: [ours], OUTER: [outer], THEIRS: [theirs]}
-    return {benchmark.TASKS[0]: benchmark.Costs(seconds, {OURS: peak})}
+    return {benchmark.TASKS[0]: benchmark.SynthesisCosts(seconds, {OURS: peak})}
 
 
 @pytest.mark.parametrize(

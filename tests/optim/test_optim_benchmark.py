@@ -10,7 +10,7 @@ from memlab.optim import AdamW
 
 benchmark = script("optim")
 
-PLAN = benchmark.Plan(
+PLAN = benchmark.OptimizerSizes(
     timed=2**13, followed=2**13, steps=3, spreads=(1.0,), idle_steps=5, rounds=1, threads=(1,)
 )
 TORCHS = benchmark.CONTENDERS[benchmark.LOOP]
@@ -76,7 +76,7 @@ def test_numbers_are_short_and_zero_is_exact():
 
 
 def test_absent_packages_are_named(monkeypatch):
-    absent = benchmark.Contender(TORCHS.build, package="no_such_package")
+    absent = benchmark.TestedOptimizer(TORCHS.build, package="no_such_package")
     monkeypatch.setattr(benchmark, "CONTENDERS", {**benchmark.CONTENDERS, "another": absent})
     assert "Not installed, and left out: no_such_package." in " ".join(benchmark.sentences({}))
 
@@ -87,7 +87,7 @@ def test_it_prints_a_line_for_each_and_writes_them(tmp_path, monkeypatch, capsys
         for name, each in benchmark.CONTENDERS.items()
         if each.package in ("torch", "bitsandbytes") or name == "torchao AdamW8bit"
     }
-    without_torchao = benchmark.Contender(TORCHS.build, package="no_such_package")
+    without_torchao = benchmark.TestedOptimizer(TORCHS.build, package="no_such_package")
     monkeypatch.setattr(benchmark, "CONTENDERS", {**ours, "torchao AdamW8bit": without_torchao})
     assert benchmark.main(["--results", str(tmp_path)], PLAN) == 0
     printed = capsys.readouterr().out
