@@ -1,12 +1,14 @@
-"""What activations in 8, 4 and 2 bits save, and what they do to gradients, to time and to training.
+"""Activations in 8, 4 and 2 bits: memory, gradient error, time and training loss.
 
     python benchmarks/activation_compression.py
 
-Bytes are metered between forward and backward of one block, ours and torch's; gradients are held
-against exact ones. Times are ratios, taken side by side: our encoding and decoding to that of
-bitsandbytes where it is installed (blocks of 256), a compressed step to a plain one. Losses are
-those of a training on torch's own source. Prints Markdown, and writes
-`benchmarks/results/<machine>.json`.
+- Memory: activations between forward and backward of one block, memlab's and torch's.
+- MeasuredGradients: relative error against the gradients of exact activations.
+- Time: encode and decode against bitsandbytes (if installed, block size 256), and a compressed step
+  against a plain one. Ratios are measured side by side.
+- Loss: training on torch's source code.
+
+Prints Markdown and writes `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -42,21 +44,21 @@ from memlab.units import format_bytes
 
 BITS = (8, 4, 2)
 MODES = ("nearest", "stochastic")
-APART = "exact, from weights a millionth apart"
+PERTURBED = "exact, initial weights perturbed by 1e-6"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How large everything is."""
+class CompressionSizes:
+    """Sizes of the benchmark."""
 
     batch: int = 8
     seq_len: int = 128
     width: int = 128
-    draws: int = 16  # of stochastic rounding, whose gradients are averaged
-    numbers: int = 2**24  # that are encoded and decoded against the clock
+    draws: int = 16  # averaged gradients with stochastic rounding
+    elements: int = 2**24  # of the tensor for timing encode and decode
     rounds: int = 15
     preset: str = "tiny"
-    steps: int = 300  # of training
+    steps: int = 300  # training steps
     seeds: int = 3
 
     @property
@@ -68,34 +70,36 @@ class Plan:
 # ------------------------------------------------------------------ bytes and gradients
 
 
-def our_block(plan: Plan) -> nn.Module:
+def our_block(plan: CompressionSizes) -> nn.Module:
     return GPT(plan.config).blocks[0]
 
 
-def torchs_block(plan: Plan) -> nn.Module:
-    """With ReLU and dropout."""
+def torchs_block(plan: CompressionSizes) -> nn.Module:
+    """Return torch's encoder layer, which has ReLU and dropout."""
     C = plan.width
     return nn.TransformerEncoderLayer(C, 4, dim_feedforward=3 * C, batch_first=True).train()
 
 
-BLOCKS: dict[str, Callable[[Plan], nn.Module]] = {
+BLOCKS: dict[str, Callable[[CompressionSizes], nn.Module]] = {
     "memlab's Block": our_block,
     "nn.TransformerEncoderLayer": torchs_block,
 }
 
 
-class Gradients(NamedTuple):
-    """All gradients in a row, and the activations between forward and backward."""
+class MeasuredGradients(NamedTuple):
+    """All gradients, concatenated, and the activations between forward and backward."""
 
-    numbers: Tensor
+    flat: Tensor
     activation_bytes: int
 
 
-def gradients(make: Callable[[Plan], nn.Module], plan: Plan, around: Any) -> Gradients:
-    """Of the same block and data every time, with the same masks of dropout."""
+def gradients(
+    make: Callable[[CompressionSizes], nn.Module], plan: CompressionSizes, around: Any
+) -> MeasuredGradients:
+    """Return the gradients of a block, with the same data and dropout masks in every call."""
     torch.manual_seed(0)
     block = make(plan)
-    x, towards = torch.randn(2, plan.batch, plan.seq_len, plan.width).unbind()
+    x, dout = torch.randn(2, plan.batch, plan.seq_len, plan.width).unbind()
     x.requires_grad_()
     held: list[Tensor] = []
 
@@ -104,17 +108,17 @@ def gradients(make: Callable[[Plan], nn.Module], plan: Plan, around: Any) -> Gra
             held.append(block(x))
 
     trace = memlab.measure(forward, model=block)
-    found = torch.autograd.grad(held[0], [x, *block.parameters()], towards)
-    numbers = torch.cat([gradient.flatten().double() for gradient in found])
-    return Gradients(numbers, trace.at_end["activations"])
+    found = torch.autograd.grad(held[0], [x, *block.parameters()], dout)
+    flat = torch.cat([gradient.flatten().double() for gradient in found])
+    return MeasuredGradients(flat, trace.at_end["activations"])
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
     return ((found - exact).norm() / exact.norm()).item()
 
 
-def gradient_rows(plan: Plan) -> list[dict[str, Any]]:
-    """By block, bits and mode."""
+def gradient_rows(plan: CompressionSizes) -> list[dict[str, Any]]:
+    """Return one row for each block, bit width and rounding mode."""
     rows = []
     for name, make in BLOCKS.items():
         exact = gradients(make, plan, nullcontext())
@@ -124,17 +128,17 @@ def gradient_rows(plan: Plan) -> list[dict[str, Any]]:
                     gradients(make, plan, compressed_activations(bits, mode=mode))
                     for _ in range(plan.draws if mode == "stochastic" else 1)
                 ]
-                mean = torch.stack([draw.numbers for draw in draws]).mean(0)
-                first = draws[0].numbers
+                mean = torch.stack([draw.flat for draw in draws]).mean(0)
+                first = draws[0].flat
                 row = {
                     "block": name,
                     "bits": bits,
                     "mode": mode,
                     "bytes": draws[0].activation_bytes,
                     "share": draws[0].activation_bytes / exact.activation_bytes,
-                    "error": relative_error(first, exact.numbers),
-                    "cosine": torch.cosine_similarity(first, exact.numbers, dim=0).item(),
-                    "error of the mean": relative_error(mean, exact.numbers),
+                    "error": relative_error(first, exact.flat),
+                    "cosine": torch.cosine_similarity(first, exact.flat, dim=0).item(),
+                    "error of the mean": relative_error(mean, exact.flat),
                 }
                 rows.append(row)
     return rows
@@ -157,30 +161,30 @@ def gradient_table(rows: list[dict[str, Any]], draws: int) -> str:
 # ------------------------------------------------------------------ time
 
 
-def there_and_back(numbers: Tensor, **settings: Any) -> Tensor:
-    return dequantize_blockwise(quantize_blockwise(numbers, **settings))
+def round_trip(x: Tensor, **settings: Any) -> Tensor:
+    return dequantize_blockwise(quantize_blockwise(x, **settings))
 
 
-def coding_runs(plan: Plan) -> dict[str, Callable[[], float]]:
-    """Encode and decode, ours first; bitsandbytes where it is."""
-    numbers = torch.randn(plan.numbers)
-    runs = {f"{bits} bits": timed(partial(there_and_back, numbers, bits=bits)) for bits in BITS}
+def coding_runs(plan: CompressionSizes) -> dict[str, Callable[[], float]]:
+    """Return encode-and-decode runs: memlab by bits, then bitsandbytes if installed."""
+    x = torch.randn(plan.elements)
+    runs = {f"{bits} bits": timed(partial(round_trip, x, bits=bits)) for bits in BITS}
     if theirs := bitsandbytes():
         runs["bitsandbytes"] = timed(
-            lambda: theirs.dequantize_blockwise(*theirs.quantize_blockwise(numbers, blocksize=256))
+            lambda: theirs.dequantize_blockwise(*theirs.quantize_blockwise(x, blocksize=256))
         )
     return runs
 
 
 def bitsandbytes() -> Any:
-    """Its functions; None where it is not installed."""
+    """Return bitsandbytes' functional module, or None if not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return None
     return importlib.import_module("bitsandbytes.functional")
 
 
-def step_runs(plan: Plan) -> dict[str, Callable[[], float]]:
-    """Forward and backward of a block, by bits; plain last."""
+def step_runs(plan: CompressionSizes) -> dict[str, Callable[[], float]]:
+    """Return forward-and-backward runs of a block by bits, the plain run last."""
     torch.manual_seed(0)
     block = our_block(plan)
     x = torch.randn(plan.batch, plan.seq_len, plan.width)
@@ -195,7 +199,7 @@ def step_runs(plan: Plan) -> dict[str, Callable[[], float]]:
 
 
 def against_the_last(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
-    """How many times as long as the last of them each of the others takes."""
+    """Return the time ratio of each run to the last one."""
     for run in runs.values():
         run()
     seconds = side_by_side(runs, range(rounds))
@@ -206,11 +210,13 @@ def against_the_last(runs: dict[str, Callable[[], float]], rounds: int) -> dict[
 # ------------------------------------------------------------------ training
 
 
-def final_loss(plan: Plan, around: Callable[[], Any], seed: int, jitter: float = 0.0) -> float:
-    """The mean loss of the last tenth of the steps; the same weights and batches for each.
+def final_loss(
+    plan: CompressionSizes, around: Callable[[], Any], seed: int, jitter: float = 0.0
+) -> float:
+    """Train with warm-up, cosine decay and clipping; return the mean loss of the last 10 %.
 
-    As one trains: a warm-up, a cosine down to nothing, gradients clipped. `jitter` changes the
-    first weights by that share of themselves.
+    Weights and batches depend only on `seed`. `jitter` is a relative perturbation of the initial
+    weights.
     """
     torch.manual_seed(seed)
     config = PRESETS[plan.preset]
@@ -239,14 +245,14 @@ def final_loss(plan: Plan, around: Callable[[], Any], seed: int, jitter: float =
     return sum(last) / len(last)
 
 
-def training_losses(plan: Plan) -> dict[str, list[float]]:
-    """By bits, one for each seed."""
+def training_losses(plan: CompressionSizes) -> dict[str, list[float]]:
+    """Return the final loss for each bit width and seed."""
     ways: dict[str, Callable[[], Any]] = {"exact": nullcontext}
     ways |= {f"{bits} bits": partial(compressed_activations, bits) for bits in BITS}
     seeds = range(plan.seeds)
     found = {name: [final_loss(plan, way, seed) for seed in seeds] for name, way in ways.items()}
-    # What is not to be told from noise: two exact runs whose weights begin a millionth apart.
-    found[APART] = [final_loss(plan, nullcontext, seed, jitter=1e-6) for seed in seeds]
+    # The noise floor: an exact run from weights perturbed by a millionth.
+    found[PERTURBED] = [final_loss(plan, nullcontext, seed, jitter=1e-6) for seed in seeds]
     return found
 
 
@@ -256,7 +262,7 @@ def training_table(losses: dict[str, list[float]]) -> str:
     for name, found in losses.items():
         excess = [loss / right - 1 for loss, right in zip(found, exact, strict=True)]
         lines.append((name, f"{sum(found) / len(found):.4f}", *(f"{e:+.2%}" for e in excess)))
-    return table(("kept in", "loss", *(f"seed {n}" for n in range(len(exact)))), lines)
+    return table(("activations", "loss", *(f"seed {n}" for n in range(len(exact)))), lines)
 
 
 # ------------------------------------------------------------------ the command
@@ -264,21 +270,25 @@ def training_table(losses: dict[str, list[float]]) -> str:
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of each comparison")
-    parser.add_argument("--steps", type=int, default=Plan.steps, help="of each training")
+    parser.add_argument(
+        "--rounds", type=int, default=CompressionSizes.rounds, help="rounds of each comparison"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=CompressionSizes.steps, help="steps of each training"
+    )
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None, plan: Plan | None = None) -> int:
+def main(words: Sequence[str] | None = None, plan: CompressionSizes | None = None) -> int:
     set_environment()
     given = arguments(words)
-    plan = replace(plan or Plan(), rounds=given.rounds, steps=given.steps)
+    plan = replace(plan or CompressionSizes(), rounds=given.rounds, steps=given.steps)
     print(heading("Activation compression"), end="\n\n")
     rows = gradient_rows(plan)
     print(gradient_table(rows, plan.draws), end="\n\n")
     times = {"a step, to a plain one": against_the_last(step_runs(plan), plan.rounds)}
     if bitsandbytes() is None:
-        print("bitsandbytes is not installed; its coding was not compared.", end="\n\n")
+        print("bitsandbytes is not installed; its encode and decode were not compared.", end="\n\n")
     else:
         coding = against_the_last(coding_runs(plan), plan.rounds)
         times["encode and decode, to bitsandbytes at 8 bits"] = coding

@@ -1,10 +1,10 @@
-"""The allocator's fidelity and speed: histories that CUDA recorded, replayed; a million events.
+"""The simulated allocator: fidelity on recorded CUDA histories, and speed on a million events.
 
     python benchmarks/allocator.py [RECORDING.json.gz …] [--conf max_split_size_mb:128]
 
-A recording is JSON, gzipped or not, or CUDA's own pickle (`memlab.allocator.read_recording`). It
-must have been made with the settings that are given. Prints Markdown, and writes the speed to
-`benchmarks/results/<machine>.json`.
+A recording is JSON (gzipped or not) or CUDA's own pickle; see `memlab.allocator.read_recording`.
+Pass the allocator settings with which it was recorded as --conf. Prints Markdown and writes the
+speed to `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -21,16 +21,16 @@ from memlab.trace import Event
 from memlab.units import format_bytes, parse_bytes
 
 EVENTS = 1_000_000
-ALIVE = 1_000  # storages at most: about what a step of 24 layers keeps
+ALIVE = 1_000  # most storages at once, about as many as in a step of 24 layers
 ROUNDS = 3
-MISSES = 5  # of each recording that are shown
+MISSES = 5  # shown per recording
 SETTINGS = {
-    "as torch has them": Settings(),
+    "torch's defaults": Settings(),
     "max_split_size_mb:64": Settings.parse("max_split_size_mb:64"),
     "expandable_segments:True": Settings.parse("expandable_segments:True"),
 }
 FIDELITY = (
-    *("recording", "segment or cached", "segment sizes", "addresses", "given back"),
+    *("recording", "segment or cached", "segment sizes", "addresses", "released"),
     *("blocks at the end", "reserved peak, recorded", "simulated"),
 )
 
@@ -39,7 +39,7 @@ FIDELITY = (
 
 
 def fidelity_cells(name: str, result: Replay) -> tuple[str, ...]:
-    """A line of the table of replays."""
+    """Return a row of the replay table."""
     scores = (result.decisions, result.segment_sizes, result.addresses, result.releases)
     peaks = (result.recorded_reserved_bytes, result.reserved_bytes)
     return (
@@ -50,7 +50,7 @@ def fidelity_cells(name: str, result: Replay) -> tuple[str, ...]:
 
 
 def fidelity(results: dict[str, Replay]) -> str:
-    """The scores of all recordings, and what the first misses were."""
+    """Return the scores of all recordings, and the first misses."""
     lines = [table(FIDELITY, [fidelity_cells(*item) for item in results.items()])]
     for name, result in results.items():
         lines += [f"- {name}: {miss}" for miss in result.misses[:MISSES]]
@@ -61,18 +61,18 @@ def fidelity(results: dict[str, Replay]) -> str:
 
 
 def generated(events: int, alive: int = ALIVE) -> list[Event]:
-    """A trace in which storages of 64 B to 64 MiB come and go in no order."""
-    numbers = random.Random(0)
+    """Return a trace with random allocations and frees of 64 B to 64 MiB."""
+    rng = random.Random(0)
     living: list[Event] = []
     trace: list[Event] = []
     while len(trace) < events:
-        if living and (len(living) >= alive or numbers.random() < 0.45):
-            index = numbers.randrange(len(living))
+        if living and (len(living) >= alive or rng.random() < 0.45):
+            index = rng.randrange(len(living))
             living[index], living[-1] = living[-1], living[index]
             gone = living.pop()
             trace.append(gone._replace(bytes=-gone.bytes))
         else:
-            size = int(2 ** numbers.uniform(6, 26))
+            size = int(2 ** rng.uniform(6, 26))
             born = Event(size, len(trace), "activations", "", "", "forward", "uint8", (size,))
             living.append(born)
             trace.append(born)
@@ -80,14 +80,14 @@ def generated(events: int, alive: int = ALIVE) -> list[Event]:
 
 
 def seconds(trace: Sequence[Event], settings: Settings) -> float:
-    """How long one core works on it; what other processes do meanwhile does not count."""
+    """Return the CPU seconds of a simulation."""
     start = time.process_time()
     simulate(trace, settings)
     return time.process_time() - start
 
 
 def speed(trace: Sequence[Event], rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds and events per second, by settings: the median of all rounds."""
+    """Return median seconds and events per second for each setting."""
     found = {}
     for name, settings in SETTINGS.items():
         median = spread([seconds(trace, settings) for _ in range(rounds)]).median
@@ -96,12 +96,12 @@ def speed(trace: Sequence[Event], rounds: int) -> dict[str, dict[str, float]]:
 
 
 def speed_table(found: dict[str, dict[str, float]]) -> str:
-    """The speeds as Markdown."""
+    """Return the speeds as a Markdown table."""
     lines = [
         (name, f"{row['seconds']:.2f} s", f"{row['events_per_second']:,.0f}")
         for name, row in found.items()
     ]
-    return table(("settings", "one core", "events per second"), lines)
+    return table(("settings", "CPU time", "events per second"), lines)
 
 
 # ------------------------------------------------------------------ the command
@@ -111,13 +111,13 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
     parser.add_argument("recordings", nargs="*", type=Path)
     parser.add_argument("--conf", default="", help="PYTORCH_ALLOC_CONF of the recordings")
-    parser.add_argument("--capacity", type=parse_bytes, help="of the card they were made on")
-    parser.add_argument("--events", type=int, default=EVENTS, help="of the generated trace")
+    parser.add_argument("--capacity", type=parse_bytes, help="memory of the GPU that recorded them")
+    parser.add_argument("--events", type=int, default=EVENTS, help="length of the generated trace")
     return parser.parse_args(words)
 
 
 def replays(paths: Sequence[Path], settings: Settings) -> dict[str, Replay]:
-    """Each recording's replay, by the file's name without its endings."""
+    """Replay each recording; keys are file names without suffixes."""
     names = [path.name.removesuffix(".gz").removesuffix(".json") for path in paths]
     return dict(zip(names, [replay(read_recording(path), settings) for path in paths], strict=True))
 

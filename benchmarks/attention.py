@@ -1,16 +1,17 @@
-"""Attention by tiles on trial: beside the whole score matrix, and beside torch's fused attention.
+"""Tiled attention against attention with a full score matrix, and against torch's fused kernel.
 
-    time    forward and backward at 4,096 tokens, 4 heads of 64, float32, two threads. Aims: causal
-            at most 0.4 times the time by way of the score matrix, full at most 0.6 times. The ratio
-            to torch's, and the tile that is fastest here, are for information
-    bytes   the peak above the arguments, by length, and the slope of its logarithm: 2 for the score
-            matrix, 1 for the tiles
-    error   the largest, beside float64, of the result and of each gradient. Aims are those of the
-            flash-attn package: twice the error by way of the score matrix, of gradients three times
+    time    forward and backward at 4,096 tokens, 4 heads of dimension 64, float32, two threads.
+            Goals, as ratios to the score matrix: at most 0.4 causal and 0.6 full. The ratio to
+            torch and the fastest tile size have no goal
+    bytes   peak memory beyond the arguments by sequence length, and the exponent of its growth:
+            2 for the score matrix, 1 for tiles
+    error   largest error of the output and of each gradient, against float64. Goals, as in the
+            flash-attn package: at most 2 times the score matrix's error for the output, 3 times for
+            gradients
 
     python benchmarks/attention.py [--section time] [--quick]
 
-Prints Markdown, and writes a section each to `benchmarks/results/<machine>.json`.
+Prints Markdown and writes each section to `benchmarks/results/<machine>.json`.
 """
 
 import math
@@ -24,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from common import (
     THREADS,
-    Report,
+    SectionReport,
     Spread,
     heading,
     parser_of_sections,
@@ -44,9 +45,9 @@ from memlab.units import format_bytes
 
 Attend = Callable[..., Tensor]  # attend(q, k, v, causal=…)
 
-AIMS = {"causal": 0.4, "full": 0.6}  # times the seconds by way of the score matrix
-WITHIN = {"result": 2, "dq": 3, "dk": 3, "dv": 3}  # times its error
-BEYOND = 1e-5
+GOALS = {"causal": 0.4, "full": 0.6}  # time ratio to the score matrix
+ERROR_RATIOS = {"result": 2, "dq": 3, "dk": 3, "dv": 3}  # error ratio to the score matrix
+ABSOLUTE_ERROR = 1e-5  # allowed in addition
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,34 +60,36 @@ WAYS: dict[str, Attend] = {NAIVE: attention_reference, FLASH: flash_attention, T
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is run."""
+class AttentionSizes:
+    """Sizes of the benchmark."""
 
     seq_len: int
     heads: int
     width: int
-    tiles: tuple[int, ...]  # to be compared
-    lengths: tuple[int, ...]  # of the section on bytes
-    length_of_errors: int
+    tiles: tuple[int, ...]  # tile sizes to compare
+    lengths: tuple[int, ...]  # for the section "bytes"
+    error_length: int  # for the section "error"
     rounds: int
 
 
-FULL = Plan(4096, 4, 64, (128, 256, 512, 1024), (1024, 2048, 4096, 8192), 512, 9)
-QUICK = Plan(64, 2, 8, (16, 32), (512, 1024), 64, 2)
+FULL = AttentionSizes(4096, 4, 64, (128, 256, 512, 1024), (1024, 2048, 4096, 8192), 512, 9)
+QUICK = AttentionSizes(64, 2, 8, (16, 32), (512, 1024), 64, 2)
 
 
 def arguments_of_attention(
-    plan: Plan, length: int, dtype: torch.dtype = torch.float32
+    plan: AttentionSizes, length: int, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], Tensor]:
-    """q, k and v; and the gradient of the result."""
+    """Return q, k, v and the gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     shape = (1, plan.heads, length, plan.width)
     *qkv, dout = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
     return [x.requires_grad_() for x in qkv], dout
 
 
-def passed(attend: Attend, qkv: list[Tensor], dout: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """The result, dq, dk and dv."""
+def forward_backward(
+    attend: Attend, qkv: list[Tensor], dout: Tensor, causal: bool
+) -> tuple[Tensor, ...]:
+    """Return the output, dq, dk and dv."""
     out = attend(*qkv, causal=causal)
     return out.detach(), *torch.autograd.grad(out, qkv, dout)
 
@@ -95,8 +98,8 @@ def passed(attend: Attend, qkv: list[Tensor], dout: Tensor, causal: bool) -> tup
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds of each way, round by round, with a mask or without."""
+class AttentionTimes:
+    """Seconds of each implementation in each round, for one mask."""
 
     mask: str
     seconds: dict[str, list[float]]
@@ -106,7 +109,7 @@ class Times:
 
     @property
     def verdict(self) -> str:
-        return "met" if self.ratio(FLASH, NAIVE).median <= AIMS[self.mask] else "missed"
+        return "met" if self.ratio(FLASH, NAIVE).median <= GOALS[self.mask] else "missed"
 
 
 def timed(run: Callable[[], object]) -> float:
@@ -116,35 +119,35 @@ def timed(run: Callable[[], object]) -> float:
         return time.perf_counter() - start
 
 
-def times(plan: Plan, mask: str, rounds: Iterable[int]) -> Times:
-    """Every way, and every tile, in turn; the first round only warms up."""
+def times(plan: AttentionSizes, mask: str, rounds: Iterable[int]) -> AttentionTimes:
+    """Time every implementation and tile size, after one warm-up round."""
     qkv, dout = arguments_of_attention(plan, plan.seq_len)
     ways = WAYS | {f"tiles of {size}": partial(flash_attention, tile=size) for size in plan.tiles}
     runs = {
-        name: partial(timed, partial(passed, attend, qkv, dout, mask == "causal"))
+        name: partial(timed, partial(forward_backward, attend, qkv, dout, mask == "causal"))
         for name, attend in ways.items()
     }
     side_by_side(runs, range(1))
-    return Times(mask, side_by_side(runs, rounds))
+    return AttentionTimes(mask, side_by_side(runs, rounds))
 
 
-def time_section(plan: Plan, bar: Progress) -> Report:
+def time_section(plan: AttentionSizes, bar: Progress) -> SectionReport:
     found = {
-        mask: times(plan, mask, bar.track(range(plan.rounds), description=mask)) for mask in AIMS
+        mask: times(plan, mask, bar.track(range(plan.rounds), description=mask)) for mask in GOALS
     }
     both = " and ".join(
         f"{row.ratio(FLASH, NAIVE).median:.2f} × ({mask})" for mask, row in found.items()
     )
     sentence = (
-        f"{plan.seq_len} tokens, {plan.heads} heads of {plan.width}: by tiles, forward and "
-        f"backward take {both} the time by way of the score matrix."
+        f"{plan.seq_len} tokens, {plan.heads} heads of dimension {plan.width}: forward and "
+        f"backward with tiles take {both} the time with the score matrix."
     )
-    header = ("mask", f"{FLASH} / {NAIVE}", "aim", f"{TORCH} / {NAIVE}", f"{FLASH} / {TORCH}")
+    header = ("mask", f"{FLASH} / {NAIVE}", "goal", f"{TORCH} / {NAIVE}", f"{FLASH} / {TORCH}")
     rows = [
         (
             mask,
             f"{row.ratio(FLASH, NAIVE)} ×",
-            f"≤ {AIMS[mask]} × {row.verdict}",
+            f"≤ {GOALS[mask]} × {row.verdict}",
             f"{row.ratio(TORCH, NAIVE)} ×",
             f"{row.ratio(FLASH, TORCH)} ×",
         )
@@ -160,73 +163,76 @@ def time_section(plan: Plan, bar: Progress) -> Report:
         }
         for mask, row in found.items()
     }
-    return Report(sentence, markdown, plain)
+    return SectionReport(sentence, markdown, plain)
 
 
-def tile_table(plan: Plan, found: dict[str, Times]) -> str:
+def tile_table(plan: AttentionSizes, found: dict[str, AttentionTimes]) -> str:
     rows = []
     for size in plan.tiles:
         kinds = [t.kind for t in tiles(plan.seq_len, plan.seq_len, size, causal=True)]
         visited = 1 - kinds.count("skipped") / len(kinds)
         to_naive = (f"{row.ratio(f'tiles of {size}', NAIVE)} ×" for row in found.values())
         rows.append((str(size), f"{visited:.0%}", *to_naive))
-    return table(("tile", "visited if causal", *(f"{mask} / {NAIVE}" for mask in found)), rows)
+    return table(("tile", "computed if causal", *(f"{mask} / {NAIVE}" for mask in found)), rows)
 
 
 # ------------------------------------------------------------------ bytes
 
 
-def peak_bytes(attend: Attend, plan: Plan, length: int) -> int:
-    """Above q, k, v and the gradient of the result: metered without computing, to the byte."""
+def peak_bytes(attend: Attend, plan: AttentionSizes, length: int) -> int:
+    """Return the peak beyond q, k, v and dout, measured in a dry run."""
     with memlab.dry_run():
         qkv, dout = arguments_of_attention(plan, length)
-        trace = memlab.measure(lambda: passed(attend, qkv, dout, causal=True))
+        trace = memlab.measure(lambda: forward_backward(attend, qkv, dout, causal=True))
     return trace.peak_bytes - 4 * dout.nbytes
 
 
 def slope(lengths: Sequence[int], sizes: Sequence[int]) -> float:
-    """The exponent of the length, between the last two."""
+    """Return the growth exponent between the last two lengths."""
     return math.log(sizes[-1] / sizes[-2]) / math.log(lengths[-1] / lengths[-2])
 
 
-def bytes_section(plan: Plan, bar: Progress) -> Report:
+def bytes_section(plan: AttentionSizes, bar: Progress) -> SectionReport:
     found = {
         name: [peak_bytes(WAYS[name], plan, T) for T in bar.track(plan.lengths, description=name)]
         for name in (NAIVE, FLASH)
     }
     slopes = {name: slope(plan.lengths, sizes) for name, sizes in found.items()}
     sentence = (
-        f"At {plan.lengths[-1]} tokens, tiles take {format_bytes(found[FLASH][-1])} where the "
-        f"score matrix takes {format_bytes(found[NAIVE][-1])}: {plan.heads} heads of {plan.width}, "
-        f"causal, forward and backward, above the arguments."
+        f"At {plan.lengths[-1]} tokens, tiles need {format_bytes(found[FLASH][-1])} and the "
+        f"score matrix {format_bytes(found[NAIVE][-1])} beyond the arguments ({plan.heads} heads "
+        f"of dimension {plan.width}, causal, forward and backward)."
     )
     rows = [
         (name, *map(format_bytes, sizes), f"{slopes[name]:.2f}") for name, sizes in found.items()
     ]
-    header = ("peak above the arguments", *(f"{T} tokens" for T in plan.lengths), "last slope")
+    header = ("peak beyond the arguments", *(f"{T} tokens" for T in plan.lengths), "last slope")
     plain = {"lengths": plan.lengths, "peak_bytes": found, "slopes": slopes}
-    return Report(sentence, table(header, rows), plain)
+    return SectionReport(sentence, table(header, rows), plain)
 
 
 # ------------------------------------------------------------------ error
 
 
-def errors(attend: Attend, plan: Plan, dtype: torch.dtype) -> dict[str, float]:
-    """The largest of the result and of each gradient, beside float64."""
-    qkv, dout = arguments_of_attention(plan, plan.length_of_errors, dtype)
+def errors(attend: Attend, plan: AttentionSizes, dtype: torch.dtype) -> dict[str, float]:
+    """Return the largest error of the output and of each gradient, against float64."""
+    qkv, dout = arguments_of_attention(plan, plan.error_length, dtype)
     exact = [x.detach().double().requires_grad_() for x in qkv]
-    found = passed(attend, qkv, dout, causal=True)
-    wanted = passed(attention_reference, exact, dout.double(), causal=True)
+    found = forward_backward(attend, qkv, dout, causal=True)
+    wanted = forward_backward(attention_reference, exact, dout.double(), causal=True)
     return {
-        name: (a - b).abs().max().item() for name, a, b in zip(WITHIN, found, wanted, strict=True)
+        name: (a - b).abs().max().item()
+        for name, a, b in zip(ERROR_RATIOS, found, wanted, strict=True)
     }
 
 
 def is_within(ours: dict[str, float], naive: dict[str, float]) -> bool:
-    return all(ours[name] <= most * naive[name] + BEYOND for name, most in WITHIN.items())
+    return all(
+        ours[name] <= most * naive[name] + ABSOLUTE_ERROR for name, most in ERROR_RATIOS.items()
+    )
 
 
-def error_section(plan: Plan, bar: Progress) -> Report:
+def error_section(plan: AttentionSizes, bar: Progress) -> SectionReport:
     found = {
         str(dtype).removeprefix("torch."): {
             name: errors(attend, plan, dtype) for name, attend in WAYS.items()
@@ -235,21 +241,21 @@ def error_section(plan: Plan, bar: Progress) -> Report:
     }
     within = {dtype: is_within(ways[FLASH], ways[NAIVE]) for dtype, ways in found.items()}
     sentence = (
-        f"By tiles, {sum(within.values())} of {len(within)} dtypes stay within the rule of the "
-        f"flash-attn package at {plan.length_of_errors} tokens."
+        f"With tiles, {sum(within.values())} of {len(within)} dtypes meet the error bound of the "
+        f"flash-attn package at {plan.error_length} tokens."
     )
     rows = [
         (dtype, name, *(f"{error:.1e}" for error in of_way.values()))
         for dtype, ways in found.items()
         for name, of_way in ways.items()
     ]
-    header = ("dtype", "by way of", *WITHIN)
-    return Report(sentence, table(header, rows), {"errors": found, "within": within})
+    header = ("dtype", "implementation", *ERROR_RATIOS)
+    return SectionReport(sentence, table(header, rows), {"errors": found, "within": within})
 
 
 # ------------------------------------------------------------------ the command
 
-SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
+SECTIONS: dict[str, Callable[[AttentionSizes, Progress], SectionReport]] = {
     "time": time_section,
     "bytes": bytes_section,
     "error": error_section,

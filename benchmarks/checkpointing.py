@@ -1,16 +1,16 @@
-"""Checkpointing on trial: beside torch's own, in bytes and in time.
+"""Activation checkpointing: memlab's against torch's, and schedules against each other.
 
-    against torch   forward and backward of a small GPT, and of a chain of tiny blocks that shows
-                    nothing but the cost of the mechanism: plainly, with torch's checkpoint around
-                    every block (`use_reentrant=False`), and with memlab's. Both peaks must agree;
-                    memlab's time may be 1.05 times torch's
-    schedules       what a GPT's blocks keep: uniform, √L, checkpoint_sequential's rule, the optimal
-                    schedule in the same memory, and by operator. Peaks as predicted and metered,
-                    operations as predicted and counted, time beside the plain step
+    against torch   forward and backward of a small GPT, and of a chain of blocks so small that
+                    only the overhead shows: without checkpoints, with torch's checkpoint around
+                    every block (`use_reentrant=False`), and with memlab's. Goals: the same peak as
+                    torch's, and at most 1.05 times its time
+    schedules       a GPT with uniform segments, √L segments, checkpoint_sequential's segments, the
+                    optimal schedule in the same memory, and selective checkpointing. Compares
+                    predicted and measured peaks and recomputed operations, and shows the time
 
     python benchmarks/checkpointing.py [--section "against torch"] [--quick]
 
-Prints Markdown, and writes a section each to `benchmarks/results/<machine>.json`.
+Prints Markdown and writes each section to `benchmarks/results/<machine>.json`.
 """
 
 import sys
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from common import (
-    Report,
+    SectionReport,
     Spread,
     core_seconds,
     heading,
@@ -61,25 +61,29 @@ from memlab.units import format_bytes
 Call = Callable[..., Any]  # how a block is called: call(block, x)
 Pass = Callable[[], None]  # forward and backward
 
-MOST = 1.05  # times torch's, in time
+MAX_TIME_RATIO = 1.05  # to torch's checkpoint
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is run."""
+class CheckpointingSizes:
+    """Sizes of the benchmark."""
 
     preset: str
     batch: int
     seq_len: int
     tiny_blocks: int
     rounds: int
-    larger: int  # times the batch, for schedules
-    fewer_rounds: int  # of these
+    batch_factor: int  # for schedules
+    schedule_rounds: int
 
 
-# With few tokens every schedule peaks at the end of backward, where all gradients are there.
-FULL = Plan("25m", batch=2, seq_len=256, tiny_blocks=200, rounds=15, larger=4, fewer_rounds=5)
-QUICK = Plan("tiny", batch=4, seq_len=64, tiny_blocks=5, rounds=2, larger=1, fewer_rounds=1)
+# With few tokens every schedule peaks at the end of backward, where all gradients exist.
+FULL = CheckpointingSizes(
+    "25m", batch=2, seq_len=256, tiny_blocks=200, rounds=15, batch_factor=4, schedule_rounds=5
+)
+QUICK = CheckpointingSizes(
+    "tiny", batch=4, seq_len=64, tiny_blocks=5, rounds=2, batch_factor=1, schedule_rounds=1
+)
 
 
 # ------------------------------------------------------------------ against torch
@@ -91,8 +95,8 @@ WAYS: dict[str, Call] = {
 }
 
 
-def gpt(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
-    """A model, and its passes by the way in which blocks are called."""
+def gpt(plan: CheckpointingSizes) -> tuple[nn.Module, Callable[[Call], Pass]]:
+    """Return a GPT, and a function that builds its forward and backward for a checkpoint."""
     torch.manual_seed(0)
     model = GPT(PRESETS[plan.preset])
     tokens, targets = next(batches(source_bytes("1 MiB"), plan.batch, plan.seq_len, 0))
@@ -109,8 +113,8 @@ def gpt(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
     return model, pass_of
 
 
-def chain(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
-    """Blocks so small that a call costs more than its arithmetic."""
+def chain(plan: CheckpointingSizes) -> tuple[nn.Module, Callable[[Call], Pass]]:
+    """Return a chain of blocks so small that overhead dominates."""
     torch.manual_seed(0)
     blocks = nn.Sequential(
         *[nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(plan.tiny_blocks)]
@@ -130,8 +134,8 @@ def chain(plan: Plan) -> tuple[nn.Module, Callable[[Call], Pass]]:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One model, in every way."""
+class CheckpointTimes:
+    """Times and peaks of one model with every checkpoint implementation."""
 
     seconds: dict[str, list[float]]
     peak_bytes: dict[str, int]
@@ -141,31 +145,31 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Whether the aim is met: torch's peak, and at most `MOST` times its time."""
+        """Return whether memlab has torch's peak and at most `MAX_TIME_RATIO` times its time."""
         if self.peak_bytes["memlab"] != self.peak_bytes["torch"]:
-            return "missed: another peak"
-        return "met" if self.ratio("memlab", "torch").median <= MOST else "missed"
+            return "missed: different peak"
+        return "met" if self.ratio("memlab", "torch").median <= MAX_TIME_RATIO else "missed"
 
 
 def peak_bytes(run: Pass, model: nn.Module) -> int:
-    """The most bytes alive at once, weights and all, from no gradient on."""
+    """Return the peak of a run that starts without gradients, weights included."""
     model.zero_grad()
     return memlab.measure(run, model=model).peak_bytes
 
 
 def compared(
     model: nn.Module, pass_of: Callable[[Call], Pass], rounds: Iterable[int]
-) -> Comparison:
-    """Every way's peak, then all ways in turn; the measured pass has warmed them up."""
+) -> CheckpointTimes:
+    """Measure every peak, which warms up, then the times."""
     passes = {name: pass_of(call) for name, call in WAYS.items()}
     peaks = {name: peak_bytes(run, model) for name, run in passes.items()}
-    return Comparison(
+    return CheckpointTimes(
         side_by_side({name: partial(core_seconds, run) for name, run in passes.items()}, rounds),
         peaks,
     )
 
 
-def against_torch(plan: Plan, bar: Progress) -> Report:
+def against_torch(plan: CheckpointingSizes, bar: Progress) -> SectionReport:
     builders = {
         f"{plan.preset}, {plan.batch} × {plan.seq_len} tokens": gpt,
         f"{plan.tiny_blocks} blocks of Linear(16, 16), GELU and Tanh": chain,
@@ -174,20 +178,21 @@ def against_torch(plan: Plan, bar: Progress) -> Report:
         name: compared(*build(plan), bar.track(range(plan.rounds), description=name))
         for name, build in builders.items()
     }
-    return Report(torch_sentence(found), torch_table(found), torch_numbers(found))
+    return SectionReport(torch_sentence(found), torch_table(found), torch_numbers(found))
 
 
-def torch_sentence(found: dict[str, Comparison]) -> str:
+def torch_sentence(found: dict[str, CheckpointTimes]) -> str:
     times = " and ".join(
         f"{row.ratio('memlab', 'torch').median:.2f} × ({name})" for name, row in found.items()
     )
     same = all(row.peak_bytes["memlab"] == row.peak_bytes["torch"] for row in found.values())
     return (
-        f"memlab's checkpoint takes {times} torch's time, at {'its' if same else 'another'} peak."
+        f"memlab's checkpoint takes {times} torch's time, at "
+        f"{'the same' if same else 'a different'} peak."
     )
 
 
-def torch_table(found: dict[str, Comparison]) -> str:
+def torch_table(found: dict[str, CheckpointTimes]) -> str:
     rows = [
         (
             name,
@@ -195,18 +200,18 @@ def torch_table(found: dict[str, Comparison]) -> str:
             f"{row.ratio('torch', 'plain')} ×",
             f"{row.ratio('memlab', 'plain')} ×",
             f"{row.ratio('memlab', 'torch')} ×",
-            f"≤ {MOST} × {row.verdict}",
+            f"≤ {MAX_TIME_RATIO} × {row.verdict}",
         )
         for name, row in found.items()
     ]
     header = (
         *("forward and backward", *(f"peak, {way}" for way in WAYS)),
-        *("torch / plain", "memlab / plain", "memlab / torch", "aim"),
+        *("torch / plain", "memlab / plain", "memlab / torch", "goal"),
     )
     return markdown_table(header, rows)
 
 
-def torch_numbers(found: dict[str, Comparison]) -> dict[str, Any]:
+def torch_numbers(found: dict[str, CheckpointTimes]) -> dict[str, Any]:
     return {
         name: {
             "peak_bytes": row.peak_bytes,
@@ -223,73 +228,74 @@ def torch_numbers(found: dict[str, Comparison]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How the blocks of a model run: a schedule, and what runs its segments."""
+class ScheduledRun:
+    """A schedule of a model's blocks, and the checkpoint function for its segments."""
 
     schedule: Schedule
     using: Call = checkpoint
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of it. Of what is kept by operator, no cost is predicted: None."""
+class ScheduleResult:
+    """Measured and predicted costs; predictions are None for selective checkpointing."""
 
     peak_bytes: int
     predicted_peak_bytes: int | None
-    again: int  # operations, counted
-    predicted_again: int | None
+    recomputed_operations: int
+    predicted_operations: int | None
     seconds: list[float]
 
     @property
     def is_as_predicted(self) -> bool | None:
         if self.predicted_peak_bytes is None:
             return None
-        found, predicted = (
-            (self.peak_bytes, self.again),
-            (
-                self.predicted_peak_bytes,
-                self.predicted_again,
-            ),
+        return (self.peak_bytes, self.recomputed_operations) == (
+            self.predicted_peak_bytes,
+            self.predicted_operations,
         )
-        return found == predicted
 
 
 def sequential_schedule(stages: int, segments: int) -> Schedule:
-    """torch's checkpoint_sequential: the last segment takes the remainder, and keeps everything."""
+    """Return the schedule of torch's checkpoint_sequential.
+
+    The last segment contains the remainder and is not checkpointed.
+    """
     size = stages // segments
     border = size * (segments - 1)
     checkpointed = (tuple(range(start, start + size)) for start in range(0, border, size))
     return (*checkpointed, *range(border, stages))
 
 
-def ways_of(costs: Chain) -> dict[str, Way]:
-    """Schedules for the chain, the plain one first."""
+def ways_of(costs: Chain) -> dict[str, ScheduledRun]:
+    """Return the schedules to compare, the plain one first."""
     blocks = len(costs.stages)
     every_block = uniform_schedule(blocks, every=1)
     ways = {
-        "everything kept": Way(plain_schedule(blocks)),
-        "every second block": Way(tuple((i,) if i % 2 else i for i in range(blocks))),
-        "every block": Way(every_block),
-        "segments of √L": Way(sqrt_schedule(blocks)),
+        "no checkpointing": ScheduledRun(plain_schedule(blocks)),
+        "every second block": ScheduledRun(tuple((i,) if i % 2 else i for i in range(blocks))),
+        "every block": ScheduledRun(every_block),
+        "segments of √L": ScheduledRun(sqrt_schedule(blocks)),
     }
     for segments in sorted({2, max(2, blocks // 2)}):
         schedule = sequential_schedule(blocks, segments)
         budget = predicted_peak_bytes(schedule, costs)
-        ways[f"checkpoint_sequential, {segments} segments"] = Way(schedule)
-        ways[f"optimal in the memory of {segments}"] = Way(optimal_schedule(costs, budget))
-    ways["products and attention kept"] = Way(every_block, selective(MATMULS | ATTENTION))
+        ways[f"checkpoint_sequential, {segments} segments"] = ScheduledRun(schedule)
+        ways[f"optimal, memory of {segments} segments"] = ScheduledRun(
+            optimal_schedule(costs, budget)
+        )
+    ways["matmuls and attention kept"] = ScheduledRun(every_block, selective(MATMULS | ATTENTION))
     return ways
 
 
-def outcomes(plan: Plan, bar: Progress) -> dict[str, Outcome]:
-    """Every way's peak and operations, then all ways in turn by the clock."""
+def outcomes(plan: CheckpointingSizes, bar: Progress) -> dict[str, ScheduleResult]:
+    """Measure the peak and operations of every schedule, then the times."""
     torch.manual_seed(0)
     model = GPT(PRESETS[plan.preset])
     tokens, targets = next(batches(source_bytes("1 MiB"), plan.batch, plan.seq_len, 0))
     costs = chain_costs(model, tokens, targets)
     ways = ways_of(costs)
 
-    def pass_of(way: Way) -> Pass:
+    def pass_of(way: ScheduledRun) -> Pass:
         def run() -> None:
             with checkpoint_blocks(model, way.schedule, using=way.using):
                 model(tokens, targets).backward()
@@ -304,10 +310,10 @@ def outcomes(plan: Plan, bar: Progress) -> dict[str, Outcome]:
     found = {}
     for name, way in ways.items():
         is_predicted = way.using is checkpoint
-        found[name] = Outcome(
+        found[name] = ScheduleResult(
             peaks[name],
             predicted_peak_bytes(way.schedule, costs) if is_predicted else None,
-            operations[name] - operations["everything kept"],
+            operations[name] - operations["no checkpointing"],
             recomputed(way.schedule, costs) if is_predicted else None,
             seconds[name],
         )
@@ -315,16 +321,16 @@ def outcomes(plan: Plan, bar: Progress) -> dict[str, Outcome]:
 
 
 def counted(run: Pass) -> int:
-    """Operations of matrix products and attention, forward and backward."""
+    """Return the operations of matmuls and attention in forward and backward."""
     with Operations() as counter:
         run()
     return counter.total
 
 
-def schedules(plan: Plan, bar: Progress) -> Report:
-    plan = replace(plan, batch=plan.larger * plan.batch, rounds=plan.fewer_rounds)
+def schedules(plan: CheckpointingSizes, bar: Progress) -> SectionReport:
+    plan = replace(plan, batch=plan.batch_factor * plan.batch, rounds=plan.schedule_rounds)
     found = outcomes(plan, bar)
-    plain = found["everything kept"]
+    plain = found["no checkpointing"]
     judged = [outcome.is_as_predicted for outcome in found.values()]
     sentence = (
         f"{plan.preset}, {plan.batch} × {plan.seq_len} tokens: {judged.count(True)} of "
@@ -336,18 +342,26 @@ def schedules(plan: Plan, bar: Progress) -> Report:
             name,
             format_bytes(outcome.peak_bytes),
             {None: "", True: "yes", False: "no"}[outcome.is_as_predicted],
-            f"{outcome.again / 1e9:.2f}",
+            f"{outcome.recomputed_operations / 1e9:.2f}",
             f"{ratios(outcome.seconds, plain.seconds)} ×",
         )
         for name, outcome in found.items()
     ]
-    header = ("blocks", "peak", "as predicted", "10⁹ operations again", "time / everything kept")
-    return Report(sentence, markdown_table(header, rows), {n: asdict(o) for n, o in found.items()})
+    header = (
+        "blocks",
+        "peak",
+        "as predicted",
+        "10⁹ operations recomputed",
+        "time / no checkpointing",
+    )
+    return SectionReport(
+        sentence, markdown_table(header, rows), {n: asdict(o) for n, o in found.items()}
+    )
 
 
 # ------------------------------------------------------------------ the command
 
-SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
+SECTIONS: dict[str, Callable[[CheckpointingSizes, Progress], SectionReport]] = {
     "against torch": against_torch,
     "schedules": schedules,
 }
@@ -356,7 +370,7 @@ SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
 def main(words: Sequence[str] | None = None) -> int:
     set_environment()
     given = parser_of_sections(__doc__, SECTIONS, quick="tiny models").parse_args(words)
-    torch.set_num_threads(1)  # of a kernel: the time of one core is the time that passes
+    torch.set_num_threads(1)  # CPU time equals wall-clock time
     print(heading("Checkpointing"))
     plan, results = (QUICK, None) if given.quick else (FULL, given.results)
     for name, report in reports(

@@ -1,7 +1,7 @@
-"""What the benchmarks share: this machine in words, tables, ratios, and results on disk.
+"""Shared by the benchmarks: machine description, tables, time ratios and results on disk.
 
-Every script prints Markdown on standard output and writes `results/<machine>.json`, one entry for
-each of its sections, so that a README can quote either and a later run replaces one section only.
+Every script prints Markdown on standard output and writes `results/<machine>.json`, with one entry
+for each section. A later run replaces the sections that it ran and keeps the others.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from memlab.metering.cycles import no_cycle_collection
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-THREADS = "2"  # of a kernel that is timed, unless the user says otherwise: machines compare
+THREADS = "2"  # for timed kernels, unless the user sets another count: makes machines comparable
 
-# Threads that wait must not spin, in the processes that we start; and what the profiler and
-# libraries of models write beside the point must not stand between the lines of ours.
+# Waiting threads must not spin in the processes that we start. The other settings silence the
+# profiler and the model libraries, which would print between our lines.
 _ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "KINETO_LOG_LEVEL": "6",
@@ -45,27 +45,29 @@ _ENVIRONMENT = {
 
 
 def set_environment() -> None:
-    """To be called first: before the first profile, and before a library of models is imported.
-    What the user has set stays."""
+    """Set environment variables that the user has not set.
+
+    Call this before the first profile and before importing a model library.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
-# ------------------------------------------------------------------ words
+# ------------------------------------------------------------------ machine and tables
 
 
 def cores() -> int:
-    """The processor cores that this process may use."""
+    """Return the number of CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> str:
-    """The CPU as a file name: `cpu-x86_64-2-cores`. No host name: results are published."""
+    """Return a file name for this CPU, such as `cpu-x86_64-2-cores`, without the host name."""
     return f"cpu-{platform.machine() or 'unknown'}-{cores()}-cores"
 
 
 def circumstances(device: str | None = None) -> dict[str, str]:
-    """What a number holds for: on that device, or the CPU."""
+    """Return device (default: this CPU), versions and date, to store with a result."""
     return {
         "device": device or f"CPU ({platform.machine()}, {cores()} cores)",
         "torch": torch.__version__,
@@ -76,29 +78,29 @@ def circumstances(device: str | None = None) -> dict[str, str]:
 
 
 def heading(title: str, device: str | None = None) -> str:
-    """A Markdown heading with device, versions and date in it."""
+    """Return a Markdown heading with device, versions and date."""
     words = circumstances(device)
     software = ", ".join(f"{name} {words[name]}" for name in ("torch", "python", "memlab"))
     return f"# {title}: {words['device']}, {software}, {words['date']}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table: the first column to the left, the others to the right."""
+    """Return a Markdown table, with the first column aligned left and the others right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def progress() -> Progress:
-    """A bar on standard error, gone when it is done."""
+    """Return a transient progress bar on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
 
 
-# ------------------------------------------------------------------ side by side
+# ------------------------------------------------------------------ timing
 
 
 class Spread(NamedTuple):
-    """The median of several measurements, and the quartiles around it."""
+    """Median and quartiles of several measurements."""
 
     low: float
     median: float
@@ -109,7 +111,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The quartiles; of a single value, that value three times."""
+    """Return the quartiles; a single value is repeated three times."""
     if len(values) == 1:
         return Spread(*values * 3)
     return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -118,10 +120,10 @@ def spread(values: Sequence[float]) -> Spread:
 def side_by_side(
     runs: dict[str, Callable[[], float]], rounds: Iterable[int]
 ) -> dict[str, list[float]]:
-    """The seconds that each run says it took, in each round.
+    """Return the seconds of each run in each round.
 
-    The runs take turns, every other round backwards: what else the machine does meanwhile, and
-    whether it speeds up or slows down, hits all of them alike.
+    The runs take turns, in reverse order every other round, so that other load on the machine and
+    changes of its clock speed affect all runs alike.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in rounds:
@@ -131,7 +133,7 @@ def side_by_side(
 
 
 def timed(run: Callable[[], object]) -> Callable[[], float]:
-    """A run that says how long it took."""
+    """Wrap `run` in a function that returns its wall-clock seconds."""
 
     def seconds() -> float:
         start = time.perf_counter()
@@ -142,8 +144,7 @@ def timed(run: Callable[[], object]) -> Callable[[], float]:
 
 
 def core_seconds(run: Callable[[], object]) -> float:
-    """How long one core works on it, while no cycle of Python objects is searched for; what other
-    processes do meanwhile does not count."""
+    """Return the CPU seconds of `run`, with Python's cycle collector switched off."""
     with no_cycle_collection():
         start = time.process_time()
         run()
@@ -151,39 +152,41 @@ def core_seconds(run: Callable[[], object]) -> float:
 
 
 def ratios(of: Sequence[float], to: Sequence[float]) -> Spread:
-    """How many times as long one run took as another, round by round."""
+    """Return the spread of the time ratios of two runs, round by round."""
     return spread([a / b for a, b in zip(of, to, strict=True)])
 
 
-# ------------------------------------------------------------------ processes of their own
+# ------------------------------------------------------------------ subprocesses
 
 
 class Runner:
-    """A process that runs something once for each line it is sent, and answers with a number.
+    """A subprocess that runs a task once for each input line and answers with a number.
 
-    Its first answer comes when it is ready.
+    It sends its first answer when it is ready.
     """
 
     def __init__(self, *arguments: str) -> None:
-        self.peak_bytes = 0  # of its anonymous memory; 0 where nothing tells
+        self.peak_bytes = 0  # of anonymous memory; stays 0 if the system does not report it
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={"OMP_NUM_THREADS": THREADS, **os.environ},
-            start_new_session=True,  # Ctrl-C is ours to handle
+            start_new_session=True,  # only the parent handles Ctrl-C
             text=True,
         )
 
     def run(self) -> float:
-        """Let it run once."""
+        """Run the task once and return its answer."""
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return self.answer()
 
     def answer(self) -> float:
-        """Wait for the next answer, and look at its memory meanwhile: what is over within the 20 ms
-        from look to look shows in what is left."""
+        """Wait for the next answer and sample the memory every 20 ms.
+
+        A peak between two samples is missed.
+        """
         while not select.select([self._process.stdout], [], [], 0.02)[0]:
             self.peak_bytes = max(self.peak_bytes, self.bytes_now())
         self.peak_bytes = max(self.peak_bytes, self.bytes_now())
@@ -193,7 +196,7 @@ class Runner:
         return float(line)
 
     def bytes_now(self) -> int:
-        """Its anonymous memory at this moment."""
+        """Return the current anonymous memory of the subprocess."""
         return anonymous_bytes(self._process.pid)
 
     def __enter__(self) -> "Runner":
@@ -205,9 +208,9 @@ class Runner:
 
 
 def anonymous_bytes(process: int) -> int:
-    """What a process has in memory that no file backs; 0 where the system doesn't tell.
+    """Return the resident memory of a process without file pages; 0 if the system lacks /proc.
 
-    Code and data of libraries are pages of files, which a peak of resident memory counts too.
+    File pages hold the code and data of libraries. The peak resident set size includes them.
     """
     try:
         status = Path(f"/proc/{process}/status").read_text()
@@ -217,11 +220,11 @@ def anonymous_bytes(process: int) -> int:
     return int(found[1]) * 2**10 if found else 0
 
 
-# ------------------------------------------------------------------ what a script is asked
+# ------------------------------------------------------------------ arguments
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """Shows a script's docstring as it is; the script adds its options."""
+    """Return a parser whose help shows the script's docstring unchanged."""
     return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -229,12 +232,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def parser_with_results(doc: str) -> argparse.ArgumentParser:
     made = parser(doc)
-    made.add_argument("--results", type=Path, default=RESULTS, help="where numbers are written")
+    made.add_argument("--results", type=Path, default=RESULTS, help="folder for the results")
     return made
 
 
 def parser_of_sections(doc: str, sections: Iterable[str], quick: str) -> argparse.ArgumentParser:
-    """For a script in sections, which runs all of them or some; `quick` says what is small then."""
+    """Return a parser with --section and --quick; `quick` describes the small setting."""
     made = parser_with_results(doc)
     made.add_argument(
         "--section",
@@ -243,14 +246,16 @@ def parser_of_sections(doc: str, sections: Iterable[str], quick: str) -> argpars
         help="run this section only (may be given more than once)",
     )
     made.add_argument(
-        "--quick", action="store_true", help=f"{quick}, to see that it runs; writes nothing"
+        "--quick",
+        action="store_true",
+        help=f"{quick}, to check that the script runs; writes nothing",
     )
     return made
 
 
 @cache
 def kinds_of_steps() -> ModuleType:
-    """`tests/metering/kinds.py`: what the tests hold the meter against."""
+    """Import `tests/metering/kinds.py`, the kinds of training step that the tests measure."""
     spec = importlib.util.spec_from_file_location("kinds", ROOT / "tests/metering/kinds.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -260,12 +265,12 @@ def kinds_of_steps() -> ModuleType:
 # ------------------------------------------------------------------ results
 
 
-class Report(NamedTuple):
-    """What a section has to say."""
+class SectionReport(NamedTuple):
+    """The output of a section."""
 
-    sentence: str  # for the summary
+    sentence: str  # summary
     markdown: str
-    plain: dict[str, Any]  # for the results
+    plain: dict[str, Any]  # content of the results file
 
     def __str__(self) -> str:
         return f"{self.sentence}\n\n{self.markdown}"
@@ -273,13 +278,15 @@ class Report(NamedTuple):
 
 def reports(
     benchmark: str,
-    sections: Mapping[str, Callable[[Any, Progress], Report]],
+    sections: Mapping[str, Callable[[Any, Progress], SectionReport]],
     names: Iterable[str],
     plan: Any,
     results: Path | None,
-) -> Iterator[tuple[str, Report]]:
-    """What the sections of these names say of the plan, each written as soon as it is done; with no
-    folder for results, nothing is."""
+) -> Iterator[tuple[str, SectionReport]]:
+    """Run the named sections and yield their reports.
+
+    Each report is written to the folder `results` as soon as it is ready; None writes nothing.
+    """
     with progress() as bar:
         for name in names:
             report = sections[name](plan, bar)
@@ -289,12 +296,12 @@ def reports(
 
 
 def save(folder: Path, benchmark: str, section: str, content: Mapping[str, Any]) -> Path:
-    """Put a section into the results of this machine; the other sections stay as they are."""
+    """Write a section to the results of this machine and keep the other sections."""
     return put(folder / f"{machine()}.json", benchmark, section, {**circumstances(), **content})
 
 
 def put(path: Path, benchmark: str, section: str, entry: Mapping[str, Any]) -> Path:
-    """Put a section into a file of results, in the place of what was there of it."""
+    """Replace a section in a results file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     results.setdefault(benchmark, {})[section] = entry

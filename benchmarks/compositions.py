@@ -1,11 +1,11 @@
-"""What two techniques come to together: COMPOSITIONS.md and its picture.
+"""Memory saved by every pair of techniques: writes COMPOSITIONS.md and its picture.
 
     python benchmarks/compositions.py
 
-Every pair of the rows of `memlab.train.TECHNIQUES` is measured in a dry run of the step that
-README's table of savings is of, or refused; the sentence of each refusal stands below the table.
-`tests/test_compositions.py` takes real steps of every pair, with a small model, and holds their
-gradients, and what they leave in memory, against formulas.
+Every pair of rows in `memlab.train.TECHNIQUES` is measured in a dry run of the training step in
+README's table of savings. COMPOSITIONS.md gives the reason for each pair that does not work.
+`tests/test_compositions.py` takes real steps with a small model for every pair, and compares
+gradients and memory with formulas.
 """
 
 import sys
@@ -26,7 +26,7 @@ SETTING = SUITABLE["cpu"]
 PAGE = ROOT / "COMPOSITIONS.md"
 PICTURE = ROOT / "images" / "compositions.png"
 ROWS = [name for name in TECHNIQUES if name != "plain"]
-REASONS = dict(zip(exclusions(), ascii_lowercase, strict=False))  # a letter for each
+REASONS = dict(zip(exclusions(), ascii_lowercase, strict=False))  # a letter for each reason
 
 INTRODUCTION = """\
 # Two techniques at once
@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def refusal(names: str) -> str | None:
-    """Why these rows don't go together; None if they do."""
+    """Return the reason why these techniques exclude each other, or None."""
     try:
         combined(names)
     except ValueError as error:
@@ -77,7 +77,7 @@ def refusal(names: str) -> str | None:
 
 
 def page(plain: int) -> str:
-    """The picture, and why some pairs do not work, as Markdown."""
+    """Return the page as Markdown: the picture, and why some pairs do not work."""
     reasons = "\n".join(
         f"- **{letter}** {' and '.join(name for name in ROWS if name in pair)}: {reason}"
         for (pair, reason), letter in zip(exclusions().items(), REASONS.values(), strict=True)
@@ -89,7 +89,7 @@ def page(plain: int) -> str:
 
 
 def cell(one: str, other: str, plain: int, peaks: dict[str, int]) -> str:
-    """The saving in per cent, or the letter of the reason why the pair does not work."""
+    """Return the saving in per cent, or the letter of the reason why the pair does not work."""
     names = one if one == other else f"{one}+{other}"
     if names in peaks:
         return f"{in_per_cent(peaks[names], plain)}%".replace("-", "−")
@@ -97,12 +97,12 @@ def cell(one: str, other: str, plain: int, peaks: dict[str, int]) -> str:
 
 
 def in_per_cent(peak: int, plain: int) -> int:
-    """What is saved of the plain peak."""
+    """Return the saved share of the plain peak, in per cent."""
     return round(100 * (1 - peak / plain))
 
 
 def picture(plain: int, peaks: dict[str, int]):
-    """A square for each pair: the darker, the more is saved."""
+    """Draw a square for each pair; darker means more saved."""
     from matplotlib.figure import Figure
 
     saved = np.full((len(ROWS), len(ROWS)), np.nan)
@@ -123,8 +123,8 @@ def picture(plain: int, peaks: dict[str, int]):
     axes.set_yticks(range(len(ROWS)), ROWS)
     axes.spines[:].set_visible(False)
     axes.set_title(
-        f"Saved of the peak by two techniques together, in per cent ({SETTING})\n"
-        "a dot: both fill one plug; a letter: refused, for the reason in the list"
+        f"Peak memory saved by pairs of techniques, in per cent ({SETTING})\n"
+        "dot: both fill the same place in a step; letter: see the reason in the list"
     )
     figure.colorbar(image, ax=axes, shrink=0.6, label="per cent of the plain step's peak")
     return figure

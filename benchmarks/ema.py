@@ -1,21 +1,21 @@
-"""Post-hoc EMA on trial: what synthesis takes, and how near it comes.
+"""Post-hoc EMA: cost and accuracy of synthesized averages.
 
-    synthesis   averages made of 20 snapshots in float16 of a model of 128 MiB, in processes of
-                their own, in turn: time and anonymous memory of memlab, of the loop that has
-                snapshots outside, and of ema-pytorch, which makes one at a time. Aims: half the
-                time of either; less than 64 MiB of anonymous memory, of which at most 12 MiB are
-                buffers. The loop is as packages have it, total += snapshot * share; "fused" is
-                total.add_(snapshot, alpha=share), for information
-    profiles    the profile's error against the number of snapshots, and its slope: 4 by the paper
-    pruning     that error, if 20 of 100 snapshots are kept: which
-    files       bytes a weight of what is tracked and of snapshots, and the error of rounding
+    synthesis   averages from 20 float16 snapshots of a 128 MiB model. Compares time and anonymous
+                memory of memlab, of a loop over snapshots, and of ema-pytorch, which makes one
+                average at a time. Each runs in its own process, in turn. Goals: half the time of
+                either; less than 64 MiB of anonymous memory, with at most 12 MiB of buffers. The
+                loop is written as packages do it, total += snapshot * share; "fused" is
+                total.add_(snapshot, alpha=share) and has no goal
+    profiles    profile error by number of snapshots, and its slope; the paper says 4
+    pruning     profile error for several ways to keep 20 of 100 snapshots
+    files       bytes per weight of tracked averages and snapshots, and the rounding error
 
     python benchmarks/ema.py [--section synthesis] [--quick]
 
-"Into a model" is float32, in place, but for ema-pytorch, which makes new ones. Anonymous memory is
-that beyond what there was when all was ready: the model, and of ema-pytorch its averages.
+"Into a model" writes float32 weights in place; ema-pytorch makes a new model. Anonymous memory
+excludes what exists before the synthesis: the model, and ema-pytorch's averages.
 
-Prints Markdown, and writes a section each to `benchmarks/results/<machine>.json`.
+Prints Markdown and writes each section to `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 from common import (
-    Report,
     Runner,
+    SectionReport,
     Spread,
     heading,
     parser_of_sections,
@@ -64,43 +64,43 @@ from memlab.metering.cycles import no_cycle_collection
 from memlab.units import format_bytes
 
 OURS, THEIRS = "memlab", "ema-pytorch"
-OUTER, FUSED = "snapshots outside", "snapshots outside, fused"
+OUTER, FUSED = "loop over snapshots", "loop over snapshots, fused"
 TRACKED = (0.05, 0.10)
-WANTED = (0.07, 0.06, 0.08, 0.12)  # of one, the first
-FASTER, MOST_BYTES, MOST_BUFFERS = 2.0, 64 * 2**20, 12 * 2**20
+WANTED = (0.07, 0.06, 0.08, 0.12)  # a single average uses the first
+MIN_SPEEDUP, MAX_BYTES, MAX_BUFFER_BYTES = 2.0, 64 * 2**20, 12 * 2**20
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is run."""
+class EmaSizes:
+    """Sizes of the benchmark."""
 
     layers: int
-    width: int  # a layer has width² numbers
-    steps: int  # two snapshots each
+    width: int  # a layer has width² weights
+    steps: int  # each writes two snapshots
     rounds: int
-    counts: tuple[int, ...]  # of snapshots of each average
+    counts: tuple[int, ...]  # snapshots per average
 
     @property
-    def numbers(self) -> int:
+    def weights(self) -> int:
         return self.layers * self.width**2
 
 
-FULL = Plan(8, 2048, 10, 7, (2, 4, 8, 16, 32, 64))
-QUICK = Plan(2, 64, 10, 2, (16, 64))
+FULL = EmaSizes(8, 2048, 10, 7, (2, 4, 8, 16, 32, 64))
+QUICK = EmaSizes(2, 64, 10, 2, (16, 64))
 
 
-# ------------------------------------------------------------------ a run, on disk
+# ------------------------------------------------------------------ snapshots on disk
 
 
-def model_of(plan: Plan) -> nn.Module:
-    """Each layer a matrix and a vector: large tensors, and small ones between."""
+def model_of(plan: EmaSizes) -> nn.Module:
+    """Return a model of alternating large and small tensors."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(plan.width - 1, plan.width) for _ in range(plan.layers)))
 
 
 @torch.no_grad()
-def trained(plan: Plan, update: Callable[[int], object], model: nn.Module) -> None:
-    """A random walk of all weights."""
+def trained(plan: EmaSizes, update: Callable[[int], object], model: nn.Module) -> None:
+    """Move all weights in a random walk, and call `update` after each step."""
     for step in range(1, plan.steps + 1):
         torch.manual_seed(step)
         for weight in model.parameters():
@@ -108,8 +108,8 @@ def trained(plan: Plan, update: Callable[[int], object], model: nn.Module) -> No
         update(step)
 
 
-def track(plan: Plan, folder: Path, **settings: Any) -> PostHocEMA:
-    """Our snapshots at every step."""
+def track(plan: EmaSizes, folder: Path, **settings: Any) -> PostHocEMA:
+    """Write memlab's snapshots at every step."""
     model = model_of(plan)
     ema = PostHocEMA(model, folder, TRACKED, snapshot_every=1, **settings)
     trained(plan, ema.update, model)
@@ -125,21 +125,21 @@ def theirs_of(folder: Path, model: nn.Module, every: int | str = "manual") -> An
     )  # fmt: skip
 
 
-def track_theirs(plan: Plan, folder: Path) -> None:
-    """Their snapshots at every step."""
+def track_theirs(plan: EmaSizes, folder: Path) -> None:
+    """Write ema-pytorch's snapshots at every step."""
     model = model_of(plan)
     theirs = theirs_of(folder, model, every=1)
     trained(plan, lambda step: theirs.update(), model)
 
 
-# ------------------------------------------------------------------ the ways
+# ------------------------------------------------------------------ implementations
 
 
 @torch.no_grad()
 def outer_loop(
     folder: Path, sigmas: Sequence[float], out: Sequence[nn.Module], *, fused: bool = False
 ) -> Sequence[nn.Module]:
-    """A snapshot is loaded, all of it, and added to every average before the next one is."""
+    """Load one whole snapshot after another and add it to every average."""
     found = find_snapshots(folder)
     profiles = [snapshot.profile for snapshot in found]
     end = profiles[-1].t
@@ -159,32 +159,32 @@ def outer_loop(
     return out
 
 
-def ours_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def ours_into_models(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     out = [model_of(plan) for _ in range(count)]
     return lambda: synthesize(folder, WANTED[:count], out=out)
 
 
-def outer_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def outer_into_models(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     out = [model_of(plan) for _ in range(count)]
     return lambda: outer_loop(folder, WANTED[:count], out)
 
 
-def fused_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def fused_into_models(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     out = [model_of(plan) for _ in range(count)]
     return lambda: outer_loop(folder, WANTED[:count], out, fused=True)
 
 
-def theirs_into_models(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def theirs_into_models(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     theirs = theirs_of(folder, model_of(plan))
     return lambda: [theirs.synthesize_ema_model(sigma_rel=sigma) for sigma in WANTED[:count]]
 
 
-def ours_into_files(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def ours_into_files(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     out = [folder / f"ours-{number}.safetensors" for number in range(count)]
     return lambda: synthesize(folder, WANTED[:count], out=out)
 
 
-def outer_into_files(plan: Plan, folder: Path, count: int) -> Callable[[], object]:
+def outer_into_files(plan: EmaSizes, folder: Path, count: int) -> Callable[[], object]:
     def run() -> None:
         out = [model_of(plan) for _ in range(count)]
         outer_loop(folder, WANTED[:count], out)
@@ -194,7 +194,7 @@ def outer_into_files(plan: Plan, folder: Path, count: int) -> Callable[[], objec
     return run
 
 
-Way = Callable[[Plan, Path, int], Callable[[], object]]
+Way = Callable[[EmaSizes, Path, int], Callable[[], object]]
 WAYS: dict[str, dict[str, Way]] = {
     "into a model": {
         OURS: ours_into_models,
@@ -208,7 +208,7 @@ WAYS: dict[str, dict[str, Way]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """So many averages, to such a place."""
+    """How many averages to make, and whether into models or files."""
 
     place: str
     count: int
@@ -222,22 +222,22 @@ TASKS = (Task("into a model", 1), Task("into a model", 4), Task("into a file", 4
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Of each way: seconds, round by round, and bytes of anonymous memory."""
+class SynthesisCosts:
+    """Seconds in each round, and peak anonymous memory, for each implementation."""
 
     seconds: dict[str, list[float]]
     peak_bytes: dict[str, int]
 
     def ratio(self, way: str) -> Spread:
-        """Of a way's time to ours."""
+        """Return an implementation's time relative to memlab's."""
         return ratios(self.seconds[way], self.seconds[OURS])
 
 
 # ------------------------------------------------------------------ synthesis
 
 
-def serve(plan: Plan, folder: Path, task: Task, way: str) -> None:
-    """Be a process that runs a way for each line that it is sent."""
+def serve(plan: EmaSizes, folder: Path, task: Task, way: str) -> None:
+    """Run the task once for each line on standard input, and print the seconds."""
     folder = folder / ("theirs" if way == THEIRS else "ours")
     run = WAYS[task.place][way](plan, folder, task.count)
     print(0.0, flush=True)
@@ -248,9 +248,11 @@ def serve(plan: Plan, folder: Path, task: Task, way: str) -> None:
             print(time.perf_counter() - start, flush=True)
 
 
-def costs(plan: Plan, folder: Path, task: Task, bar: Progress) -> Costs:
-    """Every way in turn; the first round reads the snapshots into the system's cache, and counts
-    for memory alone."""
+def costs(plan: EmaSizes, folder: Path, task: Task, bar: Progress) -> SynthesisCosts:
+    """Run every implementation in turn.
+
+    The first round loads the snapshots into the page cache; only its memory counts.
+    """
     numbers = (plan.layers, plan.width, plan.steps, task.count)
     with ExitStack() as stack:
         runners, before = {}, {}
@@ -265,12 +267,11 @@ def costs(plan: Plan, folder: Path, task: Task, bar: Progress) -> Costs:
         rounds = bar.track(range(plan.rounds), description=str(task))
         seconds = side_by_side(runs, rounds)
         peaks = {way: runner.peak_bytes - before[way] for way, runner in runners.items()}
-    return Costs(seconds, peaks)
+    return SynthesisCosts(seconds, peaks)
 
 
-def buffer_bytes(plan: Plan, folder: Path, count: int) -> int:
-    """What synthesis makes for itself, metered: beyond the files that it maps and its model. Of a
-    layer, for each has the same."""
+def buffer_bytes(plan: EmaSizes, folder: Path, count: int) -> int:
+    """Return the peak of synthesis for one layer, without mapped files and output weights."""
     found = find_snapshots(folder)
     out = [model_of(plan) for _ in range(count)]
     mapped = sum(snapshot.nbytes for snapshot in found)
@@ -279,8 +280,8 @@ def buffer_bytes(plan: Plan, folder: Path, count: int) -> int:
     return trace.peak_bytes - mapped - written
 
 
-def largest_difference(plan: Plan, folder: Path) -> float:
-    """Between our sums and those of the loop with snapshots outside."""
+def largest_difference(plan: EmaSizes, folder: Path) -> float:
+    """Return the largest difference between memlab's average and the loop's."""
     ours, outer = model_of(plan), model_of(plan)
     synthesize(folder, WANTED[0], out=ours)
     outer_loop(folder, WANTED[:1], [outer])
@@ -289,14 +290,14 @@ def largest_difference(plan: Plan, folder: Path) -> float:
 
 
 @contextmanager
-def snapshots_of(plan: Plan) -> Iterator[Path]:
+def snapshots_of(plan: EmaSizes) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         track(plan, Path(name, "ours"))
         track_theirs(plan, Path(name, "theirs"))
         yield Path(name)
 
 
-def synthesis_section(plan: Plan, bar: Progress) -> Report:
+def synthesis_section(plan: EmaSizes, bar: Progress) -> SectionReport:
     with snapshots_of(plan) as folder:
         difference = largest_difference(plan, folder / "ours")
         buffers = {task: buffer_bytes(plan, folder / "ours", task.count) for task in TASKS}
@@ -313,10 +314,10 @@ def synthesis_section(plan: Plan, bar: Progress) -> Report:
                     "" if way == OURS else f"{cost.ratio(way)} × memlab's",
                 )
             )
-    header = ("task", "by", "buffers", "anonymous memory", "time")
-    return Report(
+    header = ("task", "implementation", "buffers", "anonymous memory", "time")
+    return SectionReport(
         synthesis_sentence(plan, found, difference),
-        table(header, rows) + "\n\n" + aims_table(found, buffers),
+        table(header, rows) + "\n\n" + goals_table(found, buffers),
         {
             "difference": difference,
             **{
@@ -328,46 +329,48 @@ def synthesis_section(plan: Plan, bar: Progress) -> Report:
                 }
                 for task, cost in found.items()
             },
-            "aims": {what: verdict for what, *_, verdict in aims(found, buffers)},
+            "goals": {name: verdict for name, *_, verdict in goals(found, buffers)},
         },
     )
 
 
-def synthesis_sentence(plan: Plan, found: dict[Task, Costs], difference: float) -> str:
+def synthesis_sentence(plan: EmaSizes, found: dict[Task, SynthesisCosts], difference: float) -> str:
     cost = found[TASKS[1]]
-    others = " and ".join(f"{cost.ratio(way).median:.1f} × by {way}" for way in (OUTER, THEIRS))
+    others = " and ".join(f"{cost.ratio(way).median:.1f} × ({way})" for way in (OUTER, THEIRS))
     return (
-        f"{2 * plan.steps} snapshots of a model of {format_bytes(4 * plan.numbers)}: four averages "
-        f"into models take {format_bytes(cost.peak_bytes[OURS])} of anonymous memory beyond them, "
-        f"and {others} the time (the sums differ by {difference:.0e} at most)."
+        f"{2 * plan.steps} snapshots of a model of {format_bytes(4 * plan.weights)}: four averages "
+        f"into models need {format_bytes(cost.peak_bytes[OURS])} of anonymous memory beyond the "
+        f"models. Others take {others} the time (results differ by {difference:.0e} at most)."
     )
 
 
-def aims(found: dict[Task, Costs], buffers: dict[Task, int]) -> list[tuple[str, str, str, str]]:
-    """What was to be reached, what was measured, the limit, and whether it was met."""
+def goals(
+    found: dict[Task, SynthesisCosts], buffers: dict[Task, int]
+) -> list[tuple[str, str, str, str]]:
+    """Return rows of goal, measured value, limit and verdict."""
     rows = []
     for task, cost in found.items():
         if task.place == "into a model":
             for way in (OUTER, THEIRS):
                 ratio = cost.ratio(way)
                 rows.append(
-                    (f"{task}: time of {way}", f"{ratio} ×", f"≥ {FASTER} ×",
-                     _verdict(ratio.median >= FASTER))
+                    (f"{task}: time of {way}", f"{ratio} ×", f"≥ {MIN_SPEEDUP} ×",
+                     _verdict(ratio.median >= MIN_SPEEDUP))
                 )  # fmt: skip
         peak = cost.peak_bytes[OURS]
         rows.append(
-            (f"{task}: anonymous memory", format_bytes(peak), f"≤ {format_bytes(MOST_BYTES)}",
-             _verdict(peak <= MOST_BYTES))
+            (f"{task}: anonymous memory", format_bytes(peak), f"≤ {format_bytes(MAX_BYTES)}",
+             _verdict(peak <= MAX_BYTES))
         )  # fmt: skip
         rows.append(
-            (f"{task}: buffers", format_bytes(buffers[task]), f"≤ {format_bytes(MOST_BUFFERS)}",
-             _verdict(buffers[task] <= MOST_BUFFERS))
+            (f"{task}: buffers", format_bytes(buffers[task]), f"≤ {format_bytes(MAX_BUFFER_BYTES)}",
+             _verdict(buffers[task] <= MAX_BUFFER_BYTES))
         )  # fmt: skip
     return rows
 
 
-def aims_table(found: dict[Task, Costs], buffers: dict[Task, int]) -> str:
-    return table(("aim", "measured", "limit", "verdict"), sorted(aims(found, buffers)))
+def goals_table(found: dict[Task, SynthesisCosts], buffers: dict[Task, int]) -> str:
+    return table(("goal", "measured", "limit", "verdict"), sorted(goals(found, buffers)))
 
 
 def _verdict(is_met: bool) -> str:
@@ -381,8 +384,8 @@ def snapshot_profiles(times: Sequence[float], sigmas: Sequence[float] = TRACKED)
     return [power_profile(sigma, t) for t in times for sigma in sigmas]
 
 
-def errors_by_count(plan: Plan, sigmas: Sequence[float], tracked: Sequence[float]) -> dict:
-    """Of each sigma at the end of training, for so many snapshots of each average."""
+def errors_by_count(plan: EmaSizes, sigmas: Sequence[float], tracked: Sequence[float]) -> dict:
+    """Return, for each sigma, the profile errors at the end of training by snapshot count."""
     return {
         sigma: [
             profile_error(snapshot_profiles(range(1, n + 1), tracked), power_profile(sigma, n))
@@ -393,12 +396,12 @@ def errors_by_count(plan: Plan, sigmas: Sequence[float], tracked: Sequence[float
 
 
 def slope(counts: Sequence[int], errors: Sequence[float]) -> float:
-    """The exponent of the number of snapshots, from 16 on."""
+    """Return the exponent with which the error falls from 16 snapshots on."""
     first = counts.index(16)
     return math.log(errors[first] / errors[-1]) / math.log(counts[-1] / counts[first])
 
 
-def profiles_section(plan: Plan, bar: Progress) -> Report:
+def profiles_section(plan: EmaSizes, bar: Progress) -> SectionReport:
     rows, plain = [], {}
     for tracked in (TRACKED, (0.05, 0.28)):
         found = errors_by_count(plan, (0.03, 0.07, 0.15, 0.20, 0.25), tracked)
@@ -409,12 +412,17 @@ def profiles_section(plan: Plan, bar: Progress) -> Report:
             plain[f"{tracked} → {sigma}"] = {"errors": errors, "slope": slope_of}
     at_15 = plain[f"{TRACKED} → 0.15"]
     sentence = (
-        f"With {plan.counts[-1]} snapshots each of 0.05 and 0.10, a profile of 0.15 is off by "
-        f"{at_15['errors'][-1]:.0e}; the error falls with the power {at_15['slope']:.2f} of their "
-        f"number."
+        f"With {plan.counts[-1]} snapshots each of σ = 0.05 and 0.10, a profile of σ = 0.15 has an "
+        f"error of {at_15['errors'][-1]:.0e}. The error falls with exponent {at_15['slope']:.2f} "
+        f"in the number of snapshots."
     )
-    header = ("tracked", "made", *(f"{n} snapshots" for n in plan.counts), "slope from 16 on")
-    return Report(sentence, table(header, rows), {"counts": plan.counts, **plain})
+    header = (
+        "tracked",
+        "synthesized",
+        *(f"{n} snapshots" for n in plan.counts),
+        "slope from 16 on",
+    )
+    return SectionReport(sentence, table(header, rows), {"counts": plan.counts, **plain})
 
 
 # ------------------------------------------------------------------ pruning
@@ -427,7 +435,7 @@ CHOICES: dict[str, Callable[[Sequence[float]], list[float]]] = {
 }
 
 
-def pruning_section(plan: Plan, bar: Progress) -> Report:
+def pruning_section(plan: EmaSizes, bar: Progress) -> SectionReport:
     sigmas = (0.03, 0.07, 0.12, 0.15, 0.20, 0.25)
     found = {
         name: errors_at_end(snapshot_profiles(choose(range(1, 101))), sigmas)
@@ -436,17 +444,17 @@ def pruning_section(plan: Plan, bar: Progress) -> Report:
     rows = [(name, *(f"{e:.1e}" for e in errors.values())) for name, errors in found.items()]
     worst = {name: max(errors.values()) for name, errors in found.items()}
     sentence = (
-        f"Of 100 snapshots 20 are kept: the largest error is {worst['every 5th, and the last']:.0e}"
-        f" with every 5th, {worst['20, log-spaced from the end']:.0e} log-spaced, and "
-        f"{worst['the last 20']:.0e} with the last."
+        f"With 20 of 100 snapshots, the largest error is {worst['every 5th, and the last']:.0e} "
+        f"for every 5th, {worst['20, log-spaced from the end']:.0e} for log-spaced ones, and "
+        f"{worst['the last 20']:.0e} for the last 20."
     )
-    return Report(sentence, table(("kept", *map(str, sigmas)), rows), {"errors": found})
+    return SectionReport(sentence, table(("kept", *map(str, sigmas)), rows), {"errors": found})
 
 
 # ------------------------------------------------------------------ files
 
 
-def files_section(plan: Plan, bar: Progress) -> Report:
+def files_section(plan: EmaSizes, bar: Progress) -> SectionReport:
     encodings = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
                  "int8": "int8"}  # fmt: skip
     sizes, made, tracked = {}, {}, 0
@@ -459,47 +467,47 @@ def files_section(plan: Plan, bar: Progress) -> Report:
                 verified = verification(plan, Path(folder))
     off = {name: relative_error(made[name], made["float32"]) for name in encodings}
     sentence = (
-        f"Two averages take {tracked / plan.numbers:.2f} bytes a weight, and a snapshot of both "
-        f"{2 * sizes['float16'] / plan.numbers:.2f} in float16 or "
-        f"{2 * sizes['int8'] / plan.numbers:.2f} in int8, which puts what is made of them off by "
-        f"{off['int8']:.1%}. Verifying the snapshots' checksums makes a synthesis take "
+        f"Two averages need {tracked / plan.weights:.2f} bytes per weight, and a snapshot of both "
+        f"{2 * sizes['float16'] / plan.weights:.2f} in float16 or "
+        f"{2 * sizes['int8'] / plan.weights:.2f} in int8. int8 snapshots give averages with a "
+        f"relative error of {off['int8']:.1%}. Verifying checksums makes a synthesis take "
         f"{verified} × the time."
     )
-    rows = [("both averages, tracked", format_bytes(tracked), f"{tracked / plan.numbers:.3f}", "")]
+    rows = [("both averages, tracked", format_bytes(tracked), f"{tracked / plan.weights:.3f}", "")]
     rows += [
-        (f"a file in {name}", format_bytes(size), f"{size / plan.numbers:.3f}", f"{off[name]:.1e}")
+        (f"a file in {name}", format_bytes(size), f"{size / plan.weights:.3f}", f"{off[name]:.1e}")
         for name, size in sizes.items()
     ]
-    header = ("what", "bytes", "bytes a weight", f"error of {WANTED[0]}, relative")
+    header = ("item", "bytes", "bytes per weight", f"relative error at σ = {WANTED[0]}")
     plain = {
         "tracked_bytes": tracked,
         "file_bytes": sizes,
         "errors": off,
         "verified": verified._asdict(),
     }
-    return Report(sentence, table(header, rows), plain)
+    return SectionReport(sentence, table(header, rows), plain)
 
 
-def verification(plan: Plan, folder: Path) -> Spread:
-    """How many times as long a synthesis takes when each snapshot is held against its checksums."""
+def verification(plan: EmaSizes, folder: Path) -> Spread:
+    """Return the time ratio of a synthesis that verifies checksums to one that does not."""
 
     def synthesis(verify: bool) -> Callable[[], float]:
         return timed(lambda: synthesize(find_snapshots(folder, verify=verify), WANTED[0]))
 
-    runs = {"verified": synthesis(True), "as it is": synthesis(False)}
+    runs = {"verified": synthesis(True), "unverified": synthesis(False)}
     found = side_by_side(runs, range(plan.rounds))
-    return ratios(found["verified"], found["as it is"])
+    return ratios(found["verified"], found["unverified"])
 
 
 def relative_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The root of the mean square, over that of the weights."""
-    off = sum(((found[name] - tensor) ** 2).sum().item() for name, tensor in wanted.items())
-    return math.sqrt(off / sum((tensor**2).sum().item() for tensor in wanted.values()))
+    """Return the RMS error divided by the RMS of the weights."""
+    error = sum(((found[name] - tensor) ** 2).sum().item() for name, tensor in wanted.items())
+    return math.sqrt(error / sum((tensor**2).sum().item() for tensor in wanted.values()))
 
 
 # ------------------------------------------------------------------ the command
 
-SECTIONS: dict[str, Callable[[Plan, Progress], Report]] = {
+SECTIONS: dict[str, Callable[[EmaSizes, Progress], SectionReport]] = {
     "synthesis": synthesis_section,
     "profiles": profiles_section,
     "pruning": pruning_section,
@@ -518,7 +526,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = arguments(words)
     if given.serve:
         way, place, folder, layers, width, steps, count = given.serve
-        plan = Plan(int(layers), int(width), int(steps), 0, ())
+        plan = EmaSizes(int(layers), int(width), int(steps), 0, ())
         serve(plan, Path(folder), Task(place, int(count)), way)
         return 0
     print(heading("Post-hoc EMA"))

@@ -1,35 +1,35 @@
-"""Every check and measurement of memlab that needs a GPU, in one command.
+"""Run every check and measurement of memlab that needs a GPU.
 
     python benchmarks/gpu.py                      all sections
-    python benchmarks/gpu.py --section predict    one of them
-    python benchmarks/gpu.py --quick              small models, to see that it runs
+    python benchmarks/gpu.py --section predict    one section
+    python benchmarks/gpu.py --quick              small models, to check that the script runs
 
     predict    sixty training steps, predicted on the CPU and recorded on the GPU
-    allocator  the allocator's histories under its settings, replayed decision by decision
-    meter      a metered step against the allocator's own figures, for three dozen kinds of step
-    day 1 …    what the days show to a reader who has no GPU
-    time       what precision and checkpointing cost, alone on the card
-    optim      8-bit optimizers beside bitsandbytes' kernels, where those are installed
-    fused      attention by tiles and the loss by chunks, beside torch's
-    kernels    memlab's Triton kernels beside production's, and beside the card's limits
-    offload    what offloading to the host and to the disk saves, and what of it is waited for
-    ema        two averages on the GPU, on the host and on the disk: bytes, and an update's time
-    planner    two dozen recipes, predicted and taken; 7 billion weights trained under 24 GB
-    verdict    "fits" and "out of memory", tried a little above and below the predicted edge
+    allocator  recorded allocator histories under several settings, replayed by the simulation
+    meter      measured steps against the allocator's statistics, for three dozen kinds of step
+    day 1 …    the figures that the course's days show without a GPU
+    time       time of mixed precision and checkpointing
+    optim      8-bit optimizers against bitsandbytes' kernels (if installed)
+    fused      tiled attention and chunked loss against torch's
+    kernels    memlab's Triton kernels against production kernels and the hardware limits
+    offload    memory saved by offloading to the host and the disk, and time spent waiting
+    ema        two averages on the GPU, the host and the disk: memory, and time of an update
+    planner    two dozen recipes, predicted and measured; training 7 billion weights in 24 GB
+    verdict    "fits" and "out of memory", tested just above and below the predicted limit
 
-A section is a row of SECTIONS: a function that is given a Bench and returns a Report.
+A section is a row of SECTIONS: a function from a Bench to a SectionReport.
 
-Every step runs in a process of its own, several at a time: bytes are measured, not times. Markdown
-goes to standard output, a line for each step to standard error. After every step, the numbers so
-far are in benchmarks/results/<device>.json and the recorded histories in
-tests/recordings/<device>.jsonl.gz, where tests find them; with --out, both are in that folder, to
-be put there later. What is killed is not lost, and one section run again replaces itself only.
+Every step runs in its own process, several at a time, except for timings. Markdown goes to
+standard output, progress to standard error. After every step the script writes the results to
+benchmarks/results/<device>.json and the recorded histories to tests/recordings/<device>.jsonl.gz,
+or both to the folder given as --out. An interrupted run keeps its results. Running a section again
+replaces only that section.
 
-With --from tests/recordings/<device>.jsonl.gz, `predict` and `allocator` ask the archive in the
-GPU's place: what a change of memlab does to its predictions is seen on any machine.
+With --from tests/recordings/<device>.jsonl.gz, `predict` and `allocator` compare with stored
+recordings. This shows on any machine how a change of memlab affects its predictions.
 
-Without a GPU it rehearses: everything is predicted, what would be recorded is made from the
-prediction itself, every check agrees with itself, and nothing is written unless --out says where.
+Without a GPU the script rehearses: it derives the "recordings" from the predictions, so every check
+agrees. A rehearsal writes nothing without --out.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from typing import NamedTuple
 
 import torch
 
-# A rehearsal runs memlab's kernels in Triton's interpreter, which is chosen before Triton is
-# imported; many a module of torch does that.
+# A rehearsal runs memlab's kernels in Triton's interpreter. Select it before anything imports
+# Triton; several modules of torch do.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from common import Report, heading, parser, set_environment
+from common import SectionReport, heading, parser, set_environment
 from gpu_sections import (
     allocator_section,
     archive,
@@ -65,37 +65,43 @@ from gpu_sections.day_jobs import SIDE_BY_SIDE
 from gpu_sections.jobs import Archive, Here, Job, Processes, answer, at_once, hidden_gpu, serve
 
 REHEARSAL = (
-    "so this is a rehearsal: what a GPU would record is made from the prediction itself, and the "
-    "numbers say that the script runs, and nothing else"
+    "so this is a rehearsal: the recordings come from the predictions, and the numbers only show "
+    "that the script runs"
 )
 
 
-class Section(NamedTuple):
-    """A row of the table of sections."""
+class GpuSection(NamedTuple):
+    """A row of `SECTIONS`."""
 
     summary: str
-    run: Callable[[Bench], Report]
+    run: Callable[[Bench], SectionReport]
 
 
-# In the order in which they run: those that record histories, to be asked again later, first.
-SECTIONS: dict[str, Section] = {
-    "predict": Section("predicted on the CPU, recorded on the GPU", predict_section.run),
-    "allocator": Section("recorded histories, replayed", allocator_section.run),
-    "meter": Section("the metered step against the allocator's figures", meter_section.run),
-    "day 1": Section("what Day 1 shows without a GPU", day_sections.first_day),
-    "day 2": Section("what Day 2 shows without a GPU", day_sections.second_day),
+# In the order of execution. Sections that record histories come first.
+SECTIONS: dict[str, GpuSection] = {
+    "predict": GpuSection(
+        "steps predicted on the CPU and recorded on the GPU", predict_section.run
+    ),
+    "allocator": GpuSection("replay of recorded histories", allocator_section.run),
+    "meter": GpuSection("measured steps against the allocator's statistics", meter_section.run),
+    "day 1": GpuSection("figures of Day 1", day_sections.first_day),
+    "day 2": GpuSection("figures of Day 2", day_sections.second_day),
     **{
-        day: Section(f"what {day.capitalize()} shows without a GPU", day_sections.compared)
+        day: GpuSection(f"figures of {day.capitalize()}", day_sections.compared)
         for day in SIDE_BY_SIDE
     },
-    "time": Section("what precision and checkpointing cost in time", day_sections.timed),
-    "optim": Section("8-bit optimizers beside bitsandbytes' kernels", peers_sections.optimizers),
-    "fused": Section("attention and the loss by parts, beside torch's", peers_sections.fused),
-    "kernels": Section("Triton kernels, beside production's", peers_sections.kernels),
-    "offload": Section("state, weights and activations elsewhere", offload_section.run),
-    "ema": Section("two averages beside a training", ema_section.run),
-    "planner": Section("what recipes take, and a large model under a cap", planner_section.run),
-    "verdict": Section("fits or not, around the predicted edge", verdict_section.run),
+    "time": GpuSection("time of mixed precision and checkpointing", day_sections.timed),
+    "optim": GpuSection(
+        "8-bit optimizers against bitsandbytes' kernels", peers_sections.optimizers
+    ),
+    "fused": GpuSection("tiled attention and chunked loss against torch's", peers_sections.fused),
+    "kernels": GpuSection("Triton kernels against production kernels", peers_sections.kernels),
+    "offload": GpuSection("offloaded state, weights and activations", offload_section.run),
+    "ema": GpuSection("two averages during training", ema_section.run),
+    "planner": GpuSection(
+        "memory of recipes, and a large model under a limit", planner_section.run
+    ),
+    "verdict": GpuSection("fits or not, around the predicted limit", verdict_section.run),
 }
 
 
@@ -107,45 +113,45 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="run this section only (may be given more than once)",
     )
-    made.add_argument("--list", action="store_true", help="name the sections and end")
+    made.add_argument("--list", action="store_true", help="list the sections and exit")
     made.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="where results and recordings are written"
+        "--out", type=Path, metavar="FOLDER", help="folder for results and recordings"
     )
     made.add_argument(
-        "--quick", action="store_true", help="small models, to see that it runs; use with --out"
+        "--quick", action="store_true", help="small models, to check that it runs; use with --out"
     )
     made.add_argument(
         "--from",
         type=Path,
         metavar="ARCHIVE",
         dest="archive",
-        help="hold predictions against histories that a GPU recorded before; writes nothing",
+        help="compare predictions with stored recordings of a GPU; writes nothing",
     )
-    made.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)  # for a process of ours
+    made.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)  # for a subprocess
     return made.parse_args(words)
 
 
 def complaint(names: Sequence[str]) -> str | None:
-    """One sentence about the first name that no section has."""
+    """Return an error message for the first unknown section, or None."""
     unknown = [name for name in names if name not in SECTIONS]
     known = ", ".join(map(repr, SECTIONS))
     return f"there is no section {unknown[0]!r}; choose from {known}" if unknown else None
 
 
 def run(bench: Bench, names: Sequence[str]) -> bool:
-    """Each section, printed and kept as soon as it is done; whether none broke off."""
+    """Run, print and store each section; return whether all of them succeeded."""
     is_whole = True
     if bench.keeps:
-        archive.tidy(bench.archive_path)  # a run that was killed may have left half a line
+        archive.tidy(bench.archive_path)  # a killed run may have left half a line
     print(heading("On a GPU", bench.facts["device"]), flush=True)
     for name in names:
         bench.section = name
         bench.say(SECTIONS[name].summary)
         try:
             report = SECTIONS[name].run(bench)
-        except Exception as error:  # the other sections are worth having
+        except Exception as error:  # continue with the other sections
             is_whole = False
-            bench.say(f"broke off: {type(error).__name__}: {error}")
+            bench.say(f"failed: {type(error).__name__}: {error}")
             continue
         bench.keep(kept(report))
         print(f"\n## {name}\n\n{report}", flush=True)
@@ -154,8 +160,8 @@ def run(bench: Bench, names: Sequence[str]) -> bool:
     return is_whole
 
 
-def kept(report: Report) -> dict:
-    """What goes into the results: flat numbers as they are, rows with the summary before them."""
+def kept(report: SectionReport) -> dict:
+    """Return the content for the results file; add the summary where there are rows."""
     return {"summary": report.sentence, **report.plain} if "rows" in report.plain else report.plain
 
 
@@ -163,7 +169,7 @@ def main(words: Sequence[str] | None = None) -> int:
     set_environment()
     given = arguments(words)
     if given.serve:
-        warnings.simplefilter("ignore")  # some kinds of step do what torch warns of
+        warnings.simplefilter("ignore")  # some kinds of step trigger torch's warnings
         serve(*given.serve)
         return 0
     if given.list:
@@ -178,15 +184,17 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             return measure(names, given, environment)
         except KeyboardInterrupt:
-            print("stopped; what was measured until now is written", file=sys.stderr)
+            print("stopped; finished measurements are written", file=sys.stderr)
             return 130
 
 
 def measure(names: Sequence[str], given: argparse.Namespace, environment: dict[str, str]) -> int:
-    """Run the sections on the GPU, or rehearse them: 0 as well, for `make bench` runs every script
-    on every machine and a machine without a GPU is nobody's mistake. 1 if a section broke off."""
+    """Run the sections on the GPU, or rehearse them; return 1 if a section failed, else 0.
+
+    A rehearsal returns 0 too, because `make bench` runs every script on every machine.
+    """
     if given.archive:
-        return hold_against(names, given.archive)
+        return compare_with_archive(names, given.archive)
     with Processes(environment) as one:
         facts = one.submit(Job("facts")).result()
     rehearsal = "failure" in facts
@@ -199,8 +207,8 @@ def measure(names: Sequence[str], given: argparse.Namespace, environment: dict[s
         return 0 if run(bench, names) else 1
 
 
-def hold_against(names: Sequence[str], path: Path) -> int:
-    """Run the sections on what a GPU recorded before."""
+def compare_with_archive(names: Sequence[str], path: Path) -> int:
+    """Run the sections on stored recordings."""
     recordings = archive.read(path)
     if not recordings:
         complain(f"{path} holds no recordings; give one of tests/recordings")

@@ -1,12 +1,12 @@
-"""What the compiler makes of memlab's Triton kernels, for GPUs that need not be there.
+"""Compile memlab's Triton kernels for several GPUs, without needing one.
 
-    python benchmarks/kernels.py                             all of them, in about a minute
-    python benchmarks/kernels.py --gpu 8.9 --case "8 bits"   one, for one GPU; writes nothing
+    python benchmarks/kernels.py                             all kernels, in about a minute
+    python benchmarks/kernels.py --gpu 8.9 --case "8 bits"   one kernel and GPU; writes nothing
 
-For each kernel and each kind of GPU: the registers of a thread, the bytes of them that were spilled
-to memory (0 is wanted), and the shared memory of a program, of which the GPU has so much and no
-more. How fast they are, a GPU says: `python benchmarks/gpu.py --section kernels`. Prints Markdown,
-and writes `benchmarks/results/<machine>.json`.
+Shows the registers per thread, spilled bytes (the goal is 0) and shared memory per program, for
+each kernel and compute capability. To time the kernels on a GPU, run
+`python benchmarks/gpu.py --section kernels`. Prints Markdown and writes
+`benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Rows = Sequence[tuple[str, list[Compiled]]]
 
 
 def attention(width: int, dtype: torch.dtype) -> None:
-    """Causal, four queries to a key."""
+    """Run causal attention with four query heads per key head, forward and backward."""
     draw = partial(torch.empty, dtype=dtype, requires_grad=True)
     q = draw(1, 8, 4096, width)
     k, v = (draw(1, 2, 4096, width) for _ in range(2))
@@ -39,21 +39,21 @@ def attention(width: int, dtype: torch.dtype) -> None:
 
 
 def optimizer(name: str, dtype: torch.dtype) -> None:
-    """A step of a weight in this dtype."""
+    """Take one step of a weight in this dtype."""
     weight = nn.Parameter(torch.empty(2**20, dtype=dtype))
     weight.grad = torch.empty_like(weight)
     getattr(kernels, name)([weight], rounding="stochastic" if dtype == HALF else "nearest").step()
 
 
 def coding(bits: int) -> None:
-    """There and back."""
+    """Quantize and dequantize."""
     mode = "nearest" if bits == 8 else "stochastic"
-    numbers = torch.empty(2**20, dtype=HALF)
-    kernels.dequantize_affine(kernels.quantize_affine(numbers, bits=bits, mode=mode))
+    x = torch.empty(2**20, dtype=HALF)
+    kernels.dequantize_affine(kernels.quantize_affine(x, bits=bits, mode=mode))
 
 
 def loss() -> None:
-    """Forward and backward."""
+    """Run the chunked loss, forward and backward."""
     hidden, weight = (
         torch.empty(rows, 4096, dtype=HALF, requires_grad=True) for rows in (8192, 128_256)
     )
@@ -75,14 +75,14 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def compiled(case: Callable[[], None], capability: int) -> list[Compiled]:
-    """Its kernels, in the order of their launches."""
+    """Return the compiled kernels of a case in launch order."""
     with compiled_for(capability) as made, dry_run():
         case()
     return made
 
 
 def found(cases: Sequence[str], gpus: Sequence[int]) -> Iterator[tuple[str, list[Compiled]]]:
-    """(what, the same kernel on each kind of GPU), kernel by kernel."""
+    """Yield each kernel's name and its compiled versions for all GPUs."""
     for name in cases:
         by_gpu = [compiled(CASES[name], capability) for capability in gpus]
         for same in zip(*by_gpu, strict=True):
@@ -90,13 +90,13 @@ def found(cases: Sequence[str], gpus: Sequence[int]) -> Iterator[tuple[str, list
 
 
 def cell(made: Compiled) -> str:
-    """Registers, what was spilled if anything was, and shared memory."""
+    """Return registers, spilled bytes (if any) and shared memory as text."""
     spilled = f", **{made.spilled_bytes} spilled**" if made.spilled_bytes else ""
     return f"{made.registers}{spilled}; {format_bytes(made.shared_bytes)}"
 
 
 def spilled(rows: Rows) -> list[str]:
-    """What would be slower than it might be."""
+    """Return a message for each kernel that spills registers."""
     return [
         f"{what}, {each.capability / 10}: {each.spilled_bytes} bytes spilled"
         for what, made in rows
@@ -106,10 +106,10 @@ def spilled(rows: Rows) -> list[str]:
 
 
 def too_large(rows: Rows) -> list[str]:
-    """What would not start."""
+    """Return a message for each kernel that needs more shared memory than the GPU has."""
     return [
-        f"{what}, {each.capability / 10}: {format_bytes(each.shared_bytes)} of shared memory, of "
-        f"at most {format_bytes(SHARED_BYTES[each.capability])}"
+        f"{what}, {each.capability / 10}: {format_bytes(each.shared_bytes)} of shared memory, "
+        f"limit {format_bytes(SHARED_BYTES[each.capability])}"
         for what, made in rows
         for each in made
         if each.shared_bytes > SHARED_BYTES[each.capability]
@@ -117,12 +117,12 @@ def too_large(rows: Rows) -> list[str]:
 
 
 def plain(made: Compiled) -> dict[str, Any]:
-    """What is kept of it: all but its code."""
+    """Return the fields for the results file, without the PTX code."""
     return {name: value for name, value in asdict(made).items() if name != "ptx"}
 
 
 def capability(text: str) -> int:
-    """8.9 as 89."""
+    """Parse a compute capability: \"8.9\" is 89."""
     by_name = {str(gpu / 10): gpu for gpu in SHARED_BYTES}
     if text not in by_name:
         raise argparse.ArgumentTypeError(f"got {text}; choose one of {', '.join(by_name)}")
@@ -131,8 +131,12 @@ def capability(text: str) -> int:
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     made = parser_with_results(__doc__)
-    made.add_argument("--gpu", type=capability, metavar="8.9", help="of this compute capability")
-    made.add_argument("--case", action="append", choices=CASES, metavar="NAME", help="only this")
+    made.add_argument(
+        "--gpu", type=capability, metavar="8.9", help="compile for this compute capability only"
+    )
+    made.add_argument(
+        "--case", action="append", choices=CASES, metavar="NAME", help="compile this case only"
+    )
     return made.parse_args(words)
 
 
@@ -147,11 +151,11 @@ def main(words: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     titles = ("kernel", *(f"compute capability {gpu / 10}" for gpu in gpus))
-    print("Registers of a thread; shared memory of a program.", end="\n\n")
+    print("Registers per thread; shared memory per program.", end="\n\n")
     print(table(titles, [(what, *map(cell, made)) for what, made in rows]), end="\n\n")
     does_not_fit = too_large(rows)
-    said = [*spilled(rows), *does_not_fit]
-    print("\n\n".join(said) or "Nothing is spilled, and all fits.")
+    messages = [*spilled(rows), *does_not_fit]
+    print("\n\n".join(messages) or "No kernel spills registers, and all fit in shared memory.")
     if given.gpu or given.case:
         return int(bool(does_not_fit))
     kept = {what: [plain(each) for each in made] for what, made in rows}

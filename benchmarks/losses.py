@@ -1,14 +1,16 @@
-"""Cross-entropy chunk by chunk, on trial: bytes, time and error beside torch's.
+"""Chunked cross-entropy: memory, time and error against torch's losses.
 
     python benchmarks/losses.py [--rounds 7] [--float32-only] [--results FOLDER]
 
-Forward and backward of the loss alone, from hidden (N, C), a weight (V, C) and targets: by all the
-logits, torch's `F.linear_cross_entropy` with several of its options, and memlab's with several
-chunks. The peak is that beyond the inputs, metered; torch's is that of the whole operator, as the
-meter sees it. The time is that of one core, as a ratio to all the logits, side by side in one run.
-The error is that of both gradients to those of float64, relative to their length.
+Runs forward and backward of the loss alone, from hidden (N, C), a weight (V, C) and targets: with
+all logits at once, with several options of torch's `F.linear_cross_entropy`, and with several chunk
+sizes of memlab's loss.
 
-Prints Markdown, and writes a section each to `benchmarks/results/<machine>.json`.
+- Peak: measured beyond the inputs.
+- Time: on one core, as a ratio to all logits, measured side by side.
+- Error: relative L2 error of both gradients, against float64.
+
+Prints Markdown and writes each section to `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -44,12 +46,12 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 ALL_LOGITS = "all logits"
 DEFAULT = "memlab"
-MOST_BYTES, MOST_TIME = 100 * 2**20, 1.0  # the aims at 2,048 × 512 × 32,000 in float32
+MAX_BYTES, MAX_TIME_RATIO = 100 * 2**20, 1.0  # goals at 2,048 × 512 × 32,000 in float32
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How large everything is."""
+class LossSizes:
+    """Sizes of the benchmark."""
 
     rows: int = 2048
     width: int = 512
@@ -59,8 +61,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one way costs, and how wrong it is."""
+class LossRow:
+    """Memory, time and gradient errors of one implementation."""
 
     peak_bytes: int
     seconds: list[float]
@@ -72,8 +74,8 @@ def by_all_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), targets)
 
 
-def ways_of(plan: Plan) -> dict[str, Loss]:
-    """All the logits first."""
+def ways_of(plan: LossSizes) -> dict[str, Loss]:
+    """Return the implementations, the one with all logits first."""
     options = {
         "F.linear_cross_entropy": {},
         "…, aspect_ratio:8": {"chunking_method": "aspect_ratio:8"},
@@ -90,8 +92,8 @@ def ways_of(plan: Plan) -> dict[str, Loss]:
     return ways
 
 
-def problem(plan: Plan, dtype: torch.dtype) -> list[Tensor]:
-    """hidden and weight, which want gradients, and targets."""
+def problem(plan: LossSizes, dtype: torch.dtype) -> list[Tensor]:
+    """Return hidden and weight, which require gradients, and targets."""
     torch.manual_seed(0)
     hidden = torch.randn(plan.rows, plan.width)
     weight = torch.randn(plan.vocab_size, plan.width) / plan.width**0.5
@@ -104,7 +106,7 @@ def gradients(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> Se
 
 
 def peak_bytes(loss: Loss, given: Sequence[Tensor]) -> int:
-    """The most bytes alive at once, less those of the inputs."""
+    """Return the peak memory beyond the inputs."""
     trace = memlab.measure(lambda: gradients(loss, *given))
     return trace.peak_bytes - sum(x.nbytes for x in given)
 
@@ -113,8 +115,8 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
-def compared(plan: Plan, dtype: torch.dtype, bar: Progress) -> dict[str, Row]:
-    """Bytes and error of every way, then all in turn by the clock; measuring has warmed them up."""
+def compared(plan: LossSizes, dtype: torch.dtype, bar: Progress) -> dict[str, LossRow]:
+    """Measure memory and errors of every implementation, which warms up, then the times."""
     given = problem(plan, dtype)
     precise = [x.detach().double().requires_grad_() for x in given[:2]]
     exact = gradients(cross_entropy_reference, *precise, given[2])
@@ -127,14 +129,14 @@ def compared(plan: Plan, dtype: torch.dtype, bar: Progress) -> dict[str, Row]:
     runs = {n: partial(core_seconds, partial(gradients, loss, *given)) for n, loss in ways.items()}
     rounds = bar.track(range(plan.rounds), description=str(dtype).removeprefix("torch."))
     seconds = side_by_side(runs, rounds)
-    return {name: Row(peaks[name], seconds[name], *errors[name]) for name in ways}
+    return {name: LossRow(peaks[name], seconds[name], *errors[name]) for name in ways}
 
 
-def ratio(found: dict[str, Row], name: str) -> Spread:
+def ratio(found: dict[str, LossRow], name: str) -> Spread:
     return ratios(found[name].seconds, found[ALL_LOGITS].seconds)
 
 
-def results_table(found: dict[str, Row], chunk: int) -> str:
+def results_table(found: dict[str, LossRow], chunk: int) -> str:
     rows = [
         (
             f"{name}, default: chunk={chunk}" if name == DEFAULT else name,
@@ -149,29 +151,31 @@ def results_table(found: dict[str, Row], chunk: int) -> str:
     return markdown_table((*header, "error, hidden", "error, weight"), rows)
 
 
-def sentence(found: dict[str, Row]) -> str:
-    """Whether the aims are met, for float32 at the plan's full size."""
-    ours, takes = found[DEFAULT], ratio(found, DEFAULT).median
-    is_met = ours.peak_bytes <= MOST_BYTES and takes <= MOST_TIME
+def sentence(found: dict[str, LossRow]) -> str:
+    """Say whether float32 at full size meets the goals."""
+    ours, time_ratio = found[DEFAULT], ratio(found, DEFAULT).median
+    is_met = ours.peak_bytes <= MAX_BYTES and time_ratio <= MAX_TIME_RATIO
     return (
-        f"{format_bytes(ours.peak_bytes)} in place of {format_bytes(found[ALL_LOGITS].peak_bytes)}"
-        f", in {takes:.2f} × the time (aim: at most {format_bytes(MOST_BYTES)} and "
-        f"{MOST_TIME:.2f} ×): {'met' if is_met else 'missed'}."
+        f"{format_bytes(ours.peak_bytes)} instead of {format_bytes(found[ALL_LOGITS].peak_bytes)}"
+        f", in {time_ratio:.2f} × the time (goal: at most {format_bytes(MAX_BYTES)} and "
+        f"{MAX_TIME_RATIO:.2f} ×): {'met' if is_met else 'missed'}."
     )
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of each comparison")
+    parser.add_argument(
+        "--rounds", type=int, default=LossSizes.rounds, help="rounds of each comparison"
+    )
     parser.add_argument("--float32-only", action="store_true", help="leave out bfloat16")
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None, plan: Plan | None = None) -> int:
+def main(words: Sequence[str] | None = None, plan: LossSizes | None = None) -> int:
     set_environment()
     given = arguments(words)
-    plan = Plan(**{**asdict(plan or Plan()), "rounds": given.rounds})
-    torch.set_num_threads(1)  # of a kernel: the time of one core is the time that passes
+    plan = LossSizes(**{**asdict(plan or LossSizes()), "rounds": given.rounds})
+    torch.set_num_threads(1)  # CPU time equals wall-clock time
     print(heading("Chunked cross-entropy"))
     chunk = chunk_rows(plan.rows, plan.vocab_size, plan.width)
     dtypes = [torch.float32] if given.float32_only else [torch.float32, torch.bfloat16]

@@ -1,24 +1,23 @@
-"""What offloading to the disk saves, moves and costs: state, gradients, weights, activations.
+"""Offloading to disk: memory, traffic and time for state, gradients, weights and activations.
 
     python benchmarks/offload.py [--rounds 5] [--model 25m] [--results FOLDER]
 
-    peak       on the device, metered: the most bytes alive in the second step
-    between    steps: what is alive when one has ended
-    buffers    the store's own memory on the host
+    peak       peak memory on the device in the second step
+    between    memory after a step
+    buffers    the store's host memory
     moved      bytes written and read in a step
-    ahead      the share of the bytes read that had been asked for before they were wanted
-    time       of a step, and of all that it wrote, over that of the step without offloading: the
-               median of rounds in which all take turns, and its quartiles
-    hidden     the share of the copies' time that was not waited for, at least: one less the extra
-               time of the step over the time that its copies take by themselves
+    ahead      share of bytes read that were prefetched
+    time       time of a step including its writes, as a ratio to the step without offloading:
+               median and quartiles of rounds in which all take turns
+    hidden     lower bound of the copy time that overlaps with the step: 1 − (extra time of the
+               step) / (time of its copies alone)
 
-On a CPU the device's memory is the host's, so only the disk is a place to offload to. Its files are
-in the folder for temporary files. "A commit each step" is of a folder that could outlive the
-process: its bytes are forced to the disk. The others' may stay in the system's cache of files, and
-where that is large, their time is that of copies to and from it. Time is that of a clock on the
-wall, for what is waited for counts: the machine must have nothing else to do.
+On a CPU, device and host share their memory, so the benchmark offloads to files in the temporary
+folder. "A commit each step" uses a folder that survives the process, so its bytes are synced to
+disk. The other files may stay in the page cache, and then the time measures copies to and from the
+cache. Times are wall-clock times because waiting counts: the machine must be idle.
 
-Prints Markdown, and writes `benchmarks/results/<machine>.json`.
+Prints Markdown and writes `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -64,23 +63,23 @@ COMMITTED = "state and weights, a commit each step"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How large everything is."""
+class OffloadSizes:
+    """Sizes of the benchmark."""
 
     setting: Setting = Setting("25m", batch=4, seq_len=256)  # noqa: RUF009, it is frozen
-    sub_group: int = 2**21  # numbers; a sub-group's two moments are 16 MiB
+    sub_group: int = 2**21  # weights; a sub-group's two moments are 16 MiB
     rounds: int = 5
-    alone_bytes: int = 2**26  # that are copied to see how long copies take by themselves
+    alone_bytes: int = 2**26  # copied alone, to time the copies
 
 
 @dataclass(frozen=True)
-class Way:
-    """What goes to the store."""
+class OffloadedParts:
+    """What to offload."""
 
-    optimizer: dict[str, Any] | None = None  # settings of an OffloadedOptimizer; None: none
+    optimizer: dict[str, Any] | None = None  # settings of OffloadedOptimizer; None for none
     activations: bool = False
     layers: bool = False
-    lasts: bool = False  # whether the store outlives the process
+    persistent: bool = False  # the store survives the process
 
     def technique(self, store: Store, sub_group: int) -> Plugs:
         changed: dict[str, Any] = {}
@@ -96,19 +95,19 @@ class Way:
 
 EVERYTHING = {"gradients": True, "weights": True}
 WAYS = {
-    NOTHING: Way(),
-    "state": Way({}),
-    "state and gradients": Way({"gradients": True}),
-    COMMITTED: Way({"weights": True}, lasts=True),
-    "activations": Way(activations=True),
-    "layers, their gradients and state": Way(EVERYTHING, layers=True),
-    "all of these": Way(EVERYTHING, activations=True, layers=True),
+    NOTHING: OffloadedParts(),
+    "state": OffloadedParts({}),
+    "state and gradients": OffloadedParts({"gradients": True}),
+    COMMITTED: OffloadedParts({"weights": True}, persistent=True),
+    "activations": OffloadedParts(activations=True),
+    "layers, their gradients and state": OffloadedParts(EVERYTHING, layers=True),
+    "all of these": OffloadedParts(EVERYTHING, activations=True, layers=True),
 }
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one way costs in a step, and for how long."""
+class OffloadRow:
+    """Memory, traffic and time of one way to offload."""
 
     peak_bytes: int
     between_bytes: int
@@ -116,7 +115,7 @@ class Row:
     written: int
     read: int
     prefetched: int
-    alone_seconds: float  # what was moved, moved by itself
+    alone_seconds: float  # copying the same bytes without a step
     seconds: list[float]
 
 
@@ -124,21 +123,24 @@ class Row:
 
 
 @contextmanager
-def disk_stores() -> Iterator[Callable[[Way], DiskStore]]:
-    """Makes stores in folders that go with this process."""
+def disk_stores() -> Iterator[Callable[[OffloadedParts], DiskStore]]:
+    """Yield a function that makes stores in temporary folders."""
     with ExitStack() as stack:
 
-        def made(way: Way) -> DiskStore:
-            folder = stack.enter_context(tempfile.TemporaryDirectory()) if way.lasts else None
+        def made(way: OffloadedParts) -> DiskStore:
+            folder = stack.enter_context(tempfile.TemporaryDirectory()) if way.persistent else None
             return stack.enter_context(DiskStore(folder))
 
         yield made
 
 
 def compared(
-    ways: dict[str, Way], plan: Plan, made: Callable[[Way], Store], rounds: Sequence[int]
-) -> dict[str, Row]:
-    """Bytes of every way, then all in turn by the clock; measuring has warmed them up."""
+    ways: dict[str, OffloadedParts],
+    plan: OffloadSizes,
+    made: Callable[[OffloadedParts], Store],
+    rounds: Sequence[int],
+) -> dict[str, OffloadRow]:
+    """Measure the memory of every way, which warms up, then the times."""
     device, rows, runs = plan.setting.device, {}, {}
     for name, way in ways.items():
         store = made(way)
@@ -149,8 +151,8 @@ def compared(
     return {name: replace(row, seconds=seconds[name]) for name, row in rows.items()}
 
 
-def bytes_of(training: Training, store: Store, alone_bytes: int) -> Row:
-    """All of a row but the time of the step."""
+def bytes_of(training: Training, store: Store, alone_bytes: int) -> OffloadRow:
+    """Return a row without the time of the step."""
     training.step()
     store.flush()
     store.traffic.reset()
@@ -159,16 +161,16 @@ def bytes_of(training: Training, store: Store, alone_bytes: int) -> Row:
     moved = replace(store.traffic)
     alone = alone_seconds(store, _device_of(training.model), alone_bytes, moved)
     buffers = getattr(store, "buffer_bytes", 0)
-    return Row(trace.peak_bytes, trace.live_bytes, buffers, **asdict(moved),
+    return OffloadRow(trace.peak_bytes, trace.live_bytes, buffers, **asdict(moved),
                alone_seconds=alone, seconds=[])  # fmt: skip
 
 
 def alone_seconds(store: Store, device: torch.device, sample: int, moved: Any) -> float:
-    """How long what was moved takes by itself, by a sample of so many bytes each way."""
+    """Extrapolate the time of the copies alone from `sample` bytes in each direction."""
     if not moved.written + moved.read:
         return 0.0
     tensor = torch.ones(sample // 4, device=device)
-    store.put("alone", tensor)  # memory that is made once
+    store.put("alone", tensor)  # warm-up: allocates the buffers
     store.flush()
     down = timed(lambda: store.put("alone", tensor), store, device)
     up = timed(lambda: store.get("alone"), store, device)
@@ -177,7 +179,7 @@ def alone_seconds(store: Store, device: torch.device, sample: int, moved: Any) -
 
 
 def timed(run: Callable[[], object], store: Store, device: torch.device | str) -> float:
-    """How long it takes until all of it is done, and all that it wrote is where it belongs."""
+    """Return the seconds until the run is done and its writes are flushed."""
     wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
     with no_cycle_collection():
         wait()
@@ -192,25 +194,27 @@ def _device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-# ------------------------------------------------------------------ what follows from it
+# ------------------------------------------------------------------ derived figures
 
 
-def saved(found: dict[str, Row], name: str) -> float:
-    """The share of the peak that is gone."""
+def saved(found: dict[str, OffloadRow], name: str) -> float:
+    """Return the saved share of the peak."""
     return 1 - found[name].peak_bytes / found[NOTHING].peak_bytes
 
 
-def slowdown(found: dict[str, Row], name: str) -> Spread:
+def slowdown(found: dict[str, OffloadRow], name: str) -> Spread:
     return ratios(found[name].seconds, found[NOTHING].seconds)
 
 
-def ahead(row: Row) -> float | None:
+def ahead(row: OffloadRow) -> float | None:
     return row.prefetched / row.read if row.read else None
 
 
-def hidden(found: dict[str, Row], name: str) -> float | None:
-    """Of the time that the copies take by themselves, the share that was not waited for; by the
-    medians, and at least that, for the step may have other work too. None where nothing moves."""
+def hidden(found: dict[str, OffloadRow], name: str) -> float | None:
+    """Return a lower bound of the share of copy time that overlaps with the step.
+
+    It is a lower bound because the step may have other extra work. None without any copies.
+    """
     row, plain = found[name], found[NOTHING]
     if not row.alone_seconds:
         return None
@@ -222,8 +226,8 @@ def _median(seconds: Sequence[float]) -> float:
     return ratios(seconds, [1.0] * len(seconds)).median
 
 
-def facts(found: dict[str, Row]) -> dict[str, dict[str, Any]]:
-    """Rows as plain data, with what follows from them."""
+def facts(found: dict[str, OffloadRow]) -> dict[str, dict[str, Any]]:
+    """Return the rows as plain data, with the derived figures."""
     return {
         name: {
             **asdict(row),
@@ -236,7 +240,7 @@ def facts(found: dict[str, Row]) -> dict[str, dict[str, Any]]:
     }
 
 
-def results_table(found: dict[str, Row]) -> str:
+def results_table(found: dict[str, OffloadRow]) -> str:
     rows = [
         (
             name,
@@ -260,14 +264,14 @@ def _share(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def sentence(found: dict[str, Row]) -> str:
-    """What each saves of the peak, and how much longer a step takes."""
+def sentence(found: dict[str, OffloadRow]) -> str:
+    """Return the saved share of the peak and the time ratio of each way."""
     parts = [
-        f"{name} {saved(found, name):.0%} for {slowdown(found, name).median:.2f} × the time"
+        f"{name}: {saved(found, name):.0%} in {slowdown(found, name).median:.2f} × the time"
         for name in found
         if name != NOTHING
     ]
-    return f"Of the peak are saved: {'; '.join(parts)}."
+    return f"Peak memory saved: {'; '.join(parts)}."
 
 
 # ------------------------------------------------------------------ the command
@@ -275,18 +279,24 @@ def sentence(found: dict[str, Row]) -> str:
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of the comparison")
     parser.add_argument(
-        "--model", default=Plan.setting.model, choices=PRESETS, metavar="NAME", help="what trains"
+        "--rounds", type=int, default=OffloadSizes.rounds, help="rounds of the comparison"
+    )
+    parser.add_argument(
+        "--model",
+        default=OffloadSizes.setting.model,
+        choices=PRESETS,
+        metavar="NAME",
+        help="model to train",
     )
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None, plan: Plan | None = None) -> int:
+def main(words: Sequence[str] | None = None, plan: OffloadSizes | None = None) -> int:
     set_environment()
     given = arguments(words)
-    plan = plan or Plan(setting=replace(Plan.setting, model=given.model))
-    torch.set_num_threads(1)  # of a kernel: the other core is the disk's thread's
+    plan = plan or OffloadSizes(setting=replace(OffloadSizes.setting, model=given.model))
+    torch.set_num_threads(1)  # the store's thread uses the other core
     print(heading("Offloading to the disk"))
     with progress() as bar, disk_stores() as made:
         found = compared(WAYS, plan, made, _rounds(bar, given.rounds))

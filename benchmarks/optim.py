@@ -1,21 +1,21 @@
-"""What optimizers keep, how far they go astray, and how long they take: ours beside production's.
+"""Optimizers: state, accuracy, memory and time of memlab's against production packages'.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/optim.py
 
-    state      bytes a weight, of one matrix, as unique storages
-    drift      after 100 steps with Gaussian gradients: how far from where the float32 optimizer of
-               the same rule (Adam's or Lion's, one weight at a time) has come, over the way there
-    longest    the longest step of 100, as multiples of lr, where the gradients' scales are
-               log-normal: σ = 1, 2, 3 (exact Adam makes none longer than 7.27; Adam-mini has no
-               such bound where the gradients of one block are not alike)
-    idle       how far weights come in 1000 steps whose gradients are all zero, as multiples of lr,
-               beside others that have some
-    on the way bytes that a step takes beyond what is there, as torch's allocator recorded them
-    time       of a step over 16.8 million weights, over that of torch's AdamW, weight by weight:
-               the median of rounds in which all take turns, and its quartiles
+    state      optimizer state of one matrix, in bytes per weight (unique storages)
+    drift      distance to the weights of the float32 optimizer (Adam or Lion) after 100
+               steps with Gaussian gradients, divided by the length of its path
+    longest    largest update in 100 steps, in units of lr, with log-normal gradient scales of
+               σ = 1, 2, 3. Exact Adam's is at most 7.27. Adam-mini has no such bound if the
+               gradients within a block differ
+    idle       largest movement, in units of lr, of weights with zero gradients in 1,000 steps,
+               next to weights with gradients
+    on the way temporary memory of a step, as torch's allocator recorded it
+    time       of a step of 16.8 million weights, as a ratio to torch's AdamW without foreach:
+               median and quartiles of rounds in which all take turns
 
-Packages that are not installed are left out, and named. torchao's optimizers are compiled where
-there is a compiler. Prints Markdown, and writes `benchmarks/results/<machine>.json`.
+Missing packages are left out and listed. torchao's optimizers are compiled if a C++
+compiler is installed. Prints Markdown and writes `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -51,15 +51,15 @@ from memlab.optim import Adam8bit, AdamMini, AdamW, Lion, Lion8bit
 
 MIB = 2**20
 LR = 1e-3
-ROW = 1024  # numbers in a row of the matrix
+ROW = 1024  # elements in a row of the matrix
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much of everything."""
+class OptimizerSizes:
+    """Sizes of the benchmark."""
 
-    timed: int = 2**24  # weights that are timed
-    followed: int = 2**16  # weights whose way is looked at
+    timed: int = 2**24  # weights in the timed step
+    followed: int = 2**16  # weights in the accuracy tests
     steps: int = 100
     spreads: tuple[float, ...] = (1.0, 2.0, 3.0)
     idle_steps: int = 1000
@@ -67,42 +67,42 @@ class Plan:
     threads: tuple[int, ...] = (1, 2)
 
 
-# ------------------------------------------------------------------ who takes part
+# ------------------------------------------------------------------ optimizers
 
 Build = Callable[[nn.Parameter], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Contender:
-    """An optimizer of one matrix, with a learning rate of LR and no decay."""
+class TestedOptimizer:
+    """An optimizer of one matrix, with learning rate LR and no weight decay."""
 
     build: Build
-    rule: str = "Adam"  # whose float32 version it should follow
-    package: str = "torch"  # where it comes from
+    rule: str = "Adam"  # the float32 optimizer to follow
+    package: str = "torch"
 
     @property
-    def is_there(self) -> bool:
+    def is_installed(self) -> bool:
         return importlib.util.find_spec(self.package) is not None
 
 
-def of_ours(optimizer: Callable[..., Any], rule: str = "Adam", **settings: Any) -> Contender:
+def of_ours(optimizer: Callable[..., Any], rule: str = "Adam", **settings: Any) -> TestedOptimizer:
     def build(weight: nn.Parameter) -> torch.optim.Optimizer:
         return optimizer([("mlp.weight", weight)], lr=LR, weight_decay=0.0, **settings)
 
-    return Contender(build, rule)
+    return TestedOptimizer(build, rule)
 
 
-def of_package(module: str, name: str, rule: str = "Adam", **settings: Any) -> Contender:
+def of_package(module: str, name: str, rule: str = "Adam", **settings: Any) -> TestedOptimizer:
     def build(weight: nn.Parameter) -> torch.optim.Optimizer:
         with silence():
             optimizer = getattr(importlib.import_module(module), name)
         return optimizer([weight], lr=LR, weight_decay=0.0, **settings)
 
-    return Contender(build, rule, module.partition(".")[0])
+    return TestedOptimizer(build, rule, module.partition(".")[0])
 
 
 def adam_mini(weight: nn.Parameter) -> torch.optim.Optimizer:
-    """The package's, which knows a matrix by its name and prints what it makes of it."""
+    """Build the package's optimizer, which partitions by name and prints its choices."""
     with silence():
         package = importlib.import_module("adam_mini")
         return package.Adam_mini([("mlp.weight", weight)], lr=LR, weight_decay=0.0, verbose=False)
@@ -110,7 +110,7 @@ def adam_mini(weight: nn.Parameter) -> torch.optim.Optimizer:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """What packages print and log when they begin is not for this page."""
+    """Suppress packages' output."""
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -127,7 +127,7 @@ CONTENDERS = {
     "bitsandbytes Adam8bit": of_package("bitsandbytes.optim", "Adam8bit"),
     "torchao AdamW8bit": of_package("torchao.optim", "AdamW8bit"),
     "memlab Adam8bit": of_ours(Adam8bit),
-    "adam-mini Adam_mini": Contender(adam_mini, package="adam_mini"),
+    "adam-mini Adam_mini": TestedOptimizer(adam_mini, package="adam_mini"),
     "memlab AdamMini": of_ours(AdamMini, partition=lambda name, shape: shape[-1]),
     "lion-pytorch Lion": of_package("lion_pytorch", "Lion", "Lion"),
     "memlab Lion": of_ours(Lion, "Lion"),
@@ -145,17 +145,17 @@ def has_compiler() -> bool:
 
 
 @dataclass(frozen=True)
-class Way:
-    """Where a weight has come from zero, and the longest of its steps, as multiples of lr."""
+class Trajectory:
+    """The weight after all steps from zero, and its largest update in units of lr."""
 
     end: Tensor
     longest: float
 
 
-def way_of(
+def trajectory_of(
     build: Build, numbers: int, steps: int, *, spread: float = 0.0, idle: Tensor | None = None
-) -> Way:
-    """On Gaussian gradients whose scales are log-normal; `idle` weights get zeros."""
+) -> Trajectory:
+    """Step on Gaussian gradients with log-normal scales; weights in `idle` get zero gradients."""
     weight = nn.Parameter(torch.zeros(numbers // ROW, ROW))
     optimizer, generator, longest = build(weight), torch.Generator().manual_seed(0), 0.0
     scales = torch.exp(spread * torch.randn(weight.shape, generator=generator))
@@ -166,53 +166,55 @@ def way_of(
         before = weight.detach().clone()
         optimizer.step()
         longest = max(longest, (weight.detach() - before).abs().max().item() / LR)
-    return Way(weight.detach(), longest)
+    return Trajectory(weight.detach(), longest)
 
 
-exact_way = cache(way_of)
+exact_trajectory = cache(trajectory_of)
 
 
-def drift(contender: Contender, plan: Plan) -> float:
-    """Of the way of the float32 optimizer."""
-    wanted = exact_way(EXACT[contender.rule], plan.followed, plan.steps).end
-    apart = way_of(contender.build, plan.followed, plan.steps).end - wanted
+def drift(contender: TestedOptimizer, plan: OptimizerSizes) -> float:
+    """Return the distance to the float32 optimizer's weights, relative to its path."""
+    wanted = exact_trajectory(EXACT[contender.rule], plan.followed, plan.steps).end
+    apart = trajectory_of(contender.build, plan.followed, plan.steps).end - wanted
     return (apart.norm() / wanted.norm()).item()
 
 
-def longest_steps(contender: Contender, plan: Plan) -> dict[float, float]:
-    """By σ."""
+def longest_steps(contender: TestedOptimizer, plan: OptimizerSizes) -> dict[float, float]:
+    """Return the largest update for each σ."""
     return {
-        spread: way_of(contender.build, plan.followed, plan.steps, spread=spread).longest
+        spread: trajectory_of(contender.build, plan.followed, plan.steps, spread=spread).longest
         for spread in plan.spreads
     }
 
 
-def idle_way(contender: Contender, plan: Plan) -> float:
-    """The farthest that one of the idle weights comes; they are every third."""
+def idle_movement(contender: TestedOptimizer, plan: OptimizerSizes) -> float:
+    """Return the largest movement of the idle weights; every third weight is idle."""
     idle = (torch.arange(plan.followed) % 3 == 0).view(-1, ROW)
-    way = way_of(contender.build, plan.followed, plan.idle_steps, spread=1.0, idle=idle)
-    return way.end[idle].abs().max().item() / LR
+    trajectory = trajectory_of(
+        contender.build, plan.followed, plan.idle_steps, spread=1.0, idle=idle
+    )
+    return trajectory.end[idle].abs().max().item() / LR
 
 
 # ------------------------------------------------------------------ bytes and time
 
 
-def ready(contender: Contender, weight: nn.Parameter) -> torch.optim.Optimizer:
-    """After its first step, which makes its state, and what is compiled."""
+def ready(contender: TestedOptimizer, weight: nn.Parameter) -> torch.optim.Optimizer:
+    """Return the optimizer after a first step, which makes its state and compiles it."""
     optimizer = contender.build(weight)
     optimizer.step()
     return optimizer
 
 
-def timed_weight(plan: Plan) -> nn.Parameter:
-    """One for all: what it holds takes no time."""
+def timed_weight(plan: OptimizerSizes) -> nn.Parameter:
+    """Return a weight for all optimizers to share; its values do not affect the time."""
     weight = nn.Parameter(torch.randn(plan.timed // ROW, ROW))
     weight.grad = torch.randn_like(weight)
     return weight
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> int:
-    """Of unique storages; a tensor subclass is what it is made of."""
+    """Return the bytes of unique storages, with tensor subclasses flattened."""
     found: dict[int, int] = {}
     for tensor in map(plain_tensors, optimizer.state[weight].values()):
         for plain in tensor:
@@ -230,8 +232,8 @@ def plain_tensors(value: Any) -> list[Tensor]:
     return [plain for name in names for plain in plain_tensors(getattr(value, name))]
 
 
-def bytes_of(contender: Contender, plan: Plan) -> dict[str, float]:
-    """State a weight, and what a step takes on the way."""
+def bytes_of(contender: TestedOptimizer, plan: OptimizerSizes) -> dict[str, float]:
+    """Return state per weight, and the temporary memory of a step."""
     weight = timed_weight(plan)
     optimizer = ready(contender, weight)
     return {
@@ -246,8 +248,8 @@ def seconds_of(optimizer: torch.optim.Optimizer) -> float:
     return time.perf_counter() - start
 
 
-def seconds(names: Sequence[str], plan: Plan, threads: int) -> dict[str, list[float]]:
-    """Of each, round by round."""
+def seconds(names: Sequence[str], plan: OptimizerSizes, threads: int) -> dict[str, list[float]]:
+    """Return the seconds of each optimizer in each round."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     weight = timed_weight(plan)
@@ -259,26 +261,26 @@ def seconds(names: Sequence[str], plan: Plan, threads: int) -> dict[str, list[fl
         torch.set_num_threads(before)
 
 
-# ------------------------------------------------------------------ the page
+# ------------------------------------------------------------------ tables
 
 
-def row(contender: Contender, plan: Plan) -> dict[str, Any]:
-    """All but its times."""
+def row(contender: TestedOptimizer, plan: OptimizerSizes) -> dict[str, Any]:
+    """Return all figures except the times."""
     return {
         **bytes_of(contender, plan),
         "drift": drift(contender, plan),
         "longest": longest_steps(contender, plan),
-        "idle": idle_way(contender, plan),
+        "idle": idle_movement(contender, plan),
     }
 
 
 def page(rows: dict[str, dict[str, Any]], times: dict[int, dict[str, Spread]]) -> str:
-    """A line for each optimizer."""
+    """Return a table with a row for each optimizer."""
     spreads = list(next(iter(rows.values()))["longest"])
     header = (
-        *("optimizer", "state, bytes a weight", "drift"),
+        *("optimizer", "state, bytes per weight", "drift"),
         *(f"longest step, σ = {spread:g}" for spread in spreads),
-        *("idle weights move", "on the way, MiB"),
+        *("idle weights move", "temporary, MiB"),
         *(f"time, {threads} thread{'s' * (threads > 1)}" for threads in times),
     )
     lines = [
@@ -297,7 +299,7 @@ def page(rows: dict[str, dict[str, Any]], times: dict[int, dict[str, Spread]]) -
 
 
 def short(number: float) -> str:
-    """Three digits; what is exactly zero looks so."""
+    """Format with three digits, and exact zero as 0."""
     if number == 0 or not math.isfinite(number):
         return f"{number:g}"
     return (
@@ -306,7 +308,7 @@ def short(number: float) -> str:
 
 
 def sentences(taken: dict[int, dict[str, list[float]]]) -> Iterator[str]:
-    """Ours against those of 8 bits that are there, and what was left out."""
+    """Yield time ratios of the 8-bit optimizers, and which packages are missing."""
     for threads, found in taken.items():
         for ours, theirs in (
             ("memlab Adam8bit", "bitsandbytes Adam8bit"),
@@ -315,35 +317,37 @@ def sentences(taken: dict[int, dict[str, list[float]]]) -> Iterator[str]:
         ):
             if theirs in found:
                 ratio = ratios(found[ours], found[theirs])
-                yield f"{ours} takes {ratio} × the time of {theirs}, threads: {threads}."
-    absent = sorted({c.package for c in CONTENDERS.values() if not c.is_there})
-    if absent:
-        yield f"Not installed, and left out: {', '.join(absent)}."
-    if CONTENDERS["torchao AdamW8bit"].is_there and not has_compiler():
-        yield "There is no C++ compiler here: torchao's was run uncompiled."
+                yield f"{ours} takes {ratio} × the time of {theirs} (threads: {threads})."
+    missing = sorted({c.package for c in CONTENDERS.values() if not c.is_installed})
+    if missing:
+        yield f"Not installed, and left out: {', '.join(missing)}."
+    if CONTENDERS["torchao AdamW8bit"].is_installed and not has_compiler():
+        yield "No C++ compiler found: torchao's optimizer ran uncompiled."
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=Plan.rounds, help="of steps that are timed")
+    parser.add_argument(
+        "--rounds", type=int, default=OptimizerSizes.rounds, help="rounds of timed steps"
+    )
     return parser.parse_args(words)
 
 
-def main(words: Sequence[str] | None = None, plan: Plan | None = None) -> int:
+def main(words: Sequence[str] | None = None, plan: OptimizerSizes | None = None) -> int:
     set_environment()
     given = arguments(words)
-    plan = plan or Plan(rounds=given.rounds)
+    plan = plan or OptimizerSizes(rounds=given.rounds)
     torch.compiler.set_stance("default" if has_compiler() else "force_eager")
-    there = {name: each for name, each in CONTENDERS.items() if each.is_there}
+    installed = {name: each for name, each in CONTENDERS.items() if each.is_installed}
     print(heading("Optimizers"), end="\n\n")
     rows, taken = {}, {}
     with progress() as bar:
-        task = bar.add_task("optimizers", total=len(there) + len(plan.threads))
-        for name, contender in there.items():
+        task = bar.add_task("optimizers", total=len(installed) + len(plan.threads))
+        for name, contender in installed.items():
             rows[name] = row(contender, plan)
             bar.advance(task)
         for threads in plan.threads:
-            taken[threads] = seconds(list(there), plan, threads)
+            taken[threads] = seconds(list(installed), plan, threads)
             bar.advance(task)
     times = {
         threads: {name: ratios(of, found[LOOP]) for name, of in found.items()}

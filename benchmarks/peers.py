@@ -1,9 +1,9 @@
-"""memlab beside what production uses: the table of README, from what the benchmarks wrote.
+"""Print README's comparison of memlab with production packages.
 
     python benchmarks/peers.py
 
-Nothing is measured here. Each line reads a figure of `benchmarks/results/`, which the script that
-it names wrote; a test holds README to what comes out.
+The script measures nothing. Each row comes from `benchmarks/results/`, and its last column names
+the script that wrote the figure. A test compares README with this table.
 """
 
 import json
@@ -23,7 +23,7 @@ THREADS = "2"
 
 
 class Line(NamedTuple):
-    """What was compared, both sides of it, and the script that says more."""
+    """A row: the figure, memlab's value, the peers' values, and the script."""
 
     what: str
     ours: str
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def table(results: dict[str, Any]) -> str:
-    """All lines, as Markdown."""
+    """Return the table as Markdown."""
     groups = (metering, planning, optimizers, activations, processes, averages, slower)
     lines = [line for group in groups for line in group(results)]
     rows = [(*line[:3], f"`{Path('benchmarks') / line.script}.py`") for line in lines]
@@ -45,7 +45,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def metering(results: dict[str, Any]) -> Iterator[Line]:
-    """The peak of a step that is taken."""
+    """Compare the measured peaks of training steps."""
     kinds = results["meter"]["exactness"]["rows"]
     ours, theirs = ([row[who] for row in kinds] for who in ("memlab", "mem_tracker"))
     answers = [error for error in theirs if isinstance(error, (int, float))]
@@ -75,7 +75,7 @@ ESTIMATORS = {
 
 
 def planning(results: dict[str, Any]) -> Iterator[Line]:
-    """The peak of a step that is not taken."""
+    """Compare the estimated peaks of training steps."""
     accuracy = results["planner"]["accuracy"]
     errors = accuracy["errors"]
 
@@ -102,7 +102,7 @@ def planning(results: dict[str, Any]) -> Iterator[Line]:
 
 
 def optimizers(results: dict[str, Any]) -> Iterator[Line]:
-    """What a step takes, and how far it goes."""
+    """Compare time, memory and accuracy of optimizer steps."""
     rows = results["optim"]["optimizers"]["rows"]
     seconds = results["optim"]["optimizers"]["times"][THREADS]
     ours = rows["memlab Adam8bit"]
@@ -132,7 +132,7 @@ def optimizers(results: dict[str, Any]) -> Iterator[Line]:
 
 
 def in_words(number: float) -> str:
-    """A length of step."""
+    """Format the length of an update."""
     return f"{number / 1e6:.1f} million" if number >= 1e6 else f"{number:.1f}"
 
 
@@ -145,7 +145,7 @@ OPTIMIZERS = {
 
 
 def activations(results: dict[str, Any]) -> Iterator[Line]:
-    """What is kept for backward, or not."""
+    """Compare losses, checkpointing and quantization."""
     ways = results["losses"]["float32"]["ways"]
     ours, theirs = (
         f"{format_bytes(ways[way]['peak_bytes'])}, {ways[way]['ratio']['median']:.2f} ×"
@@ -181,7 +181,7 @@ def activations(results: dict[str, Any]) -> Iterator[Line]:
 
 
 def processes(results: dict[str, Any]) -> Iterator[Line]:
-    """Several ranks."""
+    """Compare sharded steps on several ranks."""
     rows = {row["run"]: row["ratio"][1] for row in results["zero"]["processes"]["rows"]}
     yield Line(
         "a step in ZeRO's third stage, two processes: the time",
@@ -192,7 +192,7 @@ def processes(results: dict[str, Any]) -> Iterator[Line]:
 
 
 def averages(results: dict[str, Any]) -> Iterator[Line]:
-    """Post-hoc EMA."""
+    """Compare post-hoc EMA."""
     found = results["ema"]["synthesis"]["4 averages into models"]
     ours, theirs = (format_bytes(found["peak_bytes"][who]) for who in ("memlab", "ema-pytorch"))
     yield Line(
@@ -204,7 +204,7 @@ def averages(results: dict[str, Any]) -> Iterator[Line]:
 
 
 def slower(results: dict[str, Any]) -> Iterator[Line]:
-    """Where production is ahead."""
+    """Compare what production packages do faster."""
     attention = results["attention"]["time"]
     factors = [f"{attention[kind]['flash_to_torch']['median']:.2f} ×" for kind in KINDS]
     yield Line(

@@ -1,30 +1,28 @@
-"""What a training step takes, said beforehand: by memlab and by what people use today, on trial.
+"""Estimates of a training step's peak memory: memlab against the estimators in common use.
 
     python benchmarks/planner.py [--quick] [--results FOLDER]
 
-For each configuration, the peak of a real second step on the CPU, metered, against
+Compares the measured peak of a second step on the CPU with
 
-    memlab              a dry run of the same step, in which nothing is computed and no memory taken
+    memlab              a dry run of the same step
     16 bytes a weight   Rajbhandari et al. 2020 (arXiv 1910.02054): 2 + 2 + 12, mixed precision
-    with activations    the same by kind, 16 only where it is: weights, gradients and state at their
-                        own sizes, and the activations of Korthikanti et al. 2022 (2205.05198):
-                        sbh(34 + 5as/h) a layer, 34 where attention is fused, 2 recomputed;
-                        4sbh(1 + v/h) at the end
-    cookbook            EleutherAI's calc_transformer_mem.py: sbh(16p + 2 + (2p + 1)as/h) a layer;
-                        it always counts the scores, fused attention or not
-    accelerate          `accelerate estimate-memory`, its "Training using Adam"
+    with activations    weights, gradients and state in their actual dtypes, plus the activations
+                        of Korthikanti et al. 2022 (arXiv 2205.05198): sbh(34 + 5as/h) per layer
+                        (34 with fused attention, 2 with recomputation) and 4sbh(1 + v/h) at the end
+    cookbook            EleutherAI's calc_transformer_mem.py: sbh(16p + 2 + (2p + 1)as/h) per
+                        layer; always counts the attention scores, even with fused attention
+    accelerate          `accelerate estimate-memory`, "Training using Adam"
     DeepSpeed 2 and 3   estimate_zero2_ and estimate_zero3_model_states_mem_needs, one GPU
 
-Every estimator has its best case: it is told the true number of weights, and the sizes of weights,
-gradients, state and activations, the micro-batch, recomputation and offloading as far as it has a
-word for them. What it has no word for it cannot count, so there are two summaries: of all
-configurations, and of those that are made of its own words alone. And 16 bytes, accelerate and
-DeepSpeed count weights, gradients and state, and say so: what they lack of a peak is what they
-leave to the reader, so a third column holds them against those bytes alone.
+Every estimator gets its best case: the true number of weights, and every setting it has a parameter
+for (element sizes, micro-batch, recomputation, offloading). An estimator cannot count techniques
+that it does not support, so there are two summaries: all configurations, and the supported ones.
+16 bytes, accelerate and DeepSpeed count only weights, gradients and state, as they document. A
+third summary compares them with those bytes alone.
 
-Errors are estimate less measurement, as shares of what was measured; of memlab's, bytes.
+Errors are (estimate − measurement) / measurement; memlab's are in bytes.
 
-Prints Markdown, and writes a section to `benchmarks/results/<machine>.json`.
+Prints Markdown and writes a section to `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -57,12 +55,12 @@ SHAPES = {
 }
 # fmt: on
 
-# ------------------------------------------------------------------ what is tried
+# ------------------------------------------------------------------ configurations
 
 
 @dataclass(frozen=True)
-class Case:
-    """A configuration: a shape, a batch, techniques."""
+class PlannerCase:
+    """A configuration: model shape, batch and techniques."""
 
     shape: str
     batch: int
@@ -80,7 +78,7 @@ class Case:
 
     @property
     def rows(self) -> frozenset[str]:
-        """The techniques' names, and one for the precision."""
+        """Return the techniques' names, and the dtype unless one of them implies the precision."""
         rows = frozenset(self.techniques.split("+")) - {"plain"}
         precision = rows & {"autocast", "master-weights", "bfloat16"}
         return rows | (precision or {str(self.dtype).removeprefix("torch.")})
@@ -93,7 +91,7 @@ class Case:
 BF16 = torch.bfloat16
 CASES = (
     *(
-        Case("25m", 2, 128, techniques)
+        PlannerCase("25m", 2, 128, techniques)
         for techniques in (
             *("plain", "autocast", "master-weights", "bfloat16", "adam8bit", "checkpointing"),
             *("chunked-loss", "lora", "accumulation", "int8-activations"),
@@ -101,65 +99,68 @@ CASES = (
         )
     ),
     *(
-        Case("34m", 1, 256, techniques)
+        PlannerCase("34m", 1, 256, techniques)
         for techniques in ("plain", "eager-attention", "sqrt-checkpointing", "lion")
     ),
-    *(Case("124m", 1, 64, techniques) for techniques in ("plain", "checkpointing+autocast")),
-    Case("124m", 1, 128, "checkpointing+lion8bit+step-in-backward+chunked-loss", BF16),
+    *(PlannerCase("124m", 1, 64, techniques) for techniques in ("plain", "checkpointing+autocast")),
+    PlannerCase("124m", 1, 128, "checkpointing+lion8bit+step-in-backward+chunked-loss", BF16),
     *(
-        Case("wide", 8, 128, techniques)
+        PlannerCase("wide", 8, 128, techniques)
         for techniques in (*("plain", "offloaded-optimizer", "checkpointing+master-weights"),)
     ),
-    Case("wide", 8, 256, "plain", BF16),
+    PlannerCase("wide", 8, 256, "plain", BF16),
     *(
-        Case("deep", 4, 256, techniques)
+        PlannerCase("deep", 4, 256, techniques)
         for techniques in ("plain", "checkpointing", "selective-checkpointing", "streamed-layers")
     ),
-    *(Case("many-words", 2, 256, techniques) for techniques in ("plain", "chunked-loss+adam-mini")),
+    *(
+        PlannerCase("many-words", 2, 256, techniques)
+        for techniques in ("plain", "chunked-loss+adam-mini")
+    ),
 )
 QUICK = (
-    Case("tiny", 2, 32),
-    Case("tiny", 2, 64, "checkpointing+master-weights"),
-    Case("tiny", 3, 16, "lora", BF16),
+    PlannerCase("tiny", 2, 32),
+    PlannerCase("tiny", 2, 64, "checkpointing+master-weights"),
+    PlannerCase("tiny", 3, 16, "lora", BF16),
 )
 
-# ------------------------------------------------------------------ what estimators are told
+# ------------------------------------------------------------------ inputs of the estimators
 
 
 @dataclass(frozen=True)
-class Told:
-    """The truth about a case, in the words of the estimators. Bytes are those of an element."""
+class EstimatorInputs:
+    """The parameters of a case that estimators accept. `*_bytes` are bytes per element."""
 
     config: GPTConfig
-    weights: int  # all that there are
+    weights: int
     trained: int
     largest_layer: int  # weights of the largest module
     weight_bytes: int
     gradient_bytes: int
-    state_bytes: int  # with float32 copies of weights
+    state_bytes: int  # includes float32 master weights
     activation_bytes: int
-    batch: int  # sequences at once
+    batch: int  # sequences per micro-batch
     seq_len: int
     mixed: bool
-    fused: bool  # attention that stores no scores
+    fused: bool  # attention stores no scores
     recomputed: bool
-    offloaded: bool  # the state
+    offloaded: bool  # optimizer state
     streamed: bool  # weights and gradients too
 
 
-# The bytes of state a weight, where it is not AdamW's two moments in the weights' own dtype.
+# Bytes of state per weight. Other rows have AdamW's two moments in the weights' dtype.
 STATE_BYTES = {"adam8bit": 2, "lion": 4, "lion8bit": 1, "sgd": 0, "master-weights": 12}
 
 
-def told(case: Case) -> Told:
+def inputs_of(case: PlannerCase) -> EstimatorInputs:
     rows, model = case.rows, empty_model(case)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    narrow = bool(rows & {"bfloat16", "master-weights"})
-    size = 2 if narrow else 4
+    is_16_bit = bool(rows & {"bfloat16", "master-weights"})
+    size = 2 if is_16_bit else 4
     state = [STATE_BYTES[row] for row in rows & STATE_BYTES.keys()]
     if "adam-mini" in rows:
-        state = [size]  # its second moment has a number for each row
-    return Told(
+        state = [size]  # one second moment per row
+    return EstimatorInputs(
         case.config,
         weights=sum(count for count, _ in counts),
         trained=sum(count for count, is_trained in counts if is_trained),
@@ -169,10 +170,10 @@ def told(case: Case) -> Told:
         weight_bytes=size,
         gradient_bytes=size,
         state_bytes=state[0] if state else 2 * size,
-        activation_bytes=2 if narrow or "autocast" in rows else 4,
+        activation_bytes=2 if is_16_bit or "autocast" in rows else 4,
         batch=1 if "accumulation" in rows else case.batch,
         seq_len=case.seq_len,
-        mixed=narrow or "autocast" in rows,
+        mixed=is_16_bit or "autocast" in rows,
         fused="eager-attention" not in rows,
         recomputed=bool(rows & {"checkpointing", "sqrt-checkpointing"}),
         offloaded=bool(rows & {"offloaded-optimizer", "streamed-layers"}),
@@ -180,8 +181,8 @@ def told(case: Case) -> Told:
     )
 
 
-def empty_model(case: Case) -> nn.Module:
-    """Its shapes alone, in float32."""
+def empty_model(case: PlannerCase) -> nn.Module:
+    """Return the case's model on the meta device, in float32."""
     with torch.device("meta"):
         model = GPT(case.config)
     if "lora" in case.rows:
@@ -192,35 +193,40 @@ def empty_model(case: Case) -> nn.Module:
 # ------------------------------------------------------------------ the estimators
 
 
-def sixteen_bytes(of: Told) -> int:
+def sixteen_bytes(inputs: EstimatorInputs) -> int:
     """Rajbhandari et al. 2020, section 3.1: (2 + 2 + K)Ψ with K = 12."""
-    return 16 * of.weights
+    return 16 * inputs.weights
 
 
-def states(of: Told) -> int:
-    """The same with the sizes that there are."""
-    return of.weight_bytes * of.weights + (of.gradient_bytes + of.state_bytes) * of.trained
+def states(inputs: EstimatorInputs) -> int:
+    """Return the bytes of weights, gradients and state in their actual dtypes."""
+    return (
+        inputs.weight_bytes * inputs.weights
+        + (inputs.gradient_bytes + inputs.state_bytes) * inputs.trained
+    )
 
 
-def korthikanti_activations(of: Told) -> int:
-    """Korthikanti et al. 2022, equations 1, 5 and 6 and section 4.3, for one GPU; published for
-    activations of 2 bytes, and here in proportion for those of 4."""
-    s, b, h, a = of.seq_len, of.batch, of.config.width, of.config.heads
-    per_token = 2 if of.recomputed else 34 + (0 if of.fused else 5 * a * s / h)
-    end = 4 * (1 + of.config.vocab_size / h)
-    return round(s * b * h * (of.config.layers * per_token + end) * of.activation_bytes / 2)
+def korthikanti_activations(inputs: EstimatorInputs) -> int:
+    """Korthikanti et al. 2022, equations 1, 5 and 6 and section 4.3, for one GPU.
+
+    The paper assumes 2 bytes per activation; float32 activations are scaled in proportion.
+    """
+    s, b, h, a = inputs.seq_len, inputs.batch, inputs.config.width, inputs.config.heads
+    per_token = 2 if inputs.recomputed else 34 + (0 if inputs.fused else 5 * a * s / h)
+    end = 4 * (1 + inputs.config.vocab_size / h)
+    return round(s * b * h * (inputs.config.layers * per_token + end) * inputs.activation_bytes / 2)
 
 
-def with_activations(of: Told) -> int:
-    return states(of) + korthikanti_activations(of)
+def with_activations(inputs: EstimatorInputs) -> int:
+    return states(inputs) + korthikanti_activations(inputs)
 
 
-def cookbook(of: Told) -> int:
+def cookbook(inputs: EstimatorInputs) -> int:
     """EleutherAI/cookbook, calc/calc_transformer_mem.py, for one GPU."""
-    s, b, h, a = of.seq_len, of.batch, of.config.width, of.config.heads
-    p = of.activation_bytes
-    per_token = 16 * p + 2 + (0 if of.recomputed else (2 * p + 1) * a * s / h)
-    return states(of) + round(s * b * h * of.config.layers * per_token)
+    s, b, h, a = inputs.seq_len, inputs.batch, inputs.config.width, inputs.config.heads
+    p = inputs.activation_bytes
+    per_token = 16 * p + 2 + (0 if inputs.recomputed else (2 * p + 1) * a * s / h)
+    return states(inputs) + round(s * b * h * inputs.config.layers * per_token)
 
 
 def deepspeed_zero2_gpu_bytes(weights: int, cpu_offload: bool) -> int:
@@ -236,59 +242,65 @@ def deepspeed_zero3_gpu_bytes(
     return 4 * largest_layer + kept * weights
 
 
-def deepspeed_2(of: Told) -> int:
-    return deepspeed_zero2_gpu_bytes(of.weights, of.offloaded)
+def deepspeed_2(inputs: EstimatorInputs) -> int:
+    return deepspeed_zero2_gpu_bytes(inputs.weights, inputs.offloaded)
 
 
-def deepspeed_3(of: Told) -> int:
-    return deepspeed_zero3_gpu_bytes(of.weights, of.largest_layer, of.offloaded, of.streamed)
+def deepspeed_3(inputs: EstimatorInputs) -> int:
+    return deepspeed_zero3_gpu_bytes(
+        inputs.weights, inputs.largest_layer, inputs.offloaded, inputs.streamed
+    )
 
 
-def accelerate_bytes(case: Case, of: Told) -> int:
-    """What `accelerate estimate-memory` shows for training: the largest of its four moments."""
+def accelerate_bytes(case: PlannerCase, inputs: EstimatorInputs) -> int:
+    """Return the largest of the four figures of `accelerate estimate-memory` for training."""
     from accelerate.commands.estimate import estimate_training_usage  # seconds to import
     from accelerate.utils import calculate_maximum_sizes
 
     total_bytes, _ = calculate_maximum_sizes(empty_model(case))
-    return max(estimate_training_usage(total_bytes, "bfloat16" if of.mixed else "float32").values())
+    return max(
+        estimate_training_usage(total_bytes, "bfloat16" if inputs.mixed else "float32").values()
+    )
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """Somebody's rule, and the techniques that it has a word for."""
+    """An estimator, and the techniques that it supports."""
 
-    estimate: Callable[[Case, Told], int]
-    words: frozenset[str]
-    states_only: bool = False  # it says that activations are not in it
-    package: str | None = None  # that is asked
+    estimate: Callable[[PlannerCase, EstimatorInputs], int]
+    supported: frozenset[str]
+    states_only: bool = False  # documented to exclude activations
+    package: str | None = None  # required
 
     @cached_property
-    def is_here(self) -> bool:
+    def is_installed(self) -> bool:
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
-    def knows(self, case: Case) -> bool:
-        return case.rows <= self.words
+    def supports(self, case: PlannerCase) -> bool:
+        return case.rows <= self.supported
 
 
 SIZES = frozenset(("float32", "autocast", "master-weights", "bfloat16", "lora", "accumulation"))
 SIZES |= {"adam8bit", "lion", "lion8bit", "adam-mini", "sgd", "checkpointing", "sqrt-checkpointing"}
-MIXED = frozenset(("float32", "autocast", "master-weights"))  # plain AdamW in either
+MIXED = frozenset(("float32", "autocast", "master-weights"))  # with AdamW
 
 
-def _of_words(rule: Callable[[Told], int]) -> Callable[[Case, Told], int]:
-    return lambda case, of: rule(of)
+def _from_inputs(
+    rule: Callable[[EstimatorInputs], int],
+) -> Callable[[PlannerCase, EstimatorInputs], int]:
+    return lambda case, inputs: rule(inputs)
 
 
 ESTIMATORS = {
-    "16 bytes a weight": Estimator(_of_words(sixteen_bytes), MIXED, states_only=True),
-    "with activations": Estimator(_of_words(with_activations), SIZES | {"eager-attention"}),
-    "cookbook": Estimator(_of_words(cookbook), SIZES | {"eager-attention"}),
+    "16 bytes a weight": Estimator(_from_inputs(sixteen_bytes), MIXED, states_only=True),
+    "with activations": Estimator(_from_inputs(with_activations), SIZES | {"eager-attention"}),
+    "cookbook": Estimator(_from_inputs(cookbook), SIZES | {"eager-attention"}),
     "accelerate": Estimator(accelerate_bytes, MIXED, states_only=True, package="accelerate"),
     "DeepSpeed 2": Estimator(
-        _of_words(deepspeed_2), frozenset({"master-weights", "offloaded-optimizer"}), True
+        _from_inputs(deepspeed_2), frozenset({"master-weights", "offloaded-optimizer"}), True
     ),
     "DeepSpeed 3": Estimator(
-        _of_words(deepspeed_3),
+        _from_inputs(deepspeed_3),
         frozenset({"master-weights", "offloaded-optimizer", "streamed-layers"}),
         True,
     ),
@@ -298,15 +310,15 @@ ESTIMATORS = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """A case: bytes measured, predicted, and estimated; None where an estimator is not here."""
+class EstimateRow:
+    """Measured, predicted and estimated bytes of a case; None if an estimator is not installed."""
 
     configuration: str
     measured_bytes: int
-    states_bytes: int  # the most that weights, gradients and state are at once
+    states_bytes: int  # peak of weights, gradients and state
     predicted_bytes: int
     estimates: dict[str, int | None]
-    known_to: tuple[str, ...]
+    supported_by: tuple[str, ...]
 
     @property
     def off(self) -> int:
@@ -323,50 +335,53 @@ def _share(estimate: int | None, of: int) -> float | None:
     return None if estimate is None else estimate / of - 1
 
 
-def compared(case: Case) -> Row:
-    """Predicted first, while no memory is taken; then a real first step, and the second."""
+def compared(case: PlannerCase) -> EstimateRow:
+    """Predict the peak in a dry run, then measure the second of two real steps."""
     technique = combined(case.techniques)
     predicted_bytes = dry_trace(case.setting, technique).peak_bytes
     training = build(case.setting, technique)
     training.step()
     trace = measured(training)
-    of = told(case)
-    return Row(
+    inputs = inputs_of(case)
+    return EstimateRow(
         str(case),
         trace.peak_bytes,
         most_states(trace),
         predicted_bytes,
-        {name: e.estimate(case, of) if e.is_here else None for name, e in ESTIMATORS.items()},
-        tuple(name for name, estimator in ESTIMATORS.items() if estimator.knows(case)),
+        {
+            name: e.estimate(case, inputs) if e.is_installed else None
+            for name, e in ESTIMATORS.items()
+        },
+        tuple(name for name, estimator in ESTIMATORS.items() if estimator.supports(case)),
     )
 
 
 def most_states(trace: Trace) -> int:
-    """The most bytes at one moment that are weights, gradients or an optimizer's state."""
+    """Return the peak of weights, gradients and optimizer state together."""
     kinds = ("parameters", "gradients", "optimizer_state")
     return max(accumulate(event.bytes for event in trace.events if event.category in kinds))
 
 
-# ------------------------------------------------------------------ in words
+# ------------------------------------------------------------------ tables
 
 
-def sentence(rows: Sequence[Row]) -> str:
-    """Whether every prediction is the measurement."""
+def sentence(rows: Sequence[EstimateRow]) -> str:
+    """Say how many predictions equal the measurement."""
     off = [row for row in rows if row.off]
     worst = max(off, key=lambda row: abs(row.off), default=None)
-    told = f"Of {len(rows)} configurations, {len(rows) - len(off)} are predicted to the byte"
+    exact = f"{len(rows) - len(off)} of {len(rows)} configurations are predicted to the byte"
     return (
-        f"{told}." if worst is None else f"{told}; {worst.configuration} is {worst.off:+,} B off."
+        f"{exact}." if worst is None else f"{exact}; {worst.configuration} is {worst.off:+,} B off."
     )
 
 
 def missing() -> Iterator[str]:
     for name, estimator in ESTIMATORS.items():
-        if not estimator.is_here:
+        if not estimator.is_installed:
             yield f"{name}: not installed, so its column is empty; pip install {estimator.package}"
 
 
-def results_table(rows: Sequence[Row]) -> str:
+def results_table(rows: Sequence[EstimateRow]) -> str:
     lines = [
         (
             row.configuration,
@@ -379,16 +394,16 @@ def results_table(rows: Sequence[Row]) -> str:
     return markdown_table(("configuration", "measured", "memlab", *ESTIMATORS), lines)
 
 
-def _cell(row: Row, name: str) -> str:
-    """In parentheses where the estimator has no word for something in the configuration."""
+def _cell(row: EstimateRow, name: str) -> str:
+    """Return the error, in parentheses if the estimator does not support the configuration."""
     error = row.error(name)
     if error is None:
         return "not installed"
-    return f"{error:+.0%}" if name in row.known_to else f"({error:+.0%})"
+    return f"{error:+.0%}" if name in row.supported_by else f"({error:+.0%})"
 
 
-def summaries(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Of each estimator, memlab first, sizes of errors as shares: (median, worst)."""
+def summaries(rows: Sequence[EstimateRow]) -> dict[str, dict[str, Any]]:
+    """Return (median, worst) relative errors for each estimator, memlab first."""
     found: dict[str, dict[str, Any]] = {}
     for name in ("memlab", *ESTIMATORS):
         of = [_errors(row, name) for row in rows]
@@ -403,14 +418,14 @@ def summaries(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _errors(row: Row, name: str) -> tuple[float | None, float | None]:
+def _errors(row: EstimateRow, name: str) -> tuple[float | None, float | None]:
     if name == "memlab":
         return row.off / row.measured_bytes, None
     return row.error(name), row.error_of_states(name)
 
 
-def _is_known(row: Row, name: str) -> bool:
-    return name == "memlab" or name in row.known_to
+def _is_known(row: EstimateRow, name: str) -> bool:
+    return name == "memlab" or name in row.supported_by
 
 
 def _spread(errors: Sequence[float | None]) -> tuple[float, float] | None:
@@ -429,7 +444,7 @@ def summary_table(found: dict[str, dict[str, Any]]) -> str:
         )
         for name, of in found.items()
     ]
-    header = ("off by, median and worst", "all", "in its own words", "of these", "…, states alone")
+    header = ("off by, median and worst", "all", "supported", "of supported", "…, states only")
     return markdown_table(header, lines)
 
 
@@ -442,7 +457,9 @@ def _pair(spread: tuple[float, float] | None) -> str:
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
-    parser.add_argument("--quick", action="store_true", help="few and tiny, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="few and tiny configurations, to check that it runs"
+    )
     return parser.parse_args(words)
 
 
@@ -455,7 +472,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with progress() as bar:
         for case in bar.track(cases, description="configurations"):
             rows.append(compared(case))
-            gc.collect()  # a wrapped block and its wrapper hold each other
+            gc.collect()  # a wrapped block and its wrapper form a cycle
     found = summaries(rows)
     notes = "\n\n".join(missing())
     parts = (sentence(rows), results_table(rows), summary_table(found), notes)

@@ -1,11 +1,13 @@
-"""What 16 bits save and lose: bytes of each policy, gradients below float16's range, two ratios.
+"""16-bit training: memory of each policy, gradients outside float16's range, and two time ratios.
 
     python benchmarks/precision.py
 
-Bytes are measured on real steps of the tiny model; gradients are those of it, trained for a hundred
-steps on torch's own source. Times are ratios, taken side by side: our LossScaler to torch's
-GradScaler, our stochastic rounding to torch's rounding to the nearest, and to torchao's where that
-is installed. Prints Markdown, and writes `benchmarks/results/<machine>.json`.
+- Memory: measured on real steps of the tiny model.
+- Gradients: of the tiny model after 100 steps on torch's source code.
+- Time: memlab's LossScaler against torch's GradScaler, and its stochastic rounding against torch's
+  round to nearest and torchao's stochastic rounding (if installed). Measured side by side.
+
+Prints Markdown and writes `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -40,12 +42,12 @@ from memlab.rounding import stochastic_round_
 from memlab.trace import Trace
 
 ROUNDS = 15
-STEPS = 100  # of the training whose gradients are looked at
-TOKENS = (8, 64), (80, 64)  # batch and length: the mean of so many
+STEPS = 100  # of training before the gradients are measured
+TOKENS = (8, 64), (80, 64)  # batch and sequence length; the loss is a mean over both
 SCALES = (1.0, 2.0**10, 2.0**16)
 SMALLEST_NORMAL = 2.0**-14  # of float16
-TENSORS = (16, 2**18)  # of gradients that a scaler looks at: how many, how large
-NUMBERS = 2**22  # that are rounded
+TENSORS = (16, 2**18)  # gradients to unscale: count and size
+ELEMENTS = 2**22  # to round
 CONFIG = PRESETS["tiny"]
 
 adamw = partial(torch.optim.AdamW, foreach=False)
@@ -63,7 +65,7 @@ KINDS = ("parameters", "gradients", "optimizer_state")
 
 
 def second_step(policy: str) -> Trace:
-    """Of the tiny model on 8 × 64 tokens."""
+    """Measure the second step of the tiny model on 8 × 64 tokens."""
     torch.manual_seed(0)
     low = torch.float32 if policy in ("float32", "autocast") else torch.bfloat16
     model = GPT(CONFIG, dtype=low)
@@ -83,7 +85,7 @@ def second_step(policy: str) -> Trace:
 
 
 def bytes_of(policy: str) -> dict[str, int]:
-    """What is there when backward ends, and the activations when it begins."""
+    """Return weights, gradients and state at the end of backward, activations and the peak."""
     trace = second_step(policy)
     last = max(n for n, event in enumerate(trace.events) if event.phase == "backward")
     held = Trace(trace.events[: last + 1]).at_end
@@ -92,15 +94,15 @@ def bytes_of(policy: str) -> dict[str, int]:
 
 
 def bytes_table(found: dict[str, dict[str, int]]) -> str:
-    """Bytes a weight, and what is left of float32's activations and peak."""
+    """Return bytes per weight, and activations and peak as shares of float32's."""
     whole = found["float32"]
     lines = []
     for policy, held in found.items():
-        a_weight = [held[kind] / CONFIG.parameters for kind in KINDS]
+        per_weight = [held[kind] / CONFIG.parameters for kind in KINDS]
         shares = [held[kind] / whole[kind] for kind in ("activations", "peak")]
-        numbers = [f"{number:.2f}" for number in (*a_weight, sum(a_weight), *shares)]
+        numbers = [f"{number:.2f}" for number in (*per_weight, sum(per_weight), *shares)]
         lines.append((policy, *numbers))
-    header = ("policy", "weights", "gradients", "state", "bytes a weight", "activations", "peak")
+    header = ("policy", "weights", "gradients", "state", "bytes per weight", "activations", "peak")
     return table(header, lines)
 
 
@@ -108,7 +110,7 @@ def bytes_table(found: dict[str, dict[str, int]]) -> str:
 
 
 def trained(steps: int) -> GPT:
-    """The tiny model after so many steps in float32."""
+    """Train the tiny model in float32."""
     torch.manual_seed(0)
     model = GPT(CONFIG)
     optimizer = adamw(model.parameters(), lr=3e-3)
@@ -122,7 +124,7 @@ def trained(steps: int) -> GPT:
 
 
 def gradients_of(model: GPT, batch: int, seq_len: int) -> dict[str, Tensor]:
-    """In float32: that of the logits, and those of all weights."""
+    """Return the float32 gradients of the logits and of all weights."""
     tokens, targets = next(batches(source_bytes("256 KiB"), batch, seq_len, seed=1))
     logits = model(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -131,7 +133,7 @@ def gradients_of(model: GPT, batch: int, seq_len: int) -> dict[str, Tensor]:
 
 
 def lost(gradient: Tensor, scale: float) -> dict[str, float]:
-    """The shares that are zero, subnormal and infinite in float16."""
+    """Return the shares of elements that become zero, subnormal and infinite in float16."""
     scaled = gradient * scale
     low = scaled.half()
     kinds = {
@@ -143,7 +145,7 @@ def lost(gradient: Tensor, scale: float) -> dict[str, float]:
 
 
 def range_rows(steps: int) -> dict[str, dict[str, float]]:
-    """By tokens, gradient and scale."""
+    """Return the lost shares by tokens, gradient and scale."""
     model, rows = trained(steps), {}
     for batch, seq_len in TOKENS:
         for name, gradient in gradients_of(model, batch, seq_len).items():
@@ -154,7 +156,7 @@ def range_rows(steps: int) -> dict[str, dict[str, float]]:
 
 
 def range_table(rows: dict[str, dict[str, float]]) -> str:
-    """The shares as Markdown."""
+    """Return the shares as a Markdown table."""
     lines = [(name, *(f"{share:.2%}" for share in row.values())) for name, row in rows.items()]
     return table(("gradients of", "zero", "subnormal", "infinite"), lines)
 
@@ -163,7 +165,7 @@ def range_table(rows: dict[str, dict[str, float]]) -> str:
 
 
 def scaler_runs(tensors: int, numbers: int) -> dict[str, Callable[[], float]]:
-    """The part of a step that is the scaler's: unscale, step (by nothing), update."""
+    """Return runs of each scaler's work: unscale, a step without updates, update."""
     weights = [nn.Parameter(torch.zeros(numbers)) for _ in range(tensors)]
     optimizer = torch.optim.SGD(weights, lr=0.0)
     optimizer.step = lambda *args: None  # type: ignore[method-assign]
@@ -175,17 +177,17 @@ def scaler_runs(tensors: int, numbers: int) -> dict[str, Callable[[], float]]:
         scaler.step(optimizer)
         scaler.update()
 
-    scalers["GradScaler"].scale(torch.ones(()))  # it makes its state when it is first used
+    scalers["GradScaler"].scale(torch.ones(()))  # creates its state
     return {name: timed(partial(run, scaler)) for name, scaler in scalers.items()}
 
 
 def rounding_runs(numbers: int) -> dict[str, Callable[[], float]]:
-    """The same numbers rounded at random, to the nearest, and by torchao where it is."""
+    """Return rounding runs: stochastic, to nearest, and torchao's if installed."""
     precise = torch.randn(numbers)
     out = torch.empty(numbers, dtype=torch.bfloat16)
     runs = {
         "stochastic_round_": timed(lambda: stochastic_round_(out, precise)),
-        "to the nearest": timed(lambda: out.copy_(precise)),
+        "to nearest": timed(lambda: out.copy_(precise)),
     }
     if theirs := torchaos():
         runs["torchao's"] = timed(lambda: theirs(precise))
@@ -193,14 +195,14 @@ def rounding_runs(numbers: int) -> dict[str, Callable[[], float]]:
 
 
 def torchaos() -> Callable[[Tensor], Tensor] | None:
-    """torchao's rounding, uncompiled; None where it is not installed."""
+    """Return torchao's stochastic rounding, uncompiled, or None if not installed."""
     if importlib.util.find_spec("torchao") is None:
         return None
     return importlib.import_module("torchao.optim.quant_utils")._fp32_to_bf16_sr
 
 
 def compared(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spread]:
-    """How many times as long as each of the others the first takes."""
+    """Return the time ratio of the first run to each other run."""
     for run in runs.values():
         run()
     first, *others = runs
@@ -213,8 +215,10 @@ def compared(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Spr
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_with_results(__doc__)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each comparison of times")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of training, before gradients")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each timing")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="training steps before the gradients are measured"
+    )
     return parser.parse_args(words)
 
 
@@ -229,7 +233,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(range_table(rows), end="\n\n")
     times = {
         "LossScaler": compared(scaler_runs(*TENSORS), given.rounds),
-        "stochastic_round_": compared(rounding_runs(NUMBERS), given.rounds),
+        "stochastic_round_": compared(rounding_runs(ELEMENTS), given.rounds),
     }
     lines = [(name, of, str(ratio)) for name, row in times.items() for of, ratio in row.items()]
     print(table(("time of", "against", "ratio (quartiles)"), lines))

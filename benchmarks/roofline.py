@@ -1,12 +1,12 @@
-"""What `memlab plan --script` says that a technique costs in time, beside what it costs.
+"""The time estimates of `memlab plan --script`, compared with measured times.
 
     python benchmarks/roofline.py            about two minutes
-    python benchmarks/roofline.py --quick    small and few, to see that it runs; writes nothing
+    python benchmarks/roofline.py --quick    small and few, to check that it runs; writes nothing
 
-The estimate is for a card. Here the card is one core of this machine: it is asked first how fast it
-multiplies matrices and how fast it copies, and nothing else. Then four trainings are estimated and
-timed in each way, side by side, and their ratios to the step as it is compared. Prints Markdown,
-and writes `benchmarks/results/<machine>.json`.
+The estimates use a roofline model of a GPU. Here one CPU core takes the GPU's place, described only
+by its measured matmul and copy speed. Four trainings are estimated and timed with several
+techniques, as ratios to the plain step. Prints Markdown and writes
+`benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -41,8 +41,8 @@ ROUNDS = 7
 
 
 @dataclass(frozen=True)
-class Row:
-    """One training in one way, over the same as it is."""
+class TimeRow:
+    """Time of a training with techniques, as a ratio to the plain step."""
 
     training: str
     way: str
@@ -51,7 +51,7 @@ class Row:
 
     @property
     def miss(self) -> float:
-        """How far the estimate is off, as a share."""
+        """Return the relative error of the estimate."""
         return self.estimated / self.measured.median - 1
 
 
@@ -105,13 +105,13 @@ SMALL: dict[str, Callable[[], Parts]] = {"a perceptron": lambda: perceptron(8, 1
 # ------------------------------------------------------------------ estimated and measured
 
 
-def this_core(size: int = 1024, numbers: int = 2**25) -> Card:
-    """As a card: what it multiplies and copies a second, the best of five."""
-    a, x = torch.randn(size, size), torch.randn(numbers)
+def this_core(size: int = 1024, elements: int = 2**25) -> Card:
+    """Return one core as a card: matmul FLOP/s and copy bandwidth, best of five."""
+    a, x = torch.randn(size, size), torch.randn(elements)
     y = torch.empty_like(x)
     flops = 2 * size**3 / min(core_seconds(lambda: a @ a) for _ in range(5))
     bandwidth = 2 * x.nbytes / min(core_seconds(lambda: y.copy_(x)) for _ in range(5))
-    peak = flops / UTILIZATION  # of which an estimate takes that share again
+    peak = flops / UTILIZATION  # estimates multiply by UTILIZATION again
     return replace(
         CARDS["rtx4090"],
         name="a core",
@@ -122,7 +122,7 @@ def this_core(size: int = 1024, numbers: int = 2**25) -> Card:
 
 
 def estimated(build: Callable[[], Parts], way: Attempt, card: Card) -> float:
-    """Seconds of the second step."""
+    """Return the estimated seconds of the second step."""
     roofline = Roofline(card)
     with memlab.dry_run():
         step, _, _ = way.applied(*build())
@@ -132,14 +132,14 @@ def estimated(build: Callable[[], Parts], way: Attempt, card: Card) -> float:
 
 
 def prepared(build: Callable[[], Parts], way: Attempt) -> Callable[[], float]:
-    """A step, its first one taken, that says how long it took."""
+    """Take a first step; return a function that takes another and returns its CPU seconds."""
     step, _, _ = way.applied(*build())
     step()
     return lambda: core_seconds(step)
 
 
-def rows_of(name: str, build: Callable[[], Parts], card: Card, rounds: int) -> Iterator[Row]:
-    """In each way but as it is."""
+def rows_of(name: str, build: Callable[[], Parts], card: Card, rounds: int) -> Iterator[TimeRow]:
+    """Yield a row for each combination of techniques."""
     _, model, optimizer = build()
     places = find(model, optimizer)
     ways = [AS_IT_IS, *(Attempt(techniques, places) for techniques in WAYS)]
@@ -147,35 +147,37 @@ def rows_of(name: str, build: Callable[[], Parts], card: Card, rounds: int) -> I
     plain = estimated(build, AS_IT_IS, card)
     for way in ways[1:]:
         measured = ratios(seconds[way.name], seconds[AS_IT_IS.name])
-        yield Row(name, way.name, estimated(build, way, card) / plain, measured)
+        yield TimeRow(name, way.name, estimated(build, way, card) / plain, measured)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[TimeRow]) -> str:
     cells = [
         (row.training, row.way, f"{row.estimated:.2f} ×", f"{row.measured} ×", f"{row.miss:+.0%}")
         for row in rows
     ]
-    return markdown_table(("training", "with", "estimated", "measured (quartiles)", "miss"), cells)
+    return markdown_table(("training", "with", "estimated", "measured (quartiles)", "error"), cells)
 
 
-def summary(rows: Sequence[Row], card: Card) -> str:
+def summary(rows: Sequence[TimeRow], card: Card) -> str:
     worst = max(rows, key=lambda row: abs(row.miss))
     middle = sorted(abs(row.miss) for row in rows)[len(rows) // 2]
     return (
-        f"On a core that multiplies {card.flops * UTILIZATION / 1e9:.0f} GFLOP and copies "
-        f"{card.memory_bandwidth / 1e9:.0f} GB a second, estimates of what a technique costs are "
-        f"{middle:.0%} off in the median, and {worst.miss:+.0%} at worst "
+        f"On a core with {card.flops * UTILIZATION / 1e9:.0f} GFLOP/s of matmuls and "
+        f"{card.memory_bandwidth / 1e9:.0f} GB/s of copies, the estimated time ratios have a "
+        f"median error of {middle:.0%}; the worst is {worst.miss:+.0%} "
         f"({worst.way}, {worst.training})."
     )
 
 
-def plain(row: Row) -> dict[str, Any]:
+def plain(row: TimeRow) -> dict[str, Any]:
     return {**asdict(row), "measured": row.measured._asdict(), "miss": row.miss}
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     made = parser_with_results(__doc__)
-    made.add_argument("--quick", action="store_true", help="small and few; writes nothing")
+    made.add_argument(
+        "--quick", action="store_true", help="small and few trainings; writes nothing"
+    )
     return made.parse_args(words)
 
 
@@ -185,9 +187,9 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trainings = SMALL if given.quick else TRAININGS
-    print(heading("Estimated time beside measured"), end="\n\n")
+    print(heading("Estimated and measured time"), end="\n\n")
     card = this_core(64, 2**16) if given.quick else this_core()
-    rows: list[Row] = []
+    rows: list[TimeRow] = []
     with progress() as bar:
         for name, build in bar.track(trainings.items(), description="trainings"):
             rows += rows_of(name, build, card, 1 if given.quick else ROUNDS)

@@ -1,10 +1,9 @@
-"""Every rule of thumb that the course puts on trial, and what came out: RULES.md.
+"""Write RULES.md: the verdicts on the rules of thumb that the course tests.
 
     python benchmarks/rules.py
 
-It runs the days' solutions as plain scripts (no Jupyter needed), collects the verdicts that they
-reach, prints them as Markdown and writes RULES.md. The same verdicts stand in the days' notebooks,
-and a test holds the two together.
+Runs the days' solutions as plain scripts (no Jupyter needed), collects their verdicts, prints them
+as Markdown and writes RULES.md. A test compares these verdicts with the days' notebooks.
 """
 
 import re
@@ -48,7 +47,7 @@ def main() -> None:
 
 
 def run(solution: Path) -> None:
-    """Run a day's solution without its prints and pictures; its verdicts are noted."""
+    """Run a day's solution without output or pictures; it records its verdicts."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -57,7 +56,7 @@ def run(solution: Path) -> None:
 
 
 def page(reached: Iterable[Verdict]) -> str:
-    """The verdicts as a page of Markdown, by number."""
+    """Return the verdicts as a Markdown page, sorted by rule."""
     reached = sorted(reached, key=lambda verdict: (number(verdict.rule), verdict.rule))
     here = circumstances()
     where = f"{here['device']}, torch {here['torch']}, memlab {here['memlab']}, {here['date']}"
@@ -73,17 +72,17 @@ def page(reached: Iterable[Verdict]) -> str:
 
 
 def overview(reached: Iterable[Verdict]) -> str:
-    """A table of all verdicts, in three words at most."""
+    """Return a table of all verdicts, each in at most three words."""
     rows = [
         (verdict.rule, shorten(RULES[verdict.rule].claim, 80, placeholder=" …"), in_short(verdict))
         for verdict in reached
     ]
-    text = table(("rule", "claim", "verdict"), rows).replace("---:", "---")  # words go to the left
+    text = table(("rule", "claim", "verdict"), rows).replace("---:", "---")  # align words left
     return f"\n{text}\n"
 
 
 def in_short(verdict: Verdict) -> str:
-    """The verdict in three words at most: its first clause, where that is as short."""
+    """Return the verdict in at most three words: its first clause if that clause is short."""
     clause = re.split(r"[:;,]", verdict.words)[0].split(" (")[0]
     if len(clause.split()) <= 3:
         return clause
@@ -91,7 +90,7 @@ def in_short(verdict: Verdict) -> str:
 
 
 def _sections(reached: Iterable[Verdict]) -> Iterator[str]:
-    """A heading for each day, and its verdicts."""
+    """Yield a heading and the verdicts for each day."""
     for day, of_day in groupby(reached, key=lambda verdict: RULES[verdict.rule].day):
         (notebook,) = (ROOT / "solutions").glob(f"day{day:02}_*.ipynb")
         source = notebook.with_suffix(".py").read_text(encoding="utf-8")
@@ -101,7 +100,7 @@ def _sections(reached: Iterable[Verdict]) -> Iterator[str]:
 
 
 def entry(verdict: Verdict) -> str:
-    """What is said, what was measured, and what comes of it."""
+    """Return the claim, the measurement and the verdict."""
     rule = RULES[verdict.rule]
     return (
         f"\n**{verdict.rule}.** {rule.claim} ({rule.guide})\n"
@@ -111,7 +110,7 @@ def entry(verdict: Verdict) -> str:
 
 
 def number(rule: str) -> int:
-    """12 of "12b"."""
+    """Return the number of a rule: 12 for "12b"."""
     return int(rule.rstrip("abcdefgh"))
 
 

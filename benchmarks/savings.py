@@ -1,9 +1,9 @@
-"""What each technique saves and costs on this machine: the table and the pictures of the README.
+"""Memory and time of each technique on this machine: README's table of savings and its pictures.
 
     python benchmarks/savings.py
 
-It measures what `memlab measure` measures on a CPU, and predicts what CUDA would take; prints
-Markdown, draws `images/`, and writes `benchmarks/results/<machine>.json`.
+Measures the rows of `memlab measure` on a CPU and predicts their memory on CUDA. Prints Markdown,
+draws `images/` and writes `benchmarks/results/<machine>.json`.
 """
 
 import math
@@ -33,7 +33,7 @@ HEADER = (
 
 
 def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
-    """A line of the README's table: what it is, peak, saved, where the peak lies, time; CUDA's."""
+    """Return a row of README's table."""
     saved = 1 - row.trace.peak_bytes / plain.trace.peak_bytes
     return (
         row.name if "+" in row.name else f"{row.name}: {TECHNIQUES[row.name].summary}",
@@ -47,7 +47,7 @@ def cells(row: Row, plain: Row, predicted: Row) -> tuple[str, ...]:
 
 
 def draw(traces: dict[str, Trace], on_cuda: Trace) -> None:
-    """The pictures of the README."""
+    """Draw README's pictures."""
     step = f"{SETTING.model}, {SETTING.batch} × {SETTING.seq_len} tokens"
     pictures = {
         "measure-timeline.png": plot.timeline(
@@ -64,7 +64,9 @@ def draw(traces: dict[str, Trace], on_cuda: Trace) -> None:
 
 def main() -> None:
     chosen = choose_techniques(Request())
-    time_budget = TimeBudget(chosen, max_seconds=math.inf)  # dry is what has no fast kernel here
+    time_budget = TimeBudget(
+        chosen, max_seconds=math.inf
+    )  # without a fast CPU kernel, rows run dry
     with progress(stages=3 * len(chosen)) as announce:
         rows = measured_rows(SETTING, chosen, False, announce, time_budget)
         predicted = measured_rows(ON_CUDA, chosen, True, announce)

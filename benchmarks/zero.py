@@ -1,23 +1,23 @@
-"""ZeRO: what one rank of R holds and sends, and what a step of real processes takes.
+"""ZeRO: memory and communication of one rank, and the time of a step with real processes.
 
     python benchmarks/zero.py
     python benchmarks/zero.py --sections one_rank --runs llama-3-8b:8 --stages 3 --seq-len 2048
     python benchmarks/zero.py --sections processes --rounds 30
 
-one_rank    of models far larger than this machine, on fake tensors
-processes   two ranks on this machine, over gloo: our stages beside FSDP2, in time
+one_rank    models far larger than this machine, on fake tensors
+processes   two ranks on this machine, over gloo: memlab's stages against FSDP2, in time
 
-In the first, each line is a step of rank 0 on fake tensors, of a model in bfloat16 with each block
-checkpointed, one sequence a rank, and AdamW by float32 copies of shards: 16 bytes a weight. Beside
-the measured peak stands the ZeRO paper's formula for weights, gradients and optimizer's state, and
-beside what is sent that of the ring.
+one_rank runs a step of rank 0 on fake tensors: a bfloat16 model with every block checkpointed, one
+sequence per rank, and AdamW with float32 master shards (16 bytes per weight). The table compares
+the measured peak with the ZeRO paper's formula for weights, gradients and optimizer state, and the
+sent bytes with the formula for ring collectives.
 
-In the second, all runs live in the same two processes and take turns, step by step; a ratio is of
-two neighbours. FSDP2 shards each block and the rest, and keeps nothing gathered (as stage 3).
-Ours agree on the loss, the number of tokens and whether all is finite besides; FSDP2 does not. With
-one thread a rank and two cores, what overlaps has no core of its own.
+processes runs all variants in the same two processes, in turns, and compares neighbouring steps.
+FSDP2 shards each block and the root, and reshards after forward, like stage 3. memlab's ranks also
+agree on the loss, the number of tokens and whether all gradients are finite; FSDP2 does not. With
+one thread per rank and two cores, overlapped communication has no core of its own.
 
-Prints Markdown, writes `benchmarks/results/<machine>.json`.
+Prints Markdown and writes `benchmarks/results/<machine>.json`.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int
 
 
 def step_of_one_rank(name: str, ranks: int, stage: int, seq_len: int) -> Step:
-    """Nothing is computed, and no memory taken."""
+    """Take a dry step of rank 0."""
     with memlab.dry_run():
         model = GPT(PRESETS[name], dtype=torch.bfloat16)
         scheduled(each_block)(model)
@@ -69,7 +69,7 @@ def step_of_one_rank(name: str, ranks: int, stage: int, seq_len: int) -> Step:
 
 
 def row_of(name: str, ranks: int, stage: int, seq_len: int) -> dict[str, Any]:
-    """The figures of one line, in bytes and seconds of this process."""
+    """Return the figures of one row."""
     begun = time.process_time()
     step = step_of_one_rank(name, ranks, stage, seq_len)
     [trace], [traffic] = step.traces, step.traffic
@@ -91,8 +91,8 @@ def row_of(name: str, ranks: int, stage: int, seq_len: int) -> dict[str, Any]:
 
 def rows_table(rows: Sequence[dict[str, Any]]) -> str:
     header = (
-        *("model", "ranks", "stage", "peak of a rank", "in", "gathered then"),
-        *("activations then", "16 bytes a weight", "sent in a step", "by the ring", "CPU s"),
+        *("model", "ranks", "stage", "peak per rank", "peak in", "gathered at peak"),
+        *("activations at peak", "16 bytes per weight", "sent per step", "ring formula", "CPU s"),
     )
     return table(header, map(cells, rows))
 
@@ -120,8 +120,8 @@ OURS = {
 
 
 def seconds_of_rank(name: str, seq_len: int, rounds: int) -> dict[str, list[float]]:
-    """What each run took in each round, on this rank; the first round warms up, and is left out."""
-    warnings.simplefilter("ignore")  # FSDP2's own: it hooks a module whose inputs are tokens
+    """Return the seconds of each run in each round on this rank, without the warm-up round."""
+    warnings.simplefilter("ignore")  # FSDP2 warns because integer inputs need no gradient
     with processes.joined("gloo", timeout=120):
         tokens = torch.randint(PRESETS[name].vocab_size, (SENTENCES, seq_len + 1))
         batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -161,7 +161,7 @@ def fsdp2_step(name: str, batch: tuple[Tensor, Tensor]) -> Callable[[], Any]:
 
 
 def timed(step: Callable[[], Any]) -> Callable[[], float]:
-    """The seconds until the slowest rank is done."""
+    """Return a function that times a step until the slowest rank is done."""
 
     def run() -> float:
         dist.barrier()
@@ -174,7 +174,7 @@ def timed(step: Callable[[], Any]) -> Callable[[], float]:
 
 
 def processes_rows(name: str, seq_len: int, rounds: int) -> list[dict[str, Any]]:
-    """One line for each run: its time, and how many times that of FSDP2 it is."""
+    """Return a row for each run, with its time and the ratio to FSDP2."""
     target = f"{Path(__file__).resolve()}:{seconds_of_rank.__name__}"
     [seconds, *_] = run_ranks(target, RANKS, name, seq_len, rounds, timeout=60 + 30 * rounds)
     return [
@@ -189,7 +189,7 @@ def processes_rows(name: str, seq_len: int, rounds: int) -> list[dict[str, Any]]
 
 def processes_table(rows: Sequence[dict[str, Any]]) -> str:
     return table(
-        ("run", "ms a step", "times FSDP2's"),
+        ("run", "ms per step", "ratio to FSDP2"),
         [(row["run"], f"{row['milliseconds']:.0f}", str(row["ratio"])) for row in rows],
     )
 
@@ -199,10 +199,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--runs", nargs="+", default=RUNS, metavar="MODEL:RANKS")
     parser.add_argument("--stages", nargs="+", type=int, default=(1, 2, 3))
-    parser.add_argument("--seq-len", type=int, default=SEQ_LEN, help="tokens of a rank's sequence")
-    parser.add_argument("--model", default="25m", help="of the processes")
-    parser.add_argument("--tokens", type=int, default=64, help="of a processes' sequence")
-    parser.add_argument("--rounds", type=int, default=20, help="of the processes")
+    parser.add_argument(
+        "--seq-len", type=int, default=SEQ_LEN, help="tokens per sequence in one_rank"
+    )
+    parser.add_argument("--model", default="25m", help="model for processes")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per sequence in processes")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of processes")
     return parser.parse_args(words)
 
 

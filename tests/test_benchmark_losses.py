@@ -1,4 +1,4 @@
-"""The benchmark of losses computes what it prints."""
+"""Tests of benchmarks/losses.py."""
 
 import json
 
@@ -8,19 +8,19 @@ from scripts import script
 
 from memlab.losses import chunked_cross_entropy
 
-pytestmark = pytest.mark.slow  # a whole script, run small
+pytestmark = pytest.mark.slow  # runs a whole script at a small size
 
 
 benchmark = script("losses")
 
-SMALL = benchmark.Plan(rows=64, width=16, vocab_size=500, chunks=(4, 64))
+SMALL = benchmark.LossSizes(rows=64, width=16, vocab_size=500, chunks=(4, 64))
 
 
 def row(peak_bytes, *seconds):
-    return benchmark.Row(peak_bytes, list(seconds), 1e-7, 2e-7)
+    return benchmark.LossRow(peak_bytes, list(seconds), 1e-7, 2e-7)
 
 
-def test_the_peak_is_that_beyond_the_inputs():
+def test_the_peak_excludes_the_inputs():
     given = benchmark.problem(SMALL, torch.float32)
     logits = 4 * 64 * 500
     assert 3 * logits <= benchmark.peak_bytes(benchmark.by_all_logits, given) < 4 * logits
@@ -29,13 +29,13 @@ def test_the_peak_is_that_beyond_the_inputs():
     assert both_gradients < by_chunks < both_gradients + logits / 8
 
 
-def test_the_error_is_relative_to_the_exact_gradient_s_length():
+def test_the_error_is_relative_to_the_exact_gradients_norm():
     exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert benchmark.relative_error(exact, exact) == 0
     assert benchmark.relative_error(torch.tensor([3.0, 4.5]), exact) == pytest.approx(0.1)
 
 
-def test_every_way_finds_the_same_gradients():
+def test_all_implementations_have_the_same_gradients():
     given = benchmark.problem(SMALL, torch.float64)
     expected = benchmark.gradients(chunked_cross_entropy, *given)
     ways = benchmark.ways_of(SMALL)
@@ -49,12 +49,12 @@ def test_every_way_finds_the_same_gradients():
     ("peak_bytes", "seconds", "verdict"),
     [(100 * 2**20, 2.0, "met"), (100 * 2**20 + 1, 2.0, "missed"), (2**20, 2.1, "missed")],
 )
-def test_the_aim_is_met_by_bytes_and_time_together(peak_bytes, seconds, verdict):
+def test_the_goal_needs_both_memory_and_time(peak_bytes, seconds, verdict):
     found = {benchmark.ALL_LOGITS: row(2**30, 2.0), benchmark.DEFAULT: row(peak_bytes, seconds)}
     assert benchmark.sentence(found).endswith(f": {verdict}.")
 
 
-def test_it_prints_a_table_for_each_dtype_and_writes_them(tmp_path, capsys):
+def test_it_prints_and_stores_a_table_for_each_dtype(tmp_path, capsys):
     assert benchmark.main(["--rounds", "1", "--results", str(tmp_path)], SMALL) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("# Chunked cross-entropy: CPU")

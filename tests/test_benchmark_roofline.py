@@ -1,4 +1,4 @@
-"""benchmarks/roofline.py computes what it prints."""
+"""Tests of benchmarks/roofline.py."""
 
 import pytest
 from scripts import script
@@ -10,21 +10,21 @@ benchmark = script("roofline")
 
 def row(estimated, measured):
     spread = benchmark.Spread(measured - 0.1, measured, measured + 0.1)
-    return benchmark.Row("a training", f"way {estimated}", estimated, spread)
+    return benchmark.TimeRow("a training", f"way {estimated}", estimated, spread)
 
 
-def test_a_miss_is_the_estimate_over_what_was_measured():
+def test_the_error_is_relative_to_the_measurement():
     assert row(1.2, 1.0).miss == pytest.approx(0.2)
     assert row(0.9, 1.2).miss == pytest.approx(-0.25)
 
 
-def test_the_summary_names_the_worst_and_the_middle_of_the_others():
+def test_the_summary_has_the_median_and_the_worst_error():
     card = benchmark.this_core(64, 2**16)
-    said = benchmark.summary([row(1.0, 1.0), row(1.1, 1.0), row(0.5, 1.0)], card)
-    assert "are 10% off in the median, and -50% at worst (way 0.5, a training)" in said
+    summary = benchmark.summary([row(1.0, 1.0), row(1.1, 1.0), row(0.5, 1.0)], card)
+    assert "have a median error of 10%; the worst is -50% (way 0.5, a training)" in summary
 
 
-def test_an_estimate_is_of_the_second_step_and_longer_on_a_slower_core():
+def test_an_estimate_is_longer_on_a_slower_core():
     build = benchmark.SMALL["a perceptron"]
     card = benchmark.this_core(64, 2**16)
     slower = benchmark.replace(card, float32_flops=card.float32_flops / 10, memory_bandwidth=1e9)
@@ -32,7 +32,7 @@ def test_an_estimate_is_of_the_second_step_and_longer_on_a_slower_core():
     assert slow > fast > 0
 
 
-def test_the_script_runs_small_and_writes_nothing(capsys, tmp_path):
+def test_a_quick_run_writes_nothing(capsys, tmp_path):
     assert benchmark.main(["--quick", "--results", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("| a perceptron |") == len(benchmark.WAYS)

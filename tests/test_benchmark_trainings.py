@@ -1,4 +1,4 @@
-"""The benchmark of trainings, without the packages that most of them need."""
+"""Tests of benchmarks/trainings/run.py that need no further packages."""
 
 import importlib
 
@@ -34,27 +34,27 @@ def masked():
     return chosen, model, optimizer
 
 
-def test_there_are_fifty_trainings_and_more_each_once():
+def test_there_are_at_least_fifty_distinct_trainings():
     names = [name for module in run.MODULES for name in run.trainings(module)]
     assert len(names) == len(set(names)) >= 50
 
 
-def test_a_training_has_the_same_peak_recorded_measured_and_dry():
+def test_recorded_measured_and_dry_peaks_are_equal():
     found = run.peaks_of(linear)
     assert found["recorded"] == found["measured"] == found["dry"]
     assert found["predicted"] > found["dry"]
     assert not found["assumed"]
 
 
-def test_where_a_size_depends_on_values_the_row_is_an_upper_bound():
+def test_a_size_that_depends_on_values_gives_an_upper_bound():
     found = run.peaks_of(masked)
     assert found["assumed"]
-    row = run.Row("plain_torch", "masked", **found)
+    row = run.TrainingRow("plain_torch", "masked", **found)
     assert run.cells(row)[0] == "masked (upper bound)"
     assert row.difference("dry") >= 0
 
 
-def test_an_error_is_a_sentence_in_its_row_and_the_other_runs_go_on():
+def test_an_error_is_in_its_row_and_the_other_runs_continue():
     def without_values():
         step, model, optimizer = linear()
 
@@ -67,26 +67,26 @@ def test_an_error_is_a_sentence_in_its_row_and_the_other_runs_go_on():
     found = run.peaks_of(without_values)
     assert found["recorded"] > 0
     assert found["dry"].startswith("ValueError: ")
-    assert "bincount" in run.cells(run.Row("plain_torch", "reads", **found))[3]
+    assert "bincount" in run.cells(run.TrainingRow("plain_torch", "reads", **found))[3]
 
 
-def test_the_summary_counts_what_is_exact():
+def test_the_summary_counts_exact_peaks():
     rows = [
-        run.Row("m", "a", 100_000, 100_000, 100_000, 100_001, 5),
-        run.Row("m", "b", 100_000, 100_000, 100_000, 90_000, "ValueError: no"),
-        run.Row("m", "c", 100_000, 100_000, 100_000, 200_000, 5, assumed=True),
+        run.TrainingRow("m", "a", 100_000, 100_000, 100_000, 100_001, 5),
+        run.TrainingRow("m", "b", 100_000, 100_000, 100_000, 90_000, "ValueError: no"),
+        run.TrainingRow("m", "c", 100_000, 100_000, 100_000, 200_000, 5, assumed=True),
     ]
     assert run.summary(rows) == (
         "measured: 2 of 2 to the byte, 2 within 0.05%; run dry: 0 of 2 to the byte, 1 within "
-        "0.05%; 2 of 3 can be predicted, 1 by an assumption"
+        "0.05%; 2 of 3 can be predicted, 1 with an assumption"
     )
     assert run.cells(rows[1])[2:4] == ("exact", "-10.00%")
 
 
 @pytest.mark.parametrize("name", ["policy_gradient", "variational_autoencoder"])
-def test_trainings_in_plain_torch_run_here(name, monkeypatch):
+def test_trainings_in_plain_torch_are_exact_up_to_small_kernels(name, monkeypatch):
     monkeypatch.syspath_prepend(run.HERE / "cases")
     training = getattr(importlib.import_module("plain_torch"), name)
     found = run.peaks_of(training)
     assert found["measured"] == found["recorded"]
-    assert found["recorded"] - 64 <= found["dry"] <= found["recorded"]  # kernels take some bytes
+    assert found["recorded"] - 64 <= found["dry"] <= found["recorded"]  # kernels' scratch

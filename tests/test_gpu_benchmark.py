@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py does without a GPU: predict, compare, score, keep, and run processes."""
+"""Tests of benchmarks/gpu.py without a GPU: predictions, comparisons, scores, files, processes."""
 
 import json
 import os
@@ -48,15 +48,15 @@ FEW = ("AdamW, fused", "no_grad")
 
 @pytest.fixture
 def few(monkeypatch):
-    """Only some configurations, for tests of what is done with them."""
+    """Use only a few configurations."""
     chosen = {name: CONFIGURATIONS[name] for name in FEW}
     monkeypatch.setattr(predict_section, "CONFIGURATIONS", chosen)
-    monkeypatch.setattr(predict_section, "BESIDE_A_GPU", "no_grad")
+    monkeypatch.setattr(predict_section, "NEAR_GPU", "no_grad")
 
 
 @pytest.fixture
 def rehearsal(tmp_path):
-    """A run that rehearses, and keeps what it finds in a folder of its own."""
+    """Return a Bench that rehearses and writes to a temporary folder."""
     facts = jobs.answer(jobs.Job("facts", rehearsal=True))
     return bench.Bench(facts, jobs.Here(), True, True, tmp_path, section="predict")
 
@@ -71,40 +71,40 @@ def done(result: dict) -> "Future[dict]":
     return future
 
 
-# ------------------------------------------------------------------ the steps
+# ------------------------------------------------------------------ configurations
 
 
 @pytest.mark.parametrize("name", quick(list(CONFIGURATIONS)[::16], CONFIGURATIONS))
-def test_a_configuration_is_predicted_and_makes_all_it_needs_on_the_gpu(name):
+def test_a_configuration_is_predicted_and_creates_everything_on_the_gpu(name):
     if CONFIGURATIONS[name].missing:
-        pytest.skip(f"{CONFIGURATIONS[name].missing} is not here")
+        pytest.skip(f"{CONFIGURATIONS[name].missing} is not installed")
     trace = predictions.step_predicted(CONFIGURATIONS[name], SMALL, "cuda:hopper")
     assert EVERYTHING_NOTE not in trace.notes
     assert trace.at_peak["parameters"] > 0
     assert trace.peak_phase != "before"
 
 
-def test_there_are_enough_configurations_and_each_is_another():
+def test_there_are_enough_distinct_configurations():
     assert len(CONFIGURATIONS) >= 60
     assert len({id(c.build) for c in CONFIGURATIONS.values()}) == len(CONFIGURATIONS)
 
 
 @pytest.mark.parametrize("name", quick(("mlp", "unet", "gpt_sdpa"), meter_kinds.OF_THE_TESTS))
-def test_a_metered_kind_makes_everything_on_the_gpu(name):
+def test_a_measured_kind_creates_everything_on_the_gpu(name):
     trace = memlab.predict(meter_kinds.builder(name, SMALL))
     assert EVERYTHING_NOTE not in trace.notes
     assert trace.at_peak["parameters"] > 0
 
 
-def test_a_configuration_of_a_package_that_is_not_here_is_skipped_in_words(
+def test_a_configuration_of_a_missing_package_is_skipped_with_a_message(
     rehearsal, monkeypatch, capsys
 ):
-    absent = configurations.Configuration(CONFIGURATIONS["no_grad"].build, "no_such_package")
-    chosen = {"another": absent, "no_grad": CONFIGURATIONS["no_grad"]}
+    missing = configurations.Configuration(CONFIGURATIONS["no_grad"].build, "no_such_package")
+    chosen = {"another": missing, "no_grad": CONFIGURATIONS["no_grad"]}
     monkeypatch.setattr(predict_section, "CONFIGURATIONS", chosen)
-    monkeypatch.setattr(predict_section, "BESIDE_A_GPU", "no_grad")
+    monkeypatch.setattr(predict_section, "NEAR_GPU", "no_grad")
     report = predict_section.run(rehearsal)
-    assert "another: skipped, no_such_package is not here" in capsys.readouterr().err
+    assert "another: skipped, no_such_package is not installed" in capsys.readouterr().err
     assert [row["configuration"] for row in report.plain["rows"]] == ["no_grad"]
 
 
@@ -112,7 +112,7 @@ def test_a_configuration_of_a_package_that_is_not_here_is_skipped_in_words(
 
 
 def linear_training(size, device):
-    """128 B of weights; a step allocates the same each time, but for the gradient kept before."""
+    """Build a step with 128 B of weights whose gradient lives until the next step."""
     weight = torch.nn.Parameter(torch.zeros(32, device=device))
 
     def step() -> None:
@@ -122,7 +122,7 @@ def linear_training(size, device):
     return step, torch.nn.ParameterList([weight]), None
 
 
-def test_the_whole_process_is_what_was_built_the_first_step_and_the_second():
+def test_the_whole_process_is_building_a_first_and_a_second_step():
     configuration = configurations.Configuration(linear_training)
     prediction = predictions.predicted(configuration, SMALL, "cuda")
     of_step = [
@@ -135,21 +135,21 @@ def test_the_whole_process_is_what_was_built_the_first_step_and_the_second():
 
 
 def alternating(*sizes: int) -> predictions.Prediction:
-    """A process that allocates and frees one block after the other."""
+    """Predict a process that allocates and frees one block after another."""
     events = [event(sign * size, n) for n, size in enumerate(sizes) for sign in (1, -1)]
     return predictions.Prediction(Trace(tuple(events)), tuple(events), 0)
 
 
-def test_the_edge_is_where_cached_segments_are_given_back_and_not_what_is_reserved():
+def test_the_limit_is_below_reserved_memory_because_cached_segments_are_freed():
     prediction = alternating(30 * MIB, 40 * MIB, 50 * MIB)
     assert prediction.blocks.reserved_bytes == 120 * MIB
-    edge = prediction.least_cap_bytes(80 * GIB)
-    assert 50 * MIB <= edge <= 51 * MIB
+    limit = prediction.least_cap_bytes(80 * GIB)
+    assert 50 * MIB <= limit <= 51 * MIB
     assert prediction.fits(Settings(), 50 * MIB, 80 * GIB)
     assert not prediction.fits(Settings(), 50 * MIB - 1, 80 * GIB)
 
 
-def test_a_cap_comes_through_the_fraction_that_torch_is_given():
+def test_the_memory_fraction_reproduces_the_limit():
     for total in (80 * GIB, 150_754_820_096, 25_438_126_080):
         for cap in (50 * MIB, total // 3, 16_456_330_819, 1_873_450_069):  # the last two round down
             fraction = predictions.fraction_of(cap, total)
@@ -157,7 +157,7 @@ def test_a_cap_comes_through_the_fraction_that_torch_is_given():
     assert predictions.fraction_of(90 * GIB, 80 * GIB) == 1.0
 
 
-def test_the_allocated_peak_is_the_second_steps():
+def test_the_allocated_peak_is_of_the_second_step():
     events = (event(9 * MIB, 0), event(-9 * MIB, 0), event(3 * MIB, 1))
     prediction = predictions.Prediction(Trace(()), events, step_at=2)
     assert prediction.allocated_peak_bytes(prediction.blocks) == 3 * MIB
@@ -167,12 +167,14 @@ def test_the_allocated_peak_is_the_second_steps():
 
 
 def recorded(events: list[Event], step_at: int = 0) -> dict:
-    """What CUDA would record of events, the measured step from the event `step_at` on."""
+    """Return CUDA's recording of events; the measured step begins at event `step_at`."""
     before = len(history(events[:step_at])["events"])
     return {**history(events), "step_at": before}
 
 
-def held_against(ours: list[Event], theirs: list[Event], start: int = 0) -> streams.Difference:
+def difference_of(
+    ours: list[Event], theirs: list[Event], start: int = 0
+) -> streams.StreamDifference:
     stream = streams.recorded_stream(recorded(theirs, start))
     return streams.compare(ours, start, *stream)
 
@@ -180,13 +182,13 @@ def held_against(ours: list[Event], theirs: list[Event], start: int = 0) -> stre
 A_STEP = [event(5000, 1), event(700, 2), event(-5000, 1), event(300, 3), event(-700, 2)]
 
 
-def test_equal_streams_differ_in_nothing():
-    assert held_against(A_STEP, A_STEP) == streams.Difference(6144, 6144, (), (), 0)
+def test_equal_streams_have_no_differences():
+    assert difference_of(A_STEP, A_STEP) == streams.StreamDifference(6144, 6144, (), (), 0)
 
 
-def test_a_block_that_only_the_gpu_takes_is_named_at_the_peak_and_around_it():
+def test_a_block_only_on_the_gpu_is_listed_at_and_around_the_peak():
     theirs = [A_STEP[0], event(4096, 9, "scratch"), *A_STEP[1:], event(-4096, 9)]
-    found = held_against(A_STEP, theirs)
+    found = difference_of(A_STEP, theirs)
     assert found.bytes == -4096
     assert found.at_peak == ("only recorded: 1 × 4,096 of these: 1 × 4,096",)
     assert found.around_peak == (
@@ -196,9 +198,9 @@ def test_a_block_that_only_the_gpu_takes_is_named_at_the_peak_and_around_it():
     assert found.unlike == 1
 
 
-def test_a_block_of_another_size_is_told_from_both_sides():
+def test_a_block_of_a_different_size_is_listed_for_both_streams():
     theirs = [e._replace(bytes=e.bytes * 2) if e.storage == 2 else e for e in A_STEP]
-    found = held_against(A_STEP, theirs)
+    found = difference_of(A_STEP, theirs)
     assert found.bytes == 1024 - 1536
     assert found.at_peak == (
         "only recorded: 1 × 1,400 of these: 1 × 1,400",
@@ -209,25 +211,25 @@ def test_a_block_of_another_size_is_told_from_both_sides():
     )
 
 
-def test_only_the_measured_step_counts_and_what_was_there_before_it():
+def test_only_the_measured_step_and_blocks_alive_before_it_count():
     before = [event(9000, 8), event(-9000, 8), event(2048, 9)]
-    assert held_against([*before, *A_STEP], [*before, *A_STEP], start=3).recorded_bytes == 8192
+    assert difference_of([*before, *A_STEP], [*before, *A_STEP], start=3).recorded_bytes == 8192
     other = [event(7000, 8), *before[:2], event(-7000, 8), before[2]]
     stream = streams.recorded_stream(recorded([*other, *A_STEP], 5))
     found = streams.compare([*before, *A_STEP], 3, *stream)
     assert (found.bytes, found.unlike) == (0, 0)
 
 
-def test_of_many_differences_those_next_to_the_peak_are_shown():
+def test_differences_nearest_to_the_peak_are_shown():
     ours = [event(512 * n, n) for n in range(1, 60)]
     theirs = [e._replace(bytes=e.bytes + 1) if e.storage % 2 else e for e in ours]
-    found = held_against(ours, theirs)
+    found = difference_of(ours, theirs)
     assert len(found.around_peak) == streams.SHOWN
     assert "allocation 58 (the peak is at 59)" in found.around_peak[-1]
     assert found.unlike == 30
 
 
-def test_operators_are_told_where_the_step_that_told_them_was_like_the_measured_one():
+def test_operators_are_used_only_if_the_profiled_step_matches():
     three = {**recorded(A_STEP), "operators": ["a", "b", "c"]}
     events, _ = streams.recorded_stream(three)
     assert [e.operator for e in events if e.bytes > 0] == ["a", "b", "c"]
@@ -235,7 +237,7 @@ def test_operators_are_told_where_the_step_that_told_them_was_like_the_measured_
     assert {e.operator for e in events} == {""}
 
 
-def test_a_free_of_a_block_from_before_the_history_is_left_out():
+def test_frees_of_blocks_from_before_the_history_are_ignored():
     later = recorded(A_STEP)
     later["events"] = later["events"][2:]  # without the first segment and block
     events, _ = streams.recorded_stream(later)
@@ -245,7 +247,7 @@ def test_a_free_of_a_block_from_before_the_history_is_left_out():
 # ------------------------------------------------------------------ scores
 
 
-def test_a_recording_as_predicted_is_exact_in_every_figure():
+def test_a_recording_equal_to_the_prediction_is_exact_in_every_figure():
     prediction = predictions.predicted(CONFIGURATIONS["no_grad"], SMALL, "cuda")
     row = predict_section.scored(prediction, recorder.rehearsed(prediction, Settings()))
     assert [row[f"{name.replace(' ', '_')}_off"] for name in predict_section.FIGURES] == [0] * 4
@@ -253,18 +255,18 @@ def test_a_recording_as_predicted_is_exact_in_every_figure():
     assert not predict_section.is_off(row)
 
 
-def test_each_figure_is_predicted_less_recorded():
+def test_each_figure_is_predicted_minus_recorded():
     prediction = alternating(30 * MIB, 40 * MIB)
     recording = recorder.rehearsed(alternating(30 * MIB, 40 * MIB, 41 * MIB + 1), Settings())
     row = predict_section.scored(prediction, recording)
-    assert row["allocated_off"] == 40 * MIB - (42 * MIB)  # 1 MiB - 1 B stays with the block
+    assert row["allocated_off"] == 40 * MIB - (42 * MIB)  # the rest of 1 MiB - 1 B is not split off
     assert row["blocks_off"] == 40 * MIB - (41 * MIB + 512)
     assert row["with_waste_off"] == 40 * MIB - 42 * MIB
     assert row["reserved_off"] == 70 * MIB - 112 * MIB
     assert predict_section.off(row, "allocated") == "-2,097,152 B (-4.762%)"
 
 
-def test_a_spread_is_of_sizes_of_errors():
+def test_a_spread_uses_absolute_errors():
     shares = [0.0] * 10 + [0.01] * 9 + [-0.5]
     wanted = {"median": 0.005, "95th percentile": 0.01, "worst": 0.5}
     assert predict_section.spread(shares) == wanted
@@ -272,7 +274,7 @@ def test_a_spread_is_of_sizes_of_errors():
 
 
 class Scripted:
-    """Answers what it was told to."""
+    """A server with fixed answers."""
 
     def __init__(self, **answers) -> None:
         self.answers = answers
@@ -282,9 +284,9 @@ class Scripted:
         return done(found(job) if callable(found) else found)
 
 
-def test_a_miss_is_explained_by_streams_and_other_kernels(rehearsal, few, capsys):
+def test_a_wrong_prediction_lists_blocks_and_other_kernels(rehearsal, few, capsys):
     def slower(job):
-        """AdamW's loop on the GPU, where the fused one was predicted."""
+        """Record AdamW's loop although the fused kernel was predicted."""
         rehearsed = jobs.answer(job)
         if job.task == "record" and job.configuration == "AdamW, fused":
             other = jobs.Job("record", "AdamW, loop", small=True, rehearsal=True)
@@ -303,7 +305,7 @@ def test_a_miss_is_explained_by_streams_and_other_kernels(rehearsal, few, capsys
     assert "AdamW, fused: " in capsys.readouterr().err
 
 
-def test_other_kernels_are_tried_and_those_that_change_something_told(rehearsal):
+def test_alternatives_list_kernels_that_change_the_peak(rehearsal):
     name = "AdamW, default"
     prediction = predictions.predicted(CONFIGURATIONS[name], SMALL, rehearsal.target)
     row = {"configuration": name, "predicted_bytes": prediction.trace.peak_bytes}
@@ -311,10 +313,10 @@ def test_other_kernels_are_tried_and_those_that_change_something_told(rehearsal)
     others = dict(predict_section.alternatives(rehearsal, row))
     assert others["target cuda"] == -100 - 2 * (32 * MIB - 8_519_680)
     assert others["optimizer fused"] < others["optimizer loop"] < 0
-    assert "optimizer foreach" not in others  # it is what was predicted
+    assert "optimizer foreach" not in others  # the predicted one
 
 
-def test_a_failure_on_the_gpu_and_one_of_predicting_are_rows_of_their_own(rehearsal, monkeypatch):
+def test_failures_on_the_gpu_and_of_predictions_have_their_own_rows(rehearsal, monkeypatch):
     def breaks(size, device):
         raise RuntimeError("no such kernel\nin this build")
 
@@ -326,22 +328,22 @@ def test_a_failure_on_the_gpu_and_one_of_predicting_are_rows_of_their_own(rehear
     here = predict_section.row(rehearsal, "broken", recording)
     assert here["failure"] == "predicting: RuntimeError: no such kernel"
     report = predict_section.report([there, here], "")
-    assert report.sentence.startswith("Of 2 configurations, predicted without the GPU, 0 have")
+    assert report.sentence.startswith("0 of 2 configurations have the predicted peak")
     assert "- on the GPU: status 1: Segmentation fault" in report.markdown
 
 
-def test_a_prediction_that_is_another_beside_a_gpu_shows(rehearsal):
-    job = jobs.Job("predict", predict_section.BESIDE_A_GPU, small=True)
+def test_a_prediction_that_a_gpu_changes_is_reported(rehearsal):
+    job = jobs.Job("predict", predict_section.NEAR_GPU, small=True)
     same = jobs.answer(job)
-    assert "is the same, and does not touch it" in predict_section.beside_a_gpu(rehearsal, same)
+    assert "is the same, and does not use the GPU" in predict_section.near_gpu(rehearsal, same)
     other = {"sizes": same["sizes"][1:], "touched": True}
-    assert "is ANOTHER, and TOUCHES it" in predict_section.beside_a_gpu(rehearsal, other)
+    assert "is DIFFERENT, and USES the GPU" in predict_section.near_gpu(rehearsal, other)
 
 
-# ------------------------------------------------------------------ the meter's rows
+# ------------------------------------------------------------------ meter
 
 
-def metered_row(**changes) -> dict:
+def measured_row(**changes) -> dict:
     answer = {
         "peak_bytes": 4096,
         "requested_bytes": 4000,
@@ -361,13 +363,13 @@ def metered_row(**changes) -> dict:
     ("changes", "is_exact"),
     [
         ({}, True),
-        ({"unwatched_allocated_bytes": 5120}, True),  # other waste: another state of the cache
+        ({"unwatched_allocated_bytes": 5120}, True),  # waste depends on the state of the cache
         ({"unwatched_requested_bytes": 4001}, False),
         ({"at_peak": {"parameters": 4000, "unattributed": 96}}, False),
     ],
 )
-def test_a_metered_step_is_exact_if_it_is_the_unwatched_one_and_all_has_a_name(changes, is_exact):
-    row = metered_row(**changes)
+def test_a_measured_step_is_exact_if_requests_agree_and_all_is_attributed(changes, is_exact):
+    row = measured_row(**changes)
     assert meter_section.is_exact(row) is is_exact
     report = meter_section.report([row])
     assert report.plain["exact"] == is_exact
@@ -375,16 +377,16 @@ def test_a_metered_step_is_exact_if_it_is_the_unwatched_one_and_all_has_a_name(c
     assert (explained in report.markdown) is not is_exact
 
 
-def test_a_kind_that_fails_is_not_exact_and_said():
+def test_a_failed_kind_is_not_exact_and_is_listed():
     row = meter_section.row("a kind", {"failure": "no answer in 240 s"})
     assert not meter_section.is_exact(row)
     assert "- a kind: no answer in 240 s" in meter_section.report([row]).markdown
 
 
-# ------------------------------------------------------------------ the allocator's settings
+# ------------------------------------------------------------------ allocator settings
 
 
-def test_every_setting_is_one_that_torch_and_the_simulation_know():
+def test_every_setting_is_valid_and_distinct():
     for setting in allocator_section.SETTINGS:
         Settings.parse(setting.conf)
     assert len({str(setting) for setting in allocator_section.SETTINGS}) == len(
@@ -392,10 +394,10 @@ def test_every_setting_is_one_that_torch_and_the_simulation_know():
     )
 
 
-def test_a_cap_lies_between_the_edge_and_the_need():
-    prediction = alternating(30 * MIB, 40 * MIB, 50 * MIB)  # 120 MiB, of which 50 at once
+def test_a_limit_lies_between_the_smallest_and_the_need():
+    prediction = alternating(30 * MIB, 40 * MIB, 50 * MIB)  # reserves 120 MiB, 50 MiB at once
     caps = [
-        allocator_section.Setting("", room).cap_bytes(prediction, 80 * GIB)
+        allocator_section.AllocatorRun("", room).cap_bytes(prediction, 80 * GIB)
         for room in (None, 0.0, 0.5, 1.0)
     ]
     assert caps[0] is None
@@ -404,7 +406,7 @@ def test_a_cap_lies_between_the_edge_and_the_need():
     assert caps[3] == 120 * MIB
 
 
-def test_a_recording_is_replayed_with_the_settings_it_was_made_with(rehearsal):
+def test_a_recording_is_replayed_with_its_own_settings(rehearsal):
     conf, cap = "garbage_collection_threshold:0.6", 150 * MIB
     settings = predictions.settings_of(conf, cap, rehearsal.total_bytes)
     prediction = alternating(30 * MIB, 40 * MIB, 50 * MIB, 60 * MIB)
@@ -413,7 +415,7 @@ def test_a_recording_is_replayed_with_the_settings_it_was_made_with(rehearsal):
         **{"name": "a", "conf": conf, "cap_bytes": cap},
     }
     assert any(entry["action"] == "segment_free" for entry in recording["events"])
-    setting = allocator_section.Setting(conf, 1.0)
+    setting = allocator_section.AllocatorRun(conf, 1.0)
     assert allocator_section.row(rehearsal, setting, recording)["exact"]
     wrong = {**recording, "conf": "garbage_collection_threshold:0.9"}
     row = allocator_section.row(rehearsal, setting, wrong)
@@ -434,29 +436,29 @@ def tried(*ran: bool) -> dict:
     ("ran", "right"),
     [
         ((False, False, False, True, True, True), True),
-        ((False, False, True, False, True, True), True),  # a tenth of a percent is not promised
+        ((False, False, True, False, True, True), True),  # 0.1 % is not promised
         ((False, True, True, True, True, True), False),
         ((False, False, False, False, False, True), False),
     ],
 )
-def test_a_verdict_is_right_if_the_step_runs_out_below_the_edge_and_runs_above(ran, right):
+def test_a_verdict_is_right_if_the_step_fails_below_and_runs_above_the_limit(ran, right):
     row = verdict_section.row("a step", 100 * MIB, 90 * MIB, 120 * MIB, tried(*ran))
     assert row["right"] is right
     assert verdict_section.report([row]).plain["right"] == right
 
 
-def test_a_verdict_whose_process_failed_is_not_right():
+def test_a_verdict_with_a_failed_process_is_not_right():
     answers = {**tried(*[True] * 6), 0.99: {"failure": "no answer in 240 s"}}
     row = verdict_section.row("a step", MIB, MIB, MIB, answers)
     assert not row["right"]
-    assert "a step: no answer in 240 s" in verdict_section.told(row)
+    assert "a step: no answer in 240 s" in verdict_section.progress_line(row)
 
 
 # ------------------------------------------------------------------ the archive
 
 
 def a_recording(name: str = "predict: a step", **about) -> dict:
-    """A synthetic history of ours, as the archive has it."""
+    """Return a synthetic recording in the archive's format."""
     sizes = (3 * MIB, 700, 30 * MIB, 5 * MIB, 11 * MIB)
     prediction = alternating(*sizes, *reversed(sizes))
     known = {"name": name, "configuration": "a step", "conf": "", "cap_bytes": None}
@@ -464,7 +466,7 @@ def a_recording(name: str = "predict: a step", **about) -> dict:
     return {**recording, "facts": {"total_bytes": 80 * GIB}}
 
 
-def test_recordings_come_back_by_name_and_the_later_of_two_counts(tmp_path):
+def test_the_later_of_two_recordings_with_one_name_counts(tmp_path):
     path = tmp_path / "recordings" / "a-card.jsonl.gz"
     for number, name in enumerate(("b", "a", "b")):
         archive.add(path, a_recording(name, retries=number))
@@ -479,7 +481,7 @@ def test_recordings_come_back_by_name_and_the_later_of_two_counts(tmp_path):
     assert path.read_bytes() == tidied
 
 
-def test_a_run_that_was_killed_while_it_wrote_leaves_what_came_before(tmp_path):
+def test_an_incomplete_recording_leaves_the_earlier_ones_readable(tmp_path):
     path = tmp_path / "a-card.jsonl.gz"
     archive.add(path, a_recording("a"))
     whole = path.stat().st_size
@@ -490,12 +492,12 @@ def test_a_run_that_was_killed_while_it_wrote_leaves_what_came_before(tmp_path):
 
 
 def misses(path: Path) -> list[str]:
-    """What is not replayed exactly of an archive."""
+    """Return the inexact replays of an archive."""
     found = []
     for name, kept in archive.read(path).items():
         result = allocator_section.replayed(kept, kept["facts"]["total_bytes"])
         if not result.exact or result.reserved_bytes != kept["reserved_peak_bytes"]:
-            found += [f"{name}: {miss}" for miss in result.misses or ("another reserved peak",)]
+            found += [f"{name}: {miss}" for miss in result.misses or ("different reserved peak",)]
     return found
 
 
@@ -503,16 +505,16 @@ ARCHIVES = sorted((ROOT / "tests" / "recordings").glob(f"*{archive.SUFFIX}"))
 
 
 @pytest.mark.parametrize("path", ARCHIVES, ids=lambda path: path.name)
-def test_what_gpus_recorded_is_replayed_exactly(path):
+def test_gpu_recordings_are_replayed_exactly(path):
     assert misses(path) == []
 
 
-def test_that_test_sees_a_history_that_is_right_and_ones_that_are_not(tmp_path):
+def test_misses_finds_wrong_histories(tmp_path):
     path = tmp_path / "a-card.jsonl.gz"
     archive.add(path, a_recording())
     assert misses(path) == []
     archive.add(path, a_recording(reserved_peak_bytes=1))
-    assert misses(path) == ["predict: a step: another reserved peak"]
+    assert misses(path) == ["predict: a step: different reserved peak"]
     moved = a_recording()
     position = max(n for n, e in enumerate(moved["events"]) if e["action"] == "alloc")
     for entry in moved["events"][position:]:
@@ -521,18 +523,18 @@ def test_that_test_sees_a_history_that_is_right_and_ones_that_are_not(tmp_path):
     assert len(misses(path)) >= 1
 
 
-def test_predictions_are_held_against_an_archive_without_a_gpu(rehearsal, few, tmp_path, capsys):
+def test_predictions_are_compared_with_an_archive_without_a_gpu(rehearsal, few, tmp_path, capsys):
     predict_section.run(rehearsal)
     path = rehearsal.archive_path
     assert sorted(archive.read(path)) == sorted(f"predict: {name}" for name in FEW)
     assert gpu.main(["--from", str(path), "--section", "predict"]) == 0
     printed = capsys.readouterr().out
-    assert "2 have the recorded peak of their blocks to the byte" in printed
+    assert "2 of 2 configurations have the predicted peak of blocks to the byte" in printed
     assert gpu.main(["--from", str(path), "--section", "meter"]) == 0
-    assert "it is not in the archive" in capsys.readouterr().out
+    assert "not in the archive" in capsys.readouterr().out
 
 
-def test_a_run_goes_on_behind_one_that_was_killed(rehearsal, few):
+def test_a_run_continues_after_a_killed_one(rehearsal, few):
     archive.add(rehearsal.archive_path, a_recording("a"))
     with rehearsal.archive_path.open("ab") as file:
         file.write(archive._line(a_recording("b"))[:50])
@@ -542,7 +544,7 @@ def test_a_run_goes_on_behind_one_that_was_killed(rehearsal, few):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no archive at all"])
-def test_an_archive_that_is_none_is_one_sentence(tmp_path, content, capsys):
+def test_an_invalid_archive_is_reported_in_one_line(tmp_path, content, capsys):
     path = tmp_path / "a.jsonl.gz"
     if content is not None:
         path.write_bytes(content)
@@ -552,11 +554,11 @@ def test_an_archive_that_is_none_is_one_sentence(tmp_path, content, capsys):
     assert printed.err == f"error: {path} holds no recordings; give one of tests/recordings\n"
 
 
-# ------------------------------------------------------------------ a recorder's calls
+# ------------------------------------------------------------------ recorder
 
 
-class Card:
-    """Stands in for torch.cuda: an allocator of ours whose history is CUDA's."""
+class FakeCuda:
+    """Stands in for torch.cuda, with the simulated allocator."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         settings = Settings(capacity_bytes=limit_bytes)
@@ -585,7 +587,7 @@ class Card:
         entries = [{**e, "frames": [], "time_us": 0} for e in found["events"]]
         entries.insert(1, {"action": "snapshot", "size": 0, "stream": 0})
         segments = [{**s, "device": 0, "frames": []} for s in found["segments_at_end"]]
-        segments.append({**segments[0], "device": 1, "address": 2**40})  # of another card
+        segments.append({**segments[0], "device": 1, "address": 2**40})  # on another GPU
         return {"device_traces": [entries], "segments": segments}
 
     def reset_peak_memory_stats(self) -> None:
@@ -605,7 +607,7 @@ class Card:
     OutOfMemoryError = MemoryError
 
     def build(self, size, device):
-        """Weights of 3 MiB; a step that takes 5 MiB the first time, 4 MiB the second."""
+        """Allocate 3 MiB of weights; the first step allocates 5 MiB, the second 4 MiB."""
         assert device == "cuda"
         sizes = iter((5 * MIB, 4 * MIB))
         self.allocator.malloc(3 * MIB)
@@ -619,17 +621,17 @@ class Card:
         return step, None, None
 
 
-def record_on(card: Card, monkeypatch, cap_bytes: int | None = None) -> dict:
+def record_on(card: FakeCuda, monkeypatch, cap_bytes: int | None = None) -> dict:
     monkeypatch.setattr(recorder.torch, "cuda", card)
     return recorder.record(configurations.Configuration(card.build), SMALL, cap_bytes)
 
 
-def test_a_recording_has_the_history_from_the_first_block_and_the_second_steps_figures(
+def test_a_recording_has_the_whole_history_and_statistics_of_the_second_step(
     monkeypatch,
 ):
-    card = Card()
+    card = FakeCuda()
     found = record_on(card, monkeypatch)
-    assert card.calls[:3] == ["init", "synchronize", "record all None"]  # no stacks
+    assert card.calls[:3] == ["init", "synchronize", "record all None"]  # without stacks
     assert card.calls[-1] == "record None all"
     assert found["allocated_peak_bytes"] == 7 * MIB
     assert found["reserved_peak_bytes"] == 20 * MIB
@@ -643,15 +645,15 @@ def test_a_recording_has_the_history_from_the_first_block_and_the_second_steps_f
     assert memlab.allocator.replay(found).exact
 
 
-def test_the_cap_is_set_before_anything_is_recorded(monkeypatch):
-    card = Card()
+def test_the_limit_is_set_before_recording(monkeypatch):
+    card = FakeCuda()
     record_on(card, monkeypatch, cap_bytes=50 * MIB)
     assert card.calls.index(f"cap {50 * MIB}") < card.calls.index("record all None")
 
 
-def test_where_memory_runs_out_the_history_until_then_is_kept(monkeypatch):
-    card = Card(limit_bytes=22 * MIB)
-    for taken in (6 * MIB, 7 * MIB):  # with 3 of weights, 4 are left
+def test_out_of_memory_keeps_the_history_up_to_the_error(monkeypatch):
+    card = FakeCuda(limit_bytes=22 * MIB)
+    for taken in (6 * MIB, 7 * MIB):  # with 3 MiB of weights, 4 MiB remain
         card.allocator.malloc(taken)
     found = record_on(card, monkeypatch)
     assert found["ran_out"].startswith("CUDA out of memory.")
@@ -660,13 +662,13 @@ def test_where_memory_runs_out_the_history_until_then_is_kept(monkeypatch):
 
 
 def node(name: str, *children, start: int = 0, block: tuple[int, str] | None = None):
-    """An event of the profiler's tree; `block` is an allocation's (bytes, device)."""
+    """Return an event of the profiler's tree; `block` is (bytes, device) of an allocation."""
     kind = recorder._EventType.Allocation if block else recorder._EventType.TorchOp
     details = block and SimpleNamespace(alloc_size=block[0], device=SimpleNamespace(type=block[1]))
     return SimpleNamespace(name=name, children=children, start_time_ns=start, typed=(kind, details))
 
 
-def test_the_profiler_tells_each_blocks_operator_in_the_order_of_time():
+def test_allocations_have_their_operators_in_order_of_time():
     roots = [
         node("aten::mm", node("[memory]", start=5, block=(512, "cuda"))),
         node(
@@ -680,20 +682,20 @@ def test_the_profiler_tells_each_blocks_operator_in_the_order_of_time():
     assert sorted(recorder._allocations(roots)) == [(2, "aten::sum"), (5, "aten::mm"), (9, "")]
 
 
-def test_the_kernels_that_decide_about_memory_are_told():
+def test_kernels_that_affect_memory_are_listed():
     inner = node("aten::_scaled_dot_product_flash_attention")
     roots = [node("aten::scaled_dot_product_attention", inner), node("aten::mm")]
-    assert list(recorder._telling(roots)) == ["_scaled_dot_product_flash_attention"]
+    assert list(recorder._memory_kernels(roots)) == ["_scaled_dot_product_flash_attention"]
 
 
-def test_a_profiler_that_fails_costs_no_recording(monkeypatch):
+def test_a_failing_profiler_leaves_the_operators_empty(monkeypatch):
     def fails(step):
         raise RuntimeError("no profiler here")
 
     monkeypatch.setattr(recorder, "_profiled", fails)
-    told = recorder._told_by_the_profiler((None, None, None))
-    assert told["operators"] == []
-    assert "no profiler here" in str(told["kernels"])
+    found = recorder._profiled_operators((None, None, None))
+    assert found["operators"] == []
+    assert "no profiler here" in str(found["kernels"])
 
 
 # ------------------------------------------------------------------ processes
@@ -701,7 +703,7 @@ def test_a_profiler_that_fails_costs_no_recording(monkeypatch):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """Makes a program what processes run in the benchmark's place: fast, without torch."""
+    """Return a function that replaces the benchmark script in subprocesses."""
 
     def make(program: str) -> None:
         path = tmp_path / "script.py"
@@ -714,7 +716,7 @@ def script(tmp_path, monkeypatch):
 ANSWERS = "open(answer, 'w').write(json.dumps({'job': json.loads(job), 'env': dict(os.environ)}))"
 
 
-def test_a_job_is_answered_by_a_process_with_the_settings_it_asks_for(script):
+def test_a_job_runs_in_a_process_with_its_allocator_settings(script):
     script(ANSWERS)
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:native", "HERE": "yes"}
     with jobs.Processes(environment) as processes:
@@ -738,19 +740,19 @@ def test_a_job_is_answered_by_a_process_with_the_settings_it_asks_for(script):
         ),
     ],
 )
-def test_a_process_that_dies_is_a_failure_in_words(script, program, failure):
+def test_a_crashed_process_is_a_failure_with_a_message(script, program, failure):
     script(program)
     with jobs.Processes(os.environ) as processes:
         assert processes.submit(jobs.Job("facts")).result() == {"failure": failure}
 
 
-def test_an_answer_that_came_before_the_process_died_counts(script):
+def test_an_answer_written_before_a_crash_counts(script):
     script(f"{ANSWERS}; os.abort()")
     with jobs.Processes(os.environ) as processes:
         assert "job" in processes.submit(jobs.Job("facts")).result()
 
 
-def test_a_process_that_hangs_is_ended(script, monkeypatch):
+def test_a_hanging_process_is_killed(script, monkeypatch):
     script("time.sleep(600)")
     monkeypatch.setattr(jobs, "SECONDS", 0.2)
     with jobs.Processes(os.environ) as processes:
@@ -758,26 +760,26 @@ def test_a_process_that_hangs_is_ended(script, monkeypatch):
     assert found == {"failure": "its process ended with no answer in 0.2 s: "}
 
 
-def test_leaving_ends_what_runs_and_starts_nothing_more(script, tmp_path):
+def test_leaving_kills_running_processes_and_starts_no_more(script, tmp_path):
     script(f"open({str(tmp_path / 'started')!r}, 'a').write('x'); time.sleep(600)")
     with jobs.Processes(os.environ) as processes:
         futures = [processes.submit(jobs.Job("facts")) for _ in range(3)]
         while not (tmp_path / "started").exists() or not (tmp_path / "started").read_text():
             pass
-    assert "failure" in futures[0].result()  # not after ten minutes
+    assert "failure" in futures[0].result()  # without waiting ten minutes
     assert futures[2].cancelled()
     assert (tmp_path / "started").read_text() == "x"
 
 
-def test_what_was_left_starts_no_process_any_more(script):
+def test_no_process_starts_after_leaving(script):
     script(ANSWERS)
     with jobs.Processes(os.environ) as processes:
         pass
-    answer = processes._run(jobs.Job("facts"))  # a thread may just have come to it
-    assert answer == {"failure": "its process ended with nothing, for it was stopped: "}
+    answer = processes._run(jobs.Job("facts"))  # as a late thread would
+    assert answer == {"failure": "its process ended with nothing, because the run was stopped: "}
 
 
-def test_a_real_process_answers_as_this_one_does():
+def test_a_subprocess_answers_like_this_process():
     job = jobs.Job("record", "AdamW, fused", name="a", small=True, rehearsal=True)
     with jobs.Processes(os.environ) as processes:
         there = processes.submit(job).result()
@@ -785,20 +787,20 @@ def test_a_real_process_answers_as_this_one_does():
     assert len(there["events"]) > 100
 
 
-def test_a_task_that_raises_is_a_failure_in_one_line():
+def test_an_exception_is_a_failure_in_one_line():
     assert jobs.answer(jobs.Job("record", "no such configuration")) == {
         "failure": "KeyError: 'no such configuration'"
     }
 
 
-def test_cards_that_are_small_get_one_job_at_a_time(monkeypatch):
+def test_small_gpus_get_one_job_at_a_time(monkeypatch):
     monkeypatch.setattr(jobs, "cores", lambda: 64)
     assert [jobs.at_once(size * GIB) for size in (8, 24, 80, 141)] == [1, 1, 5, 8]
     monkeypatch.setattr(jobs, "cores", lambda: 2)
     assert jobs.at_once(141 * GIB) == 1
 
 
-def test_the_gpu_is_hidden_here_and_not_from_processes(monkeypatch):
+def test_the_gpu_is_hidden_here_and_not_from_subprocesses(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with jobs.hidden_gpu() as environment:
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
@@ -810,10 +812,10 @@ def test_the_gpu_is_hidden_here_and_not_from_processes(monkeypatch):
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-# ------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------ sections and results
 
 
-def test_the_first_days_numbers_are_what_the_lesson_shows(rehearsal):
+def test_the_lesson_shows_the_first_days_results(rehearsal):
     rehearsal.section = "day 1"
     rehearsal.facts = {**rehearsal.facts, "device": "NVIDIA H200"}
     assert gpu.run(rehearsal, ["day 1"])
@@ -824,7 +826,7 @@ def test_the_first_days_numbers_are_what_the_lesson_shows(rehearsal):
     assert (rehearsal.out / "nvidia-h200.json").exists()
 
 
-def test_the_second_days_numbers_are_those_of_the_lessons_four_steps(rehearsal):
+def test_the_lesson_shows_the_second_days_results(rehearsal):
     rehearsal.section = "day 2"
     assert gpu.run(rehearsal, ["day 2"])
     shown = stored_on_a_gpu("day 2", rehearsal.out)
@@ -832,7 +834,7 @@ def test_the_second_days_numbers_are_those_of_the_lessons_four_steps(rehearsal):
     assert re.search(r"  allocated: 1\d\.\d\d MiB\n  reserved: 2\d\.\d\d MiB", shown)
 
 
-def test_the_lesson_and_the_benchmark_take_the_same_four_steps():
+def test_day_2_and_the_benchmark_use_the_same_lengths():
     lesson = (Path(__file__).parents[1] / "solutions/day02_reading_the_meter.py").read_text()
     assert f"lengths = {day_jobs.FOUR_LENGTHS}" in lesson
     assert 'GPT(PRESETS["124m"])' in lesson
@@ -840,7 +842,7 @@ def test_the_lesson_and_the_benchmark_take_the_same_four_steps():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("day", day_jobs.SIDE_BY_SIDE)
-def test_a_day_s_techniques_stand_side_by_side(rehearsal, day):
+def test_a_days_techniques_are_compared(rehearsal, day):
     assert gpu.run(rehearsal, [day])
     shown = stored_on_a_gpu(day, rehearsal.out)
     setting = replace(day_jobs.SMALL_BILL, device="cuda")
@@ -851,7 +853,7 @@ def test_a_day_s_techniques_stand_side_by_side(rehearsal, day):
         assert f"  {words}, reserved: {format_bytes(trace.reserved_bytes)}" in shown
 
 
-def test_what_is_timed_stands_beside_the_plain_step(rehearsal, monkeypatch, capsys):
+def test_times_are_ratios_to_the_plain_step(rehearsal, monkeypatch, capsys):
     monkeypatch.setattr(day_jobs, "TIMED", ("checkpointing", "autocast"))
     monkeypatch.setattr(day_jobs, "time_in_turn", lambda ours, plain: [(3.0, 2.0), (5.0, 2.0)])
     assert gpu.run(rehearsal, ["time"])
@@ -860,61 +862,61 @@ def test_what_is_timed_stands_beside_the_plain_step(rehearsal, monkeypatch, caps
 
 
 @pytest.mark.slow
-def test_8_bit_optimizers_stand_beside_those_of_bitsandbytes(rehearsal, monkeypatch, capsys):
+def test_8_bit_optimizers_are_compared_with_bitsandbytes(rehearsal, monkeypatch, capsys):
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(optim_jobs, "time_in_turn", lambda ours, theirs: [(3.0, 2.0), (5.0, 2.0)])
     assert gpu.run(rehearsal, ["optim"])
-    told = capsys.readouterr().out
-    assert "our step takes: Adam8bit 2.00 ×, Lion8bit 2.00 × the time" in told
+    printed = capsys.readouterr().out
+    assert "step / bitsandbytes: Adam8bit 2.00 ×, Lion8bit 2.00 ×." in printed
     _, timed = optim_jobs.SIZES[True]
-    rows = [[cell.strip() for cell in line.split("|")] for line in told.splitlines()]
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
     lines = {row[1]: row[2:4] for row in rows if len(row) > 3}
     for who in ("memlab", "bitsandbytes"):
         codes_and_scales = timed + 4 * timed // 256 + 1024
         wanted = [format_bytes(count * codes_and_scales) for count in (2, 1)]
         assert lines[f"{who}, state_bytes"] == wanted
     assert float(lines["exp_avg_codes that differ after 1 step"][0]) < 0.01
-    assert float(lines["memlab, longest step over lr, σ = 3"][0]) < 3.5
+    assert float(lines["memlab, longest step / lr, σ = 3"][0]) < 3.5
 
 
-def test_without_bitsandbytes_that_section_says_so(rehearsal, monkeypatch, capsys):
+def test_a_missing_bitsandbytes_is_reported(rehearsal, monkeypatch, capsys):
     monkeypatch.setattr(optim_jobs.importlib.util, "find_spec", lambda name: None)
     assert not gpu.run(rehearsal, ["optim"])
     assert "Adam8bit: bitsandbytes is not installed: pip install" in capsys.readouterr().err
 
 
-def test_attention_and_the_loss_stand_beside_torchs_and_beside_the_whole(
+def test_attention_and_loss_are_compared_with_torch_and_unfused_versions(
     rehearsal, monkeypatch, capsys
 ):
     monkeypatch.setattr(fused_jobs, "time_in_turn", lambda ours, theirs: [(3.0, 2.0), (5.0, 2.0)])
     assert gpu.run(rehearsal, ["fused"])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     problems = ", ".join(f"{name} 2.00 ×" for name in fused_jobs.PROBLEMS)
-    assert f"Beside torch's own, ours takes: {problems} the time." in told
-    rows = [[cell.strip() for cell in line.split("|")] for line in told.splitlines()]
-    (errors,) = (row[2:5] for row in rows if row[1:2] == ["memlab, error over the whole's"])
+    assert f"Time of memlab / torch: {problems}." in printed
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
+    (errors,) = (row[2:5] for row in rows if row[1:2] == ["memlab, error / unfused"])
     assert all(0 < float(error) <= 2 for error in errors)
 
 
-def test_a_wrong_way_is_seen_in_its_error(monkeypatch):
+def test_a_wrong_implementation_has_a_large_error(monkeypatch):
     problem = fused_jobs.PROBLEMS["causal attention"]
     wrong = {**problem.ways(), fused_jobs.MEMLAB: fused_jobs.attention_ways(False)["memlab"]}
     monkeypatch.setitem(
         fused_jobs.PROBLEMS, "causal attention", replace(problem, ways=lambda: wrong)
     )
-    monkeypatch.setattr(fused_jobs, "time_in_turn", lambda ours, theirs: [(1.0, 1.0)])
-    found = fused_jobs.beside_torch("causal attention", small=True, rehearsal=True)
-    assert found["memlab, error over the whole's"] > 10
+    monkeypatch.setattr(fused_jobs, "in_turn", lambda ours, theirs: [(1.0, 1.0)])
+    found = fused_jobs.compare("causal attention", small=True, rehearsal=True)
+    assert found["memlab, error / unfused"] > 10
 
 
 @pytest.mark.slow
-def test_offloading_stands_beside_the_step_that_keeps_everything(rehearsal, capsys):
+def test_offloading_is_compared_with_a_plain_step(rehearsal, capsys):
     assert gpu.run(rehearsal, ["offload"])
-    told = capsys.readouterr().out
-    assert "Offloaded to the host, a step has " in told
+    printed = capsys.readouterr().out
+    assert "Offloading to the host saves " in printed
     shown = stored_on_a_gpu("offload", rehearsal.out)
     assert f"  what: {replace(day_jobs.SMALL_BILL, device='cpu')}" in shown
-    rows = [[cell.strip() for cell in line.split("|")] for line in told.splitlines()]
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
     lines = {row[1]: row[2:-1] for row in rows if row[1:2] and row[1] in offload_jobs.PAIRS}
     assert lines.keys() == offload_jobs.PAIRS.keys()
     n = PRESETS["tiny"].parameters
@@ -922,40 +924,44 @@ def test_offloading_stands_beside_the_step_that_keeps_everything(rehearsal, caps
         state = lines[f"{place}, state"]
         assert state[2:5] == [format_bytes(8 * n), format_bytes(8 * n), "100%"]
         assert lines[f"{place}, state and gradients"][3] == format_bytes(12 * n)
-    stepped_there = lines["host, all of the state, stepped on the host"]
+    stepped_there = lines["host, all state, stepped on the host"]
     assert stepped_there[2:4] == [format_bytes(4 * n), format_bytes(4 * n)]
-    # Without a GPU the host is the same memory: only the disk makes the peak smaller.
+    # Without a GPU, host and device share memory: only the disk lowers the peak.
     assert lines["disk, state"][1] != "0%"
     assert float(lines["host, state"][1].rstrip("%")) <= 0
 
 
-def test_averages_stand_where_they_live(rehearsal, capsys):
+def test_averages_are_measured_in_each_place(rehearsal, capsys):
     assert gpu.run(rehearsal, ["ema"])
-    told = capsys.readouterr().out
-    assert "Two averages, updated at each step, take of the GPU: on the GPU " in told
+    printed = capsys.readouterr().out
+    assert "GPU memory of two averages, and time with updates: on the GPU " in printed
     shown = stored_on_a_gpu("ema", rehearsal.out)
     assert f"  what: {replace(day_jobs.SMALL_BILL, device='cpu')}" in shown
-    rows = [[cell.strip() for cell in line.split("|")] for line in told.splitlines()]
+    rows = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines()]
     lines = {row[1]: row[2:-1] for row in rows if row[1:2] and row[1] in ema_jobs.PLACES}
     averages = format_bytes(8 * PRESETS["tiny"].parameters)
     largest = 4 * PRESETS["tiny"].width * PRESETS["tiny"].vocab_size
     assert lines[ema_jobs.ON_THE_GPU][:3] == [averages, averages, "0 B"]
-    assert lines[ema_jobs.ON_THE_HOST][:3] == [averages, averages, "0 B"]  # the same memory here
-    # Of two averages one after the other, two tensors each.
+    assert lines[ema_jobs.ON_THE_HOST][:3] == [
+        averages,
+        averages,
+        "0 B",
+    ]  # the same memory without a GPU
+    # The averages are updated one after another, with two tensors each.
     assert lines[ema_jobs.ON_THE_DISK][:2] == [averages, "0 B"]
     assert lines[ema_jobs.ON_THE_DISK][2] == format_bytes(largest + 4 * 32)
-    assert all(float(line[4]) <= 2**-11 for line in lines.values())  # float16's rounding
+    assert all(float(line[4]) <= 2**-11 for line in lines.values())  # float16 rounding
 
 
-def test_an_average_that_is_not_synthesized_is_far_off(monkeypatch):
+def test_a_missing_synthesis_has_a_large_error(monkeypatch):
     monkeypatch.setattr(ema_jobs, "synthesize", lambda *given, **settings: None)
-    found = ema_jobs.beside_a_step(ema_jobs.ON_THE_GPU, small=True, rehearsal=True)
-    assert found["synthesized, off by"] > 2**-8
+    found = ema_jobs.measure_averages(ema_jobs.ON_THE_GPU, small=True, rehearsal=True)
+    assert found["synthesis error"] > 2**-8
 
 
 @pytest.fixture
 def few_recipes(monkeypatch):
-    """One recipe, one training of two steps that take little time."""
+    """Use one recipe and one training of two quick steps."""
     recipes, trainings = planner_jobs.RECIPES, planner_jobs.TRAININGS
     few = {name: recipes[name] for name in ("124m, 8 × 1024, float32, lora",)}
     one = {"llama-2-7b": replace(trainings["llama-2-7b"], techniques="sgd+chunked-loss")}
@@ -965,11 +971,11 @@ def few_recipes(monkeypatch):
         monkeypatch.setattr(each, "STEPS", 2)
 
 
-def test_there_are_enough_recipes_and_each_can_be_built():
+def test_there_are_enough_valid_recipes():
     recipes = [*planner_jobs.RECIPES.values(), *planner_jobs.TRAININGS.values()]
     assert len(planner_jobs.RECIPES) >= 20
     for recipe in recipes:
-        combined(recipe.techniques)  # raises for what does not go together
+        combined(recipe.techniques)  # raises for incompatible techniques
         assert recipe.setting.seq_len >= 1024
     for name, recipe in planner_jobs.TRAININGS.items():
         assert recipe.setting.config.parameters > 6.7e9
@@ -977,11 +983,11 @@ def test_there_are_enough_recipes_and_each_can_be_built():
 
 
 @pytest.mark.slow
-def test_recipes_are_predicted_and_a_training_is_taken_under_a_cap(rehearsal, few_recipes, capsys):
+def test_recipes_are_predicted_and_a_model_trains_under_a_limit(rehearsal, few_recipes, capsys):
     assert gpu.run(rehearsal, ["planner"])
-    told = capsys.readouterr().out
-    assert "Of 1 recipes, 1 have allocated within 1% and reserved within 3% (off in the " in told
-    assert "llama-2-7b, all weights trained under a cap of 24 GB takes " in told
+    printed = capsys.readouterr().out
+    assert "1 of 1 recipes have allocated within 1% and reserved within 3% (median " in printed
+    assert "llama-2-7b, fully trained with a limit of 24 GB: " in printed
     kept = json.loads(rehearsal.results_path.read_text(encoding="utf-8"))["gpu"]["planner"]
     recipe = planner_jobs.RECIPES["124m, 8 × 1024, float32, lora"]
     trace = predicted_trace(replace(recipe.small, device="cuda:hopper"), combined("lora"))
@@ -992,7 +998,7 @@ def test_recipes_are_predicted_and_a_training_is_taken_under_a_cap(rehearsal, fe
     )
     found = kept["trainings"]["llama-2-7b"]
     assert found["cap_bytes"] == 24 * 10**9
-    # A bare loop on the same two batches.
+    # A plain loop on the same two batches.
     setting, losses = planner_jobs.TINY_BF16, []
     training = build(setting, combined("sgd+chunked-loss"), on_loss=losses.append)
     text = batches(source_bytes("4 MiB"), setting.batch, setting.seq_len, SEED)
@@ -1003,34 +1009,36 @@ def test_recipes_are_predicted_and_a_training_is_taken_under_a_cap(rehearsal, fe
     assert found["losses"] == [loss.item() for loss in losses]
     assert losses[0] != losses[1]
     first, last = losses
-    assert f"and 2 steps take the loss from {first:.2f} to {last:.2f}; at least " in told
+    assert f"loss {first:.2f} → {last:.2f} in 2 steps; predicted minimum " in printed
 
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """The CPU under the name of CUDA, and an allocator that says what it is told to."""
-    asked: list[object] = []
-    of = planner_jobs.Recipe.of
+    """Use the CPU as CUDA device, with fixed allocator statistics."""
+    calls: list[object] = []
+    setting_of = planner_jobs.TestedRecipe.of
     monkeypatch.setattr(
-        planner_jobs.Recipe, "of", lambda self, small, device: of(self, small, "cpu")
+        planner_jobs.TestedRecipe,
+        "of",
+        lambda self, small, device: setting_of(self, small, "cpu"),
     )
-    monkeypatch.setattr(planner_jobs.recorder, "start", lambda *cap: asked.append(("cap", *cap)))
+    monkeypatch.setattr(planner_jobs.recorder, "start", lambda *cap: calls.append(("cap", *cap)))
     peaks = {"reserved": iter((900, 700)), "allocated": iter((500, 600))}
     for name, values in peaks.items():
         monkeypatch.setattr(torch.cuda, f"max_memory_{name}", lambda values=values: next(values))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: asked.append("reset"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return asked
+    return calls
 
 
-def test_of_a_recipe_the_second_step_is_allocated_and_the_process_reserves(fake_gpu):
+def test_a_recipe_has_the_second_steps_allocated_and_the_process_reserved_peak(fake_gpu):
     [name, *_] = planner_jobs.RECIPES
     found = planner_jobs.second_step(name, small=True, rehearsal=False)
     assert found == {"allocated_bytes": 500, "reserved_bytes": 900}
     assert fake_gpu == [("cap",), "reset"]
 
 
-def test_a_training_on_a_gpu_is_capped_before_it_is_built(fake_gpu, few_recipes):
+def test_a_training_gets_its_limit_before_it_is_built(fake_gpu, few_recipes):
     found = planner_jobs.trained("llama-2-7b", 123, small=True, rehearsal=False)
     assert fake_gpu == [("cap", 123)]
     assert (found["allocated_bytes"], found["reserved_bytes"]) == (500, 900)
@@ -1042,32 +1050,36 @@ def test_a_training_on_a_gpu_is_capped_before_it_is_built(fake_gpu, few_recipes)
     [(1000, 1000, False), (1010, 1030, False), (990, 970, False), (1011, 1000, True),
      (989, 1000, True), (1000, 1031, True), (1000, 969, True)],
 )  # fmt: skip
-def test_a_recipe_is_missed_beyond_one_and_three_percent(allocated, reserved, is_missed):
+def test_a_recipe_is_a_miss_beyond_one_and_three_percent(allocated, reserved, is_missed):
     expected = {"allocated_bytes": allocated, "reserved_bytes": reserved}
-    taken = {"allocated_bytes": 1000, "reserved_bytes": 1000}
-    row = planner_section.row("a recipe", expected, taken)
+    measured = {"allocated_bytes": 1000, "reserved_bytes": 1000}
+    row = planner_section.row("a recipe", expected, measured)
     assert planner_section.is_a_miss(row) == is_missed
     report = planner_section.report([row], {})
     assert ("- missed: a recipe: 1000 B allocated, predicted" in report.markdown) == is_missed
-    assert report.sentence.startswith(f"Of 1 recipes, {int(not is_missed)} have allocated within")
+    assert report.sentence.startswith(f"{int(not is_missed)} of 1 recipes have allocated within")
 
 
-def test_a_recipe_that_failed_is_a_miss():
+def test_a_failed_recipe_is_a_miss():
     row = planner_section.row("a recipe", {}, {"failure": "no room"})
     report = planner_section.report([row], {})
     assert planner_section.is_a_miss(row)
     assert "- missed: a recipe: no room" in report.markdown
-    assert "Of 1 recipes, 0 have" in report.sentence
+    assert "0 of 1 recipes have" in report.sentence
 
 
 @pytest.mark.parametrize(
     ("least", "cap", "words"),
     [
-        (24 * 10**9, 24 * 10**9, "under a cap of 24 GB failed: no room; at least 24.0 GB are"),
-        (25 * 10**9, 25_250_000_000, "under a cap of 25.2 GB, for 24 GB are too little, failed"),
+        (
+            24 * 10**9,
+            24 * 10**9,
+            "with a limit of 24 GB failed: no room; predicted minimum 24.0 GB",
+        ),
+        (25 * 10**9, 25_250_000_000, "with a limit of 25.2 GB (24 GB are too little) failed"),
     ],
 )
-def test_what_24_gb_are_too_little_for_gets_what_it_needs(
+def test_a_model_that_needs_more_than_24_gb_gets_a_higher_limit(
     rehearsal, monkeypatch, least, cap, words
 ):
     needs = SimpleNamespace(least_cap_bytes=lambda total_bytes: least)
@@ -1083,20 +1095,20 @@ def test_what_24_gb_are_too_little_for_gets_what_it_needs(
     assert "| llama-3-8b |  |" in report.markdown
 
 
-def test_a_day_that_failed_leaves_nothing_to_show(rehearsal):
+def test_a_failed_day_writes_no_results(rehearsal):
     rehearsal.server = Scripted(**{"day 1": {"failure": "status 1"}})
     assert not gpu.run(rehearsal, ["day 1"])
     assert not rehearsal.results_path.exists()
 
 
-def test_a_section_that_is_stopped_leaves_the_rows_it_has(rehearsal, few):
+def test_an_interrupted_section_keeps_its_rows(rehearsal, few):
     def stop(job):
         if job.configuration == "no_grad":
             raise KeyboardInterrupt
         return jobs.answer(job)
 
     class Later:
-        """Answers when it is asked for the result, as a process does."""
+        """A server that runs a job when its result is requested."""
 
         def submit(self, job):
             return SimpleNamespace(result=lambda: stop(job))
@@ -1110,15 +1122,15 @@ def test_a_section_that_is_stopped_leaves_the_rows_it_has(rehearsal, few):
     assert list(archive.read(rehearsal.archive_path)) == ["predict: AdamW, fused"]
 
 
-def test_a_section_that_breaks_does_not_take_the_others_with_it(rehearsal, monkeypatch, capsys):
+def test_other_sections_run_after_one_fails(rehearsal, monkeypatch, capsys):
     def breaks(run):
         raise RuntimeError("no room")
 
-    report = common.Report("All is well.", "a table", {"of": 1, "rows": []})
+    report = common.SectionReport("All is well.", "a table", {"of": 1, "rows": []})
     sections = {
-        "first": gpu.Section("", lambda run: report),
-        "broken": gpu.Section("", breaks),
-        "last": gpu.Section("", lambda run: report),
+        "first": gpu.GpuSection("", lambda run: report),
+        "broken": gpu.GpuSection("", breaks),
+        "last": gpu.GpuSection("", lambda run: report),
     }
     monkeypatch.setattr(gpu, "SECTIONS", sections)
     assert not gpu.run(rehearsal, list(sections))
@@ -1127,10 +1139,10 @@ def test_a_section_that_breaks_does_not_take_the_others_with_it(rehearsal, monke
     assert kept["last"]["summary"] == "All is well."
     printed = capsys.readouterr()
     assert "\n## last\n\nAll is well.\n\na table\n" in printed.out
-    assert "broken: broke off: RuntimeError: no room" in printed.err
+    assert "broken: failed: RuntimeError: no room" in printed.err
 
 
-def test_a_section_run_again_replaces_itself_only(rehearsal):
+def test_running_a_section_again_replaces_only_that_section(rehearsal):
     for section, number in (("a", 1), ("b", 2), ("a", 3)):
         rehearsal.section = section
         rehearsal.keep({"number": number})
@@ -1144,12 +1156,12 @@ def test_a_section_run_again_replaces_itself_only(rehearsal):
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """No GPU, without starting a process to find that out."""
+    """Hide any GPU, without a subprocess to check for one."""
     monkeypatch.setattr(gpu, "Processes", lambda *_: jobs.Here())
     monkeypatch.setattr(jobs.torch.cuda, "is_available", lambda: False)
 
 
-def test_an_unknown_section_is_one_sentence(capsys):
+def test_an_unknown_section_is_reported_in_one_line(capsys):
     assert gpu.main(["--section", "day 1", "--section", "nosuch"]) == 2
     known = ", ".join(map(repr, gpu.SECTIONS))
     assert capsys.readouterr() == (
@@ -1170,16 +1182,16 @@ def test_without_a_gpu_it_rehearses_and_writes_nothing(no_gpu, few, tmp_path, mo
     monkeypatch.setattr(bench, "RECORDINGS", tmp_path / "recordings")
     assert gpu.main(["--quick", "--section", "predict", "--section", "day 1"]) == 0
     printed = capsys.readouterr()
-    assert printed.err.startswith("torch finds no GPU here, so this is a rehearsal: what")
+    assert printed.err.startswith("torch finds no GPU, so this is a rehearsal: the")
     assert printed.out.startswith("# On a GPU: rehearsal, torch ")
     assert "\n| AdamW, fused |" in printed.out
     assert "\n## day 1\n" in printed.out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_allocator_and_the_verdict_are_rehearsed_too(no_gpu, monkeypatch, tmp_path, capsys):
+def test_allocator_verdict_and_meter_can_be_rehearsed(no_gpu, monkeypatch, tmp_path, capsys):
     settings = [
-        s for s in allocator_section.SETTINGS if s.configuration == allocator_section.BESIDE
+        s for s in allocator_section.SETTINGS if s.configuration == allocator_section.SIDE_STREAM
     ]
     monkeypatch.setattr(allocator_section, "SETTINGS", settings)
     monkeypatch.setattr(allocator_section, "LENGTHS", "AdamW, loop")
@@ -1190,11 +1202,9 @@ def test_the_allocator_and_the_verdict_are_rehearsed_too(no_gpu, monkeypatch, tm
         words += ["--section", section]
     assert gpu.main(words) == 0
     printed = capsys.readouterr().out
-    assert (
-        "Of 2 histories of CUDA's allocator under its settings, 2 are replayed exactly" in printed
-    )
+    assert "2 of 2 allocator histories are replayed exactly" in printed
     assert "are right for 1 of 1 configurations." in printed
-    assert "Under the meter, 2 of 2 kinds of step have the unwatched step's peak" in printed
+    assert "2 of 2 kinds of step have the same peak measured as plain" in printed
     assert misses(tmp_path / "rehearsal.jsonl.gz") == []
     assert set(json.loads((tmp_path / "rehearsal.json").read_text(encoding="utf-8"))["gpu"]) == {
         *("allocator", "verdict", "meter"),
@@ -1207,4 +1217,4 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(gpu, "measure", stop)
     assert gpu.main([]) == 130
-    assert capsys.readouterr() == ("", "stopped; what was measured until now is written\n")
+    assert capsys.readouterr() == ("", "stopped; finished measurements are written\n")

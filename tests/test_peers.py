@@ -1,4 +1,4 @@
-"""README's table beside production is what the results say, its count of verdicts RULES.md's."""
+"""README's comparison with production packages matches the results, its verdicts RULES.md."""
 
 import copy
 import json
@@ -15,11 +15,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = json.loads((peers.RESULTS / peers.MEASURED_ON).read_text(encoding="utf-8"))
 
 
-def test_the_readme_has_the_table_that_the_results_give():
+def test_the_readme_contains_the_table_of_the_results():
     assert peers.table(RESULTS) in README
 
 
-def test_each_line_names_a_script_that_is_there():
+def test_each_row_names_an_existing_script():
     scripts = re.findall(r"`(benchmarks/\w+\.py)`", peers.table(RESULTS))
     assert scripts
     assert all((ROOT / script).exists() for script in scripts)
@@ -34,21 +34,21 @@ def test_each_line_names_a_script_that_is_there():
         (("meter", "exactness", "rows", 0, "memlab"), 4),
     ],
 )
-def test_another_result_is_another_table(path, value):
+def test_a_changed_result_changes_the_table(path, value):
     changed = copy.deepcopy(RESULTS)
     *parents, last = path
-    at = changed
+    parent = changed
     for key in parents:
-        at = at[key]
-    at[last] = value
+        parent = parent[key]
+    parent[last] = value
     assert peers.table(changed) != peers.table(RESULTS)
 
 
-def test_the_readme_counts_the_verdicts_of_the_rules_page():
+def test_the_readme_counts_the_verdicts_of_rules_md():
     page = (ROOT / "RULES.md").read_text(encoding="utf-8")
     verdicts = re.findall(r"^- verdict: \*\*(wrong|holds)\b.*\*\*$", page, re.M)
     wrong = verdicts.count("wrong")
     assert f"of {len(verdicts)} verdicts {wrong} are *wrong*" in README
     assert not re.search(
         r"verdict: \*\*holds\*\*$", page, re.M
-    )  # each of the others has a condition
+    )  # all other verdicts state a condition

@@ -1,4 +1,4 @@
-"""The README's table of savings: its bytes are measured and predicted anew."""
+"""README's table of savings: its bytes are measured and predicted again."""
 
 import re
 from dataclasses import replace
@@ -26,7 +26,7 @@ CHOSEN = choose_techniques(Request())
 ROWS = dict(re.findall(r"^\| ([a-z0-9+-]+)(?:: [^|]*)? \| ([0-9.]+ [KMG]iB) \|", README, re.M))
 
 
-# Of every plug one, and of few operators.
+# One technique for each kind of plug, with few operators.
 PREDICTED = quick(("plain", "checkpointing", "chunked-loss", "autocast", "sgd"), CHOSEN)
 
 
@@ -35,13 +35,13 @@ def test_the_readme_has_a_row_for_each_technique():
 
 
 @pytest.mark.parametrize("name", PREDICTED)
-def test_the_readmes_peak_is_what_a_dry_run_measures(name):
+def test_the_readmes_peak_equals_a_dry_run(name):
     trace = dry_row(SUITABLE["cpu"], name, CHOSEN[name]).trace
     assert ROWS[name] == format_bytes(trace.peak_bytes)
 
 
 @pytest.mark.parametrize("name", PREDICTED)
-def test_the_readmes_bytes_on_cuda_are_those_of_a_prediction(name):
+def test_the_readmes_bytes_on_cuda_equal_a_prediction(name):
     trace = predicted_trace(replace(SUITABLE["cpu"], device="cuda"), CHOSEN[name])
     expected = format_bytes(trace.allocated_bytes), format_bytes(trace.reserved_bytes)
     assert ON_CUDA[name] == expected

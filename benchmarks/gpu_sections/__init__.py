@@ -1,9 +1,9 @@
-"""What benchmarks/gpu.py is made of: one module for each section, and what they share.
+"""The sections of benchmarks/gpu.py, one module each, and their shared modules.
 
-configurations   the steps that are predicted and recorded, as builders
-jobs             what runs in a process of its own: on the GPU, or rehearsed without one
-recorder         a step recorded by CUDA's own allocator
-streams          two streams of blocks held against each other
-archive          recorded histories, kept as fixtures for tests
-bench            how a section asks for jobs, tells and keeps what it finds
+configurations   builders of the predicted and recorded steps
+jobs             jobs that run in their own process on the GPU, or as a rehearsal without one
+recorder         records a step with CUDA's memory history
+streams          compares a predicted and a recorded stream of blocks
+archive          recorded histories, stored as test fixtures
+bench            submits a section's jobs, prints progress and stores results
 """

@@ -1,14 +1,14 @@
-"""Histories of CUDA's allocator under its settings, replayed decision by decision.
+"""Record CUDA allocator histories under several settings and replay them in the simulation.
 
-Each runs in a process of its own: training on sequences whose lengths vary, which fragments the
-cache. Where a setting needs a limit to act at all, the process gets one, a little above or below
-what the same run would reserve without.
+Each history comes from its own process, which trains on sequences of varying length and so
+fragments the cache. Some settings only act under a memory limit; their processes get one, between
+the smallest limit that still works and the memory reserved without a limit.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.allocator import Replay, Settings, replay
 from memlab.units import format_bytes
@@ -18,19 +18,19 @@ from .configurations import CONFIGURATIONS
 from .jobs import first_line
 from .predictions import Prediction, predicted, settings_of
 
-MISSES = 8  # of each recording that are shown
+MISSES = 8  # shown per recording
 HEADER = (
-    *("setting", "decisions", "segments", "addresses", "given back", "at the end"),
+    *("setting", "decisions", "segments", "addresses", "released", "at the end"),
     *("reserved, recorded", "replayed", "retries"),
 )
-LENGTHS, BESIDE = "lengths that vary", "batch copied on a stream of its own"
+LENGTHS, SIDE_STREAM = "varying lengths", "batch copied on a side stream"
 
 
-class Setting(NamedTuple):
-    """What the allocator is told."""
+class AllocatorRun(NamedTuple):
+    """An allocator setting to record."""
 
-    conf: str
-    room: float | None = None  # a cap: 0 where it just runs, 1 where it needs no more
+    conf: str  # PYTORCH_ALLOC_CONF
+    room: float | None = None  # limit: 0 is the smallest possible, 1 the uncapped need
     configuration: str = LENGTHS
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Setting(NamedTuple):
         return ", ".join(words)
 
     def cap_bytes(self, prediction: Prediction, total_bytes: int) -> int | None:
-        """On what the process may reserve, as the simulation has it; never quite at the edge."""
+        """Return the simulated memory limit, at least 2 % above the smallest possible."""
         if self.room is None:
             return None
         settings = Settings.parse(self.conf, capacity_bytes=total_bytes)
@@ -50,27 +50,27 @@ class Setting(NamedTuple):
 
 
 SETTINGS = (
-    Setting(""),
-    Setting("", configuration=BESIDE),
-    Setting("", room=0.5),
-    Setting("", room=0.1),
-    Setting("max_split_size_mb:20"),
-    Setting("max_split_size_mb:64"),
-    Setting("max_split_size_mb:64", room=0.3),
-    Setting("max_split_size_mb:32,max_non_split_rounding_mb:64"),
-    Setting("expandable_segments:True"),
-    Setting("expandable_segments:True", configuration=BESIDE),
-    Setting("expandable_segments:True", room=1.0),
-    Setting("expandable_segments:True,roundup_power2_divisions:8"),
-    Setting("roundup_power2_divisions:4"),
-    Setting("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]"),
-    Setting("garbage_collection_threshold:0.6", room=1.0),
-    Setting("garbage_collection_threshold:0.8", room=0.3),
-    Setting("garbage_collection_threshold:0.7,max_split_size_mb:64", room=0.6),
+    AllocatorRun(""),
+    AllocatorRun("", configuration=SIDE_STREAM),
+    AllocatorRun("", room=0.5),
+    AllocatorRun("", room=0.1),
+    AllocatorRun("max_split_size_mb:20"),
+    AllocatorRun("max_split_size_mb:64"),
+    AllocatorRun("max_split_size_mb:64", room=0.3),
+    AllocatorRun("max_split_size_mb:32,max_non_split_rounding_mb:64"),
+    AllocatorRun("expandable_segments:True"),
+    AllocatorRun("expandable_segments:True", configuration=SIDE_STREAM),
+    AllocatorRun("expandable_segments:True", room=1.0),
+    AllocatorRun("expandable_segments:True,roundup_power2_divisions:8"),
+    AllocatorRun("roundup_power2_divisions:4"),
+    AllocatorRun("roundup_power2_divisions:[256:1,512:2,1024:4,>:8]"),
+    AllocatorRun("garbage_collection_threshold:0.6", room=1.0),
+    AllocatorRun("garbage_collection_threshold:0.8", room=0.3),
+    AllocatorRun("garbage_collection_threshold:0.7,max_split_size_mb:64", room=0.6),
 )
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     prediction = predicted(CONFIGURATIONS[LENGTHS], bench.size, bench.target)
     answers = {
         setting: bench.submit(
@@ -85,13 +85,13 @@ def run(bench: Bench) -> Report:
     rows: list[dict[str, Any]] = []
     for setting, answer in answers.items():
         rows.append(row(bench, setting, answer.result()))
-        bench.say(told(rows[-1]))
+        bench.say(progress_line(rows[-1]))
         bench.keep_rows(rows)
     return report(rows)
 
 
-def row(bench: Bench, setting: Setting, recording: dict[str, Any]) -> dict[str, Any]:
-    """A recording's replay with the settings that it was made with."""
+def row(bench: Bench, setting: AllocatorRun, recording: dict[str, Any]) -> dict[str, Any]:
+    """Store a recording, replay it with its own settings, and return the result's row."""
     known: dict[str, Any] = {"setting": str(setting)}
     if "failure" in recording:
         return {**known, "failure": f"on the GPU: {recording['failure']}"}
@@ -105,7 +105,7 @@ def row(bench: Bench, setting: Setting, recording: dict[str, Any]) -> dict[str, 
 
 
 def replayed(recording: dict[str, Any], total_bytes: int) -> Replay:
-    """A recording of ours, with the settings that it was made with."""
+    """Replay a recording with its own settings."""
     conf, cap = recording["conf"], recording["cap_bytes"]
     return replay(recording, settings_of(conf, cap, total_bytes))
 
@@ -124,7 +124,7 @@ def plain(result: Replay) -> dict[str, Any]:
 _SCORES = ("decisions", "segment_sizes", "addresses", "releases", "blocks_at_end")
 
 
-def told(row: dict[str, Any]) -> str:
+def progress_line(row: dict[str, Any]) -> str:
     if "failure" in row:
         return f"{row['setting']}: {row['failure']}"
     return (
@@ -141,15 +141,15 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["setting"], *(row[name] for name in _SCORES), *peaks, str(row["retries"]))
 
 
-def report(rows: Sequence[dict[str, Any]]) -> Report:
+def report(rows: Sequence[dict[str, Any]]) -> SectionReport:
     exact = sum(row.get("exact", False) for row in rows)
     sentence = (
-        f"Of {len(rows)} histories of CUDA's allocator under its settings, {exact} are replayed "
-        f"exactly: every decision, address and release, and the reserved peak."
+        f"{exact} of {len(rows)} allocator histories are replayed exactly: every decision, address "
+        f"and release, and the reserved peak."
     )
     notes = [
         *(f"- {row['setting']}: {row['failure']}" for row in rows if "failure" in row),
         *(f"- {row['setting']}: {miss}" for row in rows for miss in row.get("misses", ())),
     ]
     markdown = "\n".join([table(HEADER, map(cells, rows)), "", *notes])
-    return Report(sentence, markdown, {"exact": exact, "of": len(rows), "rows": list(rows)})
+    return SectionReport(sentence, markdown, {"exact": exact, "of": len(rows), "rows": list(rows)})

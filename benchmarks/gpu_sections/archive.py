@@ -1,9 +1,8 @@
-"""Histories that our own runs recorded on GPUs, in one file for each device: fixtures for tests.
+"""Allocator histories recorded on GPUs, one file per device, used as test fixtures.
 
-A line is one recording as JSON, in the form that `memlab.allocator.replay` reads, with its name,
-what was run and the allocator's own figures. Every line is compressed by itself, so that one more
-can be put behind the others and a run that is killed loses nothing; of two with one name, the
-later counts.
+Each line is one recording as JSON, in the format of `memlab.allocator.replay`, with its name, its
+configuration and the allocator's statistics. Lines are compressed separately, so a recording can be
+appended and a killed run loses nothing. If a name occurs twice, the later recording counts.
 """
 
 import gzip
@@ -19,8 +18,10 @@ SUFFIX = ".jsonl.gz"
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """All recordings, by name; of a file that ends within one, those before it, and of one that is
-    no archive, none."""
+    """Return all recordings by name.
+
+    Ignores an incomplete recording at the end. Returns an empty dict if the file is no archive.
+    """
     found: dict[str, dict[str, Any]] = {}
     if not path.exists():
         return found
@@ -30,19 +31,19 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
                 recording = json.loads(line)
                 found[recording["name"]] = recording
     except (EOFError, gzip.BadGzipFile, zlib.error, json.JSONDecodeError):
-        pass  # what was being written when the run was stopped
+        pass  # the run was stopped while writing
     return found
 
 
 def add(path: Path, recording: Mapping[str, Any]) -> None:
-    """Put a recording behind the others."""
+    """Append a recording."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         file.write(_line(recording))
 
 
 def tidy(path: Path) -> None:
-    """Write the file anew, each recording once, in the order of their names."""
+    """Rewrite the file with each recording once, sorted by name."""
     if path.exists():
         recordings = read(path)
         with write_beside(path) as beside:

@@ -1,4 +1,4 @@
-"""What a section is given: jobs to have done, a place to tell, a place to keep what it finds."""
+"""The interface of a section: submit jobs, print progress, store results."""
 
 import re
 import sys
@@ -18,21 +18,21 @@ RECORDINGS = ROOT / "tests" / "recordings"
 
 
 class Server(Protocol):
-    """Whoever answers jobs."""
+    """Answers jobs."""
 
     def submit(self, job: Job) -> "Future[Answer]": ...
 
 
 @dataclass
 class Bench:
-    """One run of the script, as its sections see it."""
+    """One run of the script."""
 
     facts: Mapping[str, Any]
     server: Server
     small: bool
     rehearsal: bool
-    out: Path | None  # None: the project's own folders
-    keeps: bool = True  # whether anything is written
+    out: Path | None  # None for the repository's folders
+    keeps: bool = True  # write results and recordings
     section: str = ""
 
     @property
@@ -48,15 +48,14 @@ class Bench:
         return self.facts["total_bytes"]
 
     def submit(self, task: str, configuration: str = "", **options: Any) -> "Future[Answer]":
-        """Have a job done, in a process of its own; of recordings, `name` is the one in the
-        archive."""
+        """Run a job in its own process; `name` is a recording's name in the archive."""
         job = Job(task, configuration, **options, small=self.small, rehearsal=self.rehearsal)
         return self.server.submit(job)
 
     def in_turn(self, task: str, names: Iterable[str]) -> dict[str, Answer]:
-        """The answers to jobs that are timed, and so done one after the other.
+        """Run jobs one after another, because they are timed, and return their answers.
 
-        RuntimeError if one failed: readers are shown what is kept.
+        Raises RuntimeError if one failed, so that incomplete results are not stored.
         """
         found: dict[str, Answer] = {}
         for name in names:
@@ -67,14 +66,14 @@ class Bench:
         return found
 
     def say(self, line: str) -> None:
-        """A line for whoever waits."""
+        """Print a line of progress."""
         print(f"{self.section}: {line}", file=sys.stderr, flush=True)
 
-    # -------------------------------------------------------------- what is kept
+    # -------------------------------------------------------------- results
 
     @property
     def name(self) -> str:
-        """The device as a file name."""
+        """Return the device's name as a file name."""
         return re.sub(r"[^a-z0-9]+", "-", self.facts["device"].lower()).strip("-")
 
     @property
@@ -86,26 +85,25 @@ class Bench:
         return (self.out or RECORDINGS) / f"{self.name}{archive.SUFFIX}"
 
     def keep(self, content: Mapping[str, Any]) -> None:
-        """Put what the section has found so far into the results, in the place of what was there
-        of it; the other sections stay."""
+        """Write the section's results so far, and keep the other sections."""
         if not self.keeps:
             return
         entry = {**circumstances(self.facts["device"]), **content}
         put(self.results_path, "gpu", self.section, entry)
 
     def keep_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """What a section that is not done yet has; a run that is killed leaves it."""
+        """Write the rows of an unfinished section, in case the run is killed."""
         self.keep({"complete": False, "rows": list(rows)})
 
     def keep_recording(self, recording: Mapping[str, Any]) -> None:
-        """Put a history into the archive, with all that is needed to make the same step again."""
+        """Append a recording to the archive, with device and versions."""
         if self.keeps:
             facts = {"facts": dict(self.facts), **circumstances(self.facts["device"])}
             archive.add(self.archive_path, {**recording, **facts})
 
 
 def facts_by_name(found: Mapping[str, Answer]) -> dict[str, Any]:
-    """All that the answers say, each fact under its answer's name."""
+    """Flatten answers to {"name, fact": value}."""
     return {
         f"{name}, {fact}": value
         for name, answer in found.items()

@@ -1,13 +1,13 @@
-"""The steps that are predicted on a CPU and recorded on a GPU: each is one builder, used twice.
+"""Builders of training steps, to predict on a CPU and record on a GPU.
 
 A builder takes a Size and a device and returns `(step, model, optimizer)`; `step()` can be called
-again and again. Everything is made on the device itself, as in a script for CUDA. The sizes of a
-rehearsal are small; on a GPU, activations outweigh what libraries keep for themselves, and the
-logits of a small vocabulary let the peak lie in the blocks, where the kernels are.
+repeatedly. It creates everything on the device, as a CUDA script would. On a GPU the sizes are
+large enough that activations outweigh library workspaces. The vocabulary is small, so the peak lies
+in the blocks and not in the logits. Rehearsals use small sizes.
 
-The configurations differ in what decides about memory: which kernel runs (attention by each of
-SDPA's four, normalization, dropout, optimizers), what is kept in which dtype, what is computed
-again, which libraries take scratch (cuDNN, cuBLAS, sorts).
+The configurations vary the choices that affect memory: kernels (SDPA's four, normalization,
+dropout, optimizers), dtypes, recomputation, and libraries with scratch memory (cuDNN, cuBLAS,
+sorts).
 """
 
 import importlib.util
@@ -33,14 +33,14 @@ Built = tuple[Step, nn.Module, Optimizer | None]
 
 
 class Size(NamedTuple):
-    """How large a configuration is made."""
+    """The sizes of a configuration."""
 
-    width: int  # of a language model; a multiple of 256: two heads of 128 at least
+    width: int  # a multiple of 256, for at least two heads of dimension 128
     layers: int
     batch: int
     seq_len: int
     vocabulary: int
-    image: int  # pixels along an edge
+    image: int  # pixels per side
 
     def __str__(self) -> str:
         return (
@@ -57,25 +57,25 @@ Builder = Callable[[Size, str], Built]
 
 @dataclass(frozen=True)
 class Configuration:
-    """A step, and what it needs beside torch."""
+    """A builder, and the package that it requires besides torch."""
 
     build: Builder
-    needs: str | None = None  # a package
+    needs: str | None = None
 
     @property
     def missing(self) -> str | None:
-        """The package that it needs and that is not here."""
-        there = self.needs is None or importlib.util.find_spec(self.needs) is not None
-        return None if there else self.needs
+        """Return the required package if it is not installed."""
+        is_installed = self.needs is None or importlib.util.find_spec(self.needs) is not None
+        return None if is_installed else self.needs
 
 
 CONFIGURATIONS: dict[str, Configuration] = {}
 
 
 def configuration(name: str, needs: str | None = None) -> Callable[[Builder], Builder]:
-    """Enter a builder into the table, with a seed."""
+    """Register a builder in `CONFIGURATIONS`; it runs with a fixed seed."""
 
-    def enter(builder: Builder) -> Builder:
+    def register(builder: Builder) -> Builder:
         def build(size: Size, device: str) -> Built:
             torch.manual_seed(0)
             return builder(size, device)
@@ -83,21 +83,21 @@ def configuration(name: str, needs: str | None = None) -> Callable[[Builder], Bu
         CONFIGURATIONS[name] = Configuration(build, needs)
         return builder
 
-    return enter
+    return register
 
 
-# ------------------------------------------------------------------ a language model to vary
+# ------------------------------------------------------------------ variants of a language model
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What of a language model is chosen."""
+    """Choices of a language model."""
 
-    head_width: int = 64
+    head_dim: int = 64
     queries_per_key: int = 1
-    kernels: tuple[SDPBackend, ...] | None = None  # None: torch chooses
+    kernels: tuple[SDPBackend, ...] | None = None  # None lets torch choose
     causal: bool = True
-    masked: bool = False  # by a mask of bools, where it is not causal
+    masked: bool = False  # an explicit boolean causal mask
     attention_dropout: float = 0.0
     dropout: float = 0.0
     norm: Callable[..., nn.Module] = nn.LayerNorm
@@ -106,13 +106,13 @@ class Variant:
     label_smoothing: float = 0.0
 
 
-class Attention(nn.Module):
-    """(B, T, C) to (B, T, C), by torch's fused attention."""
+class VariantAttention(nn.Module):
+    """Attention with torch's SDPA, (B, T, C) to (B, T, C)."""
 
     def __init__(self, size: Size, variant: Variant) -> None:
         super().__init__()
         self.variant = variant
-        C, D = size.width, variant.head_width
+        C, D = size.width, variant.head_dim
         self.q = nn.Linear(C, C, bias=False)
         self.kv = nn.Linear(C, 2 * C // variant.queries_per_key, bias=False)
         self.out = nn.Linear(C, C, bias=False)
@@ -122,27 +122,27 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, _ = x.shape
-        of = self.variant
+        variant = self.variant
         q = self.q(x).view(B, T, -1, self.D).transpose(1, 2)  # (B, H, T, D)
         k, v = self.kv(x).view(B, T, 2, -1, self.D).permute(2, 0, 3, 1, 4)  # (B, KV, T, D) each
-        with nullcontext() if of.kernels is None else sdpa_kernel(list(of.kernels)):
-            mixed = F.scaled_dot_product_attention(
+        with nullcontext() if variant.kernels is None else sdpa_kernel(list(variant.kernels)):
+            out = F.scaled_dot_product_attention(
                 q, k, v,
                 attn_mask=None if self.mask is None else self.mask[:T, :T],
-                dropout_p=of.attention_dropout if self.training else 0.0,
-                is_causal=of.causal and not of.masked,
-                enable_gqa=of.queries_per_key > 1,
+                dropout_p=variant.attention_dropout if self.training else 0.0,
+                is_causal=variant.causal and not variant.masked,
+                enable_gqa=variant.queries_per_key > 1,
             )  # fmt: skip
-        return self.out(mixed.transpose(1, 2).reshape(B, T, -1))
+        return self.out(out.transpose(1, 2).reshape(B, T, -1))
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward part, each behind a norm and before a dropout."""
+class VariantBlock(nn.Module):
+    """Attention and an MLP, each with a norm before and dropout after."""
 
     def __init__(self, size: Size, variant: Variant) -> None:
         super().__init__()
         C = size.width
-        self.attention = Attention(size, variant)
+        self.attention = VariantAttention(size, variant)
         self.up, self.down = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
         self.norms = nn.ModuleList(variant.norm(C) for _ in range(2))
         self.dropout = nn.Dropout(variant.dropout)
@@ -153,26 +153,26 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens (B, T) and targets to a loss."""
+    """A language model that maps tokens (B, T) and targets to a loss."""
 
     def __init__(self, size: Size, variant: Variant) -> None:
         super().__init__()
         self.variant = variant
         self.embedding = nn.Embedding(size.vocabulary, size.width)
-        self.blocks = nn.ModuleList(Block(size, variant) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(VariantBlock(size, variant) for _ in range(size.layers))
         self.norm = variant.norm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = self._through(block, x)
+            x = self._run(block, x)
         logits = self.head(self.norm(x)).flatten(0, 1)
         return F.cross_entropy(
             logits, targets.flatten(), label_smoothing=self.variant.label_smoothing
         )
 
-    def _through(self, block: nn.Module, x: Tensor) -> Tensor:
+    def _run(self, block: nn.Module, x: Tensor) -> Tensor:
         if self.variant.checkpointing is None:
             return block(x)
         return checkpoint(block, x, use_reentrant=self.variant.checkpointing == "reentrant")
@@ -184,7 +184,7 @@ def language_model(size: Size, device: str, variant: Variant) -> LanguageModel:
 
 
 def text(size: Size, device: str) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, contiguous: (B, T) each."""
+    """Return contiguous tokens and targets, each (B, T)."""
     shape = size.batch, size.seq_len
     return tuple(torch.randint(size.vocabulary, shape, device=device) for _ in range(2))
 
@@ -195,7 +195,7 @@ def training(
     optimizer: Callable[[Any], Optimizer] = AdamW,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Built:
-    """The plain step: clear the gradients, forward inside `around()`, backward, update."""
+    """Return a plain step: zero_grad, forward inside `around()`, backward, optimizer step."""
     update = optimizer(model.parameters())
 
     def step() -> None:
@@ -215,11 +215,11 @@ def language_training(size: Size, device: str, variant: Variant, **options: Any)
 
 
 def varied(name: str, **choices: Any) -> None:
-    """Enter the plain training of one variant of the language model."""
+    """Register the plain training of a variant of the language model."""
     configuration(name)(lambda size, device: language_training(size, device, Variant(**choices)))
 
 
-# ------------------------------------------------------------------ attention's kernels
+# ------------------------------------------------------------------ attention kernels
 
 FLASH = (SDPBackend.FLASH_ATTENTION,)
 EFFICIENT = (SDPBackend.EFFICIENT_ATTENTION,)
@@ -229,21 +229,21 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 varied("sdpa auto, causal, 64, float32")
 varied("sdpa auto, causal, 64, bf16", dtype=BF16)
-varied("sdpa auto, full, 128, bf16", dtype=BF16, head_width=128, causal=False)
+varied("sdpa auto, full, 128, bf16", dtype=BF16, head_dim=128, causal=False)
 varied("sdpa auto, masked, 64, bf16", dtype=BF16, masked=True)
 varied("sdpa flash, causal, 64, bf16", dtype=BF16, kernels=FLASH)
-varied("sdpa flash, full, 128, bf16", dtype=BF16, kernels=FLASH, causal=False, head_width=128)
-varied("sdpa flash, causal, 128, float16", dtype=FP16, kernels=FLASH, head_width=128)
+varied("sdpa flash, full, 128, bf16", dtype=BF16, kernels=FLASH, causal=False, head_dim=128)
+varied("sdpa flash, causal, 128, float16", dtype=FP16, kernels=FLASH, head_dim=128)
 varied("sdpa efficient, causal, 64, float32", kernels=EFFICIENT)
 varied("sdpa efficient, full, 128, bf16", dtype=BF16, kernels=EFFICIENT, causal=False,
-       head_width=128)  # fmt: skip
+       head_dim=128)  # fmt: skip
 varied("sdpa efficient, masked, 64, bf16", dtype=BF16, kernels=EFFICIENT, masked=True)
-varied("sdpa cudnn, causal, 128, bf16", dtype=BF16, kernels=CUDNN, head_width=128)
+varied("sdpa cudnn, causal, 128, bf16", dtype=BF16, kernels=CUDNN, head_dim=128)
 varied("sdpa cudnn, full, 64, bf16", dtype=BF16, kernels=CUDNN, causal=False)
 varied("sdpa math, causal, 64, float32", kernels=MATH)
-varied("sdpa math, full, 128, bf16", dtype=BF16, kernels=MATH, causal=False, head_width=128)
+varied("sdpa math, full, 128, bf16", dtype=BF16, kernels=MATH, causal=False, head_dim=128)
 varied("grouped queries, auto, 64, float32", queries_per_key=2)
-varied("grouped queries, auto, 128, bf16", dtype=BF16, queries_per_key=2, head_width=128)
+varied("grouped queries, auto, 128, bf16", dtype=BF16, queries_per_key=2, head_dim=128)
 varied("grouped queries, flash, 64, bf16", dtype=BF16, queries_per_key=2, kernels=FLASH)
 varied("attention with dropout, flash, bf16", dtype=BF16, attention_dropout=0.1, kernels=FLASH)
 varied("attention with dropout, efficient, float32", attention_dropout=0.1, kernels=EFFICIENT)
@@ -259,7 +259,7 @@ varied("label smoothing", label_smoothing=0.1)
 
 @configuration("course's GPT, float32")
 def course_gpt(size: Size, device: str, **options: Any) -> Built:
-    """memlab's own model: RMSNorm and rotary positions in small operators, grouped queries."""
+    """Train memlab's GPT: RMSNorm and rotary embeddings in small operators, grouped queries."""
     heads = size.width // 64
     config = GPTConfig(
         size.vocabulary, size.width, size.layers, heads, heads // 2, 2 * size.width, size.seq_len
@@ -284,8 +284,7 @@ def convolutions_channels_last(size: Size, device: str) -> Built:
 def image_classifier(
     size: Size, device: str, layout: torch.memory_format = torch.contiguous_format
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Three stages of convolution, BatchNorm and ReLU, each at half the resolution, and its loss on
-    a batch of images."""
+    """Return three stages of convolution, BatchNorm, ReLU and pooling, and their loss."""
     channels = (3, size.width // 8, size.width // 4, size.width // 2)
     with torch.device(device):
         stages = [
@@ -316,7 +315,7 @@ def gru(size: Size, device: str) -> Built:
 
 
 def recurrent(kind: type[nn.RNNBase], size: Size, device: str) -> Built:
-    """Two recurrent layers, and a target for each output."""
+    """Train two recurrent layers with a target for each output."""
     C = size.width // 2
     with torch.device(device):
         model = kind(C, C, num_layers=2, batch_first=True)
@@ -326,7 +325,7 @@ def recurrent(kind: type[nn.RNNBase], size: Size, device: str) -> Built:
 
 @configuration("embedding alone")
 def embedding(size: Size, device: str) -> Built:
-    """A large table; its gradient is as large as itself."""
+    """Train a large embedding; its gradient is as large as the table."""
     with torch.device(device):
         model = nn.Embedding(16 * size.vocabulary, size.width)
         rows = torch.randint(16 * size.vocabulary, (size.batch, size.seq_len))
@@ -344,7 +343,7 @@ def large_vocabulary_autocast(size: Size, device: str) -> Built:
 
 
 def large(size: Size) -> Size:
-    """Logits outweigh all else."""
+    """Return a size at which the logits dominate."""
     return size._replace(vocabulary=16 * size.vocabulary, layers=1)
 
 
@@ -352,7 +351,7 @@ def large(size: Size) -> Size:
 
 
 def perceptron(size: Size, device: str) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Weights outweigh activations."""
+    """Return an MLP whose weights outweigh its activations."""
     C = 2 * size.width
     with torch.device(device):
         layers = [layer for _ in range(size.layers) for layer in (nn.Linear(C, C), nn.ReLU())]
@@ -374,19 +373,19 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW, capturable": lambda weights: AdamW(weights, capturable=True),
     "SGD, momentum": sgd,
     "SGD, fused": lambda weights: SGD(weights, lr=0.01, momentum=0.9, fused=True),
-    "SGD, nothing kept": lambda weights: SGD(weights, lr=0.01),
+    "SGD, stateless": lambda weights: SGD(weights, lr=0.01),
     "Adafactor": Adafactor,
 }
 
 
-def _enter(name: str, optimizer: Callable[[Any], Optimizer]) -> None:
+def _register(name: str, optimizer: Callable[[Any], Optimizer]) -> None:
     @configuration(name)
     def build(size: Size, device: str) -> Built:
         return training(*perceptron(size, device), optimizer=optimizer)
 
 
 for _name, _optimizer in OPTIMIZERS.items():
-    _enter(_name, _optimizer)
+    _register(_name, _optimizer)
 
 # ------------------------------------------------------------------ mixed precision
 
@@ -491,24 +490,24 @@ def loss_read(size: Size, device: str) -> Built:
 
 @configuration("batch copied from the CPU each step")
 def copied(size: Size, device: str) -> Built:
-    """What stays on the CPU doesn't count; each step's copy of it does."""
+    """Copy the batch from the CPU in each step; only the copy counts."""
     model = language_model(size, device, Variant())
     tokens, targets = text(size, "cpu")
     return training(model, lambda: model(tokens.to(device), targets.to(device)))
 
 
-@configuration("batch copied on a stream of its own")
-def copied_beside(size: Size, device: str) -> Built:
-    """The allocator keeps a pool for each stream, and a block that another stream still reads."""
+@configuration("batch copied on a side stream")
+def copied_on_side_stream(size: Size, device: str) -> Built:
+    """Copy on a side stream: the allocator keeps a pool per stream, and blocks still in use."""
     model = language_model(size, device, Variant())
     tokens, targets = text(size, "cpu")
-    optimizer, beside = AdamW(model.parameters()), torch.cuda.Stream()
+    optimizer, side = AdamW(model.parameters()), torch.cuda.Stream()
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.cuda.stream(beside):
+        with torch.cuda.stream(side):
             batch = [tensor.to(device) for tensor in (tokens, targets)]
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(side)
         for tensor in batch:
             tensor.record_stream(torch.cuda.current_stream())
         model(*batch).backward()
@@ -553,12 +552,12 @@ def inference_mode_autocast(size: Size, device: str) -> Built:
     return evaluation(size, device, torch.inference_mode, BF16)
 
 
-# ------------------------------------------------------------------ models of Hugging Face
+# ------------------------------------------------------------------ Hugging Face models
 
 
 @contextmanager
-def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Let parameters that are made inside have this dtype."""
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set torch's default dtype inside the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -570,13 +569,13 @@ def made_in(dtype: torch.dtype) -> Iterator[None]:
 def hugging_face(
     kind: str, size: Size, device: str, attention: str, dtype: torch.dtype, **sizes: Any
 ) -> Built:
-    """A model made from its configuration alone; nothing is downloaded."""
+    """Train a model with random weights; nothing is downloaded."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import transformers  # seconds to import: only where it is asked for
+    import transformers  # takes seconds to import
 
     config = getattr(transformers, f"{kind}Config")(**sizes, attn_implementation=attention)
     model_kind = {"Llama": "LlamaForCausalLM", "GPT2": "GPT2LMHeadModel"}[kind]
-    with torch.device(device), made_in(dtype):
+    with torch.device(device), default_dtype(dtype):
         model = getattr(transformers, model_kind)(config).train()
     tokens, _ = text(size, device)
     return training(model, lambda: model(input_ids=tokens, labels=tokens, use_cache=False).loss)
@@ -620,11 +619,11 @@ def gpt2(size: Size, device: str) -> Built:
     )
 
 
-# ------------------------------------------------------------------ memlab's own techniques
+# ------------------------------------------------------------------ memlab's techniques
 
 
 def own(technique: str) -> None:
-    """A step of memlab/train.py, as `memlab measure` takes it."""
+    """Register the step that `memlab measure` takes with a technique."""
 
     def build_it(size: Size, device: str) -> Built:
         setting = Setting("25m", 8, 512) if size.width > SMALL.width else Setting("tiny", 2, 32)
@@ -644,10 +643,12 @@ for _technique in (
 # ------------------------------------------------------------------ for the allocator
 
 
-@configuration("lengths that vary")
+@configuration("varying lengths")
 def varied_lengths(size: Size, device: str) -> Built:
-    """Twelve training steps on sequences of all lengths: what fragments a cache. Not one of them
-    is like another, so the whole is taken for a step."""
+    """Train twelve steps on sequences of different lengths, which fragments the cache.
+
+    All twelve count as one step, because no two are alike.
+    """
     model = language_model(size, device, Variant())
     tokens, targets = text(size, device)
     optimizer = AdamW(model.parameters())

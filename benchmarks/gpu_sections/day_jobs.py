@@ -1,4 +1,4 @@
-"""The steps that the days show of a GPU: each runs in a process of its own, or is predicted."""
+"""Jobs for the figures of the course's days: measured in their own process, or predicted."""
 
 import statistics
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from memlab.trace import Trace
 from memlab.train import Setting, build, combined
 
 Answer = dict[str, Any]
-Task = Callable[[str, bool, bool], Answer]  # which of them, on a small model, in a rehearsal
-FOUR_LENGTHS = 448, 512, 640, 576  # of Day 2's batches
+Task = Callable[[str, bool, bool], Answer]  # task(name, small, rehearsal)
+FOUR_LENGTHS = 448, 512, 640, 576  # sequence lengths of Day 2's batches
 BILL, SMALL_BILL = Setting("124m", batch=8, seq_len=640), Setting("tiny", batch=2, seq_len=32)
 
-# What a day holds side by side: the step of the running bill, each time with another technique.
+# What each day compares: the same training step with several techniques.
 SIDE_BY_SIDE: dict[str, dict[str, str]] = {
     "day 3": {"all at once": "plain", "one at a time": "accumulation"},
     "day 4": {
@@ -29,40 +29,40 @@ SIDE_BY_SIDE: dict[str, dict[str, str]] = {
         "bfloat16": "accumulation+bfloat16",
     },
     "day 5": {
-        "everything kept": "plain",
-        "every block again": "checkpointing",
+        "no checkpointing": "plain",
+        "every block": "checkpointing",
         "segments of √L": "sqrt-checkpointing",
     },
     "day 6": {
-        "nothing kept": "checkpointing",
-        "products and attention kept": "selective-checkpointing",
+        "every block": "checkpointing",
+        "matmuls and attention kept": "selective-checkpointing",
     },
     "day 7": {
-        "everything kept": "plain",
-        "in 8 bits": "int8-activations",
-        "nothing but blocks' inputs": "checkpointing",
-        "and those in 8 bits": "checkpointing+int8-activations",
+        "exact activations": "plain",
+        "8-bit activations": "int8-activations",
+        "checkpointing": "checkpointing",
+        "checkpointing, 8-bit inputs": "checkpointing+int8-activations",
     },
     "day 8": {
         "AdamW": "plain",
         "Adam-mini": "adam-mini",
         "Lion": "lion",
-        "AdamW, stepped in backward": "step-in-backward",
+        "AdamW, step in backward": "step-in-backward",
     },
     "day 9": {"AdamW": "plain", "Adam8bit": "adam8bit", "Lion8bit": "lion8bit"},
     "day 10": {
-        "the score matrix": "eager-attention",
+        "score matrix": "eager-attention",
         "torch's attention": "plain",
-        "ours, by tiles": "flash-attention",
+        "memlab's tiles": "flash-attention",
     },
     "day 11": {
-        "all the logits": "plain",
-        "a chunk at a time": "chunked-loss",
-        "and every block again": "checkpointing+chunked-loss",
+        "all logits": "plain",
+        "chunked loss": "chunked-loss",
+        "chunked loss, checkpointing": "checkpointing+chunked-loss",
     },
 }
 
-# What is timed beside the plain step, on a card that does nothing else.
+# Techniques timed against the plain step on an otherwise idle GPU.
 TIMED = (
     *("autocast", "loss-scaling", "bfloat16", "master-weights"),
     *("checkpointing", "sqrt-checkpointing", "selective-checkpointing", "checkpointing+autocast"),
@@ -72,7 +72,7 @@ TIMED = (
 
 
 def first_day(_: str, small: bool, rehearsal: bool) -> Answer:
-    """The step of Day 1, as the lesson takes it on a reader's GPU."""
+    """Measure the step of Day 1's lesson."""
     setting, trace = _step("plain", small, rehearsal)
     return {
         "what": str(setting),
@@ -84,7 +84,7 @@ def first_day(_: str, small: bool, rehearsal: bool) -> Answer:
 
 
 def one_of_several(technique: str, small: bool, rehearsal: bool) -> Answer:
-    """The bill's step with a technique: what it allocates, and what the allocator holds."""
+    """Return the allocated and reserved peaks of the step with a technique."""
     setting, trace = _step(technique, small, rehearsal)
     return {
         "what": str(setting),
@@ -108,8 +108,7 @@ def _step(technique: str, small: bool, rehearsal: bool) -> tuple[Setting, Trace]
 
 
 def times(_: str, small: bool, rehearsal: bool) -> Answer:
-    """Each technique's step over the plain one, round by round in turn; a rehearsal takes them on
-    the CPU."""
+    """Return each technique's time ratio to the plain step; a rehearsal uses the CPU."""
     setting = replace(SMALL_BILL if small else BILL, device="cpu" if rehearsal else "cuda")
     plain = _warm(setting, "plain")
     ratios = {}
@@ -121,13 +120,13 @@ def times(_: str, small: bool, rehearsal: bool) -> Answer:
 
 def _warm(setting: Setting, technique: str) -> Callable[[], None]:
     step = build(setting, combined(technique)).step
-    for _ in range(3):  # the optimizer's state, and whatever kernels are tuned or compiled
+    for _ in range(3):  # creates optimizer state; tunes and compiles kernels
         step()
     return step
 
 
 def second_day(_: str, small: bool, rehearsal: bool) -> Answer:
-    """The four steps of Day 2, of four lengths: allocated, reserved, and in use on the card."""
+    """Return allocated, reserved and device memory of Day 2's steps of four lengths."""
     preset, batch, lengths = ("tiny", 2, (8, 64)) if small else ("124m", 8, FOUR_LENGTHS)
 
     def built() -> tuple[Any, ...]:

@@ -1,12 +1,12 @@
-"""What a lesson shows of a GPU to a reader who has none: `stored_on_a_gpu("day 1")`.
+"""GPU figures that lessons show to readers without a GPU, through `stored_on_a_gpu("day 1")`.
 
-The numbers stand in the results as they are printed there: bytes under names that end in `_bytes`,
-what the step was under `what`. So there are no rows here and nothing nested.
+The lessons print the results as stored: bytes under names that end in `_bytes`, a description of
+the step under `what`. The results are therefore flat.
 """
 
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.units import format_bytes
 
@@ -14,8 +14,8 @@ from .bench import Bench
 from .day_jobs import SIDE_BY_SIDE
 
 
-def first_day(bench: Bench) -> Report:
-    """The step of Day 1's question, measured on the GPU, with its allocator's second opinion."""
+def first_day(bench: Bench) -> SectionReport:
+    """Measure Day 1's step on the GPU."""
     found = _measured(bench, "day 1")
     sentence = (
         f"Day 1's step ({found['what']}) peaks at {format_bytes(found['peak_bytes'])} in "
@@ -24,8 +24,8 @@ def first_day(bench: Bench) -> Report:
     return _report(sentence, found)
 
 
-def second_day(bench: Bench) -> Report:
-    """The four steps of Day 2's question, and the three numbers of their memory."""
+def second_day(bench: Bench) -> SectionReport:
+    """Measure allocated, reserved and device memory of Day 2's four steps."""
     found = _measured(bench, "day 2")
     numbers = [
         f"{name} {format_bytes(found[f'{name}_bytes'])}" for name in ("allocated", "reserved")
@@ -33,8 +33,8 @@ def second_day(bench: Bench) -> Report:
     return _report(f"Day 2's steps ({found['what']}): {', '.join(numbers)}.", found)
 
 
-def compared(bench: Bench) -> Report:
-    """The running bill's step with the techniques of one day, the section's, side by side."""
+def compared(bench: Bench) -> SectionReport:
+    """Compare the techniques of the section's day."""
     steps = SIDE_BY_SIDE[bench.section]
     jobs = {words: bench.submit("step", technique) for words, technique in steps.items()}
     found: dict[str, Any] = {}
@@ -48,12 +48,12 @@ def compared(bench: Bench) -> Report:
     return _report(sentence, found)
 
 
-def timed(bench: Bench) -> Report:
-    """What precision and checkpointing cost in time, beside the plain step."""
+def timed(bench: Bench) -> SectionReport:
+    """Time techniques against the plain step."""
     found = _measured(bench, "time")
-    what = f"{found['what']}; the step's time over the plain one's"
+    what = f"{found['what']}: time as a ratio to the plain step"
     lines = [(name, f"{ratio:.2f} ×") for name, ratio in found.items() if name != "what"]
-    return Report(f"Steps of {what}.", table(("", "time"), lines), found)
+    return SectionReport(f"{what}.", table(("", "time"), lines), found)
 
 
 def _measured(bench: Bench, day: str) -> dict[str, Any]:
@@ -62,13 +62,13 @@ def _measured(bench: Bench, day: str) -> dict[str, Any]:
 
 def _or_raise(found: dict[str, Any]) -> dict[str, Any]:
     if "failure" in found:
-        raise RuntimeError(found["failure"])  # readers are shown what is kept
+        raise RuntimeError(found["failure"])  # do not store incomplete results
     return found
 
 
-def _report(sentence: str, found: dict[str, Any]) -> Report:
+def _report(sentence: str, found: dict[str, Any]) -> SectionReport:
     lines = [(name.removesuffix("_bytes").replace("_", " "), text(name, found)) for name in found]
-    return Report(sentence, table(("", "measured"), lines), found)
+    return SectionReport(sentence, table(("", "measured"), lines), found)
 
 
 def text(name: str, found: dict[str, Any]) -> str:

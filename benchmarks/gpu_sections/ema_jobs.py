@@ -1,4 +1,4 @@
-"""Two averages beside the bill's step: what they hold of the GPU, take in an update, and cost."""
+"""Two averages updated after each training step: GPU memory, and time of an update."""
 
 import statistics
 import tempfile
@@ -26,40 +26,39 @@ PLACES: dict[str, Callable[[], dict[str, Any]]] = {
     ON_THE_HOST: lambda: {"device": "cpu"},
     ON_THE_DISK: lambda: {"store": DiskStore()},
 }
-SIGMA = 0.05  # made of one snapshot of two averages, one of which is 0.05 wide
+SIGMA = 0.05  # one of the two tracked averages, so one snapshot reproduces it
 
 
-def beside_a_step(name: str, small: bool, rehearsal: bool) -> Answer:
-    """Averages that live there; a rehearsal has them on the CPU, where "the host" is no other
-    memory."""
+def measure_averages(name: str, small: bool, rehearsal: bool) -> Answer:
+    """Measure averages stored in the place `name`; a rehearsal runs on the CPU."""
     device = "cpu" if rehearsal else "cuda"
     setting = replace(SMALL_BILL if small else BILL, device=device)
     training = build(setting, combined("plain"))
     model = training.model
     with tempfile.TemporaryDirectory() as folder:
-        ema, held, _ = taken(device, lambda: PostHocEMA(model, folder, **PLACES[name]()))
+        ema, held, _ = memory_of(device, lambda: PostHocEMA(model, folder, **PLACES[name]()))
         ema.update(1)
-        _, _, update = taken(device, lambda: ema.update(2))
+        _, _, update = memory_of(device, lambda: ema.update(2))
         ema.snapshot()
         with torch.no_grad():
             for weight in model.parameters():
-                weight.zero_()  # only the synthesis can bring it back
-        _, _, synthesis = taken(device, lambda: synthesize(folder, SIGMA, out=model))
-        off = furthest(model, ema.averages[SIGMA])
-        ratios = over_a_step(training.step, ema)  # last: how many steps it takes is the clock's
+                weight.zero_()  # only the synthesis can restore them
+        _, _, synthesis = memory_of(device, lambda: synthesize(folder, SIGMA, out=model))
+        error = largest_error(model, ema.averages[SIGMA])
+        ratios = over_a_step(training.step, ema)  # last, since it takes an unknown number of steps
     return {
         "what": str(setting),
         "averages_bytes": ema.nbytes,
         "held_bytes": held,
         "update_bytes": update,
         "synthesis_bytes": synthesis,
-        "synthesized, off by": off,
-        "time of a step and an update over a step": statistics.median(ratios),
+        "synthesis error": error,
+        "time of step and update / step": statistics.median(ratios),
     }
 
 
-def taken(device: str, call: Callable[[], Any]) -> tuple[Any, int, int]:
-    """What it gives, what it leaves on the device, and the most it took there."""
+def memory_of(device: str, call: Callable[[], Any]) -> tuple[Any, int, int]:
+    """Return the call's result, the device memory that it keeps, and its peak."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -75,7 +74,7 @@ def taken(device: str, call: Callable[[], Any]) -> tuple[Any, int, int]:
 
 
 def over_a_step(step: Callable[[], object], ema: PostHocEMA) -> list[float]:
-    """Of a step with an update after it, in rounds."""
+    """Return the time ratios of a step with an update to a step alone."""
     times = count(3)
 
     def both() -> None:
@@ -85,8 +84,8 @@ def over_a_step(step: Callable[[], object], ema: PostHocEMA) -> list[float]:
     return [with_it / without for with_it, without in time_in_turn(both, step)]
 
 
-def furthest(model: nn.Module, average: Mapping[str, Tensor]) -> float:
-    """The largest distance of a weight from its average, over the average's largest number."""
+def largest_error(model: nn.Module, average: Mapping[str, Tensor]) -> float:
+    """Return the largest distance of a weight from its average, relative to the tensor's absmax."""
     weights = dict(model.named_parameters())
     distances = (
         (weights[name].detach().cpu() - kept.cpu()).abs().max() / kept.abs().max().cpu()

@@ -1,4 +1,4 @@
-"""Attention and the loss by parts, beside torch's own and the whole: error, bytes and time."""
+"""Tiled attention and chunked loss against torch's and unfused versions: error, memory, time."""
 
 import statistics
 from collections.abc import Callable
@@ -11,22 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memlab.attention import attention_reference, flash_attention
-from memlab.cli.rows import time_in_turn
 from memlab.losses import chunked_cross_entropy
 
 Answer = dict[str, Any]
 Way = Callable[..., Tensor]
 
 DTYPE = torch.bfloat16
-MEMLAB, TORCH, WHOLE = "memlab", "torch", "the whole tensor"
+MEMLAB, TORCH, UNFUSED = "memlab", "torch", "unfused"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is computed, in which ways, and of which arguments."""
+    """Implementations to compare, and their arguments."""
 
     ways: Callable[[], dict[str, Way]]
-    arguments: Callable[..., list[Tensor]]  # on a device, of these sizes
+    arguments: Callable[..., list[Tensor]]  # arguments(device, **sizes)
     small: dict[str, int]
     large: dict[str, int]
 
@@ -35,7 +34,7 @@ def attention_ways(causal: bool) -> dict[str, Way]:
     return {
         MEMLAB: partial(flash_attention, causal=causal, tile=1024),
         TORCH: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
-        WHOLE: partial(attention_reference, causal=causal),
+        UNFUSED: partial(attention_reference, causal=causal),
     }
 
 
@@ -45,7 +44,7 @@ def queries_keys_values(device: str, heads: int, tokens: int, width: int) -> lis
 
 
 def loss_ways() -> dict[str, Way]:
-    ways: dict[str, Way] = {MEMLAB: chunked_cross_entropy, WHOLE: by_all_logits}
+    ways: dict[str, Way] = {MEMLAB: chunked_cross_entropy, UNFUSED: by_all_logits}
     if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
         ways[TORCH] = F.linear_cross_entropy
     return ways
@@ -84,8 +83,8 @@ PROBLEMS = {
 }
 
 
-def beside_torch(name: str, small: bool, rehearsal: bool) -> Answer:
-    """All that is known of one problem, in bfloat16; a rehearsal takes the CPU's ways."""
+def compare(name: str, small: bool, rehearsal: bool) -> Answer:
+    """Compare implementations of one problem in bfloat16; a rehearsal runs on the CPU."""
     device, problem = "cpu" if rehearsal else "cuda", PROBLEMS[name]
     sizes = problem.small if small or rehearsal else problem.large
     torch.manual_seed(0)
@@ -93,19 +92,19 @@ def beside_torch(name: str, small: bool, rehearsal: bool) -> Answer:
     many = problem.arguments(device, **sizes)
     ways = problem.ways()
     found: Answer = {"what": ", ".join(f"{n.replace('_', ' ')} {x:,}" for n, x in sizes.items())}
-    errors = {who: _error(way, few, ways[WHOLE]) for who, way in ways.items()}
+    errors = {who: _error(way, few, ways[UNFUSED]) for who, way in ways.items()}
     for who, way in ways.items():
-        found[f"{who}, error over the whole's"] = errors[who] / errors[WHOLE]
-        found[f"{who}, on the way_bytes"] = _bytes_on_the_way(way, many)
+        found[f"{who}, error / unfused"] = errors[who] / errors[UNFUSED]
+        found[f"{who}, temporary_bytes"] = _temporary_bytes(way, many)
     warm = {who: _warm(way, many) for who, way in ways.items()}
     for other in ways.keys() - {MEMLAB}:
         rounds = time_in_turn(warm[MEMLAB], warm[other])
-        found[f"time over that of {other}"] = statistics.median(ours / it for ours, it in rounds)
+        found[f"time / {other}"] = statistics.median(ours / it for ours, it in rounds)
     return found
 
 
-def _passed(way: Way, arguments: list[Tensor]) -> list[Tensor]:
-    """The result, and the gradients of all but the numbers of tokens."""
+def _forward_backward(way: Way, arguments: list[Tensor]) -> list[Tensor]:
+    """Return the result, and the gradients of all floating-point arguments."""
     given = [x.detach().requires_grad_(x.is_floating_point()) for x in arguments]
     result = way(*given)
     wanted = [x for x in given if x.requires_grad]
@@ -113,26 +112,26 @@ def _passed(way: Way, arguments: list[Tensor]) -> list[Tensor]:
 
 
 def _error(way: Way, arguments: list[Tensor], exact: Way) -> float:
-    """The largest of all results and gradients, in shares of their largest number, by float64."""
+    """Return the largest error of result and gradients, relative to absmax, against float64."""
     precise = [x.double() if x.is_floating_point() else x for x in arguments]
-    pairs = zip(_passed(way, arguments), _passed(exact, precise), strict=True)
+    pairs = zip(_forward_backward(way, arguments), _forward_backward(exact, precise), strict=True)
     return max(((got - it).abs().max() / it.abs().max()).item() for got, it in pairs)
 
 
-def _bytes_on_the_way(way: Way, arguments: list[Tensor]) -> int | None:
-    """The peak beyond the arguments; the allocator's, so only on a GPU."""
+def _temporary_bytes(way: Way, arguments: list[Tensor]) -> int | None:
+    """Return the allocator's peak beyond the arguments; None on a CPU."""
     if not arguments[0].is_cuda:
         return None
-    _passed(way, arguments)  # workspaces of products, once
+    _forward_backward(way, arguments)  # allocates matmul workspaces
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    _passed(way, arguments)
+    _forward_backward(way, arguments)
     return torch.cuda.max_memory_allocated() - before
 
 
 def _warm(way: Way, arguments: list[Tensor]) -> Callable[[], object]:
-    run = partial(_passed, way, arguments)
+    run = partial(_forward_backward, way, arguments)
     for _ in range(3):
         run()
     return run

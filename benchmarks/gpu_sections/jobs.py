@@ -1,8 +1,8 @@
-"""What runs in a process of its own, so that no cache, context or crash reaches the next.
+"""Jobs, each in its own process, so that caches, CUDA contexts and crashes stay separate.
 
-A job is plain data; its answer is one dictionary, or `{"failure": one sentence}`. On a GPU each job
-is a fresh Python, several at a time: bytes are measured, not times, and each process has an
-allocator of its own. A rehearsal answers the same jobs in this process, from predictions.
+A job is plain data. Its answer is a dict, or `{"failure": message}`. On a GPU each job runs in a
+new Python process with its own allocator, several at a time. A rehearsal answers the same jobs in
+this process, from predictions.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ from .configurations import CONFIGURATIONS, FULL, SMALL, Size
 from .predictions import Prediction, predicted, settings_of
 
 SCRIPT = Path(__file__).parents[1] / "gpu.py"
-SECONDS = 240  # for a job; the longest takes a tenth of it
+SECONDS = 240  # time limit of a job; the longest takes a tenth of this
 MOST_AT_ONCE = 8
-_BYTES_OF_A_JOB = 16 * 2**30  # of the card, at most
+_BYTES_OF_A_JOB = 16 * 2**30  # most GPU memory of a job
 _CONFIGURATIONS_OF_THE_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 Answer = dict[str, Any]
@@ -51,13 +51,13 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to do in a process of its own."""
+    """A job for a process."""
 
     task: str
     configuration: str = ""
-    name: str = ""  # of the recording that is asked for
+    name: str = ""  # of the recording
     conf: str = ""  # PYTORCH_ALLOC_CONF
-    cap_bytes: int | None = None  # on what the process may reserve
+    cap_bytes: int | None = None  # limit of reserved memory
     small: bool = False
     rehearsal: bool = False
 
@@ -66,17 +66,17 @@ class Job:
         return SMALL if self.small else FULL
 
 
-# ------------------------------------------------------------------ what a job does
+# ------------------------------------------------------------------ tasks
 
 CARD_OF_A_REHEARSAL = {"device": "rehearsal", "total_bytes": 80 * 2**30, "capability": [9, 0]}
 
 
 def facts(job: Job) -> Answer:
-    """The card; in a rehearsal, one that is made up."""
+    """Describe the GPU; a rehearsal describes a made-up one."""
     if job.rehearsal:
         return {**CARD_OF_A_REHEARSAL, "target": "cuda:hopper"}
     if not torch.cuda.is_available():
-        return {"failure": "torch finds no GPU here"}
+        return {"failure": "torch finds no GPU"}
     card = torch.cuda.get_device_properties(0)
     target = "cuda:hopper" if card.major == 9 else "cuda"
     return {
@@ -94,7 +94,7 @@ def facts(job: Job) -> Answer:
 
 
 def record(job: Job) -> Answer:
-    """A configuration's history, with what it is of."""
+    """Record the history of a configuration."""
     about = {
         **{name: getattr(job, name) for name in ("name", "configuration", "conf", "cap_bytes")},
         "small": job.small,
@@ -107,7 +107,7 @@ def record(job: Job) -> Answer:
 
 
 def fits(job: Job) -> Answer:
-    """Whether a configuration runs under the cap: built, and two steps."""
+    """Return whether a configuration can be built and take two steps under the limit."""
     if job.rehearsal:
         card = CARD_OF_A_REHEARSAL["total_bytes"]
         return {"fits": prediction_of(job).fits(Settings(), job.cap_bytes, card), "what": ""}
@@ -124,13 +124,13 @@ def fits(job: Job) -> Answer:
 
 
 def meter(job: Job) -> Answer:
-    """A kind of step under the meter, beside the allocator's own figures."""
+    """Measure a kind of step, and return the allocator's statistics too."""
     kind = meter_kinds.builder(job.configuration, job.size)
-    return meter_kinds.rehearsed(kind) if job.rehearsal else meter_kinds.metered(kind)
+    return meter_kinds.rehearsed(kind) if job.rehearsal else meter_kinds.measured(kind)
 
 
-def predict_beside_a_gpu(job: Job) -> Answer:
-    """Predict where there is a GPU, without touching it: what does that differ in?"""
+def predict_near_gpu(job: Job) -> Answer:
+    """Predict in a process that has a GPU; the prediction must be the same and not use it."""
     prediction = predicted(CONFIGURATIONS[job.configuration], job.size, "cuda")
     return {
         "sizes": [event.bytes for event in prediction.whole],
@@ -139,7 +139,7 @@ def predict_beside_a_gpu(job: Job) -> Answer:
 
 
 def train(job: Job) -> Answer:
-    """Steps of a large model under the cap."""
+    """Train a large model under the limit."""
     return planner_jobs.trained(job.configuration, job.cap_bytes, job.small, job.rehearsal)
 
 
@@ -152,12 +152,12 @@ TASKS: dict[str, Callable[[Job], Answer]] = {
     "record": record,
     "fits": fits,
     "meter": meter,
-    "predict": predict_beside_a_gpu,
-    "optim": _of_the_job(optim_jobs.beside_bitsandbytes),
-    "fused": _of_the_job(fused_jobs.beside_torch),
-    "kernels": _of_the_job(kernel_jobs.beside_its_peer),
-    "offload": _of_the_job(offload_jobs.beside_nothing),
-    "ema": _of_the_job(ema_jobs.beside_a_step),
+    "predict": predict_near_gpu,
+    "optim": _of_the_job(optim_jobs.compare),
+    "fused": _of_the_job(fused_jobs.compare),
+    "kernels": _of_the_job(kernel_jobs.compare),
+    "offload": _of_the_job(offload_jobs.compare),
+    "ema": _of_the_job(ema_jobs.measure_averages),
     "planner": _of_the_job(planner_jobs.second_step),
     "planner training": train,
     **{name: _of_the_job(task) for name, task in day_jobs.TASKS.items()},
@@ -174,7 +174,7 @@ def prediction_of(job: Job) -> Prediction:
 
 
 def answer(job: Job) -> Answer:
-    """What the job finds, or its failure in one sentence."""
+    """Run a job; return its answer, or its failure as one line."""
     try:
         return TASKS[job.task](job)
     except Exception as error:
@@ -189,7 +189,7 @@ def first_line(text: str) -> str:
 
 
 def serve(job_json: str, path: str) -> None:
-    """What a process of ours does: one job, whose answer it leaves in a file."""
+    """Run one job in a subprocess and write its answer to a file."""
     found = answer(Job(**json.loads(job_json)))
     Path(path).write_text(json.dumps(found), encoding="utf-8")
 
@@ -210,7 +210,7 @@ class Here:
 
 
 class Archive:
-    """Answers with what a GPU recorded before, so that predictions can be held against it again."""
+    """Answers jobs from stored recordings."""
 
     def __init__(self, recordings: Mapping[str, Answer]) -> None:
         self._recordings = recordings
@@ -223,19 +223,19 @@ class Archive:
 
     @property
     def latest(self) -> Answer:
-        """One of its recordings: they are all of one card and one size."""
+        """Return the last recording; all are from the same GPU and size."""
         *_, latest = self._recordings.values()
         return latest
 
     def submit(self, job: Job) -> "Future[Answer]":
-        missing = {"failure": "it is not in the archive"}
+        missing = {"failure": "not in the archive"}
         future: Future[Answer] = Future()
         future.set_result(self._recordings.get(job.name, missing))
         return future
 
 
 class Processes:
-    """Answers jobs in processes, several at a time, each with an environment of its own."""
+    """Answers jobs in subprocesses, several at a time, each with its own environment."""
 
     def __init__(self, environment: Mapping[str, str], at_once: int = 1) -> None:
         self._environment = environment
@@ -251,7 +251,7 @@ class Processes:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """End what runs, and start nothing more."""
+        """Kill running processes and start no more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._stopped = True
@@ -273,14 +273,14 @@ class Processes:
     def _wait(self, command: list[str], environment: dict[str, str], stderr: Any) -> str:
         with self._lock:
             if self._stopped:
-                return "nothing, for it was stopped"
+                return "nothing, because the run was stopped"
             process = subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
-                start_new_session=True,  # Ctrl-C is ours to handle
+                start_new_session=True,  # only the parent handles Ctrl-C
             )
             self._running.add(process)
         try:
@@ -301,14 +301,16 @@ class Processes:
 
 
 def at_once(total_bytes: int) -> int:
-    """How many jobs run side by side on a card of this size."""
+    """Return how many jobs may run at once on a GPU of this size."""
     return max(1, min(MOST_AT_ONCE, cores() // 2, total_bytes // _BYTES_OF_A_JOB))
 
 
 @contextlib.contextmanager
 def hidden_gpu() -> Iterator[dict[str, str]]:
-    """Let this process find no GPU: it predicts, and what it predicts must not know one. Yields
-    the environment for processes that may find it."""
+    """Hide the GPU from this process, so that it cannot affect predictions.
+
+    Yields the environment for subprocesses that use the GPU.
+    """
     before = dict(os.environ)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:

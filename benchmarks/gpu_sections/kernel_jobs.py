@@ -1,8 +1,7 @@
-"""Kernels of memlab beside those of production, and beside what the card can do at all.
+"""memlab's Triton kernels against production kernels, and against the limits of the GPU.
 
-What the card can do is measured on it: how many bytes a second a copy moves, and how many
-operations a second a product of large bfloat16 matrices does. A kernel that has so many bytes to
-move, or so many operations to do, cannot be faster than that.
+The limits are measured: the bandwidth of a copy, and the FLOP/s of a large bfloat16 matmul. They
+bound the time of a kernel from below, by the bytes it moves or its operations.
 """
 
 import statistics
@@ -26,14 +25,14 @@ Answer = dict[str, Any]
 Run = Callable[[], object]
 
 BYTES, OPERATIONS = "bytes", "operations"
-TO_PEER, TO_LIMIT, AIM = "time over its peer's", "time over the card's limit", "aim"
+TO_PEER, TO_LIMIT, GOAL = "time / peer", "time / GPU limit", "goal"
 HALF = torch.bfloat16
 SMALL_COPY, LARGE_COPY = 2**16, 2**30  # bytes
-SMALL_PRODUCT, LARGE_PRODUCT = 64, 8192  # rows and columns
+SMALL_MATMUL, LARGE_MATMUL = 64, 8192  # rows and columns
 
 
 def kernels() -> ModuleType:
-    """memlab.kernels, where Triton is; a rehearsal needs its interpreter."""
+    """Import memlab.kernels, which requires Triton; a rehearsal uses Triton's interpreter."""
     import memlab.kernels
 
     return memlab.kernels
@@ -41,45 +40,45 @@ def kernels() -> ModuleType:
 
 @dataclass(frozen=True)
 class Race:
-    """A kernel, what production has in its place, and what the card has to do for it."""
+    """A kernel, its production peer, and its work."""
 
     what: str
     ours: Run
     peer: Run
-    kind: str  # which limit it meets: bytes to move, or operations to do
+    kind: str  # the limit that applies: BYTES or OPERATIONS
     amount: float
-    error: Callable[[], float]  # of ours
-    error_of: str  # what that is
-    rival: str  # whose the peer is
-    aim: float  # the time over the peer's that is aimed at
+    error: Callable[[], float]  # of memlab's kernel
+    error_unit: str
+    peer_name: str
+    goal: float  # time ratio to the peer
 
 
-Made = Callable[[str, bool], Race]  # on a device; small
+Made = Callable[[str, bool], Race]  # made(device, small)
 
 
 # ------------------------------------------------------------------ attention
 
 
 def attention(backward: bool, causal: bool, width: int, device: str, small: bool) -> Race:
-    """Grouped queries, four to a key; the peer is torch's flash kernel."""
+    """Time attention with four query heads per key head; the peer is torch's flash kernel."""
     heads, kv_heads, tokens = (4, 1, 128) if small else (32, 8, 4096)
     draw = partial(torch.randn, device=device, dtype=HALF)
     q = draw(1, heads, tokens, width).requires_grad_()
     k, v = (draw(1, kv_heads, tokens, width).requires_grad_() for _ in range(2))
     ours = partial(kernels().flash_attention, causal=causal)
     peer = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=True)
-    products = 7 if backward else 2  # 2 forward; 5 in backward, of which one is the scores again
-    operations = products * 2 * heads * tokens**2 * width / (2 if causal else 1)
+    matmuls = 7 if backward else 2  # 2 forward; 5 backward, including recomputed scores
+    operations = matmuls * 2 * heads * tokens**2 * width / (2 if causal else 1)
     return Race(
         f"{heads} heads of {width}, {kv_heads} of keys, {tokens:,} tokens",
-        _passed(ours, (q, k, v), backward),
-        _passed(_by_flash(peer, device), (q, k, v), backward),
+        _run(ours, (q, k, v), backward),
+        _run(_by_flash(peer, device), (q, k, v), backward),
         OPERATIONS,
         operations,
         lambda: _error_over(ours, partial(attention_reference, causal=causal), (q, k, v)),
-        "of the readable version's error",
+        "× the reference's error",
         "torch's flash attention",
-        aim=1.5,
+        goal=1.5,
     )
 
 
@@ -94,7 +93,7 @@ def _by_flash(peer: Callable[..., Tensor], device: str) -> Callable[..., Tensor]
     return forced
 
 
-def _passed(way: Callable[..., Tensor], inputs: tuple[Tensor, ...], backward: bool) -> Run:
+def _run(way: Callable[..., Tensor], inputs: tuple[Tensor, ...], backward: bool) -> Run:
     if not backward:
         return torch.no_grad()(lambda: way(*inputs))
     upstream = torch.ones_like(way(*inputs))
@@ -102,7 +101,7 @@ def _passed(way: Callable[..., Tensor], inputs: tuple[Tensor, ...], backward: bo
 
 
 def _error_over(ours: Any, reference: Any, inputs: tuple[Tensor, ...]) -> float:
-    """The error of 128 tokens by float64, in that of the readable version at the same precision."""
+    """Return the error on 128 tokens, relative to the reference's error at the same precision."""
     few = [x.detach()[:, :, :128].requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in few]
 
@@ -125,7 +124,7 @@ def _error_over(ours: Any, reference: Any, inputs: tuple[Tensor, ...]) -> float:
 
 
 def optimizer(name: str, dtype: torch.dtype, device: str, small: bool) -> Race:
-    """A step of one weight; the peer is bitsandbytes' own kernel."""
+    """Time a step of one weight; the peer is bitsandbytes' kernel."""
     count = 2**14 if small else 2**26
     moments = {"Adam8bit": 2, "Lion8bit": 1}[name]
     generator = torch.Generator(device).manual_seed(0)
@@ -135,21 +134,21 @@ def optimizer(name: str, dtype: torch.dtype, device: str, small: bool) -> Race:
         weight = nn.Parameter(torch.zeros(count, device=device, dtype=dtype))
         weight.grad = gradient
         runs.append(made([weight], lr=1e-3, weight_decay=0.0).step)
-    a_weight = 3 * dtype.itemsize + moments * (2 + 8 / 256)  # read and written, and read
+    per_weight = 3 * dtype.itemsize + moments * (2 + 8 / 256)  # bytes read and written
     return Race(
         f"{count:,} weights of {str(dtype).removeprefix('torch.')}",
         *runs,
         BYTES,
-        count * a_weight,
+        count * per_weight,
         partial(_codes_that_differ, name, dtype, device),
-        "of the codes differ",
+        "of 8-bit codes differ",
         "bitsandbytes'",
-        aim=1.1,
+        goal=1.1,
     )
 
 
 def _codes_that_differ(name: str, dtype: torch.dtype, device: str) -> float:
-    """The share of codes that are not the readable optimizer's, after ten steps."""
+    """Return the share of 8-bit codes that differ from memlab's CPU optimizer after ten steps."""
     from memlab import optim
 
     kept = []
@@ -169,8 +168,10 @@ def _codes_that_differ(name: str, dtype: torch.dtype, device: str) -> float:
 
 
 def coding(decodes: bool, bits: int, device: str, small: bool) -> Race:
-    """Encoding, or decoding, bfloat16 activations; the peer is a copy of as many bytes. Below 8
-    bits they are rounded at random, as `compressed_activations` has it."""
+    """Time encoding or decoding of bfloat16 activations; the peer copies as many bytes.
+
+    Below 8 bits, rounding is stochastic, as in `compressed_activations`.
+    """
     count = 2**14 if small else 2**28
     x = torch.randn(count, device=device, dtype=HALF)
     encode = partial(kernels().quantize_affine, x, bits=bits)
@@ -181,20 +182,20 @@ def coding(decodes: bool, bits: int, device: str, small: bool) -> Race:
     target = torch.empty_like(source)
     run = partial(kernels().dequantize_affine, kept) if decodes else encode
     return Race(
-        f"{count:,} numbers of bfloat16 in {bits} bits",
+        f"{count:,} bfloat16 elements in {bits} bits",
         run,
         lambda: target.copy_(source),
         BYTES,
         moved,
         partial(_coding_differs, bits, device),
-        "of the numbers differ",
+        "of elements differ",
         "a copy",
-        aim=1 / 0.8,  # 80 % of a copy's bandwidth
+        goal=1 / 0.8,  # 80 % of a copy's bandwidth
     )
 
 
 def _coding_differs(bits: int, device: str) -> float:
-    """The share of numbers that come back other than from the readable version."""
+    """Return the share of decoded elements that differ from `memlab.quantize`."""
     from memlab.quantize import dequantize_blockwise, quantize_blockwise
 
     x = torch.randn(10_000, device=device, dtype=HALF)
@@ -207,7 +208,7 @@ def _coding_differs(bits: int, device: str) -> float:
 
 
 def loss(device: str, small: bool) -> Race:
-    """Forward and backward of the head's loss in chunks; the peer makes all logits at once."""
+    """Time the chunked loss, forward and backward; the peer computes all logits at once."""
     tokens, width, vocab_size = (64, 32, 512) if small else (8192, 4096, 128_256)
     hidden = torch.randn(tokens, width, device=device, dtype=HALF).requires_grad_()
     weight = torch.randn(vocab_size, width, device=device) / width**0.5
@@ -220,27 +221,27 @@ def loss(device: str, small: bool) -> Race:
     def ours(hidden: Tensor, weight: Tensor) -> Tensor:
         return kernels().chunked_cross_entropy(hidden, weight, targets)
 
-    def readable(hidden: Tensor, weight: Tensor) -> Tensor:
+    def reference(hidden: Tensor, weight: Tensor) -> Tensor:
         return losses.cross_entropy_reference(hidden, weight, targets)
 
     inputs = (hidden, weight)
     return Race(
-        f"{tokens:,} tokens, {width:,} wide, {vocab_size:,} words",
-        _passed(ours, inputs, True),
-        _passed(naive, inputs, True),
+        f"{tokens:,} tokens, hidden size {width:,}, vocabulary {vocab_size:,}",
+        _run(ours, inputs, True),
+        _run(naive, inputs, True),
         OPERATIONS,
         3 * 2 * tokens * width * vocab_size,
-        partial(_loss_error, ours, readable, inputs),
-        "of the largest number",
+        partial(_loss_error, ours, reference, inputs),
+        "of absmax",
         "all logits",
-        aim=1.0,
+        goal=1.0,
     )
 
 
-def _loss_error(ours: Any, readable: Any, inputs: tuple[Tensor, Tensor]) -> float:
-    """The largest difference of the two's losses and gradients, in shares of the largest number."""
+def _loss_error(ours: Any, reference: Any, inputs: tuple[Tensor, Tensor]) -> float:
+    """Return the largest difference of loss and gradients, relative to absmax."""
     pairs = []
-    for way in (ours, readable):
+    for way in (ours, reference):
         result = way(*inputs)
         pairs.append([result.detach(), *torch.autograd.grad(result, inputs)])
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*pairs, strict=True))
@@ -267,33 +268,33 @@ RACES: dict[str, Made] = {
 }
 
 
-# ------------------------------------------------------------------ the answer
+# ------------------------------------------------------------------ the job
 
 
-def beside_its_peer(name: str, small: bool, rehearsal: bool) -> Answer:
-    """All that is known of one kernel; a rehearsal runs it in Triton's interpreter."""
+def compare(name: str, small: bool, rehearsal: bool) -> Answer:
+    """Compare a kernel with its peer; a rehearsal runs it in Triton's interpreter."""
     device = "cpu" if rehearsal else "cuda"
     torch.manual_seed(0)
     try:
         race = RACES[name](device, small or rehearsal)
     except ModuleNotFoundError as error:
         return {"failure": NO_PEER if error.name == "bitsandbytes" else str(error)}
-    found: Answer = {"what": race.what, AIM: race.aim, "error": race.error()}
+    found: Answer = {"what": race.what, GOAL: race.goal, "error": race.error()}
     ours, theirs = seconds(race.ours, device), seconds(race.peer, device)
     limit = race.amount / rates(device, small or rehearsal)[race.kind]
-    found |= {"error of": race.error_of, "peer": race.rival}
+    found |= {"error unit": race.error_unit, "peer": race.peer_name}
     found["milliseconds"] = 1e3 * ours
     found[TO_PEER] = ours / theirs
     found[TO_LIMIT] = ours / limit
     found["limit"] = race.kind
-    found["on the way_bytes"] = _bytes_on_the_way(race.ours, device)
+    found["temporary_bytes"] = _temporary_bytes(race.ours, device)
     return found
 
 
 @cache
 def rates(device: str, small: bool) -> dict[str, float]:
-    """Bytes and operations a second that this card does, by a copy and by a product."""
-    count, size = (SMALL_COPY, SMALL_PRODUCT) if small else (LARGE_COPY, LARGE_PRODUCT)
+    """Measure bytes/s of a copy and FLOP/s of a matmul on this device."""
+    count, size = (SMALL_COPY, SMALL_MATMUL) if small else (LARGE_COPY, LARGE_MATMUL)
     source, target = (torch.empty(count, dtype=torch.uint8, device=device) for _ in range(2))
     a, b = (torch.randn(size, size, device=device).to(HALF) for _ in range(2))
     return {
@@ -303,16 +304,16 @@ def rates(device: str, small: bool) -> dict[str, float]:
 
 
 def seconds(run: Run, device: str) -> float:
-    """The median of many runs, each with a cold cache; on a CPU, of three."""
+    """Return the median of many runs with a cold cache, or of three runs on a CPU."""
     run()
     if device == "cpu":
-        return statistics.median(_by_the_clock(run) for _ in range(3))
+        return statistics.median(_wall_seconds(run) for _ in range(3))
     from triton.testing import do_bench
 
     return do_bench(run, warmup=50, rep=300, return_mode="median") / 1e3
 
 
-def _by_the_clock(run: Run) -> float:
+def _wall_seconds(run: Run) -> float:
     from time import perf_counter
 
     start = perf_counter()
@@ -320,8 +321,8 @@ def _by_the_clock(run: Run) -> float:
     return perf_counter() - start
 
 
-def _bytes_on_the_way(run: Run, device: str) -> int | None:
-    """The most that a run takes beyond what is there, by the allocator; on a GPU alone."""
+def _temporary_bytes(run: Run, device: str) -> int | None:
+    """Return the allocator's peak of a run beyond its inputs; None on a CPU."""
     if device == "cpu":
         return None
     torch.cuda.synchronize()

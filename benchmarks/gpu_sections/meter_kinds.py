@@ -1,4 +1,4 @@
-"""The kinds of step that are metered on a GPU: those of the tests, and some configurations."""
+"""Kinds of step to measure on a GPU: kinds of the tests, and some configurations."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -12,7 +12,7 @@ from memlab.trace import Trace
 
 from .configurations import CONFIGURATIONS, Built, Size
 
-# Of tests/metering/kinds.py, those that make everything before the step: it is made on the GPU.
+# Kinds of tests/metering/kinds.py that create everything before the step, and so on the GPU.
 OF_THE_TESTS = (
     *("mlp", "mlp_pure_bfloat16", "convolutions", "autoencoder", "unet", "lstm", "recommender"),
     *("fan_out", "tied_weights", "residual_with_dropout", "hooks", "transformer_encoder"),
@@ -29,14 +29,14 @@ OF_THE_CONFIGURATIONS = (
     "autocast bf16, checkpointed",
     "autocast float16, GradScaler, clipped",
     "batch copied from the CPU each step",
-    "batch copied on a stream of its own",
+    "batch copied on a side stream",
     "inference mode, autocast bf16",
 )
 NAMES = (*OF_THE_TESTS, *OF_THE_CONFIGURATIONS)
 
 
 def builder(name: str, size: Size) -> Callable[[], Built]:
-    """Builds the kind on the GPU; the tests' own are as small as there."""
+    """Return a builder of the kind on the GPU; kinds of the tests keep their small size."""
 
     def build() -> Built:
         if name in CONFIGURATIONS:
@@ -47,8 +47,8 @@ def builder(name: str, size: Size) -> Callable[[], Built]:
     return build
 
 
-def metered(build: Callable[[], Built]) -> dict[str, Any]:
-    """The second step unwatched, as the allocator counts it, and the third under the meter."""
+def measured(build: Callable[[], Built]) -> dict[str, Any]:
+    """Take a second step without the meter, then measure a third."""
     step, model, optimizer = build()
     step()
     torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def metered(build: Callable[[], Built]) -> dict[str, Any]:
 
 
 def rehearsed(build: Callable[[], Built]) -> dict[str, Any]:
-    """A prediction in the meter's place, equal to itself."""
+    """Return a prediction as if it were the measurement."""
     found = figures(memlab.predict(build))
     return {
         **found,
@@ -92,7 +92,7 @@ def figures(trace: Trace) -> dict[str, Any]:
 
 
 def at_peak(trace: Trace, category: str) -> dict[str, int]:
-    """Bytes of a category at the peak, by the operator that took them."""
+    """Return the bytes of a category at the peak, by the operator that allocated them."""
     found: dict[str, int] = {}
     for event in trace.alive(trace.peak_position):
         if event.category == category:

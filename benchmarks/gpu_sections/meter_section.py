@@ -1,39 +1,39 @@
-"""The metered step on CUDA against the allocator's own figures.
+"""Measured steps on CUDA against the allocator's statistics.
 
-Each kind runs in a process of its own: a step that makes the optimizer's state, one unwatched with
-the allocator's count of its peak, one under the meter. The metered peak must be the allocator's,
-every block at it must have a name, and watching must not have moved it.
+Each kind runs in its own process: a step that creates the optimizer state, a plain step with the
+allocator's statistics of its peak, and a measured step. Both peaks must agree, and every block at
+the peak must be attributed.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.units import format_bytes
 
 from . import meter_kinds
 from .bench import Bench
 
-UNNAMED = "unattributed"
+UNATTRIBUTED = "unattributed"
 HEADER = (
-    *("kind of step", "peak", "above the device's", "unattributed", "requested, above unwatched"),
-    *("allocated, above unwatched", "scratch", "reserved"),
+    *("kind of step", "peak", "− device's peak", "unattributed", "requested − plain step"),
+    *("allocated − plain step", "scratch", "reserved"),
 )
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     answers = {kind: bench.submit("meter", kind) for kind in meter_kinds.NAMES}
     rows: list[dict[str, Any]] = []
     for kind, answer in answers.items():
         rows.append(row(kind, answer.result()))
-        bench.say(told(rows[-1]))
+        bench.say(progress_line(rows[-1]))
         bench.keep_rows(rows)
     return report(rows)
 
 
 def row(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """What the meter says less what the allocator says; a failure stays as it is."""
+    """Return the differences of the meter and the allocator, or the failure."""
     if "failure" in answer:
         return {"kind": kind, **answer}
     peak, requested = answer["peak_bytes"], answer["requested_bytes"]
@@ -48,22 +48,24 @@ def row(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_exact(row: dict[str, Any]) -> bool:
-    """Whether the peak is the one of the unwatched step, in what was asked for, and every byte of
-    it has a name. What blocks waste beyond it depends on what the cache holds by then."""
+    """Return whether the requested peak equals the plain step's and is fully attributed.
+
+    Allocated bytes may differ, because rounding depends on the state of the cache.
+    """
     return (
         "failure" not in row
         and row["unattributed_bytes"] == row["requested_above_unwatched_bytes"] == 0
     )
 
 
-def told(row: dict[str, Any]) -> str:
+def progress_line(row: dict[str, Any]) -> str:
     if "failure" in row:
         return f"{row['kind']}: {row['failure']}"
     return (
         f"{row['kind']}: {format_bytes(row['peak_bytes'])}, "
         f"{row['above_the_device_bytes']:+,} B to the device, "
         f"{row['unattributed_bytes']:,} B unattributed, "
-        f"{row['requested_above_unwatched_bytes']:+,} B to the unwatched step"
+        f"{row['requested_above_unwatched_bytes']:+,} B to the plain step"
     )
 
 
@@ -83,19 +85,19 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def report(rows: Sequence[dict[str, Any]]) -> Report:
+def report(rows: Sequence[dict[str, Any]]) -> SectionReport:
     exact = sum(map(is_exact, rows))
     sentence = (
-        f"Under the meter, {exact} of {len(rows)} kinds of step have the unwatched step's peak to "
-        f"the byte, every block at it under a name."
+        f"{exact} of {len(rows)} kinds of step have the same peak measured as plain, to the byte, "
+        f"with every block attributed."
     )
     notes = [
         *(f"- {row['kind']}: {row['failure']}" for row in rows if "failure" in row),
         *(
-            f"- {row['kind']}: {'; '.join((*row['notes'], f'unattributed: {row[UNNAMED]}'))}"
+            f"- {row['kind']}: {'; '.join((*row['notes'], f'unattributed: {row[UNATTRIBUTED]}'))}"
             for row in rows
             if "failure" not in row and not is_exact(row)
         ),
     ]
     markdown = "\n".join([table(HEADER, map(cells, rows)), "", *notes])
-    return Report(sentence, markdown, {"exact": exact, "of": len(rows), "rows": list(rows)})
+    return SectionReport(sentence, markdown, {"exact": exact, "of": len(rows), "rows": list(rows)})

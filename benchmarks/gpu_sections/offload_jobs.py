@@ -1,4 +1,4 @@
-"""The bill's step with parts of it offloaded from the GPU, to the host and to the disk."""
+"""A training step with parts offloaded from the GPU to the host or the disk."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ from offload import (
     EVERYTHING,
     NOTHING,
     WAYS,
-    Plan,
-    Way,
+    OffloadedParts,
+    OffloadSizes,
     ahead,
     compared,
     disk_stores,
@@ -26,28 +26,29 @@ from .day_jobs import BILL, SMALL_BILL
 Answer = dict[str, Any]
 
 HOST, DISK = "host", "disk"
-OF_BOTH = {name: way for name, way in WAYS.items() if name != NOTHING and not way.lasts}
-ON_THE_HOST = {"all of the state, stepped on the host": Way({**EVERYTHING, "on": "host"})}
-PAIRS: dict[str, tuple[str, Way]] = {
+TO_BOTH = {name: way for name, way in WAYS.items() if name != NOTHING and not way.persistent}
+ON_THE_HOST = {"all state, stepped on the host": OffloadedParts({**EVERYTHING, "on": "host"})}
+PAIRS: dict[str, tuple[str, OffloadedParts]] = {
     f"{place}, {name}": (place, way)
-    for place, ways in ((HOST, {**OF_BOTH, **ON_THE_HOST}), (DISK, OF_BOTH))
+    for place, ways in ((HOST, {**TO_BOTH, **ON_THE_HOST}), (DISK, TO_BOTH))
     for name, way in ways.items()
 }
 ROUNDS = 3
-BUFFERS = 4  # copies on their way down at once
+BUFFERS = 4  # concurrent copies to the host
 
 
 @contextmanager
-def host_stores() -> Iterator[Callable[[Way], Store]]:
+def host_stores() -> Iterator[Callable[[OffloadedParts], Store]]:
     yield lambda way: HostStore(buffers=BUFFERS)
 
 
-def beside_nothing(name: str, small: bool, rehearsal: bool) -> Answer:
-    """A step that offloads, beside one that doesn't; a rehearsal takes both on the CPU, where the
-    host is no other memory."""
+def compare(name: str, small: bool, rehearsal: bool) -> Answer:
+    """Compare a step with and without offloading; a rehearsal runs both on the CPU."""
     place, way = PAIRS[name]
     setting = replace(SMALL_BILL if small else BILL, device="cpu" if rehearsal else "cuda")
-    plan = Plan(setting, sub_group=2**13 if small else 2**23, alone_bytes=2**18 if small else 2**28)
+    plan = OffloadSizes(
+        setting, sub_group=2**13 if small else 2**23, alone_bytes=2**18 if small else 2**28
+    )
     with (host_stores if place == HOST else disk_stores)() as made:
         found = compared({NOTHING: WAYS[NOTHING], name: way}, plan, made, range(ROUNDS))
     row = found[name]
@@ -58,6 +59,6 @@ def beside_nothing(name: str, small: bool, rehearsal: bool) -> Answer:
         "written_bytes": row.written,
         "read_bytes": row.read,
         "ahead": ahead(row),
-        "time over nothing offloaded": slowdown(found, name).median,
+        "time / nothing offloaded": slowdown(found, name).median,
         "hidden": hidden(found, name),
     }

@@ -1,4 +1,4 @@
-"""Optimizers of 8 bits beside bitsandbytes' own kernels: codes, bytes, time, and heavy tails."""
+"""8-bit optimizers against bitsandbytes' kernels: codes, memory, time, heavy tails."""
 
 import contextlib
 import importlib
@@ -21,14 +21,14 @@ Answer = dict[str, Any]
 
 LR = 1e-3
 STEPS = 100
-SPREADS = (1, 2, 3)  # of the logarithms of the gradients' scales
-SIZES = {False: (2**20, 2**26), True: (2**13, 2**14)}  # weights followed, and timed; small or not
-NO_PEER = "bitsandbytes is not installed: pip install bitsandbytes, or carry its wheel there"
+SPREADS = (1, 2, 3)  # standard deviation of the log of the gradients' scales
+SIZES = {False: (2**20, 2**26), True: (2**13, 2**14)}  # {small: (followed, timed)} weights
+NO_PEER = "bitsandbytes is not installed: pip install bitsandbytes"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """An optimizer of ours, bitsandbytes' of its rule, and the codes of the moments in both."""
+    """A memlab optimizer, bitsandbytes' counterpart, and the names of their 8-bit moments."""
 
     ours: Callable[..., torch.optim.Optimizer]
     theirs: str
@@ -43,8 +43,8 @@ PAIRS = {
 }
 
 
-def beside_bitsandbytes(name: str, small: bool, rehearsal: bool) -> Answer:
-    """All that is known of one pair; a rehearsal asks bitsandbytes' CPU kernels."""
+def compare(name: str, small: bool, rehearsal: bool) -> Answer:
+    """Compare one pair of optimizers; a rehearsal uses bitsandbytes' CPU kernels."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return {"failure": NO_PEER}
     followed, timed = SIZES[small or rehearsal]
@@ -57,16 +57,14 @@ def beside_bitsandbytes(name: str, small: bool, rehearsal: bool) -> Answer:
     for who, made in both.items():
         for spread in SPREADS:
             longest = _longest_step(made, followed, device, spread)
-            found[f"{who}, longest step over lr, σ = {spread}"] = longest
-        found[f"{who}, state_bytes"], found[f"{who}, on the way_bytes"] = _bytes(
-            made, timed, device
-        )
-    found["time over bitsandbytes'"] = _time_ratio(both, timed, device)
+            found[f"{who}, longest step / lr, σ = {spread}"] = longest
+        found[f"{who}, state_bytes"], found[f"{who}, temporary_bytes"] = _bytes(made, timed, device)
+    found["time / bitsandbytes"] = _time_ratio(both, timed, device)
     return found
 
 
 def _of_bitsandbytes(name: str) -> Callable[..., torch.optim.Optimizer]:
-    logging.disable(logging.WARNING)  # of kernels that it looks for and does without
+    logging.disable(logging.WARNING)  # about missing optional kernels
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return getattr(importlib.import_module("bitsandbytes.optim"), name)
@@ -75,7 +73,7 @@ def _of_bitsandbytes(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _gradients(count: int, device: str, spread: float = 0.0) -> Callable[[], Tensor]:
-    """Gaussian, their scales log-normal; the same for everybody."""
+    """Return a source of Gaussian gradients with log-normal scales, the same in every call."""
     generator = torch.Generator(device).manual_seed(0)
     draw = partial(torch.randn, count, generator=generator, device=device)
     scales = torch.exp(spread * draw())
@@ -90,7 +88,7 @@ def _started(made: Callable[..., torch.optim.Optimizer], count: int, device: str
 def _codes_apart(
     pair: Pair, both: dict[str, Callable[..., Any]], count: int, device: str
 ) -> Answer:
-    """The share of codes that differ after one step from the same start, and after many."""
+    """Return the share of codes that differ after one step and after many."""
     states = {}
     for who, made in both.items():
         weight, optimizer = _started(made, count, device)
@@ -127,7 +125,7 @@ def _longest_step(
 def _bytes(
     made: Callable[..., torch.optim.Optimizer], count: int, device: str
 ) -> tuple[int, int | None]:
-    """Of the state, as unique storages; and what a step allocates beyond what is there."""
+    """Return the bytes of the state's unique storages, and the temporary memory of a step."""
     weight, optimizer = _started(made, count, device)
     weight.grad = _gradients(count, device)()
     optimizer.step()

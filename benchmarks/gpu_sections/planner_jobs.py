@@ -1,4 +1,4 @@
-"""What the planner promises, taken on the GPU: second steps, and a training under a cap."""
+"""Jobs that test the planner on the GPU: second steps, and training under a memory limit."""
 
 import statistics
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ STEPS = 20
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A model, a batch and techniques, and what a rehearsal takes in their place."""
+class TestedRecipe:
+    """A setting and techniques, and the small setting for a rehearsal."""
 
     setting: Setting
     techniques: str
@@ -44,7 +44,7 @@ BF16 = torch.bfloat16
 TINY, TINY_BF16 = Setting("tiny", 2, 32), Setting("tiny", 1, 64, BF16)
 
 
-def _recipes() -> Iterator[Recipe]:
+def _recipes() -> Iterator[TestedRecipe]:
     for techniques in (
         *("plain", "autocast", "bfloat16", "master-weights", "accumulation+autocast", "lora"),
         *("adam8bit", "adam-mini", "lion", "lion8bit", "step-in-backward"),
@@ -52,23 +52,23 @@ def _recipes() -> Iterator[Recipe]:
         *("int8-activations", "eager-attention", "chunked-loss"),
         *("checkpointing+autocast", "checkpointing+int8-activations", FULL_FINE_TUNING),
     ):
-        yield Recipe(Setting("124m", 8, 1024), techniques, TINY)
+        yield TestedRecipe(Setting("124m", 8, 1024), techniques, TINY)
     for techniques in (
         *("plain", "checkpointing", "checkpointing+master-weights", "checkpointing+adam8bit"),
         *("checkpointing+chunked-loss", "checkpointing+lora+chunked-loss", FULL_FINE_TUNING),
     ):
-        yield Recipe(Setting("1b", 1, 2048, BF16), techniques, TINY_BF16)
+        yield TestedRecipe(Setting("1b", 1, 2048, BF16), techniques, TINY_BF16)
 
 
-RECIPES: dict[str, Recipe] = {str(recipe): recipe for recipe in _recipes()}
-TRAININGS: dict[str, Recipe] = {
-    model: Recipe(Setting(model, 1, 2048, BF16), FULL_FINE_TUNING, TINY_BF16)
+RECIPES: dict[str, TestedRecipe] = {str(recipe): recipe for recipe in _recipes()}
+TRAININGS: dict[str, TestedRecipe] = {
+    model: TestedRecipe(Setting(model, 1, 2048, BF16), FULL_FINE_TUNING, TINY_BF16)
     for model in ("llama-2-7b", "llama-3-8b")
 }
 
 
-def configuration(recipe: Recipe, small: bool) -> Configuration:
-    """The recipe as the other sections know a step."""
+def configuration(recipe: TestedRecipe, small: bool) -> Configuration:
+    """Return the recipe as a configuration."""
 
     def built(_: Size, device: str) -> Built:
         training = build(recipe.of(small, device), combined(recipe.techniques))
@@ -78,7 +78,7 @@ def configuration(recipe: Recipe, small: bool) -> Configuration:
 
 
 def second_step(name: str, small: bool, rehearsal: bool) -> Answer:
-    """The allocator's figures of a real second step; of a rehearsal, the prediction's."""
+    """Measure the second step with the allocator's statistics; a rehearsal predicts them."""
     recipe = RECIPES[name]
     if rehearsal:
         return predicted(recipe, small, "cuda:hopper")
@@ -96,17 +96,17 @@ def second_step(name: str, small: bool, rehearsal: bool) -> Answer:
     }
 
 
-@cache  # a rehearsal asks twice
-def predicted(recipe: Recipe, small: bool, target: str) -> Answer:
-    """The same two figures, without a GPU."""
+@cache  # a rehearsal calls this twice
+def predicted(recipe: TestedRecipe, small: bool, target: str) -> Answer:
+    """Predict the allocated and reserved peaks."""
     trace = predicted_trace(recipe.of(small, target), combined(recipe.techniques))
     return {"allocated_bytes": trace.allocated_bytes, "reserved_bytes": trace.reserved_bytes}
 
 
 def trained(name: str, cap_bytes: int | None, small: bool, rehearsal: bool) -> Answer:
-    """Real steps, each on a new batch, in a process that may reserve no more than the cap.
+    """Train on new batches in a process with a limit of reserved memory.
 
-    A rehearsal takes them on the CPU, and has its bytes from a prediction.
+    A rehearsal trains on the CPU and predicts the memory.
     """
     recipe = TRAININGS[name]
     setting = recipe.of(small, "cpu" if rehearsal else "cuda")

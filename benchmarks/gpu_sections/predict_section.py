@@ -1,17 +1,15 @@
-"""Predicted on the CPU, recorded on the GPU: peaks, and where the two part.
+"""Compare peaks predicted on the CPU with peaks recorded on the GPU.
 
-Four figures of each configuration, predicted less recorded:
+Four figures for each configuration, each predicted − recorded:
 
-    allocated   memlab.predict's peak, against the allocator's count. A block that takes more than
-                it was asked for, because what was left was too small to split off, is in the
-                count and not in the prediction
-    blocks      the same without that waste: each block rounded up to 512 bytes, and nothing more
-    with waste  the allocator's count, against memlab.allocator.simulate of the prediction
-    reserved    what the allocator holds, against the same simulation
+    allocated   peak of memlab.predict and of the allocator's statistics. The allocator also counts
+                the unused rest of a block if it is too small to split off
+    blocks      the same without that rest: every block rounded up to 512 bytes
+    with waste  the allocator's statistics, and memlab.allocator.simulate of the prediction
+    reserved    reserved memory, and the same simulation
 
-Where one is off, the blocks that are alive at one peak and not at the other are listed, then the
-allocations around the peak that only one of the streams has, then what other choices of kernels
-would have predicted.
+For each wrong prediction, the report lists the blocks alive at only one of the peaks, then the
+nearest allocations in only one stream, then the predictions with other kernels.
 """
 
 import statistics
@@ -19,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab import Kernels
 from memlab.allocator import simulate
@@ -30,7 +28,7 @@ from .bench import Bench
 from .configurations import CONFIGURATIONS
 from .jobs import first_line
 from .predictions import Prediction, predicted, step_predicted
-from .streams import Difference, compare, recorded_stream
+from .streams import StreamDifference, compare, recorded_stream
 
 FIGURES = ("allocated", "blocks", "with waste", "reserved")
 ALTERNATIVES = {
@@ -41,38 +39,38 @@ ALTERNATIVES = {
     **{f"optimizer {name}": Kernels(optimizer=name) for name in ("loop", "foreach", "fused")},
     "autocast cpu": Kernels(autocast="cpu"),
 }
-SECONDS_FOR_ALTERNATIVES = 90  # in all: a GPU waits meanwhile, and the archive can be asked later
-BESIDE_A_GPU = "AdamW, default"  # predicted where there is a GPU, too
+SECONDS_FOR_ALTERNATIVES = 90  # in total: the GPU waits; later runs can use the archive
+NEAR_GPU = "AdamW, default"  # also predicted in a process with a GPU
 Row = dict[str, Any]
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     chosen = {name: c for name, c in CONFIGURATIONS.items() if not c.missing}
     for name in CONFIGURATIONS.keys() - chosen.keys():
-        bench.say(f"{name}: skipped, {CONFIGURATIONS[name].missing} is not here")
+        bench.say(f"{name}: skipped, {CONFIGURATIONS[name].missing} is not installed")
     recordings = {name: bench.submit("record", name, name=f"predict: {name}") for name in chosen}
-    beside = bench.submit("predict", BESIDE_A_GPU)
+    near = bench.submit("predict", NEAR_GPU)
     rows: list[Row] = []
     for name in chosen:
         rows.append(row(bench, name, recordings.pop(name).result()))
-        bench.say(told(rows[-1]))
+        bench.say(progress_line(rows[-1]))
         bench.keep_rows(rows)
     explain(bench, rows)
-    return report(rows, beside_a_gpu(bench, beside.result()))
+    return report(rows, near_gpu(bench, near.result()))
 
 
 def explain(bench: Bench, rows: list[Row]) -> None:
-    """Add to each row that is off what other choices of kernels would have predicted."""
+    """Add predictions with other kernels to each wrong row."""
     until = time.monotonic() + SECONDS_FOR_ALTERNATIVES
     for row in rows:
         if row.get("blocks_off") and time.monotonic() < until:
             row["alternatives"] = dict(alternatives(bench, row))
-            bench.say(f"{row['configuration']}, otherwise: {row['alternatives']}")
+            bench.say(f"{row['configuration']}, alternatives: {row['alternatives']}")
             bench.keep_rows(rows)
 
 
 def row(bench: Bench, name: str, recording: dict[str, Any]) -> Row:
-    """One configuration: predicted, and held against its recording."""
+    """Predict a configuration and compare it with its recording."""
     failure = recording.get("failure") or recording["ran_out"]
     if failure:
         return {"configuration": name, "failure": f"on the GPU: {failure}"}
@@ -87,8 +85,8 @@ def row(bench: Bench, name: str, recording: dict[str, Any]) -> Row:
 
 
 def scored(prediction: Prediction, recording: dict[str, Any]) -> Row:
-    """The four figures, and what the streams differ in."""
-    difference = held_against(prediction, recording)
+    """Return the four figures and the differences of the streams."""
+    difference = difference_of(prediction, recording)
     allocated, reserved = recording["allocated_peak_bytes"], recording["reserved_peak_bytes"]
     simulated = simulate(prediction.trace)
     return {
@@ -109,13 +107,12 @@ def scored(prediction: Prediction, recording: dict[str, Any]) -> Row:
     }
 
 
-def held_against(prediction: Prediction, recording: dict[str, Any]) -> Difference:
+def difference_of(prediction: Prediction, recording: dict[str, Any]) -> StreamDifference:
     return compare(prediction.whole, prediction.step_at, *recorded_stream(recording))
 
 
 def alternatives(bench: Bench, row: Row) -> Iterator[tuple[str, int]]:
-    """How far off other choices of kernels would be, in the blocks' peak: (what, bytes). Those that
-    change nothing are left out."""
+    """Yield (name, error of the blocks' peak in bytes) for other kernels that change the peak."""
     choices = {
         **{what: (bench.target, kernels) for what, kernels in ALTERNATIVES.items()},
         **{f"target {target}": (target, Kernels()) for target in TARGETS},
@@ -124,39 +121,39 @@ def alternatives(bench: Bench, row: Row) -> Iterator[tuple[str, int]]:
     for what, (target, kernels) in choices.items():
         try:
             peak_bytes = step_predicted(configuration, bench.size, target, kernels).peak_bytes
-        except Exception:  # torch was asked for what this choice cannot do
+        except Exception:  # this kernel does not support the configuration
             continue
         if peak_bytes != row["predicted_bytes"]:
             yield what, peak_bytes - row["recorded_blocks_bytes"]
 
 
-def beside_a_gpu(bench: Bench, answer: dict[str, Any]) -> str:
-    """Whether a prediction is the same in a process that finds a GPU."""
+def near_gpu(bench: Bench, answer: dict[str, Any]) -> str:
+    """Say whether a prediction is the same in a process that has a GPU."""
     if "failure" in answer:
-        return f"A prediction in a process that finds a GPU fails: {answer['failure']}."
-    here = predicted(CONFIGURATIONS[BESIDE_A_GPU], bench.size, "cuda")
+        return f"A prediction in a process with a GPU fails: {answer['failure']}."
+    here = predicted(CONFIGURATIONS[NEAR_GPU], bench.size, "cuda")
     same = answer["sizes"] == [event.bytes for event in here.whole]
     return (
-        f"A prediction in a process that finds a GPU is {'the same' if same else 'ANOTHER'}, and "
-        f"{'TOUCHES' if answer['touched'] else 'does not touch'} it."
+        f"A prediction in a process with a GPU is {'the same' if same else 'DIFFERENT'}, and "
+        f"{'USES' if answer['touched'] else 'does not use'} the GPU."
     )
 
 
-# ------------------------------------------------------------------ in words
+# ------------------------------------------------------------------ tables
 
 
-def told(row: Row) -> str:
+def progress_line(row: Row) -> str:
     if "failure" in row:
         return f"{row['configuration']}: {row['failure']}"
     return (
         f"{row['configuration']}: {format_bytes(row['allocated_bytes'])} allocated, predicted "
         f"{off(row, 'allocated')}, blocks {off(row, 'blocks')}; reserved {off(row, 'reserved')}; "
-        f"{row['unlike']} allocations unlike"
+        f"{row['unlike']} allocations differ"
     )
 
 
 def off(row: Row, figure: str) -> str:
-    """Bytes, and the share of what was recorded."""
+    """Format the error in bytes and relative to the recording."""
     count = row[f"{figure.replace(' ', '_')}_off"]
     return f"{count:+,} B ({share(row, figure):+.3%})" if count else "exact"
 
@@ -166,32 +163,31 @@ def share(row: Row, figure: str) -> float:
     return row[f"{figure.replace(' ', '_')}_off"] / max(1, row[of])
 
 
-def report(rows: Sequence[Row], beside: str) -> Report:
+def report(rows: Sequence[Row], near: str) -> SectionReport:
     whole = [row for row in rows if "failure" not in row]
     spreads = {figure: spread([share(row, figure) for row in whole]) for figure in FIGURES}
     blocks = spreads["blocks"]
     exact = sum(row["blocks_off"] == 0 for row in whole)
     sentence = (
-        f"Of {len(rows)} configurations, predicted without the GPU, {exact} have the recorded "
-        f"peak of their blocks to the byte (median {blocks['median']:.3%} off, 95th percentile "
-        f"{blocks['95th percentile']:.3%}, worst {blocks['worst']:.3%}). Reserved memory is "
-        f"{in_words(spreads['reserved'])}."
+        f"{exact} of {len(rows)} configurations have the predicted peak of blocks to the byte "
+        f"(error: median {blocks['median']:.3%}, 95th percentile {blocks['95th percentile']:.3%}, "
+        f"worst {blocks['worst']:.3%}). Reserved memory: {in_words(spreads['reserved'])}."
     )
     parts = [
-        table(("off by", *blocks), [spread_cells(*item) for item in spreads.items()]),
+        table(("error", *blocks), [spread_cells(*item) for item in spreads.items()]),
         table(
-            ("configuration", "recorded", "reserved", *FIGURES, "unlike"),
+            ("configuration", "recorded", "reserved", *FIGURES, "different"),
             [cells(row) for row in rows],
         ),
-        beside,
+        near,
         *(f"**{row['configuration']}**\n\n{explained(row)}" for row in rows if is_off(row)),
     ]
     plain = {"exact": exact, "of": len(rows), "spreads": spreads, "rows": list(rows)}
-    return Report(sentence, "\n\n".join(parts), {**plain, "beside_a_gpu": beside})
+    return SectionReport(sentence, "\n\n".join(parts), {**plain, "near_gpu": near})
 
 
 def spread(shares: Sequence[float]) -> dict[str, float]:
-    """Of the sizes of errors, as shares."""
+    """Return median, 95th percentile and worst of the absolute errors."""
     sizes = sorted(map(abs, shares)) or [0.0]
     return {
         "median": statistics.median(sizes),
@@ -201,7 +197,7 @@ def spread(shares: Sequence[float]) -> dict[str, float]:
 
 
 def in_words(of: dict[str, float]) -> str:
-    return f"{of['median']:.3%} off in the median and {of['worst']:.3%} at worst"
+    return f"median error {of['median']:.3%}, worst {of['worst']:.3%}"
 
 
 def spread_cells(figure: str, of: dict[str, float]) -> tuple[str, ...]:
@@ -221,7 +217,7 @@ def is_off(row: Row) -> bool:
 
 
 def explained(row: Row) -> str:
-    """All that the output alone can say about why."""
+    """Return the differences, alternatives, kernels and notes of a row as a list."""
     if "failure" in row:
         return f"- {row['failure']}"
     lines = [*row["at_peak"], *row["around_peak"]]

@@ -1,8 +1,8 @@
-"""A configuration predicted on the CPU: the second step, and the process that led to it.
+"""Prediction of a configuration on the CPU: the whole process up to the end of the second step.
 
-Whether a block finds room in the cache depends on all that came before it: how the model was built,
-and the first step. A prediction's trace has that as its history. Here both are one stream of what
-was asked for, which the simulated allocator can be given under any settings and any cap.
+The state of the cache depends on all earlier allocations: building the model and the first step. A
+trace keeps them as its history. Here history and second step form one stream of requests, for the
+simulated allocator to run under any settings and limit.
 """
 
 import math
@@ -22,11 +22,11 @@ _PRECISION_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a configuration is expected to take."""
+    """The predicted allocations of a configuration."""
 
     trace: Trace  # of the second step
-    whole: tuple[Event, ...]  # of the process, as the tensors ask for it: no rounding
-    step_at: int  # where in `whole` the second step begins
+    whole: tuple[Event, ...]  # requests of the whole process, without rounding
+    step_at: int  # index in `whole` where the second step begins
 
     @property
     def step(self) -> tuple[Event, ...]:
@@ -34,16 +34,18 @@ class Prediction:
 
     @cached_property
     def blocks(self) -> Blocks:
-        """What the process makes of a card without end."""
+        """Return the simulated blocks on a GPU of unlimited memory."""
         return simulate(self.whole)
 
     def allocated_peak_bytes(self, blocks: Blocks) -> int:
-        """In the second step, of what was handed out: with what blocks waste."""
+        """Return the allocated peak of the second step, with the blocks' waste."""
         return max(blocks.allocated[max(self.step_at - 1, 0) :], default=0)
 
     def least_cap_bytes(self, total_bytes: int, settings: Settings | None = None) -> int:
-        """The smallest cap on what the process may reserve under which it runs, to 1 MiB; under a
-        lower one the allocator gives its cache back and still finds no room."""
+        """Return the smallest limit of reserved memory under which the process runs, to 1 MiB.
+
+        Under a lower limit the allocator runs out of memory even after it frees its cache.
+        """
         settings = settings or Settings()
         too_low, enough = 0, self.need_bytes(total_bytes, settings)
         while enough - too_low > _PRECISION_BYTES:
@@ -55,7 +57,7 @@ class Prediction:
         return enough
 
     def need_bytes(self, total_bytes: int, settings: Settings) -> int:
-        """What is reserved where nothing limits it but the card."""
+        """Return the reserved memory if only the GPU limits it."""
         return simulate(self.whole, replace(settings, capacity_bytes=total_bytes)).reserved_bytes
 
     def fits(self, settings: Settings, cap_bytes: int, total_bytes: int) -> bool:
@@ -63,7 +65,7 @@ class Prediction:
 
 
 def capped(settings: Settings, cap_bytes: int | None, total_bytes: int) -> Settings:
-    """The settings under a cap on what a process may reserve of a card."""
+    """Return the settings with a limit of reserved memory."""
     if cap_bytes is None:
         return settings
     fraction = fraction_of(cap_bytes, total_bytes)
@@ -71,18 +73,18 @@ def capped(settings: Settings, cap_bytes: int | None, total_bytes: int) -> Setti
 
 
 def settings_of(conf: str, cap_bytes: int | None, total_bytes: int) -> Settings:
-    """The settings of a PYTORCH_ALLOC_CONF, under a cap."""
+    """Return the settings of a PYTORCH_ALLOC_CONF with a limit of reserved memory."""
     capacity_bytes = None if cap_bytes is None else total_bytes
     return capped(Settings.parse(conf, capacity_bytes=capacity_bytes), cap_bytes, total_bytes)
 
 
 def fraction_of(cap_bytes: int, total_bytes: int) -> float:
-    """What to give to `set_per_process_memory_fraction`, which rounds down."""
+    """Return the argument for `set_per_process_memory_fraction`, which rounds down."""
     return min(1.0, math.nextafter(cap_bytes / total_bytes, 1.0))
 
 
 def predicted(configuration: Configuration, size: Size, target: str) -> Prediction:
-    """Raises whatever the prediction raises."""
+    """Predict the whole process; errors of the prediction propagate."""
     trace = step_predicted(configuration, size, target)
     return Prediction(trace, *_whole(trace))
 
@@ -90,7 +92,7 @@ def predicted(configuration: Configuration, size: Size, target: str) -> Predicti
 def step_predicted(
     configuration: Configuration, size: Size, target: str, kernels: Kernels | None = None
 ) -> Trace:
-    """The second step alone, as users predict it."""
+    """Predict the second step, with its history."""
     with no_cycle_collection():
         return memlab.predict(
             lambda: configuration.build(size, "cuda"), target=target, kernels=kernels or Kernels()
@@ -98,7 +100,7 @@ def step_predicted(
 
 
 def _whole(trace: Trace) -> tuple[tuple[Event, ...], int]:
-    """What was asked for from the first allocation on, and where the step begins in it."""
+    """Return all requests from the first allocation on, and the index of the second step."""
     history = [event for event in trace.history if event.category != "rounding"]
     step = [e for e in trace.events if e.phase != "before" and e.category != "rounding"]
     return (*history, *step), len(history)

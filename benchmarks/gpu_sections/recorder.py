@@ -1,8 +1,8 @@
-"""A step recorded by CUDA's own allocator, in a process that does nothing else.
+"""Record a step with CUDA's memory history, in a process that does nothing else.
 
-Nobody watches: no dispatch mode and no hook stands between autograd and its kernels, and no stack
-is taken. The history begins before the first tensor, so it can be replayed from an empty card.
-Which operator asked for which block, the profiler tells in one more step, which is not measured.
+No dispatch mode or hook is active, and no stacks are recorded. The history begins before the first
+tensor, so it can be replayed from an empty GPU. One more step runs under the profiler to find the
+operator of each block.
 """
 
 from collections import Counter
@@ -23,12 +23,18 @@ from .predictions import Prediction, fraction_of
 _EVENT = ("action", "addr", "size", "stream")
 _SEGMENT = ("address", "total_size", "segment_type", "stream")
 _BLOCK = ("address", "size", "requested_size", "state")
-_NOTHING_TOLD: dict[str, Any] = {"operators": [], "kernels": {}}
-_TELLING = ("_scaled_dot_product_", "_fused_", "native_dropout", "cudnn", "native_layer_norm")
+_NO_OPERATORS: dict[str, Any] = {"operators": [], "kernels": {}}
+_MEMORY_KERNELS = (
+    "_scaled_dot_product_",
+    "_fused_",
+    "native_dropout",
+    "cudnn",
+    "native_layer_norm",
+)
 
 
 def start(cap_bytes: int | None = None) -> None:
-    """Make CUDA's context; then nothing was asked of the allocator yet."""
+    """Create the CUDA context, with the allocator still unused, and set the memory limit."""
     torch.cuda.init()
     torch.cuda.synchronize()
     if cap_bytes is not None:
@@ -37,8 +43,10 @@ def start(cap_bytes: int | None = None) -> None:
 
 
 def record(configuration: Configuration, size: Size, cap_bytes: int | None) -> dict[str, Any]:
-    """The history of building, a first step and a second, and the allocator's figures of the
-    second. If memory runs out, the history until then."""
+    """Record building, a first and a second step, with the allocator's statistics of the second.
+
+    If memory runs out, the history ends there.
+    """
     start(cap_bytes)
     torch.cuda.memory._record_memory_history("all", context=None)
     with no_cycle_collection():
@@ -66,12 +74,12 @@ def record(configuration: Configuration, size: Size, cap_bytes: int | None) -> d
         "step_at": step_at,
         "events": _events(after),
         "segments_at_end": [_segment(s) for s in after["segments"] if s["device"] == 0],
-        **(_told_by_the_profiler(built) if not ran_out else _NOTHING_TOLD),
+        **(_profiled_operators(built) if not ran_out else _NO_OPERATORS),
     }
 
 
 def rehearsed(prediction: Prediction, settings: Settings) -> dict[str, Any]:
-    """The same, as it would be if the prediction were right in every block."""
+    """Return the recording that would result if the prediction were exact."""
     whole, at = prediction.whole, prediction.step_at
     recording = history(whole, settings)
     blocks = simulate(whole, settings)
@@ -84,7 +92,7 @@ def rehearsed(prediction: Prediction, settings: Settings) -> dict[str, Any]:
         "step_at": len(history(whole[:at], settings)["events"]),
         "events": recording["events"],
         "segments_at_end": recording["segments_at_end"],
-        **_NOTHING_TOLD,
+        **_NO_OPERATORS,
     }
 
 
@@ -102,21 +110,23 @@ def _only(names: Iterable[str], entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry[name] for name in names}
 
 
-# ------------------------------------------------------------------ whose blocks they are
+# ------------------------------------------------------------------ operators of blocks
 
 
-def _told_by_the_profiler(built: Built) -> dict[str, Any]:
-    """The operator of each allocation of a further step, in order, and the kernels that decide
-    about memory; nothing where the profiler fails, for the recording is what counts."""
+def _profiled_operators(built: Built) -> dict[str, Any]:
+    """Profile a further step; return the operator of each allocation, and kernel counts.
+
+    The recording stays valid if the profiler fails; the operators are then empty.
+    """
     try:
         roots = _profiled(built[0])
         allocations = sorted(_allocations(roots))
         return {
             "operators": [name for _, name in allocations],
-            "kernels": dict(Counter(_telling(roots))),
+            "kernels": dict(Counter(_memory_kernels(roots))),
         }
     except Exception as error:
-        return {**_NOTHING_TOLD, "kernels": {f"the profiler fails: {error!r}": 1}}
+        return {**_NO_OPERATORS, "kernels": {f"the profiler fails: {error!r}": 1}}
 
 
 def _profiled(step: Callable[[], object]) -> list[Any]:
@@ -130,7 +140,7 @@ def _profiled(step: Callable[[], object]) -> list[Any]:
 
 
 def _allocations(events: Iterable[Any], inside: str = "") -> Iterator[tuple[int, str]]:
-    """(time, operator) of each block that the device's allocator hands out."""
+    """Yield (time, operator) of each CUDA allocation."""
     for event in events:
         kind, details = event.typed
         if kind == _EventType.Allocation:
@@ -141,8 +151,8 @@ def _allocations(events: Iterable[Any], inside: str = "") -> Iterator[tuple[int,
             yield from _allocations(event.children, operator)
 
 
-def _telling(events: Iterable[Any]) -> Iterator[str]:
+def _memory_kernels(events: Iterable[Any]) -> Iterator[str]:
     for event in events:
-        if event.name.startswith("aten::") and any(part in event.name for part in _TELLING):
+        if event.name.startswith("aten::") and any(part in event.name for part in _MEMORY_KERNELS):
             yield event.name.removeprefix("aten::")
-        yield from _telling(event.children)
+        yield from _memory_kernels(event.children)

@@ -1,7 +1,7 @@
-"""Two streams of blocks, predicted and recorded: how far apart, and where first.
+"""Compare a predicted and a recorded stream of blocks.
 
-A stream is a list of Events, as a Trace has them, in which every storage is a block. A recorded
-one knows no categories; which operator asked for a block, a second run under the profiler told.
+A stream is a list of Events, as in a Trace, with one storage per block. A recorded stream has no
+categories; its operators come from a second run under the profiler.
 """
 
 from collections import Counter
@@ -14,11 +14,11 @@ from typing import Any
 from memlab.allocator import block_bytes
 from memlab.trace import Event, Trace
 
-SHOWN = 8  # differences of each kind
+SHOWN = 8  # differences shown of each kind
 
 
 def recorded_stream(recording: Mapping[str, Any]) -> tuple[list[Event], int]:
-    """The blocks of a recorded history, and where the measured step begins among them."""
+    """Return the blocks of a recorded history, and the index of the measured step."""
     names = iter(_operators(recording))
     held: dict[int, Event] = {}
     events: list[Event] = []
@@ -38,7 +38,7 @@ def recorded_stream(recording: Mapping[str, Any]) -> tuple[list[Event], int]:
 
 
 def _operators(recording: Mapping[str, Any]) -> Sequence[str]:
-    """Of each allocation of the step, if the step that told was like the measured one."""
+    """Return the operator of each allocation, if the profiled step has as many allocations."""
     step = recording["events"][recording["step_at"] :]
     names = recording.get("operators", ())
     return names if len(names) == sum(entry["action"] == "alloc" for entry in step) else ()
@@ -49,8 +49,7 @@ def _block(count: int, number: int, operator: str) -> Event:
 
 
 def peak(events: Sequence[Event], start: int = 0) -> tuple[int, int]:
-    """(bytes, number of events until then) at the fullest moment from `start` on, each block
-    rounded up to a multiple of 512 bytes."""
+    """Return the peak from `start` on and its position; blocks are rounded up to 512 bytes."""
     running = list(accumulate(_rounded_changes(events), initial=0))
     position = max(range(start, len(running)), key=running.__getitem__, default=start)
     return running[position], position
@@ -68,39 +67,39 @@ def _rounded(count: int) -> int:
     return block_bytes(count) if count else 0
 
 
-# ------------------------------------------------------------------ held against each other
+# ------------------------------------------------------------------ comparison
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A prediction held against what happened."""
+class StreamDifference:
+    """The differences of a predicted and a recorded stream."""
 
-    predicted_bytes: int  # the peaks, of the blocks alone
+    predicted_bytes: int  # peak of blocks
     recorded_bytes: int
-    at_peak: tuple[str, ...]  # blocks that are alive at one peak and not at the other
-    around_peak: tuple[str, ...]  # the first allocations of one stream that the other has not
-    unlike: int  # how many allocations there are of that kind, in the whole step
+    at_peak: tuple[str, ...]  # blocks alive at only one of the peaks
+    around_peak: tuple[str, ...]  # allocations in only one stream, nearest to the peak
+    unlike: int  # allocations of the step in only one stream
 
     @property
     def bytes(self) -> int:
-        """Predicted less recorded."""
+        """Return predicted − recorded."""
         return self.predicted_bytes - self.recorded_bytes
 
 
 def compare(
     predicted: Sequence[Event], predicted_at: int, recorded: Sequence[Event], recorded_at: int
-) -> Difference:
-    """Hold two streams against each other, from where the measured step begins in each."""
+) -> StreamDifference:
+    """Compare two streams from the beginning of the measured step in each."""
     predicted_bytes, predicted_peak = peak(predicted, predicted_at)
     recorded_bytes, recorded_peak = peak(recorded, recorded_at)
     ours, theirs = _allocations(predicted, predicted_at), _allocations(recorded, recorded_at)
     peak_at = sum(event.bytes > 0 for event in predicted[predicted_at:predicted_peak])
     changes = _changes(ours, theirs)
-    return Difference(
+    return StreamDifference(
         predicted_bytes,
         recorded_bytes,
         tuple(_at_peak(alive(predicted, predicted_peak), alive(recorded, recorded_peak))),
-        tuple(_told(change, ours, theirs, peak_at) for change in _nearest(changes, peak_at)),
+        tuple(_describe(change, ours, theirs, peak_at) for change in _nearest(changes, peak_at)),
         sum(max(change[1] - change[0], change[3] - change[2]) for change in changes),
     )
 
@@ -114,18 +113,18 @@ def _allocations(events: Sequence[Event], start: int) -> list[Event]:
 
 
 def _changes(ours: Sequence[Event], theirs: Sequence[Event]) -> list[tuple[int, int, int, int]]:
-    """Where sizes differ: (from, to) in ours, (from, to) in theirs."""
+    """Return the ranges where sizes differ: (start, end) in ours, (start, end) in theirs."""
     sizes = [[event.bytes for event in events] for events in (ours, theirs)]
     matcher = SequenceMatcher(None, *sizes, autojunk=False)
     return [change[1:] for change in matcher.get_opcodes() if change[0] != "equal"]
 
 
 def _nearest(changes: Sequence[Any], peak_at: int) -> list[Any]:
-    """The changes closest to the peak, in their order."""
+    """Return the changes nearest to the peak, in order."""
     return sorted(sorted(changes, key=lambda change: abs(change[0] - peak_at))[:SHOWN])
 
 
-def _told(
+def _describe(
     change: tuple[int, int, int, int], ours: Sequence[Event], theirs: Sequence[Event], peak_at: int
 ) -> str:
     start, end, their_start, their_end = change
@@ -150,7 +149,7 @@ _SILENT = ("", "unattributed")
 
 
 def _at_peak(ours: Sequence[Event], theirs: Sequence[Event]) -> Iterator[str]:
-    """Blocks by size that only one side has, the largest sum first."""
+    """Describe blocks that only one side has, by size, the largest total first."""
     our_sizes, their_sizes = (Counter(event.bytes for event in side) for side in (ours, theirs))
     sides = (
         *(("predicted", size, count, ours) for size, count in (our_sizes - their_sizes).items()),

@@ -1,15 +1,14 @@
-"""Does it fit? Predicted on the CPU, then tried on the GPU a little above and below the edge.
+"""Test "fits" and "out of memory" on the GPU just above and below the predicted limit.
 
-The edge is not the peak of what is reserved: when the driver refuses, the allocator gives cached
-segments back and asks again. So the least cap under which the predicted process still runs is
-found by bisection in the simulation, and each configuration is run in processes that may reserve
-a little more, and a little less, than that.
+The limit is lower than the reserved peak: if the driver refuses memory, the allocator frees cached
+segments and retries. Bisection in the simulation finds the smallest limit under which the predicted
+process runs. Each configuration then runs in processes with slightly larger and smaller limits.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 
 from memlab.units import format_bytes
 
@@ -17,8 +16,8 @@ from .bench import Bench
 from .configurations import CONFIGURATIONS
 from .predictions import predicted
 
-TRIED = (0.98, 0.99, 0.999, 1.001, 1.01, 1.02)  # of the least cap
-PROMISED = (0.99, 1.01)  # on these, the verdict must be right
+TRIED = (0.98, 0.99, 0.999, 1.001, 1.01, 1.02)  # × the predicted limit
+PROMISED = (0.99, 1.01)  # the verdict must be right at these
 JUDGED = (
     "sdpa auto, causal, 64, float32",
     "sdpa flash, causal, 64, bf16",
@@ -28,11 +27,11 @@ JUDGED = (
     "AdamW, fused",
     "cross-entropy of a large vocabulary",
     "no_grad",
-    "lengths that vary",  # its edge lies far below what it reserves
+    "varying lengths",  # its limit is far below its reserved memory
 )
 
 
-def run(bench: Bench) -> Report:
+def run(bench: Bench) -> SectionReport:
     least = {}
     for name in JUDGED:
         prediction = predicted(CONFIGURATIONS[name], bench.size, bench.target)
@@ -47,7 +46,7 @@ def run(bench: Bench) -> Report:
         tried = {share: answers[name, share].result() for share in TRIED}
         cap, blocks = least[name]
         rows.append(row(name, cap, blocks.allocated_bytes, blocks.reserved_bytes, tried))
-        bench.say(told(rows[-1]))
+        bench.say(progress_line(rows[-1]))
         bench.keep_rows(rows)
     return report(rows)
 
@@ -73,7 +72,7 @@ def row(
     return {**known, "failure": failures[0]} if failures else known
 
 
-def told(row: dict[str, Any]) -> str:
+def progress_line(row: dict[str, Any]) -> str:
     if "failure" in row:
         return f"{row['configuration']}: {row['failure']}"
     ran = ", ".join(f"{float(share):.1%} {in_a_word(r)}" for share, r in row["ran"].items())
@@ -85,10 +84,10 @@ def in_a_word(ran: bool | None) -> str:
     return {True: "runs", False: "runs out", None: "failed"}[ran]
 
 
-def report(rows: Sequence[dict[str, Any]]) -> Report:
+def report(rows: Sequence[dict[str, Any]]) -> SectionReport:
     right = sum(row["right"] for row in rows)
     sentence = (
-        f"“Fits” and “out of memory”, said of caps 1 % above and below the edge, are right for "
+        f"“Fits” and “out of memory” at 1 % above and below the predicted limit are right for "
         f"{right} of {len(rows)} configurations."
     )
     shares = [f"{share:.1%}" for share in TRIED]
@@ -101,7 +100,7 @@ def report(rows: Sequence[dict[str, Any]]) -> Report:
         )
         for row in rows
     ]
-    header = ("configuration", "edge", "reserved without a cap", "allocated", *shares, "verdict")
+    header = ("configuration", "limit", "reserved without a limit", "allocated", *shares, "verdict")
     notes = [
         f"- {row['configuration']}, {float(share):.1%}: {what}"
         for row in rows
@@ -109,4 +108,4 @@ def report(rows: Sequence[dict[str, Any]]) -> Report:
         for share, what in row["what"].items()
     ] + [f"- {row['configuration']}: {row['failure']}" for row in rows if "failure" in row]
     markdown = "\n".join([table(header, lines), "", *notes])
-    return Report(sentence, markdown, {"right": right, "of": len(rows), "rows": list(rows)})
+    return SectionReport(sentence, markdown, {"right": right, "of": len(rows), "rows": list(rows)})

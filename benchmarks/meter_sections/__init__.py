@@ -1,6 +1,6 @@
-"""What benchmarks/meter.py is made of: one module for each section, and what they share.
+"""The sections of benchmarks/meter.py, one module each, and their shared modules.
 
-plans       how much is run, and on which kinds of step
-observers   the truth, memlab's meter, and torch's MemTracker
-tallies     how far observers are off, counted and in words
+plans       sizes and kinds of step
+observers   the reference, memlab's meter, and torch's MemTracker
+tallies     summaries of errors
 """

@@ -1,4 +1,4 @@
-"""What watching costs: seconds and memory, each in a process of its own, in turn."""
+"""Overhead of measuring: time and memory of runs in their own processes, in turn."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from common import ROOT, THREADS, Report, Runner, Spread, ratios, side_by_side, spread, table
+from common import ROOT, THREADS, Runner, SectionReport, Spread, ratios, side_by_side, spread, table
 from rich.progress import Progress
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import memlab
 
-from .plans import Plan, Size, Step, language_model
+from .plans import MeterPlan, ModelSize, Step, language_model
 
 SCRIPT = str(ROOT / "benchmarks" / "meter.py")
 
@@ -26,7 +26,7 @@ def run_plainly(step: Step, model: nn.Module, optimizer: Any) -> None:
     step()
 
 
-def run_metered(step: Step, model: nn.Module, optimizer: Any) -> None:
+def run_measured(step: Step, model: nn.Module, optimizer: Any) -> None:
     memlab.measure(step, model=model, optimizer=optimizer)
 
 
@@ -41,37 +41,37 @@ def run_tracked(step: Step, model: nn.Module, optimizer: Any) -> None:
         step()
 
 
-# What a Runner runs, and inside what it does.
+# The functions that a Runner runs, and the context that surrounds each.
 RUNS: dict[str, tuple[Callable[..., None], Callable[[], AbstractContextManager[Any]]]] = {
     "plain": (run_plainly, nullcontext),
-    "metered": (run_metered, nullcontext),
-    "metered, with lines": (run_with_lines, nullcontext),
+    "measured": (run_measured, nullcontext),
+    "measured, with lines": (run_with_lines, nullcontext),
     "bare fake tensors": (run_plainly, FakeTensorMode),
-    "dry run, metered": (run_metered, memlab.dry_run),
+    "dry run, measured": (run_measured, memlab.dry_run),
     "MemTracker, fake tensors": (run_tracked, FakeTensorMode),
 }
 
 
-def two_steps(size: Size) -> None:
+def two_steps(size: ModelSize) -> None:
     with FakeTensorMode():
         step, *_ = language_model(size)
         step()
         step()
 
 
-def predict(size: Size) -> None:
+def predict(size: ModelSize) -> None:
     memlab.predict(lambda: language_model(size))
 
 
-# From building the model to the second step.
-WHOLE: dict[str, Callable[[Size], None]] = {
+# Runs from building the model to the second step.
+WHOLE: dict[str, Callable[[ModelSize], None]] = {
     "two steps on bare fake tensors": two_steps,
     "predicted for CUDA": predict,
 }
 
 
-def serve_whole(name: str, size: Size) -> None:
-    """What a Runner's process does: all of it once, then once more for each line."""
+def serve_whole(name: str, size: ModelSize) -> None:
+    """Serve a Runner: run everything once, then once for each input line."""
     WHOLE[name](size)
     print(0.0, flush=True)
     for _ in sys.stdin:
@@ -81,8 +81,8 @@ def serve_whole(name: str, size: Size) -> None:
         print(time.perf_counter() - start, flush=True)
 
 
-def serve(name: str, size: Size) -> None:
-    """What a Runner's process does: builds and steps once, then once more for each line."""
+def serve(name: str, size: ModelSize) -> None:
+    """Serve a Runner: build and step once, then step once for each input line."""
     if name in WHOLE:
         return serve_whole(name, size)
     run, around = RUNS[name]
@@ -93,15 +93,15 @@ def serve(name: str, size: Size) -> None:
         built[0]()
         print(construction_seconds, flush=True)
         for _ in sys.stdin:
-            gc.collect()  # the last run's cycles are not this one's
+            gc.collect()  # collect the last run's cycles
             start = time.perf_counter()
             run(*built)
             print(time.perf_counter() - start, flush=True)
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Of each run: its seconds in each round, those of building what it runs, its memory."""
+class RunCosts:
+    """Seconds per round, construction seconds and peak memory of each run."""
 
     seconds: dict[str, list[float]]
     construction_seconds: dict[str, float]
@@ -111,7 +111,7 @@ class Costs:
         return ratios(self.seconds[of], self.seconds[to])
 
 
-def costs(size: Size, names: Iterable[str], rounds: int, bar: Progress) -> Costs:
+def costs(size: ModelSize, names: Iterable[str], rounds: int, bar: Progress) -> RunCosts:
     with ExitStack() as stack:
         runners: dict[str, Runner] = {}
         construction_seconds: dict[str, float] = {}
@@ -122,44 +122,44 @@ def costs(size: Size, names: Iterable[str], rounds: int, bar: Progress) -> Costs
         turns = bar.track(range(rounds), description=f"{size.preset}: in turn")
         seconds = side_by_side({name: runner.run for name, runner in runners.items()}, turns)
         peak_bytes = {name: runner.peak_bytes for name, runner in runners.items()}
-    return Costs(seconds, construction_seconds, peak_bytes)
+    return RunCosts(seconds, construction_seconds, peak_bytes)
 
 
 def bytes_of_torch_alone() -> int:
-    """The memory of a process that has imported torch and does nothing."""
+    """Return the memory of an idle process that has imported torch."""
     with Runner("-c", "import torch; print(0, flush=True); input()") as process:
         process.answer()
         return process.bytes_now()
 
 
-class Line(NamedTuple):
-    """A measurement, what it is to be at most, and its unit."""
+class CostLine(NamedTuple):
+    """A measurement, its goal (an upper limit) and its unit."""
 
     what: str
     measured: Spread
-    aim: float | None
+    goal: float | None
     unit: str
 
     def cells(self) -> tuple[str, ...]:
-        if self.aim is None:
+        if self.goal is None:
             return self.what, f"{self.measured} {self.unit}", "", ""
-        verdict = "met" if self.measured.median <= self.aim else "missed"
-        return self.what, f"{self.measured} {self.unit}", f"≤ {self.aim} {self.unit}", verdict
+        verdict = "met" if self.measured.median <= self.goal else "missed"
+        return self.what, f"{self.measured} {self.unit}", f"≤ {self.goal} {self.unit}", verdict
 
 
-def cost(plan: Plan, bar: Progress) -> Report:
-    real = costs(plan.real, ("plain", "metered", "metered, with lines"), plan.rounds, bar)
-    dry = costs(plan.dry, ("bare fake tensors", "dry run, metered"), plan.rounds, bar)
+def cost(plan: MeterPlan, bar: Progress) -> SectionReport:
+    real = costs(plan.real, ("plain", "measured", "measured, with lines"), plan.rounds, bar)
+    dry = costs(plan.dry, ("bare fake tensors", "dry run, measured"), plan.rounds, bar)
     names = ("bare fake tensors", "MemTracker, fake tensors")
     theirs = costs(plan.dry, names, plan.rounds_of_mem_tracker, bar)
     whole = costs(plan.dry, WHOLE, plan.rounds, bar)
     lines = cost_lines(real, dry, theirs, whole, bytes_of_torch_alone())
     note = (
-        f"Real: {plan.real}. Dry: {plan.dry}. Medians of the rounds, with their quartiles; a ratio "
-        f"is taken within each round. Kernels have {os.environ.get('OMP_NUM_THREADS', THREADS)} "
-        f"threads."
+        f"Real: {plan.real}. Dry: {plan.dry}. Medians and quartiles over the rounds; ratios are "
+        f"taken within each round. Threads per kernel: "
+        f"{os.environ.get('OMP_NUM_THREADS', THREADS)}."
     )
-    markdown = table(("", "measured", "aim", ""), [line.cells() for line in lines.values()])
+    markdown = table(("", "measured", "goal", ""), [line.cells() for line in lines.values()])
     plain = {
         "real": str(plan.real),
         "dry": str(plan.dry),
@@ -171,40 +171,42 @@ def cost(plan: Plan, bar: Progress) -> Report:
             "whole": whole.seconds,
         },
     }
-    return Report(cost_sentence(plan, lines), f"{note}\n\n{markdown}", plain)
+    return SectionReport(cost_sentence(plan, lines), f"{note}\n\n{markdown}", plain)
 
 
 def cost_lines(
-    real: Costs, dry: Costs, theirs: Costs, whole: Costs, torch_bytes: int
-) -> dict[str, Line]:
-    bare, ours, tracker = "bare fake tensors", "dry run, metered", "MemTracker, fake tensors"
-    lines_noted = real.ratio("metered, with lines", "plain")
+    real: RunCosts, dry: RunCosts, theirs: RunCosts, whole: RunCosts, torch_bytes: int
+) -> dict[str, CostLine]:
+    bare, ours, tracker = "bare fake tensors", "dry run, measured", "MemTracker, fake tensors"
+    lines_noted = real.ratio("measured, with lines", "plain")
     construction = spread([dry.construction_seconds[ours]])
     memory = spread([(dry.peak_bytes[ours] - torch_bytes) / 2**30])
     return {
-        "metered": Line("real, metered / plain", real.ratio("metered", "plain"), 1.15, "×"),
-        "lines": Line("real, metered with lines / plain", lines_noted, None, "×"),
-        "dry": Line("dry, metered / bare fake tensors", dry.ratio(ours, bare), 1.3, "×"),
-        "dry_seconds": Line("dry, metered", spread(dry.seconds[ours]), 3, "s"),
-        "construction": Line("dry, building the model", construction, 5, "s"),
-        "memory": Line("dry, metered: memory of the process above torch's", memory, 0.5, "GiB"),
-        "predicted": Line(
+        "measured": CostLine("real, measured / plain", real.ratio("measured", "plain"), 1.15, "×"),
+        "lines": CostLine("real, measured with lines / plain", lines_noted, None, "×"),
+        "dry": CostLine("dry, measured / bare fake tensors", dry.ratio(ours, bare), 1.3, "×"),
+        "dry_seconds": CostLine("dry, measured", spread(dry.seconds[ours]), 3, "s"),
+        "construction": CostLine("dry, building the model", construction, 5, "s"),
+        "memory": CostLine(
+            "dry, measured: memory beyond an idle torch process", memory, 0.5, "GiB"
+        ),
+        "predicted": CostLine(
             "predicted for CUDA / building and two steps on bare fake tensors",
             whole.ratio(*reversed(WHOLE)),
             1.3,
             "×",
         ),
-        "tracker": Line("dry, MemTracker / bare", theirs.ratio(tracker, bare), None, "×"),
-        "tracker_seconds": Line("dry, MemTracker", spread(theirs.seconds[tracker]), None, "s"),
+        "tracker": CostLine("dry, MemTracker / bare", theirs.ratio(tracker, bare), None, "×"),
+        "tracker_seconds": CostLine("dry, MemTracker", spread(theirs.seconds[tracker]), None, "s"),
     }
 
 
-def cost_sentence(plan: Plan, lines: dict[str, Line]) -> str:
+def cost_sentence(plan: MeterPlan, lines: dict[str, CostLine]) -> str:
     of = {name: f"{line.measured.median:.2f} {line.unit}" for name, line in lines.items()}
     return (
-        f"A metered step of {plan.real} takes {of['metered']} the time of a plain one; a step of "
-        f"{plan.dry} is measured without its memory in {of['dry_seconds']} and {of['memory']} of "
-        f"the process, {of['dry']} the time on bare fake tensors, where MemTracker takes "
-        f"{of['tracker_seconds']}, {of['tracker']}. Predicted for CUDA, from building it to the "
-        f"second step, it takes {of['predicted']} the time on bare fake tensors."
+        f"Measuring a step of {plan.real} takes {of['measured']} the time of a plain step. A dry "
+        f"run of {plan.dry} takes {of['dry_seconds']} and {of['memory']} ({of['dry']} the time on "
+        f"bare fake tensors); MemTracker takes {of['tracker_seconds']} ({of['tracker']}). "
+        f"Predicting it for CUDA, including building the model and a first step, takes "
+        f"{of['predicted']} the time on bare fake tensors."
     )

@@ -1,4 +1,4 @@
-"""The same kinds on fake tensors: are they the real step, event by event?"""
+"""Dry runs of every kind of step, compared with the real step event by event."""
 
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from common import Report, table
+from common import SectionReport, table
 from rich.progress import Progress
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -15,30 +15,30 @@ from memlab.metering.cycles import no_cycle_collection
 from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
-from .observers import attempt, metered, tracked, truth_of
-from .plans import Builder, Plan, chosen_kinds
+from .observers import attempt, measured, reference_of, tracked
+from .plans import Builder, MeterPlan, chosen_kinds
 from .tallies import Off, as_rows, at_worst, bullets, grouped, in_words, tallies, tally
 
 
 @dataclass(frozen=True)
 class DryRunRow:
-    """One kind of step without memory, against the same step with."""
+    """A dry run of one kind of step, compared with the real step."""
 
     kind: str
-    peak_bytes: int  # of the real step, unwatched
+    peak_bytes: int  # of the real step without the meter
     memlab: Off
-    equal_events: bool  # to those of the real step under the meter
-    unlike: list[str]  # operators that allocate other bytes than in the real step
+    equal_events: bool  # same events as the measured real step
+    unlike: list[str]  # operators that allocate other sizes than in the real step
     mem_tracker: Off
-    needs_resets: bool  # see Tracked
-    mem_tracker_unlike: list[str]  # the same under FakeTensorMode alone
+    needs_resets: bool  # see MemTrackerAnswer
+    mem_tracker_unlike: list[str]  # the same, under FakeTensorMode alone
 
 
 def dry_run_of(kind: str, build: Builder) -> DryRunRow:
-    peak_bytes = truth_of(build).peak_bytes
-    real = metered(build)
-    dry = attempt(lambda: metered_inside(memlab.dry_run(), build))
-    fake = attempt(lambda: metered_inside(FakeTensorMode(), build))
+    peak_bytes = reference_of(build).peak_bytes
+    real = measured(build)
+    dry = attempt(lambda: measured_inside(memlab.dry_run(), build))
+    fake = attempt(lambda: measured_inside(FakeTensorMode(), build))
     mem_tracker = tracked(build, peak_bytes, FakeTensorMode, FakeTensor)
     return DryRunRow(
         kind=kind,
@@ -52,13 +52,13 @@ def dry_run_of(kind: str, build: Builder) -> DryRunRow:
     )
 
 
-def metered_inside(mode: AbstractContextManager[Any], build: Builder) -> Trace:
+def measured_inside(mode: AbstractContextManager[Any], build: Builder) -> Trace:
     with mode:
-        return metered(build)
+        return measured(build)
 
 
 def unlike(trace: Trace, other: Trace) -> list[str]:
-    """The operators that allocate other bytes in one trace than in the other."""
+    """Return the operators whose allocated bytes differ between two traces."""
     ours, theirs = allocated_by_operator(trace), allocated_by_operator(other)
     return sorted(op for op in ours | theirs if ours[op] != theirs[op])
 
@@ -72,15 +72,17 @@ def allocated_by_operator(trace: Trace) -> Counter[str]:
 
 
 def in_order(trace: Trace) -> list[Event]:
-    """The events, storages numbered from 0, frees between two allocations sorted: which of
-    several storages dies first is Python's affair and changes no peak."""
+    """Return events with storages renumbered and consecutive frees sorted.
+
+    Python decides the order of consecutive frees; it does not change the peak.
+    """
     numbers: dict[int, int] = {}
     events = [e._replace(storage=numbers.setdefault(e.storage, len(numbers))) for e in trace.events]
     runs = groupby(events, key=lambda event: event.bytes < 0)
     return [e for frees, run in runs for e in (sorted(run) if frees else run)]
 
 
-def dry_runs(plan: Plan, bar: Progress) -> Report:
+def dry_runs(plan: MeterPlan, bar: Progress) -> SectionReport:
     rows = []
     for kind, build in bar.track(chosen_kinds(plan).items(), description="dry-run"):
         with no_cycle_collection():
@@ -89,14 +91,14 @@ def dry_runs(plan: Plan, bar: Progress) -> Report:
     theirs = tally((row.mem_tracker, row.peak_bytes) for row in rows)
     equal = sum(row.equal_events for row in rows)
     sentence = (
-        f"A dry run, which takes no memory, has every event of the real step in {equal} of "
-        f"{len(rows)} kinds, differs in {ours.answers - equal}{at_worst(ours)} and "
-        f"refuses {len(rows) - ours.answers}; MemTracker under FakeTensorMode answers in "
-        f"{theirs.answers} and has the real peak in {theirs.exact}{at_worst(theirs)}."
+        f"A dry run has the same events as the real step in {equal} of {len(rows)} kinds, differs "
+        f"in {ours.answers - equal}{at_worst(ours)} and refuses {len(rows) - ours.answers}. "
+        f"MemTracker under FakeTensorMode answers for {theirs.answers} and has the real peak in "
+        f"{theirs.exact}{at_worst(theirs)}."
     )
     summary = tallies({"memlab, dry run": ours, "MemTracker, FakeTensorMode": theirs})
     parts = [summary, dry_run_table(rows), dry_run_notes(rows)]
-    return Report(sentence, "\n\n".join(parts), as_rows(rows))
+    return SectionReport(sentence, "\n\n".join(parts), as_rows(rows))
 
 
 def dry_run_table(rows: list[DryRunRow]) -> str:
@@ -119,7 +121,7 @@ def dry_run_table(rows: list[DryRunRow]) -> str:
 
 
 def dry_run_notes(rows: list[DryRunRow]) -> str:
-    """Why a figure is off: which operators' results are of another size on fake tensors."""
+    """Explain errors by operators that allocate other sizes on fake tensors."""
     ours = {row.kind: in_short(row.unlike) for row in rows if row.memlab or row.unlike}
     theirs = {
         row.kind: in_short(row.mem_tracker_unlike)
@@ -138,5 +140,5 @@ def in_short(operators: list[str]) -> str:
     if not operators:
         return "the same as on real tensors"
     if len(operators) > 3:
-        return f"{len(operators)} operators allocate other bytes: values decide which ones run"
-    return f"other bytes than in the real step by {', '.join(f'`{op}`' for op in operators)}"
+        return f"{len(operators)} operators allocate other sizes: values decide which operators run"
+    return f"other sizes than in the real step: {', '.join(f'`{op}`' for op in operators)}"

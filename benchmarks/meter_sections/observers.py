@@ -1,4 +1,4 @@
-"""The truth about a step that nobody watched, and the two observers that are held against it."""
+"""The allocator's record as reference, and the two observers to compare with it."""
 
 import gc
 import warnings
@@ -26,15 +26,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Truth:
-    """The second step of a kind, unwatched; the first has made the optimizer's state."""
+class Reference:
+    """The allocator's record of a second step; the first step creates the optimizer state."""
 
     recording: AllocatorRecording
-    alive_bytes: int  # when it begins
+    alive_bytes: int  # at the beginning of the step
 
     @property
     def peak_bytes(self) -> int:
-        """Over what was alive and what operators return."""
+        """Return the peak without scratch."""
         return self.alive_bytes + result_peak_bytes(self.recording)
 
     @property
@@ -43,8 +43,8 @@ class Truth:
 
 
 @cache
-def truth_of(build: Builder) -> Truth:
-    build()  # imports, and what torch keeps for good, belong to no step
+def reference_of(build: Builder) -> Reference:
+    build()  # imports and torch's caches do not belong to the step
     kept = []
 
     def first_step() -> None:
@@ -52,13 +52,13 @@ def truth_of(build: Builder) -> Truth:
         kept[0][0]()
 
     alive_bytes = record(first_step).live_bytes
-    return Truth(recorded(build), alive_bytes)
+    return Reference(recorded(build), alive_bytes)
 
 
 def recorded(
     build: Builder, around: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> AllocatorRecording:
-    """The second step, inside `around()`, as the allocator has it."""
+    """Record the second step inside `around()` with the profiler."""
     step, _, _ = build()
 
     def run() -> None:
@@ -69,7 +69,7 @@ def recorded(
 
 
 def result_peak_bytes(recording: AllocatorRecording) -> int:
-    """The peak over the blocks that outlive their operators, above what was alive before."""
+    """Return the peak of operators' results, beyond the bytes alive before the step."""
     sizes = (event.bytes for event in recording.events if event.kind == "result")
     return max(accumulate(sizes, initial=0))
 
@@ -78,18 +78,18 @@ def results(recording: AllocatorRecording) -> Counter[int]:
     return Counter(e.bytes for e in recording.events if e.kind == "result" and e.bytes > 0)
 
 
-class Nothing(TorchDispatchMode):
-    """A mode that does nothing but be there, which alone changes what autograd does."""
+class EmptyMode(TorchDispatchMode):
+    """A dispatch mode without effect; its presence alone changes autograd's allocations."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-# ------------------------------------------------------------------ the two observers
+# ------------------------------------------------------------------ observers
 
 
-def metered(build: Builder) -> Trace:
-    """The second step under memlab's meter."""
+def measured(build: Builder) -> Trace:
+    """Measure the second step with memlab."""
     step, model, optimizer = build()
     step()
     return memlab.measure(step, model=model, optimizer=optimizer)
@@ -100,15 +100,15 @@ def tracked_peak_bytes(
     tensors: type[Tensor],
     around: Callable[[MemTracker], AbstractContextManager[Any]],
 ) -> int:
-    """The peak of the second step as MemTracker has it, all tensors alive registered with it."""
-    from_before = living(tensors)
+    """Return MemTracker's peak of the second step, with all live tensors registered."""
+    existing = living(tensors)
     step, model, optimizer = build()
     step()
-    known = set(map(id, from_before))
+    known = set(map(id, existing))
     others = [tensor for tensor in living(tensors) if id(tensor) not in known]
     tracker = MemTracker()
     tracker.track_external(*others, optimizer, model)
-    del others, from_before
+    del others, existing
     with warnings.catch_warnings(), around(tracker), tracker:
         warnings.simplefilter("ignore")
         step()
@@ -116,13 +116,13 @@ def tracked_peak_bytes(
 
 
 def living(tensors: type[Tensor]) -> list[Tensor]:
-    """All tensors of a type that Python knows of."""
+    """Return all live tensors of a type."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), tensors)]
 
 
 @contextmanager
 def reset_before_each_call(tracker: MemTracker) -> Iterator[None]:
-    """What MemTracker's error message advises where a model is called more than once."""
+    """Reset MemTracker before each call of the model, as its error message advises."""
     depth = 0
 
     def enter(*_: Any) -> None:
@@ -147,10 +147,10 @@ def reset_before_each_call(tracker: MemTracker) -> Iterator[None]:
 
 
 CALLED_AGAIN = "the model is called more than once"
-# A part of an error's message, and what it means in the words of somebody who trains.
+# Fragments of error messages, and short explanations.
 REFUSALS = {
     "multiple iterative calls": CALLED_AGAIN,
-    "KeyError: <weakref": CALLED_AGAIN,  # a hook of the first call finds its statistics reset
+    "KeyError: <weakref": CALLED_AGAIN,  # a hook of the first call misses its statistics
     "_will_engine_execute_node": "`torch.autograd.grad` in the step",
     "SparseTensorImpl": "sparse tensors",
     "makes a sparse tensor": "sparse tensors",
@@ -165,23 +165,23 @@ REFUSALS = {
 
 
 def attempt(measure: Callable[[], T]) -> T | str:
-    """What `measure()` returns, or why it does not."""
+    """Return `measure()`, or why it failed."""
     try:
         return measure()
     except Exception as error:
-        return in_a_phrase(error)
+        return explanation_of(error)
 
 
-def in_a_phrase(error: Exception) -> str:
-    """The error in the words of REFUSALS; an unknown one by its first line."""
+def explanation_of(error: Exception) -> str:
+    """Return the explanation from REFUSALS, or the error's first line."""
     text = f"{type(error).__name__}: {error}"
     phrases = (phrase for fragment, phrase in REFUSALS.items() if fragment in text)
     return next(phrases, text.splitlines()[0])
 
 
 @dataclass(frozen=True)
-class Tracked:
-    """MemTracker's answer."""
+class MemTrackerAnswer:
+    """MemTracker's error in bytes, or why it refused."""
 
     figure: Off
     needs_resets: bool  # it refused until its statistics were reset before each call
@@ -189,17 +189,17 @@ class Tracked:
 
 def tracked(
     build: Builder,
-    truth_bytes: int,
+    reference_bytes: int,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     tensors: type[Tensor] = Tensor,
-) -> Tracked:
-    """MemTracker used plainly; with resets where the model is called more than once."""
+) -> MemTrackerAnswer:
+    """Run MemTracker, with resets if it refuses because the model is called more than once."""
 
     def figure(around: Callable[[MemTracker], AbstractContextManager[Any]]) -> int:
         with inside():
-            return tracked_peak_bytes(build, tensors, around) - truth_bytes
+            return tracked_peak_bytes(build, tensors, around) - reference_bytes
 
     plainly = attempt(lambda: figure(nullcontext))
     if plainly != CALLED_AGAIN:
-        return Tracked(plainly, needs_resets=False)
-    return Tracked(attempt(lambda: figure(reset_before_each_call)), needs_resets=True)
+        return MemTrackerAnswer(plainly, needs_resets=False)
+    return MemTrackerAnswer(attempt(lambda: figure(reset_before_each_call)), needs_resets=True)

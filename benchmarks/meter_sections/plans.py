@@ -1,4 +1,4 @@
-"""What is run: how much of it, on which kinds of step, and the language model among them."""
+"""Sizes and kinds of step, and the language model among them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Built = tuple[Step, nn.Module, Any]
 Builder = Callable[[], Built]
 
 
-class Size(NamedTuple):
+class ModelSize(NamedTuple):
     """A language model and its batch."""
 
     preset: str
@@ -29,34 +29,34 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How much is run."""
+class MeterPlan:
+    """Sizes of the benchmark."""
 
-    kinds: tuple[str, ...] | None  # None: all
-    real: Size
-    dry: Size
+    kinds: tuple[str, ...] | None  # None for all
+    real: ModelSize
+    dry: ModelSize
     rounds: int
     rounds_of_mem_tracker: int
 
 
-FULL = Plan(
+FULL = MeterPlan(
     kinds=None,
-    real=Size("25m", 4, 256, "float32"),
-    dry=Size("llama-2-7b", 1, 2048, "bfloat16"),
+    real=ModelSize("25m", 4, 256, "float32"),
+    dry=ModelSize("llama-2-7b", 1, 2048, "bfloat16"),
     rounds=7,
     rounds_of_mem_tracker=2,
 )
-QUICK = Plan(
+QUICK = MeterPlan(
     kinds=("mlp", "fan_out", "generator_and_critic", "recommender_sparse_gradients"),
-    real=Size("tiny", 2, 32, "float32"),
-    dry=Size("tiny", 2, 32, "bfloat16"),
+    real=ModelSize("tiny", 2, 32, "float32"),
+    dry=ModelSize("tiny", 2, 32, "bfloat16"),
     rounds=2,
     rounds_of_mem_tracker=1,
 )
 
 
-def language_model(size: Size) -> Built:
-    """A training step of a model of this size."""
+def language_model(size: ModelSize) -> Built:
+    """Return a training step of a language model."""
     torch.manual_seed(0)
     config = PRESETS[size.preset]
     model = GPT(config, dtype=getattr(torch, size.dtype))
@@ -71,8 +71,8 @@ def language_model(size: Size) -> Built:
     return step, model, optimizer
 
 
-def chosen_kinds(plan: Plan) -> dict[str, Builder]:
-    """The tests' kinds, which are small, and one of the size that people train on a CPU."""
+def chosen_kinds(plan: MeterPlan) -> dict[str, Builder]:
+    """Return the small kinds of the tests, and a language model of realistic size."""
     kinds = kinds_of_steps().KINDS
     chosen = {name: kinds[name] for name in plan.kinds or kinds}
     return {**chosen, f"gpt_{plan.real.preset}": partial(language_model, plan.real)}

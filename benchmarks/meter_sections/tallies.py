@@ -1,4 +1,4 @@
-"""How far observers are off, counted and in words."""
+"""Summaries of observers' errors."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -6,24 +6,24 @@ from typing import Any
 
 from common import table
 
-Off = int | str  # bytes above the truth, or why there is no figure
+Off = int | str  # error in bytes, or why there is no figure
 
 CLOSE = 0.0005  # "within 0.05 %"
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How an observer fares over many kinds of step."""
+    """An observer's results over many kinds of step."""
 
     answers: int
     exact: int
     close: int  # within 0.05 %
-    worst: float  # share of the truth
+    worst: float  # relative to the reference
 
 
 def tally(figures: Iterable[tuple[Off, int]]) -> Tally:
-    """Of (bytes off, the truth) for each kind of step."""
-    shares = [figure / truth for figure, truth in figures if isinstance(figure, int)]
+    """Summarize (error, reference) pairs, in bytes."""
+    shares = [figure / reference for figure, reference in figures if isinstance(figure, int)]
     return Tally(
         answers=len(shares),
         exact=sum(share == 0 for share in shares),
@@ -33,7 +33,7 @@ def tally(figures: Iterable[tuple[Off, int]]) -> Tally:
 
 
 def tallies(named: dict[str, Tally]) -> str:
-    header = ("peak", "answers", "exact to the byte", "within 0.05 %", "at worst")
+    header = ("peak", "answers", "exact to the byte", "within 0.05 %", "worst")
     return table(
         header,
         [
@@ -44,18 +44,18 @@ def tallies(named: dict[str, Tally]) -> str:
 
 
 def at_worst(tally: Tally) -> str:
-    return f" (at worst {percent(tally.worst)})" if tally.worst else ""
+    return f" (worst {percent(tally.worst)})" if tally.worst else ""
 
 
 def percent(share: float) -> str:
     return f"{share:+.3%}".replace("%", " %") if share else "0"
 
 
-def in_words(figure: Off, truth_bytes: int, needs_resets: bool = False) -> str:
-    """`exact`, `+4.008 %`, or why there is no figure."""
+def in_words(figure: Off, reference_bytes: int, needs_resets: bool = False) -> str:
+    """Return `exact`, a relative error, or why there is no figure."""
     if isinstance(figure, str):
         return f"refuses: {figure}"
-    words = percent(figure / truth_bytes) if figure else "exact"
+    words = percent(figure / reference_bytes) if figure else "exact"
     return f"{words}, with resets" if needs_resets else words
 
 
@@ -64,7 +64,7 @@ def as_rows(rows: Iterable[Any]) -> dict[str, Any]:
 
 
 def grouped(who: str, reasons: dict[str, str]) -> list[str]:
-    """One line for each reason, with the kinds of step that it holds for."""
+    """Return one line for each reason, with the kinds of step it applies to."""
     kinds: dict[str, list[str]] = {}
     for kind, reason in reasons.items():
         kinds.setdefault(reason, []).append(kind)

@@ -1,17 +1,18 @@
-"""Families of vision models: the peak of a dry run against that of the real step.
+"""Families of vision models: peaks of dry runs against real steps.
 
     pip install torchvision timm        # builds that match your torch
     python benchmarks/trainings/families.py [--only regnet --only convnext] [--library timm]
 
-One model of each family in torchvision and timm, the smallest or close to it, with random weights:
-nothing is downloaded. The second training step of each (forward, backward, SGD with momentum, a
-batch of 2) is measured for real and in a dry run. Both peaks must agree to the byte. The last
-column says whether every allocation agrees, too. Where it says no, the model writes in place to a
-view that has gradients: backward on real tensors then makes one more tensor, a short-lived one that
-no peak holds (LOG.md, 2026-11-23). torchvision's detection models are left out: how many boxes they
-propose depends on the weights. So are its quantized ones, which do not train.
+Takes one model of each family in torchvision and timm, the smallest or close to it, with random
+weights; nothing is downloaded. Measures the second training step (forward, backward, SGD with
+momentum, batch size 2) for real and in a dry run. Both peaks must agree to the byte. The last
+column says whether all allocations agree as well. They differ for models that write in place to
+views with gradients: backward on real tensors then makes one more temporary tensor, which does not
+affect the peak (LOG.md, "Fake tensors and dry runs"). torchvision's detection models are left out
+because the number of boxes depends on the weights, and its quantized models because they do not
+train.
 
-Prints Markdown, and writes `benchmarks/results/<machine>.json` where every family was run.
+Prints Markdown and writes `benchmarks/results/<machine>.json` if every family ran.
 """
 
 import argparse
@@ -40,22 +41,21 @@ from memlab.units import format_bytes
 BATCH = 2
 IMAGE = (3, 224, 224)
 
-# By library and name: arguments of the constructor, and `inputs` where they are not those that the
-# model names, or IMAGE.
+# Constructor arguments by library and name. `inputs` overrides the model's input size or IMAGE.
 MODELS = Path(__file__).with_suffix(".json")
 
 
-class Case(NamedTuple):
+class FamilyCase(NamedTuple):
     """A model, and how to build it."""
 
     library: str
     name: str
     build: Callable[[], nn.Module]
-    inputs: list[list[int]] | None  # without the batch; None where the model says
+    inputs: list[list[int]] | None  # without the batch; None for the model's default
 
 
-class Row(NamedTuple):
-    """What was found: two peaks, or why there are none."""
+class FamilyRow(NamedTuple):
+    """The two peaks, or an error."""
 
     library: str
     name: str
@@ -72,8 +72,8 @@ class Row(NamedTuple):
 # ------------------------------------------------------------------ models
 
 
-def cases(library: str) -> Iterator[Case]:
-    """The models of a library, which has to be installed."""
+def cases(library: str) -> Iterator[FamilyCase]:
+    """Yield the models of an installed library."""
     module = importlib.import_module("torchvision.models" if library == "torchvision" else "timm")
     create = module.get_model if library == "torchvision" else module.create_model
     for name, given in json.loads(MODELS.read_text(encoding="utf-8"))[library].items():
@@ -83,11 +83,11 @@ def cases(library: str) -> Iterator[Case]:
         def build(name: str = name, options: dict[str, Any] = options) -> nn.Module:
             return create(name, **options)
 
-        yield Case(library, name, build, inputs)
+        yield FamilyCase(library, name, build, inputs)
 
 
-def step_of(case: Case) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
-    """A training step, built from seed 0."""
+def step_of(case: FamilyCase) -> tuple[Callable[[], None], nn.Module, torch.optim.Optimizer]:
+    """Build a training step from seed 0."""
     torch.manual_seed(0)
     model = case.build().train()
     shapes = case.inputs or [getattr(model, "default_cfg", {}).get("input_size", IMAGE)]
@@ -103,31 +103,31 @@ def step_of(case: Case) -> tuple[Callable[[], None], nn.Module, torch.optim.Opti
     return step, model, optimizer
 
 
-# ------------------------------------------------------------------ both runs
+# ------------------------------------------------------------------ comparison
 
 
-def compared(case: Case) -> Row:
-    """The second step, real and dry."""
+def compared(case: FamilyCase) -> FamilyRow:
+    """Measure the second step, real and dry."""
     traces = []
     try:
-        for surroundings in (nullcontext(), memlab.dry_run()):
-            with surroundings:
+        for context in (nullcontext(), memlab.dry_run()):
+            with context:
                 step, model, optimizer = step_of(case)
                 step()
                 traces.append(memlab.measure(step, model=model, optimizer=optimizer))
                 del step, model, optimizer
     except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
         run = "the real step" if not traces else "the dry run"
-        return Row(case.library, case.name, error=f"{run}: {str(error).splitlines()[0]}")
+        return FamilyRow(case.library, case.name, error=f"{run}: {str(error).splitlines()[0]}")
     real, dry = traces
     same = allocations(real) == allocations(dry)
-    return Row(case.library, case.name, real.peak_bytes, dry.peak_bytes, same)
+    return FamilyRow(case.library, case.name, real.peak_bytes, dry.peak_bytes, same)
 
 
 def allocations(trace: Trace) -> list[list[tuple[Any, ...]]]:
-    """Bytes, operator and storage of each event, with storages numbered as they appear.
+    """Return bytes, operator and storage of each event, with storages renumbered.
 
-    Of several storages that die between two operators, Python decides which dies first.
+    Consecutive frees are sorted, because Python decides their order.
     """
     numbers: dict[int, int] = {}
 
@@ -139,14 +139,14 @@ def allocations(trace: Trace) -> list[list[tuple[Any, ...]]]:
     return [sorted(run) if frees else list(run) for frees, run in runs]
 
 
-# ------------------------------------------------------------------ the script
+# ------------------------------------------------------------------ the command
 
 
 def main() -> int:
     set_environment()
     options = arguments()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of the models' own
+    warnings.simplefilter("ignore")  # from the models
     chosen = []
     for library in options.library or ("torchvision", "timm"):
         try:
@@ -162,7 +162,7 @@ def main() -> int:
     return 0 if all(row.is_exact for row in rows) else 1
 
 
-def run(chosen: list[Case]) -> list[Row]:
+def run(chosen: list[FamilyCase]) -> list[FamilyRow]:
     rows = []
     with progress() as bar:
         for case in bar.track(chosen, description="models"):
@@ -179,11 +179,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wanted(case: Case, names: list[str] | None) -> bool:
+def wanted(case: FamilyCase, names: list[str] | None) -> bool:
     return names is None or any(name in case.name for name in names)
 
 
-def report(rows: list[Row]) -> str:
+def report(rows: list[FamilyRow]) -> str:
     exact = sum(row.is_exact for row in rows)
     same = sum(row.same_events for row in rows)
     lines = [
@@ -195,7 +195,7 @@ def report(rows: list[Row]) -> str:
         )
         for row in rows
     ]
-    header = ("model", "real peak", "dry run, bytes more", "same allocations")
+    header = ("model", "real peak", "dry run − real, bytes", "same allocations")
     summary = f"{exact} of {len(rows)} peaks are exact; {same} steps have the same allocations."
     title = heading("Families of vision models, dry run against real step")
     return f"{title}\n\n{summary}\n\n{table(header, lines)}"

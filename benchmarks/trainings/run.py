@@ -1,21 +1,21 @@
-"""Sixty trainings as their packages' documentation writes them: measured, run dry and predicted.
+"""Measure, dry-run and predict sixty trainings taken from their packages' documentation.
 
     pip install -e .[trainings]     # with builds of torchvision that match your torch
     python benchmarks/trainings/run.py [--only gcn --only lora] [--list]
 
-The models are tiny, their weights random, and nothing is downloaded. Each training runs in a
-process of its own. Of its second step (a whole `train()`, `fit()` or `learn()` where the package
-keeps the loop to itself) four peaks are taken:
+The models are tiny with random weights, and nothing is downloaded. Each training runs in its own
+process. The script takes four peaks of its second step (or of a whole `train()`, `fit()` or
+`learn()` if the package owns the loop):
 
-    recorded    by torch's profiler: the CPU allocator's own record, model and optimizer included
-    measured    by memlab, with the scratch of kernels that only the record shows; without it where
-                recorded and measured step differ (other random choices, threads of a backend)
-    dry run     without computing anything; held against the measured step, less that scratch
-    predicted   for CUDA; whether it runs, since no GPU is here to compare with
+    recorded    torch's profiler record of the CPU allocator, model and optimizer included
+    measured    memlab, plus the kernels' scratch from the record. Scratch is left out if the
+                recorded and the measured step differ (random choices, threads of a backend)
+    dry run     compared with the measured step without scratch
+    predicted   for CUDA. Only checks that the prediction runs: there is no GPU to compare with
 
-Where a dry run refuses a size that depends on values, it is repeated with `assume="most"`, and the
-row says so: that is an upper bound. Prints Markdown, and writes `benchmarks/results/<machine>.json`
-where every training was run.
+If a dry run refuses a size that depends on values, it is repeated with `assume="most"`, and the row
+is marked as an upper bound. Prints Markdown and writes `benchmarks/results/<machine>.json` if every
+training ran.
 """
 
 import argparse
@@ -45,27 +45,27 @@ from memlab.units import format_bytes
 
 HERE = Path(__file__).parent
 MODULES = ("plain_torch", "language_models", "images", "others")
-LIMIT_S = 300  # of one training, all four runs
-TOLERANCE = 0.0005  # a difference beyond is told in the summary
+LIMIT_S = 300  # time limit of one training with all four runs
+TOLERANCE = 0.0005  # for the summary
 _ANSWER = "answer: "
 Training = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
 
 
-class Row(NamedTuple):
-    """What was found: peaks in bytes, or in their place a sentence."""
+class TrainingRow(NamedTuple):
+    """Peaks in bytes, or error messages."""
 
     module: str
     name: str
     recorded: int | str = ""
     measured: int | str = ""
-    traced: int | str = ""  # measured, less the scratch of kernels
+    traced: int | str = ""  # measured without scratch
     dry: int | str = ""
     predicted: int | str = ""
     assumed: bool = False
     seconds: float = 0.0
 
     def difference(self, column: str) -> float | None:
-        """Of what was measured to the record, of the dry run to the measured step; a fraction."""
+        """Return the relative error: measured to recorded, dry run to measured."""
         peak = getattr(self, column)
         truth = self.traced if column == "dry" else self.recorded
         if isinstance(peak, str) or isinstance(truth, str) or not truth:
@@ -83,16 +83,16 @@ def built(training: Training) -> tuple[Callable[[], Any], torch.nn.Module | None
 
 
 def peaks_of(training: Training) -> dict[str, Any]:
-    """The four peaks; the sentence of the error where one of them cannot be taken."""
+    """Return the four peaks, or error messages in their place."""
     found: dict[str, Any] = {}
     recording = None
-    with contextlib.suppress(Exception):  # what it imports makes constants of its own
+    with contextlib.suppress(Exception):  # imports may create constants
         built(training)
-    with _told(found, "recorded"):
+    with _errors_in(found, "recorded"):
         recording = recorded(training)
         found["recorded"] = recording.bytes_at_start + recording.peak_bytes
     gc.collect()
-    with _told(found, "measured"):
+    with _errors_in(found, "measured"):
         trace = measured(training)
         found["measured"] = found["traced"] = trace.peak_bytes
         with contextlib.suppress(ValueError):  # the steps differ
@@ -100,15 +100,15 @@ def peaks_of(training: Training) -> dict[str, Any]:
                 found["measured"] = with_workspace(trace, recording).peak_bytes
     gc.collect()
     for column, run in (("dry", dry), ("predicted", predicted)):
-        with _told(found, column):
-            found[column], assumed = with_an_assumption_if_need_be(run, training)
+        with _errors_in(found, column):
+            found[column], assumed = with_assumption_if_needed(run, training)
             found["assumed"] = found.get("assumed", False) or assumed
         gc.collect()
     return found
 
 
 @contextlib.contextmanager
-def _told(found: dict[str, Any], column: str) -> Iterator[None]:
+def _errors_in(found: dict[str, Any], column: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -146,11 +146,11 @@ def predicted(training: Training, assume: str | None) -> int:
 
 
 def _plain(optimizer: Any) -> Any:
-    """accelerate's wrapper holds the optimizer itself."""
+    """Return the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def with_an_assumption_if_need_be(
+def with_assumption_if_needed(
     run: Callable[[Training, str | None], int], training: Training
 ) -> tuple[int, bool]:
     try:
@@ -165,14 +165,14 @@ def with_an_assumption_if_need_be(
 
 
 def trainings(module: str) -> list[str]:
-    """The names of a module's trainings, in order; nothing is imported."""
+    """Return the names of a module's trainings without importing it."""
     lines = (HERE / "cases" / f"{module}.py").read_text(encoding="utf-8").splitlines()
     names = [line[4:].partition("(")[0] for line in lines if line.startswith("def ")]
     return [name for name in names if not name.startswith("_")]
 
 
-def in_a_process(module: str, name: str) -> Row:
-    """The training's row, from a process that runs it alone."""
+def in_subprocess(module: str, name: str) -> TrainingRow:
+    """Run a training in its own process and return its row."""
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -189,7 +189,7 @@ def in_a_process(module: str, name: str) -> Row:
             found = {"recorded": (done.stderr.strip().splitlines() or ["ended"])[-1][:300]}
     except subprocess.TimeoutExpired:
         found = {"recorded": f"took more than {LIMIT_S} s"}
-    return Row(module, name, **found, seconds=round(time.monotonic() - start, 1))
+    return TrainingRow(module, name, **found, seconds=round(time.monotonic() - start, 1))
 
 
 def main() -> int:
@@ -209,7 +209,7 @@ def main() -> int:
     rows = []
     with progress() as bar:
         for module, name in bar.track(chosen, description="trainings"):
-            rows.append(in_a_process(module, name))
+            rows.append(in_subprocess(module, name))
     print(report(rows))
     if options.only is None:
         save(options.results, "trainings", "trainings", {"rows": [row._asdict() for row in rows]})
@@ -218,12 +218,12 @@ def main() -> int:
 
 def run_one(given: str) -> int:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the packages' own
+    warnings.simplefilter("ignore")  # from the packages
     module, _, name = given.partition(":")
     sys.path.insert(0, str(HERE / "cases"))
     found = peaks_of(getattr(importlib.import_module(module), name))
     print(_ANSWER + json.dumps(found), flush=True)
-    os._exit(0)  # process groups and workers wait for nobody
+    os._exit(0)  # do not wait for process groups and workers
 
 
 def arguments() -> argparse.Namespace:
@@ -231,7 +231,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", metavar="NAME", help="trainings whose name contains this"
     )
-    parser.add_argument("--list", action="store_true", help="name the trainings, run none")
+    parser.add_argument("--list", action="store_true", help="list the trainings and exit")
     parser.add_argument("--run", metavar="MODULE:NAME", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -239,13 +239,13 @@ def arguments() -> argparse.Namespace:
 # ------------------------------------------------------------------ the report
 
 
-def report(rows: list[Row]) -> str:
+def report(rows: list[TrainingRow]) -> str:
     header = ("training", "recorded", "measured", "dry run", "predicted for CUDA")
     title = heading("Trainings, against the allocator's own record")
     return f"{title}\n\n{summary(rows)}\n\n{table(header, map(cells, rows))}"
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[TrainingRow]) -> str:
     sentences = []
     for column, words in (("measured", "measured"), ("dry", "run dry")):
         differences = [row.difference(column) for row in rows if not row.assumed]
@@ -258,11 +258,11 @@ def summary(rows: list[Row]) -> str:
     predicted = sum(isinstance(row.predicted, int) for row in rows)
     assumed = sum(row.assumed for row in rows)
     return "; ".join(
-        [*sentences, f"{predicted} of {len(rows)} can be predicted, {assumed} by an assumption"]
+        [*sentences, f"{predicted} of {len(rows)} can be predicted, {assumed} with an assumption"]
     )
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: TrainingRow) -> tuple[str, ...]:
     mark = " (upper bound)" if row.assumed else ""
     return (
         f"{row.name}{mark}",
@@ -273,7 +273,7 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _beside(row: Row, column: str) -> str:
+def _beside(row: TrainingRow, column: str) -> str:
     difference = row.difference(column)
     if difference is None:
         return str(getattr(row, column))

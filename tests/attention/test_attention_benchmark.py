@@ -31,8 +31,10 @@ def run(folder, *words):
         ("full", 0.7, "missed"),
     ],
 )
-def test_the_aims_are_fractions_of_the_reference_time(mask, seconds, verdict):
-    row = benchmark.Times(mask, {"score matrix": [1.0, 2.0], "tiles": [seconds, 2 * seconds]})
+def test_the_aims_are_shares_of_the_time_by_way_of_the_score_matrix(mask, seconds, verdict):
+    row = benchmark.AttentionTimes(
+        mask, {"score matrix": [1.0, 2.0], "tiles": [seconds, 2 * seconds]}
+    )
     assert row.verdict == verdict
 
 

@@ -32,26 +32,24 @@ def run(folder, *words):
 
 def found_with(ours, outer, theirs, peak):
     seconds = {OURS: [ours], OUTER: [outer], THEIRS: [theirs]}
-    return {benchmark.TASKS[0]: benchmark.Costs(seconds, {OURS: peak})}
+    return {benchmark.TASKS[0]: benchmark.SynthesisCosts(seconds, {OURS: peak})}
 
 
 @pytest.mark.parametrize(
     ("outer", "theirs", "peak", "buffers", "missed"),
     [
         (2.0, 2.0, 2**26, 12 * 2**20, []),
-        (1.9, 2.0, 2**26, 12 * 2**20, ["time of snapshots outside"]),
+        (1.9, 2.0, 2**26, 12 * 2**20, ["time of loop over snapshots"]),
         (2.0, 1.9, 2**26, 12 * 2**20, ["time of ema-pytorch"]),
         (2.0, 2.0, 2**26 + 1, 12 * 2**20, ["anonymous memory"]),
         (2.0, 2.0, 2**26, 12 * 2**20 + 1, ["buffers"]),
     ],
 )
-def test_the_aims_are_half_the_time_and_the_bytes_of_the_buffers(
-    outer, theirs, peak, buffers, missed
-):
+def test_the_goals_are_half_the_time_and_a_memory_limit(outer, theirs, peak, buffers, missed):
     found = found_with(1.0, outer, theirs, peak)
-    aims = benchmark.aims(found, {benchmark.TASKS[0]: buffers})
-    assert len(aims) == 4
-    assert [what.split(": ")[1] for what, *_, verdict in aims if verdict == "missed"] == missed
+    goals = benchmark.goals(found, {benchmark.TASKS[0]: buffers})
+    assert len(goals) == 4
+    assert [what.split(": ")[1] for what, *_, verdict in goals if verdict == "missed"] == missed
 
 
 def test_tasks_are_described_in_words():
@@ -142,11 +140,11 @@ def test_pruning_names_each_choice(quick, tmp_path, capsys):
 
 def test_files_have_the_bytes_of_their_encodings(quick, tmp_path):
     section = run(tmp_path, "--section", "files")["files"]
-    assert section["tracked_bytes"] == 2 * 4 * QUICK.numbers
+    assert section["tracked_bytes"] == 2 * 4 * QUICK.weights
     sizes = section["file_bytes"]
-    header = sizes["float32"] - 4 * QUICK.numbers
+    header = sizes["float32"] - 4 * QUICK.weights
     assert 0 < header < 1024
-    assert abs(sizes["float16"] - 2 * QUICK.numbers - header) <= 64
+    assert abs(sizes["float16"] - 2 * QUICK.weights - header) <= 64
     assert section["errors"]["float32"] == 0 < section["errors"]["float16"] < 5e-4
 
 

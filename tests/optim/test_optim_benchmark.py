@@ -10,7 +10,7 @@ from memlab.optim import AdamW
 
 benchmark = script("optim")
 
-PLAN = benchmark.Plan(
+PLAN = benchmark.OptimizerSizes(
     timed=2**13, followed=2**13, steps=3, spreads=(1.0,), idle_steps=5, rounds=1, threads=(1,)
 )
 TORCHS = benchmark.CONTENDERS[benchmark.LOOP]
@@ -29,14 +29,14 @@ WILD = benchmark.of_ours(Wild)
 
 def test_torchs_adamw_drifts_from_itself_by_nothing():
     assert benchmark.drift(TORCHS, PLAN) == 0
-    assert benchmark.idle_way(TORCHS, PLAN) == 0
+    assert benchmark.idle_movement(TORCHS, PLAN) == 0
 
 
 def test_a_weight_that_goes_astray_shows_up_in_each_column():
     """30 · lr after three steps, of a way of about √8192 · 3 · lr / 2."""
     assert 0.1 < benchmark.drift(WILD, PLAN) < 0.3
     assert 9 < benchmark.longest_steps(WILD, PLAN)[1.0] < 11.1
-    assert benchmark.idle_way(WILD, PLAN) == pytest.approx(50, rel=1e-5)
+    assert benchmark.idle_movement(WILD, PLAN) == pytest.approx(50, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_on_the_way_is_the_root_that_adamw_makes():
 
 def test_a_tensor_subclass_is_the_tensors_that_it_is_made_of():
     contender = benchmark.CONTENDERS["torchao AdamW8bit"]
-    if not contender.is_there:
+    if not contender.is_installed:
         pytest.skip("torchao is not installed")
     with torch.compiler.set_stance("force_eager"):
         found = benchmark.bytes_of(contender, PLAN)["state"]
@@ -76,7 +76,7 @@ def test_numbers_are_short_and_zero_is_exact():
 
 
 def test_absent_packages_are_named(monkeypatch):
-    absent = benchmark.Contender(TORCHS.build, package="no_such_package")
+    absent = benchmark.TestedOptimizer(TORCHS.build, package="no_such_package")
     monkeypatch.setattr(benchmark, "CONTENDERS", {**benchmark.CONTENDERS, "another": absent})
     assert "Not installed, and left out: no_such_package." in " ".join(benchmark.sentences({}))
 
@@ -87,7 +87,7 @@ def test_it_prints_a_line_for_each_and_writes_them(tmp_path, monkeypatch, capsys
         for name, each in benchmark.CONTENDERS.items()
         if each.package in ("torch", "bitsandbytes") or name == "torchao AdamW8bit"
     }
-    without_torchao = benchmark.Contender(TORCHS.build, package="no_such_package")
+    without_torchao = benchmark.TestedOptimizer(TORCHS.build, package="no_such_package")
     monkeypatch.setattr(benchmark, "CONTENDERS", {**ours, "torchao AdamW8bit": without_torchao})
     assert benchmark.main(["--results", str(tmp_path)], PLAN) == 0
     printed = capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_the_first_run_is_compared_with_each_other_run():
 @pytest.mark.slow
 def test_it_prints_three_tables_and_writes_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "TENSORS", (2, 8))
-    monkeypatch.setattr(benchmark, "NUMBERS", 64)
+    monkeypatch.setattr(benchmark, "ELEMENTS", 64)
     arguments = ["--rounds", "1", "--steps", "1", "--results", str(tmp_path)]
     assert benchmark.main(arguments) == 0
     printed = capsys.readouterr().out

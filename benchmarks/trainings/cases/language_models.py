@@ -1,4 +1,4 @@
-"""Models of transformers, from small configurations, in a loop or by Trainer, trl, peft."""
+"""Small transformers models, trained in a loop or with Trainer, trl and peft."""
 
 import tempfile
 
@@ -279,7 +279,7 @@ def _sentence(start, length):
 
 
 def trainer():
-    """A step is a whole `train()` of two steps."""
+    """Count a whole `train()` of two steps as one step."""
     model, tokenizer = _llama(), _tokenizer()
     data = []
     for i in range(16):
@@ -295,7 +295,7 @@ def trainer():
 
 
 def trainer_in_bfloat16():
-    """Whether it trains on a GPU, the machine says."""
+    """Train in bfloat16; the machine decides whether on a GPU."""
     model = _llama()
     data = [{"input_ids": torch.arange(20) + i, "labels": torch.arange(20) + i} for i in range(16)]
     arguments = TrainingArguments(tempfile.mkdtemp(), bf16=True, **ARGUMENTS)

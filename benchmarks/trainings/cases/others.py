@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def _lightning(**options):
-    """A step is a whole `fit` of three steps."""
+    """Count a whole `fit` of three steps as one step."""
     import lightning
 
     class Classifier(lightning.LightningModule):
@@ -44,7 +44,7 @@ def lightning_fit():
     return _lightning(accelerator="cpu")
 
 
-def lightning_on_what_is_there():
+def lightning_auto_accelerator():
     return _lightning(accelerator="auto", devices=1)
 
 
@@ -90,7 +90,7 @@ def sage():
 
 
 def ppo():
-    """A step is a `learn` of 64 steps in the environment."""
+    """Count a `learn` of 64 environment steps as one step."""
     from stable_baselines3 import PPO
 
     made = PPO("MlpPolicy", "CartPole-v1", n_steps=64, batch_size=32, n_epochs=2, device="cpu")
