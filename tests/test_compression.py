@@ -18,14 +18,14 @@ from memlab.checkpointing import checkpoint
 from memlab.compression import (
     compressed_activations,
     kind_of,
-    lowered_,
-    pack_flags,
-    raised,
+    pack_bools,
+    shift_down_,
+    shift_up,
     two_values,
-    unpack_flags,
+    unpack_bools,
 )
 from memlab.data import batches, source_bytes
-from memlab.internals.saved_tensors import Facts
+from memlab.internals.saved_tensors import TensorInfo
 from memlab.model import GPT, PRESETS, GPTConfig
 from memlab.quantize import dequantize_blockwise, quantize_blockwise
 from memlab.train import Plugs, Setting, build, dry_trace, measured
@@ -211,14 +211,14 @@ def test_a_bool_mask_takes_a_bit_a_number():
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 1000])
 def test_flags_come_back_and_take_an_eighth(n):
     flags = torch.rand(n) > 0.4
-    packed = pack_flags(flags)
+    packed = pack_bools(flags)
     assert packed.untyped_storage().nbytes() == math.ceil(n / 8)
-    assert torch.equal(unpack_flags(packed, n), flags)
+    assert torch.equal(unpack_bools(packed, n), flags)
 
 
 def test_the_first_flag_is_the_lowest_bit():
     flags = torch.tensor([1, 0, 1, 0, 0, 0, 0, 1, 1]).bool()
-    assert pack_flags(flags).tolist() == [0b1000_0101, 1]
+    assert pack_bools(flags).tolist() == [0b1000_0101, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -277,9 +277,9 @@ def test_zero_has_a_code_of_its_own_and_the_mean_of_what_is_above_is_right(bits,
     draws, generator = [], seeded(2)
     for _ in range(1000):
         q = quantize_blockwise(
-            raised(x, 256, bits), bits=bits, mode="stochastic", generator=generator
+            shift_up(x, 256, bits), bits=bits, mode="stochastic", generator=generator
         )
-        draws.append(lowered_(dequantize_blockwise(q), q.scales.float(), 256).double())
+        draws.append(shift_down_(dequantize_blockwise(q), q.scales.float(), 256).double())
     draws = torch.stack(draws)
     steps = q.scales.double().repeat_interleave(256)[:n]
     assert ((draws > 0) == (x > 0)).all()
@@ -291,8 +291,8 @@ def test_zero_has_a_code_of_its_own_and_the_mean_of_what_is_above_is_right(bits,
 # ------------------------------------------------------------------ what is left alone
 
 
-def facts(**changes) -> Facts:
-    usual = Facts((64, 64), torch.float32, 4096, True, "MulBackward0", 0)
+def info(**changes) -> TensorInfo:
+    usual = TensorInfo((64, 64), torch.float32, 4096, True, "MulBackward0", 0)
     return usual._replace(**changes)
 
 
@@ -317,7 +317,7 @@ def facts(**changes) -> Facts:
     ],
 )
 def test_the_plan(changes, kind):
-    assert kind_of(facts(**changes), min_numel=1024) == kind
+    assert kind_of(info(**changes), min_numel=1024) == kind
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_the_plan(changes, kind):
     ],
 )
 def test_the_plan_inside_of_attention(operator, kind):
-    assert kind_of(facts(operator=operator), 1024, in_attention=True) == kind
+    assert kind_of(info(operator=operator), 1024, in_attention=True) == kind
 
 
 def test_a_report_says_what_became_of_everything():
@@ -362,7 +362,7 @@ def test_buffers_frozen_weights_and_data_pass_untouched():
 
 def test_whatever_is_asked_for_is_left_alone():
     x = torch.randn(2000, requires_grad=True)
-    wide = lambda facts: facts.operator == "MulBackward0"  # noqa: E731
+    wide = lambda info: info.operator == "MulBackward0"  # noqa: E731
     with compressed_activations(leave_alone=wide) as report:
         out = (x * 2).sin().exp()
     assert report.kinds["left alone as asked"].storages == 1
@@ -388,9 +388,9 @@ def trained() -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize(
     ("bits", "kind", "is_it"),
     [
-        (8, "logarithms", lambda facts: facts.operator == "LogSoftmaxBackward0"),
-        slow((2, "without a gradient", lambda facts: facts.shape == (8, 4, 64))),  # log-sum-exp
-        slow((2, "queries and keys", lambda facts: True)),
+        (8, "logarithms", lambda info: info.operator == "LogSoftmaxBackward0"),
+        slow((2, "without a gradient", lambda info: info.shape == (8, 4, 64))),  # log-sum-exp
+        slow((2, "queries and keys", lambda info: True)),
     ],
 )
 def test_what_is_exponentiated_would_spoil_the_gradient(monkeypatch, bits, kind, is_it):
@@ -407,9 +407,9 @@ def test_what_is_exponentiated_would_spoil_the_gradient(monkeypatch, bits, kind,
 
     safe = error(compressed_activations(bits, mode="nearest"))
 
-    def careless(facts: Facts, *others) -> str:
-        right = kind_of(facts, *others)
-        return "activations" if right == kind and is_it(facts) else right
+    def careless(info: TensorInfo, *others) -> str:
+        right = kind_of(info, *others)
+        return "activations" if right == kind and is_it(info) else right
 
     monkeypatch.setattr(compression, "kind_of", careless)
     assert error(compressed_activations(bits, mode="nearest")) > 1.05 * safe

@@ -10,7 +10,7 @@ from quick import quick
 
 import memlab
 from memlab import quantize
-from memlab.internals.chunks import PIECE
+from memlab.internals.chunks import CHUNK_SIZE
 from memlab.quantize import (
     dequantize_blockwise,
     dynamic_code,
@@ -137,25 +137,25 @@ def test_at_a_tie_the_lower_is_taken():
 
 def test_a_codes_table_lives_as_long_as_the_code():
     gc.collect()  # of codes that other tests left in cycles
-    before = len(quantize._Lookup._known)
+    before = len(quantize._ThresholdTables._cache)
     code = linear_code(4)
     nearest_code(torch.zeros(1), code)
     nearest_code(torch.zeros(1), code)
-    assert len(quantize._Lookup._known) == before + 1
+    assert len(quantize._ThresholdTables._cache) == before + 1
     del code
     gc.collect()
-    assert len(quantize._Lookup._known) == before
+    assert len(quantize._ThresholdTables._cache) == before
 
 
 # ------------------------------------------------------------------ bytes
 
 
-@pytest.mark.parametrize("n", [0, 1, 3, 255, 256, 257, 4097, PIECE + 5])
+@pytest.mark.parametrize("n", [0, 1, 3, 255, 256, 257, 4097, CHUNK_SIZE + 5])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("by_code", [True, False])
 def test_the_bytes_are_n_times_bits_over_8_and_4_a_block(n, bits, by_code):
     code = linear_code(bits) if by_code else None
-    kept = quantize_blockwise(torch.randn(n), bits=bits, code=code)
+    kept = quantize_blockwise(torch.randn(n), bits=bits, codebook=code)
     tensors = [t for t in (kept.codes, kept.scales, kept.offsets) if t is not None]
     assert kept.nbytes == math.ceil(n * bits / 8) + 4 * math.ceil(n / 256)
     assert kept.nbytes == sum(t.untyped_storage().nbytes() for t in tensors)
@@ -164,9 +164,9 @@ def test_the_bytes_are_n_times_bits_over_8_and_4_a_block(n, bits, by_code):
 @pytest.mark.parametrize("by_code", [True, False])
 def test_what_is_taken_meanwhile_does_not_grow_with_the_tensor(by_code):
     code = dynamic_code(SIGNED) if by_code else None
-    x = torch.randn(16 * PIECE)
-    kept = quantize_blockwise(x, code=code)  # and the table of the code
-    encode = memlab.measure(lambda: quantize_blockwise(x, code=code))
+    x = torch.randn(16 * CHUNK_SIZE)
+    kept = quantize_blockwise(x, codebook=code)  # and the table of the code
+    encode = memlab.measure(lambda: quantize_blockwise(x, codebook=code))
     decode = memlab.measure(lambda: dequantize_blockwise(kept))
     assert encode.peak_bytes - x.nbytes - kept.nbytes < 5 * MIB
     assert decode.peak_bytes - x.nbytes - kept.nbytes < 5 * MIB
@@ -188,7 +188,7 @@ def blocks_of(x: torch.Tensor, block: int) -> torch.Tensor:
     return torch.cat([flat, flat.new_full((-len(flat) % block,), math.nan)]).view(-1, block)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5, 7), (256,), (33, 257), (PIECE + 300,)])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5, 7), (256,), (33, 257), (CHUNK_SIZE + 300,)])
 @pytest.mark.parametrize("block", [4, 64, 256])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_affine_errs_by_half_a_step_at_most(shape, block, bits):
@@ -216,7 +216,7 @@ def test_an_affine_step_is_the_range_over_its_steps_but_for_bfloat16(bits):
 def test_by_code_each_number_gets_a_neighbour_and_the_nearest_the_nearer(mode):
     code = dynamic_code(SIGNED)
     x = torch.randn(50, 256, generator=seeded(3)) * torch.logspace(-8, 8, 50)[:, None]
-    kept = quantize_blockwise(x, code=code, mode=mode, generator=seeded())
+    kept = quantize_blockwise(x, codebook=code, mode=mode, generator=seeded())
     assert torch.equal(kept.scales, x.abs().amax(1))
     fractions = (x / kept.scales[:, None]).view(-1)
     above = torch.searchsorted(code, fractions)
@@ -305,7 +305,9 @@ def test_the_same_generator_gives_the_same_and_the_users_stream_is_untouched():
     ("code", "zero"), [(None, 0), (dynamic_code(SIGNED), 127), (dynamic_code(UNSIGNED), 0)]
 )
 def test_a_block_of_zeros_is_kept_as_zeros(code, zero, mode):
-    kept = quantize_blockwise(torch.cat([torch.zeros(256), torch.ones(256)]), code=code, mode=mode)
+    kept = quantize_blockwise(
+        torch.cat([torch.zeros(256), torch.ones(256)]), codebook=code, mode=mode
+    )
     assert kept.codes[:256].eq(zero).all()
     assert kept.scales[0] == 0
     assert dequantize_blockwise(kept)[:256].eq(0).all()
@@ -327,7 +329,7 @@ def test_a_non_finite_number_makes_its_block_nan_and_no_other(bad, code, mode):
 def test_a_range_beyond_float32_is_nan_affine_and_no_trouble_by_code():
     x = torch.tensor([3e38, -3e38, 1.0, 2.0])
     assert there_and_back(x).isnan().all()
-    assert (there_and_back(x, code=dynamic_code(SIGNED)) - x).abs().max() < 0.01 * 3e38
+    assert (there_and_back(x, codebook=dynamic_code(SIGNED)) - x).abs().max() < 0.01 * 3e38
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -341,14 +343,14 @@ def test_dtype_and_shape_come_back(dtype):
 def test_the_code_is_shared_and_the_graph_is_not_kept():
     x = torch.randn(300, requires_grad=True)
     code = dynamic_code(SIGNED)
-    kept = quantize_blockwise(x, code=code)
-    assert kept.code is code
+    kept = quantize_blockwise(x, codebook=code)
+    assert kept.codebook is code
     assert not dequantize_blockwise(kept).requires_grad
 
 
 def test_on_fake_tensors_bytes_and_shapes_are_the_same():
     with memlab.dry_run():
-        kept = quantize_blockwise(torch.rand(10, 101), code=dynamic_code(UNSIGNED))
+        kept = quantize_blockwise(torch.rand(10, 101), codebook=dynamic_code(UNSIGNED))
         assert kept.nbytes == 1010 + 4 * 4
         assert dequantize_blockwise(kept).shape == (10, 101)
         assert quantize_blockwise(torch.rand(1001), bits=2).nbytes == 251 + 4 * 4

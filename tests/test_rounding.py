@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import memlab
-from memlab.rounding import CHUNK, kahan_add_, stochastic_round_
+from memlab.rounding import CHUNK_SIZE, kahan_add_, stochastic_round_
 
 MIB = 2**20
 
@@ -67,7 +67,7 @@ def test_the_same_generator_gives_the_same_and_the_users_stream_is_untouched():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (CHUNK + 1,)])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (CHUNK_SIZE + 1,)])
 def test_every_shape_is_rounded_whole(shape):
     numbers = torch.full(shape, 1.5)
     assert torch.equal(rounded(numbers), numbers.bfloat16())
@@ -88,10 +88,10 @@ def test_a_part_of_a_matrix_is_rounded_in_its_place():
 
 
 def test_it_takes_12_mib_however_large_the_tensors_are():
-    numbers = torch.ones(8 * CHUNK)
-    out = torch.empty(8 * CHUNK, dtype=torch.bfloat16)
+    numbers = torch.ones(8 * CHUNK_SIZE)
+    out = torch.empty(8 * CHUNK_SIZE, dtype=torch.bfloat16)
     trace = memlab.measure(lambda: stochastic_round_(out, numbers))
-    assert 8 * MIB <= trace.peak_bytes - (4 + 2) * 8 * CHUNK <= 12 * MIB
+    assert 8 * MIB <= trace.peak_bytes - (4 + 2) * 8 * CHUNK_SIZE <= 12 * MIB
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlab.internals.chunks import size_on, starts
+from memlab.internals.chunks import chunk_size_on, chunk_starts
 from memlab.internals.torch_internals import foreach_lerp_
 
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -137,7 +137,7 @@ def _is_alike(tensor: Tensor, other: Tensor) -> bool:
 
 def _move_in_pieces(average: Tensor, weight: Tensor, share: float) -> None:
     to, of = average.view(-1), weight.reshape(-1)  # a copy only of channels_last and its like
-    size = size_on(average.device)
-    for start in starts(to, size):
+    size = chunk_size_on(average.device)
+    for start in chunk_starts(to, size):
         # No name for what is cast: it is gone before the next piece is.
         to[start : start + size].lerp_(of[start : start + size].to(to.device, to.dtype), share)

@@ -45,7 +45,7 @@ from memlab.ema.averages import Average, begun, require_store
 from memlab.ema.profiles import decay, gamma_from_sigma
 from memlab.ema.snapshots import Encoding
 from memlab.ema.tensor_files import TensorFile, written
-from memlab.internals.chunks import PIECE_ELSEWHERE
+from memlab.internals.chunks import CHUNK_SIZE_ON_ACCELERATOR
 from memlab.internals.torch_internals import FakeTensor
 
 STATE_FORMAT = "memlab ema state 1"
@@ -221,8 +221,8 @@ class PostHocEMA:
         with written(path, kinds, about) as file:
             for name, tensor in self._numbered():
                 flat = tensor.reshape(-1)
-                for start in range(0, len(flat), PIECE_ELSEWHERE):
-                    file.write(name, start, flat[start : start + PIECE_ELSEWHERE])
+                for start in range(0, len(flat), CHUNK_SIZE_ON_ACCELERATOR):
+                    file.write(name, start, flat[start : start + CHUNK_SIZE_ON_ACCELERATOR])
         return path
 
     def load(self, path: str | os.PathLike[str] | None = None, *, verify: bool = True) -> None:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
-from memlab.internals.saved_tensors import Decode, Encode, Facts, encoded
+from memlab.internals.saved_tensors import Decode, Encode, TensorInfo, encoded
 from memlab.internals.torch_internals import current_autograd_node, get_sequence_nr
 from memlab.offload.stores import Store
 
@@ -90,9 +90,9 @@ class _Offload:
         self._held: tuple[int, torch.UntypedStorage] | None = None  # here, and wanted next
         self._ahead: int | None = None  # asked for last
 
-    def choose(self, facts: Facts) -> Encode | None:
+    def choose(self, facts: TensorInfo) -> Encode | None:
         """What is worth it."""
-        return None if facts.is_weight or facts.numbers < self.minimum else self.encode
+        return None if facts.is_weight or facts.numel < self.minimum else self.encode
 
     def encode(self, numbers: Tensor) -> Decode | None:
         """Put a storage into the store; what brings it back."""

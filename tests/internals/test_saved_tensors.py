@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import memlab
-from memlab.internals.saved_tensors import Facts, encoded, facts_of
+from memlab.internals.saved_tensors import TensorInfo, encoded, tensor_info
 
 
 class Copies:
     """The simplest form: a copy. It counts, and refers to its copies weakly."""
 
     def __init__(self) -> None:
-        self.asked: list[Facts] = []
+        self.asked: list[TensorInfo] = []
         self.alive: weakref.WeakSet = weakref.WeakSet()
         self.encoded = self.decoded = 0
 
-    def choose(self, facts: Facts):
-        self.asked.append(facts)
+    def choose(self, info: TensorInfo):
+        self.asked.append(info)
         return self.encode
 
     def encode(self, numbers: torch.Tensor):
@@ -228,7 +228,7 @@ def test_an_encoding_dies_with_the_last_node_that_saved_its_storage(copies):
 def test_a_graph_that_is_dropped_leaves_nothing_behind(copies, is_encoded):
     gc.disable()
     try:
-        with encoded(copies.choose if is_encoded else lambda facts: None):
+        with encoded(copies.choose if is_encoded else lambda info: None):
             x = leaf(100)
             out = (x * 2).exp()  # an operator that saves its own output
             storage = weakref.ref(out.untyped_storage())
@@ -265,13 +265,13 @@ def test_weights_and_their_views_pass_whatever_the_plan_says(copies, make, view)
 
 def test_what_the_plan_leaves_alone_is_the_same_memory():
     x = leaf(5) * 2
-    [found] = back(x, choose=lambda facts: None)
+    [found] = back(x, choose=lambda info: None)
     assert found.data_ptr() == x.data_ptr()
 
 
 def test_an_encoding_may_find_that_it_cannot(copies):
     x = leaf(5) * 2
-    [found] = back(x, choose=lambda facts: lambda numbers: None)
+    [found] = back(x, choose=lambda info: lambda numbers: None)
     assert found.data_ptr() == x.data_ptr()
 
 
@@ -281,7 +281,7 @@ def test_sparse_tensors_pass_without_asking(copies):
     with encoded(copies.choose):
         out = torch.sparse.mm(sparse, x)
     out.sum().backward()
-    assert all(facts.numbers for facts in copies.asked)
+    assert all(info.numbers for info in copies.asked)
     assert torch.allclose(x.grad, torch.ones(3, 3))
 
 
@@ -308,7 +308,7 @@ def test_what_is_left_alone_and_then_written_to_is_refused_as_torch_does(written
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out(None).backward()
     with pytest.raises(RuntimeError, match=r"shape \(4,\) and torch.float32 was written to after"):
-        out(lambda facts: None).backward()
+        out(lambda info: None).backward()
 
 
 # ------------------------------------------------------------------ the facts
@@ -316,10 +316,10 @@ def test_what_is_left_alone_and_then_written_to_is_refused_as_torch_does(written
 
 def test_the_facts_of_a_view_are_those_of_what_it_views():
     x = leaf(6, 4).exp()
-    assert facts_of(x[1:2, :1]) == facts_of(x)
-    assert facts_of(x) == Facts((6, 4), torch.float32, 24, True, "ExpBackward0", 0)
-    assert facts_of(x).bytes == 96
-    assert facts_of(torch.zeros(3).add_(1)) == Facts((3,), torch.float32, 3, False, "", 1)
+    assert tensor_info(x[1:2, :1]) == tensor_info(x)
+    assert tensor_info(x) == TensorInfo((6, 4), torch.float32, 24, True, "ExpBackward0", 0)
+    assert tensor_info(x).bytes == 96
+    assert tensor_info(torch.zeros(3).add_(1)) == TensorInfo((3,), torch.float32, 3, False, "", 1)
 
 
 # ------------------------------------------------------------------ several backward passes
@@ -407,7 +407,7 @@ def test_with_copies_every_gradient_is_exact_to_the_bit(copies, module):
 
 
 def test_in_a_dry_run_the_same_is_encoded(copies):
-    def run(copies: Copies) -> list[Facts]:
+    def run(copies: Copies) -> list[TensorInfo]:
         x = leaf(6, 4)
         with encoded(copies.choose):
             out = (x * 2).exp().t() @ (x @ x.t() @ x)

@@ -399,5 +399,5 @@ def test_no_register_is_spilled_and_shared_memory_suffices(compiled, capability)
 def test_what_is_too_far_apart_for_32_bits_is_copied_and_nothing_else_is():
     near = torch.empty(1, 2, 64, 8).mT  # (1, 2, 8, 64): strides of 8 numbers and of 1
     far = torch.empty(1, device="meta").as_strided((1, 2, 64, 8), (0, 0, 1, 2**23))
-    assert attention._within_reach(near) is near
-    assert attention._within_reach(far).is_contiguous()
+    assert attention._with_int32_offsets(near) is near
+    assert attention._with_int32_offsets(far).is_contiguous()

@@ -411,7 +411,7 @@ def test_other_dtypes_are_refused():
 
 
 def test_numbers_by_a_code_are_for_the_reference_to_decode():
-    kept = quantize_blockwise(torch.ones(8), code=dynamic_code(signed=True))
+    kept = quantize_blockwise(torch.ones(8), codebook=dynamic_code(signed=True))
     with pytest.raises(ValueError, match="quantized by a code, which have no offsets; decode"):
         dequantize_affine(kept)
 

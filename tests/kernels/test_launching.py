@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from memlab.kernels import launching
-from memlab.kernels.arithmetic import product, rounded
-from memlab.kernels.launching import INTERPRETED, blocks, launch, observed
+from memlab.kernels.arithmetic import cast, matmul_add
+from memlab.kernels.launching import INTERPRETED, block_count, launch, observed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -21,14 +21,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @triton.jit
 def product_kernel(a_ptr, b_ptr, out_ptr, N: tl.constexpr):
     at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
-    total = product(tl.load(a_ptr + at), tl.load(b_ptr + at), tl.zeros((N, N), tl.float32))
+    total = matmul_add(tl.load(a_ptr + at), tl.load(b_ptr + at), tl.zeros((N, N), tl.float32))
     tl.store(out_ptr + at, total)
 
 
 @triton.jit
 def rounding_kernel(x_ptr, out_ptr, N: tl.constexpr):
     at = tl.arange(0, N)
-    tl.store(out_ptr + at, rounded(tl.load(x_ptr + at), out_ptr.dtype.element_ty))
+    tl.store(out_ptr + at, cast(tl.load(x_ptr + at), out_ptr.dtype.element_ty))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,7 +52,7 @@ def test_rounding_is_to_the_nearest_and_ties_go_to_even(dtype, device):
 
 @pytest.mark.parametrize(("count", "size", "wanted"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)])
 def test_the_last_block_may_be_short(count, size, wanted):
-    assert blocks(count, size) == wanted
+    assert block_count(count, size) == wanted
 
 
 def test_tensors_without_values_start_nothing_and_observers_are_told():
@@ -120,7 +120,7 @@ def failure_of(script: str, **environment: str) -> str:
 def test_without_triton_importing_the_kernels_says_what_else_there_is():
     said = failure_of("import sys; sys.modules['triton'] = None; import memlab.kernels")
     assert said.startswith(
-        "ImportError: memlab.kernels needs Triton, and there is none; install it"
+        "ImportError: memlab.kernels needs Triton, which is not installed; install it"
     )
 
 

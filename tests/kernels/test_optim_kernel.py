@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import memlab
 from memlab import optim as reference
 from memlab.kernels import launching, optim
-from memlab.kernels.arithmetic import fractions
+from memlab.kernels.arithmetic import divide_by_scales
 from memlab.kernels.launching import observed
 from memlab.optim import step_in_backward
-from memlab.optim.moments import Dynamic
-from memlab.quantize import dynamic_code, middles_between, nearest_code
+from memlab.optim.moments import QuantizedMoment
+from memlab.quantize import dynamic_code, nearest_code, thresholds
 
 NAMES = ["Adam8bit", "Lion8bit"]
 LR = 1e-3
@@ -104,21 +104,21 @@ def assert_near_weights(wanted: Tensor, got: Tensor, lr: float) -> None:
 def nearest_kernel(x_ptr, thresholds_ptr, out_ptr, count, SIGNED: tl.constexpr):
     at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
     x = tl.load(x_ptr + at, at < count, other=0.0)
-    tl.store(out_ptr + at, optim.nearest(x, thresholds_ptr, SIGNED), at < count)
+    tl.store(out_ptr + at, optim.nearest_entry(x, thresholds_ptr, SIGNED), at < count)
 
 
 @triton.jit
 def guess_kernel(x_ptr, out_ptr, count, SIGNED: tl.constexpr):
     at = tl.program_id(0) * 4096 + tl.arange(0, 4096)
     x = tl.load(x_ptr + at, at < count, other=0.0)
-    tl.store(out_ptr + at, optim.guess(x, SIGNED), at < count)
+    tl.store(out_ptr + at, optim.estimate_position(x, SIGNED), at < count)
 
 
 @triton.jit
 def fractions_kernel(x_ptr, scales_ptr, out_ptr):
     rows = tl.program_id(0) * 8 + tl.arange(0, 8)
     at = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
-    quotients = fractions(tl.load(x_ptr + at), tl.load(scales_ptr + rows))
+    quotients = divide_by_scales(tl.load(x_ptr + at), tl.load(scales_ptr + rows))
     tl.store(out_ptr + at, quotients)
 
 
@@ -133,7 +133,7 @@ def edge_cases(signed: bool) -> Tensor:
     size, and what is beyond."""
     code = dynamic_code(signed)
     ends = 10.0 ** torch.arange(-9, 1)
-    edges = torch.cat([middles_between(code), code, ends, -ends])
+    edges = torch.cat([thresholds(code), code, ends, -ends])
     for _ in range(2):
         ups, downs = (torch.nextafter(edges, torch.tensor(end)) for end in (math.inf, -math.inf))
         edges = torch.cat([edges, ups, downs])
@@ -149,14 +149,14 @@ def edge_cases(signed: bool) -> Tensor:
 def test_the_code_of_any_number_is_the_nearest_by_one_look_at_a_table(signed, device):
     numbers = edge_cases(signed).to(device)
     code = dynamic_code(signed).to(device)
-    found = started(nearest_kernel, numbers, middles_between(code), signed=signed)
+    found = started(nearest_kernel, numbers, thresholds(code), signed=signed)
     assert torch.equal(found, nearest_code(numbers, code).int())
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_no_threshold_is_near_to_where_the_guess_changes(signed, device):
     """A fifth of a part, less what the reckoning rounds: it is right however a GPU rounds."""
-    thresholds = middles_between(dynamic_code(signed))
+    thresholds = thresholds(dynamic_code(signed))
     thresholds = thresholds[thresholds > 0]
     decades = torch.floor(torch.log10(thresholds.double())) + 1
     part = 10**decades * 0.9 / 2 ** (decades + 6) / (1 if signed else 2)
@@ -267,7 +267,7 @@ def test_a_layout_changes_nothing_but_itself(name, device):
     assert torch.equal(every_other, flat)
 
 
-class OtherCodes(Dynamic):
+class OtherCodes(QuantizedMoment):
     """What a kernel knows nothing of."""
 
 
@@ -403,7 +403,7 @@ def test_gradients_of_any_size_have_the_references_codes(name, scale, device):
 def random_kernel(x_ptr, seed_ptr, out_ptr):
     rows = tl.program_id(0) * 4 + tl.arange(0, 4)
     at = rows[:, None] * 256 + tl.arange(0, 256)[None, :]
-    tl.store(out_ptr + at, optim.rounded_at_random(tl.load(x_ptr + at), seed_ptr, 4))
+    tl.store(out_ptr + at, optim.stochastic_round(tl.load(x_ptr + at), seed_ptr, 4))
 
 
 def rounded(x: Tensor, seed: int = 0) -> Tensor:
@@ -616,11 +616,11 @@ def test_the_state_has_the_references_bytes_and_smaller_tables(name, device):
 def test_thresholds_are_made_once_and_live_as_long_as_their_code():
     code = dynamic_code(True)
     first = optim.thresholds_of(code)
-    before = len(optim._thresholds)
+    before = len(optim._cached_thresholds)
     assert optim.thresholds_of(code).data_ptr() == first.data_ptr()
-    assert len(optim._thresholds) == before
+    assert len(optim._cached_thresholds) == before
     del code
-    assert len(optim._thresholds) == before - 1
+    assert len(optim._cached_thresholds) == before - 1
 
 
 # ------------------------------------------------------------------ for GPUs

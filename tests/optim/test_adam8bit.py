@@ -15,19 +15,19 @@ from torch import nn
 
 import memlab
 from memlab.optim import Adam8bit, AdamW
-from memlab.optim.moments import BLOCK, Dynamic, Piece, kept_positive
-from memlab.quantize import _Lookup, dequantize_blockwise, dynamic_code, quantize_blockwise
+from memlab.optim.moments import BLOCK_SIZE, Chunk, QuantizedMoment, keep_nonzero
+from memlab.quantize import _ThresholdTables, dequantize_blockwise, dynamic_code, quantize_blockwise
 
 MIB = 2**20
 LR = 1e-3
 
 
-class Nearest(Dynamic):
+class Nearest(QuantizedMoment):
     """The naive moment: a small number may become zero."""
 
     def write(self, state, piece, value):
         kept = self._kept(state, piece)
-        new = quantize_blockwise(value, block=BLOCK, code=kept.code)
+        new = quantize_blockwise(value, block=BLOCK_SIZE, codebook=kept.codebook)
         kept.codes.copy_(new.codes)
         kept.scales.copy_(new.scales)
 
@@ -43,8 +43,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def decoded(state: dict, name: str) -> torch.Tensor:
     codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
-    numbers = state[f"{name}_code"][codes.int()]
-    return numbers * scales.repeat_interleave(BLOCK)[: len(codes)]
+    numbers = state[f"{name}_codebook"][codes.int()]
+    return numbers * scales.repeat_interleave(BLOCK_SIZE)[: len(codes)]
 
 
 # ------------------------------------------------------------------ the second moment
@@ -53,7 +53,7 @@ def decoded(state: dict, name: str) -> torch.Tensor:
 def test_what_is_positive_gets_code_1_at_least():
     codes = torch.tensor([0, 0, 1, 7, 0], dtype=torch.uint8)
     numbers = torch.tensor([0.0, 1e-45, 1e-8, 0.1, torch.finfo().tiny])
-    assert kept_positive(codes, numbers).tolist() == [0, 1, 1, 7, 1]
+    assert keep_nonzero(codes, numbers).tolist() == [0, 1, 1, 7, 1]
     assert codes.tolist() == [0, 0, 1, 7, 0]
 
 
@@ -62,14 +62,14 @@ def test_a_moment_comes_back_within_half_a_gap_of_the_code_and_zero_as_zero(sign
     """But for the second moment's small numbers, which may become the smallest of the code."""
     numbers = torch.randn(1000, generator=seeded()) ** (1 if signed else 2)
     numbers[::7] = 0
-    weight, moment = torch.empty(1000), Dynamic("m", signed=signed)
+    weight, moment = torch.empty(1000), QuantizedMoment("m", signed=signed)
     state = moment.new(weight, ())
-    assert not moment.read(state, Piece(0, 1000)).any()
-    assert not state["m_code"][state["m_codes"].int()].any()  # whatever the scale
-    moment.write(state, Piece(0, 1000), numbers)
-    found = moment.read(state, Piece(0, 1000))
+    assert not moment.read(state, Chunk(0, 1000)).any()
+    assert not state["m_codebook"][state["m_codes"].int()].any()  # whatever the scale
+    moment.write(state, Chunk(0, 1000), numbers)
+    found = moment.read(state, Chunk(0, 1000))
     assert torch.equal(found == 0, numbers == 0)
-    quantized = quantize_blockwise(numbers, block=BLOCK, code=dynamic_code(signed))
+    quantized = quantize_blockwise(numbers, block=BLOCK_SIZE, codebook=dynamic_code(signed))
     nearest = dequantize_blockwise(quantized)
     is_kept = nearest.bool() | ~numbers.bool()
     assert torch.equal(found[is_kept], nearest[is_kept])
@@ -88,7 +88,9 @@ def formula(*sizes: int) -> int:
 
 def table_bytes() -> int:
     """Of the tables by which the two codes are found; they live as long as the codes."""
-    tables = [vars(_Lookup.of(dynamic_code(signed), "nearest")) for signed in (True, False)]
+    tables = [
+        vars(_ThresholdTables.of(dynamic_code(signed), "nearest")) for signed in (True, False)
+    ]
     return sum(t.nbytes for table in tables for t in table.values() if torch.is_tensor(t))
 
 
@@ -163,7 +165,7 @@ def test_fifty_steps_are_bitsandbytes_by_its_own_protocol():
         state, wanted = optimizer.state[ours], reference.state[theirs]
         for name, n in (("exp_avg", 1), ("exp_avg_sq", 2)):
             code, codes = wanted[f"qmap{n}"], wanted[f"state{n}"].view(-1)
-            scales = wanted[f"absmax{n}"].repeat_interleave(BLOCK)
+            scales = wanted[f"absmax{n}"].repeat_interleave(BLOCK_SIZE)
             reference_moment = code[codes.long()] * scales
             near = torch.isclose(decoded(state, name), reference_moment, atol=3e-3, rtol=1e-3)
             assert (~near).sum() < 20

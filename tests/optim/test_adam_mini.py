@@ -97,13 +97,13 @@ def test_a_name_is_matched_by_its_parts_not_by_its_letters():
         gpt_partition(8)("blocks.0.subnorm.weight", (32,))
 
 
-@pytest.mark.parametrize(("share", "size"), [("number", 1), ("row", 5), ("tensor", 35)])
+@pytest.mark.parametrize(("share", "size"), [("element", 1), ("row", 5), ("tensor", 35)])
 def test_an_unknown_layer_takes_the_default_that_is_given(share, size):
     assert gpt_partition(8, default=share)("mixer.weight", (7, 5)) == size
 
 
 def test_the_longest_rule_counts():
-    size = ByRules({"norm.weight": "tensor", "query.norm.weight": "number"}, head_width=8)
+    size = ByRules({"norm.weight": "tensor", "query.norm.weight": "element"}, head_width=8)
     assert size("a.query.norm.weight", (8,)) == 1
     assert size("a.norm.weight", (8,)) == 8
 
@@ -214,7 +214,7 @@ def test_the_first_step_divides_by_the_root_of_the_blocks_mean_square():
 def test_pieces_of_any_size_take_the_same_steps():
     model, other = gpt(), gpt()
     train(model, mini(model), steps=3)
-    train(other, mini(other, piece=100), steps=3)  # a row or three at a time; a head stays whole
+    train(other, mini(other, chunk=100), steps=3)  # a row or three at a time; a head stays whole
     assert largest_difference(model, other) == 0
 
 
@@ -336,7 +336,7 @@ def test_blocks_that_do_not_divide_a_weight_are_refused(size):
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (3, 5, 7), ()])
-@pytest.mark.parametrize("share", ["number", "row", "tensor"])
+@pytest.mark.parametrize("share", ["element", "row", "tensor"])
 def test_odd_and_small_shapes_are_stepped(shape, share):
     weight = nn.Parameter(torch.ones(shape))
     weight.grad = torch.ones(shape)

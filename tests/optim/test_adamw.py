@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memlab
-from memlab.internals.chunks import PIECE
+from memlab.internals.chunks import CHUNK_SIZE
 from memlab.optim import AdamW
 from memlab.optim.adamw import adamw_
 
@@ -86,10 +86,10 @@ def test_the_longest_step_is_7_27_learning_rates():
 
 def test_its_state_is_8_bytes_a_weight_and_its_way_a_piece_of_four():
     model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(3 * PIECE))
+    model.weight = nn.Parameter(torch.ones(3 * CHUNK_SIZE))
     optimizer = AdamW(model.parameters())
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     trace = memlab.measure(optimizer.step, model=model, optimizer=optimizer)
-    assert trace.at_end["optimizer_state"] == 8 * 3 * PIECE
-    assert trace.peak_bytes - trace.live_bytes == 4 * PIECE
+    assert trace.at_end["optimizer_state"] == 8 * 3 * CHUNK_SIZE
+    assert trace.peak_bytes - trace.live_bytes == 4 * CHUNK_SIZE

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import memlab
-from memlab.internals.chunks import PIECE, PIECE_ELSEWHERE
+from memlab.internals.chunks import CHUNK_SIZE, CHUNK_SIZE_ON_ACCELERATOR
 from memlab.optim import Adam8bit, AdamMini, AdamW, Lion, Lion8bit
 from memlab.trace import Trace
 
@@ -304,9 +304,9 @@ def test_a_model_moved_to_another_dtype_after_some_steps_goes_on(cls, dtypes):
 @pytest.mark.parametrize("piece", [1, 100, 256, 1000, 4999, 10**6])
 def test_the_size_of_a_piece_changes_nothing(cls, piece):
     if piece < 100:
-        whole, pieces = cls(weights_of(7)), cls(weights_of(7), piece=piece)
+        whole, pieces = cls(weights_of(7)), cls(weights_of(7), chunk=piece)
     else:
-        whole, pieces = cls(weights_of(*SIZES)), cls(weights_of(*SIZES), piece=piece)
+        whole, pieces = cls(weights_of(*SIZES)), cls(weights_of(*SIZES), chunk=piece)
     run(whole), run(pieces)
     assert_equal(whole, pieces)
     for ours, theirs in zip(tensors_of(pieces), tensors_of(whole), strict=True):
@@ -531,7 +531,7 @@ def test_a_copy_or_a_pickle_steps_as_the_first_does(cls, way):
         weights_of(*SIZES, dtype=torch.bfloat16),
         rounding="stochastic",
         generator=seeded(),
-        piece=512,
+        chunk=512,
     )
     run(first)
     second = way(first)
@@ -572,7 +572,7 @@ def events_of(trace: Trace) -> list[tuple]:
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dry_step_is_the_real_one_event_for_event(cls, dtype):
-    shapes = (2 * PIECE - 100,), (70, 70), (9,)
+    shapes = (2 * CHUNK_SIZE - 100,), (70, 70), (9,)
     real = traced(*training(cls, *shapes, dtype=dtype))
     with memlab.dry_run():
         dry = traced(*training(cls, *shapes, dtype=dtype))
@@ -582,7 +582,7 @@ def test_a_dry_step_is_the_real_one_event_for_event(cls, dtype):
 @pytest.mark.parametrize("cls", OURS)
 def test_a_dry_step_of_many_pieces_has_the_bytes_of_the_real_one(cls):
     """It runs the first and the last: those between take the same."""
-    shapes = [(5 * PIECE + 100,)]
+    shapes = [(5 * CHUNK_SIZE + 100,)]
     real = traced(*training(cls, *shapes))
     with memlab.dry_run():
         dry = traced(*training(cls, *shapes))
@@ -593,8 +593,8 @@ def test_a_dry_step_of_many_pieces_has_the_bytes_of_the_real_one(cls):
 
 def test_a_prediction_has_the_pieces_of_cuda():
     """What AdamW makes on the way is the root of one piece."""
-    build = partial(training, AdamW, (2 * PIECE_ELSEWHERE,), device="cuda")
-    assert memlab.predict(build).peak_bytes == (4 * 4 * 2 + 4) * PIECE_ELSEWHERE
+    build = partial(training, AdamW, (2 * CHUNK_SIZE_ON_ACCELERATOR,), device="cuda")
+    assert memlab.predict(build).peak_bytes == (4 * 4 * 2 + 4) * CHUNK_SIZE_ON_ACCELERATOR
 
 
 # ------------------------------------------------------------------ what is refused
@@ -627,7 +627,7 @@ def test_a_negative_eps_and_empty_pieces_are_refused():
     with pytest.raises(ValueError, match="got eps=-1; give at least 0"):
         AdamW(weights_of(3), eps=-1)
     with pytest.raises(ValueError, match="got pieces of 0 numbers; give at least 1"):
-        AdamW(weights_of(3), piece=0)
+        AdamW(weights_of(3), chunk=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])

@@ -7,8 +7,8 @@ from torch import nn
 import memlab
 from memlab.optim import Lion, Lion8bit
 from memlab.optim.lion import lion_
-from memlab.optim.moments import SMALLEST
-from memlab.quantize import _Lookup, dynamic_code
+from memlab.optim.moments import MIN_NUMEL
+from memlab.quantize import _ThresholdTables, dynamic_code
 
 MIB = 2**20
 SETTINGS = {
@@ -82,7 +82,7 @@ def test_weights_that_never_have_a_gradient_stay_in_8_bits_too():
 
 
 def test_below_4096_numbers_8_bits_are_lion_to_the_bit():
-    small = SMALLEST - 1
+    small = MIN_NUMEL - 1
     ours, exact = Lion8bit([start(small)], **SETTINGS), Lion([start(small)], **SETTINGS)
     assert torch.equal(run(ours, 20), run(exact, 20))
 
@@ -130,7 +130,7 @@ def test_fifty_steps_from_the_same_state_have_at_most_15_signs_other_than_bitsan
         assert (ours - theirs).abs().max() < 2.1 * SETTINGS["lr"]
         flips.append(is_other.sum().item())
         state, wanted = optimizer.state[ours], reference.state[theirs]
-        decoded = state["exp_avg_code"][state["exp_avg_codes"].int()]
+        decoded = state["exp_avg_codebook"][state["exp_avg_codes"].int()]
         mine = decoded * state["exp_avg_scales"].repeat_interleave(256)[:numbers]
         assert ((mine - momentum_of(wanted)).abs() > 1e-3).sum() < 20
         with torch.no_grad():
@@ -153,7 +153,7 @@ def traced_of(cls, numbers: int) -> memlab.Trace:
 
 
 def table_bytes() -> int:
-    tables = vars(_Lookup.of(dynamic_code(signed=True), "nearest")).values()
+    tables = vars(_ThresholdTables.of(dynamic_code(signed=True), "nearest")).values()
     return sum(table.nbytes for table in tables if torch.is_tensor(table))
 
 
@@ -161,8 +161,8 @@ def table_bytes() -> int:
 def test_state_bytes_are_those_of_the_formula(numbers):
     """4n; in 8 bits n + 4⌈n/256⌉, and once the code, with the tables by which it is found."""
     once = 1024 + table_bytes()
-    in_8_bits = numbers + 4 * -(-numbers // 256) + once
-    wanted = in_8_bits if numbers >= 4096 else 4 * numbers
+    is_worth_quantizing = numbers + 4 * -(-numbers // 256) + once
+    wanted = is_worth_quantizing if numbers >= 4096 else 4 * numbers
     assert traced_of(Lion, numbers).at_end["optimizer_state"] == 4 * numbers
     assert traced_of(Lion8bit, numbers).at_end["optimizer_state"] == wanted
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memlab
-from memlab.internals.chunks import PIECE
+from memlab.internals.chunks import CHUNK_SIZE
 from memlab.optim import RoundedAdamW
 
 SETTINGS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -102,7 +102,7 @@ def test_what_the_closure_returns_is_handed_on_and_a_frozen_weight_stays():
 
 
 def test_every_piece_of_a_large_weight_is_stepped():
-    weight = nn.Parameter(torch.ones(PIECE + 5, dtype=torch.bfloat16))
+    weight = nn.Parameter(torch.ones(CHUNK_SIZE + 5, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     RoundedAdamW([weight], lr=0.5, weight_decay=0).step()
     assert weight.eq(0.5).float().mean() > 0.99  # 0.5 and a millionth
@@ -125,7 +125,7 @@ def test_it_goes_on_from_a_state():
 
 
 def test_eight_bytes_a_weight_and_scratch_for_a_piece():
-    weight = nn.Parameter(torch.ones(2 * PIECE, dtype=torch.bfloat16))
+    weight = nn.Parameter(torch.ones(2 * CHUNK_SIZE, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
     optimizer = RoundedAdamW([weight])
     optimizer.step()
@@ -133,12 +133,12 @@ def test_eight_bytes_a_weight_and_scratch_for_a_piece():
     model.weight = weight
     trace = memlab.measure(optimizer.step, model=model, optimizer=optimizer)
     assert trace.at_end == {
-        "parameters": 2 * 2 * PIECE,
-        "gradients": 2 * 2 * PIECE,
-        "optimizer_state": 4 * 2 * PIECE,
+        "parameters": 2 * 2 * CHUNK_SIZE,
+        "gradients": 2 * 2 * CHUNK_SIZE,
+        "optimizer_state": 4 * 2 * CHUNK_SIZE,
     }
     # Weight and two moments in float32; to round one of them, random bits, a size and a flag each.
-    assert trace.peak_bytes - trace.live_bytes == (3 * 4 + 4 + 4 + 1) * PIECE
+    assert trace.peak_bytes - trace.live_bytes == (3 * 4 + 4 + 4 + 1) * CHUNK_SIZE
 
 
 # ------------------------------------------------------------------ bad input
