@@ -84,8 +84,8 @@ class QuantizationKernel(NamedTuple):
 
 TORCH = QuantizationKernel(quantize_blockwise, dequantize_blockwise)
 
-ACTIVATIONS, RELU_OUTPUTS, QUERIES_AND_KEYS = "activations", "outputs of ReLU", "queries and keys"
-BOOL_MASKS, TWO_VALUE_MASKS = "bool masks", "masks of two values"
+ACTIVATIONS, RELU_OUTPUTS, QUERIES_AND_KEYS = "activations", "ReLU outputs", "queries and keys"
+BOOL_MASKS, TWO_VALUE_MASKS = "bool masks", "two-value masks"
 WITHOUT_GRADIENT = "without a gradient"
 
 # Operators whose outputs are attention results: bounded, and gradients are linear in them.
@@ -106,7 +106,7 @@ def kind_of(info: TensorInfo, min_numel: int, in_attention: bool = False) -> str
     if not info.requires_grad:
         return TWO_VALUE_MASKS if info.version else WITHOUT_GRADIENT
     if info.shape[-1:] == (1,):
-        return "one number a row"
+        return "one element per row"
     if info.operator.startswith("Log"):  # LogSoftmaxBackward0, LogsumexpBackward0, LogBackward0
         return "logarithms"
     if in_attention and not info.operator.startswith(_ATTENTION_OPERATORS):
@@ -273,7 +273,7 @@ class Compression:
     def choose(self, info: TensorInfo) -> Encode | None:
         kind = kind_of(info, self.min_numel, self.attention.is_running)
         if self.leave_alone is not None and self.leave_alone(info):
-            kind = "left alone as asked"
+            kind = "left alone by request"
         if kind in self._encoders:
             return partial(self._encode, kind)
         self.report.add(kind, info.bytes, info.bytes)

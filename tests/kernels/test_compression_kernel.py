@@ -365,7 +365,7 @@ def test_the_report_is_the_reference_s(bits, device):
             layers(device)(torch.randn(64, 32, device=device) * 1)
         reports.append(report)
     assert reports[0].kinds == reports[1].kinds
-    assert {"activations", "outputs of ReLU"} <= set(reports[0].kinds)
+    assert {"activations", "ReLU outputs"} <= set(reports[0].kinds)
 
 
 def test_stochastic_gradients_are_as_near_as_the_reference_s(device):
