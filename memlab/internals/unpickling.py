@@ -20,7 +20,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._allowed:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not plain data")
+            raise pickle.UnpicklingError(f"it references {module}.{name}, which is not plain data")
         return self._allowed[module, name]
 
 

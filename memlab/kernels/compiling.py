@@ -1,9 +1,8 @@
-"""Compile kernels for a GPU that is not installed, and report their resource use.
+"""Compile kernels without a GPU, and report their resource use.
 
 Triton and the assembler need no GPU. A launch proceeds as on a GPU up to loading the kernel. The
-reports cover the part of a kernel's speed that is known without running it: registers per thread,
-register spills, and shared memory per program. A kernel that needs more shared memory than the GPU
-has does not start.
+report lists registers per thread, register spills, and shared memory per program. A kernel that
+needs more shared memory than the GPU has does not start.
 
     with compiled_for(89) as made:                       # an RTX 4090
         flash_attention(q, k, v)                         # on the meta device: nothing runs

@@ -75,8 +75,8 @@ def quantize_affine(
 ) -> Quantized:
     """Encode `x` like `memlab.quantize.quantize_blockwise` without a codebook.
 
-    Arguments and errors are the same; also raise ValueError for a block that is not a power of two
-    from 32 to 4096. Stochastic rounding draws a seed from `generator`, on the device of `x`.
+    Arguments and errors are the same, but blocks must be a power of two from 32 to 4096. Stochastic
+    rounding draws a seed from `generator`, on the device of `x`.
     """
     quantize_blockwise(x.new_empty(0), block=block, bits=bits, mode=mode)  # validates
     _check_block(block)
@@ -345,8 +345,7 @@ def compressed_activations(
 ) -> AbstractContextManager[CompressionReport]:
     """Run `memlab.compression.compressed_activations` with these kernels.
 
-    Arguments, report and errors are the same; also raise ValueError for a group that is not a power
-    of two from 32 to 4096.
+    Arguments, report and errors are the same, but groups must be a power of two from 32 to 4096.
     """
     return compression.compressed_activations(
         bits,

@@ -128,7 +128,7 @@ def _row(
     factors_ptr,
     losses_ptr,
     smoothing,
-    smoothing_per_token,
+    token_smoothing,
     z_loss,
     cap,
     IS_SMOOTHED: tl.constexpr,
@@ -146,27 +146,22 @@ def _row(
         tl.store(losses_ptr + row, 0.0)
     else:
         label = tl.load(labels_ptr + row)
-        is_valid_label = (label >= 0) & (label < V)
-        logit = tl.load(x_ptr + label, is_valid_label, other=float("nan"))
+        is_valid = (label >= 0) & (label < V)
+        logit = tl.load(x_ptr + label, is_valid, other=float("nan"))
         label_logit, _ = _soft_cap(logit, cap, IS_CAPPED)
-        row_max, z, sum_above_label = _online_log_sum_exp(
+        row_max, z, excess = _online_log_sum_exp(
             x_ptr, label_logit, cap, IS_SMOOTHED, IS_CAPPED, V, BLOCK
         )
         log_z = tl.log(z)
         lse = row_max + log_z
-        loss = (
-            log_z
-            + (row_max - label_logit)
-            - smoothing_per_token * sum_above_label
-            + z_loss * lse * lse
-        )
+        loss = log_z + (row_max - label_logit) - token_smoothing * excess + z_loss * lse * lse
         tl.store(losses_ptr + row, loss)
         if factors_ptr is not None:
-            factor = tl.where(is_valid_label, factor, float("nan"))
-            row_scale = tl.div_rn(factor * (1 + 2 * z_loss * lse), z)
-            label_term, uniform_term = (smoothing - 1) * factor, smoothing_per_token * factor
+            factor = tl.where(is_valid, factor, float("nan"))
+            scale = tl.div_rn(factor * (1 + 2 * z_loss * lse), z)
+            label_grad, uniform_grad = (smoothing - 1) * factor, token_smoothing * factor
             _write_gradients(
-                x_ptr, label, row_max, row_scale, label_term, uniform_term, cap, IS_CAPPED, V, BLOCK
+                x_ptr, label, row_max, scale, label_grad, uniform_grad, cap, IS_CAPPED, V, BLOCK
             )
 
 
@@ -183,20 +178,20 @@ def _online_log_sum_exp(
     """Return max x, Σ exp(x − max x), and if IS_SMOOTHED Σ (x − x[y])."""
     row_max = tl.full((BLOCK,), _LOWEST, tl.float32)
     z = tl.zeros((BLOCK,), tl.float32)
-    sum_above_label = tl.zeros((BLOCK,), tl.float32)
+    excess = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         indices = start + tl.arange(0, BLOCK)
         is_token = indices < V
         x, _ = _soft_cap(tl.load(x_ptr + indices, is_token, other=0), cap, IS_CAPPED)
         if IS_SMOOTHED:
-            sum_above_label += tl.where(is_token, x - label_logit, 0)
+            excess += tl.where(is_token, x - label_logit, 0)
         x = tl.where(is_token, x, float("-inf"))
         d = x - row_max
         decay = tl.exp(-tl.abs(d))
         z = tl.where(d > 0, z * decay + 1, z + decay)
         row_max = tl.where(d > 0, x, row_max)
     new_max = tl.max(row_max, axis=0)
-    return new_max, tl.sum(z * tl.exp(row_max - new_max), axis=0), tl.sum(sum_above_label, axis=0)
+    return new_max, tl.sum(z * tl.exp(row_max - new_max), axis=0), tl.sum(excess, axis=0)
 
 
 @triton.jit
@@ -204,23 +199,21 @@ def _write_gradients(
     x_ptr,
     label,
     row_max,
-    row_scale,
-    label_term,
-    uniform_term,
+    scale,
+    label_grad,
+    uniform_grad,
     cap,
     IS_CAPPED: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store row_scale·exp(x − row_max) − uniform_term, plus label_term at the label."""
+    """Store scale·exp(x − row_max) − uniform_grad, plus label_grad at the label."""
     for start in range(0, V, BLOCK):
         indices = start + tl.arange(0, BLOCK)
         is_token = indices < V
         x, slope = _soft_cap(tl.load(x_ptr + indices, is_token, other=row_max), cap, IS_CAPPED)
         gradient = (
-            row_scale * tl.exp(x - row_max)
-            + tl.where(indices == label, label_term, 0)
-            - uniform_term
+            scale * tl.exp(x - row_max) + tl.where(indices == label, label_grad, 0) - uniform_grad
         )
         tl.store(x_ptr + indices, gradient * slope, is_token)
 

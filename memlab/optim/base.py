@@ -12,8 +12,8 @@ function of float32 tensors. Because chunks are small, temporaries fit the proce
 take a few MiB for any weight. Decoding a whole tensor of 8-bit moments would briefly need more
 memory than storing them in float32.
 
-A gradient that is not finite makes its moments not finite, as in torch's optimizers. In 8 bits it
-also makes the scale of its block of 256 not finite: the block's other elements take a normal step
+A non-finite gradient makes its moments non-finite, as in torch's optimizers. In 8 bits it
+also makes the scale of its block of 256 non-finite: the block's other elements take a normal step
 now, and all of the block's moments are NaN from the next step on. Other blocks are unaffected. To
 skip such steps, check before stepping with `LossScaler` or `clip_grad_norm_(...,
 error_if_nonfinite=True)`.
@@ -66,7 +66,7 @@ class Optimizer(torch.optim.Optimizer):
     maximize      step up the gradient
     rounding      how updates reach bfloat16 weights: "nearest" loses updates below half the spacing
                   of bfloat16, "stochastic" keeps them on average; float32 weights don't need it
-    moment_dtype  dtype of moments that are not quantized or shared. None: at least float32. For
+    moment_dtype  dtype of unquantized, unshared moments. None: at least float32. For
                   bfloat16, which takes half the memory, they are rounded stochastically
     generator     for stochastic rounding
     chunk         elements stepped at a time: 2¹⁸ on a CPU, 2²² elsewhere. A non-contiguous weight
@@ -345,7 +345,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def require_bools(**settings: Any) -> None:
-    """Raise TypeError for settings that are not True or False."""
+    """Raise TypeError for settings other than True and False."""
     for name, value in settings.items():
         if not isinstance(value, bool):
             raise TypeError(f"got {name}={value!r}; give True or False")

@@ -1,4 +1,4 @@
-"""Optimizer state: what is stored per weight between steps, and in how many bits.
+"""Optimizer state: the tensors stored per weight between steps, and their formats.
 
     FloatMoment       one value per element: float32, or bfloat16 with stochastic rounding
     QuantizedMoment   one 8-bit code per element, and one float32 scale per 256 elements

@@ -32,7 +32,7 @@ class RoundedAdamW(AdamW):
         super().__init__(params, *args, **adamw, **fixed)
 
     def require_group(self, group: dict[str, Any]) -> None:
-        """Raise TypeError also for weights that are not bfloat16."""
+        """Raise TypeError also for weights of any dtype but bfloat16."""
         super().require_group(group)
         for weight in group["params"]:
             if weight.dtype != torch.bfloat16:

@@ -98,7 +98,7 @@ needs_locks = pytest.mark.skipif(sys.platform == "win32", reason="unfinished fil
 
 
 def kill_inside(block: str, **environment: str) -> None:
-    """Run a block in a subprocess that is killed inside it."""
+    """Run a block in a subprocess killed inside it."""
     command = [sys.executable, "-c", KILLED.format(block=block)]
     killed = subprocess.run(command, env={**os.environ, **environment})
     assert killed.returncode == -signal.SIGKILL

@@ -23,7 +23,9 @@ class Harmful:
 def test_other_than_plain_data_is_refused_before_any_code_runs(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     Path("file.pickle").write_bytes(pickle.dumps(content))
-    with pytest.raises(ValueError, match=r"file\.pickle cannot be read: it asks for .* plain data"):
+    with pytest.raises(
+        ValueError, match=r"file\.pickle cannot be read: it references .* plain data"
+    ):
         unpickle(Path("file.pickle"))
     assert not Path("harm").exists()
 

@@ -1,4 +1,4 @@
-"""The attention kernels against the reference in float64, and what they allocate."""
+"""The attention kernels against the reference in float64, and their allocations."""
 
 import math
 from functools import partial

@@ -86,7 +86,7 @@ def test_ties_round_to_even(bits, device):
 def test_neighbors_of_ties_round_to_nearest_for_any_scale(bits, power, device):
     """Use one block for each of the 128 mantissas of a scale.
 
-    A quotient that is off in its last bit, such as a product with 1/scale, would give other codes.
+    A quotient with a wrong last bit, such as a product with 1/scale, would give other codes.
     """
     levels = 2**bits - 1
     scales = (1 + torch.arange(128.0) / 128).unsqueeze(1) * 2.0**power

@@ -21,7 +21,7 @@ from memlab.trace import Trace
 
 OURS = [AdamW, Adam8bit, AdamMini, Lion, Lion8bit]
 BY_ELEMENT = [AdamW, Adam8bit, Lion, Lion8bit]  # AdamMini depends on the shape
-SIZES = (5000, 7)  # a quantized weight whose last block is short, and one that is not quantized
+SIZES = (5000, 7)  # a quantized weight with a short last block, and an unquantized one
 torch_adamw = partial(torch.optim.AdamW, foreach=False)
 
 

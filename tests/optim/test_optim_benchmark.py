@@ -1,4 +1,4 @@
-"""The optimizer benchmark computes what it prints: drift, long steps and bytes."""
+"""The optimizer benchmark's results are right: drift, long steps and bytes."""
 
 import json
 

@@ -129,7 +129,7 @@ def test_an_index_that_would_run_something_is_refused_and_runs_nothing(folder, m
     monkeypatch.chdir(folder)
     (folder / ".metadata").write_bytes(pickle.dumps(Harmful()))
     (folder / files.CHECKSUMS).unlink()
-    with pytest.raises(ValueError, match=r"asks for posix\.mkdir, which is not plain data"):
+    with pytest.raises(ValueError, match=r"references posix\.mkdir, which is not plain data"):
         files.verify_boxes(folder, 0, 1), files.index_of(folder)
     assert not Path("harm").exists()
 
