@@ -144,10 +144,9 @@ _MARGIN = 1 + 2**-6  # rounding a scale up to bfloat16 can add 2⁻⁷
 
 
 def shift_up(flat: Tensor, group: int, bits: int) -> Tensor:
-    """Shift positive elements up by one step of their group, so that none rounds to zero; float32
-    (n,).
+    """Shift positive elements up by one step of their group, so that none rounds to zero.
 
-    The backward pass of ReLU only checks whether its output is zero.
+    Return float32 (n,). The backward pass of ReLU only checks whether its output is zero.
     """
     groups = F.pad(flat.float(), (0, -len(flat) % group)).view(-1, group)
     steps = groups.amax(1, keepdim=True) * (_MARGIN / (2**bits - 2))

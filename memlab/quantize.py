@@ -68,12 +68,12 @@ class Quantized:
 
 
 def dynamic_code(signed: bool) -> Tensor:
-    """Return the dynamic codebook of bitsandbytes and torchao: 256 sorted float32 values, dense
-    near zero.
+    """Return the dynamic codebook of bitsandbytes and torchao: 256 sorted float32 entries.
 
     Each decade i of 7 is cut into 2ⁱ equal parts (twice as many if unsigned). The entries are the
-    midpoints of the parts, 0 and 1. If signed, midpoints appear with both signs, zero is entry 127,
-    and the smallest entry is −0.993, not −1. If unsigned, zero is entry 0.
+    midpoints of the parts, 0 and 1, so they are dense near zero. If signed, midpoints appear with
+    both signs, zero is entry 127, and the smallest entry is −0.993, not −1. If unsigned, zero is
+    entry 0.
     """
     positive = torch.cat([_midpoints(i, 2**i if signed else 2 ** (i + 1)) for i in range(_DECADES)])
     negative = -positive if signed else positive[:0]
@@ -362,9 +362,7 @@ def _float32_down(x: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int, count: int) -> Tensor:
-    """Pack the first `count` codes (uint8, below 2ᵇ, padded to whole bytes) into ⌈count·bits/8⌉
-    bytes.
-    """
+    """Pack `count` codes (uint8, below 2ᵇ, padded to whole bytes) into ⌈count·bits/8⌉ bytes."""
     per_byte = 8 // bits
     codes[count:] = 0  # padding of the last byte
     in_byte = codes.view(-1, per_byte)

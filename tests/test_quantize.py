@@ -65,8 +65,7 @@ def test_the_signed_codebook_has_no_minus_one():
     ],
 )
 def test_the_512_entries_equal_bitsandbytes_0_50_2(signed, digest):
-    """Compare fourth roots to four digits, because the last bit of torch.linspace depends on the
-    CPU.
+    """Compare fourth roots to four digits: the last bit of torch.linspace depends on the CPU.
 
     No root is close to a rounding boundary.
     """

@@ -1,10 +1,12 @@
 """Triton kernels for techniques whose readable versions launch many small operators on a GPU.
 
-attention.py flash attention, forward and backward optim.py 8-bit Adam and 8-bit Lion: one launch
-per weight and step compression.py activations to 8, 4 or 2 bits and back, in one pass each
-losses.py losses and gradients of a chunk of logits, in place launching.py kernel launches
-arithmetic.py operations that round the same on a GPU and in the interpreter compiling.py compiles
-kernels for a GPU that is not installed
+    attention.py     flash attention, forward and backward
+    optim.py         8-bit Adam and 8-bit Lion: one launch per weight and step
+    compression.py   activations to 8, 4 or 2 bits and back, in one pass each
+    losses.py        losses and gradients of a chunk of logits, in place
+    launching.py     kernel launches
+    arithmetic.py    operations that round the same on a GPU and in the interpreter
+    compiling.py     compiles kernels without a GPU
 
 Each replaces its readable version, with the same results:
 

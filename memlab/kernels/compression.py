@@ -207,8 +207,7 @@ def _bfloat16_bits_to_float32(x):
 
 @triton.jit
 def _stochastic_codes(steps, random_bits, PLACES: tl.constexpr):
-    """Return the integer below `steps` or, with the fraction's probability, above, in the lowest
-    bits.
+    """Return in the lowest bits `steps` rounded up with its fraction's probability, else down.
 
     A float32 of this size has PLACES binary places, and adding random bits to them carries into the
     integer.

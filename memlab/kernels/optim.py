@@ -353,8 +353,7 @@ def encode(x, thresholds_ptr, SIGNED: tl.constexpr):
 
 @triton.jit
 def nearest_entry(x, thresholds_ptr, SIGNED: tl.constexpr):
-    """Return the index (int32) of the nearest entry of the dynamic codebook; x ≥ −1, or ≥ 0 if
-    unsigned.
+    """Return the index (int32) of the dynamic codebook's entry nearest to x ≥ −1 (unsigned x ≥ 0).
 
     x > 1 and NaN give the last entry.
     """
@@ -417,8 +416,7 @@ def random_halves(seed_ptr, ROWS: tl.constexpr):
 
 
 class Adam8bit(memlab.optim.Adam8bit):
-    """memlab.optim.Adam8bit with a kernel: the same arguments and states, and nearly the same
-    steps.
+    """memlab.optim.Adam8bit with a kernel: the same arguments and states, nearly the same steps.
 
     Stochastic rounding draws different random bits.
     """

@@ -139,10 +139,9 @@ def by_rows(name: str, shape: Sequence[int]) -> int:
 
 
 def block_size(share: Share, name: str, shape: Sequence[int], head_width: int) -> int:
-    """Return how many neighboring elements share a v in a weight whose first dimension is the
-    output.
+    """Return how many neighboring elements of a weight share a v.
 
-    A row of a vector is one element.
+    The first dimension is the output. A row of a vector is one element.
     """
     row = by_rows(name, shape)
     if share == "element":

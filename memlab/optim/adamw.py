@@ -83,9 +83,7 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Algorithm 2, lines 6 to 12, in place, for tensors of equal shape and dtype; `step` starts at
-    1.
-    """
+    """Algorithm 2, lines 6 to 12, in place; shapes and dtypes are equal, and `step` starts at 1."""
     beta1, beta2 = betas
     weight.mul_(1 - lr * weight_decay)
     exp_avg.lerp_(gradient, 1 - beta1)

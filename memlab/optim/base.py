@@ -12,11 +12,10 @@ function of float32 tensors. Because chunks are small, temporaries fit the proce
 take a few MiB for any weight. Decoding a whole tensor of 8-bit moments would briefly need more
 memory than storing them in float32.
 
-A non-finite gradient makes its moments non-finite, as in torch's optimizers. In 8 bits it
-also makes the scale of its block of 256 non-finite: the block's other elements take a normal step
-now, and all of the block's moments are NaN from the next step on. Other blocks are unaffected. To
-skip such steps, check before stepping with `LossScaler` or `clip_grad_norm_(...,
-error_if_nonfinite=True)`.
+A non-finite gradient makes its moments non-finite, as in torch's optimizers. In 8 bits it also
+makes the scale of its block of 256 non-finite: the block's other elements take a normal step now, and
+all of the block's moments are NaN from the next step on. Other blocks are unaffected. To skip such
+steps, use `LossScaler` or `clip_grad_norm_(..., error_if_nonfinite=True)`.
 """
 
 import math
@@ -60,14 +59,13 @@ class StepKernel(Protocol):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """The base class of memlab's optimizers: torch.optim.Optimizer with the update loop of this
-    file.
+    """The base class of memlab's optimizers: torch.optim.Optimizer with this file's update loop.
 
     maximize      step up the gradient
     rounding      how updates reach bfloat16 weights: "nearest" loses updates below half the spacing
                   of bfloat16, "stochastic" keeps them on average; float32 weights don't need it
-    moment_dtype  dtype of unquantized, unshared moments. None: at least float32. For
-                  bfloat16, which takes half the memory, they are rounded stochastically
+    moment_dtype  dtype of unquantized, unshared moments. None: at least float32. bfloat16 takes
+                  half the memory, with stochastic rounding
     generator     for stochastic rounding
     chunk         elements stepped at a time: 2¹⁸ on a CPU, 2²² elsewhere. A non-contiguous weight
                   (channels_last, transposed) is copied as a whole, and back
@@ -117,9 +115,7 @@ class Optimizer(torch.optim.Optimizer):
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
     ) -> None:
-        """Update a flat chunk in place, in float32 (float64 for float64 weights); `step` starts at
-        1.
-        """
+        """Update a flat float32 chunk (float64 for float64 weights) in place; `step` is at least 1."""
         raise NotImplementedError
 
     def block_size(self, weight: Tensor, group: dict[str, Any]) -> int:

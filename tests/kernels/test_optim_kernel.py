@@ -309,9 +309,7 @@ def test_a_weight_takes_one_launch_and_a_short_last_block_another(name, device):
 
 
 def drift_and_longest_step(spread: float, device) -> tuple[float, float]:
-    """Return the relative drift from float64 Adam in 100 steps, and the longest step in units of
-    lr.
-    """
+    """Return the relative drift from float64 Adam in 100 steps, and the longest step / lr."""
     scales = torch.exp(spread * torch.randn(4096, generator=seeded(1))).to(device)
     weight = nn.Parameter(torch.zeros(4096, device=device))
     exact = nn.Parameter(torch.zeros(4096, dtype=torch.float64, device=device))

@@ -146,8 +146,9 @@ def test_a_step_needs_at_most_8_mib_for_any_weight(dtype, rounding, maximize):
 
 
 def test_fifty_steps_match_bitsandbytes():
-    """Follow bitsandbytes' test: each step starts from its state; compare weights, and moments with
-    few outliers. On a CPU it applies weight decay before the step, as here.
+    """Follow bitsandbytes' test, which starts each step from the same state.
+
+    Weights must agree, and moments with few outliers. On a CPU bitsandbytes decays before the step.
     """
     package = pytest.importorskip("bitsandbytes")
     shape, settings = (64, 100), {"lr": LR, "weight_decay": 0.1}

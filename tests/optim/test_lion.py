@@ -109,8 +109,7 @@ def momentum_of(state: dict) -> torch.Tensor:
 
 
 def test_steps_differ_from_bitsandbytes_in_at_most_15_signs():
-    """Each step starts from bitsandbytes' weights and momentum, so that differences do not
-    accumulate.
+    """Each step starts from bitsandbytes' state, so that differences do not accumulate.
 
     Signs differ where the average is close to zero and the last bit decides.
     """
