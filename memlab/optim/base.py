@@ -13,9 +13,9 @@ take a few MiB for any weight. Decoding a whole tensor of 8-bit moments would br
 memory than storing them in float32.
 
 A non-finite gradient makes its moments non-finite, as in torch's optimizers. In 8 bits it also
-makes the scale of its block of 256 non-finite: the block's other elements take a normal step now, and
-all of the block's moments are NaN from the next step on. Other blocks are unaffected. To skip such
-steps, use `LossScaler` or `clip_grad_norm_(..., error_if_nonfinite=True)`.
+makes the scale of its block of 256 non-finite: the block's other elements take a normal step now,
+and all of the block's moments are NaN from the next step on. Other blocks are unaffected. To skip
+such steps, use `LossScaler` or `clip_grad_norm_(..., error_if_nonfinite=True)`.
 """
 
 import math
@@ -115,7 +115,7 @@ class Optimizer(torch.optim.Optimizer):
     def update_(
         self, weight: Tensor, gradient: Tensor, *moments: Tensor, step: int, group: dict[str, Any]
     ) -> None:
-        """Update a flat float32 chunk (float64 for float64 weights) in place; `step` is at least 1."""
+        """Update a flat chunk in place, in float32 or like a float64 weight; `step` starts at 1."""
         raise NotImplementedError
 
     def block_size(self, weight: Tensor, group: dict[str, Any]) -> int:
