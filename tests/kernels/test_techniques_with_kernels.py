@@ -148,11 +148,10 @@ def test_kernels_without_triton_are_refused(monkeypatch):
 
 
 def test_the_doctor_tries_the_kernels(monkeypatch):
-    message = "every technique that has a Triton kernel works by it on cpu"
-    assert doctor._kernels_work("cpu") == message
+    assert "Triton kernel" in doctor._kernels_work("cpu")
     monkeypatch.setattr(launching, "INTERPRETED", False)
     with pytest.raises(
-        RuntimeError, match=r"not all work on cpu: flash-attention .*got tensors on cpu"
+        RuntimeError, match=r"not all work on cpu: .*flash-attention .*got tensors on cpu"
     ):
         doctor._kernels_work("cpu")
 
