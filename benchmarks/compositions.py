@@ -33,16 +33,18 @@ INTRODUCTION = """\
 
 ![What each pair of techniques saves of a step's peak](images/compositions.png)
 
-Of each pair of techniques, the share of a step's peak that the two save together; on the diagonal,
-of each alone. The step is that of README's table: {setting}, {plain} at its peak without any of
-them. Bytes are of dry runs, and the same on every CPU.
+Each square is the share of a training step's peak memory that two techniques save together. The
+diagonal shows each technique alone. The step is the one of README's table: {setting}, with a peak
+of {plain} without any technique. All bytes come from dry runs and are the same on every CPU.
 
-A dot stands where both fill one plug, such as two optimizers: a step has one of them. A letter
-stands where the two don't go together, and the list below says why; the same sentence is what
-`memlab measure --technique a+b` answers. All other pairs have, in `tests/test_compositions.py`, the
-gradients of the plain step: to the bit, or as near as the two are alone; and weights, gradients and
-optimizer state after a step take exactly what the formulas of both say. (The row bfloat16 has an
-AdamW of its own; weights in bfloat16 and another optimizer are `--dtype bfloat16`.)
+- A number: the pair works. `tests/test_compositions.py` holds its gradients to those of the plain
+  step, and its weights, gradients and optimizer state to the sum of both formulas.
+- A dot: both techniques fill the same place in a step, such as two optimizers. Use one of them.
+- A letter: the pair does not work, for the reason below. `memlab measure --technique a+b` prints
+  the same reason.
+
+(The technique bfloat16 brings its own AdamW. For bfloat16 weights with another optimizer, use
+`--dtype bfloat16`.)
 
 """
 
@@ -56,7 +58,7 @@ def main() -> int:
         for names in bar.track(pairs, description="pairs"):
             if not refusal(names):
                 peaks[names] = dry_trace(SETTING, combined(names)).peak_bytes
-    text = page(plain, peaks)
+    text = page(plain)
     with write_beside(PAGE) as beside:
         beside.write_text(text, encoding="utf-8")
     print(text)
@@ -74,14 +76,8 @@ def refusal(names: str) -> str | None:
     return None
 
 
-def page(plain: int, peaks: dict[str, int]) -> str:
-    """The whole as Markdown, from the peaks of each technique and each pair."""
-    numbers = range(1, len(ROWS) + 1)
-    lines = [["", *map(str, numbers)], ["---", *["---:"] * len(ROWS)]]
-    for number, name in zip(numbers, ROWS, strict=True):
-        known = [cell(one, name, plain, peaks) for one in ROWS[:number]]
-        lines.append([f"**{number}** {name}", *known, *[""] * (len(ROWS) - number)])
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def page(plain: int) -> str:
+    """The picture, and why some pairs do not work, as Markdown."""
     reasons = "\n".join(
         f"- **{letter}** {' and '.join(name for name in ROWS if name in pair)}: {reason}"
         for (pair, reason), letter in zip(exclusions().items(), REASONS.values(), strict=True)
@@ -89,11 +85,11 @@ def page(plain: int, peaks: dict[str, int]) -> str:
     words = circumstances()
     made = f"Made by `python benchmarks/compositions.py`, torch {words['torch']}, {words['date']}."
     intro = INTRODUCTION.format(setting=SETTING, plain=format_bytes(plain))
-    return f"{intro}{table}\n\n{reasons}\n\n{made}\n"
+    return f"{intro}{reasons}\n\n{made}\n"
 
 
 def cell(one: str, other: str, plain: int, peaks: dict[str, int]) -> str:
-    """What is saved, in per cent; or why the two don't meet."""
+    """The saving in per cent, or the letter of the reason why the pair does not work."""
     names = one if one == other else f"{one}+{other}"
     if names in peaks:
         return f"{in_per_cent(peaks[names], plain)}%".replace("-", "−")

@@ -14,8 +14,9 @@ from contextlib import redirect_stdout
 from io import StringIO
 from itertools import groupby
 from pathlib import Path
+from textwrap import shorten
 
-from common import ROOT, circumstances, progress, set_environment
+from common import ROOT, circumstances, progress, set_environment, table
 
 from memlab.course.rules import RULES, Verdict, verdicts
 from memlab.internals.files import write_beside
@@ -68,7 +69,25 @@ def page(reached: Iterable[Verdict]) -> str:
         wrong=sum(verdict.words.startswith("wrong") for verdict in reached),
         where=where,
     )
-    return introduction + "".join(_sections(reached))
+    return introduction + overview(reached) + "".join(_sections(reached))
+
+
+def overview(reached: Iterable[Verdict]) -> str:
+    """A table of all verdicts, in three words at most."""
+    rows = [
+        (verdict.rule, shorten(RULES[verdict.rule].claim, 80, placeholder=" …"), in_short(verdict))
+        for verdict in reached
+    ]
+    text = table(("rule", "claim", "verdict"), rows).replace("---:", "---")  # words go to the left
+    return f"\n{text}\n"
+
+
+def in_short(verdict: Verdict) -> str:
+    """The verdict in three words at most: its first clause, where that is as short."""
+    clause = re.split(r"[:;,]", verdict.words)[0].split(" (")[0]
+    if len(clause.split()) <= 3:
+        return clause
+    return "holds under conditions" if clause.startswith("holds") else "wrong"
 
 
 def _sections(reached: Iterable[Verdict]) -> Iterator[str]:

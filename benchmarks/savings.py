@@ -15,10 +15,10 @@ from memlab import plot
 from memlab.allocator import simulate
 from memlab.cli.choices import SUITABLE, choose_techniques
 from memlab.cli.measure import measured_rows
-from memlab.cli.patience import Patience
 from memlab.cli.requests import Request
 from memlab.cli.rows import Row
 from memlab.cli.terminal import progress
+from memlab.cli.time_budget import TimeBudget
 from memlab.trace import Trace
 from memlab.train import TECHNIQUES
 from memlab.units import format_bytes
@@ -64,9 +64,9 @@ def draw(traces: dict[str, Trace], on_cuda: Trace) -> None:
 
 def main() -> None:
     chosen = choose_techniques(Request())
-    patience = Patience(chosen, most_seconds=math.inf)  # dry is what has no fast kernel here
+    time_budget = TimeBudget(chosen, max_seconds=math.inf)  # dry is what has no fast kernel here
     with progress(stages=3 * len(chosen)) as announce:
-        rows = measured_rows(SETTING, chosen, False, announce, patience)
+        rows = measured_rows(SETTING, chosen, False, announce, time_budget)
         predicted = measured_rows(ON_CUDA, chosen, True, announce)
     print(heading(f"Savings: {SETTING}"), end="\n\n")
     lines = [cells(row, rows[0], on_cuda) for row, on_cuda in zip(rows, predicted, strict=True)]

@@ -1,29 +1,29 @@
-"""Gradient accumulation: the gradient of a large batch, from small ones one after the other.
+"""Gradient accumulation: compute the gradient of a large batch from several micro-batches.
 
-Saves    the activations of every micro-batch but the one at work.
-Costs    no byte in float32: autograd adds to `.grad` anyway. Weights in bf16 or fp16 get a float32
-         buffer, 4 bytes each: 256 gradients added in bf16 are 1.4 % off. In time, what smaller
-         batches leave idle of the device.
-Source   the arithmetic is everybody's; that most had it wrong, transformers #34191 and torchtune
-         #1875 found in 2024.
+Saves    the activations of all micro-batches except the current one.
+Costs    no memory in float32: autograd adds to `.grad` anyway. bf16 and fp16 weights get a float32
+         buffer, 4 bytes per weight: accumulating 256 gradients in bf16 is 1.4 % off. Smaller
+         batches may leave the device partly idle.
+Source   common practice. transformers #34191 and torchtune #1875 (2024) document the widespread
+         averaging error below.
 
-The loss of a batch is a mean over tokens. Micro-batches have different numbers of them, because
-padding and prompts are masked, so the mean of their means is another number: a token counts more
-in a micro-batch where few others do. Right is
+The loss of a batch is a mean over tokens. Micro-batches differ in their number of tokens because
+padding and prompts are masked. The mean of their means is therefore wrong: a token in a micro-batch
+with few tokens counts more. The correct loss is
 
-    loss = Σ over the window's tokens / their number        gradient = Σ ∂(loss of a token) / number
+    loss = Σ over the window's tokens / N        gradient = Σ ∂(loss of a token) / N
 
-The number is known at the end of the window. So each micro-batch sends back the *sum* of its
-losses, and the gradients are divided once, after the last; only then can they be clipped.
+The number of tokens N is known only at the end of the window. So each micro-batch backpropagates
+the *sum* of its losses, and the gradients are divided once, after the last. Clip them after that.
 
-    for window in windows(micro_batches, 8):  # the last may be shorter: its own number divides it
+    for window in windows(micro_batches, 8):  # the last may be shorter and is still correct
         optimizer.zero_grad()
         loss, tokens = accumulate(window, sum_of_losses, model.parameters())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-What no accumulation can repair: layers that look across the batch (BatchNorm) and losses that do
-(contrastive ones) see micro-batches, not the batch.
+Accumulation is not equivalent for layers (BatchNorm) and losses (contrastive) that depend on the
+whole batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,8 +40,10 @@ Batch = TypeVar("Batch")
 
 
 class Accumulated(NamedTuple):
-    """The mean loss of a window's tokens (before its end: the sum), without a graph, and how many
-    tokens there are."""
+    """The mean loss over a window's tokens, without a graph, and the number of tokens.
+
+    During the window, `loss` is the sum.
+    """
 
     loss: Tensor
     tokens: float | Tensor
@@ -54,44 +56,45 @@ def accumulate(
     *,
     no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> Accumulated:
-    """Leave in `.grad` the gradient of the mean loss over all tokens of all micro-batches.
+    """Compute the gradient of the mean loss over all tokens of all micro-batches in `.grad`.
 
-    `sum_of_losses(micro_batch)` returns the sum of the losses of its tokens, such as
-    `F.cross_entropy(logits, targets, reduction="sum")`, and the number of tokens in that sum; or
-    both divided by one number, where a sum that is scaled would overflow float16. A
-    micro-batch whose tokens are all masked counts nothing; where all are, gradients and loss are
-    zero. `no_sync` is that of DistributedDataParallel: all micro-batches but the last are inside.
+    Args:
+        sum_of_losses: returns the sum of a micro-batch's token losses, such as
+            `F.cross_entropy(logits, targets, reduction="sum")`, and the number of tokens in it. If
+            a scaled sum would overflow float16, divide both by the same number. Fully masked
+            micro-batches contribute nothing; if all are masked, gradients and loss are zero.
+        no_sync: DistributedDataParallel's; all micro-batches except the last run inside.
 
-    Raises ValueError where there is no micro-batch, where gradients are there before, and where
-    none arrives.
+    Raises:
+        ValueError: without a micro-batch, if gradients exist before, or if none is computed.
     """
     parameters = list(dict.fromkeys(parameters))
     if any(parameter.grad is not None for parameter in parameters):
         raise ValueError(
-            "some parameters have a gradient already, which would be divided by the number of "
+            "some parameters already have a gradient, which would be divided by the number of "
             "tokens too; call optimizer.zero_grad() before accumulate"
         )
     window: Accumulated | None = None
     with _Float32Sums(parameters) as sums:
-        for micro_batch, around in _in_turn(micro_batches, no_sync):
+        for micro_batch, around in _with_context(micro_batches, no_sync):
             with around:
-                window = _with_one_more(window, *sum_of_losses(micro_batch))
+                window = _add_micro_batch(window, *sum_of_losses(micro_batch))
         if window is None:
             raise ValueError("got no micro-batch to accumulate; give at least one")
         loss, tokens = window
         divisor = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1)
         _divide((p.grad for p in parameters if p.grad is not None), divisor)
-        sums.hand_over(divisor)
+        sums.write_gradients(divisor)
     if all(parameter.grad is None for parameter in parameters):
         raise ValueError(
-            "no parameter has a gradient after backward; give the parameters of the model that "
-            "the loss is of, and no optimizer that steps inside backward: it leaves none to add to"
+            "no parameter has a gradient after backward; pass the parameters of the model that "
+            "computes the loss, and no optimizer that steps inside backward and frees gradients"
         )
     return Accumulated(loss / divisor, tokens)
 
 
 def windows(micro_batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
-    """Lists of `size` micro-batches in a row; the last may be shorter, and none is dropped."""
+    """Yield lists of `size` consecutive micro-batches; the last may be shorter."""
     if size < 1:
         raise ValueError(f"got windows of {size} micro-batches; give at least 1")
     remaining = iter(micro_batches)
@@ -100,14 +103,16 @@ def windows(micro_batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
 
 
 def split(batch: tuple[Tensor, ...], size: int) -> list[tuple[Tensor, ...]]:
-    """The batch as micro-batches of `size` sequences, views of it; the last may be smaller."""
+    """Split a batch into micro-batches of `size` sequences, as views; the last may be smaller."""
     if size < 1:
         raise ValueError(f"got micro-batches of {size} sequences; give at least 1")
     return list(zip(*(tensor.split(size) for tensor in batch), strict=True))
 
 
-def _with_one_more(window: Accumulated | None, loss: Tensor, tokens: float | Tensor) -> Accumulated:
-    """The sums of losses and tokens after this micro-batch, whose graph goes with its own loss."""
+def _add_micro_batch(
+    window: Accumulated | None, loss: Tensor, tokens: float | Tensor
+) -> Accumulated:
+    """Run backward and add this micro-batch's loss and tokens to the window."""
     loss.backward()
     with torch.no_grad():
         if window is None:
@@ -115,11 +120,13 @@ def _with_one_more(window: Accumulated | None, loss: Tensor, tokens: float | Ten
         return Accumulated(window.loss.add_(loss), window.tokens + tokens)
 
 
-def _in_turn(
+def _with_context(
     micro_batches: Iterable[Batch], no_sync: Callable[[], AbstractContextManager[Any]] | None
 ) -> Iterator[tuple[Batch, AbstractContextManager[Any]]]:
-    """Each micro-batch and what is to be around it. Who is last is known one ahead, so with
-    `no_sync` two are in memory."""
+    """Yield each micro-batch with its context manager.
+
+    Finding the last micro-batch needs a lookahead of one, so with `no_sync` two are in memory.
+    """
     if no_sync is None:
         yield from ((micro_batch, nullcontext()) for micro_batch in micro_batches)
         return
@@ -138,10 +145,10 @@ def _divide(gradients: Iterable[Tensor], divisor: float | Tensor) -> None:
 
 
 class _Float32Sums:
-    """Sums of gradients whose own dtype is too coarse to add in.
+    """Float32 sums of bf16 and fp16 gradients.
 
-    Each gradient is added to its sum and dropped as soon as backward has made it, so of the
-    gradients in the low precision never more than one is alive.
+    Each gradient is added to its sum and freed as soon as backward computes it, so at most one
+    low-precision gradient is alive.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -163,8 +170,8 @@ class _Float32Sums:
         else:
             self._sums[parameter] = gradient.float()
 
-    def hand_over(self, divisor: float | Tensor) -> None:
-        """Give each parameter its sum, divided and only then rounded, as its gradient."""
+    def write_gradients(self, divisor: float | Tensor) -> None:
+        """Set each parameter's gradient to its sum, divided and then rounded."""
         while self._sums:
             parameter, total = self._sums.popitem()
             _divide([total], divisor)

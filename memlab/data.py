@@ -1,8 +1,7 @@
-"""Bytes to train on: the source of torch itself, which is wherever this package is.
+"""Training data: the bytes of torch's own source, available wherever this package runs.
 
-A byte is a token, so there is nothing to download and no tokenizer to train: the vocabulary is
-256, and every text that a file can hold is in it. One version of torch is one text, whatever the
-Python, the system and the GPU it was built for.
+Each byte is a token, so no download and no tokenizer are needed. The vocabulary has 256 tokens and
+covers any file. A version of torch has the same text for every Python, system and GPU.
 """
 
 import os
@@ -14,16 +13,16 @@ from torch import Tensor
 
 from memlab.units import parse_bytes
 
-TOKENS = 256  # a byte is one
+TOKENS = 256  # one per byte value
 SOURCE = Path(torch.__file__).parent
-BUILD = SOURCE / "version.py"  # what differs between two builds of one version
+BUILD = SOURCE / "version.py"  # differs between builds of the same version
 
 
 def source_bytes(limit: int | str) -> Tensor:
-    """The first `limit` bytes (`2**20`, `"1 MiB"`) of torch's own Python source, as uint8.
+    """Return the first `limit` bytes (`2**20`, `"1 MiB"`) of torch's Python source, as uint8.
 
-    The order of the files is fixed, so one version of torch gives the same bytes every time.
-    Reads no more than it returns; returns less only where the whole source is less.
+    The order of the files is fixed, so a version of torch always gives the same bytes. The result
+    is shorter only if the whole source is shorter.
     """
     wanted = parse_bytes(limit)
     if wanted < 1:
@@ -43,10 +42,10 @@ def source_bytes(limit: int | str) -> Tensor:
 
 
 def mapped_bytes(path: str | os.PathLike[str]) -> Tensor:
-    """A file's bytes as uint8, mapped: read from disk where they are touched, held by nobody.
+    """Return a file's bytes as a memory-mapped uint8 tensor.
 
-    The pages are the file's own, so the system may drop them at any time and read them again.
-    Writing to the tensor changes this process's copy of the page, never the file.
+    Pages are read from disk on access, and the system may drop and reread them at any time. Writing
+    to the tensor changes this process's copy of the page, not the file.
     """
     path = Path(path)
     size = path.stat().st_size
@@ -56,18 +55,19 @@ def mapped_bytes(path: str | os.PathLike[str]) -> Tensor:
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """Its modules, lazily, in an order that no file system decides; not the one of the build."""
+    """Yield the modules in a fixed order, except the file that depends on the build."""
     for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(set(folders) - {"__pycache__"})  # os.walk goes where this list says
+        folders[:] = sorted(set(folders) - {"__pycache__"})  # os.walk descends into this list
         for name in sorted(files):
             if name.endswith(".py") and Path(parent, name) != BUILD:
                 yield Path(parent, name)
 
 
 def batches(data: Tensor, batch: int, seq_len: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (tokens, targets), int64 and (batch, seq_len) each, from random places in `data`.
+    """Yield (tokens, targets) endlessly from random positions in `data`.
 
-    targets[b, t] is the byte after tokens[b, t]. The same seed gives the same batches.
+    Both are int64 (batch, seq_len). targets[b, t] is the byte after tokens[b, t]. The same seed
+    gives the same batches.
     """
     if data.ndim != 1 or data.is_floating_point():
         shape, dtype = tuple(data.shape), data.dtype
@@ -77,7 +77,7 @@ def batches(data: Tensor, batch: int, seq_len: int, seed: int) -> Iterator[tuple
     if len(data) <= seq_len:
         raise ValueError(
             f"got {len(data)} tokens of data, wanted at least {seq_len + 1} for seq_len={seq_len} "
-            f"and one target more; read more data or shorten seq_len"
+            f"and one more target; read more data or shorten seq_len"
         )
     return _sample(data, batch, seq_len, torch.Generator().manual_seed(seed))
 
@@ -85,7 +85,7 @@ def batches(data: Tensor, batch: int, seq_len: int, seed: int) -> Iterator[tuple
 def _sample(
     data: Tensor, batch: int, seq_len: int, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The loop of `batches`, apart from its checks so that those fail at the call."""
+    """Run the loop of `batches`. It is separate so that the checks run at the call."""
     offsets = torch.arange(seq_len, device="cpu")
     while True:
         starts = torch.randint(len(data) - seq_len, (batch, 1), generator=generator, device="cpu")

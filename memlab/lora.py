@@ -1,20 +1,20 @@
-"""LoRA: leave the weights as they are, and train a low-rank change of them.
+"""LoRA: freeze the weights and train a low-rank change.
 
-Saves    gradient and optimizer state of every frozen weight: with AdamW 12 of its 16 bytes in
-         float32, all but 2 in bf16.
-Costs    rank·(in + out) new weights a layer, with everything a trained weight has, and the
-         activations of the detour. The model's own activations stay: the gradient still passes
-         through every layer to the ones below.
+Saves    gradients and optimizer state of frozen weights: with AdamW, 12 of 16 bytes per weight in
+         float32; in bf16, all except 2.
+Costs    rank·(in + out) new weights per layer with gradients and optimizer state, and their
+         activations. The model's own activations stay, because gradients still flow through
+         every layer.
 Source   Hu et al. 2021, arXiv 2106.09685, section 4.1.
 
     W x    becomes    W x + (alpha/rank)·B A x        A: (rank, in), B: (out, rank)
 
-A begins random and B zero, so at first nothing is changed; a change of full rank would have
-out·in weights. Merged, W + (alpha/rank)·B A costs nothing at all.
+A starts random and B zero, so the initial change is zero. A full-rank change would have out·in
+weights. After merging, W + (alpha/rank)·B A costs nothing.
 
-    names = add_lora(model, rank=8)           # everything else is frozen
+    names = add_lora(model, rank=8)           # freezes everything else
     ...                                       # train; save adapters(model): a few MB
-    merge_lora(model)                         # the same model again, with other weights
+    merge_lora(model)                         # the original structure with new weights
 """
 
 import math
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer and a trained detour of low rank beside it."""
+    """A frozen linear layer with a trained low-rank bypass."""
 
     def __init__(self, frozen: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class LoRALinear(nn.Module):
         self.scale = alpha / rank
         self.down = nn.Parameter(weight.new_empty(rank, frozen.in_features))
         self.up = nn.Parameter(weight.new_zeros(frozen.out_features, rank))
-        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # as nn.Linear begins
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))  # like nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         detour = F.linear(F.linear(x, self.down), self.up)  # (..., rank), then (..., out)
@@ -43,8 +43,7 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """The frozen layer with the change added to its weight, in place; the sum is taken in
-        float32 at least, and rounded once."""
+        """Add the change to the frozen weight in place, rounded once from at least float32."""
         weight = self.frozen.weight
         precise = torch.promote_types(weight.dtype, torch.float32)
         change = self.up.to(precise) @ self.down.to(precise)  # (out, in)
@@ -59,10 +58,13 @@ def add_lora(
     alpha: float | None = None,
     where: Callable[[str], bool] = lambda name: True,
 ) -> list[str]:
-    """Freeze the model and put a LoRALinear in the place of each nn.Linear; their names.
+    """Freeze the model and replace nn.Linear layers with LoRALinear. Return their names.
 
-    `where(name)` chooses among the layers, such as `lambda name: "attention" in name`. `alpha`
-    scales the change by alpha/rank; without it, by 2. A layer that the model holds twice stays one.
+    Args:
+        alpha: scales the change by alpha/rank; None scales it by 2.
+        where: selects layers by name, such as `lambda name: "attention" in name`.
+
+    A layer used twice in the model stays shared.
     """
     if rank < 1:
         raise ValueError(f"got rank {rank}; give at least 1")
@@ -72,7 +74,9 @@ def add_lora(
     chosen = [name for name in layers if where(name)]
     if not chosen:
         known = ", ".join(list(layers)[:3]) or "none"
-        raise ValueError(f"no nn.Linear was chosen; the model's are {known}, …: see where=")
+        raise ValueError(
+            f"where= selected no nn.Linear; the model has {known}, …; select at least one"
+        )
     model.requires_grad_(False)
     made: dict[nn.Linear, LoRALinear] = {}
     for name in chosen:
@@ -84,9 +88,9 @@ def add_lora(
 
 
 def merge_lora(model: nn.Module) -> list[str]:
-    """Add each change to its frozen weight and take the detours out again; their names.
+    """Add each change to its frozen weight and restore the nn.Linear. Return the names.
 
-    The outputs stay the same up to rounding. What was frozen stays frozen.
+    Outputs are equal up to rounding. Frozen weights stay frozen.
     """
     layers = {n: m for n, m in _named(model) if isinstance(m, LoRALinear)}
     merged: dict[LoRALinear, nn.Linear] = {}
@@ -98,23 +102,23 @@ def merge_lora(model: nn.Module) -> list[str]:
 
 
 def adapters(model: nn.Module) -> dict[str, Tensor]:
-    """The trained part of `model.state_dict()`: `load_state_dict(..., strict=False)` takes it."""
+    """Return the trained part of the state dict, for `load_state_dict(..., strict=False)`."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     return {name: tensor for name, tensor in model.state_dict().items() if name in trained}
 
 
 def added_weights(in_features: int, out_features: int, rank: int) -> int:
-    """How many weights a layer gets: those of A and B."""
+    """Return the number of weights that LoRA adds to a layer."""
     return rank * (in_features + out_features)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every place in the model; a module that stands in two is given twice."""
+    """Yield every module by name; a shared module appears under each of its names."""
     return model.named_modules(remove_duplicate=False)
 
 
 def _replace(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
-    # Not get_submodule, which asks attributes: those of a model whose blocks run by a schedule are
-    # no modules.
+    # get_submodule uses attributes, but a model with a checkpointing schedule has an attribute
+    # `blocks` without modules.
     setattr(dict(_named(model))[parent], child, layer)

@@ -1,19 +1,19 @@
-"""Cross-entropy: how surprised the model is by the next token, without all of its logits at once.
+"""Chunked cross-entropy: compute the loss without storing all logits at once.
 
-Saves    three tensors of N·V numbers, the logits, their log-softmax and its gradient: all but the
-         logits of a chunk of rows.
-Costs    nothing for a mean or a sum: the same three matrix products, in parts. A loss for each row
-         (`reduction="none"`) costs a fourth product. Of few rows it saves nothing: in bfloat16, of
-         fewer than about C, dW in float32 takes more than all the logits.
-Source   gradients in the forward pass, chunk by chunk: Hsu et al. 2024 (Liger), arXiv 2410.10989.
-         Wijmans et al. 2024 (Cut Your Losses), 2411.09009, cut the vocabulary too, in a kernel.
+Saves    three tensors of N·V elements (logits, log-softmax and its gradient), except one chunk of
+         logits.
+Costs    nothing for a mean or a sum: the same three matmuls, in chunks. Per-row losses
+         (`reduction="none"`) cost a fourth matmul. Few rows save nothing: in bfloat16 with fewer
+         than about C rows, the float32 dW is larger than all logits.
+Source   gradients in the forward pass, by chunk: Hsu et al. 2024 (Liger), arXiv 2410.10989.
+         Wijmans et al. 2024 (Cut Your Losses), 2411.09009, also split the vocabulary, in a kernel.
 
-Adds to memlab.reference.chunked_loss: bias, label smoothing, z-loss, soft caps, losses per row,
-autocast and float16, and a chunk size chosen by bytes.
+memlab.reference.chunked_loss is the short version. This file adds bias, label smoothing, z-loss,
+soft caps, per-row losses, autocast and float16, and a chunk size chosen by bytes.
 
 For one row h of N, with target y, matrix W (V, C), bias b:
 
-    r    = W h + b                                     logits, V numbers
+    r    = W h + b                                     logits, V elements
     x    = cap · tanh(r / cap)                         soft cap (Gemma 2)
     lse  = log Σ exp x
     loss = lse − (1 − ε)·x[y] − ε·mean(x) + z·lse²     label smoothing ε, z-loss z
@@ -23,28 +23,27 @@ For one row h of N, with target y, matrix W (V, C), bias b:
     dr      = dx · (1 − (x / cap)²)
     dh = Wᵀ dr        dW = Σ dr hᵀ        db = Σ dr    sums over the rows
 
-The largest tensor of a modern model is r of all rows: 2,048 tokens and a vocabulary of 32,000 are
-250 MiB in float32, and autograd keeps one such tensor and makes two more. But the rows know nothing
-of each other: logits of a chunk become its losses, and in the same buffer its gradients, which go
-into dh and dW, and the next chunk writes over them. The backward pass only has to multiply by the
-one number that it is handed, the gradient of the loss, once more in place.
+The logits r are the largest tensor of a modern model: 250 MiB in float32 for 2,048 tokens and a
+vocabulary of 32,000. Autograd keeps one such tensor and creates two more. But rows are independent.
+A chunk's logits become its losses and, in the same buffer, its gradients, which are added to dh and
+dW. The next chunk reuses the buffer. Backward only multiplies the results in place by the gradient
+of the loss.
 
-    at the peak   4·chunk·(V + C) + 4·(N + V)·C bytes in float32, and 17 for each row: a chunk's
-                  logits, its share of dh, and both gradients, as far as they are wanted
-    soft cap      4·chunk·V more, for its slope; a chunk's share of dh comes after it
-    bfloat16,     sums and logits as above in float32, however little the inputs take. A chunk's
-      float16     gradient is rounded beside itself: 6·chunk·V + 2·chunk·C
-    autocast      the weight and a chunk of hidden as autocast casts them, 2·(V + chunk)·C more
+    peak          4·chunk·(V + C) + 4·(N + V)·C bytes in float32, plus 17 per row: a chunk's
+                  logits, its part of dh, and both gradients, if needed
+    soft cap      4·chunk·V more for its slope; a chunk's part of dh comes after it
+    bfloat16,     logits and sums stay in float32. A chunk's gradient exists in both dtypes:
+      float16       6·chunk·V + 2·chunk·C
+    autocast      casts of the weight and a chunk of hidden, 2·(V + chunk)·C more
 
-Of low precision, then: products take bfloat16 or float16 (what autocast says, where it is on), all
-else is float32, the sums over chunks too. The sums are rounded last, times what backward was
-handed: the gradient of a mean over many tokens can be below float16's smallest number, and a loss
-scale has to reach it before it is rounded. The CPU has no product that takes bfloat16 and adds to
-float32: it multiplies the chunk's gradient and hidden in float32, which takes longer.
+In low precision, matmuls take bfloat16 or float16 inputs (the autocast dtype, if enabled). All else
+is float32, including the sums over chunks. The sums are rounded last, after multiplication by the
+incoming gradient: a gradient of a mean over many tokens can underflow float16 before a loss scale
+reaches it. CPUs have no matmul that adds bfloat16 products to float32, so dW is computed in
+float32, which is slower.
 
-This differs from production's: Liger sums dW in the dtype of the weight unless told otherwise;
-`F.linear_cross_entropy` has no second backward pass unless one is announced, which doubles its
-gradients. Here another one makes them again.
+Liger sums dW in the weight's dtype by default. `F.linear_cross_entropy` supports a second backward
+pass only if announced, which doubles its gradients. This version recomputes them instead.
 """
 
 import math
@@ -62,8 +61,8 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What the loss of a row consists of."""
+class LossTerms:
+    """The settings of a row's loss."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -73,8 +72,8 @@ class Terms:
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(
-                f"got label_smoothing={self.label_smoothing}; give the share of the target that "
-                f"goes to all tokens alike, from 0 to 1"
+                f"got label_smoothing={self.label_smoothing}; give the fraction of the target that "
+                f"is spread over all tokens, from 0 to 1"
             )
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(
@@ -82,7 +81,7 @@ class Terms:
             )
         if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
             raise ValueError(
-                f"got soft_cap={self.soft_cap}; give what logits stay below (Gemma 2: 30), "
+                f"got soft_cap={self.soft_cap}; give the bound of the logits (Gemma 2: 30), "
                 f"or None for no cap"
             )
 
@@ -102,12 +101,12 @@ def cross_entropy_reference(
     soft_cap: float | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """The same loss by way of all the logits, slow and obvious, in the dtype of its inputs.
+    """Compute the same loss from all logits, in the inputs' dtype: the oracle for other versions.
 
-    Arguments, shapes and errors are those of `chunked_cross_entropy`. Autograd does the rest, so
-    there are second derivatives too.
+    Arguments, shapes and errors are as in `chunked_cross_entropy`. Second derivatives are
+    supported.
     """
-    terms = Terms(ignore_index, label_smoothing, z_loss, soft_cap)
+    terms = LossTerms(ignore_index, label_smoothing, z_loss, soft_cap)
     _check(hidden, weight, targets, bias, terms, reduction)
     x = F.linear(hidden, weight, bias)  # (…, V)
     if soft_cap is not None:
@@ -122,14 +121,14 @@ def cross_entropy_reference(
 
 
 def _labels(targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Which rows are ignored, and the targets of all as indices, those of the ignored being 0."""
+    """Return a mask of ignored rows, and the targets as indices with 0 for ignored rows."""
     targets = targets.long()
     is_ignored = targets == ignore_index
     return is_ignored, targets.masked_fill(is_ignored, 0)
 
 
-def _kept_rows(is_ignored: Tensor) -> Tensor:
-    """How many rows count: 1 if none does, so that a mean over none is 0."""
+def _count_rows(is_ignored: Tensor) -> Tensor:
+    """Return the number of rows that count, at least 1, so that a mean over none is 0."""
     return (is_ignored.numel() - is_ignored.sum()).clamp(min=1)
 
 
@@ -137,21 +136,20 @@ def _reduced(losses: Tensor, is_ignored: Tensor, reduction: Reduction) -> Tensor
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total / _kept_rows(is_ignored) if reduction == "mean" else total
+    return total / _count_rows(is_ignored) if reduction == "mean" else total
 
 
-# ------------------------------------------------------------------ chunk by chunk
+# ------------------------------------------------------------------ chunked version
 
 
 def chunk_rows(rows: int, vocab_size: int, width: int) -> int:
-    """How many rows to take at once: their logits are half as many numbers as the gradients, and an
-    eighth of all the logits, at most.
+    """Choose the number of rows per chunk.
 
-    Gradients of (rows + vocab_size)·width numbers have to be there in any case. Half of that is
-    about width/2 rows: enough for the sum over chunks, which reads and writes all of dW for each,
-    to be a product that is bound by arithmetic. Of fewer rows than four widths that would be most
-    of them at once, hence the eighth; but 64, which keeps products from being slow. The fewest
-    chunks within that, and all alike.
+    A chunk's logits have at most half as many elements as the gradients, (rows + vocab_size)·width,
+    which are needed anyway. This gives about width/2 rows, enough for the matmul that updates all
+    of dW per chunk to be bound by compute. They also have at most an eighth of all logits, which
+    matters for fewer rows than four widths, but at least 64 rows, so that matmuls stay fast. Within
+    these limits, the function uses as few chunks as possible, of equal size.
     """
     rows = max(1, rows)
     by_gradients = (rows + vocab_size) * width // (2 * vocab_size)
@@ -171,60 +169,66 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     reduction: Reduction = "mean",
-    of_rows: "OfRows | None" = None,
+    row_losses: "RowLosses | None" = None,
 ) -> Tensor:
-    """Cross-entropy in nats between `targets` and the logits `hidden @ weightᵀ + bias`, whose rows
-    it makes a chunk at a time.
+    """Compute the cross-entropy in nats of the logits `hidden @ weightᵀ + bias`, in chunks of rows.
 
-    hidden (…, C), weight (V, C), bias (V,), targets (…) of integers. The loss is float32, as that
-    of autocast is, or float64: in bfloat16 it would move in steps of 1/16 where it is near 10.
+    Args:
+        hidden: (…, C).
+        weight: (V, C).
+        targets: integers (…).
+        bias: (V,).
+        chunk: rows per chunk; None: `chunk_rows` chooses.
+        ignore_index: rows with this target do not count, also in the mean's denominator. If no row
+            counts, the loss and all gradients are 0.
+        label_smoothing: the fraction ε of the target spread over all tokens (Szegedy et al. 2016).
+        z_loss: the factor of log²Z, which keeps Z near 1 (Chowdhery et al. 2022, PaLM: 1e-4).
+        soft_cap: bounds the logits to ± this value (Gemma Team 2024, Gemma 2: 30).
+        reduction: "mean" or "sum" over rows, or "none" for a loss per row in the shape of targets.
+            "none" recomputes the logits in backward, because dW is a sum over rows with factors
+            known only then.
+        row_losses: turns a chunk's logits into losses and gradients; None: torch's operators. See
+            memlab.kernels.losses for a kernel.
 
-    chunk            rows of hidden at once; None: as `chunk_rows` says
-    ignore_index     rows with this target count for nothing, in the mean's denominator either. If
-                     there are no others, the loss is 0, and so are all gradients
-    label_smoothing  the share ε of the target that all tokens get alike (Szegedy et al. 2016)
-    z_loss           the factor of log²Z, which keeps Z near 1 (Chowdhery et al. 2022, PaLM: 1e-4)
-    soft_cap         logits stay within ± this much (Gemma Team 2024, Gemma 2: 30)
-    reduction        "mean" or "sum" over rows; "none": a loss for each, in the shape of targets.
-                     Its gradient has a factor for each row, known only in the backward pass, and
-                     dW is a sum over rows: so that makes the logits again
-    of_rows          what makes a chunk's logits into losses and gradients; None: torch's operators.
-                     memlab.kernels.losses has a kernel for it
+    Returns:
+        The loss in float32, as under autocast, or float64. bfloat16 would have steps of 1/16
+        near 10.
 
-    Gradients are made in the forward pass: those that will be asked for, none under no_grad. The
-    first backward pass gives them away; another one (`retain_graph=True`) makes new ones. With
-    `create_graph=True` it raises RuntimeError.
+    Raises:
+        IndexError: for a target outside the vocabulary. On CUDA, a check would synchronize, so the
+            device's own assertion fails instead.
+        RuntimeError: in a backward pass with `create_graph=True`.
 
-    A target outside the vocabulary raises IndexError; on CUDA, where to look would be to wait for
-    the device, it fails the device's own assertion.
+    Gradients are computed in the forward pass, if required, and returned by the first backward
+    pass. Another one (`retain_graph=True`) recomputes them.
     """
-    terms = Terms(ignore_index, label_smoothing, z_loss, soft_cap)
+    terms = LossTerms(ignore_index, label_smoothing, z_loss, soft_cap)
     _check(hidden, weight, targets, bias, terms, reduction)
     (V, C), N = weight.shape, targets.numel()
     if chunk is None:
         chunk = chunk_rows(N, V, C)
     elif chunk < 1:
-        raise ValueError(f"got chunk={chunk}; give at least 1 row, or None for a good number")
-    dtype, grad_enabled = _dtype_of_products(hidden), torch.is_grad_enabled()
-    plan = _Plan(terms, reduction, chunk, dtype, grad_enabled, of_rows or losses_of_rows_)
+        raise ValueError(f"got chunk={chunk}; give at least 1 row, or None to choose it")
+    dtype, grad_enabled = _matmul_dtype(hidden), torch.is_grad_enabled()
+    plan = _Plan(terms, reduction, chunk, dtype, grad_enabled, row_losses or row_losses_)
     loss = _ChunkedLoss.apply(hidden.reshape(-1, C), weight, bias, targets.flatten(), plan)
     return loss.view(targets.shape) if reduction == "none" else loss
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the loss is made."""
+    """The settings of one call."""
 
-    terms: Terms
+    terms: LossTerms
     reduction: Reduction
     chunk: int
-    products: torch.dtype  # of the factors of matrix products
-    grad_enabled: bool  # where the loss was asked for; inside of a Function it never is
-    of_rows: "OfRows"
+    matmul_dtype: torch.dtype  # of the inputs of matmuls
+    grad_enabled: bool  # at the call; inside a Function it is always False
+    row_losses: "RowLosses"
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """What keeps the gradients from the forward pass to the backward pass."""
+    """Keeps gradients from the forward pass for the backward pass."""
 
     @staticmethod
     def forward(
@@ -240,32 +244,32 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         ctx.wanted = [plan.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         ctx.save_for_backward(*inputs, targets)
-        is_scaled_by_row = plan.reduction == "none"  # by numbers that only backward knows
+        is_scaled_by_row = plan.reduction == "none"  # by factors known only in backward
         gradients = _zeros(inputs, [w and not is_scaled_by_row for w in ctx.wanted])
-        losses = _in_chunks(plan, inputs, targets, gradients)
+        losses = _compute_chunks(plan, inputs, targets, gradients)
         if is_scaled_by_row:
             ctx.gradients = None
             return losses
         ctx.gradients = gradients
         is_ignored, _ = _labels(targets, plan.terms.ignore_index)
-        ctx.rows = _kept_rows(is_ignored) if plan.reduction == "mean" else 1
+        ctx.rows = _count_rows(is_ignored) if plan.reduction == "mean" else 1
         return losses.sum() / ctx.rows
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "chunked_cross_entropy has no second derivative, and its first was asked for with "
-                "create_graph=True; leave that out, or use cross_entropy_reference"
+                "chunked_cross_entropy has no second derivative, but was differentiated with "
+                "create_graph=True; leave it out, or use cross_entropy_reference"
             )
         by_row = upstream if ctx.plan.reduction == "none" else None
-        # Given away, they are another's: a second backward pass must not scale them again.
+        # The caller owns returned gradients: a second backward pass must not scale them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             *inputs, targets = ctx.saved_tensors
             gradients = _zeros(inputs, ctx.wanted)
-            with torch.autocast(upstream.device.type, enabled=False):  # the plan has its dtype
-                _in_chunks(ctx.plan, inputs, targets, gradients, by_row)
+            with torch.autocast(upstream.device.type, enabled=False):  # the plan has the dtype
+                _compute_chunks(ctx.plan, inputs, targets, gradients, by_row)
         if by_row is None:
             for gradient in filter(torch.is_tensor, gradients):
                 gradient.mul_(upstream / ctx.rows)
@@ -277,57 +281,61 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _zeros(inputs: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor | None]:
-    """Where the gradient of each input will be summed up, in float32 at least."""
+    """Return accumulators for the wanted gradients, in at least float32."""
     return [
-        torch.zeros(x.shape, dtype=_precise(x), device=x.device) if want else None
+        torch.zeros(x.shape, dtype=_accumulation_dtype(x), device=x.device) if want else None
         for x, want in zip(inputs, wanted, strict=True)
     ]
 
 
-def _in_chunks(
+def _compute_chunks(
     plan: _Plan,
     inputs: Sequence[Tensor | None],
     targets: Tensor,
     gradients: Sequence[Tensor | None],
     factors: Tensor | None = None,
 ) -> Tensor:
-    """The loss of each row, (N,). To the gradients that are there it adds those of the sum of all
-    losses, each times its factor if there are factors."""
+    """Return the loss of each row, (N,), and accumulate the gradients of their weighted sum.
+
+    `factors` (N,) are the weights of the rows, 1 by default.
+    """
     hidden, weight, bias = inputs
-    of_hidden, of_weight, of_bias = gradients
+    d_hidden, d_weight, d_bias = gradients
     N, V = len(hidden), len(weight)
-    weight = weight.to(plan.products)
+    weight = weight.to(plan.matmul_dtype)
     is_ignored, labels = (x.unsqueeze(1) for x in _labels(targets, plan.terms.ignore_index))
-    losses = hidden.new_empty(N, 1, dtype=_precise(hidden))
+    losses = hidden.new_empty(N, 1, dtype=_accumulation_dtype(hidden))
     factors = torch.ones_like(losses) if factors is None else factors.unsqueeze(1)
     factors = factors.masked_fill(is_ignored, 0)  # (N, 1)
     any_gradient = any(map(torch.is_tensor, gradients))
-    buffer = hidden.new_empty(min(plan.chunk, N), V, dtype=_precise(hidden))
+    buffer = hidden.new_empty(min(plan.chunk, N), V, dtype=_accumulation_dtype(hidden))
     for start in range(0, N, plan.chunk):
         rows = slice(start, start + plan.chunk)
-        h = hidden[rows].to(plan.products)  # (chunk, C)
-        x = _product_(buffer[: len(h)], h, weight.mT)  # (chunk, V)
+        h = hidden[rows].to(plan.matmul_dtype)  # (chunk, C)
+        x = _matmul_(buffer[: len(h)], h, weight.mT)  # (chunk, V)
         if bias is not None:
             x += bias
         factor = factors[rows] if any_gradient else None
-        losses[rows] = plan.of_rows(x, labels[rows], factor, plan.terms)
-        if of_hidden is not None:
-            of_hidden[rows] = torch.mm(x.to(plan.products), weight)
-        if of_weight is not None:
-            _add_product_(of_weight, x.mT, h)
-        if of_bias is not None:
-            of_bias += x.sum(0)
+        losses[rows] = plan.row_losses(x, labels[rows], factor, plan.terms)
+        if d_hidden is not None:
+            d_hidden[rows] = torch.mm(x.to(plan.matmul_dtype), weight)
+        if d_weight is not None:
+            _addmm_(d_weight, x.mT, h)
+        if d_bias is not None:
+            d_bias += x.sum(0)
     return losses.masked_fill_(is_ignored, 0).squeeze(1)
 
 
-# What a kernel has to do in place of `losses_of_rows_`. The losses of rows with a factor of 0 and a
-# gradient are not looked at: they are ignored, or have been handed out before.
-OfRows = Callable[[Tensor, Tensor, Tensor | None, Terms], Tensor]
+# The interface of kernels that replace `row_losses_`. The returned losses are not used for rows
+# with a factor of 0 (ignored rows), or in a recomputation.
+RowLosses = Callable[[Tensor, Tensor, Tensor | None, LossTerms], Tensor]
 
 
-def losses_of_rows_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: Terms) -> Tensor:
-    """The losses (chunk, 1) of logits (chunk, V), which become their own gradients, times the
-    factors (chunk, 1) if there are any; without, what the logits become is nothing."""
+def row_losses_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: LossTerms) -> Tensor:
+    """Return losses (chunk, 1) of logits x (chunk, V), and turn x into gradients times `factors`.
+
+    Without factors, x is overwritten with unspecified values.
+    """
     share, cap, V = terms.label_smoothing, terms.soft_cap, x.shape[1]
     slope = None
     if cap is not None:
@@ -335,13 +343,13 @@ def losses_of_rows_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: Te
         slope = x.square().neg_().add_(1) if factors is not None else None  # (chunk, V)
         x.mul_(cap)
 
-    top = x.amax(1, keepdim=True)
-    x.sub_(top)  # no exponential overflows, and at logits of 10⁴ a loss of 1 keeps its digits
+    row_max = x.amax(1, keepdim=True)
+    x.sub_(row_max)  # avoids overflow, and keeps a loss of 1 precise at logits of 10⁴
     at_label = x.gather(1, labels)
     mean = x.mean(1, keepdim=True) if share else 0
     z = x.exp_().sum(1, keepdim=True)  # at least 1, at most V
     log_z = z.log()
-    lse = top.add_(log_z)
+    lse = row_max.add_(log_z)
     losses = log_z - (1 - share) * at_label - share * mean + terms.z_loss * lse.square()
 
     if factors is not None:
@@ -354,15 +362,15 @@ def losses_of_rows_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: Te
     return losses
 
 
-# ------------------------------------------------------------------ products of low precision
+# ------------------------------------------------------------------ matmuls in low precision
 
 
-def _precise(x: Tensor) -> torch.dtype:
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    """That of `hidden`, or of autocast where it is on; float64 it leaves alone."""
+def _matmul_dtype(hidden: Tensor) -> torch.dtype:
+    """Return hidden's dtype, or the autocast dtype if autocast is on and hidden is not float64."""
     if _is_autocast(hidden):
         return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
@@ -372,24 +380,26 @@ def _is_autocast(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 
-def _product_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, put into `out`, which may be more precise than its factors."""
+def _matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Compute a @ b into `out`, which may be more precise than a and b."""
     if a.dtype == out.dtype:
         return torch.mm(a, b, out=out)
-    if a.is_cuda:  # cuBLAS sums in float32 anyway, and need not round
+    if a.is_cuda:  # cuBLAS accumulates in float32, so no rounding is needed
         return torch.mm(a, b, out_dtype=out.dtype, out=out)
     return out.copy_(torch.mm(a, b))
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a @ b to a total as precise as `a`, without a rounding on the way, nor a tensor as large
-    as the total. The CPU has no such product of low precision: there it is one of float32."""
+def _addmm_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add a @ b to `total` in the precision of `a`, without rounding or a large temporary.
+
+    The CPU lacks a low-precision matmul that accumulates like this, so it computes in float32.
+    """
     if b.dtype != total.dtype and b.is_cuda:
         return torch.addmm(total, a.to(b.dtype), b, out_dtype=total.dtype, out=total)
     return total.addmm_(a, b.to(total.dtype))
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ checks
 
 
 def _check(
@@ -397,7 +407,7 @@ def _check(
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None,
-    terms: Terms,
+    terms: LossTerms,
     reduction: Reduction,
 ) -> None:
     if reduction not in REDUCTIONS:
@@ -417,7 +427,7 @@ def _check(
     if bias is not None and bias.shape != (V,):
         raise ValueError(f"got a bias of shape {tuple(bias.shape)}; give ({V},), one for each row")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise TypeError(f"got targets of {targets.dtype}; give the numbers of tokens, as int64")
+        raise TypeError(f"got targets of {targets.dtype}; give token indices, as int64")
     _check_dtypes(hidden, weight, bias)
     _check_range(targets, V, terms.ignore_index)
 
@@ -426,15 +436,15 @@ def _check_dtypes(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     given = [x for x in (hidden, weight, bias) if x is not None]
     dtypes = {x.dtype for x in given}
     if not all(dtype.is_floating_point for dtype in dtypes):
-        raise TypeError(f"got {_names(dtypes)}; give floating-point hidden, weight and bias")
+        raise TypeError(f"got {_join_dtypes(dtypes)}; give floating-point hidden, weight and bias")
     if len(dtypes) > 1 and not all(map(_is_autocast, given)):
         raise TypeError(
-            f"got {_names(dtypes)} in hidden, weight and bias; give all in one dtype, or compute "
-            f"under torch.autocast"
+            f"got {_join_dtypes(dtypes)} in hidden, weight and bias; give all in one dtype, or "
+            f"compute under torch.autocast"
         )
 
 
-def _names(dtypes: set[torch.dtype]) -> str:
+def _join_dtypes(dtypes: set[torch.dtype]) -> str:
     return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 

@@ -1,20 +1,20 @@
-"""The patient: a small Llama, complete in one file, on which every technique is tried.
+"""A small Llama in one file, the model for trying every technique.
 
     x = embedding[tokens]                          # (B, T, C)
     x = x + attention(norm(x)) ;  x = x + mlp(norm(x))        L times
     logits = norm(x) @ unembeddingᵀ                # (B, T, V)
 
-It is the architecture of Llama 2 and 3: RMSNorm before each branch, rotary positions, SwiGLU,
-query heads that share their keys and values (grouped-query attention), and no biases. Later model
-families each changed a little: memlab.configs.shapes lists the fields, and counts the weights.
+The architecture follows Llama 2 and 3: RMSNorm before each branch, rotary positions, SwiGLU,
+grouped-query attention, and no biases. Later model families changed small parts of it:
+memlab.configs.shapes lists the fields and counts the weights.
 
-The model never asks which technique is on. Attention and loss are functions that it is handed; a
-block maps (B, T, C) to (B, T, C), so anything that wraps a function can wrap `model.blocks[3]`.
-Production models differ in speed, not in shape: they fuse query, key and value into one matrix,
-gate and up into another, and run norm and rotation as single kernels.
+Techniques are applied from outside the model. Attention and loss are functions passed in. A block
+maps (B, T, C) to (B, T, C), so any function wrapper can wrap `model.blocks[3]`. Production models
+differ in speed, not in shape: they fuse query, key and value into one matrix, gate and up into
+another, and run norm and rotation as single kernels.
 
-`with torch.device("cuda"): GPT(config, dtype=torch.bfloat16)` makes it where, and in the dtype in
-which, it will live; `"meta"` makes its shapes alone.
+`with torch.device("cuda"): GPT(config, dtype=torch.bfloat16)` creates the model directly on that
+device and in that dtype. `"meta"` creates only shapes.
 
 Source   Touvron et al. 2023, arXiv 2302.13971; Su et al. 2021 (rotary positions), 2104.09864;
          Shazeer 2020 (SwiGLU), 2002.05202; Ainslie et al. 2023 (grouped queries), 2305.13245.
@@ -32,7 +32,7 @@ from memlab.configs.shapes import PRESETS as PRESETS
 from memlab.configs.shapes import GPTConfig
 
 INITIAL_STD = 0.02
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # of each of shapes.ACTIVATIONS
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {  # the names in shapes.ACTIVATIONS
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
@@ -42,7 +42,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]  # see cross_entropy
 
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """torch's fused attention: the default of what a model can be handed.
+    """Call torch's fused attention, the default.
 
     q is (B, H, T, D), k and v are (B, KV, T, D); returns (B, H, T, D).
     """
@@ -51,29 +51,29 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: boo
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss in nats, by way of all the logits: the default of what a model can be handed.
+    """Return the mean loss in nats from all logits, the default.
 
-    hidden is (B, T, C), weight (V, C), targets (B, T). The loss has the dtype of `hidden`: in
-    bfloat16 it moves in steps of 1/16 where it is near 10.
+    hidden is (B, T, C), weight (V, C), targets (B, T). The loss has the dtype of `hidden`;
+    bfloat16 has steps of 1/16 near 10.
     """
     logits = F.linear(hidden, weight)  # (B, T, V)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (x[i], x[i + D/2]) of each head by their position's angles.
+    """Rotate the pairs (x[i], x[i + D/2]) of each head by the angles of their position.
 
-    x is (B, T, H, D), the tables are (T, 1, D/2). After it q·k depends on how far apart two
-    tokens are, not on where they stand. Backward keeps only the tables.
+    x is (B, T, H, D), the tables are (T, 1, D/2). Afterwards q·k depends on the distance between
+    two tokens instead of their positions. Autograd saves only the tables.
     """
     x1, x2 = x.chunk(2, dim=-1)  # (B, T, H, D/2)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)  # (B, T, H, D)
 
 
 class Linear(nn.Linear):
-    """A matrix, most often without bias, left empty: `GPT.initialize_` fills each weight once.
+    """A linear layer, without bias by default, left uninitialized for `GPT.initialize_`.
 
-    nn.Linear would fill it first, and a 7B model would draw its 7 billion numbers twice.
+    nn.Linear would initialize it too, so a 7B model would draw its 7 billion elements twice.
     """
 
     def __init__(
@@ -85,30 +85,30 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A row for each token, left empty like `Linear`."""
+    """A token embedding, left uninitialized like `Linear`."""
 
     def reset_parameters(self) -> None: ...
 
 
 def rms_norm(config: GPTConfig, width: int, dtype: torch.dtype) -> nn.Module:
-    """Divides by the root mean square, then weighs each number.
+    """Return an RMSNorm.
 
-    Gemma keeps w - 1 in the tensor and multiplies by 1 + w. That is left out: it is the same one
-    tensor, and a kernel that multiplies by it keeps the same bytes.
+    Gemma stores w - 1 and multiplies by 1 + w. That detail is left out: the tensors and bytes
+    are the same.
     """
     return nn.RMSNorm(width, eps=config.norm_eps, dtype=dtype)
 
 
-def unchanged(x: Tensor) -> Tensor:
-    """Stands where a family has a norm and this one has none."""
+def identity(x: Tensor) -> Tensor:
+    """Do nothing, in place of a norm that this model family lacks."""
     return x
 
 
 class Rotary(nn.Module):
-    """cos and sin of every position's angles, made once; all blocks hold this one module.
+    """Tables of cos and sin of every position's angles, shared by all blocks.
 
-    The angles are computed in float32 at least (in bfloat16 position 257 would be 256), and only
-    their cosines are rounded to the model's dtype, as are the buffers by `model.to(...)`.
+    Angles are computed in at least float32 (bfloat16 would round position 257 to 256). Only the
+    tables are rounded to the model's dtype, also by `model.to(...)`.
     """
 
     cos: Tensor
@@ -125,17 +125,17 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
 
     def tables(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Both tables up to `length`, in the dtype of what they will turn.
+        """Return both tables up to `length`, in the dtype of the tensor to rotate.
 
-        Under autocast q is bfloat16 while the tables are float32. Left so, they would promote q
-        and k to float32: twice the bytes, and a mismatch with v. A fused kernel can rotate in
-        float32 for nothing; where every step makes a tensor, the small tables are what to round.
+        Under autocast, q is bfloat16 but the tables are float32. Uncast tables would promote q and
+        k to float32: twice the bytes, and a dtype mismatch with v. A fused kernel can rotate in
+        float32 at no cost. Without one, casting the small tables is cheapest.
         """
         return self.cos[:length].to(dtype), self.sin[:length].to(dtype)
 
 
 class Attention(nn.Module):
-    """Each token reads from itself and the tokens before it."""
+    """Causal self-attention with rotary positions."""
 
     def __init__(
         self, config: GPTConfig, rotary: Rotary, attend: AttentionFunction, dtype: torch.dtype
@@ -150,8 +150,8 @@ class Attention(nn.Module):
         self.key = Linear(C, KV * D, dtype, bias="key" in biased)
         self.value = Linear(C, KV * D, dtype, bias="value" in biased)
         self.output = Linear(H * D, C, dtype, bias="output" in biased)
-        self.query_norm = rms_norm(config, D, dtype) if config.head_norms else unchanged
-        self.key_norm = rms_norm(config, D, dtype) if config.head_norms else unchanged
+        self.query_norm = rms_norm(config, D, dtype) if config.head_norms else identity
+        self.key_norm = rms_norm(config, D, dtype) if config.head_norms else identity
 
     def forward(self, x: Tensor) -> Tensor:
         D = self.head_width
@@ -160,15 +160,15 @@ class Attention(nn.Module):
         v = self.value(x).unflatten(-1, (-1, D))  # (B, T, KV, D)
         cos, sin = self.rotary.tables(x.shape[1], q.dtype)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        # Heads move forward as views, and only after the rotation: fused kernels lay their output
-        # out like q, so merging the heads again is a view too, not one more copy for backward.
+        # Transpose after the rotation: fused kernels use q's memory layout for their output, so
+        # merging the heads below is a view rather than a copy that backward would keep.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or KV, T, D)
-        mixed = self.attend(q, k, v, causal=True)  # (B, H, T, D)
-        return self.output(mixed.transpose(1, 2).flatten(2))  # (B, T, C)
+        out = self.attend(q, k, v, causal=True)  # (B, H, T, D)
+        return self.output(out.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
 class MLP(nn.Module):
-    """SwiGLU (or GeGLU): one matrix proposes, another decides how much of it passes."""
+    """SwiGLU (or GeGLU): an up projection multiplied by an activated gate projection."""
 
     def __init__(self, config: GPTConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each added to what came in: (B, T, C) to (B, T, C)."""
+    """Attention, then MLP, each with a residual connection: (B, T, C) to (B, T, C)."""
 
     def __init__(
         self, config: GPTConfig, rotary: Rotary, attend: AttentionFunction, dtype: torch.dtype
@@ -191,10 +191,10 @@ class Block(nn.Module):
         C, after = config.width, config.post_norms
         self.attention_norm = rms_norm(config, C, dtype)
         self.attention = Attention(config, rotary, attend, dtype)
-        self.attention_post_norm = rms_norm(config, C, dtype) if after else unchanged
+        self.attention_post_norm = rms_norm(config, C, dtype) if after else identity
         self.mlp_norm = rms_norm(config, C, dtype)
         self.mlp = MLP(config, dtype)
-        self.mlp_post_norm = rms_norm(config, C, dtype) if after else unchanged
+        self.mlp_post_norm = rms_norm(config, C, dtype) if after else identity
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x)))
@@ -202,10 +202,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A Llama: tokens (B, T) in; logits (B, T, V) out, or the mean loss where there are targets.
+    """A Llama: tokens (B, T) in; logits (B, T, V) out, or the mean loss if targets are given.
 
-    `attention` and `loss` take the place of `scaled_dot_product_attention` and `cross_entropy`,
-    whose arguments and shapes they share. Weights are made in `dtype` (torch's default if None).
+    `attention` and `loss` replace `scaled_dot_product_attention` and `cross_entropy` and take the
+    same arguments. Weights have `dtype` (None: torch's default).
     """
 
     def __init__(
@@ -232,22 +232,22 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize_(self) -> None:
-        """Draws every matrix from N(0, 0.02²), as GPT-2 does.
+        """Draw every matrix from N(0, 0.02²), like GPT-2.
 
-        The 2·L matrices that write to the residual stream get 0.02 / √(2·L), so that their sum is
-        as large as one of them, however deep the model. Biases start at zero.
+        The 2·L matrices that write to the residual stream use 0.02 / √(2·L), so that the variance
+        of their sum does not grow with depth. Biases start at zero.
         """
         residual_std = INITIAL_STD / math.sqrt(2 * self.config.layers)
         for name, weight in self.named_parameters():
             if name.endswith("bias"):
                 weight.zero_()
-            elif weight.ndim == 2:  # the norms' weights are vectors and stay at one
+            elif weight.ndim == 2:  # weights of norms are vectors and stay at 1
                 residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
                 weight.normal_(std=residual_std if residual else INITIAL_STD)
 
     @property
     def unembedding_weight(self) -> Tensor:
-        """(V, C): what scores each token of the vocabulary; the embedding itself where tied."""
+        """The matrix (V, C) that computes logits; the embedding itself if tied."""
         return self.embedding.weight if self.unembedding is None else self.unembedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

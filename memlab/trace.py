@@ -1,8 +1,8 @@
 """The record of a training step: every allocation and free, in order.
 
-A Trace is plain data. The producers (memlab.metering) make one; the allocator, the plots, the
-planner and the exercises' checks read it. `peak_bytes` is the largest running sum of the events,
-and `at_peak` splits that sum by category, so the categories always add up to the peak.
+A Trace is plain data, created by memlab.metering and read by the allocator, the plots, the planner
+and the exercises' checks. `peak_bytes` is the largest running sum of the events. `at_peak` splits
+that sum by category, so the categories always add up to the peak.
 """
 
 import os
@@ -23,13 +23,13 @@ CATEGORIES = (
     "gradients",
     "optimizer_state",
     "inputs",
-    "activations",  # born in forward, alive when backward starts
+    "activations",  # allocated in forward, still alive when backward starts
     "forward_temporaries",
     "backward_temporaries",
     "optimizer_temporaries",
-    "workspace",  # scratch of kernels and of the libraries below them
-    "rounding",  # what an allocator hands out beyond what was asked for
-    "unattributed",  # what a device reports and no category explains
+    "workspace",  # scratch memory of kernels and libraries
+    "rounding",  # allocated by an allocator beyond the requested size
+    "unattributed",  # reported by a device but not explained by any category
 )
 PHASES = ("before", "forward", "backward", "optimizer")
 
@@ -37,11 +37,11 @@ PHASES = ("before", "forward", "backward", "optimizer")
 class Event(NamedTuple):
     """One allocation (`bytes` > 0), free or shrinking (`bytes` < 0) of a storage.
 
-    `storage` numbers storages in the order they were seen in this process; a number is never
-    reused. `phase` is when the event happened, "before" for what was alive when metering began.
-    The other fields describe the storage's birth: the operator, the module that was running
-    (in backward: the module whose forward pass made the node), the dtype and shape of the first
-    tensor on it, and the user's line, where lines were asked for.
+    `storage` numbers storages in order of appearance in this process and is never reused. `phase`
+    is when the event happened; "before" marks storages alive when metering began. The other fields
+    describe the creation of the storage: the operator, the module, the dtype and shape of its first
+    tensor, and the user's source line, if recorded. In backward, `module` is the module whose
+    forward pass created the node.
     """
 
     bytes: int
@@ -57,11 +57,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What the device itself says, or a simulation of it, in bytes; None where there is no answer.
+    """Memory reported by the device, or by a simulation, in bytes; None if not reported.
 
-    `allocated_peak_bytes` is handed out to tensors and kernels, `reserved_peak_bytes` is held by
-    the caching allocator, `used_bytes` is what the driver shows for the whole device at the end
-    (the figure of `nvidia-smi`: other processes and every context included).
+    `allocated_peak_bytes` is used by tensors and kernels. `reserved_peak_bytes` is held by the
+    caching allocator. `used_bytes` is the driver's total for the whole device at the end, as in
+    `nvidia-smi`, including other processes and contexts.
     """
 
     allocated_peak_bytes: int | None = None
@@ -71,20 +71,20 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Trace:
-    """All events of one metered run, and the questions people ask of them."""
+    """All events of one metered run, with common queries."""
 
     events: tuple[Event, ...]
     device: str = "cpu"
     dry: bool = False  # made on fake tensors: bytes are exact, values were never computed
     memory: DeviceMemory = field(default_factory=DeviceMemory)
-    notes: tuple[str, ...] = ()  # what this trace cannot promise, one sentence each
-    # What came before the run, where it is known: the allocator's holes are from then. Its
-    # storages have the same numbers in `events`, which begin with those still alive.
+    notes: tuple[str, ...] = ()  # limitations of this trace, one sentence each
+    # Events before the run, if known; they determine the allocator's fragmentation. Storages have
+    # the same numbers as in `events`, which begins with the ones still alive.
     history: tuple[Event, ...] = field(default=(), repr=False)
 
     @cached_property
     def _peak(self) -> tuple[int, int]:
-        """(bytes, number of events up to the peak); the first peak if there are several."""
+        """The bytes at the first peak, and the number of events up to it."""
         running = peak = position = 0
         for index, event in enumerate(self.events, start=1):
             running += event.bytes
@@ -94,29 +94,31 @@ class Trace:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at one moment."""
+        """The most bytes alive at once."""
         return self._peak[0]
 
     @property
     def peak_position(self) -> int:
-        """The number of events that had happened when the peak was reached."""
+        """The number of events up to the peak."""
         return self._peak[1]
 
     @cached_property
     def live_bytes(self) -> int:
-        """Bytes still alive when metering ended."""
+        """The bytes alive when metering ended."""
         return sum(event.bytes for event in self.events)
 
     @property
     def allocated_bytes(self) -> int:
-        """The peak as the allocator counts it: blocks that it could not split count whole. A real
-        device's trace has those in its own peak, as rounding."""
+        """The peak including blocks that the allocator could not split.
+
+        A real device's trace already contains this difference, as rounding.
+        """
         simulated = self.memory.allocated_peak_bytes if self.dry else None
         return simulated or self.peak_bytes
 
     @property
     def reserved_bytes(self) -> int | None:
-        """The most bytes the device's caching allocator held; None where nothing reports it."""
+        """The most bytes reserved by the caching allocator; None if not reported."""
         return self.memory.reserved_peak_bytes
 
     @cached_property
@@ -126,17 +128,19 @@ class Trace:
 
     @cached_property
     def at_end(self) -> dict[str, int]:
-        """Bytes by category when metering ended; they sum to `live_bytes`."""
+        """The bytes by category when metering ended; they sum to `live_bytes`."""
         return _by_category(self.events)
 
     @property
     def peak_phase(self) -> str:
-        """The phase in which the peak was reached."""
+        """The phase of the peak."""
         return self.events[self.peak_position - 1].phase if self.peak_position else "before"
 
     def alive(self, position: int | None = None) -> list[Event]:
-        """One event for each storage alive after `position` events (default: all), with its
-        bytes then; the largest first."""
+        """Return one event per storage alive after `position` events, with its bytes then.
+
+        The default is after all events. The largest comes first.
+        """
         live: dict[int, Event] = {}
         for event in self.events[:position]:
             known = live.get(event.storage)
@@ -145,29 +149,29 @@ class Trace:
         return sorted((e for e in live.values() if e.bytes), key=lambda e: (-e.bytes, e.storage))
 
     def by_module(self, depth: int | None = None) -> dict[str, dict[str, int]]:
-        """Bytes at the peak, by module and category, the largest module first.
+        """Return bytes at the peak by module and category, the largest module first.
 
-        `depth` cuts names after so many parts: `blocks.0.mlp.up` at depth 2 counts for `blocks.0`.
-        What no module made (the loss, the optimizer's state) stands under "".
+        `depth` truncates names: at depth 2, `blocks.0.mlp.up` counts for `blocks.0`. Storages
+        created outside a module (the loss, optimizer state) count for "".
         """
         sums: dict[str, Counter[str]] = defaultdict(Counter)
         for event in self.alive(self.peak_position):
             module = ".".join(event.module.split(".")[:depth])
             sums[module][event.category] += event.bytes
         largest_first = sorted(sums, key=lambda module: (-sums[module].total(), module))
-        return {module: _in_order(sums[module]) for module in largest_first}
+        return {module: _ordered(sums[module]) for module in largest_first}
 
     def diff(self, other: "Trace") -> "Difference":
-        """What is alive at the end of `other` and was not at the end of this trace.
+        """Return the storages alive at the end of `other` but not at the end of this trace.
 
-        For two steps of one run, that is what the second step left behind: storages that died
-        are set against new ones of the same kind (a gradient thrown away and made anew), and
-        what remains is growth. For two unrelated runs, it compares what each leaves alive.
-        Both are traces of one process, whose storages they number alike.
+        For two steps of one run, the result is what the second step left behind. A freed storage
+        cancels a new one of the same kind, such as a gradient that was freed and recomputed, so
+        only growth remains. For two unrelated runs, it compares the memory left alive. Both
+        traces must come from one process, because storages are matched by number.
         """
         before = {event.storage: event for event in self.alive()}
         after = {event.storage: event for event in other.alive()}
-        counts: Counter[Remainder] = Counter()
+        counts: Counter[StorageKind] = Counter()
         for storage, event in after.items():
             grown = event.bytes - (before[storage].bytes if storage in before else 0)
             if grown:
@@ -179,7 +183,7 @@ class Trace:
         return Difference(tuple(rows))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `Trace.from_dict` reads it back."""
+        """Return plain data for JSON; `Trace.from_dict` reads it back."""
         return {
             "device": self.device,
             "dry": self.dry,
@@ -194,7 +198,7 @@ class Trace:
         }
 
     def to_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Write what PyTorch's memory viewer (pytorch.org/memory_viz) opens, a pickle."""
+        """Write a pickle for PyTorch's memory viewer (pytorch.org/memory_viz)."""
         content = snapshot.snapshot(self.events)
         with write_beside(path) as beside:
             beside.write_bytes(pickle.dumps(content, protocol=snapshot.PROTOCOL))
@@ -213,18 +217,18 @@ class Trace:
             share = count / self.peak_bytes
             lines.append(f"  {category:<22}{format_bytes(count):>12}{share:>7.1%}  {_bar(share)}")
         lines.append(f"alive at the end {format_bytes(self.live_bytes)}")
-        who = "the simulated allocator" if self.dry else "the device"
+        source = "simulated allocator" if self.dry else "device"
         for name, count in asdict(self.memory).items():
             if count is not None:
                 label = name.removesuffix("_bytes").replace("_", " ")
-                lines.append(f"{who} says: {label} {format_bytes(count)}")
+                lines.append(f"{source}: {label} {format_bytes(count)}")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     __repr__ = __str__
 
 
-class Remainder(NamedTuple):
-    """A kind of storage that a difference counts: its size and where it came from."""
+class StorageKind(NamedTuple):
+    """A kind of storage in a difference: its size and origin."""
 
     bytes: int
     category: str
@@ -237,13 +241,13 @@ class Remainder(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """Rows of (kind of storage, how many more of them are alive); negative: fewer."""
+    """Rows of (kind of storage, change in the number alive)."""
 
-    rows: tuple[tuple[Remainder, int], ...]
+    rows: tuple[tuple[StorageKind, int], ...]
 
     @property
     def bytes(self) -> int:
-        """How many bytes more are alive."""
+        """The change in bytes alive."""
         return sum(kind.bytes * count for kind, count in self.rows)
 
     def __bool__(self) -> bool:
@@ -265,7 +269,7 @@ class Difference:
 
 
 def _row(event: Event) -> list[Any]:
-    """An event as JSON has it."""
+    """Return an event as a JSON list."""
     return [*event[:7], list(event.shape), event.line]
 
 
@@ -277,17 +281,17 @@ def _by_category(events: Iterable[Event]) -> dict[str, int]:
     sums: Counter[str] = Counter()
     for event in events:
         sums[event.category] += event.bytes
-    return _in_order(sums)
+    return _ordered(sums)
 
 
-def _in_order(sums: Mapping[str, int]) -> dict[str, int]:
-    """The sums that are not 0, in the order of CATEGORIES; a category beyond it is an error."""
+def _ordered(sums: Mapping[str, int]) -> dict[str, int]:
+    """Return the nonzero sums in the order of CATEGORIES. Unknown categories are an error."""
     assert sums.keys() <= set(CATEGORIES), f"no category of a Trace: {sums.keys() - {*CATEGORIES}}"
     return {category: sums[category] for category in CATEGORIES if sums.get(category)}
 
 
-def _remainder(event: Event, count: int) -> Remainder:
-    return Remainder(
+def _remainder(event: Event, count: int) -> StorageKind:
+    return StorageKind(
         count, event.category, event.module, event.operator, event.dtype, event.shape, event.line
     )
 

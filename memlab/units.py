@@ -1,6 +1,6 @@
-"""Bytes, read and written the same way everywhere.
+"""Format and parse bytes.
 
-GB is 10⁹ bytes and GiB is 2³⁰: a card sold as "24 GB" has 24 GiB, which is 25.8 GB.
+GB is 10⁹ bytes and GiB is 2³⁰: a card sold as "24 GB" has 24 GiB = 25.8 GB.
 """
 
 import re
@@ -12,12 +12,12 @@ _FACTORS = {
     unit.lower(): factor
     for unit, factor in ({"B": 1, "": 1} | BINARY_UNITS | DECIMAL_UNITS).items()
 }
-MOST_DIGITS = 40  # of a number in front of a unit: no machine has as many bytes
+MOST_DIGITS = 40  # before a unit; limits the size of the integer
 _QUANTITY = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
 
 def format_bytes(count: int) -> str:
-    """`count` in the largest binary unit that it fills, to two decimals; below 1 KiB, in bytes."""
+    """Format `count` in its largest binary unit with two decimals; below 1 KiB, in bytes."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if abs(count) >= BINARY_UNITS[unit]:
             return f"{count / BINARY_UNITS[unit]:.2f} {unit}"
@@ -25,11 +25,10 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(quantity: int | str) -> int:
-    """Bytes in `quantity`: an int, or a number with a unit such as `"6 MiB"` or `"24GB"`, in small
-    or large letters.
+    """Parse an int, or a number with a unit such as `"6 MiB"` or `"24GB"`, in any letter case.
 
-    A part of a larger unit is rounded to the nearest byte. Raises ValueError for anything else,
-    and for a fraction without such a unit: "1.5" is a forgotten GiB more often than it is bytes.
+    A fraction of a unit is rounded to the nearest byte. Raise ValueError for anything else,
+    including a fraction without a unit: "1.5" more likely lacks "GiB" than means bytes.
     """
     if isinstance(quantity, int) and not isinstance(quantity, bool) and quantity >= 0:
         return quantity

@@ -42,15 +42,7 @@ from memlab.course import exercise, guess, reveal, running_bill, stored_on_a_gpu
 from memlab.course.bill import SETTING
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
-from memlab.train import (
-    Plugs,
-    Setting,
-    build,
-    combined,
-    dry_trace,
-    measured,
-    of_all_weights,
-)
+from memlab.train import Plugs, Setting, build, combined, dry_trace, measured, of_all_weights
 from memlab.units import format_bytes
 
 # %% [markdown]
@@ -880,6 +872,7 @@ verdict(
 # | | keeps | bytes a weight | gives up |
 # | --- | --- | --- | --- |
 # | SGD, with momentum | nothing, m | 0, 4 | a scale for each weight |
+# | `optim.MomentumSGD` | m in bfloat16, stochastically rounded | 2 | a scale for each weight |
 # | AdamW | m, v | 8 | |
 # | Adam-mini | m, v for a block | 4.01 | a partition that fits is needed |
 # | Lion | m | 4 | a scale for each weight; needs its own lr |

@@ -1,4 +1,4 @@
-"""Accumulated gradients against those of the full batch, in values and in bytes."""
+"""Accumulated gradients against the full batch's, in values and bytes."""
 
 from contextlib import contextmanager
 from itertools import accumulate as running
@@ -22,7 +22,7 @@ def model_of(dtype=torch.float64) -> nn.Module:
 
 
 def ragged(*lengths: int, tokens: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One sequence for each length, of which so many tokens count; the others are masked."""
+    """Return one sequence per length, with that many unmasked tokens."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for length in lengths:
@@ -47,7 +47,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def of_the_full_batch(model: nn.Module, batches) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The loss and gradients of all sequences at once, by torch's own mean."""
+    """Return the loss and gradients of all sequences at once, by torch's own mean."""
     inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
     model.zero_grad()
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -58,7 +58,7 @@ def of_the_full_batch(model: nn.Module, batches) -> tuple[torch.Tensor, list[tor
 
 
 def largest_error(found, expected) -> float:
-    """Relative to the largest element of each tensor."""
+    """Return the error relative to each tensor's largest element."""
     errors = [(f - e).abs().max() / e.abs().max() for f, e in zip(found, expected, strict=True)]
     return max(errors).item()
 
@@ -68,7 +68,7 @@ def largest_error(found, expected) -> float:
 
 @pytest.mark.parametrize("lengths", [(12,), (12, 12), (1, 12), (3, 7, 12, 1, 5), (0, 4, 0, 9)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_the_gradient_is_that_of_the_full_batch(lengths, dtype, tolerance):
+def test_the_gradient_equals_the_full_batchs(lengths, dtype, tolerance):
     model, batches = model_of(dtype), ragged(*lengths)
     loss, expected = of_the_full_batch(model, batches)
     result = accumulate(batches, sum_of_losses(model), model.parameters())
@@ -78,8 +78,8 @@ def test_the_gradient_is_that_of_the_full_batch(lengths, dtype, tolerance):
     assert not result.loss.requires_grad
 
 
-def test_the_mean_of_means_is_another_gradient():
-    """What this file's tolerance would not let pass."""
+def test_the_mean_of_means_is_a_different_gradient():
+    """The tolerance of this file detects the difference."""
     model, batches = model_of(), ragged(1, 2, 12)
     _, expected = of_the_full_batch(model, batches)
     for inputs, targets in batches:
@@ -111,7 +111,7 @@ def test_the_number_of_tokens_may_be_a_tensor():
 
 
 @pytest.mark.parametrize("wrap", [int, torch.tensor])
-def test_a_window_without_a_token_has_zero_loss_and_gradients(wrap):
+def test_a_fully_masked_window_has_zero_loss_and_gradients(wrap):
     model, batches = model_of(), ragged(0, 0)
     result = accumulate(
         batches, lambda batch: (sum_of_losses(model)(batch)[0], wrap(0)), model.parameters()
@@ -120,27 +120,27 @@ def test_a_window_without_a_token_has_zero_loss_and_gradients(wrap):
     assert all(gradient.count_nonzero() == 0 for gradient in gradients(model))
 
 
-def test_a_parameter_that_is_given_twice_is_divided_once():
+def test_a_parameter_passed_twice_is_divided_once():
     model, batches = model_of(), ragged(3, 12)
     _, expected = of_the_full_batch(model, batches)
     accumulate(batches, sum_of_losses(model), [*model.parameters(), *model.parameters()])
     assert largest_error(gradients(model), expected) <= 1e-14
 
 
-def test_frozen_parameters_get_nothing():
+def test_frozen_parameters_get_no_gradient():
     model, batches = model_of(), ragged(3, 12)
     model[1].requires_grad_(False)
     accumulate(batches, sum_of_losses(model), model.parameters())
     assert [g is None for g in gradients(model)] == [False, True, True, False, False]
 
 
-def test_clipping_after_it_is_clipping_of_the_full_batch():
+def test_clipping_afterwards_equals_clipping_the_full_batch():
     model, batches = model_of(), ragged(1, 2, 12)
     _, expected = of_the_full_batch(model, batches)
     norm = torch.stack([g.norm() for g in expected]).norm()
     accumulate(batches, sum_of_losses(model), model.parameters())
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 2) == pytest.approx(norm)
-    assert largest_error(gradients(model), [g / 2 for g in expected]) <= 1e-5  # its own epsilon
+    assert largest_error(gradients(model), [g / 2 for g in expected]) <= 1e-5  # clipping's epsilon
 
 
 def test_the_last_window_is_shorter_and_not_dropped():
@@ -149,7 +149,7 @@ def test_the_last_window_is_shorter_and_not_dropped():
     assert list(windows([], 3)) == []
 
 
-def test_windows_read_no_further_than_they_hand_out():
+def test_windows_reads_only_the_micro_batches_it_yields():
     read = []
     first = next(windows((read.append(i) or i for i in range(9)), 2))
     assert first == read == [0, 1]
@@ -159,7 +159,7 @@ def test_windows_read_no_further_than_they_hand_out():
 
 
 def summing(count: int, dtype: torch.dtype) -> tuple[nn.Parameter, list[torch.Tensor]]:
-    """A weight whose gradient is the sum of its micro-batches, exact in each of them."""
+    """A weight whose gradient is the sum of its micro-batches, each of them exact."""
     generator = torch.Generator().manual_seed(0)
     parameter = nn.Parameter(torch.zeros(1000, dtype=dtype))
     return parameter, [torch.rand(1000, generator=generator).to(dtype) for _ in range(count)]
@@ -174,8 +174,8 @@ def test_low_precision_gradients_are_added_in_float32(dtype):
     assert torch.equal(parameter.grad, expected.to(dtype))
 
 
-def test_added_in_their_own_dtype_they_would_be_off():
-    """What the test above would not let pass."""
+def test_accumulating_in_low_precision_would_be_inaccurate():
+    """The test above would fail without float32 sums."""
     parameter, batches = summing(256, torch.bfloat16)
     expected = torch.stack(batches).double().mean(0)
     for batch in batches:
@@ -183,7 +183,7 @@ def test_added_in_their_own_dtype_they_would_be_off():
     assert largest_error([parameter.grad.double() / 256], [expected]) > 0.02
 
 
-def test_hooks_are_gone_afterwards_even_when_it_fails():
+def test_hooks_are_removed_even_after_an_error():
     parameter, batches = summing(2, torch.bfloat16)
 
     def failing(batch):
@@ -199,12 +199,12 @@ def test_hooks_are_gone_afterwards_even_when_it_fails():
 
 
 def most_activations(step, model) -> int:
-    """The most bytes of activations alive at one moment."""
+    """Return the most bytes of activations alive at once."""
     events = memlab.measure(step, model=model).events
     return max(running(e.bytes for e in events if e.category == "activations"))
 
 
-def test_the_most_activations_are_those_of_one_micro_batch():
+def test_the_peak_of_activations_is_one_micro_batchs():
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)).float()
     batch = (torch.randn(32, 64),)
 
@@ -222,10 +222,10 @@ def test_the_most_activations_are_those_of_one_micro_batch():
     assert most_activations(step(split(batch, 4)), model) == one
     assert (
         most_activations(step([batch]), model) == 8 * one - 7 * 4
-    )  # but the loss, one number in all
+    )  # except the loss, a single element
 
 
-def test_float32_gradients_cost_nothing_beyond_themselves():
+def test_float32_accumulation_takes_no_extra_memory():
     model = nn.Linear(64, 64, bias=False)
     batches = [torch.randn(4, 64) for _ in range(3)]
 
@@ -236,10 +236,10 @@ def test_float32_gradients_cost_nothing_beyond_themselves():
     trace = memlab.measure(step, model=model)
     assert trace.at_end == {"parameters": 4 * 64**2, "gradients": 4 * 64**2, "inputs": 3 * 1024}
     of_weights = [e for e in trace.events if e.shape == (64, 64) and e.bytes > 0]
-    assert len(of_weights) == 1 + 3  # the weights, and a gradient of each micro-batch
+    assert len(of_weights) == 1 + 3  # the weights, and one gradient per micro-batch
 
 
-def test_a_float32_sum_costs_four_bytes_a_weight_until_it_is_handed_over():
+def test_float32_sums_cost_four_bytes_per_weight_until_the_end():
     layers = [nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(8)]
     model = nn.Sequential(*layers)
     batches = [torch.randn(4, 64).bfloat16() for _ in range(2)]
@@ -254,7 +254,7 @@ def test_a_float32_sum_costs_four_bytes_a_weight_until_it_is_handed_over():
     for event in trace.events:
         alive += event.bytes if event.shape == (64, 64) else 0
         most = max(most, alive)
-    # Weights, sums, one gradient, and what adding it in float32 takes for a moment.
+    # Weights, sums, one gradient, and its float32 cast.
     assert 2 * N + 4 * N < most <= 2 * N + 4 * N + (2 + 4) * one
     assert trace.at_end["gradients"] == 2 * N
     assert sum(trace.at_end.values()) == 4 * N + 2 * 512
@@ -280,7 +280,7 @@ def test_all_but_the_last_micro_batch_are_inside_no_sync(count):
     assert seen == [True] * (count - 1) + [False]
 
 
-def test_ddp_communicates_once_a_window(tmp_path):
+def test_ddp_communicates_once_per_window(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -304,23 +304,23 @@ def test_ddp_communicates_once_a_window(tmp_path):
         dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------ errors
 
 
-def test_gradients_from_before_are_refused():
+def test_existing_gradients_are_an_error():
     model, batches = model_of(), ragged(3)
     accumulate(batches, sum_of_losses(model), model.parameters())
     with pytest.raises(ValueError, match=r"call optimizer\.zero_grad"):
         accumulate(batches, sum_of_losses(model), model.parameters())
 
 
-def test_no_micro_batch_is_refused():
+def test_no_micro_batch_is_an_error():
     model = model_of()
     with pytest.raises(ValueError, match="no micro-batch"):
         accumulate([], sum_of_losses(model), model.parameters())
 
 
-def test_a_step_inside_backward_is_refused():
+def test_an_optimizer_that_steps_inside_backward_is_an_error():
     model = model_of()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -329,7 +329,7 @@ def test_a_step_inside_backward_is_refused():
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_sizes_below_one_are_refused(size):
+def test_sizes_below_one_are_errors(size):
     with pytest.raises(ValueError, match="at least 1"):
         list(windows([1], size))
     with pytest.raises(ValueError, match="at least 1"):

@@ -1,4 +1,4 @@
-"""The allocator's rules: each worked by hand, and what holds for all traces and settings."""
+"""The allocator's rules: worked examples, and properties for all traces and settings."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,7 +18,7 @@ from memlab.allocator import (
     segments,
     simulate,
 )
-from memlab.allocator.blocks import FREE, Block
+from memlab.allocator.blocks import FREE, MemoryBlock
 from memlab.trace import Event, Trace
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -28,14 +28,14 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 class Tape:
-    """Writes a trace: storages are taken and dropped in the order of the calls."""
+    """Builds a trace: allocations and frees in the order of the calls."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.sizes: list[int] = []
 
     def take(self, size: int, category: str = "activations") -> int:
-        """A new storage's number."""
+        """Allocate a new storage and return its number."""
         self.sizes.append(0)
         return self.change(len(self.sizes) - 1, size, category)
 
@@ -60,11 +60,11 @@ def tape():
 
 
 def layout(found: Iterable[Segment]) -> list[list[tuple[int, str]]]:
-    """The pieces of each segment: (bytes, state)."""
+    """Return the (bytes, state) of each segment's blocks."""
     return [[(piece.bytes, piece.state) for piece in segment.pieces] for segment in found]
 
 
-def taken(allocator: Allocator, *sizes: int, stream: int = 0) -> list[Block]:
+def taken(allocator: Allocator, *sizes: int, stream: int = 0) -> list[MemoryBlock]:
     blocks = [allocator.malloc(size, stream) for size in sizes]
     assert None not in blocks
     return blocks
@@ -77,7 +77,7 @@ def taken(allocator: Allocator, *sizes: int, stream: int = 0) -> list[Block]:
     ("requested", "size"),
     [(1, 512), (512, 512), (513, 1024), (1024, 1024), (MIB + 1, MIB + 512)],
 )
-def test_a_request_takes_a_multiple_of_512_bytes(requested, size):
+def test_a_request_is_rounded_up_to_512_bytes(requested, size):
     assert block_bytes(requested) == size
 
 
@@ -88,14 +88,14 @@ def test_a_request_takes_a_multiple_of_512_bytes(requested, size):
         (1280 * KIB, 4, 1280 * KIB),
         (1281 * KIB, 4, 1536 * KIB),
         (1801 * KIB, 4, 2048 * KIB),
-        (4 * MIB, 4, 4 * MIB),  # powers of two stay
-        (2048, 4, 2048),  # up to 512 B a division there is nothing to divide
+        (4 * MIB, 4, 4 * MIB),  # powers of two are unchanged
+        (2048, 4, 2048),  # up to 512 B per division, divisions have no effect
         (2049, 4, 2560),
-        (5 * MIB + 1, 1, 5 * MIB + 512),  # one division is none
+        (5 * MIB + 1, 1, 5 * MIB + 512),  # one division has no effect
         (5 * MIB + 1, 0, 5 * MIB + 512),
     ],
 )
-def test_with_divisions_a_request_takes_the_next_step_to_the_next_power_of_two(
+def test_with_divisions_a_request_is_rounded_to_steps_between_powers_of_two(
     requested, divisions, size
 ):
     assert block_bytes(requested, divisions) == size
@@ -104,7 +104,7 @@ def test_with_divisions_a_request_takes_the_next_step_to_the_next_power_of_two(
 @pytest.mark.parametrize(
     ("requested", "size"),
     [
-        (520 * KIB, 576 * KIB),  # 8 divisions below 1 MiB, as from 1 to 2 MiB
+        (520 * KIB, 576 * KIB),  # 8 divisions below 1 MiB, like from 1 to 2 MiB
         (MIB + 1, MIB + 128 * KIB),
         (2 * MIB + 1, 3 * MIB),  # 2 divisions from 2 to 4 MiB
         (40 * GIB - 1, 40 * GIB),  # 4 divisions from 32 GiB on
@@ -127,7 +127,7 @@ def test_divisions_may_differ_by_size(requested, size):
         (GIB + 512, GIB + 2 * MIB),
     ],
 )
-def test_the_driver_is_asked_for_2_mib_or_20_or_the_request_in_steps_of_2(block, segment):
+def test_a_segment_has_2_mib_or_20_mib_or_the_request_rounded_to_2_mib(block, segment):
     assert segment_bytes(block) == segment
 
 
@@ -146,7 +146,7 @@ def test_a_small_request_leaves_the_rest_of_its_segment_as_a_free_block(tape):
     assert layout(blocks.at_end) == [[(1024, "allocated"), (2 * MIB - 1024, "free")]]
 
 
-def test_512_bytes_of_a_small_block_are_enough_to_be_split_off(tape):
+def test_a_rest_of_512_bytes_of_a_small_block_is_split_off(tape):
     for size in (MIB, MIB - 512, 512):
         tape.take(size)
     assert layout(simulate(tape.trace).at_end) == [
@@ -154,7 +154,7 @@ def test_512_bytes_of_a_small_block_are_enough_to_be_split_off(tape):
     ]
 
 
-def test_1_mib_of_a_large_block_is_wasted_and_more_is_split_off(tape):
+def test_a_rest_of_1_mib_of_a_large_block_is_wasted_and_a_larger_one_split_off(tape):
     tape.take(19 * MIB)
     tape.take(19 * MIB - 512)
     blocks = simulate(tape.trace)
@@ -169,7 +169,7 @@ def test_small_and_large_requests_never_share_a_segment(tape):
     tape.drop(tape.take(MIB))
     tape.take(MIB + 512)  # would fit into the free 2 MiB
     tape.drop(tape.take(512))
-    tape.take(512)  # would fit behind the large one
+    tape.take(512)  # would fit after the large one
     blocks = simulate(tape.trace)
     assert [segment.pool for segment in blocks.at_end] == ["small", "large"]
 
@@ -191,19 +191,19 @@ def test_among_free_blocks_of_one_size_a_request_takes_the_lowest():
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
-def test_a_freed_block_joins_its_free_neighbours_on_both_sides(tape, order):
+def test_a_freed_block_merges_with_both_free_neighbours(tape, order):
     storages = [tape.take(512 * KIB) for _ in range(4)]
     tape.drop(*(storages[index] for index in order))
     assert layout(simulate(tape.trace).at_end) == [[(1536 * KIB, "free"), (512 * KIB, "allocated")]]
 
 
-def test_free_segments_side_by_side_do_not_join(tape):
+def test_adjacent_free_segments_do_not_merge(tape):
     tape.drop(tape.take(10 * MIB), tape.take(10 * MIB))
     tape.take(20 * MIB)
     assert simulate(tape.trace).reserved_bytes == 40 * MIB
 
 
-def test_what_is_freed_stays_reserved(tape):
+def test_freed_memory_stays_reserved(tape):
     tape.drop(tape.take(30 * MIB))
     tape.take(512)
     blocks = simulate(tape.trace)
@@ -212,7 +212,7 @@ def test_what_is_freed_stays_reserved(tape):
     assert list(blocks.largest_free) == [0, 30 * MIB, 30 * MIB]
 
 
-def test_a_free_block_serves_its_own_stream_only():
+def test_a_free_block_serves_only_its_own_stream():
     allocator = Allocator()
     (block,) = taken(allocator, 512, stream=7)
     allocator.free(block)
@@ -222,15 +222,15 @@ def test_a_free_block_serves_its_own_stream_only():
     assert allocator.segment_allocations == 2
 
 
-def test_a_block_that_another_stream_still_works_on_is_no_room_for_a_request():
+def test_a_block_in_use_by_another_stream_is_not_reused():
     allocator = Allocator()
     (block,) = taken(allocator, 12 * MIB)
-    allocator.let_go(block)
+    allocator.request_free(block)
     assert allocator.allocated_bytes == 0
     assert layout(segments(allocator)) == [[(12 * MIB, "awaiting")]]
     (other,) = taken(allocator, 12 * MIB)
     assert other is not block
-    allocator.reclaim(block)
+    allocator.complete_free(block)
     assert taken(allocator, 12 * MIB) == [block]
 
 
@@ -242,10 +242,10 @@ def test_a_block_cannot_be_freed_twice():
         allocator.free(block)
 
 
-# ------------------------------------------------------------------ back to the driver
+# ------------------------------------------------------------------ releasing memory
 
 
-def test_emptying_the_cache_gives_back_free_segments_and_keeps_those_in_part_use():
+def test_emptying_the_cache_releases_only_entirely_free_segments():
     allocator = Allocator()
     first, _, third = taken(allocator, MIB, MIB, 30 * MIB)
     allocator.free(first)
@@ -258,7 +258,7 @@ def test_emptying_the_cache_gives_back_free_segments_and_keeps_those_in_part_use
 def test_emptying_the_cache_waits_for_the_streams():
     allocator = Allocator()
     (block,) = taken(allocator, 30 * MIB)
-    allocator.let_go(block)
+    allocator.request_free(block)
     allocator.empty_cache()
     assert allocator.reserved_bytes == 0
 
@@ -272,7 +272,7 @@ def test_the_cache_can_be_emptied_before_an_event(tape):
     assert blocks.retries == 0
 
 
-def test_a_refusal_of_the_driver_empties_the_cache_and_asks_again(tape):
+def test_after_a_refusal_the_cache_is_emptied_and_the_driver_asked_again(tape):
     tape.drop(tape.take(30 * MIB), tape.take(12 * MIB))
     tape.take(40 * MIB)
     blocks = simulate(tape.trace, capacity_bytes=50 * MIB)
@@ -281,7 +281,7 @@ def test_a_refusal_of_the_driver_empties_the_cache_and_asks_again(tape):
     assert list(blocks.reserved)[-1] == 40 * MIB
 
 
-def test_without_a_refusal_nothing_goes_back(tape):
+def test_without_a_refusal_nothing_is_released(tape):
     tape.drop(tape.take(30 * MIB))
     tape.take(40 * MIB)
     blocks = simulate(tape.trace, capacity_bytes=70 * MIB)
@@ -289,7 +289,7 @@ def test_without_a_refusal_nothing_goes_back(tape):
     assert simulate(tape.trace, capacity_bytes=70 * MIB - 1).retries == 1
 
 
-def test_a_request_finds_no_room_though_more_is_free_than_it_wants(tape):
+def test_a_request_can_fail_although_enough_bytes_are_free(tape):
     storages = [tape.take(5 * MIB) for _ in range(8)]  # two segments
     tape.drop(*storages[::2])
     tape.take(12 * MIB)
@@ -303,21 +303,21 @@ def test_a_request_finds_no_room_though_more_is_free_than_it_wants(tape):
     assert len(blocks.reserved) == 12
     assert str(problem) == (
         "out of memory at event 12 (forward aten.empty): a request of 12.00 MiB needs a segment "
-        "of 12.00 MiB, and 40.00 MiB of 50.00 MiB are reserved: 20.00 MiB allocated, 20.00 MiB "
-        "free in 4 pieces of at most 5.00 MiB"
+        "of 12.00 MiB, but 40.00 MiB of 50.00 MiB are reserved: 20.00 MiB allocated, 20.00 MiB "
+        "free in 4 blocks of at most 5.00 MiB"
     )
     assert str(problem) in str(blocks)
-    assert blocks.fragmentation == 0.5  # then; at the peaks, all 40 MiB were in use
+    assert blocks.fragmentation == 0.5  # at that moment; at the peak, all 40 MiB were in use
     assert "(50.0% fragmentation when memory ran out)" in str(blocks)
 
 
-def test_a_process_may_reserve_its_fraction_of_the_card(tape):
+def test_a_process_may_reserve_its_fraction_of_the_device(tape):
     tape.take(50 * MIB)
     assert simulate(tape.trace, capacity_bytes=100 * MIB, memory_fraction=0.5).fits
     assert not simulate(tape.trace, capacity_bytes=100 * MIB, memory_fraction=0.49).fits
 
 
-def test_what_others_occupy_of_the_card_is_not_to_be_had(tape):
+def test_memory_occupied_by_other_processes_is_not_available(tape):
     tape.take(50 * MIB)
     assert simulate(tape.trace, capacity_bytes=60 * MIB, occupied_bytes=10 * MIB).fits
     blocks = simulate(tape.trace, capacity_bytes=60 * MIB, occupied_bytes=10 * MIB + 1)
@@ -350,23 +350,23 @@ def test_a_request_of_max_split_size_is_not_split_and_may_waste_less_than_20_mib
     assert other is not block
 
 
-def test_how_much_may_be_wasted_can_be_set():
+def test_the_wasted_bytes_can_be_limited():
     allocator = Allocator(replace(LARGE_KEPT, max_non_split_rounding_bytes=40 * MIB))
     (block,) = taken(allocator, 100 * MIB)
     allocator.free(block)
     assert taken(allocator, 70 * MIB) == [block]
 
 
-def test_after_a_refusal_the_smallest_sufficient_large_block_goes_back_first():
+def test_after_a_refusal_the_smallest_sufficient_oversize_block_is_released_first():
     allocator = Allocator(replace(LARGE_KEPT, capacity_bytes=400 * MIB))
     for block in taken(allocator, 150 * MIB, 130 * MIB, 90 * MIB):
         allocator.free(block)
-    taken(allocator, 100 * MIB)  # 130 would waste too much, and goes back
+    taken(allocator, 100 * MIB)  # 130 would waste too much, so it is released
     assert (allocator.retries, allocator.segment_frees) == (0, 1)
     assert allocator.reserved_bytes == (150 + 90 + 100) * MIB
 
 
-def test_after_a_refusal_the_largest_blocks_go_back_until_they_suffice():
+def test_after_a_refusal_the_largest_blocks_are_released_until_they_suffice():
     allocator = Allocator(replace(LARGE_KEPT, capacity_bytes=300 * MIB))
     blocks = taken(allocator, 64 * MIB, 66 * MIB, 68 * MIB, 30 * MIB)
     for block in blocks:
@@ -376,11 +376,11 @@ def test_after_a_refusal_the_largest_blocks_go_back_until_they_suffice():
     assert allocator.reserved_bytes == (64 + 30 + 130) * MIB
 
 
-def test_where_large_blocks_do_not_suffice_everything_unused_goes_back():
+def test_if_oversize_blocks_do_not_suffice_all_unused_memory_is_released():
     allocator = Allocator(replace(LARGE_KEPT, capacity_bytes=200 * MIB))
     for block in taken(allocator, 64 * MIB, 30 * MIB):
         allocator.free(block)
-    taken(allocator, 130 * MIB)  # without the 64 it would fit; but 64 are fewer than 130
+    taken(allocator, 130 * MIB)  # it would fit without the 64, but 64 is less than 130
     assert (allocator.retries, allocator.reserved_bytes) == (1, 130 * MIB)
 
 
@@ -389,20 +389,20 @@ def test_where_large_blocks_do_not_suffice_everything_unused_goes_back():
 COLLECTING = Settings(capacity_bytes=200 * MIB, garbage_collection_threshold=0.5)
 
 
-def test_beyond_the_threshold_what_was_not_needed_for_long_goes_back():
+def test_above_the_threshold_the_least_recently_used_blocks_are_released():
     allocator = Allocator(COLLECTING)
     old, young = taken(allocator, 60 * MIB, 40 * MIB)
     allocator.free(old)
-    taken(allocator, 10 * MIB, stream=1)  # a search that passes `old` by
+    taken(allocator, 10 * MIB, stream=1)  # a search that skips `old`
     allocator.free(young)
-    # reserved are 110 MiB, 10 too many; with this search the ages are 2 and 1, their mean 1.5
+    # 110 MiB are reserved, 10 too many; after this search, the ages are 2 and 1, with mean 1.5
     taken(allocator, 70 * MIB)
     assert allocator.reserved_bytes == (40 + 10 + 70) * MIB
     assert (allocator.segment_frees, allocator.retries) == (1, 0)
 
 
 @pytest.mark.parametrize(("reserved", "given_back"), [(100 * MIB, 0), (102 * MIB, 1)])
-def test_up_to_the_threshold_nothing_goes_back(reserved, given_back):
+def test_up_to_the_threshold_nothing_is_released(reserved, given_back):
     allocator = Allocator(COLLECTING)
     (block,) = taken(allocator, reserved)
     allocator.free(block)
@@ -411,20 +411,20 @@ def test_up_to_the_threshold_nothing_goes_back(reserved, given_back):
 
 
 @pytest.mark.parametrize(("threshold", "given_back"), [(0.3, 2), (0.2, 3)])
-def test_collection_goes_on_with_younger_blocks_until_it_is_enough(threshold, given_back):
+def test_collection_continues_with_younger_blocks_until_it_suffices(threshold, given_back):
     allocator = Allocator(Settings(capacity_bytes=GIB, garbage_collection_threshold=threshold))
     (spare,) = taken(allocator, 10 * MIB, stream=1)
     for block in taken(allocator, *[200 * MIB] * 3):
         allocator.free(block)
         allocator.free(spare)
-        (spare,) = taken(allocator, 10 * MIB, stream=1)  # a search that finds what it wants
-    # the ages are 4, 3 and 2: two are not below the mean, and 400 MiB
+        (spare,) = taken(allocator, 10 * MIB, stream=1)  # a search that succeeds
+    # the ages are 4, 3 and 2: two are at least the mean and release 400 MiB
     assert allocator.reserved_bytes == 610 * MIB
     taken(allocator, 250 * MIB)
     assert allocator.segment_frees == given_back
 
 
-def test_collection_leaves_blocks_in_part_use_and_the_small_pool_alone():
+def test_collection_skips_partly_used_segments_and_the_small_pool():
     allocator = Allocator(COLLECTING)
     part, _, small, _ = taken(allocator, 5 * MIB, 5 * MIB, 512, 100 * MIB)
     allocator.free(part)
@@ -433,13 +433,13 @@ def test_collection_leaves_blocks_in_part_use_and_the_small_pool_alone():
     assert allocator.segment_frees == 0
 
 
-def test_small_requests_age_no_large_block():
+def test_small_requests_do_not_age_large_blocks():
     allocator = Allocator(COLLECTING)
     first, second = taken(allocator, 60 * MIB, 40 * MIB)
     allocator.free(first)
     taken(allocator, 512)
     allocator.free(second)
-    taken(allocator, 70 * MIB)  # both are of one age: neither is below the mean
+    taken(allocator, 70 * MIB)  # both have the same age, so neither is below the mean
     assert allocator.segment_frees == 2
 
 
@@ -469,13 +469,13 @@ def test_an_expandable_large_block_is_split_down_to_512_bytes(tape):
     ]
 
 
-def test_pages_in_the_middle_go_back_and_come_again_at_the_lowest_address():
+def test_pages_in_the_middle_are_released_and_mapped_again_at_the_lowest_address():
     allocator = Allocator(EXPANDING)
     first, _, third, _ = taken(allocator, 50 * MIB, 30 * MIB, 70 * MIB, 10 * MIB)
     allocator.free(first)
     allocator.free(third)
     allocator.empty_cache()
-    # of 0–50 the pages 0–40, of 80–150 the pages 80–140
+    # released: pages 0–40 of 0–50, and pages 80–140 of 80–150
     assert allocator.reserved_bytes == (160 - 40 - 60) * MIB
     assert [(segment.address // MIB, segment.bytes // MIB) for segment in segments(allocator)] == [
         (40, 40),
@@ -483,11 +483,11 @@ def test_pages_in_the_middle_go_back_and_come_again_at_the_lowest_address():
     ]
     (block,) = taken(allocator, 15 * MIB)
     assert (block.address, allocator.reserved_bytes) == (0, 80 * MIB)
-    (block,) = taken(allocator, 52 * MIB)  # 0–50 is too short now: 80–150 is not
+    (block,) = taken(allocator, 52 * MIB)  # 0–50 is too short, but 80–150 is not
     assert block.address == 80 * MIB
 
 
-def test_free_memory_below_unmapped_pages_is_used_with_them():
+def test_free_memory_below_unmapped_pages_is_combined_with_them():
     allocator = Allocator(EXPANDING)
     first, second = taken(allocator, 30 * MIB, 30 * MIB)
     assert (second.address, allocator.reserved_bytes) == (30 * MIB, 60 * MIB)
@@ -497,33 +497,33 @@ def test_free_memory_below_unmapped_pages_is_used_with_them():
     assert first.address == 0
 
 
-def test_a_request_leaves_the_block_that_can_grow_to_others():
+def test_a_request_avoids_a_block_that_can_grow():
     allocator = Allocator(EXPANDING)
     first, _ = taken(allocator, 12 * MIB, 20 * MIB)
     allocator.free(first)
-    # free are 12 MiB at 0 and 8 MiB at 32, which can grow without end
+    # 12 MiB are free at 0, and 8 MiB at 32, which can grow without limit
     (block,) = taken(allocator, 6 * MIB)
     assert block.address == 0
 
 
-def test_the_driver_gives_an_expandable_segment_pages_up_to_the_cards_end():
+def test_an_expandable_segment_gets_pages_up_to_the_devices_capacity():
     allocator = Allocator(replace(EXPANDING, capacity_bytes=60 * MIB, occupied_bytes=20 * MIB))
     taken(allocator, 30 * MIB)
-    assert allocator.malloc(12 * MIB) is None  # 10 are free, a page of 20 is not to be had
+    assert allocator.malloc(12 * MIB) is None  # 10 are free, but not a page of 20
     assert allocator.retries == 1
     taken(allocator, 10 * MIB)
 
 
-def test_a_limit_is_held_against_the_whole_request_though_fewer_pages_would_do(tape):
+def test_a_limit_applies_to_the_whole_request_although_fewer_pages_would_suffice(tape):
     tape.take(512)
     tape.drop(tape.take(35 * MIB))
-    tape.take(45 * MIB)  # a page of 20 MiB behind the free 40; but 42 and 46 are more than 65
+    tape.take(45 * MIB)  # one page of 20 MiB after the free 40, but 42 and 46 exceed 65
     blocks = simulate(tape.trace, EXPANDING, capacity_bytes=65 * MIB)
     assert blocks.retries == 1
     assert list(blocks.reserved) == [2 * MIB, 42 * MIB, 42 * MIB, 62 * MIB]
 
 
-def test_after_a_refusal_the_free_pages_of_all_pools_go_back(tape):
+def test_after_a_refusal_the_free_pages_of_all_pools_are_released(tape):
     tape.drop(tape.take(35 * MIB))
     for _ in range(30):
         tape.take(MIB)
@@ -533,7 +533,7 @@ def test_after_a_refusal_the_free_pages_of_all_pools_go_back(tape):
     assert list(blocks.reserved)[-1] == 30 * MIB
 
 
-def test_with_expandable_segments_fewer_pieces_are_lost(tape):
+def test_expandable_segments_reduce_fragmentation(tape):
     storages = [tape.take(5 * MIB) for _ in range(8)]
     tape.drop(*storages[2:4], *storages[4:6])
     tape.take(20 * MIB)
@@ -544,7 +544,7 @@ def test_with_expandable_segments_fewer_pieces_are_lost(tape):
 # ------------------------------------------------------------------ traces
 
 
-def test_a_storage_that_grows_or_shrinks_is_moved_and_holds_both_blocks_for_a_moment(tape):
+def test_a_resized_storage_is_moved_and_briefly_holds_both_blocks(tape):
     storage = tape.take(30 * MIB)
     tape.change(storage, 10 * MIB)
     tape.change(storage, -28 * MIB)
@@ -552,10 +552,10 @@ def test_a_storage_that_grows_or_shrinks_is_moved_and_holds_both_blocks_for_a_mo
     assert list(blocks.allocated) == [30 * MIB, (30 + 40) * MIB, (40 + 12) * MIB]
     assert blocks.allocated_bytes == 70 * MIB
     assert layout(blocks.at_end)[0][0] == (12 * MIB, "allocated")
-    assert blocks.reserved_bytes == 70 * MIB  # the 12 MiB find room where 30 were
+    assert blocks.reserved_bytes == 70 * MIB  # the 12 MiB fit where the 30 were
 
 
-def test_a_devices_own_history_shows_both_blocks_of_a_storage_that_is_moved(tape):
+def test_a_devices_own_history_has_both_blocks_of_a_moved_storage(tape):
     storage = tape.take(30 * MIB)
     tape.change(storage, 40 * MIB)
     tape.change(storage, -30 * MIB)
@@ -565,7 +565,7 @@ def test_a_devices_own_history_shows_both_blocks_of_a_storage_that_is_moved(tape
     assert blocks.reserved_bytes == 70 * MIB
 
 
-def test_rounding_in_a_trace_is_left_to_the_allocator(tape):
+def test_rounding_events_in_a_trace_are_ignored(tape):
     storage = tape.take(100)
     tape.take(412, "rounding")
     tape.drop(storage)
@@ -591,7 +591,7 @@ def test_fragmentation_is_the_share_of_the_reserved_peak_that_was_never_allocate
     assert simulate(tape.trace).fragmentation == 0.75
 
 
-def test_pieces_know_the_event_that_allocated_them(tape):
+def test_blocks_have_the_event_that_allocated_them(tape):
     tape.take(1000, "gradients")
     [segment] = simulate(tape.trace).at_end
     used, free = segment.pieces
@@ -600,7 +600,7 @@ def test_pieces_know_the_event_that_allocated_them(tape):
     assert (free.event, free.requested_bytes) == (None, 0)
 
 
-def test_the_segments_of_any_moment_can_be_had(tape):
+def test_segments_are_available_for_any_moment(tape):
     first = tape.take(30 * MIB)
     tape.take(12 * MIB)
     tape.drop(first)
@@ -623,7 +623,7 @@ def test_the_segments_of_any_moment_can_be_had(tape):
 
 @pytest.fixture
 def later(tape):
-    """A trace of one event, after a history of four that leaves 12 MiB in a hole of the first."""
+    """A trace of one event after a history of four that leaves 12 MiB in the first segment."""
     large = tape.take(30 * MIB)
     tape.change(large, 10 * MIB)
     kept = tape.take(12 * MIB)
@@ -634,23 +634,23 @@ def later(tape):
     return Trace(tuple(tape.events), history=earlier)
 
 
-def test_a_trace_with_a_history_begins_where_that_left_the_allocator(later):
+def test_a_trace_with_a_history_begins_with_the_historys_final_state(later):
     blocks = simulate(later)
     assert layout(blocks.at_end) == [
         [(12 * MIB, "allocated"), (18 * MIB, "free")],
         [(35 * MIB, "allocated"), (5 * MIB, "free")],
     ]
     assert blocks.reserved_bytes == 70 * MIB
-    assert simulate(Trace(later.events)).reserved_bytes == 48 * MIB  # without it
-    assert simulate(replay_of(later)).reserved_bytes == 70 * MIB
+    assert simulate(Trace(later.events)).reserved_bytes == 48 * MIB  # without the history
+    assert simulate(as_one_trace(later)).reserved_bytes == 70 * MIB
 
 
-def replay_of(trace: Trace) -> Trace:
-    """The same process as one trace, which says nothing twice."""
+def as_one_trace(trace: Trace) -> Trace:
+    """Return the same process as one trace, without restated storages."""
     return Trace((*trace.history, *(e for e in trace.events if e.phase != "before")))
 
 
-def test_peaks_are_of_the_trace_not_of_its_history(later):
+def test_peaks_exclude_the_history(later):
     blocks = simulate(later)
     assert list(blocks.allocated) == [12 * MIB, 47 * MIB]
     assert list(blocks.reserved) == [70 * MIB, 70 * MIB]
@@ -659,15 +659,15 @@ def test_peaks_are_of_the_trace_not_of_its_history(later):
     assert simulate(later, empty_cache_before=[0]).reserved_bytes == (30 + 36) * MIB  # 70 before
 
 
-def test_a_storage_of_the_history_that_is_moved_in_the_trace_has_one_of_two_blocks(later):
+def test_a_storage_moved_after_the_history_holds_one_block_at_the_end(later):
     kept = later.events[0]
     grown = kept._replace(bytes=20 * MIB, phase="forward")
     blocks = simulate(replace(later, events=(kept, grown, grown._replace(bytes=-12 * MIB))))
     assert list(blocks.allocated) == [12 * MIB, 32 * MIB, 20 * MIB]
-    assert blocks.allocated_bytes == 32 * MIB  # never 12 and a block of 32
+    assert blocks.allocated_bytes == 32 * MIB  # not 12 plus a block of 32
 
 
-def test_the_segments_of_any_moment_have_the_history_behind_them(later):
+def test_the_segments_of_any_moment_include_the_history(later):
     blocks = simulate(later)
     assert layout(blocks.segments(0)) == [
         [(12 * MIB, "allocated"), (18 * MIB, "free")],
@@ -676,7 +676,7 @@ def test_the_segments_of_any_moment_have_the_history_behind_them(later):
     assert blocks.segments(2) == blocks.at_end
 
 
-def test_a_history_that_does_not_fit_says_that_the_step_never_began(later):
+def test_a_history_that_does_not_fit_is_reported_as_before_the_step(later):
     blocks = simulate(later, capacity_bytes=60 * MIB)
     assert blocks.out_of_memory.position == -3
     assert str(blocks.out_of_memory).startswith("out of memory before the measured step (forward")
@@ -684,21 +684,21 @@ def test_a_history_that_does_not_fit_says_that_the_step_never_began(later):
 
 
 def test_the_history_of_a_trace_is_recorded_with_it(later):
-    assert history(later) == history(replay_of(later))
+    assert history(later) == history(as_one_trace(later))
 
 
-# ------------------------------------------------------------------ in words
+# ------------------------------------------------------------------ printing
 
 
-def test_the_result_says_what_it_came_to(tape):
+def test_the_result_prints_a_summary(tape):
     tape.take(5 * MIB)
     assert str(simulate(tape.trace)) == (
         "reserved 20.00 MiB, allocated 5.00 MiB at the peak (75.0% fragmentation)\n"
-        "1 segment allocated, 0 given back, 0 retries"
+        "1 segment allocated, 0 released, 0 retries"
     )
 
 
-# ------------------------------------------------------------------ what always holds
+# ------------------------------------------------------------------ invariants
 
 SIZES = st.one_of(
     st.integers(1, 4096),
@@ -726,11 +726,11 @@ SETTINGS = st.builds(
 )
 
 
-def driven(settings: Settings, actions: list, check) -> tuple[Allocator, list[Block]]:
-    """An allocator after all actions, and the blocks in use; `check` sees it after each one."""
+def run_actions(settings: Settings, actions: list, check) -> tuple[Allocator, list[MemoryBlock]]:
+    """Return an allocator after all actions, and the blocks in use. `check` runs after each."""
     allocator = Allocator(settings)
-    in_use: list[Block] = []
-    going: list[Block] = []
+    in_use: list[MemoryBlock] = []
+    going: list[MemoryBlock] = []
     for action, *arguments in actions:
         if action == "take":
             block = allocator.malloc(*arguments)
@@ -740,22 +740,22 @@ def driven(settings: Settings, actions: list, check) -> tuple[Allocator, list[Bl
             allocator.empty_cache()
             going.clear()
         elif action == "reclaim" and going:
-            allocator.reclaim(going.pop(arguments[0] % len(going)))
+            allocator.complete_free(going.pop(arguments[0] % len(going)))
         elif action in ("free", "let go") and in_use:
             block = in_use.pop(arguments[0] % len(in_use))
             if action == "let go":
-                allocator.let_go(block)
+                allocator.request_free(block)
                 going.append(block)
             else:
                 allocator.free(block)
-        going = [block for block in going if block.let_go]  # a retry reclaims them
+        going = [block for block in going if block.free_pending]  # a retry completes their frees
         check(allocator, in_use, going)
     for block in going:
-        allocator.reclaim(block)
+        allocator.complete_free(block)
     return allocator, in_use
 
 
-def check_bytes(allocator: Allocator, in_use: list[Block], going: list[Block]) -> None:
+def check_bytes(allocator: Allocator, in_use: list[MemoryBlock], going: list[MemoryBlock]) -> None:
     found = segments(allocator)
     pieces = [piece for segment in found for piece in segment.pieces]
     assert sum(segment.bytes for segment in found) == allocator.reserved_bytes
@@ -792,22 +792,22 @@ def check_merging(allocator: Allocator, *_) -> None:
 
 @given(SETTINGS, ACTIONS)
 def test_bytes_are_conserved(settings, actions):
-    driven(settings, actions, check_bytes)
+    run_actions(settings, actions, check_bytes)
 
 
 @given(SETTINGS, ACTIONS)
 def test_blocks_tile_their_segments_and_nothing_overlaps(settings, actions):
-    driven(settings, actions, check_tiling)
+    run_actions(settings, actions, check_tiling)
 
 
 @given(SETTINGS, ACTIONS)
 def test_no_two_neighbours_are_free(settings, actions):
-    driven(settings, actions, check_merging)
+    run_actions(settings, actions, check_merging)
 
 
 @given(SETTINGS, ACTIONS)
-def test_when_everything_is_freed_everything_can_go_back(settings, actions):
-    allocator, in_use = driven(settings, actions, lambda *_: None)
+def test_when_everything_is_freed_everything_can_be_released(settings, actions):
+    allocator, in_use = run_actions(settings, actions, lambda *_: None)
     for block in in_use:
         allocator.free(block)
     assert all(block.state == FREE for block in allocator.free_blocks())
@@ -816,7 +816,7 @@ def test_when_everything_is_freed_everything_can_go_back(settings, actions):
 
 
 @given(SETTINGS, st.lists(SIZES, max_size=30), st.randoms(use_true_random=False))
-def test_a_trace_gives_the_same_result_twice_and_never_passes_its_limits(settings, sizes, random):
+def test_a_trace_gives_the_same_result_twice_and_never_exceeds_its_limits(settings, sizes, random):
     blocks = simulate(shuffled(sizes, random), settings)
     assert blocks == simulate(blocks.events, settings)
     assert all(map(int.__le__, blocks.allocated, blocks.reserved))
@@ -825,7 +825,7 @@ def test_a_trace_gives_the_same_result_twice_and_never_passes_its_limits(setting
 
 
 def shuffled(sizes: list[int], random) -> Trace:
-    """A trace in which storages are taken in order, and dropped at any time after."""
+    """A trace that allocates storages in order and frees each at a random later time."""
     tape, alive = Tape(), []
     for size in sizes:
         alive.append(tape.take(size))
@@ -834,18 +834,18 @@ def shuffled(sizes: list[int], random) -> Trace:
     return tape.trace
 
 
-# ------------------------------------------------------------------ slow and obvious
+# ------------------------------------------------------------------ naive oracle
 
 
-class Obvious:
-    """The rules without settings, over one list of all blocks: [segment, start, size, used]."""
+class NaiveAllocator:
+    """The rules without settings, on one list of all blocks: [segment, start, size, used]."""
 
     def __init__(self) -> None:
         self.blocks: list[list[int]] = []
         self.small: list[bool] = []  # by segment
 
     def take(self, requested: int) -> tuple[int, int, int]:
-        """(segment, start in it, size)"""
+        """Return (segment, start in it, size)."""
         size = -(-requested // 512) * 512
         small = size <= MIB
         fits = [b for b in self.blocks if not b[3] and b[2] >= size and self.small[b[0]] == small]
@@ -879,9 +879,9 @@ class Obvious:
 
 
 @given(st.lists(SIZES, max_size=40), st.randoms(use_true_random=False))
-def test_every_block_lies_where_the_obvious_allocator_puts_it(sizes, random):
-    obvious, allocator = Obvious(), Allocator()
-    starts: list[int] = []  # of the segments, in the order of their allocation
+def test_every_block_has_the_address_of_the_naive_allocator(sizes, random):
+    obvious, allocator = NaiveAllocator(), Allocator()
+    starts: list[int] = []  # segment addresses, in allocation order
     alive = []
     for size in sizes:
         segment, start, whole = obvious.take(size)

@@ -1,4 +1,4 @@
-"""The allocator's benchmark prints what replays and simulations come to."""
+"""The allocator benchmark prints the results of replays and simulations."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ def two_events() -> list[Event]:
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A recording of two events, on disk, that does not say which settings it was made with."""
+    """Write a recording of two events that does not state its settings."""
     path = tmp_path / "a_step.0.json.gz"
     recording = history(two_events())
     del recording["allocator_settings"]
@@ -46,7 +46,7 @@ def test_it_prints_the_scores_of_each_recording_and_the_speed(recorded, tmp_path
     assert saved["settings"].keys() == benchmark.SETTINGS.keys()
 
 
-def test_it_shows_what_differs(recorded, tmp_path, capsys):
+def test_it_prints_the_differences(recorded, tmp_path, capsys):
     words = [str(recorded), "--conf", "large_segment_size_mb:12", "--events", "300"]
     assert benchmark.main([*words, "--results", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -63,14 +63,14 @@ def test_it_shows_what_differs(recorded, tmp_path, capsys):
         (["--conf", "max_split_size_mb:1"], "max_split_size_bytes is 1.00 MiB"),
     ],
 )
-def test_what_it_cannot_read_is_one_line(words, complaint, capsys):
+def test_unreadable_input_is_one_line(words, complaint, capsys):
     assert benchmark.main(words) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert complaint in printed.err
 
 
-def test_the_generated_trace_is_one_and_keeps_to_its_bounds():
+def test_the_generated_trace_is_valid_and_within_its_bounds():
     trace = benchmark.generated(2_000, alive=50)
     assert trace == benchmark.generated(2_000, alive=50)
     assert len(trace) == 2_000

@@ -1,4 +1,4 @@
-"""A recorded history held against the rules: what is right scores in full, what is not is named."""
+"""Replays of recorded histories: agreement scores in full, and differences are named."""
 
 import json
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memlab.allocator import Allocator, Score, Settings, history, recording, replay
-from memlab.allocator.recorded_settings import stated
+from memlab.allocator.recorded_settings import stated_settings
 from memlab.trace import Event
 
 MIB, GIB = 2**20, 2**30
@@ -19,7 +19,7 @@ def record(settings: Settings = PLAIN, *, place=None) -> "Recorder":
 
 
 class Recorder:
-    """An allocator whose history is kept, driven by hand."""
+    """An allocator that keeps its history, driven by hand."""
 
     def __init__(self, settings: Settings, place) -> None:
         self.allocator = Allocator(settings, keeps_history=True, place=place)
@@ -39,7 +39,7 @@ class Recorder:
 
 
 def a_step(settings: Settings = PLAIN) -> Recorder:
-    """Small and large blocks, split, merged, wasted in part; on two streams; the cache emptied."""
+    """Small and large blocks, split, merged and partly wasted, on two streams; an emptied cache."""
     step = record(settings)
     weights = step.take(3 * MIB, 5 * MIB, 19 * MIB, 700, 300)
     for _ in range(3):
@@ -53,14 +53,14 @@ def a_step(settings: Settings = PLAIN) -> Recorder:
 
 
 def without_start(recorded: dict, events: int) -> dict:
-    """The same history, recorded only after so many events."""
+    """Return the same history recorded from a later event on."""
     return {**recorded, "events": recorded["events"][events:]}
 
 
-# ------------------------------------------------------------------ what is right
+# ------------------------------------------------------------------ agreement
 
 
-def test_a_history_of_these_rules_is_exact():
+def test_a_simulated_history_replays_exactly():
     result = replay(a_step().recording)
     assert result.exact
     assert result.misses == ()
@@ -80,7 +80,7 @@ def test_a_history_of_these_rules_is_exact():
         Settings(expandable_segments=True),
     ],
 )
-def test_the_start_of_a_history_follows_from_its_end(settings):
+def test_the_start_of_a_history_is_reconstructed_from_its_end(settings):
     recorded = a_step(settings).recording
     for events in range(len(recorded["events"]) + 1):
         if not inside_a_request(recorded, events):
@@ -90,19 +90,18 @@ def test_the_start_of_a_history_follows_from_its_end(settings):
 
 
 def inside_a_request(recorded: dict, events: int) -> bool:
-    """Whether a cut there would part an allocation from the memory that was got for it, or the
-    two halves of giving memory back."""
+    """Whether a cut there would separate an allocation from its new memory, or split a release."""
     actions = [event["action"] for event in recorded["events"]]
     before, after = actions[:events][-1:], actions[events : events + 1]
     parted = {"segment_alloc", "segment_map", "segment_free", "segment_unmap"}
     return bool(before and before[0] in parted and after)
 
 
-def test_a_block_that_was_too_large_to_be_split_has_its_segment_from_the_start():
+def test_an_oversize_block_spans_its_segment_from_the_start():
     settings = Settings(max_split_size_bytes=64 * MIB)
     step = record(settings)
     step.drop(*step.take(82 * MIB))
-    (block,) = step.take(64 * MIB)  # of 82
+    (block,) = step.take(64 * MIB)  # out of 82
     events = len(step.allocator.history)
     step.take(18 * MIB)
     step.drop(block)
@@ -111,12 +110,12 @@ def test_a_block_that_was_too_large_to_be_split_has_its_segment_from_the_start()
 
 
 @pytest.mark.parametrize("is_free", [False, True])
-def test_what_a_block_wasted_before_the_history_began_is_found(is_free):
+def test_waste_from_before_the_history_is_reconstructed(is_free):
     step = record()
     step.drop(*step.take(24 * MIB))
     lower, upper = step.take(12 * MIB, 12 * MIB)
     step.drop(lower)
-    (wasteful,) = step.take(23 * MIB // 2)  # of the lower 12
+    (wasteful,) = step.take(23 * MIB // 2)  # out of the lower 12
     if is_free:
         step.drop(upper)
     events = len(step.allocator.history)
@@ -129,12 +128,12 @@ def test_what_a_block_wasted_before_the_history_began_is_found(is_free):
     assert result.exact
 
 
-def test_what_was_wasted_between_two_blocks_in_use_is_no_room_later():
+def test_waste_between_two_blocks_is_not_reused():
     step = record()
     step.drop(*step.take(24 * MIB))
     lower, upper = step.take(12 * MIB, 12 * MIB)
     step.drop(lower)
-    (wasteful,) = step.take(23 * MIB // 2)  # of the lower 12
+    (wasteful,) = step.take(23 * MIB // 2)  # out of the lower 12
     (larger,) = step.take(14 * MIB)
     events = len(step.allocator.history)
     step.drop(larger, upper)
@@ -143,24 +142,24 @@ def test_what_was_wasted_between_two_blocks_in_use_is_no_room_later():
     assert replay(without_start(step.recording, events)).misses == ()
 
 
-def test_blocks_that_wait_for_a_stream_at_the_start_are_found():
+def test_blocks_that_wait_for_a_stream_at_the_start_are_reconstructed():
     step = record()
     waiting, going = step.take(3 * MIB, 2 * MIB)
-    step.allocator.let_go(waiting)
-    step.allocator.let_go(going)
+    step.allocator.request_free(waiting)
+    step.allocator.request_free(going)
     events = len(step.allocator.history)
     step.take(3 * MIB)
-    step.allocator.reclaim(waiting)
+    step.allocator.complete_free(waiting)
     step.take(3 * MIB)
     assert replay(without_start(step.recording, events)).exact
 
 
-def test_a_refusal_of_the_driver_is_read_from_the_history():
+def test_a_refusal_of_the_driver_is_inferred_from_the_history():
     step = record(Settings(capacity_bytes=50 * MIB))
     step.drop(*step.take(30 * MIB, 12 * MIB))
     step.take(40 * MIB)
     assert step.allocator.retries == 1
-    result = replay(step.recording)  # whose driver has no end
+    result = replay(step.recording)  # with an unlimited driver
     assert result.exact
     assert result.releases == Score(1, 1)
 
@@ -174,7 +173,7 @@ def test_a_refusal_of_the_driver_is_read_from_the_history():
         Settings(capacity_bytes=120 * MIB, expandable_segments=True),
     ],
 )
-def test_what_the_allocator_gives_back_on_its_own_is_held_against_the_history(settings):
+def test_releases_by_the_allocator_itself_are_scored(settings):
     step = record(settings)
     for size in (45, 50, 42, 60, 30, 62):
         step.drop(*step.take(size * MIB))
@@ -184,12 +183,12 @@ def test_what_the_allocator_gives_back_on_its_own_is_held_against_the_history(se
     assert result.releases.all >= 1
 
 
-def test_the_form_of_torchs_own_snapshot_is_read():
+def test_torchs_own_snapshot_format_is_accepted():
     step = a_step()
     mine = step.recording
     blocks = [block for segment in mine["segments_at_end"] for block in segment["blocks"]]
     for block in blocks:
-        del block["address"]  # as in old versions
+        del block["address"]  # as in older versions
     snapshot = {
         "device_traces": [[*mine["events"], {"action": "snapshot", "addr": 0}], []],
         "segments": mine["segments_at_end"],
@@ -212,7 +211,7 @@ def test_a_trace_becomes_a_history():
     assert replay(recorded).exact
 
 
-def test_only_an_allocator_that_keeps_its_history_can_show_it():
+def test_an_allocator_without_a_history_cannot_be_recorded():
     with pytest.raises(ValueError, match="keeps_history=True"):
         recording(Allocator())
 
@@ -229,7 +228,7 @@ def test_only_an_allocator_that_keeps_its_history_can_show_it():
     ),
     st.randoms(use_true_random=False),
 )
-def test_every_history_of_these_rules_is_exact_whatever_the_addresses(requests, settings, random):
+def test_every_simulated_history_replays_exactly_at_any_addresses(requests, settings, random):
     places = list(range(1, 200))
     random.shuffle(places)
     following = iter(places)
@@ -244,10 +243,10 @@ def test_every_history_of_these_rules_is_exact_whatever_the_addresses(requests, 
     assert replay(step.recording, settings).misses == ()
 
 
-# ------------------------------------------------------------------ what is not
+# ------------------------------------------------------------------ differences
 
 
-def test_an_address_that_the_rules_would_not_choose_is_a_miss():
+def test_another_address_is_a_miss():
     recorded = record()
     first, second, _ = recorded.take(MIB, 512 * 1024, 512 * 1024)
     recorded.drop(first, second)
@@ -282,12 +281,12 @@ def test_a_segment_of_another_size_is_a_miss():
     assert not result.exact
 
 
-def test_a_segment_where_a_cached_block_would_do_is_a_miss():
+def test_a_new_segment_instead_of_a_cached_block_is_a_miss():
     lavish = record()
     (block,) = lavish.take(12 * MIB)
-    lavish.allocator.let_go(block)
+    lavish.allocator.request_free(block)
     lavish.take(12 * MIB)
-    lavish.allocator.reclaim(block)
+    lavish.allocator.complete_free(block)
     recorded = lavish.recording
     recorded["events"].insert(3, recorded["events"].pop())  # freed before it is taken again
     result = replay(recorded)
@@ -295,15 +294,15 @@ def test_a_segment_where_a_cached_block_would_do_is_a_miss():
     assert "new memory of 12.00 MiB in the recording, a cached block here" in result.misses[0]
 
 
-def test_memory_that_is_kept_where_the_rules_give_back_is_a_miss():
+def test_memory_that_is_not_released_is_a_miss():
     step = record()
     step.drop(*step.take(30 * MIB, 40 * MIB))
     for (_, size), block in step.allocator.releasable().items():
         if size == 30 * MIB:
-            step.allocator.give_back(block)
+            step.allocator.release(block)
     result = replay(step.recording)
     assert result.releases == Score(0, 1)
-    assert result.misses[0].endswith("1 pieces in the recording, 2, 1 same here")
+    assert result.misses[0].endswith("1 range in the recording, 2 ranges, 1 equal here")
 
 
 OTHERS = [
@@ -315,7 +314,7 @@ OTHERS = [
 
 
 def as_in_old_versions(recorded: dict) -> dict:
-    """A recording that does not say which settings it was made with."""
+    """Return a recording that does not state its settings."""
     return {name: value for name, value in recorded.items() if name != "allocator_settings"}
 
 
@@ -327,21 +326,21 @@ def test_a_history_of_other_settings_is_not_exact(others):
 
 
 @pytest.mark.parametrize("settings", OTHERS)
-def test_the_settings_that_a_recording_states_hold_without_being_given(settings):
+def test_settings_stated_in_a_recording_are_used(settings):
     recorded = a_step(settings).recording
     assert replay(recorded).exact
     assert replay(recorded, settings).exact
 
 
-def test_torchs_own_words_for_settings_are_read():
-    snapshot = {  # as torch.cuda.memory._snapshot() has them
+def test_torchs_names_for_settings_are_accepted():
+    snapshot = {  # in the format of torch.cuda.memory._snapshot()
         "PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:24,pinned_num_register_threads:1",
         "max_split_size": 128 * MIB,
         "garbage_collection_threshold": 0.0,
         "expandable_segments": False,
         "roundup_power2_divisions": {str(2**power): 4 * (power > 8) for power in range(16)},
     }
-    assert stated(snapshot) == {
+    assert stated_settings(snapshot) == {
         "large_segment_bytes": 24 * MIB,
         "max_split_size_bytes": 128 * MIB,
         "garbage_collection_threshold": None,
@@ -349,28 +348,28 @@ def test_torchs_own_words_for_settings_are_read():
         "roundup_power2_divisions": (0,) * 9 + (4,) * 7,
     }
     unset = {"max_split_size": -1, "roundup_power2_divisions": {str(2**n): 0 for n in range(16)}}
-    assert set(stated(unset).values()) == {None}
+    assert set(stated_settings(unset).values()) == {None}
 
 
-def test_whether_segments_expand_shows_in_the_events():
+def test_expandable_segments_are_inferred_from_the_events():
     recorded = as_in_old_versions(a_step(Settings(expandable_segments=True)).recording)
     assert replay(recorded).exact
 
 
 @pytest.mark.parametrize("forget", [dict, as_in_old_versions])
-def test_a_recording_with_whole_segments_is_no_recording_with_expandable_ones(forget):
+def test_expandable_segments_contradict_a_recording_without_them(forget):
     plain = forget(a_step().recording)
-    with pytest.raises(ValueError, match="made with expandable_segments=False, and expandable_"):
+    with pytest.raises(ValueError, match="made with expandable_segments=False, but expandable_"):
         replay(plain, Settings(expandable_segments=True))
 
 
-def test_settings_that_contradict_the_recording_are_refused():
+def test_settings_that_contradict_the_recording_are_an_error():
     recorded = a_step(Settings(max_split_size_bytes=24 * MIB)).recording
-    with pytest.raises(ValueError, match="made with max_split_size_bytes=25165824, and max_spl"):
+    with pytest.raises(ValueError, match="made with max_split_size_bytes=25165824, but max_spl"):
         replay(recorded, max_split_size_bytes=48 * MIB)
 
 
-def test_a_share_of_the_cards_memory_needs_no_capacity_to_be_replayed():
+def test_a_fraction_of_the_device_needs_no_capacity_in_a_replay():
     settings = Settings(garbage_collection_threshold=0.5, capacity_bytes=1 * GIB)
     recorded = a_step(settings).recording
     assert recorded["allocator_settings"]["garbage_collection_threshold"] == 0.5
@@ -378,25 +377,25 @@ def test_a_share_of_the_cards_memory_needs_no_capacity_to_be_replayed():
     assert replay(recorded, capacity_bytes=1 * GIB).exact
 
 
-def test_a_recording_of_both_kinds_of_segments_is_refused():
+def test_a_recording_with_both_kinds_of_segments_is_an_error():
     recorded = a_step().recording
     recorded["events"].append({"action": "segment_map", "addr": 0, "size": 20 * MIB, "stream": 0})
-    with pytest.raises(ValueError, match="both whole segments and expandable ones"):
+    with pytest.raises(ValueError, match="both ordinary and expandable segments"):
         replay(recorded)
 
 
-def test_a_history_with_a_gap_is_refused():
+def test_a_history_with_a_gap_is_an_error():
     recorded = a_step().recording
     del recorded["segments_at_end"][0]
     with pytest.raises(ValueError, match="without a gap"):
         replay(recorded)
 
 
-def test_a_history_that_does_not_fit_the_card_is_refused():
-    with pytest.raises(ValueError, match="give the capacity of the card it was recorded on"):
+def test_a_history_that_does_not_fit_the_device_is_an_error():
+    with pytest.raises(ValueError, match="capacity of the device that recorded it"):
         replay(a_step().recording, capacity_bytes=40 * MIB)
 
 
-def test_a_score_is_a_share():
+def test_a_score_prints_a_percentage():
     assert str(Score(1, 3)) == "1 of 3 (33.33%)"
     assert Score(0, 0).share == 1

@@ -1,4 +1,4 @@
-"""The words of PYTORCH_ALLOC_CONF, and what a wrong one is answered with."""
+"""Parsing PYTORCH_ALLOC_CONF, and its errors."""
 
 import re
 
@@ -31,7 +31,7 @@ def test_a_configuration_is_read_as_torch_reads_it(configuration, settings):
     assert Settings.parse(configuration) == settings
 
 
-# What torch 2.13 answered for 1 MiB, 2 MiB, … 32 GiB when it was given the same words.
+# torch 2.13's result for 1 MiB, 2 MiB, … 32 GiB with the same configuration.
 @pytest.mark.parametrize(
     ("words", "divisions"),
     [
@@ -55,34 +55,37 @@ def test_divisions_by_size_are_read_as_torch_reads_them(words, divisions):
         ("max_split_size_mb:19", "max_split_size_bytes is 19.00 MiB; it must be at least large_se"),
         ("max_split_size_mb:30,large_segment_size_mb:40", "at least large_segment_bytes, 40.00 M"),
         ("max_non_split_rounding_mb:19", "max_non_split_rounding_bytes is 19.00 MiB"),
-        ("max_split_size_mb:many", "got max_split_size_mb:many; give a whole number of MiB"),
+        ("max_split_size_mb:many", "got max_split_size_mb:many; give an integer number of MiB"),
         ("max_split_size_mb", "options look like name:value"),
         ("max_split_size_mb:", "options look like name:value"),
         ("large_segment_size_mb:10", "it must be more than 10 MiB"),
         ("expandable_segments:true", "got expandable_segments:true; give True or False"),
-        ("garbage_collection_threshold:0", "garbage_collection_threshold is 0.0; give one in"),
-        ("garbage_collection_threshold:1.0", "garbage_collection_threshold is 1.0; give one in"),
+        ("garbage_collection_threshold:0", "garbage_collection_threshold is 0.0; give a value in"),
+        (
+            "garbage_collection_threshold:1.0",
+            "garbage_collection_threshold is 1.0; give a value in",
+        ),
         ("per_process_memory_fraction:1.5", "memory_fraction is 1.5"),
         ("roundup_power2_divisions:3", "roundup_power2_divisions is 3; give a power of two"),
         ("roundup_power2_divisions:0", "give a power of two"),
         ("roundup_power2_divisions:[3:8]", "give a power of two, or powers by size"),
         ("roundup_power2_divisions:[256:3]", "give a power of two, or 16 of them"),
         ("backend:cudaMallocAsync", "got backend:cudaMallocAsync, which is not simulated"),
-        ("max_split_size:20", "got max_split_size:20, which is not simulated; known are expand"),
+        ("max_split_size:20", "got max_split_size:20, which is not simulated; use one of expand"),
     ],
 )
-def test_a_wrong_word_is_named_with_what_is_wanted(configuration, complaint):
+def test_a_wrong_option_is_an_error_that_names_the_remedy(configuration, complaint):
     with pytest.raises(ValueError, match=re.escape(complaint)):
         Settings.parse(configuration)
 
 
-def test_what_the_configuration_has_no_word_for_is_given_beside_it():
+def test_other_fields_are_passed_as_arguments():
     settings = Settings.parse("garbage_collection_threshold:0.8", capacity_bytes=2**30)
     assert simulate((), settings).settings.capacity_bytes == 2**30
 
 
 @pytest.mark.parametrize("share", [{"garbage_collection_threshold": 0.5}, {"memory_fraction": 0.5}])
-def test_a_share_of_the_card_wants_the_card(share):
+def test_a_fraction_of_the_device_requires_a_capacity(share):
     with pytest.raises(ValueError, match="give capacity_bytes too"):
         simulate((), **share)
 

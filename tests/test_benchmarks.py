@@ -19,7 +19,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from memlab.dry_runs import fake_tensors
-from memlab.metering import storages
+from memlab.metering import folding, storages
 from memlab.metering.storages import StorageMeter
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +62,7 @@ def test_where_watching_moves_the_peak_memlab_alone_is_right():
 
 
 def test_a_meter_that_keeps_what_watching_adds_shows_up_as_inexact(monkeypatch):
-    monkeypatch.setattr(storages, "is_in_place_unwatched", lambda *arguments: False)
+    monkeypatch.setattr(folding, "is_in_place_without_mode", lambda *arguments: False)
     row = exactness.exactness_of("fan_out", KINDS["fan_out"])
     assert row.memlab == row.watched
     assert row.missing > 0
@@ -72,15 +72,15 @@ def test_a_meter_that_keeps_what_watching_adds_shows_up_as_inexact(monkeypatch):
 
 
 def test_a_meter_that_misses_an_allocation_shows_up_as_inexact(monkeypatch):
-    see_all = storages.StorageMeter._born
+    see_all = storages.StorageMeter._record_birth
 
     def see_all_but_one(self, *arguments):
-        monkeypatch.setattr(storages.StorageMeter, "_born", see_all)
+        monkeypatch.setattr(storages.StorageMeter, "_record_birth", see_all)
         storage = see_all(self, *arguments)
-        self._accounted.discard(storage.number)
+        self._stream._counted.discard(storage.number)
         return storage
 
-    monkeypatch.setattr(storages.StorageMeter, "_born", see_all_but_one)
+    monkeypatch.setattr(storages.StorageMeter, "_record_birth", see_all_but_one)
     assert exactness.exactness_of("two tensors", two_tensors).unseen == 1
 
 

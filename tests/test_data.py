@@ -14,7 +14,7 @@ COUNTING = torch.arange(100, dtype=torch.uint8)
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """An empty folder that passes for torch's source."""
+    """An empty folder in place of torch's source."""
     monkeypatch.setattr(data, "SOURCE", tmp_path)
     monkeypatch.setattr(data, "BUILD", tmp_path / "version.py")
     return tmp_path
@@ -51,7 +51,7 @@ def test_files_come_in_the_order_of_their_names_and_folders_after_files(library)
     assert text_of(source_bytes("1 KiB")) == "01234567"
 
 
-def test_the_build_of_torch_its_caches_and_what_is_no_source_are_skipped(library):
+def test_the_build_file_caches_and_other_files_are_skipped(library):
     write(library, a="ye", version="2.13.0+cpu")
     write(library / "email", version="s")
     write(library / "__pycache__", a="no")
@@ -74,32 +74,32 @@ def test_files_beyond_the_limit_are_not_opened(library):
         source_bytes(5)
 
 
-def test_a_small_library_gives_all_it_has(library):
+def test_a_small_library_gives_all_its_bytes(library):
     write(library, a="aaaa")
     assert text_of(source_bytes("1 GiB")) == "aaaa"
 
 
-def test_a_torch_without_source_says_where_it_looked(library):
+def test_a_torch_without_source_is_an_error_that_names_the_folder(library):
     with pytest.raises(ValueError, match=f"found no .py file in {library}.*; install torch"):
         source_bytes(1)
 
 
-def test_a_limit_of_nothing_is_refused():
+def test_a_limit_of_zero_is_an_error():
     with pytest.raises(ValueError, match="got a limit of '0 B'; give at least one byte"):
         source_bytes("0 B")
 
 
-def test_a_target_is_the_token_after():
+def test_a_target_is_the_next_token():
     tokens, targets = next(batches(COUNTING, batch=5, seq_len=7, seed=0))
     assert torch.equal(targets, tokens + 1)
 
 
-def test_a_row_is_a_run_of_the_data():
+def test_a_row_is_contiguous_in_the_data():
     tokens, _ = next(batches(COUNTING, batch=5, seq_len=7, seed=0))
     assert torch.equal(tokens, tokens[:, :1] + torch.arange(7))
 
 
-def test_tokens_and_targets_own_8_bytes_a_token_each():
+def test_tokens_and_targets_take_8_bytes_per_token_each():
     for tensor in next(batches(COUNTING, batch=5, seq_len=7, seed=0)):
         assert (tensor.shape, tensor.dtype) == ((5, 7), torch.int64)
         assert tensor.untyped_storage().nbytes() == 8 * 5 * 7
@@ -120,14 +120,14 @@ def test_the_same_seed_gives_the_same_batches_and_another_others():
     assert not torch.equal(first, other)
 
 
-def test_the_global_generator_neither_decides_nor_moves():
+def test_the_global_generator_is_not_used():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     next(batches(COUNTING, 5, 7, 1))
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_batches_differ_and_do_not_end():
+def test_batches_differ_and_are_endless():
     drawn = [tokens for tokens, _ in islice(batches(COUNTING, 5, 7, 0), 1000)]
     assert len(drawn) == 1000
     assert not torch.equal(drawn[0], drawn[1])
@@ -138,19 +138,19 @@ def test_data_of_one_window_gives_that_window():
     assert (tokens.tolist(), targets.tolist()) == ([[*range(7)]], [[*range(1, 8)]])
 
 
-def test_data_too_short_fails_at_the_call_with_both_lengths():
+def test_data_that_is_too_short_is_an_error_at_the_call():
     wanted = "got 7 tokens of data, wanted at least 8 for seq_len=7 .*; read more data or shorten"
     with pytest.raises(ValueError, match=wanted):
         batches(COUNTING[:7], batch=1, seq_len=7, seed=0)
 
 
 @pytest.mark.parametrize("data", [COUNTING.view(10, 10), COUNTING.float()])
-def test_what_is_no_row_of_integers_is_refused(data):
+def test_anything_else_than_1_d_integers_is_an_error(data):
     with pytest.raises(ValueError, match=r"got data of shape .* give a 1-D tensor of integers"):
         batches(data, batch=1, seq_len=7, seed=0)
 
 
 @pytest.mark.parametrize(("batch", "seq_len"), [(0, 7), (1, 0)])
-def test_an_empty_batch_is_refused(batch, seq_len):
+def test_an_empty_batch_is_an_error(batch, seq_len):
     with pytest.raises(ValueError, match=f"got batch={batch} and seq_len={seq_len}; give at least"):
         batches(COUNTING, batch, seq_len, seed=0)

@@ -853,7 +853,7 @@ def test_a_day_s_techniques_stand_side_by_side(rehearsal, day):
 
 def test_what_is_timed_stands_beside_the_plain_step(rehearsal, monkeypatch, capsys):
     monkeypatch.setattr(day_jobs, "TIMED", ("checkpointing", "autocast"))
-    monkeypatch.setattr(day_jobs, "in_turn", lambda ours, plain: [(3.0, 2.0), (5.0, 2.0)])
+    monkeypatch.setattr(day_jobs, "time_in_turn", lambda ours, plain: [(3.0, 2.0), (5.0, 2.0)])
     assert gpu.run(rehearsal, ["time"])
     assert "| checkpointing | 2.00 × |" in capsys.readouterr().out
     assert "  autocast: 2.00" in stored_on_a_gpu("time", rehearsal.out)
@@ -862,7 +862,7 @@ def test_what_is_timed_stands_beside_the_plain_step(rehearsal, monkeypatch, caps
 @pytest.mark.slow
 def test_8_bit_optimizers_stand_beside_those_of_bitsandbytes(rehearsal, monkeypatch, capsys):
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(optim_jobs, "in_turn", lambda ours, theirs: [(3.0, 2.0), (5.0, 2.0)])
+    monkeypatch.setattr(optim_jobs, "time_in_turn", lambda ours, theirs: [(3.0, 2.0), (5.0, 2.0)])
     assert gpu.run(rehearsal, ["optim"])
     told = capsys.readouterr().out
     assert "our step takes: Adam8bit 2.00 ×, Lion8bit 2.00 × the time" in told
@@ -886,7 +886,7 @@ def test_without_bitsandbytes_that_section_says_so(rehearsal, monkeypatch, capsy
 def test_attention_and_the_loss_stand_beside_torchs_and_beside_the_whole(
     rehearsal, monkeypatch, capsys
 ):
-    monkeypatch.setattr(fused_jobs, "in_turn", lambda ours, theirs: [(3.0, 2.0), (5.0, 2.0)])
+    monkeypatch.setattr(fused_jobs, "time_in_turn", lambda ours, theirs: [(3.0, 2.0), (5.0, 2.0)])
     assert gpu.run(rehearsal, ["fused"])
     told = capsys.readouterr().out
     problems = ", ".join(f"{name} 2.00 ×" for name in fused_jobs.PROBLEMS)
@@ -902,7 +902,7 @@ def test_a_wrong_way_is_seen_in_its_error(monkeypatch):
     monkeypatch.setitem(
         fused_jobs.PROBLEMS, "causal attention", replace(problem, ways=lambda: wrong)
     )
-    monkeypatch.setattr(fused_jobs, "in_turn", lambda ours, theirs: [(1.0, 1.0)])
+    monkeypatch.setattr(fused_jobs, "time_in_turn", lambda ours, theirs: [(1.0, 1.0)])
     found = fused_jobs.beside_torch("causal attention", small=True, rehearsal=True)
     assert found["memlab, error over the whole's"] > 10
 

@@ -18,7 +18,6 @@ LONGER = {
     "memlab.cli.plan_command": OPTIONS,
     "memlab.cli.train_command": OPTIONS,
     "memlab.cli.plan.plan_model": "one argument for each of the command's options",
-    "memlab.course.checks.day12._check_steps": SENTENCES,
 }
 
 

@@ -1,4 +1,4 @@
-"""LoRA: the same function at first and after merging, and the bytes of what is trained."""
+"""LoRA: unchanged outputs at first and after merging, and the bytes of training."""
 
 import copy
 
@@ -33,7 +33,7 @@ def with_random_changes(model: nn.Module) -> nn.Module:
 # ------------------------------------------------------------------ values
 
 
-def test_at_first_nothing_is_changed():
+def test_adding_lora_does_not_change_the_outputs():
     model, x = two_layers(), inputs()
     before = model(x)
     assert add_lora(model, RANK) == ["0", "2"]
@@ -41,7 +41,7 @@ def test_at_first_nothing_is_changed():
 
 
 @pytest.mark.parametrize(("alpha", "scale"), [(None, 2.0), (1.0, 0.25), (32, 8.0)])
-def test_a_layer_is_the_frozen_one_and_its_scaled_change(alpha, scale):
+def test_a_layer_is_the_frozen_layer_plus_its_scaled_change(alpha, scale):
     model, x = two_layers(), inputs()
     W, bias = model[0].weight.clone(), model[0].bias.clone()
     add_lora(model, RANK, alpha=alpha)
@@ -52,7 +52,7 @@ def test_a_layer_is_the_frozen_one_and_its_scaled_change(alpha, scale):
     assert layer.up.shape == (OUT, RANK)
 
 
-def test_the_gradient_is_that_of_a_weight_of_the_form_w_plus_ba():
+def test_the_gradient_equals_that_for_a_weight_w_plus_ba():
     model, x = two_layers(), inputs()
     plain = copy.deepcopy(model)
     add_lora(model, RANK)
@@ -69,7 +69,7 @@ def test_the_gradient_is_that_of_a_weight_of_the_form_w_plus_ba():
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.6)]
 )
-def test_merged_it_is_the_same_function_without_detours(dtype, tolerance):
+def test_merging_keeps_the_function(dtype, tolerance):
     model, x = two_layers(dtype), inputs(dtype)
     add_lora(model, RANK)
     before = with_random_changes(model)(x)
@@ -86,11 +86,11 @@ def test_merging_rounds_once():
     expected = (weight + 2 * up @ down).bfloat16()
     merge_lora(model)
     differing = (model[0].weight != expected).float().mean()
-    assert differing < 0.01  # the sum is taken in float32, not in float64
+    assert differing < 0.01  # the sum is computed in float32, not in float64
 
 
-def test_training_reaches_what_full_training_of_a_low_rank_change_would():
-    """A target that differs from the frozen layer by a change of that rank is learned."""
+def test_training_learns_a_low_rank_change():
+    """The target differs from the frozen layer by a change of the same rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, OUT, bias=False))
     change = torch.randn(OUT, RANK) @ torch.randn(RANK, IN) / IN
@@ -106,10 +106,10 @@ def test_training_reaches_what_full_training_of_a_low_rank_change_would():
     assert (model[0].weight - target).abs().max() < 0.02 * change.abs().max()
 
 
-# ------------------------------------------------------------------ which layers
+# ------------------------------------------------------------------ selecting layers
 
 
-def test_only_the_chosen_layers_are_replaced_and_all_else_is_frozen():
+def test_only_the_chosen_layers_are_replaced_and_everything_else_is_frozen():
     model = GPT(PRESETS["tiny"])
     names = add_lora(model, 2, where=lambda name: name.endswith(("query", "value")))
     assert len(names) == 2 * PRESETS["tiny"].layers
@@ -117,7 +117,7 @@ def test_only_the_chosen_layers_are_replaced_and_all_else_is_frozen():
     assert trained == [f"{name}.{part}" for name in names for part in ("down", "up")]
 
 
-def test_a_layer_in_two_places_has_one_change():
+def test_a_shared_layer_has_one_change():
     layer = nn.Linear(IN, IN)
     model = nn.Sequential(layer, nn.Tanh(), layer)
     assert add_lora(model, RANK) == ["0", "2"]
@@ -177,18 +177,18 @@ def test_frozen_weights_have_no_gradient_and_no_state():
     assert at_end["optimizer_state"] == 8 * n + 4 * len(trained)
 
 
-# ------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------ errors
 
 
-def test_what_cannot_be_done_is_said():
+def test_invalid_calls_are_errors():
     model = two_layers()
     with pytest.raises(ValueError, match="got rank 0; give at least 1"):
         add_lora(model, 0)
-    with pytest.raises(ValueError, match="the model's are 0, 2, …: see where="):
+    with pytest.raises(ValueError, match=r"selected no nn\.Linear; the model has 0, 2, …; sel"):
         add_lora(model, 2, where=lambda name: "query" in name)
-    with pytest.raises(ValueError, match="the model's are none"):
-        add_lora(nn.Linear(2, 2), 2)  # a layer has no place of its own to be replaced in
-    assert all(parameter.requires_grad for parameter in model.parameters())  # as it was
+    with pytest.raises(ValueError, match="the model has none"):
+        add_lora(nn.Linear(2, 2), 2)  # the root module has no parent to replace it in
+    assert all(parameter.requires_grad for parameter in model.parameters())  # unchanged
     add_lora(model, 2)
     with pytest.raises(ValueError, match=r"call merge_lora\(model\) first"):
         add_lora(model, 2)

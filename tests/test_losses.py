@@ -1,4 +1,4 @@
-"""Chunked cross-entropy against float64 by way of all the logits, and its bytes, to the byte."""
+"""Chunked cross-entropy against the float64 reference, and its bytes, exactly."""
 
 import gc
 import math
@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import memlab
 from memlab.losses import (
-    Terms,
+    LossTerms,
     chunk_rows,
     chunked_cross_entropy,
     cross_entropy_reference,
-    losses_of_rows_,
+    row_losses_,
 )
 from memlab.model import GPT, PRESETS
 from memlab.train import Plugs, Setting, build, combined
@@ -36,7 +36,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def inputs(rows=N, width=C, vocab=V, dtype=torch.float64, bias=True, ignored=(3, 4, 5, 6, 7, 15)):
-    """hidden, weight and bias, which want gradients, and targets, some of them ignored."""
+    """Return hidden, weight and bias, which require gradients, and partly ignored targets."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((rows, width), (vocab, width), (vocab,))
     hidden, weight, offset = (
@@ -53,15 +53,14 @@ def upstream_for(loss):
 
 
 def outcome(function, hidden, weight, bias, targets, **options):
-    """The loss, and the gradients under an upstream gradient that is neither 1 nor the same for
-    all rows."""
+    """Return the loss, and the gradients for an upstream gradient that varies by row."""
     loss = function(hidden, weight, targets, bias=bias, **options)
     wanted = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
     return loss.detach(), *torch.autograd.grad(loss, wanted, upstream_for(loss))
 
 
 def assert_close(found, expected, tolerance=1e-12):
-    """In length, relative to what is expected."""
+    """Compare norms, relative to the expected one."""
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
         assert (a.double() - b.double()).norm() <= tolerance * b.double().norm()
@@ -71,8 +70,8 @@ def assert_close(found, expected, tolerance=1e-12):
 
 
 def by_hand(hidden, weight, bias, target, label_smoothing=0.0, z_loss=0.0, soft_cap=None):
-    """One row, in plain Python, as the papers have it: the cross-entropy to a mixture of the target
-    and all tokens alike."""
+    """Compute one row in plain Python from the papers' formulas: the cross-entropy to a mixture of
+    the target and the uniform distribution."""
     x = [
         sum(h * w for h, w in zip(hidden, row, strict=True)) + b
         for row, b in zip(weight, bias, strict=True)
@@ -100,7 +99,7 @@ def test_the_reference_equals_the_sums_written_out_by_hand(options):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("ignore_index", [-100, 7])
-def test_it_is_torch_s_cross_entropy(function, reduction, smoothing, ignore_index):
+def test_it_equals_torchs_cross_entropy(function, reduction, smoothing, ignore_index):
     settings = {
         "reduction": reduction,
         "label_smoothing": smoothing,
@@ -122,7 +121,7 @@ def test_it_is_torch_s_cross_entropy(function, reduction, smoothing, ignore_inde
 @every_option
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("chunk", [1, 3, 4, N, 99, None])
-def test_in_chunks_of_any_size_it_is_the_reference(chunk, reduction, options):
+def test_it_equals_the_reference_for_any_chunk_size(chunk, reduction, options):
     settings = {**options, "reduction": reduction}
     expected = outcome(cross_entropy_reference, *inputs(), **settings)
     assert_close(outcome(chunked_cross_entropy, *inputs(), chunk=chunk, **settings), expected)
@@ -130,7 +129,7 @@ def test_in_chunks_of_any_size_it_is_the_reference(chunk, reduction, options):
 
 @every_option
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_its_gradients_are_those_of_finite_differences(reduction, options):
+def test_its_gradients_equal_finite_differences(reduction, options):
     *parts, targets = inputs(rows=5, width=3, vocab=6, ignored=(1,))
 
     def loss(hidden, weight, bias):
@@ -165,7 +164,7 @@ def test_batches_of_sequences_are_rows():
     assert_close([x.flatten() for x in found], [x.flatten() for x in flat])
 
 
-def test_hidden_that_does_not_lie_in_a_row_is_taken_as_it_is():
+def test_noncontiguous_hidden_is_accepted():
     *parts, targets = inputs()
     expected = outcome(chunked_cross_entropy, *parts, targets)
     hidden = parts[0].detach().mT.contiguous().mT.requires_grad_()
@@ -198,12 +197,12 @@ def test_logits_in_the_thousands_do_not_overflow():
 
 @every_option
 @pytest.mark.parametrize("offset", [1e4, -1e4])
-def test_at_logits_of_ten_thousand_a_loss_of_1_keeps_its_digits(options, offset):
-    """A float32 near 1e4 has steps of 1/1024, which these are: nothing is lost before the sum."""
+def test_a_loss_of_1_is_precise_at_logits_of_ten_thousand(options, offset):
+    """Near 1e4, float32 has steps of 1/1024. The inputs are such steps, so the sum is exact."""
     steps = torch.randint(-2000, 2000, (4, 100), generator=torch.Generator().manual_seed(2))
     labels = torch.tensor([[0], [1], [50], [99]])
     found, expected = (
-        losses_of_rows_((offset + steps / 1024).to(dtype), labels, None, Terms(**options))
+        row_losses_((offset + steps / 1024).to(dtype), labels, None, LossTerms(**options))
         for dtype in (torch.float32, torch.float64)
     )
     assert_close([found], [expected], tolerance=3e-7)
@@ -224,21 +223,21 @@ def test_a_token_that_a_bias_excludes_gets_no_gradient():
 @pytest.mark.parametrize("function", [cross_entropy_reference, chunked_cross_entropy])
 @every_option
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_where_all_rows_are_ignored_loss_and_gradients_are_zero(function, reduction, options):
+def test_if_all_rows_are_ignored_loss_and_gradients_are_zero(function, reduction, options):
     settings = {**options, "reduction": reduction}
     for found in outcome(function, *inputs(ignored=range(N)), **settings):
         assert torch.equal(found, torch.zeros_like(found))
 
 
 @pytest.mark.parametrize("function", [cross_entropy_reference, chunked_cross_entropy])
-def test_of_no_rows_the_mean_is_zero(function):
+def test_the_mean_of_no_rows_is_zero(function):
     loss, _, of_weight, _ = outcome(function, *inputs(rows=0, ignored=()))
     assert loss == 0
     assert not of_weight.any()
 
 
 @every_option
-def test_ignored_rows_are_as_if_they_were_not_there(options):
+def test_ignored_rows_have_no_effect(options):
     hidden, weight, bias, targets = inputs()
     kept = targets != -100
     found = outcome(chunked_cross_entropy, hidden, weight, bias, targets, chunk=3, **options)
@@ -248,10 +247,10 @@ def test_ignored_rows_are_as_if_they_were_not_there(options):
     assert_close((found[0], found[1][kept], *found[2:]), expected)
 
 
-# ------------------------------------------------------------------ what autograd asks
+# ------------------------------------------------------------------ autograd
 
 
-def test_only_the_gradients_that_are_wanted_are_made():
+def test_only_required_gradients_are_computed():
     for wanted in product([True, False], repeat=3):
         *parts, targets = inputs()
         expected = outcome(cross_entropy_reference, *parts, targets)[1:]
@@ -268,7 +267,7 @@ def test_only_the_gradients_that_are_wanted_are_made():
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_second_backward_pass_finds_the_same_gradients(reduction):
+def test_a_second_backward_pass_gives_the_same_gradients(reduction):
     *parts, targets = inputs()
     loss = chunked_cross_entropy(*parts[:2], targets, bias=parts[2], reduction=reduction)
     grad = partial(torch.autograd.grad, loss, parts)
@@ -276,12 +275,12 @@ def test_a_second_backward_pass_finds_the_same_gradients(reduction):
     kept = [x.clone() for x in first]
     second = grad(-3 * upstream_for(loss), retain_graph=True)
     third = grad(upstream_for(loss))
-    assert_close(first, kept, tolerance=0)  # they belong to whoever asked for them
+    assert_close(first, kept, tolerance=0)  # the caller owns these gradients
     assert_close(second, [-3 * x for x in kept])
     assert_close(third, kept)
 
 
-def test_gradients_may_be_asked_for_one_after_the_other():
+def test_gradients_can_be_requested_one_at_a_time():
     *parts, targets = inputs()
     expected = outcome(cross_entropy_reference, *parts, targets)[1:]
     loss = chunked_cross_entropy(*parts[:2], targets, bias=parts[2])
@@ -290,7 +289,7 @@ def test_gradients_may_be_asked_for_one_after_the_other():
         assert_close([found], [gradient])
 
 
-def test_without_retain_graph_a_second_backward_pass_is_torch_s_error():
+def test_without_retain_graph_a_second_backward_pass_raises_torchs_error():
     *parts, targets = inputs()
     loss = chunked_cross_entropy(*parts[:2], targets)
     loss.backward()
@@ -298,7 +297,7 @@ def test_without_retain_graph_a_second_backward_pass_is_torch_s_error():
         loss.backward()
 
 
-def test_backward_twice_adds_up_in_grad():
+def test_two_backward_passes_accumulate_in_grad():
     *parts, targets = inputs()
     expected = outcome(cross_entropy_reference, *parts, targets)[1:]
     for _ in range(2):
@@ -320,7 +319,7 @@ def test_weights_changed_after_the_forward_pass_do_not_change_its_gradients():
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_second_derivative_is_refused(reduction):
+def test_a_second_derivative_is_an_error(reduction):
     *parts, targets = inputs()
     loss = chunked_cross_entropy(*parts[:2], targets, reduction=reduction)
     with pytest.raises(RuntimeError, match=r"no second derivative.*use cross_entropy_reference"):
@@ -333,9 +332,9 @@ def test_the_reference_has_a_second_derivative():
     assert torch.autograd.gradgradcheck(loss, (hidden, weight))
 
 
-def test_a_loss_that_is_let_go_takes_its_gradients_with_it():
+def test_dropping_the_loss_frees_its_gradients():
     *parts, targets = inputs()
-    gc.disable()  # without a search for cycles
+    gc.disable()  # no cycle collector
     try:
         loss = chunked_cross_entropy(*parts[:2], targets)
         gradient = weakref.ref(loss.grad_fn.gradients[1])
@@ -355,7 +354,7 @@ LOW = [torch.bfloat16, torch.float16]
 @every_option
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", LOW)
-def test_of_low_precision_it_errs_no_more_than_by_all_logits(dtype, reduction, options):
+def test_in_low_precision_its_error_is_at_most_the_references(dtype, reduction, options):
     settings = {**options, "reduction": reduction}
     *parts, targets = inputs(rows=64, width=32, vocab=100, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in parts]
@@ -370,7 +369,7 @@ def test_of_low_precision_it_errs_no_more_than_by_all_logits(dtype, reduction, o
 
 
 def test_the_gradient_of_bfloat16_weights_is_summed_in_float32():
-    """Each chunk's share is a thousandth of the sum: in bfloat16 it would be rounded away."""
+    """Each chunk's part is a thousandth of the sum, so bfloat16 would round it away."""
     rows = 2000
     hidden = torch.ones(rows, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -380,7 +379,7 @@ def test_the_gradient_of_bfloat16_weights_is_summed_in_float32():
 
 
 def test_a_loss_scale_reaches_gradients_before_float16_rounds_them():
-    """Without the scale, here, they are near float16's smallest number, 6e-8."""
+    """Without the scale, the gradients are near float16's smallest value, 6e-8."""
     hidden, weight, _, targets = inputs(rows=64, dtype=torch.float16, ignored=())
     exact = weight.detach().double().requires_grad_()
     (cross_entropy_reference(hidden.double(), exact, targets) * 2**-16).backward()
@@ -395,9 +394,7 @@ def test_a_loss_scale_reaches_gradients_before_float16_rounds_them():
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", LOW)
-def test_under_autocast_products_are_lowered_and_gradients_have_the_dtype_of_inputs(
-    dtype, reduction
-):
+def test_autocast_lowers_matmuls_and_gradients_have_the_inputs_dtype(dtype, reduction):
     *parts, targets = inputs(rows=64, width=32, vocab=100, dtype=torch.float32)
     low = [x.detach().to(dtype).requires_grad_() for x in parts[:2]]
     with torch.autocast("cpu", dtype):
@@ -419,7 +416,7 @@ def test_under_autocast_products_are_lowered_and_gradients_have_the_dtype_of_inp
     )
 
 
-def test_autocast_leaves_float64_alone():
+def test_autocast_does_not_change_float64():
     expected = outcome(chunked_cross_entropy, *inputs())
     with torch.autocast("cpu", torch.bfloat16):
         found = outcome(chunked_cross_entropy, *inputs())
@@ -427,7 +424,7 @@ def test_autocast_leaves_float64_alone():
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_autocast_around_backward_changes_nothing(reduction):
+def test_autocast_around_backward_has_no_effect(reduction):
     *parts, targets = inputs(rows=64, width=32, dtype=torch.float32)
     loss = chunked_cross_entropy(*parts[:2], targets, bias=parts[2], reduction=reduction)
     grad = partial(torch.autograd.grad, loss, parts, upstream_for(loss), retain_graph=True)
@@ -436,7 +433,7 @@ def test_autocast_around_backward_changes_nothing(reduction):
         assert_close(grad(), expected, tolerance=1e-6)
 
 
-def test_autocast_takes_hidden_of_another_dtype():
+def test_autocast_accepts_hidden_of_another_dtype():
     hidden, weight, _, targets = inputs(dtype=torch.float32)
     hidden = hidden.detach().bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -454,7 +451,7 @@ SMALL = (48, 16, 300)
 def alive_at_peak(
     function, rows, width, vocab, dtype=torch.float32, wanted=(True, True), **options
 ):
-    """Bytes beyond the inputs, of forward and backward; without a gradient of forward alone."""
+    """Return bytes beyond the inputs of forward and backward, or without gradients of forward."""
     hidden = torch.zeros(rows, width, dtype=dtype, requires_grad=wanted[0])
     weight = torch.zeros(vocab, width, dtype=dtype, requires_grad=wanted[1])
     targets = torch.zeros(rows, dtype=torch.long)
@@ -469,18 +466,18 @@ def alive_at_peak(
 
 
 def of_each_row(rows):
-    """A label (8), a loss and a factor (4 each), and whether it is ignored (1)."""
+    """A label (8), a loss and a factor (4 each), and the ignore mask (1)."""
     return 17 * rows
 
 
 def peak_formula(rows, width, vocab, chunk):
-    """Logits of a chunk, its share of the gradient of hidden, both gradients, some for each row."""
+    """A chunk's logits, its part of the gradient of hidden, both gradients, and row tensors."""
     gradients = 4 * rows * width + 4 * vocab * width
     return 4 * chunk * vocab + 4 * chunk * width + gradients + of_each_row(rows)
 
 
 @pytest.mark.parametrize("chunk", [32, 256, None])
-def test_at_the_peak_are_a_chunk_and_both_gradients(chunk):
+def test_the_peak_is_a_chunk_and_both_gradients(chunk):
     rows = chunk or chunk_rows(ROWS, VOCAB, WIDTH)
     with memlab.dry_run():
         found = alive_at_peak(chunked_cross_entropy, ROWS, WIDTH, VOCAB, chunk=chunk)
@@ -488,7 +485,7 @@ def test_at_the_peak_are_a_chunk_and_both_gradients(chunk):
     assert found <= 100 * 2**20
 
 
-def test_by_all_the_logits_it_is_750_mib():
+def test_the_reference_takes_750_mib():
     with memlab.dry_run():
         by_all = partial(alive_at_peak, rows=ROWS, width=WIDTH, vocab=VOCAB)
         naive = by_all(lambda h, w, t: F.cross_entropy(F.linear(h, w), t))
@@ -504,13 +501,13 @@ def test_a_dry_run_has_the_bytes_of_a_real_one(chunk, options):
         assert alive_at_peak(chunked_cross_entropy, *SMALL, chunk=chunk, **options) == found
 
 
-def test_what_is_not_wanted_takes_no_bytes():
+def test_gradients_that_are_not_required_take_no_memory():
     (rows, width, vocab), chunk = SMALL, 6
     peak = partial(alive_at_peak, chunked_cross_entropy, *SMALL, chunk=chunk)
     both = peak_formula(*SMALL, chunk)
     assert peak() == both
     assert peak(wanted=(True, False)) == both - 4 * vocab * width
-    # Neither the gradient of hidden nor a chunk's share of it; at the peak a row's sums are alive.
+    # No gradient of hidden and no chunk's part of it; at the peak the row sums are alive.
     only_weight = 4 * chunk * vocab + 4 * vocab * width + of_each_row(rows)
     assert 0 < peak(wanted=(False, True)) - only_weight <= 32 * chunk
     nothing = 4 * chunk * vocab + of_each_row(rows)
@@ -518,7 +515,7 @@ def test_what_is_not_wanted_takes_no_bytes():
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_without_grad_mode_no_gradient_is_made(without):
+def test_without_grad_mode_no_gradient_is_computed(without):
     rows, width, vocab = SMALL
     hidden, weight = (torch.zeros(n, width, requires_grad=True) for n in (rows, vocab))
     targets = torch.zeros(rows, dtype=torch.long)
@@ -537,11 +534,11 @@ def test_a_soft_cap_takes_a_second_chunk_for_its_slope():
     _, width, vocab = SMALL
     rows_sums = peak(soft_cap=30.0) - (peak() - 4 * 6 * width + 4 * 6 * vocab)
     assert 0 < rows_sums <= 32 * 6
-    # Without a gradient there is no slope.
+    # Without gradients, no slope is needed.
     assert peak(soft_cap=30.0, wanted=(False, False)) == peak(wanted=(False, False))
 
 
-def test_in_bfloat16_sums_are_float32_and_a_chunk_s_gradient_is_rounded_beside_it():
+def test_in_bfloat16_sums_are_float32_and_a_chunks_gradient_exists_twice():
     (rows, width, vocab), chunk = (2048, 64, 300), 256
     found = alive_at_peak(chunked_cross_entropy, rows, width, vocab, torch.bfloat16, chunk=chunk)
     gradients = 4 * rows * width + 4 * vocab * width
@@ -554,11 +551,11 @@ def test_autocast_adds_its_copy_of_the_weight():
     with torch.autocast("cpu", torch.bfloat16):
         found = alive_at_peak(chunked_cross_entropy, *SMALL, chunk=chunk)
     gradients = 4 * rows * width + 4 * vocab * width
-    a_chunk = 6 * chunk * vocab + 4 * chunk * width  # hidden as autocast casts it, its gradient
+    a_chunk = 6 * chunk * vocab + 4 * chunk * width  # hidden cast by autocast, and its gradient
     assert found == a_chunk + gradients + 2 * vocab * width + of_each_row(rows)
 
 
-def test_a_loss_for_each_row_keeps_no_gradients_until_backward():
+def test_losses_per_row_keep_no_gradients_until_backward():
     (rows, width, vocab), chunk = SMALL, 6
     hidden = torch.zeros(rows, width, requires_grad=True)
     weight = torch.zeros(vocab, width, requires_grad=True)
@@ -573,11 +570,11 @@ def test_a_loss_for_each_row_keeps_no_gradients_until_backward():
         live_bytes = memlab.measure(partial(forward, reduction, [])).live_bytes
         alive[reduction] = live_bytes - hidden.nbytes - weight.nbytes - targets.nbytes
     gradients = 4 * rows * width + 4 * vocab * width
-    assert alive == {"mean": gradients + 4 + 8, "none": 4 * rows}  # loss and its number of rows
+    assert alive == {"mean": gradients + 4 + 8, "none": 4 * rows}  # the loss and the row count
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_autograd_keeps_the_inputs_and_nothing_else(reduction):
+def test_autograd_saves_only_the_inputs(reduction):
     *parts, targets = inputs()
     kept = []
 
@@ -587,11 +584,11 @@ def test_autograd_keeps_the_inputs_and_nothing_else(reduction):
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         chunked_cross_entropy(*parts[:2], targets, bias=parts[2], reduction=reduction)
-    # The mean is a division inside of the Function: autograd sees none of it.
+    # The Function divides by the row count internally, so autograd saves nothing for it.
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (*parts, targets)}
 
 
-def test_the_weight_keeps_the_gradient_itself_and_no_copy():
+def test_the_weights_grad_is_the_gradient_without_a_copy():
     *parts, targets = inputs()
     loss = chunked_cross_entropy(*parts[:2], targets)
     made = loss.grad_fn.gradients[1].data_ptr()
@@ -599,13 +596,13 @@ def test_the_weight_keeps_the_gradient_itself_and_no_copy():
     assert parts[1].grad.data_ptr() == made
 
 
-# ------------------------------------------------------------------ how many rows
+# ------------------------------------------------------------------ chunk size
 
 
 @pytest.mark.parametrize("rows", [1, 7, 100, 2048, 65_536])
 @pytest.mark.parametrize("vocab", [256, 32_000, 128_256])
 @pytest.mark.parametrize("width", [32, 4096])
-def test_the_default_s_logits_are_half_of_the_gradients_and_an_eighth_of_all_at_most(
+def test_the_default_chunk_has_at_most_half_the_gradients_and_an_eighth_of_the_logits(
     rows, vocab, width
 ):
     def is_too_much(chunk: float) -> bool:
@@ -617,21 +614,21 @@ def test_the_default_s_logits_are_half_of_the_gradients_and_an_eighth_of_all_at_
     assert chunk == 1 or not is_too_much(chunk)
     fewest = math.ceil(rows / chunk)
     larger = math.ceil(rows / (fewest - 1)) if fewest > 1 else math.inf
-    assert is_too_much(larger)  # one chunk less would be
+    assert is_too_much(larger)  # with one chunk less
 
 
 def test_the_default_is_256_rows_of_2048_at_32000_tokens_and_512_wide():
     assert chunk_rows(ROWS, VOCAB, WIDTH) == 256
 
 
-def test_of_no_rows_a_chunk_is_one():
+def test_a_chunk_of_no_rows_is_one():
     assert chunk_rows(0, VOCAB, WIDTH) == 1
 
 
-# ------------------------------------------------------------------ in a model
+# ------------------------------------------------------------------ models
 
 
-def test_it_is_the_loss_of_a_model_with_tied_weights():
+def test_it_works_as_the_loss_of_a_model_with_tied_weights():
     tokens, targets = torch.randint(256, (2, 3, 48)).unbind()
     found = []
     for plug in ({}, {"loss": chunked_cross_entropy}):
@@ -646,7 +643,7 @@ def test_it_is_the_loss_of_a_model_with_tied_weights():
 @pytest.mark.parametrize(
     "others", ["plain", "autocast", "bfloat16", "loss-scaling", "accumulation"]
 )
-def test_a_training_step_takes_it_beside_other_techniques(others):
+def test_it_combines_with_other_techniques_in_a_training_step(others):
     losses = {}
     for name, row in {"all": {}, "chunked": {"loss": chunked_cross_entropy}}.items():
         technique = Plugs(**{**vars(combined(others)), **row})
@@ -659,7 +656,7 @@ def test_a_training_step_takes_it_beside_other_techniques(others):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW])
-def test_on_a_gpu_it_is_the_reference_and_takes_what_a_dry_run_says(dtype):
+def test_on_a_gpu_it_equals_the_reference_and_has_the_dry_runs_peak(dtype):
     shape = (512, 64, 4096)
     *parts, targets = inputs(*shape, dtype=dtype, bias=False)
     parts = [x.detach().cuda().requires_grad_() for x in parts[:2]]
@@ -673,7 +670,7 @@ def test_on_a_gpu_it_is_the_reference_and_takes_what_a_dry_run_says(dtype):
         assert alive_at_peak(chunked_cross_entropy, *shape, dtype) == peak
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize("function", [cross_entropy_reference, chunked_cross_entropy])
@@ -684,8 +681,12 @@ def test_on_a_gpu_it_is_the_reference_and_takes_what_a_dry_run_says(dtype):
         ({"hidden": torch.zeros(N, 9)}, ValueError, r"hidden of shape \(20, 9\); give \(…, 8\)"),
         ({"targets": torch.zeros(4, 5).long()}, ValueError, r"shape \(4, 5\); give \(20,\)"),
         ({"bias": torch.zeros(C)}, ValueError, r"a bias of shape \(8,\); give \(33,\)"),
-        ({"targets": torch.zeros(N)}, TypeError, "targets of torch.float32; give the numbers"),
-        ({"targets": torch.zeros(N).bool()}, TypeError, "targets of torch.bool; give the numbers"),
+        ({"targets": torch.zeros(N)}, TypeError, "targets of torch.float32; give token indices"),
+        (
+            {"targets": torch.zeros(N).bool()},
+            TypeError,
+            "targets of torch.bool; give token indices",
+        ),
         ({"targets": torch.full((N,), V)}, IndexError, "target 33; give 0 to 32, .*=-100"),
         ({"targets": torch.full((N,), -1)}, IndexError, "target -1; give 0 to 32"),
         ({"ignore_index": 0}, IndexError, "target -100; give 0 to 32, .*ignore_index=0"),
@@ -699,7 +700,7 @@ def test_on_a_gpu_it_is_the_reference_and_takes_what_a_dry_run_says(dtype):
         ({"reduction": "median"}, ValueError, "reduction='median'; choose one of mean, sum, none"),
     ],
 )
-def test_bad_input_is_named(function, changed, error, message):
+def test_bad_input_is_an_error_that_names_it(function, changed, error, message):
     hidden, weight, bias, targets = inputs(dtype=torch.float32)
     given = {"hidden": hidden, "weight": weight, "bias": bias, "targets": targets, **changed}
     with pytest.raises(error, match=message):
@@ -707,7 +708,7 @@ def test_bad_input_is_named(function, changed, error, message):
 
 
 @pytest.mark.parametrize("chunk", [0, -1])
-def test_a_chunk_has_a_row_at_least(chunk):
+def test_a_chunk_below_one_row_is_an_error(chunk):
     *parts, targets = inputs()
     with pytest.raises(ValueError, match=f"chunk={chunk}; give at least 1 row"):
         chunked_cross_entropy(*parts[:2], targets, chunk=chunk)

@@ -27,7 +27,7 @@ from memlab.model import (
 
 TINY = PRESETS["tiny"]
 
-# What each family has beside Llama's parts, with a head width that is not width / heads.
+# What each family adds to Llama's parts, with a head width other than width / heads.
 FAMILIES = {
     "llama": {"attention_biases": ("query", "key", "value", "output")},
     "mistral": {"own_head_width": 12},
@@ -67,7 +67,7 @@ def count(tensors):
 
 
 class Recorded(TorchDispatchMode):
-    """Remembers (operator, outputs) of everything that runs inside."""
+    """Records (operator, outputs) of everything that runs inside `with`."""
 
     def __init__(self):
         super().__init__()
@@ -89,14 +89,14 @@ def test_the_formula_gives_the_published_count(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_formula_counts_what_is_built(name):
+def test_the_formula_equals_the_built_model(name):
     with torch.device("meta"):
         model = GPT(PRESETS[name])
     assert count(model.parameters()) == PRESETS[name].parameters
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_formula_counts_what_is_built_of_each_family(family):
+def test_the_formula_equals_the_built_model_of_each_family(family):
     model = tiny_model(**FAMILIES[family])
     assert count(model.parameters()) == model.config.parameters > TINY.parameters
 
@@ -139,10 +139,10 @@ def test_the_124m_preset_is_gpt_2_small_without_positions_and_biases():
     assert PRESETS["124m"].parameters == pytest.approx(124e6, rel=0.005)
 
 
-# What it computes
+# Values
 
 
-# What the parts of a weight's name are called in transformers.
+# The names of the parts in transformers.
 THEIRS = {
     "embedding": "model.embed_tokens",
     "unembedding": "lm_head",
@@ -161,7 +161,7 @@ THEIRS = {
     "up": "up_proj",
     "down": "down_proj",
 }
-# Where a norm stands after the attention, too, the one before the MLP has another name.
+# With a norm after the attention, the norm before the MLP has another name.
 THEIRS_OF_GEMMA_3 = THEIRS | {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -189,8 +189,8 @@ def test_logits_equal_those_of_transformers(family, tied):
             tie_word_embeddings=tied,
             attention_bias=family == "llama",
             rope_theta=TINY.rope_theta,
-            query_pre_attn_scalar=ours.config.head_width,  # Gemma 3's scale, as of all others
-            bos_token_id=0,  # Gemma's own ids are larger than this vocabulary
+            query_pre_attn_scalar=ours.config.head_width,  # Gemma 3's scale, like all others
+            bos_token_id=0,  # Gemma's own ids exceed this vocabulary
             eos_token_id=1,
             pad_token_id=None,
         )
@@ -203,8 +203,8 @@ def test_logits_equal_those_of_transformers(family, tied):
             one = 1 if family.startswith("gemma") and name.endswith("norm.weight") else 0
             theirs.get_parameter(path).copy_(weight - one)  # Gemma multiplies by 1 + w
     tokens = random_tokens(length=TINY.seq_len)
-    # Their tables are float32, at any dtype of the model; so are the differences, relative to
-    # logits that reach some hundreds where norms stand after each branch.
+    # Their tables are float32 for any dtype of the model, so the tolerance is too. It is relative
+    # to logits, which reach some hundreds with norms after each branch.
     expected = theirs(tokens).logits
     atol = 5e-6 * max(1, expected.abs().max().item())
     torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=atol)
@@ -225,7 +225,7 @@ def test_an_earlier_token_changes_every_later_logit():
     assert (moved[:, 10:] > 1e-9).all()
 
 
-def test_rotated_products_depend_on_the_distance_alone():
+def test_rotated_dot_products_depend_only_on_the_distance():
     D, positions = TINY.head_width, torch.arange(TINY.seq_len)
     cos, sin = Rotary(TINY, torch.float64).tables(TINY.seq_len, torch.float64)
     torch.manual_seed(0)
@@ -284,11 +284,11 @@ def test_training_on_bytes_lowers_the_loss():
     assert losses[-1] < 4.0
 
 
-# What it starts from
+# Initialization
 
 
 @pytest.mark.parametrize("name", ["tiny", "25m"])
-def test_the_first_loss_is_that_of_guessing(name):
+def test_the_first_loss_is_the_loss_of_guessing(name):
     torch.manual_seed(0)
     model, V = GPT(PRESETS[name]), PRESETS[name].vocab_size
     tokens, targets = random_tokens(2, 64, V), random_tokens(2, 64, V).roll(1, 1)
@@ -318,7 +318,7 @@ def test_biases_start_at_zero():
     biases = [bias for name, bias in model.named_parameters() if name.endswith("bias")]
     assert len(biases) == 2 * TINY.layers
     for bias in biases:
-        bias.data.fill_(math.nan)  # as empty memory may be
+        bias.data.fill_(math.nan)  # uninitialized memory may contain nan
     model.initialize_()
     assert all((bias == 0).all() for bias in biases)
 
@@ -331,11 +331,11 @@ def test_every_matrix_is_drawn_once(tied):
     assert sorted(drawn) == sorted(p.numel() for p in model.parameters() if p.ndim == 2)
 
 
-def test_a_bfloat16_model_never_passes_through_float32():
+def test_a_bfloat16_model_is_never_created_in_float32():
     with Recorded() as recorded:
         tiny_model(dtype=torch.bfloat16)
     wide = [numel for _, dtype, numel in recorded.calls if dtype == torch.float32]
-    assert max(wide) == TINY.seq_len * TINY.head_width // 2  # the angles, before they are rounded
+    assert max(wide) == TINY.seq_len * TINY.head_width // 2  # the angles before rounding
 
 
 def test_a_7b_step_runs_on_fake_tensors():
@@ -367,7 +367,7 @@ def test_all_blocks_share_one_pair_of_tables_even_after_a_cast():
 
 
 def test_bfloat16_tables_are_the_float32_tables_rounded():
-    # At position 257 an angle computed in bfloat16 would be that of 256.
+    # An angle computed in bfloat16 at position 257 would be position 256's.
     config = replace(TINY, seq_len=300)
     exact, rounded = Rotary(config, torch.float32), Rotary(config, torch.bfloat16)
     assert torch.equal(rounded.cos, exact.cos.bfloat16())
@@ -392,7 +392,7 @@ def test_logits_have_the_dtype_of_the_model(dtype):
     assert tiny_model(dtype=dtype)(random_tokens()).dtype == dtype
 
 
-def test_a_model_cast_to_bfloat16_equals_one_that_was_loaded_in_it():
+def test_a_model_cast_to_bfloat16_equals_one_loaded_in_bfloat16():
     cast = tiny_model(dtype=torch.float32).to(torch.bfloat16)
     made = tiny_model(dtype=torch.bfloat16)
     made.load_state_dict(cast.state_dict())
@@ -402,7 +402,7 @@ def test_a_model_cast_to_bfloat16_equals_one_that_was_loaded_in_it():
 # Plugs
 
 
-def test_the_attention_plug_gets_every_layer_as_batch_heads_tokens_width():
+def test_the_attention_plug_gets_batch_heads_tokens_width_in_every_layer():
     calls = []
 
     def attention(q, k, v, *, causal):
@@ -414,7 +414,7 @@ def test_the_attention_plug_gets_every_layer_as_batch_heads_tokens_width():
     assert calls == [((2, H, 16, D), (2, KV, 16, D), (2, KV, 16, D), True)] * TINY.layers
 
 
-def test_what_the_attention_plug_returns_is_what_the_block_adds():
+def test_the_block_adds_the_result_of_the_attention_plug():
     model = tiny_model(attention=lambda q, k, v, *, causal: torch.zeros_like(q))
     attention = model.blocks[0].attention
     assert not attention(torch.ones(1, 4, TINY.width, dtype=torch.float64)).any()
@@ -444,9 +444,9 @@ def test_the_loss_plug_gets_hidden_states_and_unembedding_and_gives_the_result()
     torch.testing.assert_close(result, 2 * cross_entropy(hidden, weight, targets))
 
 
-def test_without_targets_the_loss_plug_is_not_asked():
+def test_without_targets_the_loss_plug_is_not_called():
     def loss(hidden, weight, targets):
-        raise AssertionError("the loss was asked")
+        raise AssertionError("the loss was called")
 
     assert GPT(TINY, loss=loss)(random_tokens(2, 16)).shape == (2, 16, TINY.vocab_size)
 
@@ -502,7 +502,7 @@ def test_a_saved_model_holds_each_weight_once_and_no_tables():
         assert count(model.state_dict().values()) == replace(TINY, tied=tied).parameters
 
 
-def test_weights_are_named_by_where_they_stand():
+def test_weights_are_named_by_their_modules():
     names = [name for name, _ in tiny_model(layers=1, tied=False).named_parameters()]
     assert names == [
         "embedding.weight",
@@ -520,7 +520,7 @@ def test_weights_are_named_by_where_they_stand():
     ]
 
 
-def test_the_weights_of_the_families_are_named_by_where_they_stand():
+def test_the_weights_of_the_families_are_named_by_their_modules():
     biases = ("query", "key", "value", "output")
     model = tiny_model(layers=1, attention_biases=biases, **FAMILIES["gemma3_text"])
     assert {name for name, _ in model.named_parameters()} - {
@@ -534,13 +534,13 @@ def test_the_weights_of_the_families_are_named_by_where_they_stand():
     }
 
 
-def test_a_part_that_a_shape_has_not_is_no_module():
+def test_a_part_missing_from_a_shape_is_not_a_module():
     names = {name.rpartition(".")[2] for name, _ in tiny_model().named_modules()}
     assert not {name for name in names if "post_norm" in name or name in ("query_norm", "key_norm")}
 
 
-def test_every_attention_names_its_operators_and_not_the_tables():
-    # A meter attributes bytes by forward hooks: the rotation must run inside the attention.
+def test_operators_of_the_rotation_run_inside_the_attention_module():
+    # A meter attributes bytes by forward hooks, so the rotation must run inside the attention.
     running = []
     model = tiny_model()
     for name, module in model.named_modules():
@@ -576,12 +576,12 @@ def test_every_attention_names_its_operators_and_not_the_tables():
         ({"activation": "relu"}, "got activation='relu'; choose one of silu, gelu_tanh"),
     ],
 )
-def test_a_shape_that_cannot_be_says_what_would(changes, message):
+def test_an_invalid_shape_is_an_error_with_a_remedy(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(TINY, **changes)
 
 
-def test_with_a_head_width_of_its_own_a_width_need_not_split():
+def test_with_own_head_width_the_width_need_not_be_divisible():
     config = replace(TINY, width=33, own_head_width=6)
     assert config.head_width == 6
     assert GPT(config)(random_tokens(1, 8)).shape == (1, 8, TINY.vocab_size)

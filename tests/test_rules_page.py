@@ -59,3 +59,12 @@ def test_the_wrong_ones_are_counted():
     verdicts = [words for *_, (_, _, _, words) in entries()]
     wrong = [words for words in verdicts if words.startswith("wrong")]
     assert f"Of {len(verdicts)} verdicts {len(wrong)} are *wrong*" in PAGE.replace("\n", " ")
+
+
+def test_the_table_has_each_verdict_in_three_words_at_most():
+    rows = re.findall(r"^\| (\w+) \| .* \| (.*) \|$", PAGE, re.M)[1:]
+    verdicts = {rule: words for *_, (rule, _, _, words) in entries()}
+    assert [rule for rule, _ in rows] == list(verdicts)
+    for rule, short in rows:
+        assert len(short.split()) <= 3
+        assert short.startswith("wrong") == verdicts[rule].startswith("wrong")

@@ -1,4 +1,4 @@
-"""A Trace answers from its events alone; each answer is held against the slowest obvious way."""
+"""A Trace's properties against naive computations from its events."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ FLOAT32 = 4
 
 
 def event(count, storage, category="activations", **fields):
-    """An event on a float32 vector; whatever a test doesn't say is the same for all."""
+    """Return an event on a float32 vector, with defaults for unspecified fields."""
     plain = {"operator": "aten.mm", "module": "", "phase": "forward", "dtype": "float32"}
     plain["shape"] = (abs(count) // FLOAT32,)
     return Event(count, storage, category, **{**plain, **fields})
@@ -27,7 +27,7 @@ def trace(*events, **fields):
 
 @st.composite
 def traces(draw, storages=range(4)):
-    """A trace as a step makes it: each storage is born, perhaps resized, and perhaps dies."""
+    """Draw a trace: each storage is allocated, perhaps resized, and perhaps freed."""
     born, alive_bytes, events = {}, Counter(), []
     for number in draw(st.lists(st.sampled_from(storages), max_size=10)):
         if number in born:
@@ -60,7 +60,7 @@ def test_the_peak_is_the_largest_running_sum(step):
 
 
 @given(traces())
-def test_the_peak_is_where_that_sum_is_reached_first(step):
+def test_the_peak_position_is_the_first_with_the_largest_sum(step):
     sums = list(accumulate((e.bytes for e in step.events), initial=0))
     assert step.peak_position == sums.index(max(sums))
 
@@ -71,7 +71,7 @@ def test_the_categories_at_the_peak_sum_to_the_peak(step):
 
 
 @given(traces())
-def test_the_categories_at_the_end_sum_to_what_is_alive(step):
+def test_the_categories_at_the_end_sum_to_the_live_bytes(step):
     assert sum(step.at_end.values()) == step.live_bytes == sum(e.bytes for e in step.events)
 
 
@@ -84,14 +84,14 @@ def test_a_category_at_the_peak_is_its_own_running_sum_there(step):
 
 
 @given(traces())
-def test_categories_come_in_their_order_and_only_where_there_are_bytes(step):
+def test_categories_with_bytes_come_in_order(step):
     assert list(step.at_peak) == [c for c in CATEGORIES if step.at_peak.get(c)]
 
 
 @pytest.mark.parametrize("question", [lambda t: t.at_peak, lambda t: t.at_end, Trace.by_module])
-def test_a_category_that_no_trace_has_is_not_passed_over(question):
+def test_an_unknown_category_is_an_error(question):
     with pytest.raises(AssertionError, match=r"no category of a Trace: \{'parameter'\}"):
-        question(trace(event(8, 1, "parameter")))  # one letter short
+        question(trace(event(8, 1, "parameter")))  # misspelt
 
 
 def test_the_peak_of_two_that_do_not_overlap_is_the_larger():
@@ -99,20 +99,20 @@ def test_the_peak_of_two_that_do_not_overlap_is_the_larger():
     assert (step.peak_bytes, step.live_bytes) == (100, 60)
 
 
-def test_the_peak_phase_is_that_of_the_event_that_reached_it():
+def test_the_peak_phase_is_the_phase_of_its_last_event():
     step = trace(
         event(8, 1, phase="forward"), event(8, 2, phase="backward"), event(-8, 1, phase="optimizer")
     )
     assert step.peak_phase == "backward"
 
 
-def test_a_trace_without_events_holds_nothing():
+def test_a_trace_without_events_has_no_bytes():
     step = trace()
     assert (step.peak_bytes, step.live_bytes, step.peak_phase) == (0, 0, "before")
     assert (step.at_peak, step.alive(), step.by_module()) == ({}, [], {})
 
 
-# ------------------------------------------------------------------ what is alive, and where
+# ------------------------------------------------------------------ live storages
 
 
 @given(traces(), st.integers(0, 12))
@@ -131,7 +131,7 @@ def test_alive_starts_with_the_largest(step):
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_alive_remembers_a_storages_birth():
+def test_alive_describes_a_storages_first_event():
     step = trace(event(8, 1, phase="forward"), event(4, 1, phase="backward"))
     assert step.alive() == [event(12, 1, phase="forward", shape=(2,))]
 
@@ -155,7 +155,7 @@ def test_the_largest_module_comes_first(step):
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_depth_adds_up_what_is_below_it():
+def test_depth_sums_submodules():
     step = trace(
         event(4, 1, module="blocks.0.mlp.up"),
         event(8, 2, module="blocks.0.attention", category="parameters"),
@@ -169,7 +169,7 @@ def test_depth_adds_up_what_is_below_it():
     }
 
 
-# ------------------------------------------------------------------ what one run left behind
+# ------------------------------------------------------------------ differences
 
 
 @given(traces())
@@ -180,7 +180,7 @@ def test_a_trace_does_not_differ_from_itself(step):
 
 
 @given(traces(), traces(storages=range(2, 6)))
-def test_a_difference_is_as_many_bytes_as_are_alive_more(first, second):
+def test_the_bytes_of_a_difference_are_the_change_in_live_bytes(first, second):
     assert first.diff(second).bytes == second.live_bytes - first.live_bytes
 
 
@@ -189,38 +189,38 @@ def test_a_difference_the_other_way_round_has_the_opposite_bytes(first, second):
     assert first.diff(second).bytes == -second.diff(first).bytes
 
 
-def test_what_each_step_leaks_is_what_the_difference_shows():
+def test_a_difference_shows_what_each_step_leaks():
     leaks = [event(400, n, module="loss", line="train.py:12") for n in range(4)]
     first, second = trace(*leaks[:2]), trace(*leaks)
     [(kind, count)] = first.diff(second).rows
     assert (kind.bytes, kind.module, kind.line, count) == (400, "loss", "train.py:12", 2)
 
 
-def test_a_gradient_thrown_away_and_made_anew_is_no_difference():
+def test_a_freed_and_recomputed_gradient_is_no_difference():
     first = trace(event(400, 1, "parameters"), event(400, 2, "gradients"))
     second = trace(*first.events, event(-400, 2, "gradients"), event(400, 3, "gradients"))
     assert not first.diff(second)
 
 
-def test_a_gradient_made_anew_larger_is_one_more_and_one_fewer():
+def test_a_larger_recomputed_gradient_is_one_more_and_one_fewer():
     first, second = trace(event(400, 1, "gradients")), trace(event(800, 2, "gradients"))
     rows = [(kind.bytes, count) for kind, count in first.diff(second).rows]
     assert rows == [(800, 1), (400, -1)]
 
 
-def test_a_storage_described_otherwise_by_the_second_trace_is_still_the_same():
+def test_a_storage_with_another_description_in_the_second_trace_is_the_same():
     first = trace(event(400, 1, "gradients", operator="aten.mm", phase="backward"))
     second = trace(event(400, 1, "gradients", operator="", phase="before"))
     assert not first.diff(second)
 
 
-def test_of_a_storage_that_grew_only_the_growth_is_a_difference():
+def test_only_the_growth_of_a_storage_is_a_difference():
     first, second = trace(event(400, 1)), trace(event(400, 1), event(200, 1))
     [(kind, count)] = first.diff(second).rows
     assert (kind.bytes, count) == (200, 1)
 
 
-def test_a_storage_that_died_is_one_fewer():
+def test_a_freed_storage_is_one_fewer():
     first, second = trace(event(400, 1)), trace(event(400, 1), event(-400, 1))
     [(kind, count)] = first.diff(second).rows
     assert (kind.bytes, count) == (400, -1)
@@ -232,7 +232,7 @@ def test_a_difference_starts_with_the_most_bytes():
     assert [kind.module for kind, _ in trace().diff(second).rows] == ["small", "large"]
 
 
-# ------------------------------------------------------------------ to plain data and to text
+# ------------------------------------------------------------------ JSON and text
 
 
 @given(
@@ -240,28 +240,28 @@ def test_a_difference_starts_with_the_most_bytes():
     st.builds(DeviceMemory, *[st.none() | st.integers(0, 2**60)] * 3),
     st.lists(st.text(), max_size=2).map(tuple),
 )
-def test_a_trace_comes_back_from_json_as_it_went(step, memory, notes):
+def test_a_trace_survives_a_round_trip_through_json(step, memory, notes):
     step = replace(step, device="cuda", dry=True, memory=memory, notes=notes)
     assert Trace.from_dict(json.loads(json.dumps(step.to_dict()))) == step
 
 
-def test_lines_and_shapes_come_back_from_json():
+def test_lines_and_shapes_survive_json():
     step = trace(event(24, 1, shape=(2, 3), line="train.py:3"), event(4, 2, shape=()))
     assert Trace.from_dict(json.loads(json.dumps(step.to_dict()))) == step
 
 
-def test_the_history_comes_back_from_json():
+def test_the_history_survives_json():
     step = replace(trace(event(4, 2)), history=(event(8, 1, shape=(2,)), event(-8, 1, shape=(2,))))
     assert Trace.from_dict(json.loads(json.dumps(step.to_dict()))) == step
 
 
-def test_a_simulated_allocator_does_not_pass_for_the_device():
+def test_simulated_memory_is_labelled_as_simulated():
     memory = DeviceMemory(reserved_peak_bytes=2**21)
     step = trace(event(1024, 1), device="cuda", dry=True, memory=memory)
-    assert "the simulated allocator says: reserved peak 2.00 MiB" in str(step)
+    assert "simulated allocator: reserved peak 2.00 MiB" in str(step)
 
 
-def test_plain_data_says_what_a_reader_without_memlab_asks_first():
+def test_plain_data_includes_the_peak_and_categories():
     plain = trace(event(8, 1, "parameters"), event(4, 2), event(-4, 2)).to_dict()
     assert (plain["peak_bytes"], plain["live_bytes"]) == (12, 8)
     assert plain["at_peak"] == {"parameters": 8, "activations": 4}
@@ -271,7 +271,7 @@ def test_plain_data_says_what_a_reader_without_memlab_asks_first():
     }
 
 
-def test_reserved_bytes_are_those_that_the_device_reports():
+def test_reserved_bytes_are_the_devices_report():
     assert trace(memory=DeviceMemory(reserved_peak_bytes=2**21)).reserved_bytes == 2**21
     assert trace().reserved_bytes is None
 
@@ -290,13 +290,13 @@ def test_a_trace_prints_peak_categories_device_and_notes():
         "  parameters                3.00 KiB  75.0%  " + "█" * 18,
         "  activations               1.00 KiB  25.0%  " + "█" * 6,
         "alive at the end 3.00 KiB",
-        "the device says: allocated peak 2.00 MiB",
-        "the device says: used 0 B",
+        "device: allocated peak 2.00 MiB",
+        "device: used 0 B",
         "note: the first step",
     ]
 
 
-def test_a_trace_says_that_it_was_a_dry_run():
+def test_a_dry_run_is_printed_as_such():
     assert str(trace(dry=True)).startswith("peak 0 B in before (cpu, dry run)")
 
 
@@ -313,5 +313,5 @@ def test_a_difference_of_unknown_origin_ends_with_the_category():
     assert printed.endswith("+1 × scalar float32 = 4 B, inputs")
 
 
-def test_a_difference_of_nothing_says_so():
+def test_an_empty_difference_prints_a_sentence():
     assert str(trace().diff(trace())) == "nothing more is alive than before"

@@ -116,6 +116,7 @@ TOLERANCES = {
     "offloaded-activations": 0,
     "post-hoc-ema": 0,
     "sgd": 0,
+    "momentum-sgd": 0,
 }
 
 
@@ -354,6 +355,10 @@ def the_peak_is_without_two_moments_and_a_count_of_steps(technique: Plugs) -> No
     assert plain.peak_bytes - ours.peak_bytes == 2 * N * FLOAT32 + tensors * FLOAT32
 
 
+def the_state_is_a_momentum_in_bfloat16(technique: Plugs) -> None:
+    assert second_step(technique).at_end["optimizer_state"] == 2 * N
+
+
 def the_most_activations_are_those_of_one_sequence(technique: Plugs) -> None:
     one = most(second_step(PLAIN, replace(TINY, batch=1)), "activations")
     assert most(second_step(technique), "activations") - one in (0, FLOAT32)  # a loss times tokens
@@ -402,6 +407,7 @@ CLAIMS = {
     "streamed-layers": two_blocks_weights_are_there_and_neither_gradients_nor_state,
     "post-hoc-ema": two_averages_are_there,
     "sgd": the_peak_is_without_two_moments_and_a_count_of_steps,
+    "momentum-sgd": the_state_is_a_momentum_in_bfloat16,
 }
 
 

@@ -1,4 +1,4 @@
-"""Bytes as text: what is written is right to the last digit, what is read is exact."""
+"""Formatting bytes is accurate to the last digit; parsing them is exact."""
 
 from fractions import Fraction
 
@@ -15,7 +15,7 @@ WRITTEN = {
     1024: "1.00 KiB",
     1536: "1.50 KiB",
     6 * 2**20: "6.00 MiB",
-    24 * 10**9: "22.35 GiB",  # what a seller's 24 GB are in GiB
+    24 * 10**9: "22.35 GiB",  # a seller's "24 GB" in GiB
     2**30: "1.00 GiB",
     3 * 2**40: "3.00 TiB",
     5000 * 2**40: "5000.00 TiB",
@@ -58,23 +58,23 @@ UNREADABLE = (
 
 
 @pytest.mark.parametrize(("count", "text"), WRITTEN.items())
-def test_bytes_are_written_in_the_largest_binary_unit_that_they_fill(count, text):
+def test_bytes_are_formatted_in_the_largest_fitting_binary_unit(count, text):
     assert format_bytes(count) == text
 
 
 @given(st.integers(min_value=1024, max_value=2**60))
-def test_what_is_written_is_the_nearest_hundredth_of_its_unit(count):
+def test_formatting_rounds_to_the_nearest_hundredth(count):
     number, unit = format_bytes(count).split()
     assert abs(Fraction(number) * BINARY_UNITS[unit] - count) <= Fraction(BINARY_UNITS[unit], 200)
 
 
 @given(st.integers(min_value=1, max_value=2**60))
-def test_fewer_bytes_are_written_as_more_with_a_minus(count):
+def test_negative_bytes_have_a_minus_sign(count):
     assert format_bytes(-count) == "-" + format_bytes(count)
 
 
 @pytest.mark.parametrize(("text", "count"), READ.items())
-def test_a_number_and_a_unit_are_read_as_bytes(text, count):
+def test_a_number_with_a_unit_is_parsed_as_bytes(text, count):
     assert parse_bytes(text) == count
 
 
@@ -82,25 +82,25 @@ def test_a_number_and_a_unit_are_read_as_bytes(text, count):
     st.integers(min_value=0, max_value=2**80),
     st.sampled_from([("", 1), ("B", 1), *BINARY_UNITS.items(), *DECIMAL_UNITS.items()]),
 )
-def test_whole_units_are_read_exactly_however_many(number, unit):
+def test_integers_with_a_unit_are_parsed_exactly(number, unit):
     name, factor = unit
     assert parse_bytes(f"{number} {name}") == number * factor
 
 
 @given(st.integers(min_value=0, max_value=10**9), st.sampled_from(sorted(BINARY_UNITS)))
-def test_a_part_of_a_unit_is_read_to_the_nearest_byte(thousandths, unit):
+def test_a_fraction_of_a_unit_is_rounded_to_the_nearest_byte(thousandths, unit):
     exact = Fraction(thousandths, 1000) * BINARY_UNITS[unit]
     read = parse_bytes(f"{thousandths // 1000}.{thousandths % 1000:03} {unit}")
     assert abs(read - exact) <= Fraction(1, 2)
 
 
 @given(st.integers(min_value=0))
-def test_an_int_is_taken_as_bytes(count):
+def test_an_int_is_a_number_of_bytes(count):
     assert parse_bytes(count) == count
 
 
 @pytest.mark.parametrize("quantity", UNREADABLE, ids=repr)
-def test_anything_else_is_refused_with_what_was_got_and_what_is_wanted(quantity):
+def test_anything_else_is_an_error_with_a_remedy(quantity):
     with pytest.raises(ValueError, match="give a number and a unit, such as '6 MiB'") as error:
         parse_bytes(quantity)
     assert str(error.value).startswith(f"got {quantity!r} as a number of bytes")

@@ -1,18 +1,18 @@
-"""Traces of dry runs and predictions, and how tests compare them."""
+"""Helpers that make and compare traces of dry runs and predictions."""
 
 from itertools import accumulate, groupby
 
 import memlab
 from memlab.trace import Event, Trace
 
-WORKSPACE = 8_519_680  # of one handle of cuBLAS
+WORKSPACE = 8_519_680  # bytes per cuBLAS handle
 
 
 def renumbered(trace: Trace) -> list[Event]:
-    """The events, with storages numbered from 0 in the order they appear.
+    """Return the events with storages renumbered from 0 in order of appearance.
 
-    Of several storages that die between two operators, Python decides which dies first; that
-    changes no peak, so such runs of frees are sorted.
+    The order of frees between two operators depends on Python and changes no peak, so frees are
+    sorted.
     """
     numbers: dict[int, int] = {}
     events = [e._replace(storage=numbers.setdefault(e.storage, len(numbers))) for e in trace.events]
@@ -21,7 +21,7 @@ def renumbered(trace: Trace) -> list[Event]:
 
 
 def same_in_a_dry_run(make) -> Trace:
-    """Asserts that the second step of `make()` has the same events dry and real; returns them."""
+    """Assert that the second step of `make()` is equal dry and real, and return its dry trace."""
     traces = []
     for mode in (None, memlab.dry_run()):
         if mode is not None:
@@ -41,12 +41,12 @@ def same_in_a_dry_run(make) -> Trace:
 
 
 def predicted(function, **options) -> memlab.Trace:
-    """The first call of `function(device)`, for CUDA."""
+    """Predict the first call of `function("cuda")`."""
     return memlab.predict(lambda: (lambda: function("cuda"), None, None), steps=1, **options)
 
 
 def births(trace: memlab.Trace, operator: str = "") -> list[tuple[int, str]]:
-    """(bytes, dtype) of what is allocated by the operators whose names contain `operator`."""
+    """Return (bytes, dtype) of allocations by operators whose name contains `operator`."""
     return [
         (event.bytes, event.dtype)
         for event in trace.events
@@ -55,6 +55,6 @@ def births(trace: memlab.Trace, operator: str = "") -> list[tuple[int, str]]:
 
 
 def peak_of_storages(trace: Trace) -> int:
-    """Without what CUDA adds: workspaces and rounding."""
+    """Return the peak without workspaces and rounding."""
     changes = (e.bytes for e in trace.events if e.category not in ("workspace", "rounding"))
     return max(accumulate(changes))

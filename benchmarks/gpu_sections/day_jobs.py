@@ -9,7 +9,7 @@ import torch
 
 import memlab
 from memlab.allocator import simulate
-from memlab.cli.rows import in_turn
+from memlab.cli.rows import time_in_turn
 from memlab.data import batches, source_bytes
 from memlab.model import GPT, PRESETS
 from memlab.trace import Trace
@@ -114,7 +114,7 @@ def times(_: str, small: bool, rehearsal: bool) -> Answer:
     plain = _warm(setting, "plain")
     ratios = {}
     for technique in TIMED:
-        rounds = in_turn(_warm(setting, technique), plain)
+        rounds = time_in_turn(_warm(setting, technique), plain)
         ratios[technique] = statistics.median(ours / theirs for ours, theirs in rounds)
     return {"what": str(setting), **ratios}
 

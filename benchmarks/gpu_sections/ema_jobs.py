@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memlab.cli.rows import in_turn
+from memlab.cli.rows import time_in_turn
 from memlab.ema import PostHocEMA, synthesize
 from memlab.metering import measure
 from memlab.offload import DiskStore
@@ -82,7 +82,7 @@ def over_a_step(step: Callable[[], object], ema: PostHocEMA) -> list[float]:
         step()
         ema.update(next(times))
 
-    return [with_it / without for with_it, without in in_turn(both, step)]
+    return [with_it / without for with_it, without in time_in_turn(both, step)]
 
 
 def furthest(model: nn.Module, average: Mapping[str, Tensor]) -> float:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memlab.attention import attention_reference, flash_attention
-from memlab.cli.rows import in_turn
+from memlab.cli.rows import time_in_turn
 from memlab.losses import chunked_cross_entropy
 
 Answer = dict[str, Any]
@@ -99,7 +99,7 @@ def beside_torch(name: str, small: bool, rehearsal: bool) -> Answer:
         found[f"{who}, on the way_bytes"] = _bytes_on_the_way(way, many)
     warm = {who: _warm(way, many) for who, way in ways.items()}
     for other in ways.keys() - {MEMLAB}:
-        rounds = in_turn(warm[MEMLAB], warm[other])
+        rounds = time_in_turn(warm[MEMLAB], warm[other])
         found[f"time over that of {other}"] = statistics.median(ours / it for ours, it in rounds)
     return found
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memlab.cli.rows import in_turn
+from memlab.cli.rows import time_in_turn
 from memlab.optim import Adam8bit, Lion8bit
 
 Answer = dict[str, Any]
@@ -150,4 +150,4 @@ def _time_ratio(both: dict[str, Callable[..., Any]], count: int, device: str) ->
         for _ in range(3):
             optimizer.step()
         steps.append(optimizer.step)
-    return statistics.median(ours / theirs for ours, theirs in in_turn(*steps))
+    return statistics.median(ours / theirs for ours, theirs in time_in_turn(*steps))

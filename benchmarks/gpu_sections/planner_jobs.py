@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlab.cli.train import TEXT, Step, step
+from memlab.cli.train import TEXT, StepResult, step
 from memlab.data import batches, source_bytes
 from memlab.train import SEED, Setting, Training, build, combined, predicted_trace
 
@@ -130,6 +130,6 @@ def trained(name: str, cap_bytes: int | None, small: bool, rehearsal: bool) -> A
     }
 
 
-def steps(training: Training, setting: Setting, losses: list[Tensor]) -> Iterator[Step]:
+def steps(training: Training, setting: Setting, losses: list[Tensor]) -> Iterator[StepResult]:
     text = batches(source_bytes(TEXT), setting.batch, setting.seq_len, SEED)
     return (step(training, batch, losses) for batch in islice(text, STEPS))

@@ -21,7 +21,7 @@ from .tallies import Off, as_rows, at_worst, bullets, grouped, in_words, tallies
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRunRow:
     """One kind of step without memory, against the same step with."""
 
     kind: str
@@ -34,13 +34,13 @@ class DryRun:
     mem_tracker_unlike: list[str]  # the same under FakeTensorMode alone
 
 
-def dry_run_of(kind: str, build: Builder) -> DryRun:
+def dry_run_of(kind: str, build: Builder) -> DryRunRow:
     peak_bytes = truth_of(build).peak_bytes
     real = metered(build)
     dry = attempt(lambda: metered_inside(memlab.dry_run(), build))
     fake = attempt(lambda: metered_inside(FakeTensorMode(), build))
     mem_tracker = tracked(build, peak_bytes, FakeTensorMode, FakeTensor)
-    return DryRun(
+    return DryRunRow(
         kind=kind,
         peak_bytes=peak_bytes,
         memlab=dry if isinstance(dry, str) else dry.peak_bytes - peak_bytes,
@@ -99,8 +99,8 @@ def dry_runs(plan: Plan, bar: Progress) -> Report:
     return Report(sentence, "\n\n".join(parts), as_rows(rows))
 
 
-def dry_run_table(rows: list[DryRun]) -> str:
-    def events(row: DryRun) -> str:
+def dry_run_table(rows: list[DryRunRow]) -> str:
+    def events(row: DryRunRow) -> str:
         return "none" if isinstance(row.memlab, str) else "equal" if row.equal_events else "differ"
 
     return table(
@@ -118,7 +118,7 @@ def dry_run_table(rows: list[DryRun]) -> str:
     )
 
 
-def dry_run_notes(rows: list[DryRun]) -> str:
+def dry_run_notes(rows: list[DryRunRow]) -> str:
     """Why a figure is off: which operators' results are of another size on fake tensors."""
     ours = {row.kind: in_short(row.unlike) for row in rows if row.memlab or row.unlike}
     theirs = {

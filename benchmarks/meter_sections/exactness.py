@@ -9,7 +9,7 @@ from common import Report, kinds_of_steps, table
 from rich.progress import Progress
 
 from memlab.metering.cycles import no_cycle_collection
-from memlab.metering.profiler_recording import Recording, compare
+from memlab.metering.profiler_recording import AllocatorRecording, compare
 from memlab.units import format_bytes
 
 from .observers import Nothing, metered, recorded, result_peak_bytes, results, tracked, truth_of
@@ -75,7 +75,7 @@ def exactness_of(kind: str, build: Builder) -> Exactness:
     )
 
 
-def scratch_at_peak(recording: Recording) -> dict[str, int]:
+def scratch_at_peak(recording: AllocatorRecording) -> dict[str, int]:
     """Bytes at the peak over all blocks that are no operator's results, by who took them."""
     totals = list(accumulate((event.bytes for event in recording.events), initial=0))
     alive: dict[int, tuple[str, int]] = {}
@@ -90,7 +90,7 @@ def scratch_at_peak(recording: Recording) -> dict[str, int]:
     return dict(sums.most_common())
 
 
-def share_added(watched: Recording, unwatched: Recording) -> float:
+def share_added(watched: AllocatorRecording, unwatched: AllocatorRecording) -> float:
     """The bytes of results that exist only where somebody watches, of all that are allocated."""
     added = results(watched) - results(unwatched)
     return total_bytes(added) / max(1, total_bytes(unwatched.allocations))
@@ -162,7 +162,7 @@ def exactness_table(rows: list[Exactness]) -> str:
 
 def exactness_notes(rows: list[Exactness]) -> str:
     """What the columns mean, and why a row is not exact."""
-    outside = kinds_of_steps().OUTSIDE_THE_PROMISE
+    outside = kinds_of_steps().INEXACT
     inexact = [row for row in rows if row.memlab or row.missing or row.unseen]
     much_scratch = [
         row for row in rows if row.peak_with_scratch_bytes > (1 + CLOSE) * row.peak_bytes

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memlab
-from memlab.metering.profiler_recording import Recording, record
+from memlab.metering.profiler_recording import AllocatorRecording, record
 from memlab.trace import Trace
 
 from .plans import Builder
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Truth:
     """The second step of a kind, unwatched; the first has made the optimizer's state."""
 
-    recording: Recording
+    recording: AllocatorRecording
     alive_bytes: int  # when it begins
 
     @property
@@ -57,7 +57,7 @@ def truth_of(build: Builder) -> Truth:
 
 def recorded(
     build: Builder, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> Recording:
+) -> AllocatorRecording:
     """The second step, inside `around()`, as the allocator has it."""
     step, _, _ = build()
 
@@ -68,13 +68,13 @@ def recorded(
     return record(run, warm_up=run)
 
 
-def result_peak_bytes(recording: Recording) -> int:
+def result_peak_bytes(recording: AllocatorRecording) -> int:
     """The peak over the blocks that outlive their operators, above what was alive before."""
     sizes = (event.bytes for event in recording.events if event.kind == "result")
     return max(accumulate(sizes, initial=0))
 
 
-def results(recording: Recording) -> Counter[int]:
+def results(recording: AllocatorRecording) -> Counter[int]:
     return Counter(e.bytes for e in recording.events if e.kind == "result" and e.bytes > 0)
 
 

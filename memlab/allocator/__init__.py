@@ -1,30 +1,32 @@
-"""CUDA's caching allocator: from the bytes that tensors ask for to the bytes a card must have.
+"""Simulate CUDA's caching allocator: from requested bytes to reserved bytes.
 
-Asking the driver for memory is slow, so torch asks seldom and keeps what it got. Three numbers
-follow: what tensors asked for, what was handed out (*allocated*), and what the driver gave
-(*reserved*). A step runs out of memory by the last. The rules, as of torch 2.13:
+Memory calls to the driver are slow, so torch makes few of them and caches the memory. It counts
+three sizes: requested by tensors, *allocated* (handed out as blocks), and *reserved* (obtained from
+the driver). A step runs out of memory when reserved memory reaches the limit. The rules in
+torch 2.13:
 
-    round     a request takes a multiple of 512 B, or the next step of `roundup_power2_divisions`
-    pool      up to 1 MiB is small, the rest is large; each stream has a pool of either kind
-    fit       the smallest free block of the pool that is large enough, the lowest among equals
-    split     what is left becomes a free block: at least 512 B of a small one, more than 1 MiB of
-              a large one; less than that goes with the block and is wasted
-    segment   where nothing fits, the driver is asked: for 2 MiB (small), 20 MiB (below 10 MiB), or
-              for the request alone, rounded up to 2 MiB
-    merge     a freed block joins its free neighbours; segments never join, and stay reserved
-    retry     where the driver refuses, segments that are all free go back, and it is asked again
+    round     round a request up to 512 B, or to the next step of `roundup_power2_divisions`
+    pool      small for requests up to 1 MiB, large above; each stream has one pool of each kind
+    fit       take the smallest free block in the pool that fits; the lowest address breaks ties
+    split     return the rest to the pool: at least 512 B in a small pool, more than 1 MiB in a
+              large pool; a smaller rest stays with the block and is wasted
+    segment   if no block fits, ask the driver for 2 MiB (small), 20 MiB (below 10 MiB), or the
+              request rounded up to 2 MiB
+    merge     merge a freed block with free neighbours; segments never merge and stay reserved
+    retry     if the driver refuses, release all entirely free segments and ask again
 
-Fragmentation is the price: a request finds no room although more than its size is free, because
-the free bytes lie in pieces. The settings trade one price for another: `max_split_size_bytes` keeps
-large blocks whole, `garbage_collection_threshold` gives old ones back before the driver refuses,
-and with `expandable_segments` a pool is one long segment that grows by pages, whose free pages
-anywhere can be given back: fewer pieces.
+Fragmentation is the price: a request can fail although enough bytes are free, because they are
+not contiguous. Three settings help. `max_split_size_bytes` keeps large blocks unsplit.
+`garbage_collection_threshold` releases old blocks before the driver refuses. With
+`expandable_segments`, a pool is one long segment that grows by pages and can release any free page.
 
-`simulate` runs a Trace through these rules. `replay` holds them against a history that CUDA
-recorded: the driver's answers come from the recording, every decision from here.
+`simulate` runs a Trace through these rules. `replay` compares them with a history recorded by
+CUDA: the driver's answers come from the recording, every other decision from the simulation.
 
 Source   torch's c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h. Graph captures
-         and user-made pools are left out.
+         and user-made pools are not simulated.
+
+memlab.reference.caching_allocator is the short version; `caching` lists what this one adds.
 """
 
 from memlab.allocator.caching import Allocator
@@ -34,8 +36,8 @@ from memlab.allocator.settings import Settings
 from memlab.allocator.simulation import (
     Blocks,
     OutOfMemory,
-    Piece,
     Segment,
+    SegmentBlock,
     segments,
     simulate,
 )
@@ -45,10 +47,10 @@ __all__ = [
     "Allocator",
     "Blocks",
     "OutOfMemory",
-    "Piece",
     "Replay",
     "Score",
     "Segment",
+    "SegmentBlock",
     "Settings",
     "block_bytes",
     "history",

@@ -1,4 +1,4 @@
-"""Blocks, which lie side by side in segments, and pools, which keep the free ones in order."""
+"""Blocks, linked in address order within a segment, and pools of free blocks ordered by size."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -6,14 +6,14 @@ from typing import Any
 
 from memlab.allocator.sizes import GRANULE_BYTES, SMALL_BYTES, round_up
 
-FREE, TAKEN, UNMAPPED = range(3)
+FREE, ALLOCATED, UNMAPPED = range(3)
 
 
-class Block:
-    """A piece of a segment, linked to its neighbours there."""
+class MemoryBlock:
+    """A contiguous part of a segment, linked to its neighbours."""
 
     __slots__ = (
-        *("address", "size", "requested_bytes", "state", "let_go", "owner"),
+        *("address", "size", "requested_bytes", "state", "free_pending", "owner"),
         *("pool", "segment_address", "previous", "next", "searches_at_birth"),
     )
 
@@ -30,22 +30,22 @@ class Block:
         self.size = size
         self.requested_bytes = 0
         self.state = state
-        self.let_go = False  # freed by its user, while a stream may still work on it
+        self.free_pending = False  # freed by its user, but a stream may still use it
         self.owner: Any = None
         self.pool = pool
-        self.previous: Block | None = None
-        self.next: Block | None = None
+        self.previous: MemoryBlock | None = None
+        self.next: MemoryBlock | None = None
         self.searches_at_birth = 0
 
     @property
-    def whole(self) -> bool:
-        """It is its segment."""
+    def spans_segment(self) -> bool:
+        """Whether this block spans its whole segment."""
         return self.previous is None and self.next is None
 
-    def cut(self, size: int) -> "Block":
-        """Keep the first `size` bytes; the block of the others."""
+    def cut(self, size: int) -> "MemoryBlock":
+        """Shrink this block to its first `size` bytes. Return the rest as a new block."""
         address, left = self.address + size, self.size - size
-        rest = Block(address, left, self.pool, self.state, self.segment_address)
+        rest = MemoryBlock(address, left, self.pool, self.state, self.segment_address)
         rest.previous, rest.next = self, self.next
         if self.next is not None:
             self.next.previous = rest
@@ -54,7 +54,7 @@ class Block:
         return rest
 
     def absorb_next(self) -> None:
-        """Take in the neighbour above."""
+        """Merge with the next block."""
         gone = self.next
         assert gone is not None
         self.size += gone.size
@@ -62,38 +62,38 @@ class Block:
         if gone.next is not None:
             gone.next.previous = self
 
-    def run(self) -> Iterator["Block"]:
-        """This block and all above it in the segment."""
-        block: Block | None = self
+    def run(self) -> Iterator["MemoryBlock"]:
+        """Yield this block and all blocks above it in the segment."""
+        block: MemoryBlock | None = self
         while block is not None:
             yield block
             block = block.next
 
 
 class Pool:
-    """The free blocks of one stream and kind, by (size, address)."""
+    """The free blocks of one stream and kind, sorted by (size, address)."""
 
     def __init__(self, stream: int, kind: str, page_bytes: int) -> None:
         self.stream = stream
         self.kind = kind
-        self.page_bytes = page_bytes  # of an expandable segment
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []  # by address
+        self.page_bytes = page_bytes  # for expandable segments
+        self.free: list[tuple[int, int, MemoryBlock]] = []
+        self.unmapped: list[tuple[int, MemoryBlock]] = []  # by address
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         insort(self.free, (block.size, block.address, block))
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         del self.free[bisect_left(self.free, (block.size, block.address))]
 
-    def splits(self, block: Block, size: int) -> bool:
-        """Whether what `block` has beyond `size` bytes becomes a block, by the pool's own rule."""
+    def splits(self, block: MemoryBlock, size: int) -> bool:
+        """Whether the rest of `block` beyond `size` bytes is large enough for a block."""
         rest = block.size - size
         return rest >= GRANULE_BYTES if self.kind == "small" else rest > SMALL_BYTES
 
 
 class Pools(dict[int, Pool]):
-    """The pools of one kind, by stream; a stream that is new gets one."""
+    """The pools of one kind, by stream. Pools are created on first use."""
 
     def __init__(self, kind: str, page_bytes: int) -> None:
         self._kind = kind
@@ -104,43 +104,45 @@ class Pools(dict[int, Pool]):
         return pool
 
 
-# ------------------------------------------------------------------ of expandable segments
+# ------------------------------------------------------------------ expandable segments
 
 
-def whole_pages(block: Block) -> tuple[int, int]:
-    """From where to where whole pages lie in a block of an expandable segment."""
+def whole_pages(block: MemoryBlock) -> tuple[int, int]:
+    """Return the (start, end) addresses of the whole pages in a block."""
     base, page = block.segment_address, block.pool.page_bytes
     return base + round_up(block.address - base, page), base + (end_of(block) - base) // page * page
 
 
-def end_of(block: Block) -> int:
-    """The address right above a block."""
+def end_of(block: MemoryBlock) -> int:
+    """Return the address just past a block."""
     return block.address + block.size
 
 
 def least_room(pool: Pool, index: int) -> int:
-    """From the best fit on, the first block that no next one undercuts in what it can grow to."""
+    """Return the first index from the best fit on whose successor cannot grow to a smaller size."""
     free = pool.free
     while index + 1 < len(free) and _room(free[index + 1][2]) < _room(free[index][2]):
         index += 1
     return index
 
 
-def _room(block: Block) -> int:
-    """What a free block can grow to: its size and that of the unmapped memory right above."""
+def _room(block: MemoryBlock) -> int:
+    """Return the size that a free block can grow to with the unmapped memory right above it."""
     above = block.next
     return block.size + (above.size if above is not None and above.state == UNMAPPED else 0)
 
 
-def lowest_room(pool: Pool, size: int) -> Block | None:
-    """The lowest unmapped block from which, or from the free block below it, `size` bytes reach
-    over free and unmapped memory only."""
+def lowest_room(pool: Pool, size: int) -> MemoryBlock | None:
+    """Return the lowest block that starts `size` contiguous bytes of free and unmapped memory.
+
+    The range includes unmapped memory. It starts at an unmapped block or the free block below it.
+    """
     for _, block in pool.unmapped:
         below = block.previous
         first = below if below is not None and below.state == FREE else block
         room = 0
         for part in first.run():
-            if room >= size or part.state == TAKEN:
+            if room >= size or part.state == ALLOCATED:
                 break
             room += part.size
         if room >= size:

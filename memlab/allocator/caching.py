@@ -1,17 +1,17 @@
-"""The allocator itself: which block serves a request, and what is asked of the driver.
+"""The allocator: choose a block for each request, and decide when to ask the driver.
 
-Adds to memlab.reference.caching_allocator: all of torch's settings, out-of-memory retries, garbage
-collection, expandable segments, streams and the recorded history.
+memlab.reference.caching_allocator is the short version. This file adds all of torch's settings,
+out-of-memory retries, garbage collection, expandable segments, streams and a recorded history.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 
 from memlab.allocator.blocks import (
+    ALLOCATED,
     FREE,
-    TAKEN,
     UNMAPPED,
-    Block,
+    MemoryBlock,
     Pool,
     Pools,
     end_of,
@@ -32,10 +32,10 @@ from memlab.allocator.sizes import (
 
 
 class Allocator:
-    """What torch asks for memory on a card, one call at a time.
+    """Simulate torch's allocator on one device, one call at a time.
 
-    `place(bytes)` is the address at which the driver puts a segment; without it, one lies behind
-    the other. With `keeps_history`, `history` holds what CUDA would record.
+    `place(bytes)` returns the address of a new segment. By default, segments follow one another.
+    With `keeps_history`, `history` holds the events that CUDA would record.
     """
 
     def __init__(
@@ -51,92 +51,93 @@ class Allocator:
         self.reserved_bytes = self.reserved_peak_bytes = 0
         self.segment_allocations = self.segment_frees = self.retries = 0
         self.history: list[tuple[str, int, int, int]] | None = [] if keeps_history else None
-        self.heads: dict[int, Block] = {}  # the first block of each segment
+        self.heads: dict[int, MemoryBlock] = {}  # the first block of each segment
         self._small = Pools("small", SMALL_SEGMENT_BYTES)
         self._large = Pools("large", self.settings.large_segment_bytes)
-        self._place = place or self._behind_the_last
+        self._place = place or self._next_address
         self._end = 0
-        self._block_bytes: dict[int, int] = {}  # of requests seen before
-        self._letting_go: dict[int, Block] = {}  # freed by their users, still in use: by address
-        self._searches = 0  # of the large pools: what the age of a free block is counted in
+        self._block_bytes: dict[int, int] = {}  # by requested bytes
+        self._pending_frees: dict[
+            int, MemoryBlock
+        ] = {}  # freed but still in use by a stream, by address
+        self._searches = 0  # searches of the large pools: the clock for a free block's age
         self._expands = self.settings.expandable_segments
         self._collects = self.settings.garbage_collection_threshold is not None
         self._max_split_bytes = self.settings.max_split_size_bytes or UNLIMITED_BYTES
         self._is_plain = not self._expands and self._max_split_bytes == UNLIMITED_BYTES
 
-    def malloc(self, requested_bytes: int, stream: int = 0) -> Block | None:
-        """A block for so many bytes (at least 1); None where the card is out of memory."""
+    def malloc(self, requested_bytes: int, stream: int = 0) -> MemoryBlock | None:
+        """Return a block of at least `requested_bytes` (at least 1), or None if out of memory."""
         size = self._block_bytes.get(requested_bytes)
         if size is None:
             size = block_bytes(requested_bytes, self.settings.roundup_power2_divisions)
             self._block_bytes[requested_bytes] = size
         pool = (self._small if size <= SMALL_BYTES else self._large)[stream]
-        block = self._cached(pool, size) or self._fresh(pool, size)
+        block = self._take_cached(pool, size) or self._allocate_new(pool, size)
         if block is None:
             return None
         if block.size != size and self._splits(block, size):
             self._put(pool, block.cut(size))
-        block.state = TAKEN
+        block.state = ALLOCATED
         block.requested_bytes = requested_bytes
         self.allocated_bytes += block.size
         if self.allocated_bytes > self.allocated_peak_bytes:
             self.allocated_peak_bytes = self.allocated_bytes
         if self.history is not None:
-            self._note("alloc", block.address, requested_bytes, pool)
+            self._record("alloc", block.address, requested_bytes, pool)
         return block
 
-    def free(self, block: Block) -> None:
-        """Give a block back to its pool."""
-        self.let_go(block)
-        self.reclaim(block)
+    def free(self, block: MemoryBlock) -> None:
+        """Return a block to its pool."""
+        self.request_free(block)
+        self.complete_free(block)
 
-    def let_go(self, block: Block) -> None:
-        """The block's user has freed it; until `reclaim`, a stream may still work on it."""
-        if block.state != TAKEN or block.let_go:
+    def request_free(self, block: MemoryBlock) -> None:
+        """Record that the user freed the block. A stream may still use it until `complete_free`."""
+        if block.state != ALLOCATED or block.free_pending:
             raise ValueError(f"the block at {block.address:#x} is not in use; free it once only")
         self.allocated_bytes -= block.size
-        block.let_go = True
-        self._letting_go[block.address] = block
+        block.free_pending = True
+        self._pending_frees[block.address] = block
         if self.history is not None:
-            self._note("free_requested", block.address, block.requested_bytes, block.pool)
+            self._record("free_requested", block.address, block.requested_bytes, block.pool)
 
-    def reclaim(self, block: Block) -> None:
-        """Nothing works on the block any more: it joins its free neighbours in the pool."""
+    def complete_free(self, block: MemoryBlock) -> None:
+        """Return a freed block to its pool, merged with its free neighbours."""
         if self.history is not None:
-            self._note("free_completed", block.address, block.requested_bytes, block.pool)
-        del self._letting_go[block.address]
+            self._record("free_completed", block.address, block.requested_bytes, block.pool)
+        del self._pending_frees[block.address]
         block.state = FREE
-        block.let_go = False
+        block.free_pending = False
         block.owner = None
         block.requested_bytes = 0
         self._put(block.pool, self._merged(block))
 
     def empty_cache(self) -> None:
-        """Give back to the driver what no block in use needs: whole segments, or with expandable
-        segments whole pages."""
-        for block in list(self._letting_go.values()):
-            self.reclaim(block)
+        """Release all unused segments to the driver, or unused pages of expandable segments."""
+        for block in list(self._pending_frees.values()):
+            self.complete_free(block)
         for block in self.releasable().values():
-            self.give_back(block)
+            self.release(block)
 
-    def releasable(self) -> dict[tuple[int, int], Block]:
-        """What could go back to the driver now: (address, bytes), and the free block it lies in."""
+    def releasable(self) -> dict[tuple[int, int], MemoryBlock]:
+        """Return the free block of each (address, bytes) that could be released now."""
         found = {}
         for block in self.free_blocks():
             start, end = whole_pages(block) if self._expands else (block.address, end_of(block))
-            if start < end and (self._expands or block.whole):
+            if start < end and (self._expands or block.spans_segment):
                 found[start, end - start] = block
         return found
 
-    def give_back(self, block: Block) -> None:
-        """Give what is releasable of a free block back to the driver."""
+    def release(self, block: MemoryBlock) -> None:
+        """Release the releasable part of a free block to the driver."""
         if self._expands:
             self._unmap(block)
         else:
-            self._release(block)
+            self._release_segment(block)
 
-    def makes_room(self, requested_bytes: int, stream: int = 0) -> bool:
-        """Whether `malloc` would give something back to the driver before it gets a block."""
+    def must_release_first(self, requested_bytes: int, stream: int = 0) -> bool:
+        """Whether `malloc` would have to release memory to the driver first."""
         size = block_bytes(requested_bytes, self.settings.roundup_power2_divisions)
         pool = (self._small if size <= SMALL_BYTES else self._large)[stream]
         if self._fit(pool, size) < len(pool.free):
@@ -146,12 +147,12 @@ class Allocator:
         return self._excess_bytes > 0 or self.reserved_bytes + segment > limit
 
     def reset_peaks(self) -> None:
-        """Let the peaks count from here, as `torch.cuda.reset_peak_memory_stats` does."""
+        """Restart the peaks, like `torch.cuda.reset_peak_memory_stats`."""
         self.allocated_peak_bytes = self.allocated_bytes
         self.reserved_peak_bytes = self.reserved_bytes
 
     def largest_free_bytes(self) -> int:
-        """The largest block that is reserved and free."""
+        """Return the size of the largest free block."""
         largest = 0
         for pools in (self._large, self._small):
             for pool in pools.values():
@@ -159,26 +160,28 @@ class Allocator:
                     largest = pool.free[-1][0]
         return largest
 
-    def free_blocks(self) -> list[Block]:
-        """All blocks that are reserved and free."""
+    def free_blocks(self) -> list[MemoryBlock]:
+        """Return all free blocks."""
         pools = (*self._large.values(), *self._small.values())
         return [block for pool in pools for _, _, block in pool.free]
 
-    # -------------------------------------------------------------- a state from before
+    # -------------------------------------------------------------- restoring a state
 
-    def adopt(self, address: int, size: int, stream: int, kind: str) -> Block:
-        """A segment that was there before, as a free block."""
+    def adopt(self, address: int, size: int, stream: int, kind: str) -> MemoryBlock:
+        """Add an existing segment as one free block."""
         pool = (self._small if kind == "small" else self._large)[stream]
-        block = self.heads[address] = Block(address, size, pool)
+        block = self.heads[address] = MemoryBlock(address, size, pool)
         self._count_segment(size)
         self._put(pool, block)
         return block
 
     def adopt_pages(
         self, base: int, mapped: Iterable[tuple[int, int]], stream: int, kind: str
-    ) -> dict[int, Block]:
-        """An expandable segment that was there before, with (address, bytes) mapped: a free block
-        for each, by address."""
+    ) -> dict[int, MemoryBlock]:
+        """Add an existing expandable segment with `mapped` (address, bytes) ranges.
+
+        Return one free block per range, by address.
+        """
         pool = (self._small if kind == "small" else self._large)[stream]
         block = self._range(pool, base)
         found = {}
@@ -195,9 +198,11 @@ class Allocator:
         insort(pool.unmapped, (block.address, block))
         return found
 
-    def occupy(self, block: Block, address: int, size: int) -> Block:
-        """A block that was in use before, out of the free block around it. What is free above it
-        is the next block."""
+    def occupy(self, block: MemoryBlock, address: int, size: int) -> MemoryBlock:
+        """Mark `size` bytes at `address` as allocated within a free block. Return their block.
+
+        Free memory above becomes the next block.
+        """
         block.pool.remove(block)
         taken = block
         if address > block.address:
@@ -205,15 +210,15 @@ class Allocator:
             self._put(block.pool, block)
         if size < taken.size:
             self._put(taken.pool, taken.cut(size))
-        taken.state = TAKEN
+        taken.state = ALLOCATED
         self.allocated_bytes += size
         self.allocated_peak_bytes = max(self.allocated_peak_bytes, self.allocated_bytes)
         return taken
 
-    # -------------------------------------------------------------- a block from the pool
+    # -------------------------------------------------------------- cached blocks
 
-    def _cached(self, pool: Pool, size: int) -> Block | None:
-        """The best fit among the pool's free blocks, out of the pool."""
+    def _take_cached(self, pool: Pool, size: int) -> MemoryBlock | None:
+        """Remove the best fit from the pool's free blocks and return it."""
         if self._collects and pool.kind == "large":
             self._searches += 1
         index = self._fit(pool, size)
@@ -224,7 +229,7 @@ class Allocator:
         return block
 
     def _fit(self, pool: Pool, size: int) -> int:
-        """Where the best fit stands in the pool; the number of its free blocks if none fits."""
+        """Return the index of the best fit in the pool, or the pool's length if none fits."""
         index = bisect_left(pool.free, (size,))
         none = len(pool.free)
         if self._is_plain or index == none:
@@ -233,7 +238,7 @@ class Allocator:
             index = least_room(pool, index)
         found = pool.free[index][0]
         if size < self._max_split_bytes <= found:
-            return none  # it is kept whole, for a request of its size
+            return none  # keep the oversize block for a large request
         if size >= self._max_split_bytes and found >= size + self._max_waste_bytes:
             return none
         return index
@@ -243,20 +248,20 @@ class Allocator:
         chosen = self.settings.max_non_split_rounding_bytes
         return self.settings.large_segment_bytes if chosen is None else chosen
 
-    def _splits(self, block: Block, size: int) -> bool:
+    def _splits(self, block: MemoryBlock, size: int) -> bool:
         if self._expands:
             return block.size - size >= GRANULE_BYTES
         if block.pool.kind == "large" and size >= self._max_split_bytes:
             return False
         return block.pool.splits(block, size)
 
-    def _put(self, pool: Pool, block: Block) -> None:
-        """A free block into its pool."""
+    def _put(self, pool: Pool, block: MemoryBlock) -> None:
+        """Add a free block to its pool."""
         block.searches_at_birth = self._searches
         pool.add(block)
 
-    def _merged(self, block: Block) -> Block:
-        """A block that is in no pool, joined with its free neighbours, which leave theirs."""
+    def _merged(self, block: MemoryBlock) -> MemoryBlock:
+        """Merge a block outside its pool with its free neighbours, which leave the pool."""
         above, below = block.next, block.previous
         if above is not None and above.state == FREE:
             above.pool.remove(above)
@@ -267,24 +272,23 @@ class Allocator:
             return below
         return block
 
-    # -------------------------------------------------------------- a block from the driver
+    # -------------------------------------------------------------- new memory from the driver
 
-    def _fresh(self, pool: Pool, size: int) -> Block | None:
-        """A block of new memory, for which cached memory may have to go; None if the driver
-        refuses to the last."""
+    def _allocate_new(self, pool: Pool, size: int) -> MemoryBlock | None:
+        """Return a block of new memory, after releasing cached memory if needed; None if OOM."""
         if self._collects:
             self._collect()
-        block = self._grown(pool, size)
+        block = self._grow(pool, size)
         if block is None and self._release_oversize(pool, size):
-            block = self._grown(pool, size)
+            block = self._grow(pool, size)
         if block is None:
             self.empty_cache()
             self.retries += 1
-            block = self._grown(pool, size)
+            block = self._grow(pool, size)
         return block
 
-    def _grown(self, pool: Pool, size: int) -> Block | None:
-        """A new segment, or an expandable one with new pages; None if the driver refuses."""
+    def _grow(self, pool: Pool, size: int) -> MemoryBlock | None:
+        """Add a segment, or pages to an expandable segment. Return None if the driver refuses."""
         segment = segment_bytes(size, self.settings.large_segment_bytes)
         if self.reserved_bytes + segment > self.settings.fraction_bytes:
             return None
@@ -294,55 +298,62 @@ class Allocator:
             return None
         address = self._place(segment)
         self._count_grant("segment_alloc", address, segment, pool)
-        block = self.heads[address] = Block(address, segment, pool)
+        block = self.heads[address] = MemoryBlock(address, segment, pool)
         return block
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give blocks that are too large to be split back to the driver, until the request has
-        room: the smallest that is large enough, or the largest ones. Whether that may suffice."""
+        """Release oversize blocks to make room: the smallest that suffices, else the largest ones.
+
+        Return whether enough may have been released.
+        """
         if self._max_split_bytes == UNLIMITED_BYTES or self._expands:
             return False
         wanted = max(size, self._max_split_bytes)
         index = bisect_left(pool.free, (wanted,))
         if index < len(pool.free):
-            self._release(pool.free[index][2])
+            self._release_segment(pool.free[index][2])
             return True
         released = 0
         while released < wanted and pool.free and pool.free[-1][0] >= self._max_split_bytes:
             released += pool.free[-1][0]
-            self._release(pool.free[-1][2])
+            self._release_segment(pool.free[-1][2])
         return released >= wanted
 
     def _collect(self) -> None:
-        """Give whole large segments back, those first that were not needed for long, until
-        reserved memory is below the threshold."""
+        """Release the least recently used large segments until reserved memory is below the
+        threshold."""
         goal = self._excess_bytes
-        free = [block for pool in self._large.values() for _, _, block in pool.free if block.whole]
+        free = [
+            block
+            for pool in self._large.values()
+            for _, _, block in pool.free
+            if block.spans_segment
+        ]
         ages = {block: self._searches - block.searches_at_birth for block in free}
         while goal > 0 and ages:
             mean = sum(ages.values()) / len(ages)
             for block in [block for block, age in ages.items() if age >= mean]:
                 goal -= block.size
                 del ages[block]
-                self._release(block)
+                self._release_segment(block)
 
     @property
     def _excess_bytes(self) -> int:
-        """What is reserved beyond the threshold of the garbage collection; 0 without one."""
+        """Reserved bytes above the garbage collection threshold; 0 without a threshold."""
         threshold = self.settings.garbage_collection_threshold
         if threshold is None:
             return 0
         return max(0, self.reserved_bytes - int(threshold * self.settings.fraction_bytes))
 
-    def _release(self, block: Block) -> None:
-        """Give a free block that is a segment back to the driver."""
-        assert block.whole
+    def _release_segment(self, block: MemoryBlock) -> None:
+        """Release a free block that spans its segment to the driver."""
+        assert block.spans_segment
         assert block.state == FREE
         block.pool.remove(block)
         del self.heads[block.address]
         self._count_return("segment_free", block.address, block.size, block.pool)
 
-    def _behind_the_last(self, size: int) -> int:
+    def _next_address(self, size: int) -> int:
         address = self._end
         self._end += round_up(size, SEGMENT_GRANULE_BYTES)
         return address
@@ -351,7 +362,7 @@ class Allocator:
         self._count_segment(size)
         self.segment_allocations += 1
         if self.history is not None:
-            self._note(action, address, size, pool)
+            self._record(action, address, size, pool)
 
     def _count_segment(self, size: int) -> None:
         self.reserved_bytes += size
@@ -361,17 +372,20 @@ class Allocator:
         self.reserved_bytes -= size
         self.segment_frees += 1
         if self.history is not None:
-            self._note(action, address, size, pool)
+            self._record(action, address, size, pool)
 
-    def _note(self, action: str, address: int, size: int, pool: Pool) -> None:
+    def _record(self, action: str, address: int, size: int, pool: Pool) -> None:
         assert self.history is not None
         self.history.append((action, address, size, pool.stream))
 
     # -------------------------------------------------------------- expandable segments
 
-    def _expand(self, pool: Pool, size: int) -> Block | None:
-        """A free block of at least `size` bytes, out of the pool, at the lowest address where
-        free and unmapped memory suffice; None if the driver has too few pages."""
+    def _expand(self, pool: Pool, size: int) -> MemoryBlock | None:
+        """Return a free block of at least `size` bytes, out of the pool.
+
+        Use the lowest address with enough free and unmapped memory. Return None if the driver has
+        too few pages.
+        """
         block = lowest_room(pool, size)
         if block is None:
             block = self._range(pool)
@@ -392,17 +406,19 @@ class Allocator:
         pool.remove(block)
         return block
 
-    def _range(self, pool: Pool, address: int | None = None) -> Block:
-        """Addresses for 9/8 of the card's memory, without any memory behind them yet."""
+    def _range(self, pool: Pool, address: int | None = None) -> MemoryBlock:
+        """Reserve addresses for 9/8 of the device's memory, all unmapped."""
         capacity = self.settings.card_bytes
         size = round_up(capacity + capacity // 8, pool.page_bytes)
-        block = Block(self._place(size) if address is None else address, size, pool, UNMAPPED)
+        block = MemoryBlock(self._place(size) if address is None else address, size, pool, UNMAPPED)
         self.heads[block.address] = block
         return block
 
-    def _map(self, block: Block, size: int) -> Block | None:
-        """Put pages behind the first `size` bytes of an unmapped block; the free block that they
-        are then part of, or None if the driver has too few."""
+    def _map(self, block: MemoryBlock, size: int) -> MemoryBlock | None:
+        """Map pages for the first `size` bytes of an unmapped block.
+
+        Return the free block that contains them, or None if the driver has too few pages.
+        """
         pool = block.pool
         size = round_up(size, pool.page_bytes)
         if self.reserved_bytes + size > self.settings.driver_bytes:
@@ -417,8 +433,8 @@ class Allocator:
         self._put(pool, block)
         return block
 
-    def _unmap(self, block: Block) -> None:
-        """Give the pages that lie wholly in a free block back to the driver."""
+    def _unmap(self, block: MemoryBlock) -> None:
+        """Release the whole pages in a free block to the driver."""
         pool = block.pool
         start, end = whole_pages(block)
         pool.remove(block)
@@ -432,8 +448,8 @@ class Allocator:
         self._count_return("segment_unmap", start, end - start, pool)
         self._forget(block)
 
-    def _forget(self, block: Block) -> None:
-        """Join an unmapped block with its unmapped neighbours; drop a range that is empty."""
+    def _forget(self, block: MemoryBlock) -> None:
+        """Merge an unmapped block with unmapped neighbours. Drop its range if it is empty."""
         pool = block.pool
         above, below = block.next, block.previous
         if above is not None and above.state == UNMAPPED:
@@ -443,7 +459,7 @@ class Allocator:
             del pool.unmapped[bisect_left(pool.unmapped, (below.address,))]
             below.absorb_next()
             block = below
-        if block.whole:
+        if block.spans_segment:
             del self.heads[block.address]
         else:
             insort(pool.unmapped, (block.address, block))

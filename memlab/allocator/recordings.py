@@ -1,4 +1,4 @@
-"""Histories in the form in which CUDA records them: written, and worked back to their start."""
+"""Write histories in CUDA's format, and reconstruct the state before a recording."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from memlab.allocator import recorded_settings
 from memlab.allocator.caching import Allocator
 from memlab.allocator.settings import Settings
-from memlab.allocator.simulation import Run, Segment, events_of, segments
+from memlab.allocator.simulation import AllocatorRun, Segment, events_of, segments
 from memlab.allocator.sizes import SMALL_BYTES, SMALL_SEGMENT_BYTES, block_bytes
 from memlab.internals.unpickling import unpickle
 from memlab.trace import Event, Trace
@@ -27,14 +27,16 @@ ACTIONS = (
 def history(
     trace: Trace | Iterable[Event], settings: Settings | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """What CUDA would record of a trace, in the form that `replay` reads."""
-    run = Run(replace(settings or Settings(), **changes), *events_of(trace), keeps_history=True)
+    """Return the history that CUDA would record for a trace, in the form that `replay` reads."""
+    run = AllocatorRun(
+        replace(settings or Settings(), **changes), *events_of(trace), keeps_history=True
+    )
     run.go()
     return recording(run.allocator)
 
 
 def recording(allocator: Allocator, note: str = "") -> dict[str, Any]:
-    """The history that an allocator kept and what it holds now, in the form of CUDA's own."""
+    """Return an allocator's history and current segments in CUDA's format."""
     if allocator.history is None:
         raise ValueError("this allocator kept no history; make it with keeps_history=True")
     names = ("action", "addr", "size", "stream")
@@ -70,11 +72,11 @@ def as_recorded(segment: Segment) -> dict[str, Any]:
 
 
 def read_recording(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A history or a memory snapshot from a file, as `replay` takes it: `.json`, `.json.gz`, or a
-    pickle as `torch.cuda.memory._dump_snapshot` writes it.
+    """Read a recording for `replay`: `.json`, `.json.gz`, or a pickled memory snapshot as written
+    by `torch.cuda.memory._dump_snapshot`.
 
-    A file from somebody else is safe to read: it can hold plain data alone. ValueError for one that
-    holds more, or is damaged.
+    Files from other people are safe to read: only plain data is unpickled. Raise ValueError for
+    other content or a damaged file.
     """
     path = Path(path)
     if path.suffix not in (".json", ".gz"):
@@ -84,14 +86,14 @@ def read_recording(path: str | os.PathLike[str]) -> dict[str, Any]:
         with opened(path, "rt", encoding="utf-8") as file:
             return json.load(file)
     except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is no JSON: {error}; give a recording that is whole") from error
+        raise ValueError(f"{path} is no JSON: {error}; give a complete recording") from error
 
 
-# ------------------------------------------------------------------ back to the start
+# ------------------------------------------------------------------ the state before the events
 
 
 def read(recording: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """(events, segments at the end) of a recording of either form."""
+    """Return (events, segments at the end) from a recording in either format."""
     if "device_traces" in recording:
         events, at_end = recording["device_traces"][0], recording["segments"]
     else:
@@ -100,8 +102,8 @@ def read(recording: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
 
 
 class Range(NamedTuple):
-    """Addresses that were reserved, and the blocks in use there: (size, whether it had been let
-    go), by address."""
+    """A reserved address range. `taken` maps the address of each block in use to (size, whether
+    its user has freed it)."""
 
     size: int
     stream: int
@@ -109,25 +111,27 @@ class Range(NamedTuple):
     taken: dict[int, tuple[int, bool]]
 
 
-def at_start(events: Iterable[Any], at_end: Iterable[Any], settings: Settings) -> dict[int, Range]:
-    """What was reserved before the events, by address: the end, with every event undone."""
-    state = _State(at_end, settings)
+def state_at_start(
+    events: Iterable[Any], at_end: Iterable[Any], settings: Settings
+) -> dict[int, Range]:
+    """Return the ranges reserved before the events, by address, by undoing every event."""
+    state = _UndoState(at_end, settings)
     for event in reversed(list(events)):
         try:
             state.undo(event)
         except KeyError:
-            raise _gap(event["addr"]) from None
+            raise _inconsistent(event["addr"]) from None
     state.claim_waste()
-    _sort_in(state.ranges, state.taken)
+    _assign_blocks(state.ranges, state.taken)
     return state.ranges
 
 
-class _State:
-    """What is reserved and in use, while a history is undone from its end.
+class _UndoState:
+    """The reserved and used memory while events are undone from the end of a history.
 
-    How large a block was of which only the request is known follows from what lies behind it: a
-    free block of the large pool is larger than the 1 MiB that may be wasted there, so a gap that
-    is not was part of the block below. A block too large to be split had all its segment.
+    Events record only the requested size of a block. Its full size follows from the gap above it.
+    Free blocks of the large pool have more than 1 MiB, so a smaller gap is waste and belongs to the
+    block below. An oversize block spans its whole segment.
     """
 
     def __init__(self, at_end: Iterable[Any], settings: Settings) -> None:
@@ -157,19 +161,19 @@ class _State:
                 self.taken[address] = self.taken[address][0], False
 
     def claim_waste(self) -> None:
-        """Close the gaps that were wasted between what is in use now."""
+        """Assign all wasted gaps to the blocks in use below them."""
         for address in self._starts:
             self._claim_gap(address)
 
     def _claim_gap(self, end: int) -> None:
-        """Let the block below `end` reach up to it if what lies between was wasted."""
+        """Extend the block below `end` over the gap between them if the gap was wasted."""
         index = bisect_left(self._starts, end) - 1
         if index < 0 or end in self.ranges or self.settings.expandable_segments:
             return
         below = self._starts[index]
-        size, let_go = self.taken[below]
+        size, free_pending = self.taken[below]
         if size > SMALL_BYTES and 0 < end - below - size <= SMALL_BYTES:
-            self.taken[below] = end - below, let_go
+            self.taken[below] = end - below, free_pending
 
     def _taken_bytes(self, address: int, requested_bytes: int) -> int:
         size = block_bytes(requested_bytes, self.settings.roundup_power2_divisions)
@@ -179,17 +183,17 @@ class _State:
         return self.ranges[address].size
 
 
-def _gap(address: int) -> ValueError:
+def _inconsistent(address: int) -> ValueError:
     return ValueError(
-        f"the recording has something at {address:#x} that its end does not lead back to; "
-        f"it must hold all events up to its segments at the end, without a gap"
+        f"the recording's segments at the end do not match its events at {address:#x}; "
+        f"it must hold all events before its end, without a gap"
     )
 
 
 def _end_state(
     at_end: Iterable[Any],
 ) -> tuple[dict[int, Range], dict[int, tuple[int, bool]]]:
-    """The ranges, and the blocks in use, by address."""
+    """Return the ranges and the blocks in use, both by address."""
     ranges, taken = {}, {}
     for segment in at_end:
         kind = segment["segment_type"]
@@ -201,7 +205,7 @@ def _end_state(
 
 
 def placed_blocks(segment: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The segment's blocks with their addresses, which old versions of torch leave out."""
+    """Yield the segment's blocks with addresses, which older torch versions omit."""
     address = segment["address"]
     for block in segment["blocks"]:
         yield {"address": address, **block}
@@ -213,24 +217,26 @@ def _range(event: Mapping[str, Any], settings: Settings) -> Range:
 
 
 def kind_of(event: Mapping[str, Any], settings: Settings) -> str:
-    """The pool of a segment, or of pages, by their size: a segment of the small pool is smaller
-    than any large one, and a page of the large pool is ten small ones (a run of just so many
-    small ones is taken for it)."""
+    """Infer the pool of a segment or of pages from the size.
+
+    Small segments have a fixed size below any large segment's. A large page is ten small pages, so
+    a run of exactly ten small pages is mistaken for one large page.
+    """
     if event["action"] in ("segment_map", "segment_unmap"):
         return "small" if event["size"] % settings.large_segment_bytes else "large"
     return "small" if event["size"] == SMALL_SEGMENT_BYTES else "large"
 
 
-def _around(ranges: Mapping[int, Range], address: int) -> int:
-    """The address of the range that an address lies in."""
+def _range_containing(ranges: Mapping[int, Range], address: int) -> int:
+    """Return the start of the range that contains an address."""
     for start, found in ranges.items():
         if 0 <= address - start < found.size:
             return start
-    raise _gap(address)
+    raise _inconsistent(address)
 
 
 def _cut_out(ranges: dict[int, Range], address: int, size: int) -> None:
-    start = _around(ranges, address)
+    start = _range_containing(ranges, address)
     whole = ranges.pop(start)
     if address > start:
         ranges[start] = whole._replace(size=address - start)
@@ -239,7 +245,7 @@ def _cut_out(ranges: dict[int, Range], address: int, size: int) -> None:
 
 
 def _join(ranges: dict[int, Range], address: int, new: Range) -> None:
-    """Add a range, and join it with its neighbours of the same pool."""
+    """Add a range, merged with adjacent ranges of the same pool."""
     for start, other in list(ranges.items()):
         touches = start + other.size == address or address + new.size == start
         if touches and other[1:3] == new[1:3]:
@@ -248,12 +254,12 @@ def _join(ranges: dict[int, Range], address: int, new: Range) -> None:
     ranges[address] = new
 
 
-def _sort_in(ranges: Mapping[int, Range], taken: Mapping[int, tuple[int, bool]]) -> None:
-    """Give each range the blocks that lie in it."""
+def _assign_blocks(ranges: Mapping[int, Range], taken: Mapping[int, tuple[int, bool]]) -> None:
+    """Assign each block in use to the range that contains it."""
     starts = sorted(ranges)
     for address, block in sorted(taken.items()):
         index = bisect_left(starts, address + 1) - 1
-        start = starts[index] if index >= 0 else _around(ranges, address)
+        start = starts[index] if index >= 0 else _range_containing(ranges, address)
         if address >= start + ranges[start].size:
-            _around(ranges, address)
+            _range_containing(ranges, address)
         ranges[start].taken[address] = block

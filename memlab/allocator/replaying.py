@@ -1,4 +1,4 @@
-"""A history that CUDA recorded, held against the rules decision by decision."""
+"""Replay a history recorded by CUDA and compare each decision with the simulation."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -6,17 +6,24 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
 
-from memlab.allocator.blocks import Block
+from memlab.allocator.blocks import MemoryBlock
 from memlab.allocator.caching import Allocator
-from memlab.allocator.recorded_settings import of_recording
-from memlab.allocator.recordings import Range, as_recorded, at_start, kind_of, placed_blocks, read
+from memlab.allocator.recorded_settings import settings_of_recording
+from memlab.allocator.recordings import (
+    Range,
+    as_recorded,
+    kind_of,
+    placed_blocks,
+    read,
+    state_at_start,
+)
 from memlab.allocator.settings import Settings
-from memlab.allocator.simulation import segments
+from memlab.allocator.simulation import counted, segments
 from memlab.units import format_bytes
 
 
 class Score(NamedTuple):
-    """How many of how many are right."""
+    """The count of correct decisions out of all decisions."""
 
     right: int
     all: int
@@ -31,20 +38,20 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """A recorded history held against what the rules here make of the same requests."""
+    """How a recorded history compares with the simulation of the same requests."""
 
-    decisions: Score  # a new segment or a cached block, of all allocations
-    segment_sizes: Score  # of all segments that the recording allocates
-    addresses: Score  # of all allocations
-    releases: Score  # which segments went back, of all moments at which some did
-    blocks_at_end: Score  # address, size and state, of all blocks that the recording ends with
-    recorded_reserved_bytes: int  # the peaks
-    reserved_bytes: int
-    misses: tuple[str, ...]  # one sentence for each decision that differs
+    decisions: Score  # new segment or cached block, per allocation
+    segment_sizes: Score  # per segment allocated in the recording
+    addresses: Score  # per allocation
+    releases: Score  # the set of released segments, per moment with a release
+    blocks_at_end: Score  # address, size and state, per block at the recording's end
+    recorded_reserved_bytes: int  # peak
+    reserved_bytes: int  # peak of the simulation
+    misses: tuple[str, ...]  # one sentence per differing decision
 
     @property
     def exact(self) -> bool:
-        """Whether nothing differs."""
+        """Whether every decision agrees."""
         scores = (self.decisions, self.segment_sizes, self.addresses, self.releases)
         return (
             all(score.right == score.all for score in (*scores, self.blocks_at_end))
@@ -55,59 +62,63 @@ class Replay:
 def replay(
     recording: Mapping[str, Any], settings: Settings | None = None, **changes: Any
 ) -> Replay:
-    """Hold a history that CUDA recorded against the rules: the requests, and where the driver put
-    its segments, are the recording's; which block serves a request is decided here.
+    """Compare a history recorded by CUDA with the allocator's rules.
 
-    `recording` has `events` (`action`, `addr`, `size`, `stream`) and `segments_at_end`, or is
-    what `torch.cuda.memory._snapshot()` returns, of its first device. Settings that the recording
-    states (`allocator_settings`) or shows hold without being given. The start is worked out
-    from the end. When the recording gives memory back, so does the replay, for why the driver
-    refused, or who emptied the cache, is not in it; whether that is all that the rules would give
-    back, is scored. With `capacity_bytes`, and where that makes the allocator give something back
-    on its own, what it gives back is held against the recording.
+    The requests and the addresses of segments come from the recording. The simulation chooses the
+    block for each request. The state before the events is reconstructed from the end.
 
-    ValueError where settings are given that the recording was not made with.
+    The replay releases memory when the recording does, because the recording does not contain
+    the reason. It scores whether the rules would release the same segments. With
+    `capacity_bytes`, releases that the allocator starts on its own are scored too.
+
+    Args:
+        recording: has `events` (`action`, `addr`, `size`, `stream`) and `segments_at_end`, or is
+            the result of `torch.cuda.memory._snapshot()`; only its first device is read.
+        settings: needed only if the recording neither states nor shows them.
+
+    Raises:
+        ValueError: if `settings` contradict the recording's.
     """
     events, at_end = read(recording)
-    chosen = of_recording(recording, events, replace(settings or Settings(), **changes))
+    chosen = settings_of_recording(recording, events, replace(settings or Settings(), **changes))
     player = _Player(chosen)
-    player.start(at_start(events, at_end, chosen), events)
+    player.start(state_at_start(events, at_end, chosen), events)
     for event in events:
         player.play(event)
     return player.result(at_end)
 
 
 class _Player:
-    """Plays a recording's requests to an allocator, and keeps the score."""
+    """Replays a recording's requests on an allocator and keeps the scores."""
 
     def __init__(self, settings: Settings) -> None:
         self.allocator = Allocator(settings, place=self._place, keeps_history=True)
-        self._blocks: dict[int, Block] = {}  # by the address in the recording
+        self._blocks: dict[int, MemoryBlock] = {}  # by the address in the recording
         self._granted: list[tuple[int, int]] = []  # (address, bytes) for the next allocation
         self._returned: set[tuple[int, int]] = set()  # (address, bytes) since the last request
-        self._elsewhere = count(2**60, 2**50)  # addresses of what the recording does not have
+        self._elsewhere = count(2**60, 2**50)  # addresses for segments not in the recording
         self._scores = {name: [0, 0] for name in ("kind", "size", "address", "release")}
         self._misses: list[str] = []
         self._events = 0
         self._reserved = self._reserved_peak = 0
 
     def start(self, ranges: Mapping[int, Range], events: Iterable[Mapping[str, Any]]) -> None:
-        """Bring the allocator into the state from which the events lead on."""
+        """Restore the allocator's state before the events."""
         heads = self._pages(ranges, events) if self._expands else self._segments(ranges)
         for address, found in ranges.items():
             block = heads[address]
-            for start, (size, let_go) in found.taken.items():
+            for start, (size, free_pending) in found.taken.items():
                 taken = self._blocks[start] = self.allocator.occupy(block, start, size)
                 block = taken.next or taken
-                if let_go:
-                    self.allocator.let_go(taken)
+                if free_pending:
+                    self.allocator.request_free(taken)
         self._reserved = self._reserved_peak = self.allocator.reserved_bytes
 
     @property
     def _expands(self) -> bool:
         return self.allocator.settings.expandable_segments
 
-    def _segments(self, ranges: Mapping[int, Range]) -> dict[int, Block]:
+    def _segments(self, ranges: Mapping[int, Range]) -> dict[int, MemoryBlock]:
         return {
             address: self.allocator.adopt(address, found.size, found.stream, found.kind)
             for address, found in ranges.items()
@@ -115,8 +126,8 @@ class _Player:
 
     def _pages(
         self, ranges: Mapping[int, Range], events: Iterable[Mapping[str, Any]]
-    ) -> dict[int, Block]:
-        """One expandable segment for each pool, from the lowest address that it ever maps."""
+    ) -> dict[int, MemoryBlock]:
+        """Add one expandable segment per pool, starting at the lowest address it ever maps."""
         mapped: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
         for address, found in ranges.items():
             mapped[found.stream, found.kind].append((address, found.size))
@@ -125,13 +136,13 @@ class _Player:
             pool = event["stream"], kind_of(event, self.allocator.settings)
             if event["action"] == "segment_map" and pool in lowest:
                 lowest[pool] = min(lowest[pool], event["addr"])
-        heads: dict[int, Block] = {}
+        heads: dict[int, MemoryBlock] = {}
         for pool, pages in mapped.items():
             heads |= self.allocator.adopt_pages(lowest[pool], pages, *pool)
         return heads
 
     def play(self, event: Mapping[str, Any]) -> None:
-        """Take the next event of the recording."""
+        """Replay the next event."""
         address, size, action = event["addr"], event["size"], event["action"]
         if action in ("segment_free", "segment_unmap"):
             self._returned.add((address, size))
@@ -166,7 +177,7 @@ class _Player:
 
     def _allocate(self, address: int, size: int, stream: int) -> None:
         limited = self.allocator.settings.capacity_bytes is not None
-        on_its_own = limited and self.allocator.makes_room(size, stream)
+        on_its_own = limited and self.allocator.must_release_first(size, stream)
         if not on_its_own:
             self._return()
         recorded = [grant for _, grant in self._granted]
@@ -181,37 +192,39 @@ class _Player:
         right = block.address == address
         self._score("address", right, request, f"{address:#x}", f"{block.address:#x}")
 
-    def _served(self, size: int, stream: int) -> tuple[Block, list[tuple[str, int, int, int]]]:
-        """A block for the request, and what the allocator did for it."""
+    def _served(
+        self, size: int, stream: int
+    ) -> tuple[MemoryBlock, list[tuple[str, int, int, int]]]:
+        """Return a block for the request, and the history entries it caused."""
         history = self.allocator.history
         assert history is not None
         before = len(history)
         block = self.allocator.malloc(size, stream)
         if block is None:
             raise ValueError(
-                f"event {self._events} of the recording was served and does not fit here; "
-                f"give the capacity of the card it was recorded on"
+                f"event {self._events} of the recording was served but does not fit here; "
+                f"set capacity_bytes to the capacity of the device that recorded it"
             )
         return block, history[before:]
 
     def _free(self, action: str, address: int) -> None:
         if action == "free_requested":
-            self.allocator.let_go(self._blocks[address])
+            self.allocator.request_free(self._blocks[address])
             return
         block = self._blocks.pop(address)
-        if not block.let_go:
-            self.allocator.let_go(block)
-        self.allocator.reclaim(block)
+        if not block.free_pending:
+            self.allocator.request_free(block)
+        self.allocator.complete_free(block)
 
     def _return(self) -> None:
-        """Give back what the recording has given back since the last request."""
+        """Release the memory that the recording released since the last request."""
         if not self._returned:
             return
         releasable = self.allocator.releasable()
         common = releasable.keys() & self._returned
-        self._score_returns(set(releasable), "memory given back")
+        self._score_returns(set(releasable), "memory released")
         for place in sorted(common):
-            self.allocator.give_back(releasable[place])
+            self.allocator.release(releasable[place])
 
     def _score_returns(self, here: set[tuple[int, int]], what: str) -> None:
         recorded, self._returned = self._returned, set()
@@ -222,8 +235,8 @@ class _Player:
             "release",
             here == recorded,
             what,
-            f"{len(recorded)} pieces",
-            f"{len(here)}, {same} same",
+            counted(len(recorded), "range"),
+            f"{counted(len(here), 'range')}, {same} equal",
         )
 
     def _score_grants(self, recorded: list[int], here: list[int], what: str) -> None:
@@ -256,8 +269,11 @@ class _Player:
         return Score(len(recorded & here), len(recorded))
 
     def _place(self, size: int) -> int:
-        """Where the recording's driver put the segment, if it gave one of that size now. Pages
-        are less than the addresses that they are mapped into."""
+        """Return the recorded address of a new segment if its size matches.
+
+        Expandable segments skip the size check: the recorded pages are smaller than the reserved
+        address range.
+        """
         if self._granted and (self._expands or self._granted[0][1] == size):
             return self._granted.pop(0)[0]
         return next(self._elsewhere)

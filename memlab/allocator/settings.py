@@ -1,4 +1,4 @@
-"""What a user can tell the allocator: as fields, or in the words of PYTORCH_ALLOC_CONF."""
+"""The allocator's settings, as fields or parsed from PYTORCH_ALLOC_CONF."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +10,7 @@ from memlab.units import format_bytes
 
 UNLIMITED_BYTES = 2**50  # more than any card has
 
-# Options of PYTORCH_ALLOC_CONF that decide nothing that is simulated here.
+# Options of PYTORCH_ALLOC_CONF that do not affect the simulation.
 _WITHOUT_EFFECT = {
     "backend",
     "graph_capture_record_stream_reuse",
@@ -29,12 +29,12 @@ _WITHOUT_EFFECT = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user can tell the allocator, and the card that it works on.
+    """The allocator's settings and the device it runs on.
 
-    `capacity_bytes` is all memory of the card (None: no end to it), `occupied_bytes` what others
-    hold of it: the context, the driver, other processes. `memory_fraction` and
-    `garbage_collection_threshold` are shares of the capacity. `roundup_power2_divisions` is one
-    number, or 16: for sizes from 1 MiB (and below), 2 MiB, … 32 GiB (and above).
+    `capacity_bytes` is the device's total memory (None: unlimited). `occupied_bytes` is used by
+    the context, the driver and other processes. `memory_fraction` and
+    `garbage_collection_threshold` are fractions of the capacity. `roundup_power2_divisions` is one
+    integer, or 16 for sizes from 1 MiB (and below), 2 MiB, … to 32 GiB (and above).
     """
 
     max_split_size_bytes: int | None = None
@@ -54,35 +54,34 @@ class Settings:
 
     @classmethod
     def parse(cls, configuration: str, **others: Any) -> "Settings":
-        """The settings of a PYTORCH_ALLOC_CONF, such as
-        `"max_split_size_mb:128,expandable_segments:True"`; `others` are fields it has no word for.
+        """Parse a PYTORCH_ALLOC_CONF such as
+        `"max_split_size_mb:128,expandable_segments:True"`; `others` sets further fields.
 
-        Raises ValueError for an option that is not known here, and for a value that torch would
-        refuse.
+        Raise ValueError for an unknown option or a value that torch would reject.
         """
         known = dict(_options(configuration))
         return cls(**{**_fields(known), **others})
 
     @property
     def fraction_bytes(self) -> int:
-        """What this process may reserve."""
+        """The bytes that this process may reserve."""
         return int(self.memory_fraction * self.card_bytes)
 
     @property
     def driver_bytes(self) -> int:
-        """What the driver has to give."""
+        """The bytes that the driver can provide."""
         return self.card_bytes - self.occupied_bytes
 
     @property
     def card_bytes(self) -> int:
-        """All memory of the card."""
+        """The device's total memory."""
         return UNLIMITED_BYTES if self.capacity_bytes is None else self.capacity_bytes
 
     def _check_segments(self) -> None:
         if self.large_segment_bytes <= LARGE_REQUEST_BYTES:
             raise ValueError(
                 f"large_segment_bytes is {self.large_segment_bytes}; "
-                f"it must be more than 10 MiB, the largest request that such a segment serves"
+                f"it must be more than 10 MiB, the largest request served from such a segment"
             )
         for name in ("max_split_size_bytes", "max_non_split_rounding_bytes"):
             size = getattr(self, name)
@@ -95,9 +94,9 @@ class Settings:
     def _check_shares(self) -> None:
         threshold = self.garbage_collection_threshold
         if threshold is not None and not 0 < threshold < 1:
-            raise ValueError(f"garbage_collection_threshold is {threshold}; give one in (0, 1)")
+            raise ValueError(f"garbage_collection_threshold is {threshold}; give a value in (0, 1)")
         if not 0 <= self.memory_fraction <= 1:
-            raise ValueError(f"memory_fraction is {self.memory_fraction}; give one in [0, 1]")
+            raise ValueError(f"memory_fraction is {self.memory_fraction}; give a value in [0, 1]")
 
     def _check_divisions(self) -> None:
         divisions = self.roundup_power2_divisions
@@ -109,19 +108,21 @@ class Settings:
             )
 
     def check_capacity(self) -> None:
-        """Raises ValueError where a share is given and nothing that it is a share of."""
+        """Raise ValueError if a fraction is set without a capacity."""
         for name, unset in (("garbage_collection_threshold", None), ("memory_fraction", 1.0)):
             if self.capacity_bytes is None and getattr(self, name) != unset:
-                raise ValueError(f"{name} is a share of the card's memory; give capacity_bytes too")
+                raise ValueError(
+                    f"{name} is a fraction of the device's memory; give capacity_bytes too"
+                )
 
 
 def fields_in(configuration: str) -> dict[str, Any]:
-    """The fields that a PYTORCH_ALLOC_CONF sets; an option that is not simulated is left out."""
+    """Return the fields set by a PYTORCH_ALLOC_CONF. Skip options without a field."""
     return _fields({n: v for n, v in _options(configuration) if n in _OPTIONS})
 
 
 def _options(configuration: str) -> Iterator[tuple[str, str]]:
-    """(name, value) of each option; commas inside brackets part nothing."""
+    """Yield (name, value) of each option. Commas inside brackets do not separate options."""
     text = re.sub(r"\s", "", configuration)
     for option in re.split(r",(?![^\[]*\])", text.removesuffix(",")) if text else ():
         name, colon, value = option.partition(":")
@@ -131,7 +132,7 @@ def _options(configuration: str) -> Iterator[tuple[str, str]]:
 
 
 def _fields(options: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of Settings that options of PYTORCH_ALLOC_CONF stand for."""
+    """Convert options of PYTORCH_ALLOC_CONF to fields of Settings."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if name in _OPTIONS:
@@ -142,26 +143,27 @@ def _fields(options: Mapping[str, str]) -> dict[str, Any]:
                 raise ValueError(f"got {name}:{value}; {_WANTED[read]}") from error
         elif name not in _WITHOUT_EFFECT or (name, value) == ("backend", "cudaMallocAsync"):
             known = ", ".join(sorted(_OPTIONS))
-            raise ValueError(f"got {name}:{value}, which is not simulated; known are {known}")
+            raise ValueError(f"got {name}:{value}, which is not simulated; use one of {known}")
     return found
 
 
-def _mebibytes(text: str) -> int:
+def _parse_mebibytes(text: str) -> int:
     return int(text) * MIB
 
 
-def _truth(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     return {"True": True, "False": False}[text]
 
 
 def _divisions(text: str) -> int | tuple[int, ...]:
-    """One number, or `[256:1,512:2,>:4]`: for sizes from so many MiB, so many divisions.
+    """Parse one integer, or a list such as `[256:1,512:2,>:4]`: divisions by size in MiB.
 
-    The first pair holds for all smaller sizes too, `>` for all above the pair before it.
+    The first pair also applies to all smaller sizes. `>` applies to all sizes above the previous
+    pair's.
     """
     if not text.startswith("["):
         if int(text) == 0:
-            raise ValueError("0 divisions are only for some of the sizes")
+            raise ValueError("0 divisions are allowed only for individual sizes")
         return int(text)
     divisions = [0 for _ in POWERS]
     last, is_first = 0, True
@@ -179,22 +181,22 @@ def _divisions(text: str) -> int | tuple[int, ...]:
 
 def _exponent(power_of_two: int) -> int:
     if power_of_two <= 0 or power_of_two & (power_of_two - 1):
-        raise ValueError(f"{power_of_two} is no power of two")
+        raise ValueError(f"{power_of_two} is not a power of two")
     return power_of_two.bit_length() - 1
 
 
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "max_split_size_mb": ("max_split_size_bytes", _mebibytes),
-    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _mebibytes),
-    "expandable_segments": ("expandable_segments", _truth),
+    "max_split_size_mb": ("max_split_size_bytes", _parse_mebibytes),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", _parse_mebibytes),
+    "expandable_segments": ("expandable_segments", _parse_bool),
     "roundup_power2_divisions": ("roundup_power2_divisions", _divisions),
     "garbage_collection_threshold": ("garbage_collection_threshold", float),
-    "large_segment_size_mb": ("large_segment_bytes", _mebibytes),
+    "large_segment_size_mb": ("large_segment_bytes", _parse_mebibytes),
     "per_process_memory_fraction": ("memory_fraction", float),
 }
 _WANTED = {
-    _mebibytes: "give a whole number of MiB",
-    _truth: "give True or False",
+    _parse_mebibytes: "give an integer number of MiB",
+    _parse_bool: "give True or False",
     _divisions: "give a power of two, or powers by size in MiB, such as [256:1,512:2,>:4]",
     float: "give a number between 0 and 1",
 }

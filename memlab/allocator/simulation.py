@@ -1,4 +1,4 @@
-"""A Trace run through the allocator, and what came of it."""
+"""Run a Trace through the allocator and report the result."""
 
 from array import array
 from collections import Counter
@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
-from memlab.allocator.blocks import FREE, UNMAPPED, Block
+from memlab.allocator.blocks import FREE, UNMAPPED, MemoryBlock
 from memlab.allocator.caching import Allocator
 from memlab.allocator.settings import Settings
 from memlab.allocator.sizes import block_bytes, segment_bytes
@@ -16,49 +16,49 @@ from memlab.trace import Event, Trace
 from memlab.units import format_bytes
 
 
-class Piece(NamedTuple):
-    """A block as it lies in a segment. `event` is the one that allocated it, where it is known."""
+class SegmentBlock(NamedTuple):
+    """A block within a segment. `event` is the event that allocated it, if known."""
 
     address: int
     bytes: int
-    requested_bytes: int  # 0 of a free block
+    requested_bytes: int  # 0 for a free block
     state: str  # "allocated", "free", or "awaiting" a stream that may still work on it
     event: Event | None = None
 
 
 class Segment(NamedTuple):
-    """What the driver gave in one piece (of an expandable segment: mapped without a gap)."""
+    """A range of memory from the driver: a segment, or contiguous pages of an expandable one."""
 
     address: int
     bytes: int
     stream: int
     pool: str  # "small" or "large"
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SegmentBlock, ...]
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A request that the card could not serve. Its text says why in one sentence."""
+    """A request that the device could not serve. `str` explains it in one sentence."""
 
-    position: int  # of the event in the trace; below 0: in its history, -1 being the last there
+    position: int  # of the event in the trace; negative in its history, where -1 is the last
     event: Event
     requested_bytes: int
-    segment_bytes: int  # what the driver was asked for, after everything unused had gone back
+    segment_bytes: int  # asked of the driver after all unused memory was released
     allocated_bytes: int
     reserved_bytes: int
-    limit_bytes: int  # what this process may reserve, and the driver can give
-    free_piece_bytes: tuple[int, ...]  # of each free block that stayed reserved, largest first
+    limit_bytes: int  # the most that this process may reserve and the driver can provide
+    free_piece_bytes: tuple[int, ...]  # sizes of the free blocks still reserved, largest first
 
     def __str__(self) -> str:
         pieces = self.free_piece_bytes
-        largest = f" in {counted(len(pieces), 'piece')}" if pieces else ""
+        largest = f" in {counted(len(pieces), 'block')}" if pieces else ""
         largest += f" of at most {format_bytes(pieces[0])}" if len(pieces) > 1 else ""
         where = " ".join(part for part in (self.event.phase, self.event.operator) if part)
         when = f"at event {self.position}" if self.position >= 0 else "before the measured step"
         return (
             f"out of memory {when} ({where}): a request of "
             f"{format_bytes(self.requested_bytes)} needs a segment of "
-            f"{format_bytes(self.segment_bytes)}, and {format_bytes(self.reserved_bytes)} of "
+            f"{format_bytes(self.segment_bytes)}, but {format_bytes(self.reserved_bytes)} of "
             f"{format_bytes(self.limit_bytes)} are reserved: "
             f"{format_bytes(self.allocated_bytes)} allocated, {format_bytes(sum(pieces))} free"
             f"{largest}"
@@ -67,22 +67,22 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a trace takes of a card's memory, event by event.
+    """A trace's use of a device's memory, event by event.
 
-    The lists have one number for each event that was served: bytes after it; of a storage that
-    moves, `allocated` has both blocks. The peaks are of these; the counts of segments and retries
-    are of the whole process, the trace's history too.
+    Each array has one element per served event: the bytes after it. While a storage moves,
+    `allocated` counts both of its blocks. Peaks cover these events only. Counts of segments and
+    retries cover the whole process, including the trace's history.
     """
 
     settings: Settings
     allocated: "array[int]"
     reserved: "array[int]"
-    largest_free: "array[int]"  # the largest request that what is reserved had room for
-    allocated_bytes: int  # the peaks
+    largest_free: "array[int]"  # the largest request that fits into reserved memory
+    allocated_bytes: int  # peak
     reserved_bytes: int
-    segment_allocations: int  # calls of cudaMalloc, or mappings of pages
+    segment_allocations: int  # calls of cudaMalloc, or page mappings
     segment_frees: int
-    retries: int  # cached segments were given back because the driver had refused
+    retries: int  # times the driver refused and cached segments were released
     out_of_memory: OutOfMemory | None
     at_end: tuple[Segment, ...]
     events: tuple[Event, ...] = field(repr=False)
@@ -96,26 +96,30 @@ class Blocks:
 
     @property
     def fragmentation(self) -> float:
-        """The share of the reserved peak that the allocated peak would not have needed; where
-        memory ran out, of what was reserved then, the share that was free."""
+        """The share of peak reserved memory beyond peak allocated memory.
+
+        After an out-of-memory error: the share of reserved memory that was free at that moment.
+        """
         moment = self.out_of_memory or self
         return 1 - moment.allocated_bytes / moment.reserved_bytes if moment.reserved_bytes else 0.0
 
     @property
     def peak_position(self) -> int:
-        """The number of events after which reserved memory first stood at its peak."""
+        """The number of events after which reserved memory first reached its peak."""
         return self.reserved.index(max(self.reserved)) + 1 if self.reserved else 0
 
     @cached_property
     def at_peak(self) -> tuple[Segment, ...]:
-        """The segments when reserved memory first stood at its peak."""
+        """The segments when reserved memory first reached its peak."""
         return self.segments(self.peak_position)
 
     def segments(self, position: int) -> tuple[Segment, ...]:
-        """The segments after so many events, by address; they are simulated anew."""
+        """Simulate the first `position` events again and return the segments, by address."""
         if not 0 <= position <= len(self.reserved):
             raise ValueError(f"got position {position}; this run has 0 to {len(self.reserved)}")
-        run = Run(self.settings, self.events[:position], self.history, self.empty_cache_before)
+        run = AllocatorRun(
+            self.settings, self.events[:position], self.history, self.empty_cache_before
+        )
         run.go()
         return segments(run.allocator)
 
@@ -126,7 +130,7 @@ class Blocks:
             f"({self.fragmentation:.1%} fragmentation"
             f"{'' if self.fits else ' when memory ran out'})",
             f"{counted(self.segment_allocations, 'segment')} allocated, "
-            f"{self.segment_frees:,} given back, {counted(self.retries, 'retry', 'retries')}",
+            f"{self.segment_frees:,} released, {counted(self.retries, 'retry', 'retries')}",
         ]
         return "\n".join(lines + ([] if self.fits else [str(self.out_of_memory)]))
 
@@ -134,34 +138,34 @@ class Blocks:
 
 
 def counted(count: int, one: str, several: str = "") -> str:
-    """Such as "1 piece" and "2 pieces"."""
+    """Return a count with its noun, such as "1 block" or "2 blocks"."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def segments(allocator: Allocator) -> tuple[Segment, ...]:
-    """What an allocator has reserved now, by address."""
+    """Return an allocator's reserved segments, by address."""
     found = []
     for _, head in sorted(allocator.heads.items()):
         found += _mapped_segments(head)
     return tuple(found)
 
 
-def _mapped_segments(head: Block) -> Iterator[Segment]:
-    blocks: list[Block] = []
+def _mapped_segments(head: MemoryBlock) -> Iterator[Segment]:
+    blocks: list[MemoryBlock] = []
     for block in (*head.run(), None):
         if block is not None and block.state != UNMAPPED:
             blocks.append(block)
         elif blocks:
-            pieces = tuple(map(_piece, blocks))
+            pieces = tuple(map(_as_segment_block, blocks))
             size = sum(piece.bytes for piece in pieces)
             pool = blocks[0].pool
             yield Segment(pieces[0].address, size, pool.stream, pool.kind, pieces)
             blocks = []
 
 
-def _piece(block: Block) -> Piece:
-    state = "free" if block.state == FREE else "awaiting" if block.let_go else "allocated"
-    return Piece(block.address, block.size, block.requested_bytes, state, block.owner)
+def _as_segment_block(block: MemoryBlock) -> SegmentBlock:
+    state = "free" if block.state == FREE else "awaiting" if block.free_pending else "allocated"
+    return SegmentBlock(block.address, block.size, block.requested_bytes, state, block.owner)
 
 
 # ------------------------------------------------------------------ simulate
@@ -174,32 +178,34 @@ def simulate(
     empty_cache_before: Collection[int] = (),
     **changes: Any,
 ) -> Blocks:
-    """Run a trace through the allocator of a fresh process, from the trace's history on if it has
-    one: the holes that earlier steps left are then there when the step begins.
+    """Run a trace through the allocator of a new process.
 
-    `changes` are fields of Settings. `empty_cache_before` are positions of events before which
-    the cache is emptied. A storage that changes its size is moved, as CUDA does it: the new block
-    is taken before the old one is freed. Events of category "rounding" are left out: the
-    allocator does its own.
+    The run includes the trace's history, if any, so fragmentation from earlier steps is present
+    when the step begins. A storage that changes size is moved as CUDA moves it: the new block is
+    allocated before the old one is freed. Events of category "rounding" are skipped because the
+    allocator rounds by itself.
 
-    A request that is not served ends the run and is a result, `Blocks.out_of_memory`, not an
-    error: whether a trace fits is what one asks, of many settings, and the way there is part of
-    the answer.
+    The first failed request ends the run. It is reported in `Blocks.out_of_memory` rather than
+    raised, because the events before it are part of the result.
+
+    Args:
+        empty_cache_before: positions of events before which the cache is emptied.
+        changes: fields of Settings to replace.
     """
     settings = replace(settings or Settings(), **changes)
-    run = Run(settings, *events_of(trace), frozenset(empty_cache_before))
+    run = AllocatorRun(settings, *events_of(trace), frozenset(empty_cache_before))
     return run.blocks(run.go())
 
 
 def events_of(trace: Trace | Iterable[Event]) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-    """The events of a trace, and those of its history."""
+    """Return the events of a trace and the events of its history."""
     if isinstance(trace, Trace):
         return trace.events, trace.history
     return tuple(trace), ()
 
 
-class Run:
-    """An allocator, and the events that drive it."""
+class AllocatorRun:
+    """An allocator and the events that drive it."""
 
     def __init__(
         self,
@@ -213,8 +219,8 @@ class Run:
         self.events = events
         self.history = history
         self.empty_cache_before = empty_cache_before
-        self._held: dict[int, Block] = {}  # by storage
-        self._left: dict[int, Block] = {}  # what storages that moved still hold
+        self._held: dict[int, MemoryBlock] = {}  # by storage
+        self._left: dict[int, MemoryBlock] = {}  # old blocks of storages that moved
         self._restated = restated = _restated(history, events)
         self._moves = _moves(
             (position, event) for position, event in self._numbered() if position not in restated
@@ -222,7 +228,7 @@ class Run:
         self._lists = array("q"), array("q"), array("q")
 
     def go(self) -> OutOfMemory | None:
-        """Take the events in turn, to the end or to the first that is not served."""
+        """Process events until the end or the first failed request."""
         allocator = self.allocator
         allocated, reserved, largest_free = self._lists
         for position, event in self._numbered():
@@ -242,7 +248,7 @@ class Run:
         return None
 
     def _numbered(self) -> Iterator[tuple[int, Event]]:
-        """All events of the process, with their positions; those of its history are below 0."""
+        """Yield all events of the process with their positions, negative in the history."""
         return enumerate(chain(self.history, self.events), start=-len(self.history))
 
     def blocks(self, out_of_memory: OutOfMemory | None) -> Blocks:
@@ -262,7 +268,7 @@ class Run:
         )
 
     def _change(self, position: int, event: Event) -> int:
-        """Let a storage have its bytes; the bytes that could not be had, or 0."""
+        """Apply a storage's size change. Return the bytes that could not be allocated, or 0."""
         storage, size = event.storage, event.bytes
         old = self._held.pop(storage, None)
         if old is not None:
@@ -273,7 +279,7 @@ class Run:
                 self._left[storage], old = old, None
             else:
                 size += old.requested_bytes
-        assert size >= 0, f"event {position} frees more than storage {storage} has"
+        assert size >= 0, f"event {position} frees more than storage {storage} holds"
         if size:
             block = self.allocator.malloc(size)
             if block is None:
@@ -303,7 +309,7 @@ class Run:
 
 
 def _restated(history: Iterable[Event], events: Iterable[Event]) -> set[int]:
-    """The positions of the events that say again what the history left alive."""
+    """Return the positions of events that repeat storages already alive from the history."""
     held: Counter[int] = Counter()
     for event in history:
         held[event.storage] += event.bytes
@@ -315,13 +321,13 @@ def _restated(history: Iterable[Event], events: Iterable[Event]) -> set[int]:
 
 
 def _moves(numbered: Iterable[tuple[int, Event]]) -> set[int]:
-    """The positions at which a living storage gets a second block, whose first it frees next.
+    """Return the positions at which a live storage gets a second block and then frees the first.
 
-    A device's own history shows the two blocks of a storage that is resized; the other producers
-    of a Trace show the difference.
+    A device's own history has both blocks of a resized storage. Other sources of a Trace have only
+    the difference.
     """
     held: dict[int, int] = {}
-    grown: dict[int, tuple[int, int]] = {}  # by storage: the position, the bytes before
+    grown: dict[int, tuple[int, int]] = {}  # by storage: (position, bytes before)
     moves = set()
     for position, event in numbered:
         storage, size = event.storage, event.bytes

@@ -1,17 +1,17 @@
-"""How many bytes a request takes, and how many the driver is asked for."""
+"""Compute the size of a block for a request, and of a segment for a block."""
 
 MIB = 2**20
-GRANULE_BYTES = 512  # every block is a multiple
-SMALL_BYTES = 1 * MIB  # the largest request of the small pool; what a large block may waste
+GRANULE_BYTES = 512  # blocks are multiples of this
+SMALL_BYTES = 1 * MIB  # the largest small request, and the most that a large block may waste
 SMALL_SEGMENT_BYTES = 2 * MIB
-LARGE_SEGMENT_BYTES = 20 * MIB  # unless the settings say otherwise
-LARGE_REQUEST_BYTES = 10 * MIB  # from here, a segment of its own
+LARGE_SEGMENT_BYTES = 20 * MIB  # default
+LARGE_REQUEST_BYTES = 10 * MIB  # requests from this size get their own segment
 SEGMENT_GRANULE_BYTES = 2 * MIB
-POWERS = range(16)  # of two MiB: the sizes that have roundup divisions of their own
+POWERS = range(16)  # powers of two, in MiB, with their own roundup divisions
 
 
 def block_bytes(requested_bytes: int, divisions: int | tuple[int, ...] | None = None) -> int:
-    """What a request takes at least: it may get more if the rest is too small to split off."""
+    """Return the smallest block for a request. A rest too small to split may enlarge it."""
     if isinstance(divisions, tuple):
         power = requested_bytes.bit_length() - MIB.bit_length()
         divisions = divisions[max(0, min(power, POWERS[-1]))]
@@ -21,13 +21,13 @@ def block_bytes(requested_bytes: int, divisions: int | tuple[int, ...] | None = 
 
 
 def _next_division(requested_bytes: int, divisions: int) -> int:
-    """The space from a power of two to the next is cut into so many steps: the next of them."""
+    """Round up to the next of `divisions` equal steps between two powers of two."""
     power_of_two = 1 << (requested_bytes.bit_length() - 1)
     return round_up(requested_bytes, power_of_two // divisions)
 
 
 def segment_bytes(block_bytes: int, large_segment_bytes: int = LARGE_SEGMENT_BYTES) -> int:
-    """What the driver is asked for when a block finds no room."""
+    """Return the size of a new segment for a block."""
     if block_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if block_bytes < LARGE_REQUEST_BYTES:
@@ -36,5 +36,5 @@ def segment_bytes(block_bytes: int, large_segment_bytes: int = LARGE_SEGMENT_BYT
 
 
 def round_up(size: int, step: int) -> int:
-    """The next multiple of `step`."""
+    """Round up to a multiple of `step`."""
     return -(-size // step) * step

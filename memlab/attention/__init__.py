@@ -1,8 +1,8 @@
-"""Attention: written to be read, and by tiles that never meet in memory.
+"""Attention: a readable reference and a tiled version that never stores the score matrix.
 
-tiling.py      which query sees which key, and which tiles have to be visited: plain data
-reference.py   by way of the whole score matrix: what every other form is held against
-flash.py       by tiles, forward and backward, with the numbers of a row corrected as it goes
+tiling.py      the mask as plain data: visible keys per query, and tiles to visit
+reference.py   attention with the full score matrix, the oracle for all other versions
+flash.py       tiled forward and backward passes with an online softmax
 """
 
 from memlab.attention.flash import flash_attention

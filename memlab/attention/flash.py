@@ -1,49 +1,52 @@
-"""Flash attention: attention by tiles, whose score matrix never exists.
+"""Flash attention: attention in tiles, without storing the score matrix.
 
-Saves    the T² weights a head. For backward it keeps q, k, v, the result, and one number a query:
-         the logarithm of the sum that softmax divides by.
-Costs    the scores once more in backward: 7 products of matrices where `attention_reference` takes
-         6. Yet it is faster: a tile stays in the processor's cache, and a causal mask skips half.
+Saves    the T² probabilities per head. Backward keeps q, k, v, the output and one log-sum-exp per
+         query.
+Costs    the scores are recomputed in backward: 7 matmuls where `attention_reference` takes 6. It is
+         still faster: a tile stays in the processor's cache, and a causal mask skips half the work.
 Source   Dao et al. 2022, arXiv 2205.14135; Dao 2023 (FlashAttention-2), 2307.08691, algorithms 1
-         and 2; the running sum: Milakov and Gimelshein 2018, 1805.02867.
+         and 2. Online softmax: Milakov and Gimelshein 2018, 1805.02867.
 
-Adds to memlab.reference.tiled_attention: grouped queries, windows, dropout, any alignment and
-dtype, autocast, several heads at once in a tile, and powers of 2.
+memlab.reference.tiled_attention is the short version. This file adds grouped queries, windows,
+dropout, any alignment and dtype, autocast, several heads per tile, and powers of 2 for speed.
 
-Softmax needs the highest score of a row before it can sum. By tiles that is not known; so a row
-carries what holds for the keys so far, and where a higher score turns up, corrects it:
+Softmax needs the maximum of a row before it can sum. Online softmax keeps a running max and
+corrects the row sum and accumulator when a tile raises it:
 
-    top    the highest score             top'   = max(top, max(scores))
-    total  the sum of e^(score - top)    total' = total · e^(top - top') + Σ e^(scores - top')
-    mixed  the sum of e^(score - top)·v  mixed' = mixed · e^(top - top') + e^(scores - top') v
-    end    out = mixed / total           lse    = top + ln total          (log-sum-exp)
+    row_max    max(scores)                    row_max' = max(row_max, max(scores))
+    row_sum    Σ e^(scores - row_max)         row_sum' = row_sum · e^(row_max - row_max')
+                                                         + Σ e^(scores - row_max')
+    acc        Σ e^(scores - row_max)·v       acc'     = acc · e^(row_max - row_max')
+                                                         + e^(scores - row_max') v
+    result     out = acc / row_sum            lse      = row_max + ln row_sum    (log-sum-exp)
 
-Backward makes the weights again, in one step, as e^(scores - lse):
+Backward recomputes the probabilities in one step, as e^(scores - lse):
 
-    dv = weightsᵀ dout                   dscores = weights ∘ (dout vᵀ - rowsum(dout ∘ out))
+    dv = probsᵀ dout                     dscores = probs ∘ (dout vᵀ - rowsum(dout ∘ out))
     dq = scale · dscores k               dk      = scale · dscoresᵀ q
 
-What is easily done wrong:
+Common mistakes:
 
-    autograd through the loop    would save every tile: T² again. Hence a Function of our own
-    -∞ - (-∞)                    is NaN, in a row that has seen no key yet: it counts from 0
-    a row that sees no key       has total = 0. Its result is 0, its lse +∞: e^(… - ∞) = 0 makes its
-                                 gradients 0 too
-    the scale                    belongs into the lse as into the scores
-    grouped queries              the gradients of a key are summed over the queries that share it.
-                                 They are rows of one matrix here, so the product does it
-    dropout                      multiplies the weights by `kept`, 0 or 1/(1 - p), and their
-                                 gradient too; but not the weights before it in dscores
+    autograd through the loop    saves every tile, T² again; use a custom Function
+    -∞ - (-∞)                    is NaN in a row that has seen no key yet; subtract 0 instead
+    a row that sees no key       has row_sum = 0; set its output to 0 and its lse to +∞, so that
+                                 e^(… - ∞) = 0 makes its gradients 0 too
+    the scale                    applies to the lse as well as to the scores
+    grouped queries              a key's gradient is the sum over all queries that share the key;
+                                 the matmul sums them because they are rows of one matrix
+    dropout                      multiplies the probabilities by `kept`, 0 or 1/(1 - p), and their
+                                 gradient; the probabilities in dscores stay undropped
 
-Dropout's mask is not kept. Its generator is its own: both passes seed it alike and visit the tiles
-in the same order. The seed is one number of torch's CPU generator, whatever the device and size.
+Dropout's mask is not saved. Both passes seed their own generator alike and visit tiles in the same
+order. The seed is one draw from torch's CPU generator, for any device and size.
 
-All is computed in float32 (of float64, in float64). Powers are of 2, as in production: scores are
-multiplied by log₂e up front, with the scale, and 2^x takes a third of the time of e^x.
+Everything is computed in float32 (float64 inputs in float64). Powers are of 2, as in production
+kernels: scores are multiplied by log₂e together with the scale, because 2^x takes a third of the
+time of e^x.
 
-Production's kernel keeps a tile in the registers of a GPU, where ours is a tensor, and rounds the
-weights to bfloat16 for its tensor cores. Its backward adds to dq from many blocks at once, in no
-fixed order; ours gives the same bits each time.
+Production kernels keep a tile in GPU registers and round the probabilities to bfloat16 for tensor
+cores. Their backward adds to dq from many blocks at once, in no fixed order. This version is
+deterministic.
 """
 
 import math
@@ -55,7 +58,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from memlab.attention.reference import queries_to_a_key
+from memlab.attention.reference import queries_per_key_head
 from memlab.attention.tiling import (
     Alignment,
     Band,
@@ -64,13 +67,13 @@ from memlab.attention.tiling import (
     Window,
     band,
     hidden,
-    rows_of_tiles,
     spans,
+    tile_rows,
 )
 from memlab.internals.torch_internals import FakeTensor
 
 LOG2_E = math.log2(math.e)
-TILES_AT_ONCE = 4  # of as many heads: small products leave a processor waiting
+TILES_AT_ONCE = 4  # batch this many tiles' worth of heads: small matmuls underuse the processor
 
 
 def flash_attention(
@@ -85,32 +88,41 @@ def flash_attention(
     dropout: float = 0.0,
     tile: int = 256,
 ) -> Tensor:
-    """Attention, exactly, in memory that grows with the length and not with its square.
+    """Compute exact attention with memory linear in the sequence length.
 
-    q is (B, H, Tq, D), k and v are (B, KV, Tk, D), where KV divides H; returns (B, H, Tq, D), laid
-    out in memory like q. alignment and window as in `attention_reference`. `dropout` is the
-    probability that a weight is dropped. Scores are made for `tile` queries and keys and as many
-    heads as fill 4 tiles: max(4, H/KV)·tile² numbers at most, for which backward takes room twice
-    (with dropout, four times). On a GPU a larger tile has fewer kernels to start.
+    Scores are computed for `tile` queries and keys at a time, and for as many heads as fill 4
+    tiles: at most max(4, H/KV)·tile² elements. Backward needs twice that (with dropout, four
+    times). On a GPU, a larger tile launches fewer kernels.
 
-    ValueError for shapes, dtypes and settings that do not fit; RuntimeError in a second derivative.
+    Args:
+        q: (B, H, Tq, D).
+        k, v: (B, KV, Tk, D), with H divisible by KV.
+        alignment, window: as in `attention_reference`.
+        dropout: the probability of dropping each attention probability.
+
+    Returns:
+        (B, H, Tq, D), with q's memory layout.
+
+    Raises:
+        ValueError: for shapes, dtypes or settings that do not fit.
+        RuntimeError: in a second derivative.
     """
-    if has_torch_function((q, k, v)):  # of a mode that wants to know that attention runs
+    if has_torch_function((q, k, v)):  # for modes that handle attention as one operator
         settings = {"causal": causal, "alignment": alignment, "scale": scale, "window": window}
         settings |= {"dropout": dropout, "tile": tile}
         return handle_torch_function(flash_attention, (q, k, v), q, k, v, **settings)
-    q, k, v = as_autocast_wants(q, k, v)
-    require_fit(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
+    check_inputs(q, k, v)
     _require_settings(dropout, tile)
     limits = band(q.shape[2], k.shape[2], causal=causal, alignment=alignment, window=window)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    seed = _drawn_seed() if dropout and not _has_no_values(q) else 0
-    return FlashAttention.apply(q, k, v, Settings(limits, scale, dropout, tile, seed))
+    seed = _draw_seed() if dropout and not _is_fake(q) else 0
+    return FlashAttention.apply(q, k, v, FlashSettings(limits, scale, dropout, tile, seed))
 
 
 @dataclass(frozen=True)
-class Settings:
-    """All that is no tensor."""
+class FlashSettings:
+    """The non-tensor arguments."""
 
     limits: Band
     scale: float
@@ -122,10 +134,10 @@ class Settings:
 # ------------------------------------------------------------------ a tile
 
 
-def scores_of(q: Tensor, keys: Tensor, tile: Tile, settings: Settings) -> Tensor:
-    """Of (S, R, D) and (S, keys, D): (S, R, keys), as powers of 2.
+def compute_scores(q: Tensor, keys: Tensor, tile: Tile, settings: FlashSettings) -> Tensor:
+    """Compute scores (S, R, keys) from q (S, R, D) and keys (S, keys, D), in base 2.
 
-    S heads at once. The R rows are the tile's queries, once for each head that shares the keys.
+    S counts heads. R counts the tile's queries once per query head that shares the keys.
     """
     scores = (q * (settings.scale * LOG2_E)) @ keys.mT
     if tile.kind == "partial":
@@ -134,39 +146,39 @@ def scores_of(q: Tensor, keys: Tensor, tile: Tile, settings: Settings) -> Tensor
     return scores
 
 
-class RunningSoftmax:
-    """softmax(scores) @ values for R rows, from as many keys at a time as one likes.
+class OnlineSoftmax:
+    """Compute softmax(scores) @ values for R rows, one tile of keys at a time.
 
-    Scores are powers of 2. top and total are (S, R, 1), mixed is (S, R, D).
+    Scores are in base 2. row_max and row_sum are (S, R, 1), acc is (S, R, D).
     """
 
     def __init__(self, q: Tensor) -> None:
-        self.top = q.new_full((*q.shape[:2], 1), -math.inf)
-        self.total = torch.zeros_like(self.top)
-        self.mixed = q.new_zeros(q.shape)
+        self.row_max = q.new_full((*q.shape[:2], 1), -math.inf)
+        self.row_sum = torch.zeros_like(self.row_max)
+        self.acc = q.new_zeros(q.shape)
 
     def add_(self, scores: Tensor, values: Tensor, kept: Tensor | None = None) -> None:
-        """(S, R, keys) more scores, which are overwritten, and (S, keys, D) values."""
-        top = torch.maximum(self.top, scores.amax(dim=-1, keepdim=True))
-        zero = top.masked_fill(top == -math.inf, 0)  # -inf - (-inf) is NaN
-        weights = scores.sub_(zero).exp2_()
-        correction = self.top.sub_(zero).exp2_()
-        self.top = top
-        self.total.mul_(correction).add_(weights.sum(dim=-1, keepdim=True))
+        """Add scores (S, R, keys), which are overwritten, and values (S, keys, D)."""
+        row_max = torch.maximum(self.row_max, scores.amax(dim=-1, keepdim=True))
+        safe_max = row_max.masked_fill(row_max == -math.inf, 0)  # -inf - (-inf) is NaN
+        probs = scores.sub_(safe_max).exp2_()
+        correction = self.row_max.sub_(safe_max).exp2_()
+        self.row_max = row_max
+        self.row_sum.mul_(correction).add_(probs.sum(dim=-1, keepdim=True))
         if kept is not None:
-            weights.mul_(kept)
-        self.mixed.mul_(correction).baddbmm_(weights, values)
+            probs.mul_(kept)
+        self.acc.mul_(correction).baddbmm_(probs, values)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(S, R, D), and its lse (S, R, 1): 0 and +inf for a row that saw nothing."""
-        saw_nothing = self.total == 0
-        out = self.mixed / self.total.masked_fill(saw_nothing, 1)
-        lse = (self.top + self.total.log2()) / LOG2_E
+        """Return out (S, R, D) and lse (S, R, 1); 0 and +inf for rows without visible keys."""
+        saw_nothing = self.row_sum == 0
+        out = self.acc / self.row_sum.masked_fill(saw_nothing, 1)
+        lse = (self.row_max + self.row_sum.log2()) / LOG2_E
         return out, lse.masked_fill_(saw_nothing, math.inf)
 
 
 class RowGradients:
-    """The gradients of R queries, and what they add to those of keys and values."""
+    """The gradients of R queries and their contributions to key and value gradients."""
 
     def __init__(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> None:
         self.q, self.dout, self.lse = q, dout, lse * LOG2_E
@@ -182,110 +194,109 @@ class RowGradients:
         dv: Tensor,
         kept: Tensor | None = None,
     ) -> None:
-        """A tile's share of dq, dk and dv; the scale is still to come. Scores are overwritten."""
-        weights = scores.sub_(self.lse).exp2_()  # (S, R, keys)
-        dropped = weights if kept is None else weights * kept
+        """Add a tile's contribution to dq, dk and dv, without the scale. Overwrites scores."""
+        probs = scores.sub_(self.lse).exp2_()  # (S, R, keys)
+        dropped = probs if kept is None else probs * kept
         dv.baddbmm_(dropped.mT, self.dout)
-        dweights = self.dout @ values.mT  # (S, R, keys)
+        dprobs = self.dout @ values.mT  # (S, R, keys)
         if kept is not None:
-            dweights.mul_(kept)
-        dscores = dweights.sub_(self.delta).mul_(weights)
+            dprobs.mul_(kept)
+        dscores = dprobs.sub_(self.delta).mul_(probs)
         self.dq.baddbmm_(dscores, keys)
         dk.baddbmm_(dscores.mT, self.q)
 
 
-# ------------------------------------------------------------------ a row, and all of them
+# ------------------------------------------------------------------ forward and backward passes
 
 
 class Heads(NamedTuple):
-    """A stack of S key/value heads of one sequence, with the G query heads that share each."""
+    """S key/value heads of one sequence, each with the G query heads that share it."""
 
     sequence: int
     kv_heads: range
     group: int
 
-    def of_queries(self, x: Tensor, queries: range) -> Tensor:
-        """(B, H, Tq, …) as (S, G, queries, …): a view."""
+    def view_queries(self, x: Tensor, queries: range) -> Tensor:
+        """View (B, H, Tq, …) as (S, G, queries, …)."""
         by_group = x[self.sequence].unflatten(0, (-1, self.group))
-        return _part(_part(by_group, 0, self.kv_heads), 2, queries)
+        return _slice(_slice(by_group, 0, self.kv_heads), 2, queries)
 
     def rows(self, x: Tensor, queries: range) -> Tensor:
-        """The same as rows of one matrix for each key/value head: (S, R, …), R = G·queries."""
-        return self.of_queries(x, queries).flatten(1, 2).to(_precise(x))
+        """Return (B, H, Tq, …) as (S, R, …), where R = G·queries."""
+        return self.view_queries(x, queries).flatten(1, 2).to(_accumulation_dtype(x))
 
     def columns(self, x: Tensor, keys: range) -> Tensor:
-        """(B, KV, Tk, D) as (S, keys, D)."""
-        stack = _part(x[self.sequence], 0, self.kv_heads)
-        return _part(stack, 1, keys).to(_precise(x))
+        """Return (B, KV, Tk, D) as (S, keys, D)."""
+        stack = _slice(x[self.sequence], 0, self.kv_heads)
+        return _slice(stack, 1, keys).to(_accumulation_dtype(x))
 
     def write_(self, x: Tensor, queries: range, rows: Tensor) -> None:
-        """(S, R, …) into (B, H, Tq, …)."""
-        rows_of_x = self.of_queries(x, queries)
+        """Copy rows (S, R, …) into x (B, H, Tq, …)."""
+        rows_of_x = self.view_queries(x, queries)
         rows_of_x.copy_(rows.view(rows_of_x.shape))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """The result, and the lse of every query: (B, H, Tq)."""
+def forward(q: Tensor, k: Tensor, v: Tensor, settings: FlashSettings) -> tuple[Tensor, Tensor]:
+    """Return out (B, H, Tq, D) and lse (B, H, Tq)."""
     out = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=_precise(q), device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=_accumulation_dtype(q), device=q.device)
     dropout = Dropout(q, settings)
 
     def fill(heads: Heads, row: TileRow) -> None:
         rows = heads.rows(q, row.queries)  # (S, R, D)
-        softmax = RunningSoftmax(rows)
+        softmax = OnlineSoftmax(rows)
         for tile in row.visited:
             softmax.add_(
-                scores_of(rows, heads.columns(k, tile.keys), tile, settings),
+                compute_scores(rows, heads.columns(k, tile.keys), tile, settings),
                 heads.columns(v, tile.keys),
                 dropout.kept(rows, tile),
             )
         for whole, result in zip((out, lse.unsqueeze(-1)), softmax.result(), strict=True):
             heads.write_(whole, row.queries, result)
 
-    for heads, row in _walk(q, k, settings):
+    for heads, row in _iter_rows(q, k, settings):
         fill(heads, row)
     return out, lse
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: Settings
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: FlashSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v. Those of keys and values are sums over all rows."""
+    """Return the gradients of q, k and v."""
     dq = torch.empty_like(q)
-    dk, dv = (torch.zeros_like(x, dtype=_precise(x)) for x in (k, v))
+    dk, dv = (torch.zeros_like(x, dtype=_accumulation_dtype(x)) for x in (k, v))
     dropout = Dropout(q, settings)
 
     def fill(heads: Heads, row: TileRow) -> None:
-        of_queries = (q, dout, out, lse.unsqueeze(-1))
-        gradients = RowGradients(*(heads.rows(x, row.queries) for x in of_queries))
+        view_queries = (q, dout, out, lse.unsqueeze(-1))
+        gradients = RowGradients(*(heads.rows(x, row.queries) for x in view_queries))
         for tile in row.visited:
             gradients.add_(
-                scores_of(gradients.q, heads.columns(k, tile.keys), tile, settings),
+                compute_scores(gradients.q, heads.columns(k, tile.keys), tile, settings),
                 *(heads.columns(x, tile.keys) for x in (k, v, dk, dv)),
                 dropout.kept(gradients.q, tile),
             )
         heads.write_(dq, row.queries, gradients.dq.mul_(settings.scale))
 
-    for heads, row in _walk(q, k, settings):
+    for heads, row in _iter_rows(q, k, settings):
         fill(heads, row)
     return dq, dk.mul_(settings.scale).to(k.dtype), dv.to(v.dtype)
 
 
-def _walk(q: Tensor, k: Tensor, settings: Settings) -> Iterator[tuple[Heads, TileRow]]:
-    """Every row of tiles, for every stack of heads.
+def _iter_rows(q: Tensor, k: Tensor, settings: FlashSettings) -> Iterator[tuple[Heads, TileRow]]:
+    """Yield every row of tiles for every stack of heads.
 
-    A row, and in it a tile, finds the memory as the one before it did: all that it made has died
-    with the function that made it. So where tensors have no values, one of each shape is enough:
-    it has the same peak, to the byte.
+    Each iteration frees its temporaries before the next one. For meta and fake tensors, one row and
+    one tile of each shape therefore suffice: the peak memory is the same, to the byte.
     """
     (B, H, Tq, _), (KV, Tk) = q.shape, k.shape[1:3]
     group = H // KV
     scores = max(1, group * min(Tq, settings.tile) * min(Tk, settings.tile))
     stack = max(1, TILES_AT_ONCE * settings.tile**2 // scores)
-    rows = rows_of_tiles(Tq, Tk, settings.tile, settings.limits)
+    rows = tile_rows(Tq, Tk, settings.tile, settings.limits)
     stacks = [Heads(b, heads, group) for b in range(B) for heads in spans(KV, stack)]
-    if _has_no_values(q):
-        rows = list({row.shape: row.thinned() for row in rows}.values())
+    if _is_fake(q):
+        rows = list({row.shape: row.one_per_shape() for row in rows}.values())
         stacks = list({len(heads.kv_heads): heads for heads in stacks}.values())
     for heads in stacks:
         for row in rows:
@@ -293,16 +304,16 @@ def _walk(q: Tensor, k: Tensor, settings: Settings) -> Iterator[tuple[Heads, Til
 
 
 class Dropout:
-    """The masks of a pass, tile by tile: the same in every pass with the same settings."""
+    """The dropout masks of one pass, tile by tile. Passes with equal settings get equal masks."""
 
-    def __init__(self, q: Tensor, settings: Settings) -> None:
+    def __init__(self, q: Tensor, settings: FlashSettings) -> None:
         self.probability = settings.dropout
         self.generator: torch.Generator | None = None
-        if self.probability and not _has_no_values(q):
+        if self.probability and not _is_fake(q):
             self.generator = torch.Generator(q.device).manual_seed(settings.seed)
 
     def kept(self, rows: Tensor, tile: Tile) -> Tensor | None:
-        """(S, R, keys): 0 with the probability p, else 1/(1 - p). None if nothing is dropped."""
+        """Return a mask (S, R, keys): 0 with probability p, else 1/(1 - p). None if p is 0."""
         if not self.probability:
             return None
         keep = 1 - self.probability
@@ -310,37 +321,37 @@ class Dropout:
         return kept.bernoulli_(keep, generator=self.generator).div_(keep)
 
 
-def _drawn_seed() -> int:
+def _draw_seed() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-def _part(x: Tensor, dim: int, span: range) -> Tensor:
+def _slice(x: Tensor, dim: int, span: range) -> Tensor:
     return x.narrow(dim, span.start, len(span))
 
 
-def _precise(x: Tensor) -> torch.dtype:
-    """In which its sums are."""
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
+    """Return the accumulation dtype: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _has_no_values(x: Tensor) -> bool:
+def _is_fake(x: Tensor) -> bool:
     return x.is_meta or isinstance(x, FakeTensor)
 
 
-# ------------------------------------------------------------------ in autograd
+# ------------------------------------------------------------------ autograd
 
 NO_SECOND_DERIVATIVE = (
-    "flash_attention has no second derivative: its backward keeps nothing of its own; use "
-    "attention_reference where one is needed"
+    "flash_attention has no second derivative: its backward saves no tensors; use "
+    "attention_reference if you need one"
 )
 
 
 class FlashAttention(torch.autograd.Function):
-    """The node of the graph: it saves q, k, v, out and lse."""
+    """The autograd function. It saves q, k, v, out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Tensor:
-        with _without_autocast(q):
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: FlashSettings) -> Tensor:
+        with _autocast_disabled(q):
             out, lse = forward(q, k, v, settings)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = settings
@@ -348,15 +359,15 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return *_Gradients.apply(dout, *ctx.saved_tensors, ctx.settings), None
+        return *_FlashGradients.apply(dout, *ctx.saved_tensors, ctx.settings), None
 
 
-class _Gradients(torch.autograd.Function):
-    """A node of its own, so that a second derivative is refused where it is asked for."""
+class _FlashGradients(torch.autograd.Function):
+    """A separate node for the gradients, so that a second derivative raises an error."""
 
     @staticmethod
     def forward(ctx: Any, dout: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with _without_autocast(dout):
+        with _autocast_disabled(dout):
             return backward(dout, *saved)
 
     @staticmethod
@@ -364,38 +375,40 @@ class _Gradients(torch.autograd.Function):
         raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
-def as_autocast_wants(*tensors: Tensor) -> list[Tensor]:
-    """In the dtype of an autocast region, as torch's own attention is; float64 stays."""
+def cast_for_autocast(*tensors: Tensor) -> list[Tensor]:
+    """Cast to the autocast dtype, like torch's attention; float64 stays."""
     device = tensors[0].device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    asked_for = (torch.float32, torch.bfloat16, torch.float16)
-    return [x.to(dtype) if x.dtype in asked_for else x for x in tensors]
+    castable = (torch.float32, torch.bfloat16, torch.float16)
+    return [x.to(dtype) if x.dtype in castable else x for x in tensors]
 
 
-def _without_autocast(x: Tensor) -> Any:
-    """Its products would be rounded again."""
+def _autocast_disabled(x: Tensor) -> Any:
+    """Disable autocast, which would round the matmuls again."""
     available = torch.amp.is_autocast_available(x.device.type)
     return torch.autocast(x.device.type if available else "cpu", enabled=False)
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ checks
 
 
-def require_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError for shapes and dtypes of which there is no attention."""
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless the shapes and dtypes fit together."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape != v.shape:
-        raise ValueError(f"got {shapes}; give q as (B, H, Tq, D), k and v alike as (B, KV, Tk, D)")
+        raise ValueError(
+            f"got {shapes}; give q as (B, H, Tq, D), and k and v both as (B, KV, Tk, D)"
+        )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"got {shapes}; give all of them the same B and D, first and last")
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"got q in {q.dtype}, k in {k.dtype} and v in {v.dtype}; give all of them in one dtype "
-            f"of floating-point numbers"
+            f"got q in {q.dtype}, k in {k.dtype} and v in {v.dtype}; give all of them in one "
+            f"floating-point dtype"
         )
-    queries_to_a_key(q.shape[1], k.shape[1])
+    queries_per_key_head(q.shape[1], k.shape[1])
 
 
 def _require_settings(dropout: float, tile: int) -> None:

@@ -1,8 +1,8 @@
-"""Attention: each query takes the average of the values, weighted by how well the keys match.
+"""Attention with the full score matrix, written to be read.
 
-Saves    nothing: this is attention as one reads it, and what every other form is held against.
-Costs    T² weights a head, kept for backward: 256 MiB a head at T = 8192 in float32, and as
-         much again for the scores while the softmax runs.
+Saves    nothing: it is the oracle for all other versions.
+Costs    T² probabilities per head, kept for backward: 256 MiB per head at T = 8192 in float32, and
+         as much again for the scores during the softmax.
 Source   Vaswani et al. 2017, arXiv 1706.03762, equation 1; grouped heads: Ainslie et al. 2023,
          2305.13245.
 
@@ -17,15 +17,15 @@ from memlab.attention.tiling import Alignment, Window, band, hidden
 
 
 def repeat_heads(x: Tensor, times: int) -> Tensor:
-    """Each key/value head `times` in a row: (B, KV, T, D) to (B, KV·times, T, D).
+    """Repeat each key/value head `times` times: (B, KV, T, D) to (B, KV·times, T, D).
 
-    One query head per key/value head (`times` is 1) costs nothing: a view.
+    With `times` = 1, the result is a view.
     """
     return x.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2)
 
 
-def queries_to_a_key(heads: int, kv_heads: int) -> int:
-    """How many query heads share a key/value head."""
+def queries_per_key_head(heads: int, kv_heads: int) -> int:
+    """Return the number of query heads that share each key/value head."""
     if heads % kv_heads:
         raise ValueError(
             f"{heads} query heads cannot share {kv_heads} key/value heads evenly; "
@@ -44,23 +44,29 @@ def attention_reference(
     scale: float | None = None,
     window: Window | None = None,
 ) -> Tensor:
-    """Attention by way of the whole score matrix, slow and obvious.
+    """Compute attention with the full score matrix.
 
-    q is (B, H, Tq, D), k and v are (B, KV, Tk, D), where KV divides H; returns (B, H, Tq, D).
-    Causal means that query i sees the keys 0 to i, as in torch; with alignment="bottom-right" the
-    last query sees the last key, as in the flash-attn package. The two agree where Tq = Tk. Of a
-    window (left, right), query i sees that many keys beside it. A query that sees none gets 0.
+    Args:
+        q: (B, H, Tq, D).
+        k, v: (B, KV, Tk, D), with H divisible by KV.
+        causal: query i sees keys 0 to i, as in torch.
+        alignment: with "bottom-right", the last query sees the last key, as in the flash-attn
+            package. Both alignments agree if Tq = Tk.
+        window: (left, right), the number of keys that a query sees to either side of the diagonal.
+
+    Returns:
+        (B, H, Tq, D), with 0 for queries that see no key.
     """
     (H, Tq, D), (KV, Tk) = q.shape[1:], k.shape[1:3]
-    group = queries_to_a_key(H, KV)
+    group = queries_per_key_head(H, KV)
     limits = band(Tq, Tk, causal=causal, alignment=alignment, window=window)
     scale = 1 / math.sqrt(D) if scale is None else scale
     k, v = repeat_heads(k, group), repeat_heads(v, group)  # (B, H, Tk, D)
     scores = (scale * q) @ k.mT  # (B, H, Tq, Tk)
-    if limits.hides_some(Tq, Tk):
+    if limits.hides_any(Tq, Tk):
         outside = hidden(range(Tq), range(Tk), limits, q.device)
         scores = scores.masked_fill(outside, -math.inf)
-    weights = scores.softmax(dim=-1)
-    if limits.blinds_some(Tq, Tk):  # of nothing but -inf, softmax is NaN
-        weights = weights.masked_fill(outside, 0)
-    return weights @ v  # (B, H, Tq, D)
+    probs = scores.softmax(dim=-1)
+    if limits.has_blind_query(Tq, Tk):  # softmax of a row of -inf is NaN
+        probs = probs.masked_fill(outside, 0)
+    return probs @ v  # (B, H, Tq, D)

@@ -1,19 +1,19 @@
-"""Tiles of the score matrix: which of them have to be visited.
+"""Classify tiles of the score matrix by the mask.
 
-Saves    the tiles in which nobody sees anything: of n × n tiles a causal mask leaves n·(n + 1)/2.
-Costs    nothing: they are told by four numbers, without a tensor.
+Saves    skipped tiles: a causal mask leaves n·(n + 1)/2 of n × n tiles.
+Costs    nothing: four integers describe a tile, without a tensor.
 Source   Dao 2023 (FlashAttention-2), arXiv 2307.08691, section 3.1.
 
-Causal masks and windows are bands along a diagonal: query i sees the keys from i + low to i + high.
+Causal masks and windows are bands along a diagonal: query i sees keys i + low to i + high.
 
     causal, top-left        high = 0            query 0 sees key 0: torch's `is_causal=True`
-    causal, bottom-right    high = Tk - Tq      the last query sees the last key: the flash-attn
-                                                package since 2.1, and decoding with a cache
-    window (left, right)    as many keys more, to each side of that diagonal
+    causal, bottom-right    high = Tk - Tq      the last query sees the last key: flash-attn since
+                                                2.1, and decoding with a cache
+    window (left, right)    extends the band to each side of that diagonal
 
-In a tile, key minus query runs through all numbers from its lower left corner's to its upper right
-corner's. So a tile is skipped if these and the band have no number in common, full if all of them
-lie in the band, and only what is left, partial, needs a mask.
+The difference key - query takes every value between a tile's lower left and upper right corners. A
+tile is skipped if none of these values lie in the band, full if all do, and partial otherwise. Only
+a partial tile needs a mask.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -27,17 +27,17 @@ Kind = Literal["full", "partial", "skipped"]
 
 
 class Band(NamedTuple):
-    """Query i sees the keys from i + low to i + high, those that there are."""
+    """Query i sees the existing keys from i + low to i + high."""
 
     low: int
     high: int
 
-    def hides_some(self, queries: int, keys: int) -> bool:
-        """Whether there is a pair that it hides."""
+    def hides_any(self, queries: int, keys: int) -> bool:
+        """Whether the band hides any pair."""
         return _kind(range(queries), range(keys), self) != "full"
 
-    def blinds_some(self, queries: int, keys: int) -> bool:
-        """Whether there is a query that sees nothing: the first of all, or the last."""
+    def has_blind_query(self, queries: int, keys: int) -> bool:
+        """Whether some query sees no key. It suffices to check the first and the last query."""
         return self.high < 0 or queries - 1 + self.low > keys - 1
 
 
@@ -50,12 +50,12 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, Kind]:
-        """All that the memory of a visit depends on."""
+        """The properties that determine the memory of a visit."""
         return len(self.queries), len(self.keys), self.kind
 
 
 class TileRow(NamedTuple):
-    """The tiles of the same queries."""
+    """The tiles for one range of queries."""
 
     queries: range
     tiles: tuple[Tile, ...]
@@ -66,11 +66,11 @@ class TileRow(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, frozenset[tuple[int, int, Kind]]]:
-        """All that the memory of its visits depends on."""
+        """The properties that determine the memory of its visits."""
         return len(self.queries), frozenset(tile.shape for tile in self.visited)
 
-    def thinned(self) -> "TileRow":
-        """One tile of each shape."""
+    def one_per_shape(self) -> "TileRow":
+        """Keep one tile of each shape."""
         return self._replace(tiles=tuple({tile.shape: tile for tile in self.visited}.values()))
 
 
@@ -82,7 +82,7 @@ def band(
     alignment: Alignment = "top-left",
     window: Window | None = None,
 ) -> Band:
-    """The band of these settings. Limits beyond the matrix are cut to its edge."""
+    """Return the band for these settings, clipped to the matrix."""
     if alignment not in get_args(Alignment):
         wanted = " or ".join(map(repr, get_args(Alignment)))
         raise ValueError(f"got alignment={alignment!r}; choose {wanted}")
@@ -103,13 +103,13 @@ def tiles(
     alignment: Alignment = "top-left",
     window: Window | None = None,
 ) -> list[Tile]:
-    """All tiles of `queries` × `keys` scores, row by row; the last ones may be smaller."""
+    """Return all tiles of `queries` × `keys` scores in row order. Tiles at the edge are smaller."""
     limits = band(queries, keys, causal=causal, alignment=alignment, window=window)
-    return [tile for row in rows_of_tiles(queries, keys, tile, limits) for tile in row.tiles]
+    return [tile for row in tile_rows(queries, keys, tile, limits) for tile in row.tiles]
 
 
-def rows_of_tiles(queries: int, keys: int, tile: int, limits: Band) -> list[TileRow]:
-    """The same, by row. Without keys there are rows, of no tiles."""
+def tile_rows(queries: int, keys: int, tile: int, limits: Band) -> list[TileRow]:
+    """Return the tiles grouped by row. Without keys, the rows have no tiles."""
     columns = spans(keys, tile)
     return [
         TileRow(row, tuple(Tile(row, column, _kind(row, column, limits)) for column in columns))
@@ -118,13 +118,13 @@ def rows_of_tiles(queries: int, keys: int, tile: int, limits: Band) -> list[Tile
 
 
 def spans(length: int, size: int) -> list[range]:
-    """0 to `length` in pieces of `size`, and what is left."""
+    """Split 0 to `length` into ranges of `size`; the last may be smaller."""
     return [range(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def hidden(queries: range, keys: range, limits: Band, device: torch.device) -> Tensor:
-    """bool (queries, keys): the pairs outside of the band."""
-    corner = keys.start - queries.start  # key minus query, where row and column are 0
+    """Return a bool mask (queries, keys), True for pairs outside the band."""
+    corner = keys.start - queries.start  # key - query at row 0, column 0
     pairs = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
     future = pairs.triu(limits.high - corner + 1)
     return future.logical_or_(pairs.tril_(limits.low - corner - 1))

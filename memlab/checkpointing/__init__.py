@@ -1,4 +1,4 @@
-"""Gradient checkpointing: forget activations, and compute them again when backward needs them."""
+"""Activation checkpointing: drop activations and recompute them in the backward pass."""
 
 from memlab.checkpointing.costs import Chain, Costs, predicted_peak_bytes, recomputed
 from memlab.checkpointing.execution import checkpoint_blocks

@@ -1,15 +1,15 @@
-"""What a function's result depends on besides its arguments, as it was when the function first ran.
+"""Save and restore the global state that a function depends on besides its arguments.
 
-    random numbers      begin where they began, and afterwards stand where they stood
-    autocast            on or off, its dtype and its cache, on the CPU and the accelerator
-    default device      of `with torch.device(...)`
-    running statistics  BatchNorm and its kin, in training, work on copies of their buffers: what a
-                        second run adds to them is thrown away
+    random states       restored for the second run, and put back afterwards
+    autocast            on or off, dtype and cache, on the CPU and the accelerator
+    default device      set by `with torch.device(...)`
+    running statistics  BatchNorm and InstanceNorm in training write into copies of their buffers,
+                        so the second run does not count a batch twice
 
-Not here: other global state (flags such as `torch.use_deterministic_algorithms`, variables of the
-user's), modes for functions and operators, and statistics that anything but a module of
-`STATISTICS` keeps. A module whose *result* depends on a buffer that it has just changed, as that of
-`spectral_norm` does, computes something else the second time: `check="hash"` says so.
+Not restored: other global state (such as `torch.use_deterministic_algorithms`, or the user's
+variables), function and dispatch modes, and statistics of modules not listed in `STATISTICS`. A
+module whose *result* depends on a buffer it has just changed, such as `spectral_norm`, computes a
+different result in the second run; `check="hash"` detects this.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from memlab.checkpointing import random_states
 from memlab.internals.torch_internals import len_torch_function_stack
 
-STATISTICS = (nn.modules.batchnorm._NormBase,)  # of all BatchNorms and InstanceNorms
+STATISTICS = (nn.modules.batchnorm._NormBase,)  # base class of BatchNorm and InstanceNorm
 
 Copies = list[Tensor | None]
 Autocast = tuple[str, torch.dtype, bool, bool]  # device, dtype, enabled, cache enabled
@@ -32,8 +32,8 @@ Autocast = tuple[str, torch.dtype, bool, bool]  # device, dtype, enabled, cache 
 _CPU = torch.device("cpu")
 
 
-class Surroundings:
-    """What is around a function now; `with surroundings.restored():` it is so again."""
+class AmbientState:
+    """The global state now. `with state.restored():` restores it temporarily."""
 
     def __init__(self, arguments: Iterable[Any], random: Iterable[str]) -> None:
         self._random = random_states.read(random, arguments)
@@ -42,17 +42,17 @@ class Surroundings:
 
     @contextmanager
     def restored(self, statistics: tuple[type[nn.Module], ...] = STATISTICS) -> Iterator[Copies]:
-        """Everything as it was, but for the buffers of the modules of these classes: `with` hands
-        out the copies that stand in for them."""
+        """Restore the state. Modules of the classes `statistics` write into copies of their
+        buffers; yield the copies."""
         with (
-            random_states.standing_at(self._random),
+            random_states.restored_to(self._random),
             _buffers_copied(statistics) as copies,
             self._settings(),
         ):
             yield copies
 
     def _settings(self) -> AbstractContextManager[Any]:
-        """Enters what differs from now: most often nothing."""
+        """Return a context that restores the settings that have changed, most often none."""
         now, device = _autocast(), _default_device()
         if now == self._autocast and device == self._default_device:
             return nullcontext()
@@ -66,7 +66,7 @@ class Surroundings:
 
 
 def _autocast() -> tuple[Autocast, ...]:
-    """The arguments of each `torch.autocast` that would set what is set now."""
+    """Return the `torch.autocast` arguments that reproduce the current settings."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not torch.amp.is_autocast_available(accelerator.type):
         return (_autocast_on("cpu"),)
@@ -79,14 +79,14 @@ def _autocast_on(device: str) -> Autocast:
 
 
 def _default_device() -> torch.device:
-    """A default device is a mode for functions; where there is no mode, there is no need to ask."""
+    """Return the default device. A default device is a function mode, so no mode means the CPU."""
     return torch.get_default_device() if len_torch_function_stack() else _CPU
 
 
 @contextmanager
 def _buffers_copied(kinds: tuple[type[nn.Module], ...]) -> Iterator[Copies]:
-    """Let modules of these kinds that are in training write into copies of their buffers."""
-    thread = get_ident()  # the hook below hears of modules in every thread
+    """Replace the buffers of these classes' modules with copies while they train."""
+    thread = get_ident()  # the hook is global, so it also runs in other threads
     originals: dict[nn.Module, dict[str, Tensor | None]] = {}
     copies: Copies = []
 

@@ -1,15 +1,15 @@
-"""A schedule, run: the blocks of a model in segments that are checkpointed, from outside.
+"""Run a model's blocks by a checkpointing schedule, without changing the model.
 
     handle = checkpoint_blocks(model, ((0, 1), (2, 3)))
     loss = model(tokens, targets)                          # keeps two inputs, not four blocks
-    loss.backward()                                        # runs two blocks again, then two more
-    handle.remove()                                        # the plain model
+    loss.backward()                                        # reruns two blocks, then two more
+    handle.remove()                                        # restores the plain model
 
-    checkpoint_blocks(model, schedule, using=selective(MATMULS))   # segments that keep something
+    checkpoint_blocks(model, schedule, using=selective(MATMULS))   # selective checkpointing
 
-The model loops over `self.blocks` and never knows: while a schedule is on, that loop meets one
-function for each part of the schedule instead of the blocks. Parameters, their names, the state
-dict and each block's hooks are untouched.
+The model loops over `self.blocks`. While a schedule is on, that loop yields one function per part
+of the schedule instead of the blocks. Parameters, their names, the state dict and the blocks' hooks
+do not change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +30,9 @@ def run(
     using: Callable[..., Any] = checkpoint,
     **kwargs: Any,
 ) -> Tensor:
-    """Part of a schedule: a stage as it is, or a segment, whose parts run inside a checkpoint.
+    """Run one part of a schedule: a plain stage, or a segment inside a checkpoint.
 
-    `args` are handed to every stage beside `x`.
+    `args` and `kwargs` are passed to every stage.
     """
     if isinstance(part, int):
         return stages[part](x, *args, **kwargs)
@@ -47,14 +47,14 @@ def run_segment(
     using: Callable[..., Any] = checkpoint,
     **kwargs: Any,
 ) -> Tensor:
-    """One part after the other: what runs again when backward arrives."""
+    """Run the parts of a segment in order."""
     for part in parts:
         x = run(part, stages, x, *args, using=using, **kwargs)
     return x
 
 
-class Part:
-    """What a model's loop meets in the place of its blocks: one part of the schedule."""
+class SchedulePart:
+    """One part of the schedule, in the place of blocks in the model's loop."""
 
     def __init__(
         self, part: int | Schedule, blocks: nn.ModuleList, using: Callable[..., Any]
@@ -66,16 +66,16 @@ class Part:
 
 
 class ScheduledBlocks:
-    """`model.blocks` under a schedule: a loop over it meets the schedule's parts, and anything
-    else (an index, a length, an attribute) the blocks themselves."""
+    """`model.blocks` under a schedule: iteration yields the schedule's parts; an index, the length
+    and attributes refer to the blocks."""
 
     def __init__(
         self, blocks: nn.ModuleList, schedule: Schedule, using: Callable[..., Any]
     ) -> None:
         self.blocks, self.schedule, self.using = blocks, schedule, using
 
-    def __iter__(self) -> Iterator[Part]:
-        return (Part(part, self.blocks, self.using) for part in self.schedule)
+    def __iter__(self) -> Iterator[SchedulePart]:
+        return (SchedulePart(part, self.blocks, self.using) for part in self.schedule)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         return self.blocks[index]
@@ -85,13 +85,13 @@ class ScheduledBlocks:
 
 
 class Handle:
-    """Takes the schedule off again: `handle.remove()`, or the end of `with`."""
+    """Removes the schedule: `handle.remove()`, or the end of `with`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def remove(self) -> None:
-        """The plain model again; a backward pass that is still to come runs by the schedule."""
+        """Restore the plain model. A pending backward pass still follows the schedule."""
         self.model.__dict__.pop("blocks", None)
 
     def __enter__(self) -> "Handle":
@@ -109,10 +109,13 @@ class Handle:
 def checkpoint_blocks(
     model: nn.Module, schedule: Schedule, *, using: Callable[..., Any] = checkpoint
 ) -> Handle:
-    """Run `model.blocks`, an nn.ModuleList over which the model loops, by the schedule.
+    """Run `model.blocks` by the schedule.
 
-    Every block takes (x, *args) and returns the next x. A segment is run by `using`: `checkpoint`,
-    a `Checkpoint` with settings of its own, or `selective(...)`.
+    Args:
+        model: has `blocks`, an nn.ModuleList, and loops over it. Each block takes (x, *args) and
+            returns the next x.
+        using: runs a segment: `checkpoint`, a `Checkpoint` with other settings, or
+            `selective(...)`.
     """
     blocks = model._modules.get("blocks")
     if not isinstance(blocks, nn.ModuleList):
@@ -122,10 +125,10 @@ def checkpoint_blocks(
         )
     if "blocks" in model.__dict__:
         raise ValueError(
-            f"the model runs by the schedule {model.__dict__['blocks'].schedule} already; call "
-            f"remove() on the handle of that one first"
+            f"the model already runs by the schedule {model.__dict__['blocks'].schedule}; call "
+            f"remove() on its handle first"
         )
     check_schedule(schedule, len(blocks))
-    # An attribute in __dict__ is found before a submodule of that name, which stays where it is.
+    # Python finds `blocks` in __dict__ before the submodule, which stays registered.
     model.__dict__["blocks"] = ScheduledBlocks(blocks, schedule, using)
     return Handle(model)

@@ -1,7 +1,7 @@
-"""Operations of matrix products and attention: two for each product that is added to a sum.
+"""Count the floating-point operations of matmuls and attention, 2 per multiply-add.
 
-The rest of a block (norms, activations, sums) reads and writes memory and hardly computes; torch's
-`FlopCounterMode` leaves it out, too, and its formulas are used here.
+Norms, activations and sums are limited by memory, not compute. They count 0 here, as in torch's
+`FlopCounterMode`, whose formulas are reused.
 """
 
 from typing import Any
@@ -27,8 +27,8 @@ ATTENTION = frozenset(
         aten._scaled_dot_product_cudnn_attention.default,
     }
 )
-# torch counts the attention of accelerators, and no product that is added in place; these take the
-# same first arguments.
+# torch has no formulas for attention on the CPU and in-place matmuls; these take the same leading
+# arguments as their counterparts.
 _FORMULAS = flop_registry | {
     aten.addmm_: flop_registry[aten.addmm],
     aten.baddbmm_: flop_registry[aten.baddbmm],
@@ -42,13 +42,13 @@ _FORMULAS = flop_registry | {
 
 
 def operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Those of one call of an operator; 0 where it is no product."""
+    """Return the operations of one operator call; 0 if it is neither matmul nor attention."""
     formula = _FORMULAS.get(func.overloadpacket)
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
 
 class Operations(TorchDispatchMode):
-    """Counts what runs inside `with`, in sections."""
+    """Counts operations inside `with`, in sections."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,22 +1,21 @@
-"""The optimal schedule: of all that fit into a budget of bytes, the one that runs the least again.
+"""Find the schedule with the least recomputation within a memory budget.
 
-Saves    what the budget asks for, down to the least that any schedule needs.
-Costs    the fewest operations run again that any persistent schedule has: one in which a kept
-         input stays until its own segment's backward.
-Source   Beaumont et al. 2019, arXiv 1911.13214 (rotor); for equal stages, Griewank and Walther
-         2000, whose closed form a test holds it against.
+Saves    memory down to the given budget, or the least that any schedule needs.
+Costs    the fewest recomputed operations of any persistent schedule. In a persistent schedule, a
+         kept input stays until its own segment's backward.
+Source   Beaumont et al. 2019, arXiv 1911.13214 (rotor); equal stages: Griewank and Walther 2000,
+         whose closed form is the tests' oracle.
 
-A schedule of stages i … j begins with a plain stage or with a segment, and what remains is again a
-schedule (of i+1 … j; or of the segment, and of what follows it). So shorter rows of stages are
-solved before longer ones:
+A schedule of stages i … j begins with a plain stage or a segment. The remainder is again a
+schedule, so dynamic programming solves short ranges of stages before long ones:
 
     best(i … j) = the best of    i plain, and best(i+1 … j)
                                  i … k-1 a segment, best(i … k-1) and best(k … j), for each k
 
-Rotor asks this for one budget, with bytes rounded to 500 slots. Here each row of stages keeps
-every pair of (peak, operations run again) that no other pair beats in both: its trade-offs. Bytes
-stay exact, and one search answers all budgets. L stages with P pairs a row take O(L³·P) steps.
-Rows of equal stages are solved once: of a transformer's equal blocks, O(L²·P).
+Rotor solves one budget, with bytes rounded to 500 slots. This search keeps the Pareto front of
+(peak, recomputed operations) for each range. Bytes stay exact, and one search serves all budgets.
+For L stages with P pairs per range, it takes O(L³·P) steps. Equal ranges are solved once, so a
+transformer's equal blocks take O(L²·P).
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,32 +29,32 @@ from memlab.checkpointing.costs import Chain, Costs, predicted_peak_bytes, recom
 from memlab.checkpointing.schedules import Schedule
 from memlab.units import format_bytes
 
-EXACT_STAGES = 64  # with more unlike stages, bytes are rounded up to slots
-SLOTS = 1000  # a budget
+EXACT_STAGES = 64  # with more distinct stages, bytes are rounded up to slots
+SLOTS = 1000  # per budget
 _IN_BYTES = ("_bytes", "_temporaries")
 
 
 class Tradeoff(NamedTuple):
-    """One of the best schedules: no other takes less memory without running more again."""
+    """A Pareto-optimal schedule: every schedule with a lower peak recomputes more."""
 
     peak_bytes: int
     recomputed: int
     schedule: Schedule
 
 
-# The same for a row of stages, with the schedule's shape instead of its numbers. A shape is (own,
-# rest): `own` is the shape of the segment that stands first, or None for a plain stage.
+# A Pair is the same for a range of stages, with a shape instead of a schedule. A shape is (own,
+# rest): `own` is the shape of the first segment, or None for a plain stage.
 Shape: TypeAlias = tuple["Shape | None", "Shape | None"]
 Pair: TypeAlias = tuple[int, int, Shape]
 
 
 def optimal_schedule(chain: Chain, budget_bytes: int) -> Schedule:
-    """The schedule within the budget that runs the fewest operations again.
+    """Return the schedule within the budget that recomputes the fewest operations.
 
-    Raises ValueError where no schedule fits, and names the least budget that would do.
+    Raise ValueError, with the smallest feasible budget, if no schedule fits.
     """
-    pairs = _search(_in_slots(chain, budget_bytes), budget_bytes)
-    if not pairs:  # or, in slots, only just
+    pairs = _search(_round_to_slots(chain, budget_bytes), budget_bytes)
+    if not pairs:  # rounding to slots can hide a schedule that barely fits
         pairs = _search(chain, None, only_least=True)
         least = chain.in_all(pairs[0][0])
         if least > budget_bytes:
@@ -68,14 +67,14 @@ def optimal_schedule(chain: Chain, budget_bytes: int) -> Schedule:
 
 
 def tradeoffs(chain: Chain, budget_bytes: int | None = None) -> list[Tradeoff]:
-    """Every best schedule (within the budget), from the least memory to the least work."""
+    """Return all Pareto-optimal schedules (within the budget), by growing peak."""
     schedules = [_schedule(shape) for _, _, shape in _search(chain, budget_bytes)]
     found = [Tradeoff(predicted_peak_bytes(s, chain), recomputed(s, chain), s) for s in schedules]
     return list({tradeoff.peak_bytes: tradeoff for tradeoff in found}.values())  # the last of each
 
 
 def _search(chain: Chain, budget_bytes: int | None, *, only_least: bool = False) -> list[Pair]:
-    """The pairs of the whole chain that fit, by growing peak."""
+    """Return the pairs of the whole chain that fit, by growing peak."""
     stages = len(chain.row)
     kinds: dict[Costs, int] = {}
     row = tuple(kinds.setdefault(stage, len(kinds)) for stage in chain.row)  # cheap to compare
@@ -86,7 +85,7 @@ def _search(chain: Chain, budget_bytes: int | None, *, only_least: bool = False)
             j = i + length - 1
             alike = row[i : j + 1]
             if alike not in solved:
-                pairs = _undominated(_candidates(chain, i, j, best))
+                pairs = _pareto_front(_candidates(chain, i, j, best))
                 fitting = takewhile(lambda pair: _fits(chain, pair[0], budget_bytes), pairs)
                 solved[alike] = list(islice(fitting, 1) if only_least else fitting)
             best[i, j] = solved[alike]
@@ -96,7 +95,7 @@ def _search(chain: Chain, budget_bytes: int | None, *, only_least: bool = False)
 def _candidates(
     chain: Chain, i: int, j: int, best: dict[tuple[int, int], list[Pair]]
 ) -> Iterator[Pair]:
-    """Whatever a schedule of i … j can begin with, and the best of what remains."""
+    """Yield a pair for each possible first part of i … j with the best remainder."""
     if i == j:
         yield chain.if_last(i), 0, (None, None)
         return
@@ -109,7 +108,7 @@ def _candidates(
 def _with_segment(
     chain: Chain, i: int, k: int, j: int, owns: list[Pair], rests: list[Pair]
 ) -> Iterator[Pair]:
-    """For each peak, the segment i … k-1 and the rest k … j that each run the least within it."""
+    """Yield, for each peak, the cheapest segment i … k-1 and rest k … j within it."""
     running, behind, above = chain.segment_terms(i, k, j)
     rerun = chain.rerun(i, k)
     o = r = 0
@@ -126,8 +125,8 @@ def _with_segment(
             r += 1
 
 
-def _undominated(pairs: Iterable[Pair]) -> Iterator[Pair]:
-    """By growing peak, each pair that runs less again than all before it."""
+def _pareto_front(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """Yield the Pareto front, by growing peak."""
     least = inf
     for pair in sorted(pairs, key=itemgetter(0, 1)):
         if pair[1] < least:
@@ -139,21 +138,21 @@ def _fits(chain: Chain, peak: int, budget_bytes: int | None) -> bool:
     return budget_bytes is None or chain.in_all(peak) <= budget_bytes
 
 
-def _in_slots(chain: Chain, budget_bytes: int) -> Chain:
-    """A long chain of unlike stages with all bytes rounded up, so that many are alike."""
+def _round_to_slots(chain: Chain, budget_bytes: int) -> Chain:
+    """Round bytes up to slots in a long chain of distinct stages, so that more are equal."""
     if len(set(chain.stages)) <= EXACT_STAGES:
         return chain
     slot = max(1, budget_bytes // SLOTS)
 
-    def up(costs: Costs) -> Costs:
+    def round_up(costs: Costs) -> Costs:
         names = [field.name for field in fields(costs) if field.name.endswith(_IN_BYTES)]
         return replace(costs, **{name: -(-getattr(costs, name) // slot) * slot for name in names})
 
-    return replace(chain, stages=tuple(map(up, chain.stages)))
+    return replace(chain, stages=tuple(map(round_up, chain.stages)))
 
 
 def _schedule(shape: Shape) -> Schedule:
-    """The nested tuples, with the stages numbered and without the last one."""
+    """Convert a shape to nested tuples of stage numbers, without the last stage."""
     numbers = count()
 
     def parts(shape: Shape | None) -> Schedule:

@@ -1,44 +1,48 @@
-"""Checkpointing: forget what a function saved for backward, and run the function again for it.
+"""Activation checkpointing: drop a function's saved tensors and rerun the function in backward.
 
-Saves    every tensor that autograd would keep inside `fn`. Its inputs stay, and the state of the
-         random numbers: 5,056 bytes, shared by calls between which nothing was drawn.
-Costs    `fn` once more, up to the last tensor that backward needs of it.
-Source   Chen et al. 2016, arXiv 1604.06174. Production's form, by saved-tensor hooks, is that of
-         `torch.utils.checkpoint` with `use_reentrant=False`.
+Saves    every tensor that autograd would save inside `fn`. Its inputs stay, and the state of the
+         random number generators: 5,056 bytes, shared by calls without a draw between them.
+Costs    a second run of `fn`, up to the last tensor that backward needs.
+Source   Chen et al. 2016, arXiv 1604.06174. Saved-tensor hooks as in `torch.utils.checkpoint` with
+         `use_reentrant=False`.
 
-Adds to memlab.reference.checkpointing: the cases that the reference lists as missing: any arguments
-and outputs, autograd.grad, second derivatives, early stopping, autocast, and a check that both runs
-agree.
+memlab.reference.checkpointing is the short version. This file adds the cases listed there: any
+arguments and outputs, autograd.grad, second derivatives, early stopping, autocast, and a check that
+both runs agree.
 
-Autograd hands each tensor that it is about to save to a hook, and what the hook returns is saved in
-its place; when backward wants the tensor, another hook has to come up with it.
+Autograd passes each tensor that it saves to a pack hook and saves the hook's result instead. When
+backward needs the tensor, it calls an unpack hook.
 
-    first run       the hook returns an empty slot, and the tensor dies
-    backward        the first slot that is asked for its tensor runs fn again, under another hook:
-                    the n-th tensor that fn saves now belongs into the n-th slot
-    early stop      as soon as the last slot is filled, an exception ends the second run
-    after backward  slots that nobody asked are emptied
+    first run       pack returns an empty slot, and the tensor is freed
+    backward        the first unpack of an empty slot reruns fn under another pack hook, which puts
+                    the n-th saved tensor into the n-th slot
+    early stop      an exception ends the second run as soon as the last slot is filled
+    after backward  unused slots are emptied
 
-The graph of the first run stays the one that backward walks. So `torch.autograd.grad`, second
-derivatives, and several backward passes work as without a checkpoint.
+Backward still walks the graph of the first run. So `torch.autograd.grad`, second derivatives and
+repeated backward passes work as without a checkpoint.
 
-Checkpoints nest: an inner call saves its inputs as autograd saves any tensor, so the outer one's
-hook gets them and leaves slots. A slot that has died is not filled, whoever let go of it.
+Checkpoints nest: an inner call saves its inputs like any tensor, so the outer hook turns them into
+slots. Slots that have been freed are not filled.
 
-A call's settings are an object of their own, so that they cannot collide with arguments of `fn`:
+Settings live in a separate object, so they cannot collide with arguments of `fn`:
 
     y = checkpoint(block, x, mask=mask)
     careful = Checkpoint(check="hash", random=("torch", "python", "numpy"))
     y = careful(block, x, mask=mask)
 
-Beyond torch's: tensors in lists and dicts are inputs as others are; BatchNorm counts a batch once;
-Python's and NumPy's random numbers, and a check of values, on request; several backward passes over
-parts of a graph leave nothing behind; a tensor that is unpacked twice is computed twice, where
-torch refuses. Writing over a saved tensor, or changing a weight between the two runs, is an error,
-as it is without a checkpoint; torch's is silent.
+Differences from torch's version:
 
-Its limits: a `.backward()` inside `fn` (not `torch.autograd.grad`) adds to `.grad` in each run, and
-what surroundings.py does not list is not restored.
+    - tensors inside lists and dicts are inputs too
+    - BatchNorm counts a batch once
+    - optional: Python's and NumPy's random states, and a check of values
+    - repeated backward passes over parts of a graph leave nothing behind
+    - unpacking a tensor twice recomputes it twice; torch raises an error
+    - writing to a saved tensor, or changing a weight between the runs, is an error, as without a
+      checkpoint; torch's version does not report it
+
+Limits: a `.backward()` inside `fn` (unlike `torch.autograd.grad`) adds to `.grad` in each run, and
+global state not listed in ambient_state.py is not restored.
 """
 
 import weakref
@@ -52,8 +56,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memlab.checkpointing.ambient_state import STATISTICS, Copies, Surroundings
-from memlab.checkpointing.determinism import Check, Facts, facts
+from memlab.checkpointing.ambient_state import STATISTICS, AmbientState, Copies
+from memlab.checkpointing.determinism import Check, SavedTensorInfo, saved_tensor_info
 from memlab.checkpointing.random_states import NAMES
 from memlab.internals.torch_internals import (
     disable_dynamo,
@@ -67,19 +71,20 @@ Result = TypeVar("Result")
 
 
 class CheckpointError(RuntimeError):
-    """A function did something else when it ran again."""
+    """A function behaved differently in its second run."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """How functions are checkpointed: `Checkpoint(...)(fn, *args, **kwargs)`.
+    """Settings for checkpointing a function: `Checkpoint(...)(fn, *args, **kwargs)`.
 
-    check        what must be the same of each tensor in both runs: its shape, dtype and device
-                 ("metadata"), its values too ("hash": 64 bits kept of each, and the time to read
-                 it twice), or nothing but how many there are ("none")
-    random       whose random numbers repeat: any of "torch", "python", "numpy"
-    early_stop   whether the second run ends with the last tensor that backward needs
-    statistics   classes of modules whose buffers the second run must leave alone
+    Args:
+        check: what both runs must agree on: each saved tensor's shape, dtype and device
+            ("metadata"); its values too ("hash": keeps 64 bits per tensor and reads it twice); or
+            only the number of tensors ("none").
+        random: the random states to restore: any of "torch", "python", "numpy".
+        early_stop: whether to end the second run after the last tensor that backward needs.
+        statistics: module classes whose buffers the second run must not change.
     """
 
     check: Check = "metadata"
@@ -89,40 +94,40 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         if self.check not in get_args(Check):
-            raise ValueError(f"got check={self.check!r}; choose one of {_words(get_args(Check))}")
+            raise ValueError(f"got check={self.check!r}; choose one of {_quoted(get_args(Check))}")
         if isinstance(self.random, str) or not set(self.random) <= set(NAMES):
-            raise ValueError(f"got random={self.random!r}; give a tuple of any of {_words(NAMES)}")
+            raise ValueError(f"got random={self.random!r}; give a tuple of any of {_quoted(NAMES)}")
 
-    @disable_dynamo  # compiled around it, the two runs would save different tensors
+    @disable_dynamo  # compiling around it would make the two runs save different tensors
     def __call__(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
-        """fn(*args, **kwargs), with these settings."""
+        """Run fn(*args, **kwargs) with these settings."""
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         call = CheckpointedCall(self, fn, args, kwargs)
-        with saved_tensors_hooks(call.leave_a_slot, call.tensor_of):
+        with saved_tensors_hooks(call.pack, call.unpack):
             result = fn(*args, **kwargs)
-        call.is_over = True
+        call.is_finished = True
         return result
 
 
 def checkpoint(fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
-    """fn(*args, **kwargs), whose activations are computed again when backward needs them.
+    """Run fn(*args, **kwargs), and recompute its activations in backward.
 
-    The value, the gradients and the random numbers drawn later are those of the plain call, to the
-    bit. Tensors are inputs however deep they lie in lists, tuples and dicts. CheckpointError, in
-    backward, if fn does not save the same tensors again.
+    The value, the gradients and later random numbers equal a plain call's, to the bit. Tensors at
+    any depth of lists, tuples and dicts are inputs. Raise CheckpointError in backward if fn does
+    not save the same tensors again.
     """
-    return AS_USUAL(fn, *args, **kwargs)
+    return DEFAULT(fn, *args, **kwargs)
 
 
-AS_USUAL = Checkpoint()
+DEFAULT = Checkpoint()
 
 
 # ------------------------------------------------------------------ the two runs
 
 
 class _Slot:
-    """What the graph holds in a tensor's place."""
+    """The object that the graph holds in place of a saved tensor."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
@@ -133,22 +138,23 @@ class _Slot:
         self.tensor, self.version = tensor, tensor._version
 
     def take(self) -> Tensor:
-        """Its tensor, which it then has no longer, even in a graph that is retained."""
+        """Return the tensor and release it, even if the graph is retained."""
         tensor, self.tensor = self.tensor, None
         assert tensor is not None
         if tensor._version != self.version:
             raise CheckpointError(
-                f"a tensor {facts(tensor, 'metadata')} was written to after it had been saved for "
-                f"backward; write into a new one, such as x * 2 in place of x.mul_(2)"
+                f"a tensor {saved_tensor_info(tensor, 'metadata')} was written to after it had "
+                f"been saved for backward; write into a new one, such as x * 2 in place of "
+                f"x.mul_(2)"
             )
         return tensor
 
 
 class CheckpointedCall:
-    """A call of a function: all that it takes to run it again, and the slots that it left.
+    """One checkpointed call: its arguments and state for the second run, and its slots.
 
-    The graph owns the call and the slots; the call knows its slots by weak references. So
-    everything goes when the graph goes, and no cycle waits for a collector.
+    The graph owns the call and the slots. The call holds only weak references to its slots, so
+    everything is freed with the graph, without a reference cycle.
     """
 
     def __init__(
@@ -160,40 +166,42 @@ class CheckpointedCall:
     ) -> None:
         self.settings, self.fn = settings, fn
         arguments, self.structure = tree_flatten((args, kwargs))
-        self.inputs = Inputs(arguments)
-        self.surroundings = Surroundings(arguments, settings.random)
+        self.inputs = SavedInputs(arguments)
+        self.ambient_state = AmbientState(arguments, settings.random)
         self.slots: list[weakref.ref[_Slot]] = []
-        self.facts: list[Facts | None] = []
-        self.is_over = False
+        self.infos: list[SavedTensorInfo | None] = []
+        self.is_finished = False
 
-    def leave_a_slot(self, tensor: Tensor) -> _Slot:
-        """The hook of the first run."""
+    def pack(self, tensor: Tensor) -> _Slot:
+        """The pack hook of the first run."""
         slot = _Slot()
         self.slots.append(weakref.ref(slot))
-        self.facts.append(facts(tensor, self.settings.check))
+        self.infos.append(saved_tensor_info(tensor, self.settings.check))
         return slot
 
-    def tensor_of(self, slot: _Slot) -> Tensor:
-        """The hook of backward."""
+    def unpack(self, slot: _Slot) -> Tensor:
+        """The unpack hook."""
         if slot.tensor is None:
-            self.run_again()
+            self.rerun()
         tensor = slot.take()
-        if not in_backward():  # someone looks at `y.grad_fn._saved_self`
+        if not in_backward():  # the user inspects `y.grad_fn._saved_self`
             _empty(self.slots)
         return tensor
 
-    def run_again(self) -> None:
-        """Fill every slot that still lives. A backward pass inside fn asks for this early: before
-        the first run is over."""
+    def rerun(self) -> None:
+        """Rerun the function and fill every live slot.
+
+        A backward pass inside fn calls this before the first run is over.
+        """
         args, kwargs = tree_unflatten(self.inputs.tensors(), self.structure)
         second = _SecondRun(self)
         if in_backward():
             when_backward_ends(partial(_empty, self.slots))
         try:
             with (
-                self.surroundings.restored(self.settings.statistics) as second.statistics,
+                self.ambient_state.restored(self.settings.statistics) as second.statistics,
                 torch.enable_grad(),
-                saved_tensors_hooks(second.fill_a_slot, _itself),
+                saved_tensors_hooks(second.pack, _identity),
             ):
                 self.fn(*args, **kwargs)
             second.require_all()
@@ -205,17 +213,17 @@ class CheckpointedCall:
 
 
 class _SecondRun:
-    """The n-th tensor that a function saves, into the n-th slot."""
+    """Puts the n-th tensor saved by the second run into the n-th slot."""
 
     def __init__(self, call: CheckpointedCall) -> None:
         self.call = call
         self.slots = [reference() for reference in call.slots]
         self.last = max(n for n, slot in enumerate(self.slots) if slot is not None)
         self.numbers = count()
-        self.statistics: Copies = []  # which have counted the batch that comes now already
+        self.statistics: Copies = []  # these already include the current batch
 
-    def fill_a_slot(self, tensor: Tensor) -> Tensor:
-        """The hook of the second run; its graph, too, gets the tensor: fn may walk it backward."""
+    def pack(self, tensor: Tensor) -> Tensor:
+        """The pack hook of the second run. Its graph gets the tensor, for a backward inside fn."""
         number, early_stop = next(self.numbers), self.call.settings.early_stop
         without_graph = tensor.detach() if tensor.requires_grad else tensor
         if number < len(self.slots) and (slot := self.slots[number]) is not None:
@@ -223,31 +231,31 @@ class _SecondRun:
             slot.fill(without_graph)
         if number == self.last and early_stop:
             raise _AllFilled
-        if number == len(self.slots) and self.call.is_over and not early_stop:
-            raise self.error(f"saved more than the {number} tensors that it saved before")
+        if number == len(self.slots) and self.call.is_finished and not early_stop:
+            raise self.error(f"saved more than the {number} tensors of the first run")
         return without_graph
 
     def require_same(self, number: int, tensor: Tensor) -> None:
-        wanted, got = self.call.facts[number], facts(tensor, self.call.settings.check)
+        wanted, got = self.call.infos[number], saved_tensor_info(tensor, self.call.settings.check)
         if got != wanted and all(tensor is not copy for copy in self.statistics):
             among = f"tensor {number + 1} of {len(self.slots)}"
-            raise self.error(f"saved as {among} {got}, where it had saved {wanted}")
+            raise self.error(f"saved as {among} {got}, but {wanted} in the first run")
 
     def require_all(self) -> None:
         if (got := next(self.numbers)) <= self.last:
-            raise self.error(f"saved {got} tensors, where it had saved {len(self.slots)}")
+            raise self.error(f"saved {got} tensors, but {len(self.slots)} in the first run")
 
     def error(self, what: str) -> CheckpointError:
         name = getattr(self.call.fn, "__qualname__", type(self.call.fn).__name__)
         return CheckpointError(
             f"when {name} ran again for backward, it {what}; a checkpointed function must do the "
-            f"same in both runs: hand it whatever changes between them as an argument, and name "
-            f"the random numbers that it draws, as in Checkpoint(random=('torch', 'python'))"
+            f"same in both runs: pass everything that changes between them as an argument, and "
+            f"name the random numbers that it draws, as in Checkpoint(random=('torch', 'python'))"
         )
 
 
 class _AllFilled(BaseException):
-    """Ends a second run; no `except Exception` in fn shall stop it."""
+    """Ends the second run. It derives from BaseException so that fn's handlers don't catch it."""
 
 
 def _empty(slots: Iterable["weakref.ref[_Slot]"]) -> None:
@@ -256,12 +264,11 @@ def _empty(slots: Iterable["weakref.ref[_Slot]"]) -> None:
             slot.tensor = None
 
 
-# ------------------------------------------------------------------ the inputs
+# ------------------------------------------------------------------ inputs
 
 
 class _Keep(torch.autograd.Function):
-    """A node beside the graph that saves tensors as all nodes do: by way of whoever's hooks are
-    outside."""
+    """A node outside the main graph that saves tensors, so that enclosing hooks handle them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -269,28 +276,31 @@ class _Keep(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-class Inputs:
-    """A call's arguments. To hold the tensors themselves would keep them from being forgotten by
-    an outer checkpoint, or offloaded by a hook of someone else's."""
+class SavedInputs:
+    """A call's arguments.
+
+    Tensors are saved through autograd rather than referenced, so that an outer checkpoint can drop
+    them and offloading hooks can move them.
+    """
 
     def __init__(self, arguments: list[Any]) -> None:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         self._arguments = [_TENSOR if isinstance(a, Tensor) else a for a in arguments]
-        anchor = torch.empty(0, device="cpu", requires_grad=True)  # or there would be no node
+        anchor = torch.empty(0, device="cpu", requires_grad=True)  # makes autograd create a node
         self._node = _Keep.apply(anchor, *tensors).grad_fn
 
     def tensors(self) -> list[Any]:
-        """The arguments again, computed by an outer checkpoint where there is one."""
+        """Return the arguments. An outer checkpoint recomputes the tensors if there is one."""
         saved = iter(self._node.saved_tensors)
         return [next(saved) if argument is _TENSOR else argument for argument in self._arguments]
 
 
-_TENSOR = object()  # stands where the node keeps a tensor
+_TENSOR = object()  # placeholder for a tensor saved by the node
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _words(names: Iterable[str]) -> str:
+def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)

@@ -1,11 +1,11 @@
-"""A function's operators, written down in one run and played again in another.
+"""Record a function's operators in the first run and replay their outputs in the second.
 
-Both are dispatch modes: they see what runs below autograd. A *value* is what a storage holds until
-it is written over, as a number; a view has the value of its base.
+Both classes are dispatch modes: they see operators below autograd. A *value* is an integer id for
+the content of a storage until it is overwritten. A view has its base's value.
 
-A function that announces itself to torch (`torch.overrides.handle_torch_function`, as
-`memlab.attention.flash_attention` does) is one operator, whatever runs inside: the products of its
-tiles are not for keeping, its results are.
+A function that calls `torch.overrides.handle_torch_function`, such as
+`memlab.attention.flash_attention`, is a composite operator: its results can be kept, but not the
+outputs of the operators inside it.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,45 +35,45 @@ DETACH = torch.ops.aten.detach.default
 
 
 class Operator(NamedTuple):
-    """One call of an operator within a function: what keeping its outputs takes, and saves."""
+    """One operator call: the cost of keeping its outputs, and the operations that this saves."""
 
     number: int
-    func: Any  # such as torch.ops.aten.mm.default, or a function that announces itself
-    bytes: int  # of such a function not known before it is over: 0 when it is chosen
-    operations: int  # the same
+    func: Any  # such as torch.ops.aten.mm.default, or a composite operator
+    bytes: int  # 0 for a composite operator when it is chosen, because it has not run yet
+    operations: int  # likewise
 
 
 @dataclass(eq=False)
 class Output:
-    """A tensor that a call made, on a storage of its own."""
+    """A tensor on a new storage, created by a call."""
 
     value: int
-    make_alike: Callable[[], Tensor]  # the same shape and strides, and any content
-    tensor: Tensor | None  # where it may be kept
+    allocate_like: Callable[[], Tensor]  # allocates the same shape and strides, uninitialized
+    tensor: Tensor | None  # set if it may be kept
     is_overwritten: bool = False
     bytes: int = 0
-    whole: "Whole | None" = None
-    value_at_end: int = -1  # of the whole, which may write over it
-    is_needed: bool = False  # at that end
+    composite: "Composite | None" = None
+    value_at_end: int = -1  # after the composite operator, which may overwrite it
+    is_needed: bool = False  # with the value at the end
 
-    def as_made(self) -> Tensor:
-        """What is held, in the shape in which the call handed it out."""
+    def as_returned(self) -> Tensor:
+        """Return the held tensor in the shape in which the call returned it."""
         assert self.tensor is not None
-        if self.whole is None:
+        if self.composite is None:
             return self.tensor
-        return self.tensor.as_strided(*self.make_alike.args, storage_offset=0)
+        return self.tensor.as_strided(*self.allocate_like.args, storage_offset=0)
 
 
 @dataclass(eq=False)
-class Whole:
-    """One call of a function that is an operator as a whole."""
+class Composite:
+    """One call of a composite operator."""
 
     number: int
     func: Any
     is_chosen: bool
-    must_run: bool = False  # for more than its results
+    must_run: bool = False  # has effects besides its results
     operations: int = 0
-    results: set[Output] = field(default_factory=set)  # what it returned, and backward wants
+    results: set[Output] = field(default_factory=set)  # returned, or needed by backward
 
     @property
     def operator(self) -> Operator:
@@ -82,97 +82,97 @@ class Whole:
 
 
 @dataclass(eq=False)
-class Call:
-    """One call of an operator, as the first run saw it."""
+class RecordedCall:
+    """One operator call of the first run."""
 
     operator: Operator
     reads: frozenset[int]
-    writes: frozenset[int]  # new values, of storages that it wrote over
-    outputs: list[Output | None]  # as the tree's leaves
+    writes: frozenset[int]  # new values of overwritten storages
+    outputs: list[Output | None]  # in the order of the tree's leaves
     structure: TreeSpec
-    must_run: bool  # for more than its outputs
+    must_run: bool  # has effects besides its outputs
     is_chosen_alone: bool
-    whole: Whole | None  # in which it runs
-    is_played: bool = False  # in the second run its outputs are handed out
+    composite: Composite | None  # the composite operator around it
+    is_replayed: bool = False  # the second run returns its outputs without running it
 
     @property
-    def is_playable(self) -> bool:
-        """Whether handing out tensors does for it: a view is made anew, a random number drawn."""
-        if self.whole is not None and not self.whole.must_run:
+    def is_replayable(self) -> bool:
+        """Whether the second run could return tensors instead of running the call."""
+        if self.composite is not None and not self.composite.must_run:
             return any(self.outputs) or bool(self.writes)
         return any(self.outputs) and not self.writes and not self.must_run
 
     @property
     def is_chosen(self) -> bool:
-        if self.whole is None:
+        if self.composite is None:
             return self.is_chosen_alone
-        return self.whole.is_chosen and not self.whole.must_run
+        return self.composite.is_chosen and not self.composite.must_run
 
     @property
-    def to_choose(self) -> Operator | None:
-        """What somebody may choose to keep: the call, or the whole in which it runs."""
-        if self.whole is None:
+    def selectable(self) -> Operator | None:
+        """The operator offered for selection: the call, or the composite operator around it."""
+        if self.composite is None:
             return self.operator
-        return None if self.whole.must_run else self.whole.operator
+        return None if self.composite.must_run else self.composite.operator
 
     @property
     def makes(self) -> set[int]:
         return {output.value for output in self.outputs if output} | self.writes
 
 
-class Recording(TorchDispatchMode):
-    """Writes down every operator inside `with`, and holds the outputs of those that are chosen."""
+class OperatorRecorder(TorchDispatchMode):
+    """Records every operator inside `with`, and holds the outputs of chosen operators."""
 
     def __init__(self, choose: Callable[[Operator], bool]) -> None:
         super().__init__()
         self.choose = choose
-        self.calls: list[Call] = []
-        self._whole: Whole | None = None
-        self._announcements = _Announcements(self._as_one)
-        self.wanted: set[int] = set()  # values that backward wants
-        self._values: dict[int, int] = {}  # of storages, by address
+        self.calls: list[RecordedCall] = []
+        self._composite: Composite | None = None
+        self._interceptor = _CompositeInterceptor(self._run_composite)
+        self.wanted: set[int] = set()  # values that backward needs
+        self._values: dict[int, int] = {}  # by address of the storage
         self._made: dict[int, Output] = {}  # by value; other values come from outside
         self._numbers = count()
 
-    def want(self, tensor: Tensor) -> None:
-        """Backward wants the tensor as it is now."""
+    def mark_needed(self, tensor: Tensor) -> None:
+        """Record that backward needs the tensor with its current value."""
         self.wanted.add(self._value(tensor))
-        self._hold_of_a_whole(tensor)
+        self._hold_result(tensor)
 
-    def __enter__(self) -> "Recording":
-        self._announcements.__enter__()
+    def __enter__(self) -> "OperatorRecorder":
+        self._interceptor.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._announcements.__exit__(*error)
+        self._interceptor.__exit__(*error)
 
-    def _as_one(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """func(*args, **kwargs), as one operator."""
+    def _run_composite(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run func(*args, **kwargs) as one composite operator."""
         number = len(self.calls)
         is_chosen = self.choose(Operator(number, func, 0, 0))
-        self._whole = Whole(number, func, is_chosen)
+        self._composite = Composite(number, func, is_chosen)
         try:
             result = func(*args, **kwargs)
             for leaf in filter(torch.is_tensor, tree_leaves(result)):
-                self._hold_of_a_whole(leaf)
+                self._hold_result(leaf)
         finally:
-            self._whole = None
+            self._composite = None
         return result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _makes_nothing(func):
+        if _is_ignored(func):
             return func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = list(_written(func, args, kwargs))
         reads = frozenset(map(self._value, inputs))
         writes_outside = not all(map(self._is_made_here, written))
         for tensor in inputs:
-            self._require_a_result(tensor)
+            self._require_result(tensor)
         for tensor in written:
-            self._copy_what_is_held_of(tensor)
+            self._copy_held(tensor)
         result = func(*args, **kwargs)
         leaves, structure = tree_flatten(result)
         fresh = [leaf for leaf in leaves if _is_fresh(leaf, inputs)]
@@ -180,15 +180,15 @@ class Recording(TorchDispatchMode):
         operator = Operator(len(self.calls), func, made, operations(func, args, kwargs, result))
         does_more = writes_outside or is_random(func, args, kwargs)
         does_more |= _returns_more_than_tensors(inputs, leaves, fresh)
-        if self._whole is not None:
-            self._whole.must_run |= does_more or _returns_parts(written, leaves, fresh)
-            self._whole.operations += operator.operations
+        if self._composite is not None:
+            self._composite.must_run |= does_more or _returns_parts(written, leaves, fresh)
+            self._composite.operations += operator.operations
         must_run = does_more or (
             bool(written) and not all(tensor.is_floating_point() for tensor in inputs)
         )
-        is_asked_about = bool(fresh) and not (must_run or written or self._whole)
+        is_asked_about = bool(fresh) and not (must_run or written or self._composite)
         is_chosen = is_asked_about and self.choose(operator)
-        call = Call(
+        call = RecordedCall(
             operator,
             reads,
             frozenset(self._overwritten(tensor) for tensor in written),
@@ -196,7 +196,7 @@ class Recording(TorchDispatchMode):
             structure,
             must_run,
             is_chosen,
-            self._whole,
+            self._composite,
         )
         self.calls.append(call)
         return result
@@ -205,12 +205,12 @@ class Recording(TorchDispatchMode):
         return self._values.setdefault(_address(tensor), -1 - len(self._values))
 
     def _is_made_here(self, tensor: Tensor) -> bool:
-        """In this function; while a whole runs, in that."""
+        """Whether this function, or the current composite operator, created the tensor."""
         made = self._made.get(self._value(tensor))
-        return made is not None and (self._whole is None or made.whole is self._whole)
+        return made is not None and (self._composite is None or made.composite is self._composite)
 
     def _output(self, tensor: Tensor, is_chosen: bool) -> Output:
-        make_alike = partial(
+        allocate_like = partial(
             torch.empty_strided,
             tensor.shape,
             tensor.stride(),
@@ -220,98 +220,99 @@ class Recording(TorchDispatchMode):
         held = _alias(tensor) if is_chosen else None
         value = next(self._numbers)
         size = tensor.untyped_storage().nbytes()
-        output = Output(value, make_alike, held, False, size, self._whole, value)
+        output = Output(value, allocate_like, held, False, size, self._composite, value)
         self._values[_address(tensor)] = output.value
         self._made[output.value] = output
         return output
 
     def _overwritten(self, tensor: Tensor) -> int:
-        """The new value of a storage that has been written over."""
+        """Return the new value of an overwritten storage."""
         made = self._made.get(self._value(tensor))
         value = self._values[_address(tensor)] = next(self._numbers)
         if made is None:
             return value
-        if self._whole is not None and made.whole is self._whole:
+        if self._composite is not None and made.composite is self._composite:
             made.value_at_end = value
             self._made[value] = made
         else:
-            self._made[value] = Output(value, made.make_alike, None)
+            self._made[value] = Output(value, made.allocate_like, None)
         return value
 
-    def _hold_of_a_whole(self, tensor: Tensor) -> None:
-        """A tensor that backward wants, or that the function returns."""
+    def _hold_result(self, tensor: Tensor) -> None:
+        """Mark a tensor as a result: backward needs it, or the function returns it."""
         output = self._made.get(self._value(tensor))
-        if output is not None and output.whole is not None:
-            output.whole.results.add(output)
-            output.tensor = _alias(tensor) if output.whole.is_chosen else None
+        if output is not None and output.composite is not None:
+            output.composite.results.add(output)
+            output.tensor = _alias(tensor) if output.composite.is_chosen else None
 
-    def _require_a_result(self, tensor: Tensor) -> None:
-        """What is read of a whole from outside must be a result, or it has to run again."""
+    def _require_result(self, tensor: Tensor) -> None:
+        """A composite operator must run again if code outside reads more than its results."""
         output = self._made.get(self._value(tensor))
-        if output is None or output.whole is None or output.whole is self._whole:
+        if output is None or output.composite is None or output.composite is self._composite:
             return
-        output.whole.must_run |= output not in output.whole.results
+        output.composite.must_run |= output not in output.composite.results
 
-    def _copy_what_is_held_of(self, tensor: Tensor) -> None:
+    def _copy_held(self, tensor: Tensor) -> None:
         output = self._made.get(self._value(tensor))
         if output is None or output.is_overwritten:
             return
-        if self._whole is None or output.whole is not self._whole:
+        if self._composite is None or output.composite is not self._composite:
             output.is_overwritten = True
-            output.tensor = None if output.tensor is None else output.as_made().clone()
+            output.tensor = None if output.tensor is None else output.as_returned().clone()
 
 
-class Playing(TorchDispatchMode):
-    """Runs the same operators again, but hands out the outputs of those that are played."""
+class OperatorReplayer(TorchDispatchMode):
+    """Runs the same operators again, but returns kept outputs for replayed calls."""
 
-    def __init__(self, calls: list[Call], kept: dict[Output, Tensor]) -> None:
+    def __init__(self, calls: list[RecordedCall], kept: dict[Output, Tensor]) -> None:
         super().__init__()
         self.calls, self.kept = iter(calls), kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _makes_nothing(func):
+        if _is_ignored(func):
             return func(*args, **(kwargs or {}))
         call = next(self.calls, None)
         if call is not None and call.operator.func is not func:
             raise CheckpointError(
-                f"when it ran again for backward, a function called {func} where it had called "
-                f"{call.operator.func}; a checkpointed function must do the same in both runs"
+                f"when it ran again for backward, a function called {func}, but "
+                f"{call.operator.func} in the first run; a checkpointed function must do the same "
+                f"in both runs"
             )
-        if call is None or not call.is_played:
+        if call is None or not call.is_replayed:
             return func(*args, **(kwargs or {}))
-        if call.writes:  # of a whole, whose results hold it already
+        if call.writes:  # inside a composite operator, whose results already hold it
             return tree_unflatten(_written(func, args, kwargs or {}), call.structure)
-        leaves = [None if output is None else self._play(output) for output in call.outputs]
+        leaves = [None if output is None else self._replay(output) for output in call.outputs]
         return tree_unflatten(leaves, call.structure)
 
-    def _play(self, output: Output) -> Tensor:
+    def _replay(self, output: Output) -> Tensor:
         tensor = self.kept.get(output)
         if tensor is None:
-            return output.make_alike()  # nobody will read it
+            return output.allocate_like()  # never read
         return tensor.clone() if output.is_overwritten else tensor.detach()
 
 
-class _Announcements(TorchFunctionMode):
-    """Has functions that announce themselves called by way of `as_one`; torch's own are none."""
+class _CompositeInterceptor(TorchFunctionMode):
+    """Passes composite operators (never torch's own functions) to `as_one`."""
 
-    def __init__(self, as_one: Callable[[Any, Any, Any], Any]) -> None:
+    def __init__(self, run_composite: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()
-        self.as_one = as_one
+        self.run_composite = run_composite
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, FunctionType) and func.__module__.split(".")[0] != "torch":
-            return self.as_one(func, args, kwargs)
+            return self.run_composite(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _makes_nothing(func: Any) -> bool:
-    """Hooks detach, and a fake tensor is asked for its device (prim), and not in both runs."""
+def _is_ignored(func: Any) -> bool:
+    """Whether to ignore a call: hooks detach, and fake tensors query devices, in one run only."""
     return func is DETACH or func.namespace == "prim"
 
 
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws random numbers: attention does only if its dropout is not 0."""
+    """Whether a call draws random numbers. Attention does so only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [argument.name for argument in func._schema.arguments]
@@ -320,7 +321,7 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that a call writes over."""
+    """Yield the tensors that a call overwrites."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -330,8 +331,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 def _returns_more_than_tensors(
     inputs: list[Tensor], leaves: list[Any], fresh: list[Tensor]
 ) -> bool:
-    """More than new tensors that others of their shape could stand for: a number that was read off
-    a tensor, another layout, or tensors of which only some are new."""
+    """Whether new tensors cannot replace the results: they include a value read from a tensor,
+    another layout, or a mix of new and existing tensors."""
     is_told_of = bool(inputs) and any(
         not isinstance(leaf, Tensor) and leaf is not None for leaf in leaves
     )
@@ -341,14 +342,14 @@ def _returns_more_than_tensors(
 
 
 def _returns_parts(written: list[Tensor], leaves: list[Any], fresh: list[Tensor]) -> bool:
-    """Something beside what it wrote over, or a part of a storage: a whole cannot hold those."""
+    """Whether a call returns more than its outputs, or part of a storage."""
     returns_more = bool(written) and len(leaves) != len(written)
     return returns_more or any(tensor.storage_offset() for tensor in fresh)
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The tensor without the graph that autograd will hang on it, and with its count of writes: in
-    a dispatch mode, a plain detach begins one of its own."""
+    """Return the tensor without its future graph but with its version counter, which a plain detach
+    in a dispatch mode would not share."""
     with SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

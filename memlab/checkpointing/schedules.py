@@ -1,16 +1,16 @@
-"""Schedules: which stages of a chain keep their activations, and which run again in backward.
+"""Checkpointing schedules: which stages keep their activations and which run again in backward.
 
-A schedule is nested tuples. An int is a plain stage: it runs and keeps what its backward needs. A
-tuple is a segment: its stages run and keep nothing but the segment's input, and run again when
-backward arrives. The outermost tuple is the chain itself.
+A schedule is nested tuples. An int is a plain stage: it runs and saves tensors for backward. A
+tuple is a segment: its stages save only the segment's input and run again in backward. The
+outermost tuple is the chain itself.
 
     (0, 1, 2, 3)            everything is kept
     ((0,), (1,), (2,), (3,))    each stage by itself: four inputs are kept, each stage runs twice
     ((0, 1), (2, 3))        two inputs are kept; backward holds two stages at a time
-    (((0, 1), 2, 3),)       when the segment runs again, it keeps 2 and 3; 0 and 1 run a third time
+    (((0, 1), 2, 3),)       the segment's second run keeps 2 and 3; 0 and 1 run a third time
 
-Here is only the language; memlab.checkpointing.optimal finds the best sentence for a budget, and
-memlab.checkpointing.execution speaks it.
+memlab.checkpointing.optimal finds the best schedule for a budget; memlab.checkpointing.execution
+runs a schedule.
 """
 
 from collections.abc import Iterator
@@ -22,15 +22,15 @@ Schedule: TypeAlias = tuple["int | Schedule", ...]
 
 
 def plain_schedule(stages: int) -> Schedule:
-    """Everything is kept."""
+    """Return the schedule that keeps everything."""
     return tuple(range(_at_least_one("stages", stages)))
 
 
 def uniform_schedule(stages: int, every: int) -> Schedule:
-    """One input kept every so many stages; the last segment may be shorter.
+    """Return segments of `every` stages; the last segment may be shorter.
 
-    `every=1` keeps all inputs and nothing else. (Some say "every second layer" of a schedule that
-    leaves the other half plain: that is `tuple((i,) if i % 2 else i for i in range(stages))`.)
+    `every=1` keeps only the inputs of all stages. ("Checkpoint every second layer" sometimes means
+    that the other layers stay plain: `tuple((i,) if i % 2 else i for i in range(stages))`.)
     """
     _at_least_one("stages", stages)
     _at_least_one("every", every)
@@ -39,12 +39,12 @@ def uniform_schedule(stages: int, every: int) -> Schedule:
 
 
 def sqrt_schedule(stages: int) -> Schedule:
-    """⌊√n⌋ segments, as even as they can be: about √n inputs kept, and √n stages at a time.
+    """Return ⌊√n⌋ segments of nearly equal length: about √n inputs, and √n stages at a time.
 
-    Every segment is checkpointed, the last one too. `torch.utils.checkpoint.checkpoint_sequential`
-    keeps its last segment, and gives it the remainder: 12 stages in 5 segments are 2, 2, 2, 2 and
-    4, kept. That saves running it again where the chain is the whole model. In a language model
-    the logits come after the chain, and they want that memory.
+    Every segment is checkpointed. `torch.utils.checkpoint.checkpoint_sequential` instead leaves its
+    last segment plain and gives it the remainder: 12 stages in 5 segments are 2, 2, 2, 2 and a
+    plain 4. That avoids rerunning it if the chain is the whole model. In a language model, the
+    logits follow the chain and need that memory.
 
     Source   Chen et al. 2016, arXiv 1604.06174.
     """
@@ -56,7 +56,7 @@ def sqrt_schedule(stages: int) -> Schedule:
 
 
 def flat(schedule: Schedule) -> Iterator[int]:
-    """The stages, in the order in which the schedule names them."""
+    """Yield the stages in the order of the schedule."""
     for part in schedule:
         if isinstance(part, int):
             yield part
@@ -65,10 +65,9 @@ def flat(schedule: Schedule) -> Iterator[int]:
 
 
 def executions(schedule: Schedule) -> list[int]:
-    """How often each stage's forward pass is begun: once, and once more for each segment around it.
+    """Return how often each stage's forward pass starts: once, plus once per enclosing segment.
 
-    Less one for each of these that stands last in another: a rerun stops as soon as it has what
-    backward waits for, and of a last part that is a segment it wants only the input.
+    A segment at the end of another segment does not count: the rerun stops at its input.
     """
     runs: list[int] = []
 
@@ -89,7 +88,7 @@ def executions(schedule: Schedule) -> list[int]:
 
 
 def check_schedule(schedule: Any, stages: int) -> None:
-    """TypeError if it is no schedule, ValueError if it is not one of so many stages."""
+    """Raise TypeError if `schedule` is malformed, ValueError unless it covers all the stages."""
     _check_type(schedule, schedule)
     wanted = f"wanted each of the stages 0 to {stages - 1} once, in order"
     for expected, stage in zip(count(), flat(schedule), strict=False):

@@ -1,37 +1,37 @@
-"""Selective checkpointing: forget most activations, and keep those that are dear to compute again.
+"""Selective checkpointing: recompute most activations but keep the expensive ones.
 
-Saves    of what a function's operators make, all but what is chosen.
-Costs    what is not chosen runs again. With matrix products and attention kept, that is next to
-         nothing; with nothing kept, it is `checkpoint`.
-Source   Korthikanti et al. 2022, arXiv 2205.05198, section 5. Production's form is that of torch's
+Saves    the outputs of all other operators.
+Costs    the other operators run again. With matmuls and attention kept, the cost is
+         almost zero; with nothing kept, this equals `checkpoint`.
+Source   Korthikanti et al. 2022, arXiv 2205.05198, section 5. Interface: torch's
          `create_selective_checkpoint_contexts`.
 
-Adds to memlab.reference.selective_checkpointing: choices by operator, by call or by a byte budget,
-operators that write in place or draw random numbers, and all that `checkpoint` adds.
+memlab.reference.selective_checkpointing is the short version. This file adds choices by operator,
+by call or by byte budget, operators that write in place or draw random numbers, and everything
+that `checkpoint` adds.
 
     keeping = selective(MATMULS | ATTENTION)
-    y = keeping(block, x)                                    # as checkpoint(block, x)
+    y = keeping(block, x)                                    # like checkpoint(block, x)
 
-    keeping = selective({flash_attention})                   # a function that announces itself
+    keeping = selective({flash_attention})                   # a composite operator
 
     numbers = best_within(operators_of(block, x), budget_bytes)
-    keeping = selective(numbers)                             # what a budget chose
+    keeping = selective(numbers)                             # chosen by a budget
 
-The first run is written down: which operator read which values, and made which. When it is over, a
-walk back from the tensors that backward wants decides about each operator:
+The first run records the values that each operator reads and creates. After it, a pass from the
+tensors that backward needs back to the inputs decides about each operator:
 
-    it is chosen, and an output is needed        kept, and handed out in the second run
-    it is not chosen, and an output is needed    runs again; so what it read is needed, too
-    no output is needed                          does not run again, and nothing is kept
+    chosen, and an output is needed        kept; the second run returns the output
+    not chosen, and an output is needed    runs again, so its inputs are needed too
+    no output is needed                    does not run again; nothing is kept
 
-So to choose everything keeps what a run without checkpoint does, and no more. (torch's keeps all
-that is chosen: of W2(relu(W1 x)), 1.5 times as much.)
+Choosing every operator therefore keeps exactly what a run without checkpointing keeps. (torch keeps
+every chosen output: 1.5 times as much for W2(relu(W1 x)).)
 
-A function that announces itself (see recording.py) is one operator: its results are kept or not,
-and nothing inside is asked about. An operator that draws random numbers always runs again: those
-after it would draw others. A kept output that the function writes over is copied before. Until the
-first run is over, all chosen outputs are alive. What a function reads past torch (`.numpy()`)
-nobody sees here; compute that outside.
+A composite operator (see recording.py) is kept or recomputed as a whole. Operators that draw random
+numbers always run again, so that later draws stay the same. A kept output that the function
+overwrites is copied first. All chosen outputs stay alive until the first run ends. Values read
+outside torch (`.numpy()`) are not recorded; compute them outside the checkpoint.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -41,19 +41,25 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from memlab.checkpointing.recompute import AS_USUAL, CheckpointedCall, Inputs
-from memlab.checkpointing.recording import Call, Operator, Output, Playing, Recording
+from memlab.checkpointing.recompute import DEFAULT, CheckpointedCall, SavedInputs
+from memlab.checkpointing.recording import (
+    Operator,
+    OperatorRecorder,
+    OperatorReplayer,
+    Output,
+    RecordedCall,
+)
 
-# Operators, functions that announce themselves, numbers of calls; or a function asked about each.
+# Operators, composite operators, numbers of calls; or a function that decides for each operator.
 Keep: TypeAlias = Collection[Any] | Callable[[Operator], bool]
 
 
 def selective(keep: Keep) -> Callable[..., Any]:
-    """A `checkpoint` that keeps the outputs of the chosen operators: see above."""
+    """Return a `checkpoint` function that keeps the outputs of the chosen operators."""
     choose = keep if callable(keep) else lambda call: call.func in keep or call.number in keep
 
     def keeping(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """fn(*args, **kwargs), which keeps of its activations what was chosen."""
+        """Run fn(*args, **kwargs), and keep the chosen activations."""
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         return _Selection(fn, choose).first_run(args, kwargs)
@@ -62,19 +68,19 @@ def selective(keep: Keep) -> Callable[..., Any]:
 
 
 def operators_of(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Operator]:
-    """What a checkpoint of fn(*args, **kwargs) runs again, and could keep instead. It runs fn."""
+    """Run fn once and return the operators that a checkpoint would run again and could keep."""
     selection = _Selection(fn, lambda operator: False)
     with torch.enable_grad():
         selection.first_run(args, kwargs)
-    again = [call for call in selection.calls if call.is_playable and not call.is_played]
-    return list(dict.fromkeys(call.to_choose for call in again if call.to_choose))
+    again = [call for call in selection.calls if call.is_replayable and not call.is_replayed]
+    return list(dict.fromkeys(call.selectable for call in again if call.selectable))
 
 
 def best_within(operators: Iterable[Operator], budget_bytes: int) -> frozenset[int]:
-    """The numbers of those to keep, so that the rest has the fewest operations: a knapsack.
+    """Choose the operators to keep within a budget so that recomputation is least: a knapsack.
 
-    Bytes are exact. torch's `activation_memory_budget` rounds to 1/10,000 of all, and can come out
-    above the budget. Of all choices, only those are carried on that no other beats in both.
+    Return their numbers. Bytes are exact; torch's `activation_memory_budget` rounds to 1/10,000 of
+    the total and can exceed the budget. The search carries on only the Pareto front.
     """
     if budget_bytes < 0:
         raise ValueError(f"got a budget of {budget_bytes} bytes; give 0 or more")
@@ -85,14 +91,14 @@ def best_within(operators: Iterable[Operator], budget_bytes: int) -> frozenset[i
             for taken, spared, numbers in choices
             if taken + operator.bytes <= budget_bytes
         ]
-        choices = _undominated(choices + larger)
+        choices = _pareto_front(choices + larger)
     return choices[-1][2]
 
 
-def _undominated(
+def _pareto_front(
     choices: list[tuple[int, int, frozenset[int]]],
 ) -> list[tuple[int, int, frozenset[int]]]:
-    """By growing bytes, each that spares more operations than all before it."""
+    """Return the Pareto front: by growing bytes, choices that save more than all before."""
     best = []
     for choice in sorted(choices, key=lambda choice: (choice[0], -choice[1])):
         if not best or choice[1] > best[-1][1]:
@@ -101,49 +107,49 @@ def _undominated(
 
 
 class _Selection:
-    """One call of a function: what was written down of it, and what is kept."""
+    """One call of a function: its recorded operators and its kept outputs."""
 
     def __init__(self, fn: Callable[..., Any], choose: Callable[[Operator], bool]) -> None:
         self.fn, self.choose = fn, choose
         self.__qualname__ = getattr(fn, "__qualname__", type(fn).__name__)  # for messages
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.kept_outputs: list[Output] = []
 
     def first_run(self, args: Any, kwargs: Any) -> Any:
-        call = CheckpointedCall(AS_USUAL, self, args, kwargs)
-        recording = Recording(self.choose)
+        call = CheckpointedCall(DEFAULT, self, args, kwargs)
+        recording = OperatorRecorder(self.choose)
 
-        def leave_a_slot(tensor: Tensor) -> Any:
-            recording.want(tensor)
-            return call.leave_a_slot(tensor)
+        def pack(tensor: Tensor) -> Any:
+            recording.mark_needed(tensor)
+            return call.pack(tensor)
 
-        with saved_tensors_hooks(leave_a_slot, call.tensor_of), recording:
+        with saved_tensors_hooks(pack, call.unpack), recording:
             result = self.fn(*args, **kwargs)
-        call.is_over = True
-        self.kept_outputs = decide(recording.calls, recording.wanted)
-        # As an input of the second run: whoever's hooks are outside may have it.
-        self.kept = Inputs([output.as_made() for output in self.kept_outputs])
+        call.is_finished = True
+        self.kept_outputs = select_kept(recording.calls, recording.wanted)
+        # Keep them as inputs of the second run, so that enclosing hooks can handle them.
+        self.kept = SavedInputs([output.as_returned() for output in self.kept_outputs])
         for output in (output for call in recording.calls for output in call.outputs if output):
             output.tensor = None
         self.calls = recording.calls
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The second run; one that comes before the first is over finds nothing kept."""
+        """Run the function again. Nothing is kept yet if the first run is not over."""
         tensors = self.kept.tensors() if self.kept_outputs else []
-        with Playing(self.calls, dict(zip(self.kept_outputs, tensors, strict=True))):
+        with OperatorReplayer(self.calls, dict(zip(self.kept_outputs, tensors, strict=True))):
             return self.fn(*args, **kwargs)
 
 
-def decide(calls: list[Call], wanted: Iterable[int]) -> list[Output]:
-    """Mark the calls that need not run again, and return what to keep for that."""
+def select_kept(calls: list[RecordedCall], wanted: Iterable[int]) -> list[Output]:
+    """Mark the calls that need not run again, and return the outputs to keep for them."""
     needed, kept = set(wanted), []
     for call in reversed(calls):
         for output in filter(None, call.outputs):
             output.is_needed = output.value_at_end in needed
         is_needed = call.must_run or not call.makes.isdisjoint(needed)
-        call.is_played = call.is_playable and (call.is_chosen or not is_needed)
-        if call.is_played:
+        call.is_replayed = call.is_replayable and (call.is_chosen or not is_needed)
+        if call.is_replayed:
             kept += [output for output in call.outputs if output and output.is_needed]
         elif is_needed:
             needed |= call.reads

@@ -1,4 +1,8 @@
-"""The command `memlab`."""
+"""The `memlab` command line.
+
+Importing torch takes seconds, so this module does not. Each command imports torch when it runs,
+which keeps `--help` fast and lets `main` catch Ctrl-C during the import.
+"""
 
 import codecs
 import os
@@ -8,25 +12,22 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from memlab.cli.errors import UsageError, one_line
-from memlab.cli.parsing import Command, Commands, number, whole
+from memlab.cli.errors import UsageError, escaped_line
+from memlab.cli.parsing import Command, Commands, integer_option, integer_parser
 from memlab.cli.requests import Request
 
-# Nothing here imports torch, which takes seconds: each command does so when it is called. The help
-# comes at once then, and Ctrl-C during those seconds is caught in `main`.
-
-INTERRUPTED = 130  # as shells count: 128 and the number of the signal
-# What is more than this is a slip, and takes longer to refuse than to type.
-MOST_SEQUENCES, MOST_TOKENS, MOST_STEPS = 10**6, 10**8, 10**9
-MOST_RANKS = 100_000  # beyond, all is padding
-MOST_RECIPES = 100
+INTERRUPTED = 130  # the shells' exit status after SIGINT: 128 + the signal's number
+# A larger value is a typo, and would take too long to process.
+MAX_SEQUENCES, MAX_TOKENS, MAX_STEPS = 10**6, 10**8, 10**9
+MAX_RANKS = 100_000  # with more ranks, shards hold nothing but padding
+MAX_RECIPES = 100
 ASSUME = (
-    "With --script, where a dry run meets a size that depends on values, as in x[mask]: most "
-    "(every element is chosen) or a fraction of them."
+    "Size to assume where a tensor's size depends on its values, as with boolean indexing: 'most' "
+    "selects every element, a fraction such as 0.15 that share. Only with --script."
 )
 KERNELS = (
-    "Take flash-attention, chunked-loss, int8-activations, int4-activations, adam8bit and lion8bit "
-    "by their Triton kernels, on CUDA."
+    "Use the Triton kernels for flash-attention, chunked-loss, int8-activations, int4-activations, "
+    "adam8bit and lion8bit. Needs CUDA."
 )
 IN_ASCII = {
     "×": "x",
@@ -47,15 +48,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help="Where every byte of a training step goes, measured.\n\n"
-    "Start with [bold]memlab measure[/]: it takes one step of a small model, plain and with each "
-    "memory technique, and shows what each saves and costs on this machine. "
-    "[bold]memlab doctor[/] says what this machine has. "
+    help="Measure where every byte of a training step goes.\n\n"
+    "Start with [bold]memlab measure[/]. It runs one training step of a small model, first without "
+    "any technique and then with each one, and shows how much memory each technique saves and how "
+    "much time it costs on this machine. "
+    "[bold]memlab doctor[/] checks this machine. "
     "[bold]memlab start 1[/] begins the course.",
 )
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from memlab import __version__
 
@@ -67,21 +69,23 @@ def _say_version(wanted: bool) -> None:
 def _any_command(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Say which this is."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """What can be said before a command."""
+    """Handle the options that come before a command."""
 
 
 class _WithNames(Command):
-    """A command whose help ends with the names of the models and of the techniques."""
+    """A command whose help ends with the names of all models and techniques."""
 
     def format_help(self, *args: Any) -> None:
         from memlab.model import PRESETS
         from memlab.train import TECHNIQUES
 
         techniques = "\n\n".join(f"[bold]{name}[/]: {t.summary}" for name, t in TECHNIQUES.items())
-        self.epilog = f"The models: {', '.join(PRESETS)}\n\nThe techniques:\n\n{techniques}"
+        self.epilog = f"Models: {', '.join(PRESETS)}\n\nTechniques:\n\n{techniques}"
         super().format_help(*args)
 
 
@@ -89,65 +93,72 @@ class _WithNames(Command):
 def measure_command(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Option(help="One of those below, small to large.", metavar="NAME")
+        str | None,
+        typer.Option(help="Model to measure. The names are listed below.", metavar="NAME"),
     ] = None,
     batch: Annotated[
         int | None,
-        number("--batch", MOST_SEQUENCES, "Sequences in a batch."),
+        integer_option("--batch", MAX_SEQUENCES, "Sequences per batch."),
     ] = None,
     seq: Annotated[
         int | None,
-        number("--seq", MOST_TOKENS, "Tokens in a sequence."),
+        integer_option("--seq", MAX_TOKENS, "Tokens per sequence."),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the weights: float32, bfloat16 or float16.", metavar="NAME"),
+        typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.", metavar="NAME"),
     ] = None,
     technique: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this one, beside plain; a+b is both at once. May be given again.",
+            help="Technique to compare with the plain step (default: all of them). Join names "
+            "with + to combine techniques. Repeat the option to compare several.",
             metavar="NAME",
         ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu, cuda (ROCm too), mps or xpu; found by itself. With --dry-run, cuda or "
-            "cuda:hopper predicts what such a card would need.",
+            help="cpu, cuda (also ROCm), mps or xpu. Default: the accelerator if there is one, "
+            "else the CPU. With --dry-run, cuda or cuda:hopper predicts the memory needed on "
+            "such a GPU.",
             metavar="NAME",
         ),
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Compute nothing: exact bytes of models of any size."),
+        typer.Option(
+            "--dry-run",
+            help="Compute nothing and allocate nothing: exact bytes for a model of any size.",
+        ),
     ] = False,
     ranks: Annotated[
         int | None,
-        number(
+        integer_option(
             "--ranks",
-            MOST_RANKS,
-            "What one of so many ranks holds and sends in each stage of ZeRO, by a dry run of "
-            "one of the models.",
+            MAX_RANKS,
+            "Show what one rank of this many holds and sends in each ZeRO stage. Uses a dry run "
+            "of one of the models.",
         ),
     ] = None,
     script: Annotated[
         str | None,
         typer.Option(
-            help="A step of your own: a function that returns (step, model, optimizer).",
+            help="Measure your own training step: a function that returns (step, model, "
+            "optimizer).",
             metavar="PATH.py:FUNCTION",
         ),
     ] = None,
     assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION")] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
     out: Annotated[
-        str, typer.Option(help="The folder for pictures and numbers.", metavar="FOLDER")
+        str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
     ] = "work",
 ) -> None:
     """Show where the bytes of one training step go, and what each technique saves and costs.
 
-    Without options, it takes a model that suits this machine, and a minute or two. The step
-    that is measured is the second: the first creates the optimizer's state.
+    Without options, memlab picks a model that suits this machine and takes a minute or two.
+    It measures the second step, because the first step creates the optimizer state.
 
     [bold]memlab measure --technique checkpointing --batch 8[/]
 
@@ -182,12 +193,12 @@ def measure_command(
 
 
 def _refuse_conflicts(request: Request, context: typer.Context) -> None:
-    """Options of `memlab measure` that do not go together."""
+    """Raise UsageError for options of `memlab measure` that exclude each other."""
     if request.ranks is not None:
         if given := " and ".join(_given(context, "script", "device", "kernels", "assume")):
             raise UsageError(
                 f"got --ranks together with {given}; a rank is measured by a dry run of one of the "
-                f"models, on no device: leave {given} out"
+                f"models, without a device: leave {given} out"
             )
         return
     _require_script_for(request.assume, request.script)
@@ -209,46 +220,57 @@ def _refuse_conflicts(request: Request, context: typer.Context) -> None:
 def train_command(
     model: Annotated[
         str | None,
-        typer.Option(help="One of those below, or a file of a shape.", metavar="NAME|CONFIG.json"),
+        typer.Option(
+            help="Model to train: a name listed below, or a config.json in Hugging Face's format.",
+            metavar="NAME|CONFIG.json",
+        ),
     ] = None,
     technique: Annotated[
-        str, typer.Option(help="One of those below; a+b is both at once.", metavar="NAME")
+        str,
+        typer.Option(
+            help="Technique to train with. Join names with + to combine techniques.", metavar="NAME"
+        ),
     ] = "plain",
     dtype: Annotated[
         str | None,
-        typer.Option(help="Of the weights: float32, bfloat16 or float16.", metavar="NAME"),
+        typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.", metavar="NAME"),
     ] = None,
     batch: Annotated[
         int | None,
-        number("--batch", MOST_SEQUENCES, "Sequences in a batch."),
+        integer_option("--batch", MAX_SEQUENCES, "Sequences per batch."),
     ] = None,
     seq: Annotated[
         int | None,
-        number("--seq", MOST_TOKENS, "Tokens in a sequence."),
+        integer_option("--seq", MAX_TOKENS, "Tokens per sequence."),
     ] = None,
     steps: Annotated[
         int,
-        number("--steps", MOST_STEPS, "How many, each on a new batch."),
+        integer_option("--steps", MAX_STEPS, "Training steps to run, each on a new batch."),
     ] = 10,
     memory: Annotated[
         str | None,
         typer.Option(
-            help="On CUDA: the most that the allocator may reserve, such as 24GB. The context "
-            "that CUDA itself takes in a process comes on top.",
+            help="Limit on the memory that CUDA's caching allocator may reserve, such as 24GB. "
+            "The CUDA context needs memory in addition.",
             metavar="BYTES",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu, cuda (ROCm too), mps or xpu; found by itself.", metavar="NAME"),
+        typer.Option(
+            help="cpu, cuda (also ROCm), mps or xpu. Default: the accelerator if there is one, "
+            "else the CPU.",
+            metavar="NAME",
+        ),
     ] = None,
     kernels: Annotated[bool, typer.Option("--kernels", help=KERNELS)] = False,
 ) -> None:
-    """Take real training steps: their loss, their peak and their seconds.
+    """Run real training steps and print their loss, peak memory and time.
 
-    The weights are random and the text is torch's own source, a byte a token: nothing is
-    downloaded, and nothing is written. The loss is in nats and starts near the logarithm of the
-    vocabulary. What a step takes, without taking it, says memlab measure --dry-run.
+    The weights are random. The text is PyTorch's own source code, one byte per token, so
+    nothing is downloaded, and nothing is written. The loss is in nats and starts near the
+    logarithm of the vocabulary size. To find the memory of a step without running it, use
+    memlab measure --dry-run.
 
     [bold]memlab train --model 25m --steps 20[/]
 
@@ -277,8 +299,8 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A preset (memlab measure --help names them), or the path of a config.json in "
-            "Hugging Face's format.",
+            help="Model to plan for: a preset (memlab measure --help lists them) or the path of a "
+            "config.json in Hugging Face's format.",
             metavar="NAME|PATH",
         ),
     ] = None,
@@ -287,87 +309,103 @@ def plan_command(
         typer.Option(
             "--memory",
             "--gpu",
-            help="Of each GPU: 24GB (24·10⁹ bytes), 24GiB (24·2³⁰), or a card such as rtx4090.",
-            metavar="BYTES|CARD",
+            help="Memory of each GPU: 24GB (24·10⁹ bytes), 24GiB (24·2³⁰ bytes), or a GPU's name "
+            "such as rtx4090.",
+            metavar="BYTES|GPU",
         ),
     ] = None,
     gpus: Annotated[
         int,
-        number("--gpus", MOST_RANKS, "How many of them."),
+        integer_option("--gpus", MAX_RANKS, "Number of GPUs."),
     ] = 1,
     batch: Annotated[
         int,
-        number("--batch", MOST_SEQUENCES, "Sequences in the batch of each GPU."),
+        integer_option("--batch", MAX_SEQUENCES, "Sequences per batch on each GPU."),
     ] = 1,
     seq: Annotated[
         int | None,
-        number(
+        integer_option(
             "--seq",
-            MOST_TOKENS,
-            "Tokens in a sequence; 2048, or what the model takes, unless given.",
+            MAX_TOKENS,
+            "Tokens per sequence. Default: 2048, or the model's maximum if that is less.",
         ),
     ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Only this one: float32, autocast, bfloat16 or master-weights.", metavar="NAME"
+            help="Consider only this precision: float32, autocast, bfloat16 or master-weights.",
+            metavar="NAME",
         ),
     ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help="Only this one: adamw, adam8bit, adam-mini, lion or lion8bit.", metavar="NAME"
+            help="Consider only this optimizer: adamw, adam8bit, adam-mini, lion or lion8bit.",
+            metavar="NAME",
         ),
     ] = None,
     lora: Annotated[
-        bool | None, typer.Option("--lora/--full", help="Only LoRA, or only all weights.")
+        bool | None,
+        typer.Option("--lora/--full", help="Consider only LoRA, or only training all weights."),
     ] = None,
     tensor_parallel: Annotated[
         int,
-        number(
+        integer_option(
             "--tensor-parallel",
-            MOST_RANKS,
-            "Parts of each matrix on as many GPUs; by formula alone.",
+            MAX_RANKS,
+            "GPUs that split each matrix (tensor parallelism). By formula only.",
         ),
     ] = 1,
     pipeline_parallel: Annotated[
         int,
-        number("--pipeline-parallel", MOST_RANKS, "Parts of the model's depth; by formula alone."),
+        integer_option(
+            "--pipeline-parallel",
+            MAX_RANKS,
+            "GPUs that split the model's layers (pipeline parallelism). By formula only.",
+        ),
     ] = 1,
     count: Annotated[
         int,
-        number("--recipes", MOST_RECIPES, "How many to measure; the others are by formula."),
+        integer_option(
+            "--recipes",
+            MAX_RECIPES,
+            "Recipes to predict operator by operator. The others are computed by formula.",
+        ),
     ] = 2,
     exact: Annotated[
         bool,
-        typer.Option("--exact", help="Measure the largest batch and length, too: some minutes."),
+        typer.Option(
+            "--exact",
+            help="Also predict the largest batch and sequence length operator by operator. Takes "
+            "a few minutes.",
+        ),
     ] = False,
     device: Annotated[
         str | None,
         typer.Option(
-            help="cuda, cuda:hopper, or cpu for the memory of a machine without a GPU; as the card "
-            "has it.",
+            help="Kind of device to plan for: cuda, cuda:hopper, or cpu for a machine without a "
+            "GPU. Default: the kind of the GPU given by --memory.",
             metavar="NAME",
         ),
     ] = None,
     script: Annotated[
         str | None,
         typer.Option(
-            help="A step of your own: a function that returns (step, model, optimizer).",
+            help="Plan your own training step: a function that returns (step, model, optimizer).",
             metavar="PATH.py:FUNCTION",
         ),
     ] = None,
     assume: Annotated[str | None, typer.Option(help=ASSUME, metavar="most|FRACTION")] = None,
     out: Annotated[
-        str, typer.Option(help="The folder for the picture and the numbers.", metavar="FOLDER")
+        str, typer.Option(help="Folder for the picture and the results.", metavar="FOLDER")
     ] = "work",
 ) -> None:
-    """Say whether a model's training fits into a memory, with which recipe, at what cost.
+    """Find the recipes with which a model's training fits into a given amount of memory.
 
-    Recipes are compared by formula, the fastest of them predicted operator by
-    operator, and what is said to fit was predicted to, reserved bytes and CUDA's
-    own share included. No GPU is needed. The last line is the command that trains
-    so. The exit status is 1 if nothing fits.
+    All recipes are compared by formula. The fastest ones are then predicted operator by
+    operator, including reserved memory and the CUDA context, so a recipe that is reported
+    to fit has been predicted to fit. No GPU is needed. The output ends with the command
+    that runs the training. The exit status is 1 if nothing fits.
 
     [bold]memlab plan --model llama-2-7b --memory 24GB[/]
 
@@ -380,8 +418,8 @@ def plan_command(
     if script is not None:
         from memlab.cli.plan_script import plan_script
 
-        its_own = ("script", "memory", "device", "assume", "out")
-        others = [n for n in context.params if n not in its_own]
+        script_options = ("script", "memory", "device", "assume", "out")
+        others = [n for n in context.params if n not in script_options]
         if given := ", ".join(_given(context, *others)):
             raise UsageError(
                 f"got --script together with {given}; a script brings its own model, batch and "
@@ -413,7 +451,7 @@ def plan_command(
 
 @app.command("doctor", cls=Command)
 def doctor_command() -> None:
-    """Say what this machine has and what works on it, one OK or FAIL a line."""
+    """Check this machine: print what it has and whether memlab works on it, OK or FAIL per line."""
     from memlab.cli.doctor import examine
 
     raise typer.Exit(examine())
@@ -425,12 +463,14 @@ COURSE = "The course"
 
 DayNumber = Annotated[
     int,
-    typer.Argument(metavar="DAY", help="The number of a day, such as 1.", parser=whole("the day")),
+    typer.Argument(
+        metavar="DAY", help="The number of a day, such as 1.", parser=integer_parser("the day")
+    ),
 ]
 ExerciseId = Annotated[
-    str, typer.Argument(metavar="EXERCISE", help="A day and a number in it, such as 1.2.")
+    str, typer.Argument(metavar="EXERCISE", help="The number of an exercise, such as 1.2.")
 ]
-Sure = Annotated[bool, typer.Option("--yes", help="Don't ask.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Don't ask for confirmation.")]
 
 
 @app.command("start", cls=Command, rich_help_panel=COURSE)
@@ -438,15 +478,17 @@ def start_command(
     day: DayNumber,
     to_jupyter: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- OPTIONS", help="What is handed on to JupyterLab."),
+        typer.Argument(metavar="-- OPTIONS", help="Options to pass to JupyterLab."),
     ] = None,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Make the copy, no more.")] = False,
+    no_open: Annotated[
+        bool, typer.Option("--no-open", help="Copy the lesson without opening it.")
+    ] = False,
 ) -> None:
     """Copy a day's lesson into work/ and open the copy in JupyterLab.
 
-    The copy is yours: guess before you measure, write what is missing. It is
-    never overwritten, and a newer version of the lesson leaves it as it is.
-    JupyterLab runs until Ctrl-C.
+    The copy is yours: guess before you measure, and fill in the missing code. memlab never
+    overwrites it, even when the lesson has a newer version. JupyterLab runs until you
+    press Ctrl-C.
 
     [bold]memlab start 1[/]
 
@@ -464,15 +506,16 @@ def check_command(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="DAY|EXERCISE", help="A day, such as 1, or one exercise, such as 1.2."
+            metavar="DAY|EXERCISE",
+            help="The number of a day, such as 1, or an exercise, such as 1.2.",
         ),
     ],
 ) -> None:
-    """Say which of your answers are right, on their values and on their bytes.
+    """Check the values and the memory of your answers.
 
-    Your copy in work/ is read as it was last saved. Of it only imports, constants,
-    functions and classes are run: what an answer needs, it gets as arguments.
-    The exit status is 0 if everything is right, 1 if not, and 2 for what is no day or exercise.
+    memlab reads your copy in work/ as you last saved it. It runs only the imports, constants,
+    functions and classes in it, and passes each answer its inputs as arguments. The exit status
+    is 0 if everything is right, 1 if not, and 2 if there is no such day or exercise.
 
     [bold]memlab check 1[/]
 
@@ -485,9 +528,9 @@ def check_command(
 
 @app.command("hint", cls=Command, rich_help_panel=COURSE)
 def hint_command(exercise: ExerciseId) -> None:
-    """Show a hint: the first is a nudge, the third is nearly the answer.
+    """Show a hint: the first is a nudge, the third nearly gives the answer.
 
-    Each time it is one more, together with those before it.
+    Each call shows one more hint, below the earlier ones.
 
     [bold]memlab hint 1.2[/]
     """
@@ -497,10 +540,10 @@ def hint_command(exercise: ExerciseId) -> None:
 
 
 @app.command("diff", cls=Command, rich_help_panel=COURSE)
-def diff_command(exercise: ExerciseId, yes: Sure = False) -> None:
-    """Show your answer beside the solution: what to take out (-), what to put in (+).
+def diff_command(exercise: ExerciseId, yes: Yes = False) -> None:
+    """Compare your answer with the solution: lines to remove (-) and lines to add (+).
 
-    It asks first if you have not tried the exercise yet.
+    It asks for confirmation first if you have not tried the exercise yet.
 
     [bold]memlab diff 1.2[/]
     """
@@ -511,18 +554,18 @@ def diff_command(exercise: ExerciseId, yes: Sure = False) -> None:
 
 @app.command("progress", cls=Command, rich_help_panel=COURSE)
 def progress_command() -> None:
-    """Show what is done, what is left, and how your guesses come closer."""
+    """Show which exercises are done and how close your guesses are."""
     from memlab.cli import course
 
     raise typer.Exit(course.progress())
 
 
 @app.command("reset", cls=Command, rich_help_panel=COURSE)
-def reset_command(day: DayNumber, yes: Sure = False) -> None:
-    """Begin a day again: your copy moves to work/backups/, nothing is deleted.
+def reset_command(day: DayNumber, yes: Yes = False) -> None:
+    """Start a day over. Your copy moves to work/backups/; nothing is deleted.
 
-    A fresh copy takes its place, and the day's checks, hints and guesses are
-    forgotten. It says what it will do and asks; if the answer is no, nothing
+    You get a fresh copy of the lesson, and the day's checks, hints and guesses are cleared.
+    The command says what it will do and asks for confirmation. If you answer no, nothing
     changes and the exit status is 1.
 
     [bold]memlab reset 1[/]
@@ -532,19 +575,19 @@ def reset_command(day: DayNumber, yes: Sure = False) -> None:
     raise typer.Exit(course.reset(day, sure=yes))
 
 
-# ------------------------------------------------------------------ what all commands share
+# ------------------------------------------------------------------ shared by all commands
 
 
 def main() -> None:
-    """Run the command line: what a user can cause ends as one line on standard error, status 2."""
-    _print_what_the_terminal_can()
-    _require_a_folder_to_work_in()
+    """Run the command line. A user's error becomes one line on standard error and status 2."""
+    _replace_unencodable_characters()
+    _require_existing_folder()
     _require_text(sys.argv[1:])
     try:
         status = app(prog_name="memlab", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):  # which of the two depends on typer's version
         status = INTERRUPTED
-    except UsageError as error:  # anything else is a mistake of ours, and keeps its traceback
+    except UsageError as error:  # any other exception is a bug in memlab: keep its traceback
         _fail(str(error), 2)
     if status == INTERRUPTED:
         _fail("interrupted; nothing was written", INTERRUPTED)
@@ -552,7 +595,7 @@ def main() -> None:
 
 
 def _given(context: typer.Context, *names: str) -> list[str]:
-    """The options of those parameters that were given, whatever their value."""
+    """Return the options among the parameters `names` that the user gave, with any value."""
     option_of = {param.name: param.opts[0] for param in context.command.params}
     source_of = context.get_parameter_source
     return [option_of[n] for n in names if getattr(source_of(n), "name", "") == "COMMANDLINE"]
@@ -567,20 +610,20 @@ def _require_script_for(assume: str | None, script: str | None) -> None:
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    print(f"memlab: {one_line(message)}", file=sys.stderr)
+    print(f"memlab: {escaped_line(message)}", file=sys.stderr)
     sys.exit(status)
 
 
-def _require_a_folder_to_work_in() -> None:
-    """Before torch is imported, whose libraries end the process in a folder that is gone."""
+def _require_existing_folder() -> None:
+    """Check this before importing torch, whose libraries abort in a folder that was deleted."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        _fail("the folder that this runs in has been removed; change to one that is there", 2)
+        _fail("the current folder has been deleted; change to a folder that exists", 2)
 
 
 def _require_text(arguments: Iterable[str]) -> None:
-    """A path may be any bytes; pictures and results, which hold it as text, may not."""
+    """Require UTF-8 arguments: a path may hold any bytes, but pictures and results hold text."""
     for argument in arguments:
         if not argument.isascii() and any("\ud800" <= c <= "\udfff" for c in argument):
             _fail(
@@ -588,8 +631,8 @@ def _require_text(arguments: Iterable[str]) -> None:
             )
 
 
-def _print_what_the_terminal_can() -> None:
-    """Write × as x where the encoding has none, rather than end with a UnicodeEncodeError."""
+def _replace_unencodable_characters() -> None:
+    """Print × as x if the terminal's encoding lacks it, instead of a UnicodeEncodeError."""
     codecs.register_error("memlab", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -597,7 +640,7 @@ def _print_what_the_terminal_can() -> None:
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """What to write for what the encoding has not, and where to go on."""
+    """Return the replacement for characters that cannot be encoded, and where to continue."""
     assert isinstance(error, UnicodeEncodeError)
     characters = error.object[error.start : error.end]
     return "".join(IN_ASCII.get(c, "?") for c in characters), error.end

@@ -1,6 +1,6 @@
 """The learner's commands: start, check, hint, diff, progress and reset.
 
-All of them work offline, and all but JupyterLab itself work without Jupyter.
+All of them work offline. Only opening the notebook needs JupyterLab.
 """
 
 import difflib
@@ -18,236 +18,234 @@ from rich.table import Table
 from rich.text import Text
 
 from memlab.cli import terminal
-from memlab.cli.errors import UsageError, shown
+from memlab.cli.errors import UsageError, quoted
 from memlab.course import answers, days, notebooks, workspace
-from memlab.course import progress as noted
+from memlab.course import progress as records
 from memlab.course.exercises import DIFFICULTIES, HINTS, NOT_ATTEMPTED, OK, Exercise, Verdict
 from memlab.course.progress import Progress, Record
 
-DECLINED = 1  # the exit status where the answer to a question was no
-PATIENCE_SECONDS = 10  # that JupyterLab has to end by itself after Ctrl-C
-EVERY_LINE = 1000  # of a cell, as context in a diff
-LONGEST_ID = 20  # characters of an exercise's number, which has 3 to 5
+DECLINED = 1  # exit status after the user answered no
+SHUTDOWN_SECONDS = 10  # JupyterLab gets this long to stop after Ctrl-C
+WHOLE_CELL = 1000  # context lines in a diff
+MAX_ID_LENGTH = 20  # an exercise's number has 3 to 5 characters
 STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 def start(number: int, *, opens: bool, to_jupyter: Sequence[str]) -> int:
-    """Copy the lesson unless a copy is there, and open it until JupyterLab ends: its status."""
+    """Copy the lesson if there is no copy yet, open JupyterLab and return its exit status."""
     if to_jupyter and not to_jupyter[0].startswith("-"):
         raise UsageError(
-            f"got {shown(to_jupyter[0])} after the day; give one day, and options of JupyterLab "
+            f"got {quoted(to_jupyter[0])} after the day; give one day, and options of JupyterLab "
             f"after --, such as memlab start {number} -- --no-browser"
         )
-    with _in_one_sentence():
+    with _as_usage_errors():
         copy = workspace.start(number)
-    terminal.say(_what_start_did(copy, number))
+    terminal.echo(_describe_start(copy, number))
     if not opens:
         return 0
     if importlib.util.find_spec("jupyterlab") is None:
-        terminal.say(
-            "JupyterLab is not installed here: pip install -e '.[lab]' or make lab brings it; any "
-            "other program that runs notebooks will do, too"
+        terminal.echo(
+            "JupyterLab is not installed: run pip install -e '.[lab]' or make lab; any other "
+            "program that runs notebooks works, too"
         )
         return 0
-    terminal.say("JupyterLab opens it; Ctrl-C here ends JupyterLab")
+    terminal.echo("Opening JupyterLab; press Ctrl-C here to stop it")
     return _run_jupyterlab(copy.path, to_jupyter)
 
 
 def check(what: str) -> int:
-    """Judge the exercises of a day, or one, and note the verdicts; 1 if one is not right."""
-    with _in_one_sentence():
+    """Check one exercise or all of a day and record the results; return 1 unless all are right."""
+    with _as_usage_errors():
         number, wanted = _day_and_exercises(what)
         copy = _copy(number)
     with terminal.progress(stages=len(wanted)) as announce:
-        verdicts = list(_said(_judging(number, wanted, copy, announce)))
-    with _in_one_sentence():
-        noted.update(
+        verdicts = list(_printed(_judging(number, wanted, copy, announce)))
+    with _as_usage_errors():
+        records.update(
             copy.parent,
-            lambda p: [noted.note_check(p, v.exercise.id, v.status) for v in verdicts],
+            lambda p: [records.note_check(p, v.exercise.id, v.status) for v in verdicts],
         )
     right = sum(verdict.status == OK for verdict in verdicts)
     if len(verdicts) > 1:
-        terminal.say(f"\n{right} of {len(verdicts)} right")
+        terminal.echo(f"\n{right} of {len(verdicts)} right")
     return int(right < len(verdicts))
 
 
 def hint(id_: str) -> int:
-    """Show one more hint than the last time, and those before it."""
-    with _in_one_sentence():
+    """Show one more hint than last time, below the earlier ones."""
+    with _as_usage_errors():
         exercise = days.text_of(_id(id_))
-        counted = (workspace.folder() / noted.FILE).exists()
-        shown = _one_more_hint(exercise) if counted else 1
-    terminal.say(f"{exercise.id} {exercise.title}")
-    for place, text in enumerate(exercise.hints[:shown], 1):
-        terminal.say(_in_lines(f"hint {place} of {HINTS}: {text}"))
-    if shown == HINTS:
-        terminal.say(f"These are all; memlab diff {exercise.id} shows a solution")
+        counted = (workspace.folder() / records.FILE).exists()
+        count = _next_hint_count(exercise) if counted else 1
+    terminal.echo(f"{exercise.id} {exercise.title}")
+    for place, text in enumerate(exercise.hints[:count], 1):
+        terminal.echo(_wrapped(f"hint {place} of {HINTS}: {text}"))
+    if count == HINTS:
+        terminal.echo(f"That was the last hint; memlab diff {exercise.id} shows a solution")
     if not counted:
-        terminal.say(
-            f"memlab start {days.day_of(id_)} begins the day: the next hint comes after it"
-        )
+        terminal.echo(f"Run memlab start {days.day_of(id_)} first; the next hints come after it")
     return 0
 
 
 def diff(id_: str, *, sure: bool) -> int:
-    """Show what changes the learner's cell into the solution's."""
-    with _in_one_sentence():
+    """Show how to turn the learner's cell into the solution's."""
+    with _as_usage_errors():
         exercise = days.text_of(_id(id_))
         number = days.day_of(exercise.id)
         copy, solution = _copy(number), days.notebook(number, "solutions")
         yours = answers.cell_of(copy, exercise.id).splitlines()
         theirs = answers.cell_of(solution, exercise.id).splitlines()
-        record = noted.read(copy.parent).exercise(exercise.id)
+        record = records.read(copy.parent).exercise(exercise.id)
     untried = record.status in ("", NOT_ATTEMPTED)
-    if untried and not sure and not _agreed("Look at the solution without having tried?"):
+    if untried and not sure and not _confirmed("Show the solution before you have tried?"):
         return DECLINED
     if yours == theirs:
-        terminal.say(f"{exercise.id}: your cell is the solution's, line for line")
+        terminal.echo(f"{exercise.id}: your cell matches the solution line for line")
         return 0
-    names = f"{_shown(copy)} (yours)", f"{_shown(solution)} (the solution)"
-    for line in difflib.unified_diff(yours, theirs, *names, n=EVERY_LINE, lineterm=""):
+    names = f"{_relative(copy)} (yours)", f"{_relative(solution)} (the solution)"
+    for line in difflib.unified_diff(yours, theirs, *names, n=WHOLE_CELL, lineterm=""):
         terminal.console.print(Text(line, style=STYLES.get(line[:1], "")), soft_wrap=True)
     return 0
 
 
 def progress() -> int:
-    """Show how every exercise stands, and the guesses beside what was measured."""
+    """Show the state of every exercise, and each guess beside its measured value."""
     folder = workspace.folder()
-    with _in_one_sentence():
-        done = noted.read(folder)
+    with _as_usage_errors():
+        done = records.read(folder)
         exercises = {number: days.texts(number) for number in days.numbers()}
-        _require_exercises(done.guesses, folder / noted.FILE)
+        _require_exercises(done.guesses, folder / records.FILE)
         guesses = list(_guesses(done))
         terminal.console.print(_exercises_table(exercises, done), width=terminal.WIDTH)
     left = [e for es in exercises.values() for e in es if _record(done, e).status != OK]
     minutes = sum(e.minutes for e in left)
-    terminal.say(
+    terminal.echo(
         f"\n{len(left)} exercises left, about {minutes} minutes"
         if left
         else "\nEvery exercise is solved"
     )
     if guesses:
-        terminal.say("\nGuesses, and how far off they were:\n")
+        terminal.echo("\nGuesses, and how far off they were:\n")
         terminal.console.print(_guesses_table(guesses), width=terminal.WIDTH)
         for number in sorted({days.day_of(guess.id) for guess in guesses}):
-            _say_how_far_off(number, [g for g in guesses if days.day_of(g.id) == number])
+            _print_mean_error(number, [g for g in guesses if days.day_of(g.id) == number])
     if not (done.exercises or done.guesses):
         first = min(exercises, default=1)
-        terminal.say(f"Nothing is noted yet: memlab start {first} opens the lesson")
+        terminal.echo(f"No progress yet: run memlab start {first} to open the lesson")
     return 0
 
 
 def reset(number: int, *, sure: bool) -> int:
     """Move the learner's copy aside, make a fresh one, and forget the day's progress."""
-    with _in_one_sentence():
+    with _as_usage_errors():
         copy = workspace.copy_of(number)
         aside = workspace.next_backup(copy)
-        moving = f"moves {_shown(copy)} to {_shown(aside)}, " if copy.exists() else ""
+        moving = f"moves {_relative(copy)} to {_relative(aside)}, " if copy.exists() else ""
         plan = (
-            f"memlab reset {number} {moving}makes a fresh copy of the lesson, and forgets what is "
-            f"noted of day {number}: checks, hints and guesses"
+            f"memlab reset {number} {moving}makes a fresh copy of the lesson, and clears the "
+            f"checks, hints and guesses of day {number}"
         )
         if not sure:
-            terminal.say(plan)
-            if not _agreed("Go on?"):
-                terminal.say("nothing was changed")
+            terminal.echo(plan)
+            if not _confirmed("Continue?"):
+                terminal.echo("nothing was changed")
                 return DECLINED
         backup = workspace.reset(number)
-    if sure:  # nobody was to be asked: it is said when it is so
-        terminal.say(plan)
+    if sure:  # without a question, print the plan once it is done
+        terminal.echo(plan)
     if backup is not None:
-        terminal.say(f"your copy is now {_shown(backup)}")
-    terminal.say(
-        f"{_shown(copy)} is a fresh copy; where it is open in JupyterLab, choose File, Reload "
+        terminal.echo(f"your copy is now {_relative(backup)}")
+    terminal.echo(
+        f"{_relative(copy)} is a fresh copy; if it is open in JupyterLab, choose File, Reload "
         f"Notebook from Disk"
     )
     return 0
 
 
-# ------------------------------------------------------------------ what all of them need
+# ------------------------------------------------------------------ shared helpers
 
 
 @contextmanager
-def _in_one_sentence() -> Iterator[None]:
-    """What the course's files or the learner's folder don't allow, as a UsageError."""
+def _as_usage_errors() -> Iterator[None]:
+    """Turn errors in the course's files or the learner's folder into a UsageError."""
     try:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from error
     except (OverflowError, RecursionError) as error:
         raise UsageError(
-            f"a file in {_shown(workspace.folder())} cannot be read ({error}); nothing of yours "
-            f"was lost: take out what is no notebook and no progress of memlab's, and try again"
+            f"a file in {_relative(workspace.folder())} cannot be read ({error}); your work is "
+            f"safe: remove files that are not notebooks or memlab's progress, and try again"
         ) from error
     except OSError as error:
-        place = error.filename or _shown(workspace.folder())
+        place = error.filename or _relative(workspace.folder())
         raise UsageError(
-            f"{place}: {error.strerror or error}; nothing of yours was lost: free some space or "
-            f"make {_shown(workspace.folder())} a folder that you can write, and try again"
+            f"{place}: {error.strerror or error}; your work is safe: free some disk space or make "
+            f"{_relative(workspace.folder())} a folder that you can write to, and try again"
         ) from error
 
 
 def _day_and_exercises(what: str) -> tuple[int, tuple[Exercise, ...]]:
-    """All exercises of day "1", or the one called "1.2"; ValueError for what is neither."""
-    if what.isdecimal() and len(what) <= LONGEST_ID:
+    """Return the exercises of day "1", or the exercise "1.2"; raise ValueError otherwise."""
+    if what.isdecimal() and len(what) <= MAX_ID_LENGTH:
         return int(what), days.day(int(what)).exercises
     if "." in what:
         exercise = days.exercise_of(_id(what))
         return days.day_of(exercise.id), (exercise,)
     raise ValueError(
-        f"got {shown(what)}; give a day, such as 1, or one of its exercises, such as 1.2"
+        f"got {quoted(what)}; give a day, such as 1, or one of its exercises, such as 1.2"
     )
 
 
 def _id(given: str) -> str:
-    """ValueError for what is too long to be an exercise's."""
-    if len(given) > LONGEST_ID:
-        raise ValueError(f"got {shown(given)}; give a day and a number in it, such as 1.2")
+    """Raise ValueError if the text is too long for the number of an exercise."""
+    if len(given) > MAX_ID_LENGTH:
+        raise ValueError(f"got {quoted(given)}; give the number of an exercise, such as 1.2")
     return given
 
 
 def _copy(number: int) -> Path:
-    """The learner's copy, which is there."""
+    """Return the path of the learner's copy, which must exist."""
     copy = workspace.copy_of(number)
     if not copy.exists():
         raise UsageError(
-            f"there is no {_shown(copy)} yet; memlab start {number} makes a copy of the lesson"
+            f"there is no {_relative(copy)} yet; run memlab start {number} to copy the lesson"
         )
     return copy
 
 
-def _shown(path: Path) -> Path:
-    """From here, where it lies below; what can be typed."""
+def _relative(path: Path) -> Path:
+    """Return the path relative to the current folder if it lies below, so that it can be typed."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _in_lines(text: str) -> str:
+def _wrapped(text: str) -> str:
     return "\n".join(terminal.paragraph(line) for line in text.splitlines())
 
 
-def _agreed(question: str) -> bool:
-    """Whether the answer is yes; where nobody can answer, it is no."""
+def _confirmed(question: str) -> bool:
+    """Return True if the answer is yes. Without a terminal, the answer is no."""
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
-        terminal.say("\nnobody answered: --yes goes on without asking")
+        terminal.echo("\nno answer; pass --yes to continue without asking")
         return False
 
 
 # ------------------------------------------------------------------ start
 
 
-def _what_start_did(copy: workspace.Copy, number: int) -> str:
-    again = f"memlab reset {number} puts yours aside and makes a fresh copy"
+def _describe_start(copy: workspace.Copy, number: int) -> str:
+    again = f"memlab reset {number} backs up your copy and makes a fresh one"
     return {
-        workspace.NEW: f"{_shown(copy.path)} is a fresh copy of {_shown(copy.lesson)}",
-        workspace.KEPT: f"{_shown(copy.path)} is as you left it",
+        workspace.NEW: f"{_relative(copy.path)} is a fresh copy of {_relative(copy.lesson)}",
+        workspace.KEPT: f"{_relative(copy.path)} is unchanged",
         workspace.OUTDATED: (
-            f"{_shown(copy.path)} is as you left it; the lesson has changed since it was copied "
+            f"{_relative(copy.path)} is unchanged; the lesson has changed since you copied it "
             f"({again})"
         ),
         workspace.UNREADABLE: (
-            f"{_shown(copy.path)} is as you left it, and cannot be read as a notebook ({again})"
+            f"{_relative(copy.path)} is unchanged, but it is not a readable notebook ({again})"
         ),
     }[copy.state]
 
@@ -255,36 +253,36 @@ def _what_start_did(copy: workspace.Copy, number: int) -> str:
 def _run_jupyterlab(notebook: Path, options: Sequence[str]) -> int:
     """Run JupyterLab in the notebook's folder until it ends.
 
-    It may open what the lesson links to, so its own root is the repository's. It asks no question
-    when Ctrl-C ends it: notebooks are saved as they are edited.
+    JupyterLab's root is the repository, so that links in a lesson work. The `-y` option skips the
+    question after Ctrl-C, because notebooks are saved while they are edited.
     """
     at = notebook.relative_to(days.ROOT).as_posix()
     where = [
         f"--ServerApp.root_dir={days.ROOT}",
         f"--LabApp.default_url=/lab/tree/{at}",
-        # Not beside each file that is opened, among the library's own.
+        # The default would put checkpoints beside every opened file, among the library's own files.
         f"--AsyncFileCheckpoints.checkpoint_dir={notebook.parent / '.ipynb_checkpoints'}",
     ]
     as_root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    # -P: a copy.py or random.py that a learner keeps beside a lesson is not what Jupyter imports.
+    # -P: Jupyter must not import a learner's own copy.py or random.py from the folder.
     command = [sys.executable, "-P", "-m", "jupyterlab", *where, "-y", *as_root, *options]
     with subprocess.Popen(command, cwd=notebook.parent, env=_environment()) as process:
-        return _status_at_the_end(process)
+        return _exit_status(process)
 
 
 def _environment() -> dict[str, str]:
-    """As here, with `memlab` where Jupyter's terminals find it, and threads that wait quietly."""
+    """Return the environment with `memlab` on Jupyter's PATH and with passive OpenMP waiting."""
     beside_python = os.path.dirname(sys.executable)
     path = os.pathsep.join(filter(None, [beside_python, os.environ.get("PATH")]))
     return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PATH": path}
 
 
-def _status_at_the_end(process: subprocess.Popen[bytes]) -> int:
-    """Ctrl-C in a terminal reaches JupyterLab, too: it is waited for, for a while."""
+def _exit_status(process: subprocess.Popen[bytes]) -> int:
+    """Wait for JupyterLab. It also receives Ctrl-C; terminate it if it doesn't stop soon."""
     interrupted = False
     while True:
         try:
-            status = process.wait(PATIENCE_SECONDS if interrupted else None)
+            status = process.wait(SHUTDOWN_SECONDS if interrupted else None)
             return 0 if interrupted else status
         except KeyboardInterrupt:
             interrupted = True
@@ -298,7 +296,7 @@ def _status_at_the_end(process: subprocess.Popen[bytes]) -> int:
 def _judging(
     number: int, wanted: Sequence[Exercise], copy: Path, announce: Callable[[str], None]
 ) -> Iterator[Verdict]:
-    with _in_one_sentence():  # reads the notebook at once, and judges when it is asked
+    with _as_usage_errors():  # reads the notebook now; the checks run lazily
         return answers.judged(
             copy,
             days.day(number).exercises,
@@ -307,26 +305,26 @@ def _judging(
         )
 
 
-def _said(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
+def _printed(verdicts: Iterator[Verdict]) -> Iterator[Verdict]:
     for verdict in verdicts:
-        terminal.say(str(verdict).removesuffix(": going on with the reference"))
+        terminal.echo(str(verdict).removesuffix(": going on with the reference"))
         yield verdict
 
 
-def _one_more_hint(exercise: days.Text) -> int:
-    """How many to show now, counted with the learner's progress."""
+def _next_hint_count(exercise: days.Text) -> int:
+    """Return the number of hints to show now, and record it."""
 
     def count(p: Progress) -> None:
         p.exercise(exercise.id).hints = min(HINTS, p.exercise(exercise.id).hints + 1)
 
-    return noted.update(workspace.folder(), count).exercise(exercise.id).hints
+    return records.update(workspace.folder(), count).exercise(exercise.id).hints
 
 
 # ------------------------------------------------------------------ progress
 
 
 class _Guess(NamedTuple):
-    """A number that was guessed, in its own unit; `measured` is None until it was revealed."""
+    """One guessed value in its own unit; `measured` is None until it is revealed."""
 
     id: str
     quantity: str
@@ -335,20 +333,21 @@ class _Guess(NamedTuple):
 
     @property
     def factor(self) -> float | None:
-        """How many times too large or too small; None where no factor tells."""
+        """Ratio by which the guess is too large or too small; None if it is undefined."""
         if self.measured is None or self.guessed <= 0 or self.measured <= 0:
             return None
         return max(self.guessed / self.measured, self.measured / self.guessed)
 
 
 def _require_exercises(ids: Iterable[str], file: Path) -> None:
-    """ValueError for guesses that are of no exercise: memlab writes none."""
+    """Raise ValueError for guesses that belong to no exercise, which memlab never writes."""
     for id_ in ids:
         try:
             days.day_of(id_)
         except ValueError as error:
             raise ValueError(
-                f"{_shown(file)} has guesses of {shown(id_)}, which is no exercise; take them out"
+                f"{_relative(file)} has guesses for {quoted(id_)}, which is not an exercise; "
+                f"remove them"
             ) from error
 
 
@@ -365,7 +364,7 @@ def _exercises_table(exercises: dict[int, tuple[days.Text, ...]], done: Progress
         "checks": lambda e: str(_record(done, e).checks or ""),
         "hints": lambda e: str(_record(done, e).hints or ""),
     }
-    table = _plain_table(["", *columns], left=("", "exercise", "state", "level"))
+    table = _bare_table(["", *columns], left=("", "exercise", "state", "level"))
     for number, of_day in exercises.items():
         table.add_row("", Text(_title(number), "bold"))
         for exercise in of_day:
@@ -375,7 +374,7 @@ def _exercises_table(exercises: dict[int, tuple[days.Text, ...]], done: Progress
 
 
 def _title(number: int) -> str:
-    """What the lesson is called; only its number where it is not built yet."""
+    """Return the lesson's heading, or its number if the notebook is not built yet."""
     try:
         return notebooks.heading(days.notebook(number)) or f"Day {number}"
     except ValueError:
@@ -395,7 +394,7 @@ def _guesses(done: Progress) -> Iterator[_Guess]:
 
 
 def _guesses_table(guesses: Sequence[_Guess]) -> Table:
-    table = _plain_table(["", "quantity", "guessed", "measured", "off by"], left=("", "quantity"))
+    table = _bare_table(["", "quantity", "guessed", "measured", "off by"], left=("", "quantity"))
     for guess in guesses:
         table.add_row(
             guess.id,
@@ -413,20 +412,20 @@ def _off_by(guess: _Guess) -> str:
     return "1.00 ×" if guess.guessed == guess.measured else "∞"
 
 
-def _say_how_far_off(number: int, guesses: Sequence[_Guess]) -> None:
-    """The geometric mean: 2 × too much and 2 × too little are off by 2 ×."""
+def _print_mean_error(number: int, guesses: Sequence[_Guess]) -> None:
+    """Print the geometric mean, in which 2× too much and 2× too little are both off by 2×."""
     factors = [guess.factor for guess in guesses if guess.factor is not None]
     if factors:
         mean = math.exp(sum(map(math.log, factors)) / len(factors))
-        terminal.say(f"day {number}: off by {mean:.2f} × on average")
+        terminal.echo(f"day {number}: off by {mean:.2f} × on average")
 
 
 def _number(number: float) -> str:
     return f"{number:,.0f}" if float(number).is_integer() else f"{number:,.2f}"
 
 
-def _plain_table(titles: Sequence[str], left: Sequence[str]) -> Table:
-    """Its second column, which names things, takes several lines where there is no room."""
+def _bare_table(titles: Sequence[str], left: Sequence[str]) -> Table:
+    """Create a table whose second column, the name, wraps if there is no room."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, title in enumerate(titles):
         side = "left" if title in left else "right"

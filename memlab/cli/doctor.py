@@ -1,4 +1,4 @@
-"""`memlab doctor`: what this machine has, and what works on it."""
+"""`memlab doctor`: check this machine and whether memlab works on it."""
 
 import importlib.metadata
 import os
@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 import memlab
-from memlab.cli.errors import in_one_line
+from memlab.cli.errors import error_summary
 from memlab.cli.machine import devices_present, memory_of, name_of
 from memlab.internals.torch_internals import cuda_driver_version
 from memlab.train import TECHNIQUES, Plugs, Setting, Technique, build, combined, measured
@@ -31,12 +31,12 @@ OPTIONAL = {
     "bitsandbytes": "comparisons with its 8-bit optimizers",
     "triton": "memlab.kernels, on a GPU",
 }
-NEEDED_DISK = 100 * 2**20
+NEEDED_DISK_BYTES = 100 * 2**20
 SMALL = Setting("tiny", batch=2, seq_len=32)
 
 
 class Finding(NamedTuple):
-    """One line of the report. `ok` is None for what is only said, neither good nor bad."""
+    """One line of the report. `ok` is None for plain information."""
 
     name: str
     ok: bool | None
@@ -44,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def examine() -> int:
-    """Print one line for each finding; 1 if one of them is a FAIL, else 0."""
+    """Print one line per finding; return 1 if any of them failed, else 0."""
     console = Console(highlight=False)
     failed = False
     for finding in _findings():
@@ -62,22 +62,22 @@ def _findings() -> Iterator[Finding]:
     yield Finding("host", None, _host())
     yield from _devices()
     for device in devices_present():
-        yield _tried("meter", _meter_works, device)
-        yield _tried("techniques", _techniques_work, device)
+        yield _checked("meter", _meter_works, device)
+        yield _checked("techniques", _techniques_work, device)
         if device == "cuda" and find_spec("triton"):
-            yield _tried("kernels", _kernels_work, device)
-    yield _tried("dry run", _dry_run_works)
+            yield _checked("kernels", _kernels_work, device)
+    yield _checked("dry run", _dry_run_works)
     yield _disk()
     for package, use in OPTIONAL.items():
         yield _package(package, use)
     if os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-        advice = "set OMP_WAIT_POLICY=PASSIVE where other programs use the same cores"
+        advice = "set OMP_WAIT_POLICY=PASSIVE if other programs use the same cores"
         yield Finding("threads", None, f"{torch.get_num_threads()}; {advice}")
 
 
 def _at_least(name: str, found: str, version: tuple[int, ...], lowest: tuple[int, ...]) -> Finding:
     wanted = ".".join(map(str, lowest))
-    text = found if version >= lowest else f"{found}; memlab wants {wanted} or newer"
+    text = found if version >= lowest else f"{found}; memlab needs {wanted} or newer"
     return Finding(name, version >= lowest, text)
 
 
@@ -95,35 +95,35 @@ def _host() -> str:
     if memory is None:
         return system
     free, total = memory
-    return f"{system}, {format_bytes(total)} of memory, {format_bytes(free)} unused"
+    return f"{system}, {format_bytes(total)} of memory, {format_bytes(free)} free"
 
 
-def _tried(name: str, attempt: Callable[..., str], *arguments: object) -> Finding:
-    """What `attempt` says if it works; what it raises is the reason why not."""
+def _checked(name: str, attempt: Callable[..., str], *arguments: object) -> Finding:
+    """Run a check. It passes with the text that it returns, or fails with its error."""
     try:
         return Finding(name, True, attempt(*arguments))
     except Exception as error:
-        return Finding(name, False, in_one_line(error))
+        return Finding(name, False, error_summary(error))
 
 
 # ------------------------------------------------------------------ devices
 
 
 def _devices() -> Iterator[Finding]:
-    """The accelerator, its driver and free memory; or why there is none."""
-    with warnings.catch_warnings(record=True) as said:  # by a driver that is too old, for one
+    """Describe each accelerator, its driver and free memory, or say why none can be used."""
+    with warnings.catch_warnings(record=True) as caught:  # such as a driver that is too old
         warnings.simplefilter("always")
         kind = devices_present()[-1]
     if kind != "cpu":
         for index in range(torch.accelerator.device_count()):
-            yield _tried("device", _describe, torch.device(kind, index))
-    elif card := _card():
+            yield _checked("device", _describe, torch.device(kind, index))
+    elif card := _installed_gpu():
         reason = (
-            str(said[0].message).splitlines()[0]
-            if said
-            else f"it is built for {_build()}; install another"
+            str(caught[0].message).splitlines()[0]
+            if caught
+            else f"it is built for {_build()}; install a build for this GPU"
         )
-        yield Finding("device", False, f"{card} is here, but this torch cannot use it: {reason}")
+        yield Finding("device", False, f"{card} was found, but this torch cannot use it: {reason}")
     else:
         yield Finding("device", None, "no accelerator found; everything runs on the CPU")
 
@@ -135,49 +135,49 @@ def _describe(device: torch.device) -> str:
         parts.append(f"{format_bytes(memory[0])} free of {format_bytes(memory[1])}")
     if device.type == "mps":
         limit = format_bytes(torch.mps.recommended_max_memory())
-        parts.append(f"Metal recommends {limit} at most")
+        parts.append(f"Metal recommends at most {limit}")
     if device.type == "cuda" and not torch.version.hip:
         version = cuda_driver_version()
         parts.append(f"driver for CUDA {version // 1000}.{version % 1000 // 10}")
     return ", ".join(parts)
 
 
-def _card() -> str | None:
-    """The GPU whose driver is installed here, whether or not torch can use it."""
+def _installed_gpu() -> str | None:
+    """Return the GPU whose driver is installed, whether or not torch can use it."""
     if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
         return "an NVIDIA GPU"
     return "an AMD GPU" if Path("/dev/kfd").exists() else None
 
 
-# ------------------------------------------------------------------ what works
+# ------------------------------------------------------------------ checks
 
 
 def _meter_works(device: str) -> str:
     peak = _peak(TECHNIQUES["plain"], device)
-    return f"a training step on {device} was measured: peak {format_bytes(peak)}"
+    return f"measured a training step on {device}: peak {format_bytes(peak)}"
 
 
 def _techniques_work(device: str) -> str:
-    _require_all_work(TECHNIQUES, device)
+    _require_all(TECHNIQUES, device)
     return f"the plain step and all {len(TECHNIQUES) - 1} techniques work on {device}"
 
 
 def _kernels_work(device: str) -> str:
     by_kernel = {name: combined(name, kernels=True) for name in techniques_with_kernels()}
-    _require_all_work(by_kernel, device)
-    return f"every technique that has a Triton kernel works by it on {device}"
+    _require_all(by_kernel, device)
+    return f"every technique with a Triton kernel works on {device}"
 
 
-def _require_all_work(techniques: Mapping[str, Technique | Plugs], device: str) -> None:
+def _require_all(techniques: Mapping[str, Technique | Plugs], device: str) -> None:
     failed = {}
     for name, technique in techniques.items():
         try:
             _peak(technique, device)
         except Exception as error:
-            failed[name] = in_one_line(error)
+            failed[name] = error_summary(error)
     if failed:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in failed.items())
-        raise RuntimeError(f"not all work on {device}: {reasons}")
+        raise RuntimeError(f"failed on {device}: {reasons}")
 
 
 def _dry_run_works() -> str:
@@ -185,8 +185,8 @@ def _dry_run_works() -> str:
     with memlab.dry_run():
         dry = _peak(TECHNIQUES["plain"], "cpu")
     if real != dry:
-        raise RuntimeError(f"a dry run says {dry} bytes, the real step took {real}")
-    return f"equal to the real step, to the byte ({dry:,} B)"
+        raise RuntimeError(f"a dry run reports {dry} bytes, the real step used {real}")
+    return f"same peak as the real step, to the byte ({dry:,} B)"
 
 
 def _peak(technique: Technique | Plugs, device: str) -> int:
@@ -200,7 +200,9 @@ def _peak(technique: Technique | Plugs, device: str) -> int:
 
 def _disk() -> Finding:
     free = shutil.disk_usage(".").free
-    short = "" if free >= NEEDED_DISK else f"; pictures need {format_bytes(NEEDED_DISK)}"
+    short = (
+        "" if free >= NEEDED_DISK_BYTES else f"; pictures need {format_bytes(NEEDED_DISK_BYTES)}"
+    )
     return Finding("disk", not short, f"{format_bytes(free)} free here{short}")
 
 

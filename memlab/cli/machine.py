@@ -1,4 +1,4 @@
-"""What this machine is: its devices, their names and their memory."""
+"""The devices of this machine, their names and their memory."""
 
 import os
 import platform
@@ -7,13 +7,13 @@ import torch
 
 
 def devices_present() -> list[str]:
-    """The kinds of devices that torch can use here: the CPU, and the accelerator last."""
+    """Return the device types that torch can use here: the CPU, then the accelerator if any."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 def name_of(device: torch.device) -> str:
-    """What the device is called, as far as it says."""
+    """Return the device's name."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
         return f"{threads} thread{'s' * (threads != 1)}"
@@ -23,14 +23,14 @@ def name_of(device: torch.device) -> str:
 
 
 def memory_of(device: torch.device) -> tuple[int, int] | None:
-    """(free, total) bytes; None where nothing tells.
+    """Return (free, total) bytes, or None if the system does not report them.
 
-    The CPU's free memory is what nothing uses at all, not even as a cache that could be dropped.
+    The CPU's free memory excludes caches, even those that the system could drop.
     """
     try:
         if device.type != "cpu":
             return torch.accelerator.get_memory_info(device)
         page = os.sysconf("SC_PAGE_SIZE")
         return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError, RuntimeError):  # not every system and torch tells
+    except (AttributeError, ValueError, OSError, RuntimeError):  # not every system reports them
         return None

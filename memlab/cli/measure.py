@@ -14,21 +14,21 @@ from memlab.cli.choices import (
     choose_device,
     choose_setting,
     choose_techniques,
+    list_kernels,
     require_kernels,
-    taken_by_kernels,
 )
-from memlab.cli.errors import UsageError, in_one_line, is_out_of_memory
+from memlab.cli.errors import UsageError, error_summary, is_out_of_memory
 from memlab.cli.parsing import choose_folder
-from memlab.cli.patience import MOST_SECONDS, Patience
 from memlab.cli.requests import Request
 from memlab.cli.results import write
-from memlab.cli.rows import Announce, Row, SideBySide, dry_row, predicted_row
+from memlab.cli.rows import Announce, PairedRuns, Row, dry_row, predicted_row
+from memlab.cli.time_budget import MAX_SECONDS, TimeBudget
 from memlab.configs.targets import TARGETS
 from memlab.train import Plugs, Setting
 
 
 def measure_techniques(request: Request) -> int:
-    """Measure, print a table, write pictures and numbers; 1 if a technique failed, else 0."""
+    """Measure, print a table, write pictures and results; return 1 if a technique failed."""
     chosen = choose_techniques(request)
     folder = choose_folder(request.out)
     request = replace(request, device=choose_device(request))
@@ -36,18 +36,18 @@ def measure_techniques(request: Request) -> int:
     if request.kernels and not dry:
         require_kernels(setting.device)
     on_cuda = replace(setting, device="cuda")
-    foreseen = _to_be_foreseen(setting, chosen, request)
-    terminal.say(report.headline(setting, dry) + "\n")
+    to_predict = _techniques_to_predict(setting, chosen, request)
+    terminal.echo(report.headline(setting, dry) + "\n")
     if request.kernels:
-        terminal.say(taken_by_kernels(chosen) + "\n")
-    patience = None if dry or request.techniques else _patience(setting, chosen)
-    with terminal.progress((1 if dry else 2) * len(chosen) + len(foreseen)) as announce:
-        rows = measured_rows(setting, chosen, dry, announce, patience)
-        predicted = measured_rows(on_cuda, foreseen, True, announce)
-    _show(rows, report.legend(rows), report.remarks(rows), report.measured_dry(rows))
-    terminal.say(f"\nplain: {rows[0].trace}")
+        terminal.echo(list_kernels(chosen) + "\n")
+    time_budget = None if dry or request.techniques else _time_budget(setting, chosen)
+    with terminal.progress((1 if dry else 2) * len(chosen) + len(to_predict)) as announce:
+        rows = measured_rows(setting, chosen, dry, announce, time_budget)
+        predicted = measured_rows(on_cuda, to_predict, True, announce)
+    _show(rows, report.legend(rows), report.remarks(rows), report.dry_rows_note(rows))
+    terminal.echo(f"\nplain: {rows[0].trace}")
     if predicted:
-        terminal.say("\nThe same steps on CUDA, predicted:\n")
+        terminal.echo("\nThe same steps on CUDA, predicted:\n")
         _show(
             predicted,
             report.legend(predicted),
@@ -59,34 +59,34 @@ def measure_techniques(request: Request) -> int:
     return int(any(row.failure for row in rows))
 
 
-def _patience(setting: Setting, chosen: dict[str, Plugs]) -> Patience | None:
-    """Nobody asked for a row by name; who asked for another model has time."""
+def _time_budget(setting: Setting, chosen: dict[str, Plugs]) -> TimeBudget | None:
+    """Limit the time of the default run only: a user who chose a model gets all of it measured."""
     if setting.device != "cpu":
         return None
-    return Patience(chosen, most_seconds=MOST_SECONDS if setting == SUITABLE["cpu"] else math.inf)
+    return TimeBudget(chosen, max_seconds=MAX_SECONDS if setting == SUITABLE["cpu"] else math.inf)
 
 
-def _to_be_foreseen(
+def _techniques_to_predict(
     setting: Setting, chosen: dict[str, Plugs], request: Request
 ) -> dict[str, Plugs]:
-    """What is predicted for CUDA beside a CPU's figures: of all techniques the plain step alone."""
+    """Choose what to predict for CUDA after a CPU run: by default only the plain step."""
     if setting.device != "cpu":
         return {}
     return chosen if request.techniques else {"plain": chosen["plain"]}
 
 
 def options(setting: Setting) -> str:
-    """The setting as it is given at the command line, but for its device."""
+    """Format the setting as command-line options, without its device."""
     dtype = str(setting.dtype).removeprefix("torch.")
     dtype = "" if setting.dtype is torch.float32 else f" --dtype {dtype}"
     return f"--model {setting.model} --batch {setting.batch} --seq {setting.seq_len}{dtype}"
 
 
 def _show(rows: list[Row], *sentences: Iterable[str]) -> None:
-    """The table, and what needs a word more."""
+    """Print the table and the sentences that explain it."""
     terminal.show_table(report.table(rows))
     if text := "\n".join(map(terminal.paragraph, chain(*sentences))):
-        terminal.say(f"\n{text}")
+        terminal.echo(f"\n{text}")
 
 
 def measured_rows(
@@ -94,12 +94,15 @@ def measured_rows(
     chosen: dict[str, Plugs],
     dry: bool,
     announce: Announce,
-    patience: Patience | None = None,
+    time_budget: TimeBudget | None = None,
 ) -> list[Row]:
-    """A row for each technique, the plain one first. A technique that fails has a row that says
-    so: the others are not lost with it. One that takes too much patience is measured dry."""
+    """Measure one row per technique, the plain one first.
+
+    A technique that fails gets a row with its error, so the other rows are not lost. A technique
+    that exceeds the time budget gets a dry run.
+    """
     if not dry:
-        row_of = SideBySide(setting, chosen["plain"]).row
+        row_of = PairedRuns(setting, chosen["plain"]).row
     elif setting.device in TARGETS:
         row_of = partial(predicted_row, setting)
     else:
@@ -107,17 +110,17 @@ def measured_rows(
     rows: list[Row] = []
     for name, technique in chosen.items():
         try:
-            if patience and (reason := patience.too_long(name)) and rows:
+            if time_budget and (reason := time_budget.reason_to_skip(name)) and rows:
                 rows.append(replace(dry_row(setting, name, technique, announce), dry_for=reason))
             else:
                 rows.append(row_of(name, technique, announce))
         except Exception as error:
             if rows:
-                rows.append(Row(name, failure=in_one_line(error)))
+                rows.append(Row(name, failure=error_summary(error)))
             elif is_out_of_memory(error):
                 raise UsageError(
                     f"the plain step ran out of memory with {setting}; try "
-                    f"--batch {max(1, setting.batch // 2)}, or --dry-run, which takes none"
+                    f"--batch {max(1, setting.batch // 2)}, or --dry-run, which allocates nothing"
                 ) from error
             else:
                 raise

@@ -1,7 +1,7 @@
-"""The parser of the command line: what it refuses, it says in one sentence, and at once.
+"""The command-line parser. It reports every bad input at once, in one sentence.
 
-typer brings the parser, as click or as a copy of it, by version. Its errors are told apart by what
-they carry, and its own words are used only where there are no better ones.
+typer contains the parser, as click or as a copy of it depending on the version. So this module
+recognizes errors by their attributes, and replaces their text if it has a better one.
 """
 
 import os
@@ -17,40 +17,41 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from memlab.cli.errors import UsageError, choice, shown
+from memlab.cli.errors import UsageError, quoted, suggestions
 
 
-def whole(option: str, most: int | None = None) -> Callable[[Any], int]:
-    """Reads what is given for the option: a whole number, from 1 to `most` if there is a most."""
+def integer_parser(option: str, maximum: int | None = None) -> Callable[[Any], int]:
+    """Return a parser for an integer, which is in 1..maximum if there is a maximum."""
 
-    def read(given: Any) -> int:  # a default is a number already
+    def parse(given: Any) -> int:  # a default is already an int
         try:
             count = int(given)
         except ValueError:
             count = None
-        if count is None or (most is not None and not 1 <= count <= most):
-            wanted = "a whole number" + (f" from 1 to {most:,}" if most else ", such as 1")
-            raise UsageError(f"got {option} {shown(str(given))}; wanted {wanted}")
+        if count is None or (maximum is not None and not 1 <= count <= maximum):
+            wanted = "an integer" + (f" from 1 to {maximum:,}" if maximum else ", such as 1")
+            raise UsageError(f"got {option} {quoted(str(given))}; expected {wanted}")
         return count
 
-    return read
+    return parse
 
 
-def number(option: str, most: int, meaning: str) -> Any:
-    """An option that takes a whole number, from 1 to `most`."""
-    return typer.Option(option, help=meaning, parser=whole(option, most), metavar="NUMBER")
+def integer_option(option: str, maximum: int, help: str) -> Any:
+    """Declare an option that takes an integer from 1 to `maximum`."""
+    parser = integer_parser(option, maximum)
+    return typer.Option(option, help=help, parser=parser, metavar="NUMBER")
 
 
 class Command(TyperCommand):
-    """A command that takes an option once, and no argument too many. Its docstring is its help,
-    whose paragraphs are broken where the terminal ends."""
+    """A command that refuses repeated options and extra arguments. Its help is its docstring, with
+    paragraphs wrapped to the terminal's width."""
 
     def __init__(self, *args: Any, help: str | None = None, **options: Any) -> None:
         paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", help or "")]
         super().__init__(*args, help="\n\n".join(paragraphs), **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _in_one_sentence(ctx):
+        with _as_usage_errors(ctx):
             _refuse_options_as_values(ctx, args)
             _, rest, given = self.make_parser(ctx).parse_args(args=list(args))
             if not any(param.is_eager for param in given):  # --help
@@ -60,40 +61,40 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """Commands, of which one has to be named."""
+    """The group of all commands. It requires the name of one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _in_one_sentence(ctx):
+        with _as_usage_errors(ctx):
             if not set(args) - {"--"}:
-                if text := ctx.get_help():  # empty where it is printed at once
+                if text := ctx.get_help():  # empty if typer has printed it already
                     print(text)
                 raise UsageError(f"got no command; choose from {', '.join(self.commands)}")
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        with _in_one_sentence(ctx):
+        with _as_usage_errors(ctx):
             if self.get_command(ctx, args[0]) is None:
                 raise UsageError(
-                    f"got the command {shown(args[0])}; {choice(args[0], self.commands)}"
+                    f"got the command {quoted(args[0])}; {suggestions(args[0], self.commands)}"
                 )
             return super().resolve_command(ctx, args)
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
 def _refuse_options_as_values(ctx: Any, args: Sequence[str]) -> None:
-    """In `--model --batch 3` a value is missing; the parser would take --batch for it."""
+    """Refuse `--model --batch 3`, where the parser would take --batch as the model."""
     options = _options(ctx)
     for name, value in pairwise(args):
         if name == "--":
             return
         if name in options and not options[name].is_flag and value in options:
-            raise UsageError(f"got {name} without a value, for {value} follows it; give it one")
+            raise UsageError(f"got {name} without a value, followed by {value}; give it one")
 
 
 def _refuse_twice(given: Sequence[Any]) -> None:
-    """What has a value, or an opposite, has one. To say --yes again says nothing new."""
+    """Refuse a repeated option unless it is a flag without an opposite."""
     times = Counter(
         " or ".join((*param.opts, *param.secondary_opts))
         for param in given
@@ -109,15 +110,15 @@ def _refuse_too_many(ctx: Any, rest: Sequence[str]) -> None:
         return
     takes = [param.metavar for param in ctx.command.get_params(ctx) if not _is_option(param)]
     takes += ["options"] * (len(_options(ctx)) > 1)  # more than --help
+    allowed = f"only {' and '.join(takes)}" if takes else "no arguments"
     raise UsageError(
-        f"got {' '.join(map(shown, rest))} too many; {ctx.command_path} takes "
-        f"{' and '.join(takes) or 'nothing'}{' alone' if takes else ''}"
+        f"got extra arguments {' '.join(map(quoted, rest))}; {ctx.command_path} takes {allowed}"
     )
 
 
 @contextmanager
-def _in_one_sentence(ctx: Any) -> Iterator[None]:
-    """What is refused, with where to read on; the parser's own errors in better words."""
+def _as_usage_errors(ctx: Any) -> Iterator[None]:
+    """Add a pointer to the help to each error, and reword the parser's own errors."""
     try:
         yield
     except UsageError as error:
@@ -129,23 +130,23 @@ def _in_one_sentence(ctx: Any) -> Iterator[None]:
 
 
 def _sentence(error: Any, ctx: Any) -> str:
-    """What the parser's error says, as we say it."""
+    """Reword an error of the parser."""
     options, name = _options(ctx), getattr(error, "option_name", None)
     if hasattr(error, "possibilities"):
-        return f"got {shown(name)}; {choice(name, options)}"
+        return f"got {quoted(name)}; {suggestions(name, options)}"
     if name in options and options[name].is_flag:
-        return f"got {name} with a value; it takes none: leave the value out"
+        return f"got {name} with a value; it takes none: remove the value"
     if name in options:
         return f"got {name} without a value; give it one"
     if hasattr(error, "param_type") and error.param is not None:
         wanted = (error.param.help or "a value").rstrip(".")
-        return f"got no {error.param.metavar}; wanted {wanted[:1].lower()}{wanted[1:]}"
+        return f"got no {error.param.metavar}; expected {wanted[:1].lower()}{wanted[1:]}"
     message = error.format_message().rstrip(".")
     return message[:1].lower() + message[1:]
 
 
 def _options(ctx: Any) -> dict[str, Any]:
-    """The parameter that each option of the command sets."""
+    """Return the parameter that each option of the command sets."""
     return {
         name: param
         for param in ctx.command.get_params(ctx)
@@ -159,10 +160,10 @@ def _is_option(param: Any) -> bool:
 
 
 def choose_folder(out: str) -> Path:
-    """The folder `out`, in which a file can be written: tried before measuring, and left as it was,
-    so that nothing lies there unless something was measured."""
+    """Return the folder `out`. Check before measuring that it is writable, and leave no trace of
+    the check, so that the folder exists only if something was measured."""
     if not out:
-        raise UsageError("got --out ''; name a folder, or leave --out out, which is work/ then")
+        raise UsageError("got --out ''; name a folder, or leave --out out for the default, work/")
     folder = Path(out)
     missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     try:
@@ -171,10 +172,10 @@ def choose_folder(out: str) -> Path:
             return folder
     except OSError as error:
         raise UsageError(
-            f"got --out {shown(out)}, where no file can be written ({error.strerror}); name "
-            f"another folder"
+            f"got --out {quoted(out)}, which is not writable ({error.strerror}); name another "
+            f"folder"
         ) from error
     finally:
         for each in missing:
-            with suppress(OSError):  # it was never made, or another program writes there, too
+            with suppress(OSError):  # it was never made, or another program uses it
                 each.rmdir()

@@ -1,13 +1,13 @@
-"""`memlab plan`: which recipe fits a model into a memory, measured, and at what cost.
+"""`memlab plan`: find the recipes with which a model fits into memory, and their cost.
 
-What was asked is judged without torch, so that a slip is answered at once.
+The options are checked without importing torch, so that a typo is reported at once.
 """
 
 import os
 from dataclasses import replace
 
 from memlab.cli import terminal
-from memlab.cli.errors import UsageError, choice, shown
+from memlab.cli.errors import UsageError, quoted, suggestions
 from memlab.cli.parsing import choose_folder
 from memlab.configs.config_json import config_named
 from memlab.configs.shapes import PRESETS
@@ -15,7 +15,7 @@ from memlab.configs.targets import TARGETS
 from memlab.planner.cards import Memory, memory_named
 from memlab.planner.recipes import OPTIMIZERS, PRECISIONS, Recipe, usual_kinds
 
-MOST_WORKERS = 4  # each imports torch, which takes seconds and some 300 MiB
+MAX_WORKERS = 4  # each imports torch, which takes seconds and about 300 MiB
 
 
 def plan_model(
@@ -35,12 +35,12 @@ def plan_model(
     target: str | None,
     out: str,
 ) -> int:
-    """Search, print what fits, write a picture and numbers; 1 if nothing fits, else 0."""
+    """Search, print what fits, write a picture and results; return 1 if nothing fits, else 0."""
     if model is None:
         raise UsageError(
             f"got no --model; give one of {', '.join(PRESETS)}, a config.json, or --script"
         )
-    there, target = choose_memory(memory, target)
+    gpu_memory, target = choose_memory(memory, target)
     folder = choose_folder(out)
     try:
         config = config_named(model)
@@ -57,7 +57,7 @@ def plan_model(
         with terminal.progress(count + 2) as announce:
             found = plan(
                 model,
-                there,
+                gpu_memory,
                 gpus=gpus,
                 batch=batch,
                 seq_len=seq_len,
@@ -66,7 +66,7 @@ def plan_model(
                 learned=learned,
                 count=count,
                 exact=exact,
-                workers=min(MOST_WORKERS, os.cpu_count() or 1),
+                workers=min(MAX_WORKERS, os.cpu_count() or 1),
                 target=target,
                 announce=announce,
             )
@@ -78,14 +78,12 @@ def plan_model(
 
 
 def choose_memory(given: str | None, target: str | None) -> tuple[Memory, str]:
-    """What a training has to fit into, and what kind of device that is of: as its card has it,
-    unless the user says."""
+    """Return the memory that the training has to fit into, and the kind of device, which depends
+    on the GPU unless the user gives it."""
     if given is None:
-        raise UsageError(
-            "got no --memory; give it as 24GB, 24GiB or a card's name, such as rtx4090"
-        )
+        raise UsageError("got no --memory; give it as 24GB, 24GiB or a GPU's name, such as rtx4090")
     if target not in (None, "cpu", *TARGETS):
-        raise UsageError(f"got --device {shown(target)}; {choice(target, ('cpu', *TARGETS))}")
+        raise UsageError(f"got --device {quoted(target)}; {suggestions(target, ('cpu', *TARGETS))}")
     try:
         memory = memory_named(given, target)
     except ValueError as error:
@@ -96,14 +94,14 @@ def choose_memory(given: str | None, target: str | None) -> tuple[Memory, str]:
 def choose_kinds(
     precision: str | None, optimizer: str | None, lora: bool | None
 ) -> tuple[Recipe, ...]:
-    """The kinds of training that the user leaves open; what is asked for by name may be one that
-    is not among the usual."""
+    """Return the kinds of training that the options allow. A combination that the options name
+    need not be among the usual kinds."""
     for option, got, known in (
         ("--precision", precision, PRECISIONS),
         ("--optimizer", optimizer, OPTIMIZERS),
     ):
         if got is not None and got not in known:
-            raise UsageError(f"got {option} {shown(got)}; {choice(got, known)}")
+            raise UsageError(f"got {option} {quoted(got)}; {suggestions(got, known)}")
     kinds = [
         each
         for each in usual_kinds()

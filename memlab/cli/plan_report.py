@@ -1,4 +1,4 @@
-"""What `memlab plan` prints: the question, a table of recipes, and what its columns leave open."""
+"""What `memlab plan` prints: the question, a table of recipes, and remarks on its columns."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,52 +9,53 @@ from memlab.planner import Memory, Option, Plan
 from memlab.planner.options import AS_IT_IS, budget_bytes
 from memlab.units import format_bytes
 
-MOST_OTHERS = 3  # recipes that were not measured, to be shown
+MAX_FORMULA_RECIPES = 3  # recipes to show that were not predicted operator by operator
 
 
 def show(found: Plan) -> None:
-    """What was asked, the table, and what each column leaves open."""
-    terminal.say("\n".join(map(terminal.paragraph, headline(found))) + "\n")
-    others = found.others[:MOST_OTHERS]
+    """Print the headline, the table of recipes, the remarks and the commands to train with."""
+    terminal.echo("\n".join(map(terminal.paragraph, headline(found))) + "\n")
+    others = found.others[:MAX_FORMULA_RECIPES]
     if rows := [*found.options, *others, *([found.miss] if found.miss else [])]:
         terminal.show_table(table(rows))
     sentences = "\n".join(map(terminal.paragraph, remarks(found)))
-    terminal.say(f"\n{sentences}")
+    terminal.echo(f"\n{sentences}")
     for option in found.options:
         if option.recipe.by_formula_only:
             continue
-        terminal.say(f"\n{option.recipe.words}:\n  {found.command(option)}")
+        terminal.echo(f"\n{option.recipe.words}:\n  {found.command(option)}")
 
 
 def headline(found: Plan) -> Iterator[str]:
-    """The model, the memory, and how it was found out."""
-    many = f", one of {found.gpus} GPUs, each with" if found.gpus > 1 else ","
+    """Yield the model, the memory and the unmodified training's need."""
+    many = f", on each of {found.gpus} GPUs" if found.gpus > 1 else ","
     yield (
         f"{found.model}{many} {found.batch} × {found.seq_len} tokens; "
         f"{found.config.parameters:,} parameters"
     )
-    how = f"predicted for {found.target}, nothing is computed"
+    how = f"predicted for {found.target} without running anything"
     if found.target == "cpu":
-        how = "dry runs for the CPU"
+        how = "predicted by dry runs for the CPU"
     yield f"{room(found.memory, found.target)}; {how}"
     needed = found.bytes_as_it_is
     lacks = format_bytes(needed - found.budget_bytes)
     yield (
-        f"as it is, {AS_IT_IS}, nothing saved: ≈ {format_bytes(needed)}, by formula: "
+        f"without techniques ({AS_IT_IS}): ≈ {format_bytes(needed)} by formula, "
         f"{'fits' if needed <= found.budget_bytes else f'lacks {lacks}'}"
     )
 
 
 def room(memory: Memory, target: str) -> str:
-    """How much is there, and how much of it for tensors."""
+    """Describe the total memory and how much of it tensors can use."""
     total = f"{memory.name}: {format_bytes(memory.total_bytes)}"
     if target == "cpu":
-        return f"{total}, all of it for tensors"
-    return f"{total}, of which CUDA leaves {format_bytes(budget_bytes(memory, target))} to torch"
+        return f"{total}, all available for tensors"
+    budget = format_bytes(budget_bytes(memory, target))
+    return f"{total}, {budget} for PyTorch after the CUDA context"
 
 
 def table(rows: list[Option]) -> Table:
-    """A line for each recipe: those that fit, then the nearest that does not."""
+    """Build a line for each recipe that fits, and for the smallest that does not."""
     first = rows[0].candidate.step_seconds
     columns = {
         "recipe": [row.recipe.words for row in rows],
@@ -84,37 +85,37 @@ def table(rows: list[Option]) -> Table:
 
 
 def remarks(found: Plan) -> Iterator[str]:
-    """What the table leaves open."""
+    """Explain the table's columns and what it does not show."""
     best, miss = found.best, found.miss
     if best is None:
         yield f"Nothing fits {found.memory.name}{_smallest(found)}"
     else:
         yield (
-            f"time: over the first one's, which goes to {shares(best.candidate.seconds)}; an "
-            f"estimate that counts every copy, not a measurement"
+            f"time: estimated, relative to the first recipe, whose step is "
+            f"{shares(best.candidate.seconds)}; every copy is counted"
         )
         yield (
-            "each recipe trains something else (another precision, optimizer or LoRA), and is the "
-            "fastest found that trains it and fits"
+            "each recipe trains differently (precision, optimizer or LoRA), and is the fastest "
+            "found of its kind that fits"
         )
         if any(option.largest_batch for option in found.options):
-            how = "measured" if found.exact else "by formula, scaled to what was measured; --exact"
+            how = "predicted" if found.exact else "by formula, scaled to the prediction; --exact"
             yield (
-                f"batch up to: with {found.seq_len} tokens each; length up to: with a batch of "
-                f"{found.batch}, in steps of 128. Both {how}{'' if found.exact else ' measures'}"
+                f"batch up to: at {found.seq_len} tokens per sequence; length up to: at batch "
+                f"{found.batch}, in steps of 128. Both {how}{'' if found.exact else ' predicts'}"
             )
     if best and miss:
         yield (
-            f"The next, {miss.recipe.words}, does not fit: it lacks "
+            f"The next recipe, {miss.recipe.words}, does not fit: it lacks "
             f"{format_bytes(miss.missing_bytes)} of {format_bytes(miss.needed_bytes)}"
         )
-    shown = (*found.options, *found.others)
-    if any(option.recipe.by_formula_only for option in shown):
-        yield "≈: by formula alone; nothing here runs tensor or pipeline parallel parts"
+    listed = (*found.options, *found.others)
+    if any(option.recipe.by_formula_only for option in listed):
+        yield "≈: by formula only; memlab does not run tensor or pipeline parallelism"
     elif found.others:
         yield (
-            f"≈: by formula, not measured, nor what an allocator reserves beyond it; --recipes "
-            f"{len(shown)} measures these, and --optimizer or --precision one of them"
+            f"≈: by formula, without what the allocator reserves beyond it; --recipes "
+            f"{len(listed)} predicts these, --optimizer or --precision selects one of them"
         )
     yield from found.failures
 
@@ -123,14 +124,14 @@ def _smallest(found: Plan) -> str:
     if found.miss is None:
         return ""
     return (
-        f": the smallest that was tried, {found.miss.recipe.words}, lacks "
+        f": the smallest recipe tried, {found.miss.recipe.words}, lacks "
         f"{format_bytes(found.miss.missing_bytes)} of {format_bytes(found.miss.needed_bytes)}; "
-        f"take a shorter length, more GPUs or a larger card"
+        f"use a shorter sequence, more GPUs or a larger GPU"
     )
 
 
 def shares(seconds: Mapping[str, float]) -> str:
-    """What an estimated step goes to, the largest first."""
+    """Format each term's share of an estimated step, the largest first."""
     total = sum(seconds.values())
     terms = sorted(seconds.items(), key=lambda term: -term[1])
     return ", ".join(f"{name} {value / total:.0%}" for name, value in terms if value > total / 100)

@@ -1,4 +1,4 @@
-"""`memlab plan --script`: does a training of the user's own fit, and what would make it fit?"""
+"""`memlab plan --script`: predict whether your training fits, and which techniques make it fit."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,47 +37,49 @@ from memlab.units import format_bytes
 def plan_script(
     given: str, *, memory: str | None, target: str | None, out: str, assume: str | None = None
 ) -> int:
-    """Predict the step as it is, then with more techniques until it fits; 1 if it never does."""
+    """Predict the step, then add techniques until it fits; return 1 if it never does."""
     script = find_script(given, assume)
-    there, target = choose_memory(memory, target)
+    gpu_memory, target = choose_memory(memory, target)
     folder = choose_folder(out)
-    budget = budget_bytes(there, target)
+    budget = budget_bytes(gpu_memory, target)
     with terminal.progress(3 * len(ORDER)) as announce:
-        found = search(script, target, budget, there.card_for_costs, announce)
-    _show(script, there, target, budget, found)
-    write(found.rows, f"{script}, planned for {there.name}", folder, stem="plan")
+        found = search(script, target, budget, gpu_memory.card_for_costs, announce)
+    _show(script, gpu_memory, target, budget, found)
+    write(found.rows, f"{script}, planned for {gpu_memory.name}", folder, stem="plan")
     return 0 if found.chosen else 1
 
 
-class Search(NamedTuple):
-    """A row for each attempt up to the first that fits, that attempt, and where techniques fit."""
+class ScriptSearch(NamedTuple):
+    """The attempts up to the first that fits, and the places where techniques can be applied."""
 
     rows: list[Row]
     chosen: Attempt | None
     places: Places
-    plain: Roofline | None  # the step as it is, if a card is what it is predicted for
+    plain: Roofline | None  # times of the unmodified step; None on a CPU
 
     @property
     def has_times(self) -> bool:
-        """Whether there is anything to compare."""
+        """Return True if any estimated time can be compared."""
         return any(row.estimated_time_ratio for row in self.rows)
 
 
-def search(script: Script, target: str, budget: int, card: Card, announce: Announce) -> Search:
-    """Predict one attempt after another, until one fits; a CPU has no estimated times."""
+def search(
+    script: Script, target: str, budget: int, card: Card, announce: Announce
+) -> ScriptSearch:
+    """Predict one attempt after another until one fits. A CPU gets no time estimates."""
     found: list[Places] = []
 
-    def look(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
+    def find_places(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
         found.append(find(model, optimizer))
         return step, model, optimizer
 
     plain = None if target == "cpu" else Roofline(card)
-    trace = _trace(script, target, AS_IT_IS.name, look, plain, announce)
+    trace = _trace(script, target, AS_IT_IS.name, find_places, plain, announce)
     rows = [Row(AS_IT_IS.name, trace)]
     [places] = found
     if needed(trace) <= budget:
-        return Search(rows, AS_IT_IS, places, plain)
-    failed: set[str] = set()  # techniques that cannot be put here at all
+        return ScriptSearch(rows, AS_IT_IS, places, plain)
+    failed: set[str] = set()  # techniques that cannot be applied to this training
     for attempt in attempts(places):
         if failed & {each.name for each in attempt.wrappers}:
             continue
@@ -92,8 +94,8 @@ def search(script: Script, target: str, budget: int, card: Card, announce: Annou
         ratio = changed.total / plain.total if changed and plain.total else None
         rows.append(Row(attempt.name, trace, estimated_time_ratio=ratio))
         if needed(trace) <= budget:
-            return Search(rows, attempt, places, plain)
-    return Search(rows, None, places, plain)
+            return ScriptSearch(rows, attempt, places, plain)
+    return ScriptSearch(rows, None, places, plain)
 
 
 def _trace(
@@ -104,60 +106,60 @@ def _trace(
     roofline: Roofline | None,
     announce: Announce,
 ) -> Trace:
-    """The second step of what a change makes of the training, its seconds counted by the way."""
+    """Predict the second step after a change to the training, and count its seconds."""
 
     def counted(*parts: Any) -> Parts:
         step, model, optimizer = change(*parts)
         return (roofline.counted(step) if roofline else step), model, optimizer
 
-    told = partial(_announced, announce, name)
+    announce_stage = partial(_announce_stage, announce, name)
     if target == "cpu":
         with memlab.dry_run(assume=script.assume):
-            return measured(script, None, told, counted)
-    return predicted(script, target, told, counted)
+            return measured(script, None, announce_stage, counted)
+    return predicted(script, target, announce_stage, counted)
 
 
-def _announced(announce: Announce, name: str, stage: str) -> None:
+def _announce_stage(announce: Announce, name: str, stage: str) -> None:
     announce(f"{name}: {stage}")
 
 
 def needed(trace: Trace) -> int:
-    """Bytes that a card must have: reserved ones where there is an allocator."""
+    """Return the memory that the device must have: reserved bytes if there is an allocator."""
     return trace.reserved_bytes or trace.allocated_bytes
 
 
 def _show(
     script: Script,
-    there: Memory,
+    memory: Memory,
     target: str,
     budget: int,
-    found: Search,
+    found: ScriptSearch,
 ) -> None:
-    terminal.say(f"{script}: its second step, predicted for {target}, nothing is computed")
+    terminal.echo(f"{script}: its second step, predicted for {target} without running anything")
     if found.rows[0].trace is not None:
         for note in assumed(found.rows[0].trace):
-            terminal.say(note)
-    terminal.say(f"{room(there, target)}\n")
+            terminal.echo(note)
+    terminal.echo(f"{room(memory, target)}\n")
     terminal.show_table(_table(found, budget))
     if found.has_times:
-        terminal.say(f"\n{terminal.paragraph(_about_times(found.plain))}")
+        terminal.echo(f"\n{terminal.paragraph(_about_times(found.plain))}")
     for sentence in report.failures(found.rows):
-        terminal.say(f"\n{terminal.paragraph(sentence)}")
+        terminal.echo(f"\n{terminal.paragraph(sentence)}")
     for sentence in _remarks(found):
-        terminal.say(f"\n{sentence}")
-    terminal.say("")
+        terminal.echo(f"\n{sentence}")
+    terminal.echo("")
 
 
 def _about_times(plain: Roofline) -> str:
     return (
-        f"time: over the step's as it is, which goes to {shares(plain.seconds)}; an estimate for "
-        f"{plain.card.name}, each operator at the pace of what it computes or of what it moves, "
-        f"that counts every copy; not a measurement"
+        f"time: estimated for {plain.card.name}, relative to the step as it is, which is "
+        f"{shares(plain.seconds)}; each operator takes as long as its computation or its memory "
+        f"traffic, whichever is longer; every copy is counted"
     )
 
 
-def _remarks(found: Search) -> Iterator[str]:
-    """What was found, in words; where it takes techniques, the lines that turn them on."""
+def _remarks(found: ScriptSearch) -> Iterator[str]:
+    """Say what was found, with the code that applies the techniques."""
     rows, chosen, places, _ = found
     if len(rows) > 1 and not places.layers:
         yield terminal.paragraph(NO_LAYERS)
@@ -166,20 +168,20 @@ def _remarks(found: Search) -> Iterator[str]:
     if chosen is AS_IT_IS:
         yield "It fits as it is"
     elif chosen is None:
-        yield "Nothing of this makes it fit; a smaller batch, LoRA or bfloat16 weights may"
+        yield "No technique here makes it fit; try a smaller batch, LoRA or bfloat16 weights"
     else:
-        where = "after the model and the optimizer are made, before a scheduler is"
-        yield _indented(f"It fits with these, {where}:", chosen.lines)
+        where = "once the model and the optimizer exist, before you create a scheduler"
+        yield _indented(f"It fits with this code, {where}:", chosen.lines)
         if chosen.lines_inside:
             yield _indented("and around the forward pass of the step:", chosen.lines_inside)
         yield "\n".join(map(terminal.paragraph, chosen.costs))
-        yield _indented("The same by other packages:", chosen.production)
+        yield _indented("The same with other packages:", chosen.production)
     if notes := _last(rows).notes:
         yield "\n".join(terminal.paragraph(f"note: {note}") for note in notes)
 
 
 def _last(rows: list[Row]) -> Trace:
-    """Of those that could be tried: what is said to fit, if anything does."""
+    """Return the last attempt's trace: the one that fits, if any does."""
     return [row.trace for row in rows if row.trace is not None][-1]
 
 
@@ -187,7 +189,7 @@ def _indented(sentence: str, lines: list[str]) -> str:
     return "\n\n  ".join([sentence, "\n  ".join(lines)])
 
 
-def _table(found: Search, budget: int) -> Table:
+def _table(found: ScriptSearch, budget: int) -> Table:
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("with", "allocated", "reserved", "left", *["time"] * found.has_times):
         lines.add_column(title, justify="left" if title == "with" else "right", no_wrap=True)

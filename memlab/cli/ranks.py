@@ -1,4 +1,4 @@
-"""`memlab measure --ranks 8`: what one rank of eight holds and sends, in each stage of ZeRO."""
+"""`memlab measure --ranks 8`: what one of eight ranks holds and sends in each ZeRO stage."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ STATES = ("parameters", "gradients", "optimizer_state")
 
 @dataclass(frozen=True)
 class RankRow(Row):
-    """One stage; what a rank holds of model states, what it sends in a step, and which units are
-    whole at peak."""
+    """One stage: a rank's model states, the bytes it sends per step, and the units whose weights
+    are gathered at the peak."""
 
     states_bytes: int | None = None
     sent_bytes: int | None = None
@@ -30,8 +30,8 @@ class RankRow(Row):
 
 
 def measure_ranks(request: Request) -> int:
-    """Measure one rank by dry runs, print a table, write pictures and numbers; 1 if a stage of a
-    technique failed, else 0."""
+    """Measure one rank by dry runs, print a table, write pictures and results; return 1 if a stage
+    of a technique failed, else 0."""
     names, ranks = request.techniques or ("plain",), request.ranks
     request = replace(request, techniques=names, device="cpu", dry=True)
     chosen = choose_techniques(request)
@@ -47,10 +47,10 @@ def measure_ranks(request: Request) -> int:
         ]
     if rows[0].failure is not None:
         raise UsageError(f"{rows[0].name}: {rows[0].failure}")
-    of = f"one rank of {ranks}, each with this batch"
-    terminal.say(f"{report.headline(setting, dry=True)}\n{of}\n")
+    rank = f"one rank of {ranks}, each with this batch"
+    terminal.echo(f"{report.headline(setting, dry=True)}\n{rank}\n")
     terminal.show_table(report.table(rows, columns(rows)))
-    terminal.say("\n" + "\n".join(map(terminal.paragraph, legend(rows))))
+    terminal.echo("\n" + "\n".join(map(terminal.paragraph, legend(rows))))
     write(rows, f"{setting}, one rank of {ranks}, dry run", folder)
     return int(any(row.failure for row in rows))
 
@@ -58,7 +58,7 @@ def measure_ranks(request: Request) -> int:
 def rows_of(
     name: str, setting: Setting, technique: Plugs, ranks: int, announce: Announce = silent
 ) -> list[RankRow]:
-    """A row for each stage; one, which says why, for a technique that cannot be in shards."""
+    """Measure a row per stage. A technique that cannot be sharded gets one row with the reason."""
     rows = []
     for stage in STAGES:
         label = f"stage {stage}" if name == "plain" else f"{name}, stage {stage}"
@@ -83,30 +83,30 @@ def _row_of_step(label: str, step: Step) -> RankRow:
 
 
 def model_states(trace: Trace) -> int:
-    """Bytes of weights, gradients and the optimizer's state when backward has ended."""
+    """Return the bytes of weights, gradients and optimizer state at the end of backward."""
     end = max(n for n, event in enumerate(trace.events, 1) if event.phase == "backward")
     return sum(event.bytes for event in trace.events[:end] if event.category in STATES)
 
 
 def columns(rows: Sequence[RankRow]) -> dict[str, list[str]]:
-    """Those that other measurements have not."""
+    """Return the columns that only this table has."""
     return {
         "model states": [
             "" if r.states_bytes is None else format_bytes(r.states_bytes) for r in rows
         ],
         "sent": ["" if r.sent_bytes is None else format_bytes(r.sent_bytes) for r in rows],
-        "whole at peak": [" + ".join(row.gathered) for row in rows],
+        "gathered": [" + ".join(row.gathered) for row in rows],
     }
 
 
 def legend(rows: Sequence[RankRow]) -> Iterator[str]:
-    """What the stages are, and what the columns count."""
+    """Explain the stages and the columns."""
     yield from (f"stage {number}: {what}" for number, what in STAGES.items())
-    yield "model states: weights, gradients and the optimizer's state, when backward has ended"
-    yield "sent: by each rank in a step, as a ring of ranks sends it"
+    yield "model states: weights, gradients and optimizer state at the end of backward"
+    yield "sent: by each rank per step, with ring collectives"
     if any(row.gathered for row in rows):
         yield (
-            "whole at peak: whose weights were just then gathered from all ranks; the root's "
-            "are those of no block"
+            "gathered: units whose full weights were present at the peak; the root unit holds the "
+            "weights outside the blocks"
         )
     yield from report.failures(rows)

@@ -1,4 +1,4 @@
-"""What the user sees of Rows in the terminal: a headline, a table, and what needs a word more."""
+"""How rows look in the terminal: a headline, a table, and explanations."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +16,9 @@ from memlab.trace import CATEGORIES, Trace
 from memlab.train import Setting
 from memlab.units import format_bytes
 
-NOTABLE = 0.01  # of the plain peak: what is less is no saving and no cost
-DOUBTFUL = 0.2  # of a ratio: rounds that differ by more were disturbed
-WHERE = {
+NOTABLE = 0.01  # of the plain peak: a smaller change is no saving and no cost
+DOUBTFUL = 0.2  # relative spread: rounds that differ more were disturbed
+PHASE_WORDS = {
     "before": "before the step",
     "forward": "in forward",
     "backward": "in backward",
@@ -27,7 +27,7 @@ WHERE = {
 
 
 def headline(setting: Setting, dry: bool) -> str:
-    """What is measured, and on what: two lines."""
+    """Describe the setting and the device in two lines."""
     parameters = setting.config.parameters
     if dry:
         how = "dry run, nothing is computed"
@@ -39,35 +39,41 @@ def headline(setting: Setting, dry: bool) -> str:
 
 
 def table(rows: Sequence[Row], more: Mapping[str, list[str]] | None = None) -> Table:
-    """A line for each row; columns in which no row has anything are left out. `more` are columns
-    beside those of every measurement."""
+    """Build a line for each row, without the empty columns. `more` adds columns."""
     plain = rows[0]
     has_an_allocator = any(row.trace and row.trace.reserved_bytes for row in rows)
     columns: dict[str, list[str]] = {
         "technique": [row.name for row in rows],
         "allocated" if has_an_allocator else "peak": [
-            _of(row.trace, lambda t: format_bytes(t.allocated_bytes)) or "failed" for row in rows
+            _optional(row.trace, lambda t: format_bytes(t.allocated_bytes)) or "failed"
+            for row in rows
         ],
-        "saved": ["" if row is plain else _of(row.trace, _saved(plain.trace)) for row in rows],
-        "reserved": [_of(row.trace, lambda t: _of(t.reserved_bytes, format_bytes)) for row in rows],
+        "saved": [
+            "" if row is plain else _optional(row.trace, _saved(plain.trace)) for row in rows
+        ],
+        "reserved": [
+            _optional(row.trace, lambda t: _optional(t.reserved_bytes, format_bytes))
+            for row in rows
+        ],
         "nvidia-smi": [
             _nvidia_smi(row.trace) if row.trace and row.trace.dry else "" for row in rows
         ],
-        "peak in": [_of(row.trace, lambda t: t.peak_phase) for row in rows],
-        "time": [_of(plain.seconds, _seconds)] + [_of(r.time_ratio, _ratio) for r in rows[1:]],
-        "gradients": [""] + [_of(row.gradient_difference, _difference) for row in rows[1:]],
+        "peak in": [_optional(row.trace, lambda t: t.peak_phase) for row in rows],
+        "time": [_optional(plain.seconds, _seconds)]
+        + [_optional(r.time_ratio, _ratio) for r in rows[1:]],
+        "gradients": [""] + [_optional(row.gradient_difference, _difference) for row in rows[1:]],
         **(more or {}),
     }
     return terminal.table_of(columns)
 
 
 def remarks(rows: Sequence[Row]) -> Iterator[str]:
-    """What the table alone leaves open: its last columns, failures, and savings that don't show."""
+    """Explain the last columns, the failures, and the savings that the peak does not show."""
     plain, others = rows[0], rows[1:]
     if (spread := max(map(_spread, rows))) > DOUBTFUL:
         yield (
-            f"time: rounds differ by up to {spread:.0%}; this machine is busy, "
-            f"or the steps are too short to time"
+            f"time: rounds differ by up to {spread:.0%}; this machine is busy, or the steps are "
+            f"too short to time"
         )
     if any(row.gradient_difference for row in others):
         yield (
@@ -82,54 +88,54 @@ def remarks(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{row.name}: no time; the plain training does not fit into memory beside it"
         elif hidden := _hidden_change(row.trace, plain.trace):
             yield f"{row.name}: {hidden}"
-        if more := _kept_beside(row.trace, plain.trace):
+        if more := _extra_inputs(row.trace, plain.trace):
             yield f"{row.name}: {more}"
 
 
-def _kept_beside(trace: Trace, plain: Trace) -> str | None:
-    """What a technique holds that is no weight and no state, in words; None if nothing."""
+def _extra_inputs(trace: Trace, plain: Trace) -> str | None:
+    """Describe what a technique keeps outside weights and optimizer state; None if nothing."""
     more = trace.at_peak.get("inputs", 0) - plain.at_peak.get("inputs", 0)
     if more <= 0:
         return None
-    return f"{format_bytes(more)} that it keeps from step to step, such as averages, are inputs"
+    return f"keeps {format_bytes(more)} across steps, such as weight averages, counted as inputs"
 
 
 def failures(rows: Sequence[Row]) -> Iterator[str]:
-    """Why there are rows without figures."""
+    """Explain the rows without figures."""
     for row in rows:
         if row.failure is not None:
             yield f"{row.name}: {row.failure}"
 
 
-def measured_dry(rows: Sequence[Row]) -> Iterator[str]:
-    """Rows that nobody waits for: their bytes, which a dry run has as well, and why."""
+def dry_rows_note(rows: Sequence[Row]) -> Iterator[str]:
+    """List the rows that would have taken too long, and why."""
     reasons = dict.fromkeys(row.dry_for for row in rows if row.dry_for)
     for reason in reasons:
         names = [row.name for row in rows if row.dry_for == reason]
         yield (
-            f"measured dry, the same bytes and no time, for {reason}: {', '.join(names)}; "
-            f"--technique {names[0]} takes real steps"
+            f"dry run, same bytes but no time, because {reason}: {', '.join(names)}; "
+            f"--technique {names[0]} runs real steps"
         )
 
 
 def notes(row: Row) -> Iterator[str]:
-    """What its trace cannot promise."""
+    """List the caveats of the row's trace."""
     return (f"{row.name}: {note}" for note in (row.trace.notes if row.trace else ()))
 
 
 def legend(rows: Sequence[Row]) -> Iterator[str]:
-    """What the columns of an accelerator's memory count."""
+    """Explain the columns of an accelerator's memory."""
     trace = rows[0].trace
     if trace is not None and trace.reserved_bytes is not None:
         for name, meaning in _meanings(trace).items():
             yield f"{name}: {meaning}"
 
 
-def three_numbers(trace: Trace) -> Iterator[str]:
-    """What the allocator and the driver say of an accelerator's memory, each number named."""
+def memory_numbers(trace: Trace) -> Iterator[str]:
+    """Describe an accelerator's allocated, reserved and nvidia-smi memory, one line each."""
     numbers = {
         "allocated": format_bytes(trace.allocated_bytes),
-        "reserved": _of(trace.reserved_bytes, format_bytes),
+        "reserved": _optional(trace.reserved_bytes, format_bytes),
         "nvidia-smi": _nvidia_smi(trace),
     }
     if numbers["reserved"]:
@@ -138,36 +144,36 @@ def three_numbers(trace: Trace) -> Iterator[str]:
 
 
 def _meanings(trace: Trace) -> dict[str, str]:
-    """What each of an accelerator's numbers counts."""
+    """Explain each of an accelerator's memory numbers."""
     least, most = map(format_bytes, CONTEXT_BYTES)
-    context = f"{least} to {most} by card and driver; other processes come on top"
+    context = f"{least} to {most} depending on GPU and driver; other processes come on top"
     return {
         "allocated": (
-            "what tensors and kernels hold at the peak, in the allocator's blocks; a peak in a "
-            "list by category and the pictures count what was asked for, which is a little less"
+            "held by tensors and kernels at the peak, in the allocator's blocks; the peak by "
+            "category and the pictures count the requested bytes, which are slightly fewer"
         ),
         "reserved": (
-            "what the allocator takes from the driver for that if it can, and keeps; a smaller "
-            "card may do, and the least lies between the two"
+            "taken from the driver by the caching allocator, which keeps it; a smaller GPU may "
+            "be enough, and the minimum lies between allocated and reserved"
         ),
         "nvidia-smi": (
-            f"reserved, and what CUDA itself takes in a process, {context}"
+            f"reserved plus the CUDA context, {context}"
             if trace.dry
-            else "reserved, what CUDA itself takes in each process, and all other processes"
+            else "reserved plus each process's CUDA context, for all processes"
         ),
     }
 
 
 def _spread(row: Row) -> float:
-    """How much more the largest ratio of the row is than the smallest, as a share."""
+    """Return how much larger the largest ratio is than the smallest, relative to the smallest."""
     return max(row.time_ratios) / min(row.time_ratios) - 1 if row.time_ratios else 0
 
 
 # ------------------------------------------------------------------ cells
 
 
-def _of(value: Any, text: Callable[[Any], str]) -> str:
-    """The text of a value; nothing of None."""
+def _optional(value: Any, text: Callable[[Any], str]) -> str:
+    """Format the value, or return "" for None."""
     return "" if value is None else text(value)
 
 
@@ -180,9 +186,9 @@ def _saved(plain: Trace) -> Callable[[Trace], str]:
 
 
 def _nvidia_smi(trace: Trace) -> str:
-    """What it shows, or of a prediction: from the smallest context of CUDA to the largest."""
+    """Format what nvidia-smi shows; for a prediction, the range over CUDA context sizes."""
     if not trace.dry or trace.reserved_bytes is None:
-        return _of(trace.memory.used_bytes, format_bytes)
+        return _optional(trace.memory.used_bytes, format_bytes)
     least, most = ((trace.reserved_bytes + count) / 2**30 for count in CONTEXT_BYTES)
     return f"{least:.2f}–{most:.2f} GiB"
 
@@ -199,21 +205,21 @@ def _difference(difference: float) -> str:
     return f"{difference:.1e}" if difference else "equal"
 
 
-# ------------------------------------------------------------------ what a peak elsewhere hides
+# ------------------------------------------------------------------ savings hidden by the peak
 
 
 def _hidden_change(trace: Trace, plain: Trace) -> str | None:
-    """The largest change of a category that is not at its most when the peak comes; None if the
+    """Describe the largest change in a category that is not at its maximum at the peak; None if the
     peaks differ, or nothing else does."""
     notable = NOTABLE * plain.peak_bytes
     if abs(trace.peak_bytes - plain.peak_bytes) >= notable:
         return None
-    most, plain_most = _most_alive(trace), _most_alive(plain)
+    most, plain_most = _max_live_bytes(trace), _max_live_bytes(plain)
     changes = {c: most[c] - plain_most[c] for c in CATEGORIES}
     hidden = {
         category: change
         for category, change in changes.items()
-        if abs(change) >= notable and not _is_at_its_most(category, plain if change < 0 else trace)
+        if abs(change) >= notable and not _is_at_maximum(category, plain if change < 0 else trace)
     }
     if not hidden:
         return None
@@ -221,16 +227,17 @@ def _hidden_change(trace: Trace, plain: Trace) -> str | None:
     advice = "; a larger --batch or --seq lets it show" if category == "activations" else ""
     return (
         f"{category.replace('_', ' ')} reach {format_bytes(most[category])}, not "
-        f"{format_bytes(plain_most[category])}, but the peak is {WHERE[plain.peak_phase]}{advice}"
+        f"{format_bytes(plain_most[category])}, but the peak is {PHASE_WORDS[plain.peak_phase]}"
+        f"{advice}"
     )
 
 
-def _is_at_its_most(category: str, trace: Trace) -> bool:
-    return trace.at_peak.get(category, 0) == _most_alive(trace)[category]
+def _is_at_maximum(category: str, trace: Trace) -> bool:
+    return trace.at_peak.get(category, 0) == _max_live_bytes(trace)[category]
 
 
-def _most_alive(trace: Trace) -> Counter[str]:
-    """The most bytes of each category that are alive at one moment."""
+def _max_live_bytes(trace: Trace) -> Counter[str]:
+    """Return each category's largest live bytes at one moment."""
     alive: Counter[str] = Counter()
     most: Counter[str] = Counter()
     for event in trace.events:

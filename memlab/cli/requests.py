@@ -1,14 +1,13 @@
-"""What the user typed, as one record that is built once. Reading it imports no torch."""
+"""The options of a command as one record. This module does not import torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Request:
-    """The options of `memlab measure`, and those that `memlab train` shares with it.
+    """The options of `memlab measure`, some of which `memlab train` shares.
 
-    An option that was not given is None, and a suitable value takes its place later: see
-    memlab.cli.choices.
+    An option that was not given is None; memlab.cli.choices replaces it by a suitable value.
     """
 
     model: str | None = None

@@ -1,4 +1,4 @@
-"""The files of a measurement: numbers and pictures, all of them or none."""
+"""Write the files of a measurement, results and pictures: all of them or none."""
 
 import importlib.util
 import json
@@ -17,12 +17,12 @@ import torch
 from memlab.allocator import simulate
 from memlab.cli.errors import UsageError
 from memlab.cli.rows import Row
-from memlab.cli.terminal import paragraph, say
+from memlab.cli.terminal import echo, paragraph
 from memlab.internals.files import write_beside
 from memlab.planner import Measured, Plan
 from memlab.trace import Event, Trace
 
-Drawing = Callable[[Any], Any]  # memlab.plot to a figure
+Drawing = Callable[[Any], Any]  # takes the module memlab.plot, returns a figure
 
 
 def write(
@@ -32,7 +32,7 @@ def write(
     predicted: Sequence[Row] = (),
     stem: str = "measure",
 ) -> None:
-    """Write numbers and, where matplotlib is installed, pictures: all of them or none."""
+    """Write the results and, if matplotlib is installed, the pictures."""
     drawings = _drawings([row for row in rows if row.trace is not None], predicted, title)
     _write_all(
         f"{stem}.json",
@@ -46,7 +46,7 @@ def _write_all(
     numbers: str, write_numbers: Callable[[Path], None], drawings: dict[str, Drawing], folder: Path
 ) -> None:
     if importlib.util.find_spec("matplotlib") is None:
-        say("no pictures: pip install matplotlib draws them")
+        echo("no pictures: matplotlib is not installed; run pip install matplotlib")
         drawings = {}
     names = [numbers, *drawings]
     try:
@@ -58,13 +58,13 @@ def _write_all(
                 _draw(draw, beside[name])
     except OSError as error:
         raise UsageError(f"writing to {folder} failed: {error}") from error
-    say(paragraph("written: " + ", ".join(str(folder / name) for name in names)))
+    echo(paragraph("written: " + ", ".join(str(folder / name) for name in names)))
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
-    """Write what a plan found: numbers and, where matplotlib is installed, a picture."""
-    shown = [*plan.options, *([plan.miss] if plan.miss else [])]
-    traces = {o.recipe.words: _at_its_peak(o.measured) for o in shown if o.measured}
+    """Write a plan's results and, if matplotlib is installed, a picture."""
+    listed = [*plan.options, *([plan.miss] if plan.miss else [])]
+    traces = {o.recipe.words: _peak_trace(o.measured) for o in listed if o.measured}
     title = f"{plan.model}, {plan.batch} × {plan.seq_len} tokens, in {plan.memory.name}"
     drawings: dict[str, Drawing] = {}
     if traces:
@@ -79,8 +79,8 @@ def write_plan(plan: Plan, folder: Path) -> None:
     )
 
 
-def _at_its_peak(measured: Measured) -> Trace:
-    """A trace of the peak alone: a picture of it needs no more."""
+def _peak_trace(measured: Measured) -> Trace:
+    """Return a trace of the peak alone, which is enough to draw it."""
     peak = enumerate(measured.at_peak.items())
     return Trace(
         tuple(
@@ -91,8 +91,8 @@ def _at_its_peak(measured: Measured) -> Trace:
 
 
 def _drawings(rows: Sequence[Row], predicted: Sequence[Row], title: str) -> dict[str, Drawing]:
-    """What to draw, by the end of a file's name: the peaks, the plain step, and what CUDA reserves
-    for it."""
+    """Return the figures by the suffix of their file: the peaks, the plain step's timeline, and the
+    allocator's blocks on CUDA."""
     plain = f"{rows[0].name}: {title}"
     drawings: dict[str, Drawing] = {
         "": lambda plot: plot.breakdown({r.name: r.trace for r in rows}, title=title),
@@ -101,13 +101,13 @@ def _drawings(rows: Sequence[Row], predicted: Sequence[Row], title: str) -> dict
     on_cuda = (predicted or rows)[0].trace
     if on_cuda.dry and on_cuda.reserved_bytes is not None:
         what = re.sub(r", (cpu|cuda[:a-z]*)$", "", plain.removesuffix(", dry run"))
-        title_there = f"{what}, predicted for CUDA"
-        drawings["-blocks"] = lambda plot: plot.blocks(simulate(on_cuda), title=title_there)
+        cuda_title = f"{what}, predicted for CUDA"
+        drawings["-blocks"] = lambda plot: plot.blocks(simulate(on_cuda), title=cuda_title)
     return drawings
 
 
 def _draw(draw: Drawing, path: Path) -> None:
-    from memlab import plot  # only here: measuring needs no matplotlib
+    from memlab import plot  # imported late: measuring does not need matplotlib
 
     plot.save(draw(plot), path)
 
@@ -118,7 +118,7 @@ def _write_numbers(rows: Sequence[Row], predicted: Sequence[Row], title: str, pa
 
 
 def _write_json(path: Path, numbers: dict[str, Any]) -> None:
-    """The numbers, and where they were found."""
+    """Write the numbers with the date, machine and versions."""
     where = {
         "date": date.today().isoformat(),
         "machine": f"{platform.system()} {platform.machine()}",
@@ -137,8 +137,8 @@ def _numbers(row: Row) -> dict[str, Any]:
         "time_ratio": row.time_ratio,
         "time_ratios": row.time_ratios,
         "estimated_time_ratio": row.estimated_time_ratio,
-        "gradient_difference": _or_its_name(row.gradient_difference),
-        "largest_gradient": _or_its_name(row.largest_gradient),
+        "gradient_difference": _json_number(row.gradient_difference),
+        "largest_gradient": _json_number(row.largest_gradient),
         "failure": row.failure,
         "dry_for": row.dry_for,
     }
@@ -156,6 +156,6 @@ def _bytes_of(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _or_its_name(number: float | None) -> float | str | None:
-    """JSON has no nan and no infinity."""
+def _json_number(number: float | None) -> float | str | None:
+    """Return nan and infinity as text, because JSON lacks them."""
     return number if number is None or math.isfinite(number) else str(number)

@@ -1,11 +1,11 @@
-"""What one technique comes to: its trace, its seconds and its gradients, against the plain step's.
+"""Measure one technique against the plain step: trace, time and gradients.
 
-The step that is metered is the second. The first makes the optimizer's state; it also starts from
-the same weights whatever the technique, so its gradients are the ones to compare.
+The meter measures the second step. The first step creates the optimizer state. It starts from the
+same weights with every technique, so its gradients are the ones to compare.
 
-Nothing else may be alive on an accelerator while a step is metered there: its allocator's figures
-are of everything on it. The meter's own figures are of one model, so on the CPU the plain training
-may stay in memory, and need not be built again for each technique that it is timed against.
+While the meter measures a step on an accelerator, nothing else may be alive there, because the
+allocator's statistics cover the whole device. On the CPU the meter counts one model only. So there
+the plain training stays in memory and is built once for all comparisons of time.
 """
 
 import gc
@@ -20,42 +20,42 @@ from memlab.cli.errors import is_out_of_memory
 from memlab.trace import Trace
 from memlab.train import Plugs, Setting, Training, build, dry_trace, measured, predicted_trace
 
-LONG_SECONDS = 0.4  # of all rounds together
-AGREEMENT = 1.1  # two ratios agree if neither is larger than the other by this factor
+LONG_SECONDS = 0.4  # total time after which fewer rounds are enough
+AGREEMENT = 1.1  # two ratios agree if they differ by at most this factor
 
 Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one technique came to. Ratios and the difference are against the plain step.
+    """The result of one technique. Ratios and differences are relative to the plain step.
 
-    A technique that could not be measured has a `failure`, one line, and nothing else. One that
-    would have taken too long is `dry_for` a reason: its bytes, and no time.
+    A technique that could not be measured has a one-line `failure` and nothing else. A technique
+    that would have taken too long has the reason in `dry_for`, and its bytes without times.
     """
 
     name: str
     trace: Trace | None = None
     seconds: float | None = None
-    time_ratios: tuple[float, ...] = ()  # of each round
+    time_ratios: tuple[float, ...] = ()  # one per round
     gradient_difference: float | None = None
     largest_gradient: float | None = None
     failure: str | None = None
     dry_for: str | None = None
-    estimated_time_ratio: float | None = None  # where nothing runs
+    estimated_time_ratio: float | None = None  # if the step does not run
 
     @property
     def time_ratio(self) -> float | None:
-        """The median of the rounds, which one disturbed round of three or five does not move."""
+        """Return the median of the rounds, which one disturbed round does not change."""
         return statistics.median(self.time_ratios) if self.time_ratios else None
 
 
 def silent(stage: str) -> None:
-    """Announces nothing."""
+    """Announce nothing."""
 
 
 def dry_row(setting: Setting, name: str, technique: Plugs, announce: Announce = silent) -> Row:
-    """The exact bytes, without computing anything."""
+    """Measure the exact bytes without computing anything."""
     announce(name)
     return Row(name, dry_trace(setting, technique))
 
@@ -63,22 +63,22 @@ def dry_row(setting: Setting, name: str, technique: Plugs, announce: Announce = 
 def predicted_row(
     setting: Setting, name: str, technique: Plugs, announce: Announce = silent
 ) -> Row:
-    """What it would take on the setting's class of cards, without one."""
+    """Predict the memory on the setting's class of GPUs."""
     announce(f"{name}: on CUDA")
     return Row(name, predicted_trace(setting, technique))
 
 
-class SideBySide:
-    """Takes real steps: each technique's beside the plain one's."""
+class PairedRuns:
+    """Runs real steps, each technique's in alternation with the plain one's."""
 
     def __init__(self, setting: Setting, plain: Plugs) -> None:
         self._setting = setting
         self._plain = plain
-        self._yardstick: Training | None = None
+        self._baseline: Training | None = None
         self._gradients: dict[str, torch.Tensor] = {}
 
     def row(self, name: str, technique: Plugs, announce: Announce = silent) -> Row:
-        """Measure the technique; the plain one first."""
+        """Measure the technique. The plain one has to come first."""
         _clear_memory(self._setting)
         announce(f"{name}: bytes")
         training = self._started(technique)
@@ -95,9 +95,9 @@ class SideBySide:
         return training
 
     def _compare(self, training: Training) -> tuple[float | None, float | None]:
-        """The largest difference from the plain gradients, and the largest gradient.
+        """Return the largest difference from the plain gradients, and the largest gradient.
 
-        Weights that the plain model does not have, or that keep no gradient, are left out.
+        Skip weights that the plain model lacks or that keep no gradient.
         """
         gradients = _copied_gradients(training)
         self._gradients = self._gradients or gradients
@@ -106,13 +106,13 @@ class SideBySide:
         return _largest(differences), _largest(gradients[name] for name in both)
 
     def _rounds(self, training: Training, technique: Plugs) -> list[tuple[float, ...]]:
-        """Seconds of the technique's step and the plain one; none if the two do not fit at once."""
+        """Time the technique's step and the plain one; return [] if both do not fit at once."""
         if technique is self._plain:
             self._keep(training)
-            return in_turn(training.step)
+            return time_in_turn(training.step)
         try:
-            plain = self._yardstick or self._started(self._plain)
-            return in_turn(training.step, plain.step)
+            plain = self._baseline or self._started(self._plain)
+            return time_in_turn(training.step, plain.step)
         except Exception as error:
             if is_out_of_memory(error):
                 return []
@@ -120,33 +120,33 @@ class SideBySide:
 
     def _keep(self, plain: Training) -> None:
         if self._setting.device == "cpu":
-            self._yardstick = plain
+            self._baseline = plain
 
 
-def in_turn(*steps: Callable[[], object]) -> list[tuple[float, ...]]:
-    """The seconds of each step, round by round: what else the machine does meets all alike.
+def time_in_turn(*steps: Callable[[], object]) -> list[tuple[float, ...]]:
+    """Time the steps in alternation, so that other load on the machine affects all of them.
 
-    Five rounds; three where they are long, and two where these agree.
+    Run five rounds, or three if they are long, or two if they are long and agree.
     """
     rounds: list[tuple[float, ...]] = []
-    while not _enough(rounds):
+    while not _has_enough_rounds(rounds):
         rounds.append(tuple(map(_seconds, steps)))
     return rounds
 
 
-def _enough(rounds: Sequence[tuple[float, ...]]) -> bool:
+def _has_enough_rounds(rounds: Sequence[tuple[float, ...]]) -> bool:
     is_long = sum(map(sum, rounds)) >= LONG_SECONDS
-    wanted = 5 if not is_long else 2 if _agree(rounds[:2]) else 3
+    wanted = 5 if not is_long else 2 if _ratios_agree(rounds[:2]) else 3
     return len(rounds) >= wanted
 
 
-def _agree(rounds: Sequence[tuple[float, ...]]) -> bool:
+def _ratios_agree(rounds: Sequence[tuple[float, ...]]) -> bool:
     ratios = _ratios(rounds)
     return max(ratios) <= AGREEMENT * min(ratios)
 
 
 def _ratios(rounds: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Of the first step's seconds to the last one's."""
+    """Return the ratio of the first step's time to the last one's in each round."""
     return tuple(seconds[0] / seconds[-1] for seconds in rounds)
 
 
@@ -159,10 +159,10 @@ def _seconds(step: Callable[[], object]) -> float:
 
 
 def _copied_gradients(training: Training) -> dict[str, torch.Tensor]:
-    """Copies: the gradients themselves, held here, would stay alive in the measured step.
+    """Copy the gradients, because references to them would keep them alive in the measured step.
 
-    They are widened on the CPU: on a device, that would take memory between the two steps. Where
-    the optimizer steps copies of the weights, those have the gradients.
+    The copies are cast to float32 on the CPU, so the cast uses no device memory between the two
+    steps. If the optimizer steps copies of the weights, those copies hold the gradients.
     """
     names = [name for name, p in training.model.named_parameters() if p.requires_grad]
     groups = training.optimizer.param_groups
@@ -172,13 +172,13 @@ def _copied_gradients(training: Training) -> dict[str, torch.Tensor]:
 
 
 def _largest(tensors: Iterable[torch.Tensor]) -> float | None:
-    """The largest absolute value, nan if there is one; None of nothing."""
+    """Return the largest absolute value, nan if there is any; None without tensors."""
     largest = [tensor.abs().max() for tensor in tensors]
     return torch.stack(largest).max().item() if largest else None
 
 
 def _clear_memory(setting: Setting) -> None:
-    """Let go of the technique before: a wrapped block and its wrapper hold each other."""
+    """Free the previous technique: a wrapped block and its wrapper form a reference cycle."""
     gc.collect()
     if setting.device != "cpu":
         torch.accelerator.empty_cache()

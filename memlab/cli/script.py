@@ -1,7 +1,7 @@
-"""A step of the user's own: load it, run it, and say in one line what went wrong in it.
+"""Load and run a user's own training step, and report its errors in one line.
 
-The script runs as Python would run it: its folder is the first to import from, and it finds no
-arguments but its own name. Only its `__name__` is not `__main__`.
+The script runs as Python would run it: its folder is first on sys.path, and sys.argv holds only its
+name. Only its `__name__` is not `__main__`.
 """
 
 import importlib.util
@@ -20,7 +20,14 @@ import torch
 import memlab
 from memlab.cli import report, terminal
 from memlab.cli.choices import choose_device
-from memlab.cli.errors import UsageError, choice, in_one_line, is_out_of_memory, said_by, shown
+from memlab.cli.errors import (
+    UsageError,
+    error_summary,
+    is_out_of_memory,
+    message_of,
+    quoted,
+    suggestions,
+)
 from memlab.cli.machine import devices_present
 from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
@@ -38,19 +45,19 @@ class Script:
 
     path: Path
     function: str
-    assume: str | None = None  # where a dry run meets a size that depends on values
+    assume: str | None = None  # for sizes that depend on values in a dry run
 
     def __str__(self) -> str:
         return f"{self.path}:{self.function}"
 
 
 def measure_script(request: Request) -> int:
-    """Measure the second step of the user's training; print it, write pictures and numbers."""
+    """Measure the second step of the user's training; print it, write pictures and results."""
     dry, assume = request.dry, request.assume
     script = find_script(request.script, assume)
     if assume is not None and not dry:
         raise UsageError(
-            "got --assume without --dry-run; a real step has its values, so leave --assume out"
+            "got --assume without --dry-run; a real step knows its sizes, so leave --assume out"
         )
     device = request.device and choose_device(request)
     folder = choose_folder(request.out)
@@ -66,52 +73,52 @@ def measure_script(request: Request) -> int:
         )
     first = [f"{script}: {_how(dry, device)}", *assumed(trace), ""]
     for line in [*first, *str(trace).splitlines()]:
-        terminal.say(terminal.paragraph(line) if len(line) > terminal.WIDTH else line)
-    if numbers := "\n".join(map(terminal.paragraph, report.three_numbers(trace))):
-        terminal.say(f"\n{numbers}")
+        terminal.echo(terminal.paragraph(line) if len(line) > terminal.WIDTH else line)
+    if numbers := "\n".join(map(terminal.paragraph, report.memory_numbers(trace))):
+        terminal.echo(f"\n{numbers}")
     write([Row(str(script), trace)], f"{script}, dry run" if dry else str(script), folder)
     return 0
 
 
 def assumed(trace: Trace) -> list[str]:
-    """The notes that belong into the first lines."""
+    """Return the notes to print in the first lines."""
     return [note for note in trace.notes if note.startswith(ASSUMED) or note == UNCOMPILED]
 
 
 def _how(dry: bool, device: str | None) -> str:
-    """How it was measured, in words."""
+    """Say how the step was measured."""
     if not dry:
         return "its second step"
-    made_up = "nothing is computed: a loss that it prints is made up"
+    made_up = "nothing is computed, so a printed loss is meaningless"
     if device in TARGETS:
         return f"its second step, predicted for CUDA ({TARGETS[device].name}); {made_up}"
     return f"its second step, dry run; {made_up}"
 
 
 def find_script(given: str, assume: str | None = None) -> Script:
-    """The file and the name of the function; the file is there."""
+    """Parse the path and the function's name, and check that the file exists."""
     try:
         fraction_of(assume)
     except ValueError:
         raise UsageError(
-            f"got --assume {shown(assume)}; give most (every element is chosen) or a fraction "
+            f"got --assume {quoted(assume)}; give 'most' (every element is chosen) or a fraction "
             f"above 0, up to 1"
         ) from None
     path, _, function = given.rpartition(":")
     if not path.endswith(".py") or not function.isidentifier():
         raise UsageError(
-            f"got --script {shown(given)}; give a file and a function in it that returns (step, "
+            f"got --script {quoted(given)}; give a file and a function in it that returns (step, "
             f"model, optimizer), such as train.py:build"
         )
     if not os.path.isfile(path):
         raise UsageError(
-            f"got --script {shown(given)}; there is no file {shown(path)} here: give one that is"
+            f"got --script {quoted(given)}; there is no file {quoted(path)}: give an existing file"
         )
     return Script(Path(path), function, assume)
 
 
-def unchanged(*parts: Any) -> Any:
-    """A training as its script builds it."""
+def identity(*parts: Any) -> Any:
+    """Return the training as the script builds it."""
     return parts
 
 
@@ -119,10 +126,10 @@ def measured(
     script: Script,
     device: str | None,
     announce: Announce,
-    change: Callable[..., Any] = unchanged,
+    change: Callable[..., Any] = identity,
 ) -> Trace:
-    """The second step of the user's training, or of what a change makes of it, as it runs here."""
-    with _as_python_runs_it(script.path), _in_one_sentence(script):
+    """Measure the second step of the user's training, optionally changed, on this machine."""
+    with _as_python_runs_it(script.path), _as_usage_errors(script):
         announce("building")
         step, model, optimizer = change(*_parts(_load(script)(), script))
         announce("first step")
@@ -132,9 +139,9 @@ def measured(
 
 
 def predicted(
-    script: Script, target: str, announce: Announce, change: Callable[..., Any] = unchanged
+    script: Script, target: str, announce: Announce, change: Callable[..., Any] = identity
 ) -> Trace:
-    """The second step of the user's training on such a card, or of what a change makes of it."""
+    """Predict the second step of the user's training, optionally changed, on such a GPU."""
 
     def build() -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
         announce("building")
@@ -147,7 +154,7 @@ def predicted(
 
         return announced, model, optimizer
 
-    with _as_python_runs_it(script.path), _in_one_sentence(script):
+    with _as_python_runs_it(script.path), _as_usage_errors(script):
         return memlab.predict(build, target=target, assume=script.assume)
 
 
@@ -165,7 +172,7 @@ def _as_python_runs_it(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _streams_kept_open() -> Iterator[None]:
-    """A script may replace or close its output; ours comes after it, in the same place."""
+    """Restore stdout and stderr afterwards, because a script may replace or close them."""
     kept = [_Stream.of(name) for name in ("stdout", "stderr")]
     try:
         yield
@@ -175,11 +182,11 @@ def _streams_kept_open() -> Iterator[None]:
 
 
 class _Stream(NamedTuple):
-    """`sys.stdout` or `sys.stderr`, with a second descriptor of what it writes to."""
+    """`sys.stdout` or `sys.stderr`, with a duplicate of its file descriptor."""
 
     name: str
     stream: TextIO
-    descriptor: int | None  # None: it is no file, as in a notebook
+    descriptor: int | None  # None if the stream is not a file, as in a notebook
     duplicate: int
 
     @classmethod
@@ -203,9 +210,9 @@ class _Stream(NamedTuple):
 
 
 def _load(script: Script) -> Callable[[], Any]:
-    """The function, out of the file as a module of its name: what pickles it looks for that."""
+    """Load the function. The module is named after the file, because pickle looks it up by name."""
     name = script.path.stem
-    if name in sys.modules:  # a script may be called types.py, and nobody else may meet it
+    if name in sys.modules:  # a script may be called types.py, and must not replace that module
         name += "_script"
     spec = importlib.util.spec_from_file_location(name, script.path)
     assert spec is not None
@@ -219,7 +226,7 @@ def _load(script: Script) -> Callable[[], Any]:
     function = getattr(module, script.function, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if _is_offered(key, value, name)]
-        there = f"; {choice(script.function, own)}" if own else ""
+        there = f"; {suggestions(script.function, own)}" if own else ""
         raise UsageError(
             f"got --script {script}; {script.path} has no function {script.function}{there}"
         )
@@ -232,9 +239,9 @@ def _is_offered(name: str, value: Any, module: str) -> bool:
 
 
 def _parts(built: Any, script: Script) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
-    """What the function returned, if it is (step, model, optimizer)."""
+    """Return (step, model, optimizer) after checking their types."""
     if inspect.iscoroutine(built):
-        built.close()  # or Python would warn that nobody awaited it
+        built.close()  # prevents Python's warning about a coroutine that was never awaited
         raise _is_async(f"{script} is", "return the parts from a plain function")
     if not isinstance(built, (tuple, list)):
         raise _wrong_parts(type(built).__name__, script)
@@ -252,42 +259,42 @@ def _parts(built: Any, script: Script) -> tuple[Callable[[], Any], torch.nn.Modu
 
 
 def _is_async(what: str, remedy: str) -> UsageError:
-    return UsageError(f"{what} a coroutine (async def), which nothing here awaits; {remedy}")
+    return UsageError(f"{what} a coroutine (async def), which memlab does not await; {remedy}")
 
 
 def _wrong_parts(got: str, script: Script) -> UsageError:
     return UsageError(
-        f"{script} returned {got}; wanted (step, model, optimizer), where step() is one training "
+        f"{script} returned {got}; expected (step, model, optimizer), where step() is one training "
         f"step, and model and optimizer may be None"
     )
 
 
-# ------------------------------------------------------------------ what goes wrong in it
+# ------------------------------------------------------------------ errors in the script
 
 
 @contextmanager
-def _in_one_sentence(script: Script) -> Iterator[None]:
-    """What the user's code raises becomes a sentence that names their own line."""
+def _as_usage_errors(script: Script) -> Iterator[None]:
+    """Turn an exception of the user's code into one sentence that names the line of the script."""
     try:
         yield
     except UsageError:
         raise
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit, and what a script derives from it or beside it
-        raise UsageError(_what_happened(error, script.path) + _advice(error)) from error
+    except BaseException as error:  # also SystemExit, and BaseExceptions that a script defines
+        raise UsageError(_describe(error, script.path) + _advice(error)) from error
 
 
-def _what_happened(error: BaseException, path: Path) -> str:
+def _describe(error: BaseException, path: Path) -> str:
     line = _line(error, path)
     where = str(path) if line is None else f"{path.name}:{line}"
-    if where in said_by(error):  # a dry run names the line itself
-        return said_by(error)
-    return f"{where} raised {in_one_line(error)}"
+    if where in message_of(error):  # a dry run's message has the line already
+        return message_of(error)
+    return f"{where} raised {error_summary(error)}"
 
 
 def _line(error: BaseException, path: Path) -> int | None:
-    """The innermost line of the script that led to the error."""
+    """Return the innermost line of the script in the error's traceback."""
     path = path.resolve()
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).resolve() == path:
         return error.lineno
@@ -299,9 +306,9 @@ def _advice(error: BaseException) -> str:
     if memlab.dry_run.active is not None:
         return ""
     if is_out_of_memory(error):
-        return "; --dry-run takes no memory"
-    asked_for = {"CUDA": "cuda", "NVIDIA": "cuda", "MPS": "mps", "XPU": "xpu"}
-    missing = {d for word, d in asked_for.items() if word in said_by(error)} - set(
+        return "; --dry-run allocates nothing"
+    device_of_word = {"CUDA": "cuda", "NVIDIA": "cuda", "MPS": "mps", "XPU": "xpu"}
+    missing = {d for word, d in device_of_word.items() if word in message_of(error)} - set(
         devices_present()
     )
     return f"; there is no {missing.pop()} here, and --dry-run needs none" if missing else ""

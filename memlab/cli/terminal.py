@@ -1,6 +1,6 @@
-"""How anything is said in a terminal, or in a file that takes its place: lines, tables, progress.
+"""Terminal output: lines, tables and progress. Output to a file is handled, too.
 
-Nothing here imports torch: a hint and a mistake in a command line come at once.
+This module does not import torch, so hints and usage errors appear at once.
 """
 
 import sys
@@ -14,22 +14,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-# Numbers are never cut to the terminal's width: it wraps a line that is too long for it.
+# A wide console keeps rich from truncating numbers; the terminal wraps long lines itself.
 console = Console(highlight=False, emoji=False, width=200)
 
-WIDTH = 80  # characters that every terminal has in a line
-SECONDS_TO_A_LINE = 2.0  # where no bar can be drawn
+WIDTH = 80  # columns that every terminal has
+SECONDS_BETWEEN_LINES = 2.0  # for output without a progress bar
 
 
-def say(text: str) -> None:
-    """Print a text as it is: no markup, no line broken."""
+def echo(text: str) -> None:
+    """Print the text unchanged, without markup or line breaks."""
     console.print(text, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(stages: int) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; call what it gives with the name of each stage as that begins. In a
-    file or a pipe, a line every few seconds."""
+    """Show a progress bar on standard error. Call the yielded function with the name of each stage
+    when it begins. If standard error is not a terminal, print a line every few seconds."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(stages)
@@ -41,35 +41,35 @@ def progress(stages: int) -> Iterator[Callable[[str], None]]:
         TimeElapsedColumn(),
         console=console,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # else what goes to a file would go to the terminal
+        redirect_stdout=sys.stdout.isatty(),  # otherwise redirected output would reach the terminal
     ) as bar:
         task = bar.add_task("", total=stages, completed=-1)
         yield lambda stage: bar.update(task, advance=1, description=stage, refresh=True)
 
 
 def _lines(stages: int) -> Callable[[str], None]:
-    """Says which stage begins, if nothing was said for a while: what is quick stays silent."""
-    done, said = count(1), time.monotonic()
+    """Print the stage's name if nothing was printed for a while, so quick work prints nothing."""
+    done, printed_at = count(1), time.monotonic()
 
     def announce(stage: str) -> None:
-        nonlocal said
+        nonlocal printed_at
         number, now = next(done), time.monotonic()
-        if now - said >= SECONDS_TO_A_LINE:
-            said = now
-            with suppress(OSError):  # nobody reads any more
+        if now - printed_at >= SECONDS_BETWEEN_LINES:
+            printed_at = now
+            with suppress(OSError):  # the reader has closed the pipe
                 print(f"{number} of {stages}: {stage}", file=sys.stderr, flush=True)
 
     return announce
 
 
 def paragraph(sentence: str) -> str:
-    """The sentence in lines that every terminal has room for; no option or name is broken."""
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    return fill(sentence, WIDTH, subsequent_indent="  ", **whole)
+    """Wrap the sentence to WIDTH without breaking option names."""
+    unbroken = {"break_long_words": False, "break_on_hyphens": False}
+    return fill(sentence, WIDTH, subsequent_indent="  ", **unbroken)
 
 
 def show_table(table: Table) -> None:
-    """Print it within WIDTH: where it is wider, each row's name stands above its figures."""
+    """Print a table. If it is wider than WIDTH, print each row's name above its figures."""
     if console.measure(table).maximum <= WIDTH:
         console.print(table)
         return
@@ -80,7 +80,7 @@ def show_table(table: Table) -> None:
     for cells in zip(*((column.header, *column.cells) for column in others), strict=True):
         figures.add_row(*cells)
     for name, line in zip((title.header, *title.cells), _lines_of(figures), strict=True):
-        say(f"{name}\n  {line.rstrip()}")
+        echo(f"{name}\n  {line.rstrip()}")
 
 
 def _lines_of(table: Table) -> list[str]:
@@ -90,7 +90,7 @@ def _lines_of(table: Table) -> list[str]:
 
 
 def table_of(columns: Mapping[str, Sequence[str]]) -> Table:
-    """The columns in which something stands: the first to the left, the others to the right."""
+    """Build a table from the non-empty columns, the first aligned left and the others right."""
     lines = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown = {title: cells for title, cells in columns.items() if any(cells)}
     for number, title in enumerate(shown):

@@ -1,7 +1,7 @@
-"""`memlab train`: real steps of a model with techniques, under a cap if there is one.
+"""`memlab train`: run real steps of a model with techniques, optionally under a memory cap.
 
-What `memlab plan` says fits, this takes. Each step has a new batch, so the loss is that of a
-training and not of one batch learned by heart.
+It runs the recipes that `memlab plan` finds. Each step gets a new batch, so the loss shows training
+and not the memorization of one batch.
 """
 
 import math
@@ -20,11 +20,11 @@ from memlab.cli.choices import (
     choose_device,
     choose_setting,
     choose_techniques,
+    list_kernels,
     require_kernels,
     require_memory,
-    taken_by_kernels,
 )
-from memlab.cli.errors import UsageError, is_out_of_memory, shown
+from memlab.cli.errors import UsageError, is_out_of_memory, quoted
 from memlab.cli.requests import Request
 from memlab.cli.rows import Announce
 from memlab.data import TOKENS, batches, source_bytes
@@ -41,13 +41,13 @@ from memlab.train import (
 from memlab.units import format_bytes, parse_bytes
 
 TEXT = "4 MiB"
-LINES = 20  # of steps, at most
+MAX_LINES = 20  # of step output
 
 Batch = tuple[Tensor, Tensor]
 
 
 def train(request: Request, *, steps: int, memory: str | None) -> None:
-    """Take the steps and print their losses, then the peak and the seconds."""
+    """Run the steps and print their losses, then the peak and the time."""
     (technique,) = request.techniques
     chosen = choose_techniques(request)[technique]
     device = choose_device(request)
@@ -55,125 +55,127 @@ def train(request: Request, *, steps: int, memory: str | None) -> None:
         require_kernels(device)
     cap_bytes = choose_cap(memory, device)
     with terminal.progress(steps + 3) as announce:
-        announce("does it fit?")
-        # On a CPU the step's own bytes decide below whether it fits, with its technique.
+        announce("checking memory")
+        # A CPU step is checked below, with its technique, so skip the check of the plain step.
         setting = choose_setting(replace(request, device=device, dry=device == "cpu"))
-        _require_every_byte(setting)
+        _require_byte_vocabulary(setting)
         if device == "cpu":
             what, wanted = f"a step with {technique}", dry_trace(setting, chosen).peak_bytes
             require_memory(what, setting, wanted, "use memlab measure --dry-run")
-        by_kernels = f"\n{taken_by_kernels([technique])}" if request.kernels else ""
-        terminal.say(f"{report.headline(setting, dry=False)}\ntechnique: {technique}{by_kernels}\n")
-        with capped(cap_bytes):
+        by_kernels = f"\n{list_kernels([technique])}" if request.kernels else ""
+        terminal.echo(
+            f"{report.headline(setting, dry=False)}\ntechnique: {technique}{by_kernels}\n"
+        )
+        with memory_cap(cap_bytes):
             try:
                 summary = run(setting, chosen, steps, announce)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                announce("what would it take?")
-                lacking = why_it_ran_out(setting, chosen, cap_bytes)
+                announce("finding the memory needed")
+                lacking = out_of_memory_advice(setting, chosen, cap_bytes)
                 raise UsageError(
                     f"{technique} ran out of memory with {setting}; {lacking}"
                 ) from error
-    terminal.say(f"\n{summary}")
+    terminal.echo(f"\n{summary}")
     if cap_bytes is not None:
-        terminal.say(f"cap: {format_bytes(cap_bytes)} on what the allocator reserves")
+        terminal.echo(f"cap: {format_bytes(cap_bytes)} of reserved memory")
 
 
-def _require_every_byte(setting: Setting) -> None:
-    """The text is bytes, and each of the 256 is a token."""
+def _require_byte_vocabulary(setting: Setting) -> None:
+    """Require a token for each of the 256 byte values of the text."""
     got = setting.config.vocab_size
     if got < TOKENS:
         raise UsageError(
-            f"got a vocabulary of {got} tokens in {setting.model}; the text that is trained on has "
-            f"{TOKENS}, one for each byte: give a model with a vocab_size of at least that, or use "
-            f"memlab measure, which needs no text"
+            f"got a vocabulary of {got} tokens in {setting.model}; the training text needs "
+            f"{TOKENS}, one per byte value: give a model with a vocab_size of at least {TOKENS}, "
+            f"or use memlab measure, which needs no text"
         )
 
 
 # ------------------------------------------------------------------ the steps
 
 
-class Step(NamedTuple):
-    """What is known of a step that was taken."""
+class StepResult(NamedTuple):
+    """The loss and time of one step."""
 
     loss: float  # nats
     seconds: float
 
 
 def run(setting: Setting, technique: Plugs, steps: int, announce: Announce) -> str:
-    """Build, take the steps, print a line for every few; the summary of all."""
+    """Build the training, run the steps, print some of them, and return the summary."""
     announce("building")
     losses: list[Tensor] = []
     training = build(setting, technique, on_loss=losses.append)
     text = batches(source_bytes(TEXT), setting.batch, setting.seq_len, SEED)
-    taken: list[Step] = []
-    every = math.ceil(steps / LINES)
+    taken: list[StepResult] = []
+    every = math.ceil(steps / MAX_LINES)
     for number in range(1, steps + 1):
         announce(f"step {number}")
         taken.append(step(training, next(text), losses))
         if number % every == 0 or number in (1, steps):
-            terminal.say(f"step {number:>{len(str(steps))}}: loss {taken[-1].loss:.4f}")
+            terminal.echo(f"step {number:>{len(str(steps))}}: loss {taken[-1].loss:.4f}")
     dtype = losses[0].dtype
     losses.clear()
     announce("peak")
     return summary(taken, dtype, peak(training, next(text)))
 
 
-def step(training: Training, batch: Batch, losses: list[Tensor]) -> Step:
-    """One step on the batch; `losses` is where the training puts those of its micro-batches."""
-    read(training, batch)
+def step(training: Training, batch: Batch, losses: list[Tensor]) -> StepResult:
+    """Run one step on the batch. The training appends its micro-batches' losses to `losses`."""
+    load_batch(training, batch)
     losses.clear()
     started = time.perf_counter()
     training.step()
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     seconds = time.perf_counter() - started
-    return Step(statistics.fmean(map(float, losses)), seconds)
+    return StepResult(statistics.fmean(map(float, losses)), seconds)
 
 
-def read(training: Training, batch: Batch) -> None:
-    """Let the training's next step read this batch."""
+def load_batch(training: Training, batch: Batch) -> None:
+    """Copy the batch into the tensors that the training's next step reads."""
     for held, new in zip(training.batch, batch, strict=True):
         held.copy_(new)
 
 
-def summary(taken: Sequence[Step], dtype: torch.dtype, peak: str) -> str:
-    """The loss, the time and the peak, a line each."""
+def summary(taken: Sequence[StepResult], dtype: torch.dtype, peak: str) -> str:
+    """Return the loss, the time and the peak, one line each."""
     seconds = [step.seconds for step in taken]
-    typical = statistics.median(seconds[1:] or seconds)  # the first makes the state
+    typical = statistics.median(seconds[1:] or seconds)  # the first creates the optimizer state
     name = str(dtype).removeprefix("torch.")
     rounded = "" if dtype is torch.float32 else f", rounded to {name}"
     return (
         f"loss: {taken[0].loss:.4f} in the first step, {taken[-1].loss:.4f} in the last, in nats "
-        f"a token{rounded}\n"
-        f"time: {typical:.3g} s a step\n"
+        f"per token{rounded}\n"
+        f"time: {typical:.3g} s per step\n"
         f"peak: {peak}"
     )
 
 
 def peak(training: Training, batch: Batch) -> str:
-    """What the accelerator's allocator counted until now; elsewhere, a metered step's peak."""
+    """Return the peak from the accelerator's allocator so far, or of one metered CPU step."""
     if next(training.model.parameters()).device.type != "cpu":
-        with suppress(RuntimeError):  # not every accelerator counts
+        with suppress(RuntimeError):  # not every accelerator has these statistics
             allocated = torch.accelerator.max_memory_allocated()
             reserved = torch.accelerator.max_memory_reserved()
             return f"{format_bytes(allocated)} allocated, {format_bytes(reserved)} reserved"
-    read(training, batch)
-    return f"{format_bytes(measured(training).peak_bytes)}, of one step more under the meter"
+    load_batch(training, batch)
+    return f"{format_bytes(measured(training).peak_bytes)}, measured in one more step"
 
 
-# ------------------------------------------------------------------ a cap, and memory that runs out
+# ------------------------------------------------------------------ memory cap and out of memory
 
 
 def choose_cap(memory: str | None, device: str) -> int | None:
-    """Bytes that the process may reserve of the card."""
+    """Return the bytes that the process may reserve on the GPU."""
     if memory is None:
         return None
     if device != "cuda":
         raise UsageError(
-            f"got --memory {shown(memory)} on the device {device}; only CUDA's allocator takes a "
-            f"cap, so leave --memory out"
+            f"got --memory {quoted(memory)} on the device {device}; only CUDA's allocator can be "
+            f"capped, so leave --memory out"
         )
     try:
         cap_bytes = parse_bytes(memory)
@@ -182,15 +184,15 @@ def choose_cap(memory: str | None, device: str) -> int | None:
     _, total_bytes = torch.cuda.mem_get_info()
     if not 0 < cap_bytes <= total_bytes:
         raise UsageError(
-            f"got --memory {shown(memory)}; give more than nothing, and at most the card's "
+            f"got --memory {quoted(memory)}; give more than 0 bytes, and at most the GPU's "
             f"{format_bytes(total_bytes)}"
         )
     return cap_bytes
 
 
 @contextmanager
-def capped(cap_bytes: int | None) -> Iterator[None]:
-    """Let CUDA's allocator reserve no more meanwhile: what a card of that size would give it."""
+def memory_cap(cap_bytes: int | None) -> Iterator[None]:
+    """Limit what CUDA's allocator may reserve, to act like a smaller GPU."""
     if cap_bytes is None:
         yield
         return
@@ -204,18 +206,18 @@ def capped(cap_bytes: int | None) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def why_it_ran_out(setting: Setting, technique: Plugs, cap_bytes: int | None) -> str:
-    """What a step takes beside what there is, and what to do."""
+def out_of_memory_advice(setting: Setting, technique: Plugs, cap_bytes: int | None) -> str:
+    """Say how much a step needs and what to do."""
     remedy = "give a smaller --batch or --seq, or another technique"
     if setting.device != "cuda":
         wanted = dry_trace(replace(setting, device="cpu"), technique).peak_bytes
-        return f"its tensors take {format_bytes(wanted)}; {remedy}"
+        return f"its tensors need {format_bytes(wanted)}; {remedy}"
     limit = cap_bytes or torch.cuda.mem_get_info()[1]
     wanted = predicted_trace(setting, technique).allocated_bytes
     off = wanted - limit
     more_or_less = f"{format_bytes(abs(off))} {'more' if off > 0 else 'less'} than"
-    torn = "" if off > 0 else ", but in pieces that find no room between others"
+    fragmented = "" if off > 0 else ", but fragmentation leaves no block large enough"
     return (
-        f"it takes {format_bytes(wanted)}, {more_or_less} the {format_bytes(limit)} there are"
-        f"{torn}; {remedy}"
+        f"it needs {format_bytes(wanted)}, {more_or_less} the {format_bytes(limit)} available"
+        f"{fragmented}; {remedy}"
     )

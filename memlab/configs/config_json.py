@@ -1,22 +1,22 @@
-"""The shape of a model, from what a person names it by: a preset, or a `config.json`.
+"""Read the shape of a model from a preset's name or a Hugging Face `config.json`.
 
     config_named("llama-3-8b")              a row of memlab.configs.shapes.PRESETS
-    config_named("Qwen3-8B/config.json")    a file in Hugging Face's format, or the folder it is in
+    config_named("Qwen3-8B/config.json")    a file in Hugging Face's format, or its folder
 
-Such a file names a family in `model_type`, and the family says what the file leaves out: that Qwen2
-has biases, that Gemma is tied. Read is what the bytes of a training step depend on, and nothing is
-built. Left out is what makes the same tensors:
+The file's `model_type` names a family, which supplies the facts that the file leaves out, such as
+Qwen2's biases and Gemma's tied embeddings. Only fields that change the bytes of a training step are
+read, and no model is built. These fields are ignored, because the tensors stay the same:
 
     a sliding window        masks scores that fused attention never stores
-    rope_scaling            turns by other angles, of which there are as many
-    query_pre_attn_scalar   scales the scores by another number
-    torch_dtype, quantization_config    how the file's weights are stored: what trains is a
-                            technique's to choose
+    rope_scaling            changes the rotary angles, not their number
+    query_pre_attn_scalar   changes the scale of the scores
+    torch_dtype, quantization_config    how the file's weights are stored; a technique decides the
+                            dtype in training
 
-and of Gemma 3 the second table of angles, for its layers with a window: seq_len·D numbers.
+Gemma 3's second table of angles (seq_len·D elements, for its sliding window layers) is left out.
 
-`seq_len` is `max_position_embeddings`: the longest sequence, and the rows of the table of angles.
-`dataclasses.replace(config, seq_len=2048)` has the rows that a training on shorter ones needs.
+`seq_len` is `max_position_embeddings`: the longest sequence and the rows of the table of angles.
+Use `dataclasses.replace(config, seq_len=2048)` to count the rows for shorter sequences.
 """
 
 import json
@@ -30,23 +30,23 @@ from typing import Any
 from memlab.configs.shapes import PRESETS, GPTConfig
 
 FILE = "config.json"
-MOST = 10**18  # of a count: what is more is a slip
+MAX_COUNT = 10**18  # a larger count is a typo
 ATTENTION = ("query", "key", "value", "output")
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a `model_type` says of a shape beside the numbers of its file."""
+    """The facts that a `model_type` implies and its file leaves out."""
 
-    tied: bool = False  # where `tie_word_embeddings` is missing
-    head_width: int | None = None  # where `head_dim` is missing; None: width / heads
-    biases: tuple[str, ...] = ()  # always there
-    optional_biases: tuple[str, ...] = ()  # there if `attention_bias` is true
+    tied: bool = False  # default of `tie_word_embeddings`
+    head_width: int | None = None  # default of `head_dim`; None: width / heads
+    biases: tuple[str, ...] = ()  # always present
+    optional_biases: tuple[str, ...] = ()  # present if `attention_bias` is true
     head_norms: bool = False
     post_norms: bool = False
-    activation: str = "silu"  # where `hidden_act` and `hidden_activation` are missing
+    activation: str = "silu"  # default of `hidden_act` and `hidden_activation`
     scaled_embeddings: bool = False
-    rope_theta: float = 10_000.0  # where it is missing
+    rope_theta: float = 10_000.0  # default
 
 
 FAMILIES = {
@@ -73,7 +73,7 @@ FAMILIES = {
     ),
 }
 
-# Gemma's first files say "gelu" and mean its approximation by tanh; both keep the same bytes.
+# Gemma's first files say "gelu" and mean its tanh approximation; both save the same bytes.
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -81,8 +81,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
-# Fields that change the tensors of a step in a way that memlab.model has no part for.
-FOREIGN = {
+# Fields that change a step's tensors and that memlab.model does not support.
+UNSUPPORTED = {
     "mlp_bias": "biases in the MLP",
     "attn_logit_softcapping": "caps on attention scores",
     "final_logit_softcapping": "caps on logits",
@@ -93,45 +93,45 @@ FOREIGN = {
 
 
 def config_named(name: str) -> GPTConfig:
-    """The shape of a preset, or of the `config.json` with this path or in this folder.
+    """Return the shape of a preset, or of the `config.json` at this path or in this folder.
 
-    ValueError, in one sentence, for a name that is neither, and for a file that describes no shape,
-    or that of a model which memlab.model is not.
+    Raises ValueError, in one sentence, for an unknown name, for a file that describes no shape, and
+    for a model that memlab.model does not support.
     """
     if name in PRESETS:
         return PRESETS[name]
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, FILE)):
-            raise ValueError(f"got the folder {name!r} as a model; there is no {FILE} in it")
+            raise ValueError(f"got the folder {name!r} as a model; it contains no {FILE}")
         return config_from(_read(os.path.join(path, FILE)), source=os.path.join(name, FILE))
     if os.path.isfile(path):
         return config_from(_read(path), source=name)
     near = get_close_matches(name.lower(), PRESETS, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise ValueError(
-        f"got model {name!r}; choose one of {', '.join(PRESETS)}{hint}, or give the path of a "
-        f"{FILE}, as Hugging Face has it, that is there"
+        f"got model {name!r}; choose one of {', '.join(PRESETS)}{hint}, or give the path of an "
+        f"existing {FILE} in Hugging Face's format"
     )
 
 
 def config_from(fields: object, *, source: str = FILE) -> GPTConfig:
-    """The shape that the contents of a `config.json` describe; errors call them `source`."""
+    """Return the shape that a `config.json` describes. Errors name it as `source`."""
     file = _Fields(fields, source)
     family = file.family()
-    file.refuse_foreign_parts()
+    file.refuse_unsupported()
     width, heads = file.count("hidden_size"), file.count("num_attention_heads")
     head_width = file.count("head_dim", family.head_width or width // heads)
     kv_heads = file.count("num_key_value_heads", heads)
     if head_width < 2 or head_width % 2:
         raise ValueError(
-            f"{source} has heads of {head_width} numbers (its head_dim, or hidden_size {width} "
+            f"{source} has heads of {head_width} elements (its head_dim, or hidden_size {width} "
             f"over num_attention_heads {heads}); rotary positions turn pairs: wanted an even number"
         )
     if heads % kv_heads:
         raise ValueError(
             f"{source} has num_attention_heads {heads} and num_key_value_heads {kv_heads}; wanted "
-            f"a number of key/value heads that divides the other"
+            f"a number of key/value heads that divides the number of heads"
         )
     biases = family.optional_biases if file.flag("attention_bias", False) else ()
     return GPTConfig(
@@ -155,7 +155,7 @@ def config_from(fields: object, *, source: str = FILE) -> GPTConfig:
 
 
 def name_of(config: GPTConfig) -> str:
-    """For printing: the preset's name if it is one, else "3.21B: 28 layers, 3072 wide"."""
+    """Return the preset's name, or a description such as "3.21B: 28 layers, 3072 wide"."""
     for name, preset in PRESETS.items():
         if preset == config:
             return name
@@ -163,34 +163,34 @@ def name_of(config: GPTConfig) -> str:
 
 
 def _rounded(count: int) -> str:
-    """3_212_749_824 is "3.21B", 494_032_768 "494M"."""
+    """Format 3_212_749_824 as "3.21B" and 494_032_768 as "494M"."""
     if count >= 999_500_000:
         return f"{count / 1e9:.2f}B"
     return f"{count / 1e6:.0f}M" if count >= 999_500 else f"{count / 1e3:.0f}K"
 
 
 def _read(path: str) -> object:
-    """What the JSON in the file says."""
+    """Load a JSON file."""
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read ({error.strerror}); give a {FILE} that can"
+            f"{path} cannot be read ({error.strerror}); give a readable {FILE}"
         ) from error
-    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, of a number without end
-        raise ValueError(f"{path} is no JSON ({error}); give a model's {FILE}") from error
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or an endless number
+        raise ValueError(f"{path} is not valid JSON ({error}); give a model's {FILE}") from error
 
 
 class _Fields:
-    """The fields of a `config.json`, read one by one, each with an error of its own.
+    """Reads and checks the fields of a `config.json`.
 
-    A field that is null is as good as missing.
+    A null field counts as missing.
     """
 
     def __init__(self, fields: object, source: str) -> None:
         if not isinstance(fields, dict):
-            raise ValueError(f"{source} holds {_shown(fields)}, wanted an object of fields")
+            raise ValueError(f"{source} holds {_shown(fields)}, wanted a JSON object")
         self.fields: dict[str, Any] = fields
         self.source = source
 
@@ -198,19 +198,19 @@ class _Fields:
         name = self.fields.get("model_type")
         if isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
-        known = f"known are {', '.join(FAMILIES)}, and --script path.py:build plans any model"
+        known = f"known are {', '.join(FAMILIES)}; --script path.py:build plans any model"
         if name is None:
             raise ValueError(f"{self.source} has no model_type, which names the family; {known}")
         why = ""
-        if name == "gemma2":  # fused attention has no caps: a plan would miss the scores
+        if name == "gemma2":  # caps rule out fused attention: a plan would omit the scores
             why = ", and memlab.model has no caps on attention scores and logits"
         if "text_config" in self.fields:
-            why = ", several models in one, a text model in its text_config"
+            why = ", which combines several models, with a text model in its text_config"
         raise ValueError(f"{self.source} has model_type {_shown(name)}{why}; {known}")
 
-    def refuse_foreign_parts(self) -> None:
-        """For what changes the tensors of a step and has no part in memlab.model."""
-        for name, part in FOREIGN.items():
+    def refuse_unsupported(self) -> None:
+        """Raise ValueError for fields that memlab.model does not support."""
+        for name, part in UNSUPPORTED.items():
             if self.fields.get(name):
                 raise ValueError(
                     f"{self.source} has {name} {_shown(self.fields[name])}, and memlab.model has "
@@ -221,9 +221,9 @@ class _Fields:
         value = self._value(name, default)
         if self.fields.get(name) is not None:
             if type(value) is not int or value < 1:
-                self._refuse(name, "a whole number from 1 on")
-            if value > MOST:
-                self._refuse(name, f"at most {MOST:,}")
+                self._refuse(name, "an integer from 1")
+            if value > MAX_COUNT:
+                self._refuse(name, f"at most {MAX_COUNT:,}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -250,17 +250,17 @@ class _Fields:
         return ACTIVATIONS[value]
 
     def rope_theta(self, default: float) -> float:
-        """It stands by itself, or in newer files among `rope_parameters`."""
+        """Read rope_theta, which newer files keep in `rope_parameters`."""
         parameters = self.fields.get("rope_parameters")
         if "rope_theta" in self.fields or not isinstance(parameters, dict):
             return self.number("rope_theta", default)
-        of_full = parameters.get("full_attention", parameters)  # Gemma 3 has two kinds of layers
-        return _Fields(of_full, f"{self.source}, rope_parameters").number("rope_theta", default)
+        full = parameters.get("full_attention", parameters)  # Gemma 3 has two kinds of layers
+        return _Fields(full, f"{self.source}, rope_parameters").number("rope_theta", default)
 
     def _value(self, name: str, default: Any) -> Any:
         value = self.fields.get(name)
         if value is None and default is None:
-            raise ValueError(f"{self.source} has no {name}; a shape needs it")
+            raise ValueError(f"{self.source} has no {name}, which a shape needs")
         return default if value is None else value
 
     def _refuse(self, name: str, wanted: str) -> None:
@@ -268,9 +268,9 @@ class _Fields:
 
 
 def _shown(value: object) -> str:
-    """As JSON writes it, and no longer than an error can be."""
+    """Format a value as JSON, shortened for an error message."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:
-        text = "lists in lists"
+        text = "nested lists"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,16 +1,16 @@
-"""The shapes of models: what the bytes of a training step depend on, as plain numbers.
+"""The shapes of models, which determine the bytes of a training step.
 
 A Llama has
 
     N = V·C (2·V·C untied) + C + L·(2·C·H·D + 2·C·KV·D + 3·C·hidden + 2·C)
 
-weights, with V vocabulary, C width, L layers, H heads of width D = C/H, and KV key/value heads. The
-families that came after it changed this much, each by a field of the shape:
+weights, with V vocabulary, C width, L layers, H heads of width D = C/H, and KV key/value heads.
+Later families change this, each by a field of the shape:
 
-    Mistral    a D of its own, in some models
+    Mistral    some models set D themselves
     Qwen2      biases on query, key and value                        + L·(H + 2·KV)·D
-    Qwen3      its own D; a norm on each query and key head          + L·2·D
-    Gemma      its own D; GELU in the gate; embeddings times √C
+    Qwen3      sets D; a norm on each query and key head             + L·2·D
+    Gemma      sets D; GELU in the gate; embeddings times √C
     Gemma 3    as Gemma; norms on heads, and after each branch too   + L·(2·D + 2·C)
 """
 
@@ -21,24 +21,24 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model; with the dtype, all that the bytes of its weights depend on."""
+    """The shape of a model. Together with the dtype it determines the bytes of the weights."""
 
     vocab_size: int
     width: int
     layers: int
     heads: int
     kv_heads: int
-    hidden: int  # the width inside the MLP
+    hidden: int  # the intermediate size of the MLP
     seq_len: int  # the longest sequence
-    tied: bool = True  # one matrix embeds tokens and scores them
+    tied: bool = True  # one matrix for embedding and unembedding
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    own_head_width: int | None = None  # D, where it is not width / heads
-    attention_biases: tuple[str, ...] = ()  # of query, key, value, output: who adds one
-    head_norms: bool = False  # of each query and each key, before they are rotated
-    post_norms: bool = False  # after each branch too, before it is added
+    own_head_width: int | None = None  # D if it is not width / heads
+    attention_biases: tuple[str, ...] = ()  # the matrices with a bias: query, key, value, output
+    head_norms: bool = False  # a norm on each query and key head, before rotation
+    post_norms: bool = False  # a norm after each branch too, before the residual addition
     activation: str = "silu"  # of the MLP's gate: one of ACTIVATIONS
-    scaled_embeddings: bool = False  # times √width
+    scaled_embeddings: bool = False  # multiplied by √width
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "hidden", "seq_len"):
@@ -62,12 +62,12 @@ class GPTConfig:
             )
 
     def _check_head_width(self) -> None:
-        """Rotary positions turn pairs of numbers: a head has an even number of them."""
+        """Require an even head width, because rotary positions turn pairs of elements."""
         if self.own_head_width is not None:
             if self.own_head_width < 2 or self.own_head_width % 2:
                 raise ValueError(
                     f"got own_head_width={self.own_head_width}; rotary positions turn pairs: "
-                    f"give an even number from 2 on"
+                    f"give an even integer from 2"
                 )
             return
         pair = 2 * self.heads
@@ -84,7 +84,7 @@ class GPTConfig:
 
     @property
     def attention_widths(self) -> dict[str, int]:
-        """How many numbers a token each matrix of the attention gives."""
+        """The number of output elements per token of each attention matrix."""
         D = self.head_width
         keys = self.kv_heads * D
         return {"query": self.heads * D, "key": keys, "value": keys, "output": self.width}
@@ -102,17 +102,17 @@ class GPTConfig:
         return embeddings + self.layers * block + C
 
 
-# A byte (0 to 255) is a token of every vocabulary here, so all of them train on memlab.data.
+# Every vocabulary here includes the 256 byte values, so all presets can train on memlab.data.
 #
-# 25m   Llama 3 8B's proportions where they shape memory: 32 tokens of vocabulary per unit of
-#       width, so that the logits weigh what they weigh there, and 4 queries to a key.
-# 34m   34,083,840 weights, 64 short of the 34,083,904 of a published memory test: every tensor
-#       here is a multiple of the width, that number is not, and a 32,000th token is 320 too many.
-# 124m  GPT-2 small to the weight, less its table of positions and its biases: hidden is 2/3 of
-#       GPT-2's 3072, because SwiGLU has three matrices where GPT-2 has two.
+# 25m   Llama 3 8B's proportions where they matter for memory: the vocabulary is 32 times the width,
+#       so the logits have the same share, and there are 4 query heads per key head.
+# 34m   34,083,840 weights, 64 fewer than the 34,083,904 of a published memory test. Every tensor
+#       here is a multiple of the width; that number is not. Token 32,000 would add 320 too many.
+# 124m  GPT-2 small's weights without its position table and biases. The intermediate size is 2/3
+#       of GPT-2's 3072, because SwiGLU has three matrices where GPT-2 has two.
 #
-# The rest are published shapes. Llama 3 has its first context of 8,192 tokens, before it was
-# stretched to 131,072 by scaling the rotary angles.
+# The rest are published shapes. Llama 3 has its first context length of 8,192 tokens, before it was
+# extended to 131,072 by scaling the rotary angles.
 # fmt: off
 PRESETS: dict[str, GPTConfig] = {
     #                               V       C    L    H   KV  hidden      T

@@ -1,9 +1,9 @@
-"""Which kernels CUDA would take: a policy that can be read, printed and flipped.
+"""The CUDA kernels and cards that a prediction assumes.
 
-On CUDA, torch picks a kernel by shape, dtype and what the caller asked for, and kernels differ in
-what they keep: flash attention keeps no score matrix, the fused RMSNorm one number a row, dropout
-one byte an element. A prediction runs on fake CPU tensors, where torch would pick the CPU's. So it
-takes the choice from here.
+On CUDA, torch chooses a kernel by shape, dtype and options, and kernels save different tensors:
+flash attention saves no score matrix, fused RMSNorm one element per row, dropout one byte per
+element. A prediction runs on fake CPU tensors, for which torch would choose CPU kernels, so these
+settings decide instead.
 """
 
 from dataclasses import dataclass, fields
@@ -20,17 +20,17 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Kernels:
-    """The choices of a prediction; the defaults are what CUDA does when nobody asks otherwise.
+    """The kernels that a prediction assumes; the defaults are CUDA's.
 
-    attention   what `scaled_dot_product_attention` runs: "auto" by torch's own rules, or one
-                kernel wherever it is able to
-    norms       RMSNorm as one kernel, or "composite": a product of small operators
-    dropout     one kernel with a mask of bools, or "composite": a mask in the input's dtype
-    optimizer   of torch.optim, where its constructor was asked for nothing: "auto" and "foreach"
-                work on all parameters at once, "loop" on one after another, "fused" in one kernel
-    autocast    whose list of operators `torch.autocast("cuda")` follows
+    attention   the kernel of `scaled_dot_product_attention`: "auto" follows torch's rules, any
+                other value names a kernel to use where its inputs allow it
+    norms       RMSNorm as one "fused" kernel, or as "composite" small operators
+    dropout     one "fused" kernel with a bool mask, or "composite" with a mask in the input's dtype
+    optimizer   the implementation in torch.optim, unless its constructor sets one: "auto" and
+                "foreach" update all parameters at once, "loop" one by one, "fused" in one kernel
+    autocast    the device whose operator list `torch.autocast("cuda")` follows
 
-    ValueError for what is no option.
+    Raises ValueError for an unknown value.
     """
 
     attention: str = "auto"
@@ -44,7 +44,7 @@ class Kernels:
             got: Any = getattr(self, name)
             if got not in options:
                 raise ValueError(
-                    f"Kernels({name}={got!r}): {name} is one of {', '.join(map(repr, options))}"
+                    f"got Kernels({name}={got!r}); use one of {', '.join(map(repr, options))}"
                 )
 
     def __str__(self) -> str:
@@ -56,13 +56,12 @@ DEFAULT = Kernels()
 
 @dataclass(frozen=True)
 class Target:
-    """A class of cards, as far as it decides about memory, and the card that stands for it where a
-    script asks for one."""
+    """A class of GPUs with the same memory behaviour, and the card that scripts see."""
 
     name: str
-    workspace_bytes: int  # of each of cuBLAS's handles
-    multiprocessors: int  # among which large reductions are split
-    card: str  # as torch.cuda.get_device_name says it
+    workspace_bytes: int  # per cuBLAS handle
+    multiprocessors: int  # streaming multiprocessors, which large reductions are split among
+    card: str  # as torch.cuda.get_device_name returns it
     capability: tuple[int, int]
     total_bytes: int  # as torch.cuda reports it
     prefers_cudnn: bool = False  # for attention, before flash
@@ -77,7 +76,7 @@ TARGETS = {
 
 
 def target_named(name: str) -> Target:
-    """The class of cards with this name; ValueError for one that is not known."""
+    """Return the target with this name. Raises ValueError for an unknown name."""
     if name not in TARGETS:
-        raise ValueError(f"got target {name!r}; known are {', '.join(map(repr, TARGETS))}")
+        raise ValueError(f"got target {name!r}; use one of {', '.join(map(repr, TARGETS))}")
     return TARGETS[name]

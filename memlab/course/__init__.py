@@ -1,4 +1,4 @@
-"""The course: what its notebooks call, and what checks, builds and keeps them.
+"""The course: the functions that its notebooks call, and the code that checks and builds them.
 
 from memlab.course import exercise, guess, reveal
 """

@@ -1,7 +1,7 @@
-"""The answers in a notebook, judged.
+"""Check the answers in a notebook.
 
-An answer is what a notebook hands to `exercise`. To judge it nothing is run but what defines it
-(memlab.course.cells), so a check takes as long as the check alone.
+An answer is a value that a notebook passes to `exercise`. Only the code that defines answers runs
+(see memlab.course.cells), so checking takes no longer than the checks themselves.
 """
 
 import re
@@ -17,8 +17,8 @@ _NO_NAME = re.compile(r"NameError: name '(\w+)' is not defined")
 
 
 def answers(path: Path) -> dict[str, Any]:
-    """For each exercise "1.2" what is handed over as the answer to it: a function or class, or an
-    Unusable where there is none. ValueError for what is no notebook."""
+    """Return the answer to each exercise by id: a function or class, or an Unusable if none is
+    defined. Raises ValueError if the file is not a notebook."""
     return {call.id: answer for call, answer, _ in run(parsed_cells(path), path.parent)}
 
 
@@ -28,10 +28,10 @@ def judged(
     only: Sequence[Exercise] | None = None,
     announce: Callable[[Exercise], None] = lambda exercise: None,
 ) -> Iterator[Verdict]:
-    """A verdict on each exercise, or on some of them, as they follow in the notebook.
+    """Yield a verdict on each exercise, or on some of them, in the notebook's order.
 
-    As in the notebook, what follows an exercise goes on with the reference where the answer is not
-    right. ValueError, and at once, for what is no notebook.
+    As in the notebook, the reference replaces an answer that is not right. Raises ValueError at
+    once if the file is not a notebook.
     """
     return _judged(
         parsed_cells(path), path, exercises, exercises if only is None else only, announce
@@ -39,7 +39,7 @@ def judged(
 
 
 def cell_of(path: Path, id_: str) -> str:
-    """The source of the cell that defines the answer to an exercise; ValueError if none does."""
+    """Return the source of the cell that defines the answer; raise ValueError if none does."""
     found = parsed_cells(path)
     if where := answering(found, id_):
         return found[where[1]].source
@@ -49,7 +49,7 @@ def cell_of(path: Path, id_: str) -> str:
     )
 
 
-# ------------------------------------------------------------------ judging
+# ------------------------------------------------------------------ checking
 
 
 def _judged(
@@ -81,18 +81,18 @@ def _judged(
 
 def _verdict(exercise: Exercise, answer: Any) -> Verdict:
     if answer is exercise.reference:
-        return Verdict(exercise, WRONG, "This is the library's own answer: write yours.")
+        return Verdict(exercise, WRONG, "This is the library's own answer: write your own.")
     return _with_advice(judge(exercise, answer))
 
 
 def _with_advice(verdict: Verdict) -> Verdict:
-    """What to do where an answer uses what only a whole run of the notebook defines."""
+    """Add advice if an answer uses a name that only a full run of the notebook defines."""
     missed = _NO_NAME.match(verdict.text) if verdict.status == WRONG else None
     if missed is None:
         return verdict
     advice = (
         f"`memlab check` runs only a notebook's imports, functions, classes and plain constants: "
-        f"if another line makes {missed[1]}, put that line into the function, or hand {missed[1]} "
-        f"over as an argument."
+        f"if another line defines {missed[1]}, move that line into the function, or pass "
+        f"{missed[1]} as an argument."
     )
     return replace(verdict, text=f"{verdict.text} {advice}")

@@ -1,11 +1,11 @@
-"""The running bill: one training step of a 124M-parameter model, and what each day takes off it.
+"""The running bill: one training step of a 124M-parameter model, and the saving of each day.
 
-The lines stand in bill.json, which
+The lines are stored in bill.json. To measure and write them, run
 
     python -m memlab.course.build --bill
 
-measures and writes: sixteen steps, or one of eight micro-batches whose blocks run twice, would be
-more than a notebook's time. A test measures them again.
+Measuring sixteen steps in a notebook would take too long. One of them has eight micro-batches and
+recomputes its blocks. A test measures the lines again.
 """
 
 import json
@@ -23,17 +23,17 @@ from memlab.units import format_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Weights of half a gigabyte, and a step of eight: GPT-2's size, on 5,120 tokens.
+# Half a gigabyte of weights and a step of eight gigabytes: GPT-2's size, on 5,120 tokens.
 SETTING = Setting("124m", batch=8, seq_len=640)
 STORED = Path(__file__).with_name("bill.json")
 
 
 def running_bill(day: int, today: Trace | None = None) -> "Figure":
-    """Print the line of each day up to this one; the picture shows them.
+    """Print the line of each day up to this one, and return a figure of them.
 
-    `today` is this day's line where the notebook has measured it.
+    `today` is this day's trace if the notebook has measured it.
     """
-    from memlab import plot  # checks and commands need no matplotlib
+    from memlab import plot  # imported late: checks and commands don't need matplotlib
 
     traces = {}
     for number in days.numbers():
@@ -42,18 +42,18 @@ def running_bill(day: int, today: Trace | None = None) -> "Figure":
             traces[bill.label] = today if today and number == day else stored(bill)
             print(_line(bill.label, traces))
     what = f"{SETTING.model}, {SETTING.batch} × {SETTING.seq_len} tokens"
-    # With room for all lines, those of later days too: one scale from the first day to the last.
+    # Leave room for all days' lines, so that every day's figure has the same scale.
     return plot.breakdown(traces, title=f"The running bill: {what}", room_for=written())
 
 
 @cache
 def plain() -> Trace:
-    """The step as it is before anything is saved."""
+    """Return the trace of the step without any technique."""
     return dry_trace(SETTING, TECHNIQUES["plain"])
 
 
 def store(path: Path = STORED) -> None:
-    """Measure every day's line, and write them."""
+    """Measure and write every day's line."""
     lines = {}
     for number in days.numbers():
         bill = days.day(number).bill
@@ -64,17 +64,17 @@ def store(path: Path = STORED) -> None:
 
 
 def stored(bill: Bill) -> Trace:
-    """What is written of a line; measured if nothing is."""
+    """Return the stored trace of a line, or measure it."""
     return written().get(bill.label) or bill.measure()
 
 
 def written() -> dict[str, Trace]:
-    """The lines, each a trace that begins at its peak."""
+    """Return the stored lines, each as a trace of its peak alone."""
     lines = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
-    return {label: _at_peak(held) for label, held in lines.items()}
+    return {label: _peak_trace(held) for label, held in lines.items()}
 
 
-def _at_peak(held: dict[str, int]) -> Trace:
+def _peak_trace(held: dict[str, int]) -> Trace:
     found = enumerate(held.items())
     events = (Event(n, i, what, "", "", "before", "uint8", (n,)) for i, (what, n) in found)
     return Trace(tuple(events))

@@ -1,11 +1,11 @@
-"""The notebooks of the course, made of their sources: `python -m memlab.course.build --help`.
+"""Build the course's notebooks from their sources: `python -m memlab.course.build --help`.
 
-What a source says, memlab.course.source reads. Here its solution is executed, each day in a fresh
-kernel, and both notebooks are written, or neither. `--check` executes and writes nothing: it names
-each notebook that is not what its source gives.
+memlab.course.source parses a source. This module executes its solution, each day in a fresh kernel,
+and writes both notebooks or neither. `--check` executes and writes nothing; it names each notebook
+that differs from its source.
 
-That a second build gives the same bytes takes more than the same source: a kernel with one thread
-and fixed hashes, what is printed joined into one piece, and errors stored without their traceback.
+A second build gives the same bytes. For that the kernel has one thread and fixed hashes, printed
+text is joined into one stream, and errors are stored without their traceback.
 """
 
 import argparse
@@ -41,16 +41,16 @@ from memlab.course.source import (
 from memlab.course.source import __doc__ as SOURCE_DOCSTRING
 from memlab.internals.files import write_beside
 
-ROOT = Path(__file__).parents[2]  # of the repository
-CPU_SECONDS = 20  # that a notebook may take
-# Results must depend neither on the number of cores nor on the hashes of strings.
+ROOT = Path(__file__).parents[2]  # the repository
+CPU_SECONDS = 20  # limit per notebook
+# Results must not depend on the number of cores or on string hashes.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONHASHSEED": "0"}
 
 _NAME = re.compile(r"day(\d+)_\w+")
 
 
 class CellError(RuntimeError):
-    """A cell that raised, in one line; `place` is its index among the notebook's cells."""
+    """A cell raised an error. `place` is its index among the notebook's cells."""
 
     def __init__(self, message: str, place: int):
         super().__init__(message)
@@ -63,10 +63,10 @@ class CellError(RuntimeError):
 def execute(
     notebook: Notebook, folder: Path, on_cell: Callable[[], None] = lambda: None
 ) -> tuple[Notebook, float]:
-    """The notebook with its outputs, run in one fresh kernel, and the CPU-seconds of that kernel.
+    """Run the notebook in a fresh kernel; return it with outputs, and the kernel's CPU-seconds.
 
-    Calls `on_cell` after each code cell. CellError says which cell raised, another RuntimeError why
-    there is no kernel; the kernel is gone in every case, Ctrl-C included.
+    Calls `on_cell` after each code cell. Raises CellError for a cell that fails, and another
+    RuntimeError if the kernel does not start. The kernel always ends, even after Ctrl-C.
     """
     return asyncio.run(_execute(notebook, folder, on_cell))
 
@@ -80,7 +80,7 @@ async def _execute(
         kernel_name="python3",
         record_timing=False,
         timeout=None,
-        extra_arguments=["--log-level=ERROR"],  # of the kernel's own log, which goes to our stderr
+        extra_arguments=["--log-level=ERROR"],  # the kernel's own log, which goes to stderr
     )
     kernel = client.km = client.create_kernel_manager()
     try:
@@ -88,11 +88,11 @@ async def _execute(
         code = [place for place, cell in enumerate(executed.cells) if cell.cell_type == "code"]
         for place in code:
             await _execute_cell(client, place)
-            _settle(executed.cells[place])
+            _normalize(executed.cells[place])
             on_cell()
         return executed, await _cpu_seconds(client)
     finally:
-        if kernel.has_kernel:  # none if not even its process could be started
+        if kernel.has_kernel:  # False if its process could not be started
             await kernel.shutdown_kernel(now=True)
         if client.kc is not None:
             client.kc.stop_channels()
@@ -110,7 +110,7 @@ async def _start(client: NotebookClient, folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Of the kernel: without MPLBACKEND, so that IPython shows figures below their cells."""
+    """Return the kernel's environment, without MPLBACKEND so that IPython shows figures inline."""
     kept = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     return kept | ENVIRONMENT
 
@@ -120,28 +120,28 @@ async def _execute_cell(client: NotebookClient, place: int) -> None:
     try:
         await client.async_execute_cell(cell, place)
     except CellExecutionError as error:
-        raise CellError(f"raised {_in_one_line(error.ename, error.evalue)}", place) from None
+        raise CellError(f"raised {_error_line(error.ename, error.evalue)}", place) from None
     except DeadKernelError:
-        # nbclient takes a Ctrl-C, which cancels this task, for the end of the kernel.
+        # nbclient mistakes a Ctrl-C, which cancels this task, for the end of the kernel.
         if asyncio.current_task().cancelling():
             raise asyncio.CancelledError from None
         raise CellError("ended the kernel", place) from None
 
 
 async def _cpu_seconds(client: NotebookClient) -> float:
-    """Of the kernel's process, from its own clock; not a cell, and so nothing of it is stored."""
+    """Return the kernel process's CPU time. The request is not a cell, so nothing is stored."""
     clock = {"seconds": "__import__('time').process_time()"}
     asked = client.kc.execute("", silent=True, store_history=False, user_expressions=clock)
     reply = await client.async_wait_for_reply(asked)
     return float(reply["content"]["user_expressions"]["seconds"]["data"]["text/plain"])
 
 
-def _settle(cell: Notebook) -> None:
-    """Make the outputs of a cell what every run gives: streams in one piece, errors in one line."""
+def _normalize(cell: Notebook) -> None:
+    """Make a cell's outputs reproducible: join streams, and shorten errors to one line."""
     outputs: list[Notebook] = []
     for output in cell["outputs"]:
-        if output["output_type"] == "error":  # a traceback has paths in it
-            output["traceback"] = [_in_one_line(output["ename"], output["evalue"])]
+        if output["output_type"] == "error":  # a traceback contains paths
+            output["traceback"] = [_error_line(output["ename"], output["evalue"])]
         is_stream = output["output_type"] == "stream"
         if is_stream and outputs and outputs[-1].get("name") == output["name"]:
             outputs[-1]["text"] += output["text"]
@@ -150,7 +150,7 @@ def _settle(cell: Notebook) -> None:
     cell["outputs"] = outputs
 
 
-def _in_one_line(name: str, message: str) -> str:
+def _error_line(name: str, message: str) -> str:
     lines = message.splitlines()
     return f"{name}: {lines[0]}" if lines else name
 
@@ -159,7 +159,7 @@ def _in_one_line(name: str, message: str) -> str:
 
 
 def sources(root: Path = ROOT, days: Sequence[int] = ()) -> list[Path]:
-    """The sources of these days, or of all; ValueError for a day that is not there."""
+    """Return the sources of these days, or of all; raise ValueError for a day without a source."""
     paths = {
         path: day_of_file(path.name)
         for path in sorted((root / "solutions").glob("*.py"))
@@ -168,23 +168,23 @@ def sources(root: Path = ROOT, days: Sequence[int] = ()) -> list[Path]:
     if not paths:
         raise ValueError(f"no sources: {root / 'solutions'} has no dayNN_name.py")
     if missing := sorted(set(days) - set(paths.values())):
-        there = ", ".join(map(str, sorted(set(paths.values()))))
-        raise ValueError(f"no source of day {missing[0]} in solutions/; there are days {there}")
+        known = ", ".join(map(str, sorted(set(paths.values()))))
+        raise ValueError(f"no source of day {missing[0]} in solutions/; there are days {known}")
     return [path for path, day in paths.items() if not days or day in days]
 
 
 def notebooks(source: Path) -> tuple[Path, Path]:
-    """The files that are made of a source: its solution and its lesson."""
+    """Return the paths of a source's solution and lesson."""
     name = f"{source.stem}.ipynb"
     return source.with_name(name), source.parents[1] / "lessons" / name
 
 
 def build_day(source: Path) -> tuple[Notebook, float]:
-    """Write both notebooks of a source; the executed one, and the CPU-seconds that it took.
+    """Write both notebooks of a source; return the executed one and its CPU-seconds.
 
-    SourceError and CellError name the file and the line, and leave both files as they were.
+    SourceError and CellError name the file and the line, and leave both files unchanged.
     """
-    file, text = _file(source), _with_references(source)
+    file, text = _short_name(source), _with_references(source)
     lesson, solution = lesson_notebook(text, file), solution_notebook(text, file)
     cells = sum(cell["cell_type"] == "code" for cell in solution["cells"])
     try:
@@ -209,48 +209,48 @@ def build_day(source: Path) -> tuple[Notebook, float]:
 
 
 def differences(root: Path = ROOT, days: Sequence[int] = ()) -> list[str]:
-    """One sentence for each notebook that is not what its source gives, with the remedy.
+    """Return one sentence, with the remedy, for each notebook that differs from its source.
 
-    Nothing is executed: of a solution, the outputs are taken as they are.
+    Nothing is executed, so a solution's outputs are not compared.
     """
     found = []
     for source in sources(root, days):
         remedy = f"python -m memlab.course.build {day_of_file(source.name)}"
-        file, text = _file(source), _with_references(source)
+        file, text = _short_name(source), _with_references(source)
         if text != source.read_text(encoding="utf-8"):
-            found.append(f"{file} shows other code than memlab/reference has: {remedy}")
+            found.append(f"{file} differs from the code in memlab/reference: {remedy}")
         solution, lesson = notebooks(source)
-        if complaint := _of_solution(solution, solution_notebook(text, file)):
-            found.append(f"{_file(solution)} {complaint}: {remedy}")
-        if complaint := _of_lesson(lesson, lesson_notebook(text, file)):
-            found.append(f"{_file(lesson)} {complaint}: {remedy}")
+        if complaint := _solution_complaint(solution, solution_notebook(text, file)):
+            found.append(f"{_short_name(solution)} {complaint}: {remedy}")
+        if complaint := _lesson_complaint(lesson, lesson_notebook(text, file)):
+            found.append(f"{_short_name(lesson)} {complaint}: {remedy}")
     known = {path.stem for path in sources(root)}
     for path in sorted([*root.glob("solutions/*.ipynb"), *root.glob("lessons/*.ipynb")]):
         asked = not days or day_of_file(path.name) in days
         if asked and path.stem not in known and not path.name.startswith("."):
             found.append(
-                f"{_file(path)} has no source solutions/{path.stem}.py: write one, or delete it"
+                f"{_short_name(path)} has no source solutions/{path.stem}.py: write or delete it"
             )
     return found
 
 
 def _with_references(source: Path) -> str:
-    """The text of a source, with the code of memlab/reference where it names that."""
+    """Return the text of a source, with the code of memlab/reference that it names inserted."""
     try:
         return with_references(source.read_text(encoding="utf-8"), source.parents[1])
     except SourceError as error:
-        raise SourceError(f"{_file(source)}:{error.line}: {error}", error.line) from None
+        raise SourceError(f"{_short_name(source)}:{error.line}: {error}", error.line) from None
 
 
-def _of_lesson(path: Path, wanted: Notebook) -> str | None:
-    """What is wrong with a lesson; None if nothing is."""
+def _lesson_complaint(path: Path, wanted: Notebook) -> str | None:
+    """Return a complaint about a lesson, or None."""
     if not path.exists():
         return "is missing"
     return None if path.read_bytes() == in_bytes(wanted) else "differs from its source"
 
 
-def _of_solution(path: Path, wanted: Notebook) -> str | None:
-    """What is wrong with a solution, its outputs apart; None if nothing is."""
+def _solution_complaint(path: Path, wanted: Notebook) -> str | None:
+    """Return a complaint about a solution, ignoring its outputs, or None."""
     if not path.exists():
         return "is missing"
     try:
@@ -261,15 +261,15 @@ def _of_solution(path: Path, wanted: Notebook) -> str | None:
             cell.update(unexecuted())
         same = in_bytes(notebook) == in_bytes(wanted)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return "is no notebook"
+        return "is not a notebook"
     if not same:
         return "differs from its source"
     in_order = counts == list(range(1, len(code) + 1))
-    return None if in_order else "has cells that were not executed, or not in order"
+    return None if in_order else "has cells that were not executed in order"
 
 
-def _file(path: Path) -> str:
-    """How messages name a file: from the repository's root, with forward slashes."""
+def _short_name(path: Path) -> str:
+    """Return a file's name for messages: folder/name, with forward slashes."""
     return f"{path.parent.name}/{path.name}"
 
 
@@ -277,17 +277,17 @@ def _file(path: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    """Build or check; the exit status: 1 for what needs another build or edit, 2 for no result."""
+    """Build or check; return 1 if something needs a build or an edit, 2 after an error."""
     asked = _parser().parse_args(arguments)
     try:
         if asked.bill:
             store()
             return 0
         return _check(root, asked.days) if asked.check else _build(root, asked.days)
-    except (ValueError, RuntimeError) as error:  # a RuntimeError is a kernel that does not start
+    except (ValueError, RuntimeError) as error:  # RuntimeError: the kernel did not start
         return _complain(error, 2)
     except KeyboardInterrupt:
-        return _complain("interrupted; the notebooks of this day are as they were", 130)
+        return _complain("interrupted; the notebooks of this day are unchanged", 130)
 
 
 def _build(root: Path, days: Sequence[int]) -> int:
@@ -306,7 +306,7 @@ def _build(root: Path, days: Sequence[int]) -> int:
         solution, lesson = notebooks(source)
         for path, is_solution in ((solution, True), (lesson, False)):
             for finding in lint(json.loads(path.read_bytes()), executed=is_solution):
-                status = max(status, _complain(f"{_file(path)}: {finding}", 1))
+                status = max(status, _complain(f"{_short_name(path)}: {finding}", 1))
     return status
 
 
@@ -318,7 +318,7 @@ def _check(root: Path, days: Sequence[int]) -> int:
 
 
 def _complain(message: object, status: int = 0) -> int:
-    """Print it on standard error; gives back the exit status that it is a reason for."""
+    """Print the message on standard error and return `status`."""
     print(message, file=sys.stderr)
     return status
 
@@ -327,28 +327,29 @@ def _parser() -> argparse.ArgumentParser:
     form = (SOURCE_DOCSTRING or "").partition("\n\n")[2]
     parser = argparse.ArgumentParser(
         prog="python -m memlab.course.build",
-        description="Make the notebooks of the course from their sources, solutions/dayNN_name.py.",
+        description="Build the course's notebooks from their sources, solutions/dayNN_name.py.",
         epilog=form,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "days", nargs="*", type=int, metavar="DAY", help="a day's number, such as 5; none: all days"
+        "days", nargs="*", type=int, metavar="DAY", help="number of a day, such as 5; default: all"
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="execute and write nothing: name each notebook that is not what its source gives, "
-        "with exit status 1 if there is one",
+        help="execute and write nothing; name each notebook that differs from its source, and "
+        "exit with status 1 if there is one",
     )
     parser.add_argument(
-        "--bill", action="store_true", help="measure and write the running bill's line of each day"
+        "--bill", action="store_true", help="measure and write each day's line of the running bill"
     )
     return parser
 
 
 @contextmanager
 def _bar(title: str, cells: int) -> Iterator[Callable[[], None]]:
-    """A bar on standard error, on a terminal only; call what it gives after each cell."""
+    """Show a progress bar on standard error if it is a terminal. Call the yielded function after
+    each cell."""
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
@@ -358,8 +359,8 @@ def _bar(title: str, cells: int) -> Iterator[Callable[[], None]]:
         TimeElapsedColumn(),
         console=console,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # else what goes to a file would go to the terminal
-        disable=not console.is_terminal,  # else a file would get an empty line
+        redirect_stdout=sys.stdout.isatty(),  # otherwise redirected output would reach the terminal
+        disable=not console.is_terminal,  # otherwise a file would get an empty line
     ) as bar:
         task = bar.add_task(title, total=cells)
         yield lambda: bar.advance(task)

@@ -1,7 +1,7 @@
-"""The code cells of a notebook: read, and run as far as what they define.
+"""Parse the code cells of a notebook, and run only their definitions.
 
-Nothing is run but imports, functions, classes and plain constants, cell by cell and in order.
-Training runs, plots and guesses are left out, so what a notebook defines is there at once.
+Imports, functions, classes and plain constants run, cell by cell and in order. Training runs, plots
+and guesses are skipped, so a notebook's definitions are available at once.
 """
 
 import ast
@@ -22,9 +22,9 @@ from typing import Any
 from memlab.course.exercises import Wrong
 from memlab.course.notebooks import code_cells
 
-# What only IPython understands, each a line: %magics, !commands, and the questions `name?`.
+# IPython syntax, one line each: %magics, !commands, and the questions `name?`.
 _IPYTHON = re.compile(r"^(\s*)(?:[%!].*|\?{1,2}[\w.]+|[\w.]+\?{1,2})\s*$", re.MULTILINE)
-# In a cell that cannot be parsed, lines at the top level still tell what it would have defined.
+# In a cell that cannot be parsed, these find top-level definitions line by line.
 _DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _CALL = re.compile(
     r"""^(?:(\w+)\s*=\s*)?(?:\w+\.)*exercise\(\s*["']([\d.]+)["']\s*,\s*(\w+)""", re.MULTILINE
@@ -32,7 +32,7 @@ _CALL = re.compile(
 
 
 class Unusable:
-    """Stands where an answer should: whatever is done with it raises the reason why."""
+    """Stands for a missing or broken answer. Any use of it raises the reason."""
 
     def __init__(self, reason: Exception):
         self._reason = reason
@@ -44,12 +44,12 @@ class Unusable:
         raise self._reason
 
 
-# ------------------------------------------------------------------ cells and what they define
+# ------------------------------------------------------------------ parsing cells
 
 
 @dataclass(frozen=True)
 class Call:
-    """`target = exercise(id, answer)`; the target is "_" where nothing keeps the result."""
+    """`target = exercise(id, answer)`; the target is "_" if the result is not assigned."""
 
     id: str
     answer: str
@@ -58,10 +58,10 @@ class Call:
 
 @dataclass(frozen=True)
 class CodeCell:
-    """A code cell. `body` is empty, and `error` says why, where it cannot be parsed."""
+    """A code cell. If it cannot be parsed, `body` is empty and `error` has the reason."""
 
     source: str
-    filename: str  # by which tracebacks find its lines
+    filename: str  # the name in tracebacks
     body: Sequence[ast.stmt] = ()
     error: SyntaxError | None = None
 
@@ -74,7 +74,7 @@ class CodeCell:
 
     @cached_property
     def defines(self) -> set[str]:
-        """The names that it binds, but for those that only go through `exercise`."""
+        """The names that it binds, except those that only pass through `exercise`."""
         if self.error is None:
             kept = (statement for statement in self.body if _call_in(statement) is None)
             return set().union(*(_names_bound(statement, self.filename) for statement in kept))
@@ -87,16 +87,16 @@ class CodeCell:
 
     @property
     def complaint(self) -> Wrong:
-        """That it cannot be parsed, with the line."""
+        """A Wrong that quotes the line that cannot be parsed."""
         assert self.error is not None
         lines, number = self.source.splitlines(), self.error.lineno or 1
         line = lines[number - 1].strip() if number <= len(lines) else ""
-        said = f"`{line}` is not Python" if line else "it is not Python"
-        return Wrong(f"Its cell cannot be read: line {number}, {said} ({self.error.msg}).")
+        text = f"`{line}` is not Python" if line else "it is not Python"
+        return Wrong(f"Its cell cannot be read: line {number}, {text} ({self.error.msg}).")
 
 
 def parsed_cells(path: Path) -> list[CodeCell]:
-    """The code cells of a notebook; ValueError for what is no notebook."""
+    """Return a notebook's code cells; raise ValueError if the file is not a notebook."""
     return [
         parsed(source, f"<{path}, code cell {number}>")
         for number, source in enumerate(code_cells(path), 1)
@@ -104,11 +104,11 @@ def parsed_cells(path: Path) -> list[CodeCell]:
 
 
 def parsed(source: str, filename: str) -> CodeCell:
-    """The cell parsed, its lines where tracebacks look for them."""
+    """Parse the cell, and register its lines for tracebacks."""
     lines = source.splitlines(keepends=True)
-    linecache.cache[filename] = (len(source), None, lines, filename)  # no time: never looked up
+    linecache.cache[filename] = (len(source), None, lines, filename)  # no mtime: never reloaded
     try:
-        with suppress(SyntaxError):  # first as it is: a line of plain Python may begin with %
+        with suppress(SyntaxError):  # first unchanged: a line of plain Python may begin with %
             return CodeCell(source, filename, _parsed(source, filename))
         return CodeCell(source, filename, _parsed(_IPYTHON.sub(r"\1pass", source), filename))
     except SyntaxError as error:
@@ -118,8 +118,8 @@ def parsed(source: str, filename: str) -> CodeCell:
 
 
 def _parsed(source: str, filename: str) -> list[ast.stmt]:
-    """The statements at the top level; SyntaxError also for what only the compiler rejects."""
-    with _warnings_left_to_jupyter():
+    """Return the top-level statements; raise SyntaxError also for errors of the compiler."""
+    with _ignored_warnings():
         body = ast.parse(source, filename).body
     _compiled(body, filename)
     return body
@@ -127,13 +127,13 @@ def _parsed(source: str, filename: str) -> list[ast.stmt]:
 
 def _compiled(statements: Sequence[ast.stmt], filename: str) -> CodeType:
     tree = ast.Module([*statements], [])
-    with _warnings_left_to_jupyter():
+    with _ignored_warnings():
         return compile(tree, filename, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
 
 
 def answering(found: Sequence[CodeCell], id_: str) -> tuple[Call, int] | None:
-    """The last call that hands over an answer to an exercise, and the place of the cell that
-    defines this answer; None where there is no such pair."""
+    """Return the last call that passes an answer to an exercise, and the index of the cell that
+    defines the answer; None if there is no such pair."""
     for place in reversed(range(len(found))):
         for call in found[place].calls:
             defining = [n for n in range(place + 1) if call.answer in found[n].defines]
@@ -143,21 +143,21 @@ def answering(found: Sequence[CodeCell], id_: str) -> tuple[Call, int] | None:
 
 
 @contextmanager
-def _warnings_left_to_jupyter() -> Iterator[None]:
+def _ignored_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _names_bound(statement: ast.stmt, filename: str) -> set[str]:
-    """What the statement binds at the top level, read off its byte code: no name of a function or
-    of a comprehension is among them."""
+    """Return the names that the statement binds at the top level. Bytecode shows them without the
+    names inside functions and comprehensions."""
     code = _compiled([statement], filename)
     return {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_NAME"}
 
 
 def _call_in(statement: ast.stmt) -> Call | None:
-    """The call of `exercise` that the statement is, if it is one."""
+    """Return the call of `exercise` if the statement is one."""
     match statement:
         case ast.Assign(targets=[ast.Name(target)], value=value):
             pass
@@ -174,12 +174,12 @@ def _call_in(statement: ast.stmt) -> Call | None:
     return None
 
 
-# ------------------------------------------------------------------ what is run of them
+# ------------------------------------------------------------------ running definitions
 
 
 def run(found: Sequence[CodeCell], folder: Path) -> Iterator[tuple[Call, Any, dict[str, Any]]]:
-    """Run what defines answers, and stop at the last call of `exercise` for each id, with the
-    answer and the namespace as they are there."""
+    """Run the definitions. At the last call of `exercise` for each id, yield the call, the answer
+    and the namespace at that point."""
     namespace: dict[str, Any] = {"__name__": "notebook", "__builtins__": builtins}
     last = {call.id: call for cell in found for call in cell.calls}
     with _importable(folder):
@@ -192,7 +192,7 @@ def run(found: Sequence[CodeCell], folder: Path) -> Iterator[tuple[Call, Any, di
 
 
 def define(cell: CodeCell, namespace: dict[str, Any]) -> None:
-    """Run what the cell defines, in this namespace."""
+    """Run the cell's definitions in this namespace."""
     for _ in _run_cell(cell, namespace):
         pass
 
@@ -210,7 +210,7 @@ def _run_cell(cell: CodeCell, namespace: dict[str, Any]) -> Iterator[Call]:
 
 
 def _run_statement(statement: ast.stmt, filename: str, namespace: dict[str, Any]) -> None:
-    """Run what only defines; of anything else, forget what it would have bound anew."""
+    """Run a definition. For any other statement, remove the names that it would have bound."""
     names = _names_bound(statement, filename)
     if not _defines_only(statement, namespace):
         for name in names:
@@ -224,7 +224,7 @@ def _run_statement(statement: ast.stmt, filename: str, namespace: dict[str, Any]
 
 
 def _defines_only(statement: ast.stmt, namespace: dict[str, Any]) -> bool:
-    """Whether it is an import, a function, a class or a plain constant, or tries to be one."""
+    """Return True for an import, a function, a class, a plain constant, or a `try` of these."""
     match statement:
         case ast.Import() | ast.ImportFrom() | ast.Pass():
             return True
@@ -250,23 +250,23 @@ _PLAIN = (
 )
 _CONTAINERS = (tuple, list, dict, set, frozenset)
 _CONSTANTS = (int, float, str, ModuleType, FunctionType, type, *_CONTAINERS)
-_MAKERS = {"range", "zip", *(container.__name__ for container in _CONTAINERS)}
+_CONTAINER_NAMES = {"range", "zip", *(container.__name__ for container in _CONTAINERS)}
 
 
 def _binds_names_only(target: ast.expr) -> bool:
-    """Whether nothing outside the notebook is set, as by `torch.backends... = True`."""
+    """Return False if an attribute or item is set, as by `torch.backends... = True`."""
     return not any(isinstance(n, (ast.Attribute, ast.Subscript)) for n in ast.walk(target))
 
 
 def _is_plain(value: ast.expr, namespace: dict[str, Any]) -> bool:
-    """Whether it is another name, a lambda, a constant, a module's (`torch.float32.itemsize`), or
-    made of constants and functions alone, as `4 * 2**20`, `HEADS * 64` or a table of functions."""
+    """Return True for another name, a lambda, a constant, a module's (`torch.float32.itemsize`), or
+    an expression of constants and functions only, as `4 * 2**20`, `HEADS * 64` or a table."""
     parts = list(_parts(value))
     bound = {n.id for n in parts if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return isinstance(value, ast.Name) or all(
         isinstance(node, _PLAIN)
-        or (isinstance(node, ast.Call) and _makes_plain(node.func))
-        or (isinstance(node, ast.Attribute) and _is_of_a_module(node, namespace))
+        or (isinstance(node, ast.Call) and _builds_container(node.func))
+        or (isinstance(node, ast.Attribute) and _is_module_attribute(node, namespace))
         or (isinstance(node, ast.Name) and node.id in bound)
         or (isinstance(node, ast.Name) and isinstance(namespace.get(node.id), _CONSTANTS))
         for node in parts
@@ -274,23 +274,23 @@ def _is_plain(value: ast.expr, namespace: dict[str, Any]) -> bool:
 
 
 def _parts(value: ast.AST) -> Iterator[ast.AST]:
-    """Its nodes, without the body of a lambda, which runs later, and what a plain call calls."""
+    """Yield its nodes, except a lambda's body and the function of a container call."""
     yield value
     if isinstance(value, ast.Lambda):
         return
-    makes = isinstance(value, ast.Call) and _makes_plain(value.func)
+    makes = isinstance(value, ast.Call) and _builds_container(value.func)
     for name, child in ast.iter_fields(value):
         for node in child if isinstance(child, list) else [child]:
             if isinstance(node, ast.AST) and not (makes and name == "func"):
                 yield from _parts(node)
 
 
-def _makes_plain(function: ast.expr) -> bool:
-    """Whether a call of it makes a container of what it is handed: dict(…), dict.fromkeys(…),
+def _builds_container(function: ast.expr) -> bool:
+    """Return True if calling it makes a container of its arguments: dict(…), dict.fromkeys(…),
     "a b".split()."""
     match function:
         case ast.Name(name):
-            return name in _MAKERS
+            return name in _CONTAINER_NAMES
         case ast.Attribute(value=ast.Name("dict"), attr="fromkeys"):
             return True
         case ast.Attribute(value=ast.Constant(str())):
@@ -298,7 +298,7 @@ def _makes_plain(function: ast.expr) -> bool:
     return False
 
 
-def _is_of_a_module(value: ast.expr, namespace: dict[str, Any]) -> bool:
+def _is_module_attribute(value: ast.expr, namespace: dict[str, Any]) -> bool:
     while isinstance(value, ast.Attribute):
         value = value.value
     return isinstance(value, ast.Name) and isinstance(namespace.get(value.id), ModuleType)
@@ -306,7 +306,7 @@ def _is_of_a_module(value: ast.expr, namespace: dict[str, Any]) -> bool:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """What lies beside a notebook can be imported in it."""
+    """Make files beside a notebook importable."""
     entry = str(folder.resolve())
     sys.path.insert(0, entry)
     try:

@@ -1,7 +1,7 @@
-"""Measurements made on a GPU and kept in the repository, for readers who have none.
+"""GPU measurements stored in the repository, for readers without a GPU.
 
-MEMLAB_RESULTS in the environment names another folder of results. `make solutions` takes those of a
-made-up GPU, with which no other output may differ.
+The environment variable MEMLAB_RESULTS selects another folder of results. `make solutions` uses a
+folder with the results of a made-up GPU, to test that no other output depends on them.
 """
 
 import json
@@ -13,35 +13,35 @@ from memlab.course.days import ROOT
 from memlab.units import format_bytes
 
 RESULTS = Path(os.environ.get("MEMLAB_RESULTS") or ROOT / "benchmarks" / "results")
-_CIRCUMSTANCES = ("device", "torch", "python", "memlab", "date")
+_PROVENANCE = ("device", "torch", "python", "memlab", "date")
 
 
 def stored_on_a_gpu(section: str, folder: Path = RESULTS) -> str:
-    """What each GPU measured for a section of benchmarks/gpu.py, labelled with device, versions and
-    date; one sentence if none has."""
+    """Format each GPU's results for a section of benchmarks/gpu.py, with device, versions and date;
+    or one sentence if there are none."""
     found = [_labelled(entry) for entry in _entries(section, folder)]
     what = section if section.startswith("day ") else f"“{section}” (benchmarks/gpu.py)"
     return "\n\n".join(found) or f"No GPU here, and no GPU's measurement of {what} is stored yet."
 
 
 def time_on_a_gpu(technique: str, folder: Path = RESULTS) -> str:
-    """A technique's step over the plain one, as each GPU took it in benchmarks/gpu.py: the words of
-    a verdict that only a GPU can reach."""
+    """Format each GPU's time of a technique's step relative to the plain one, for a verdict that
+    needs a GPU."""
     entries = [entry for entry in _entries("time", folder) if technique in entry]
     found = [f"{entry[technique]:.2f} × on {entry['device']}" for entry in entries]
     return f"measured: {', '.join(found)}" if found else "not measured: no GPU"
 
 
 def _entries(section: str, folder: Path) -> list[dict[str, Any]]:
-    """The section's entry in each file of results that has it."""
+    """Return the section's entry from each file of results that has it."""
     files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     return [results["gpu"][section] for results in files if section in results.get("gpu", {})]
 
 
 def _labelled(entry: dict[str, Any]) -> str:
-    software = ", ".join(f"{name} {entry[name]}" for name in _CIRCUMSTANCES[1:-1])
+    software = ", ".join(f"{name} {entry[name]}" for name in _PROVENANCE[1:-1])
     label = f"Not your machine: measured on {entry['device']}, {software}, {entry['date']}"
-    numbers = {name: value for name, value in entry.items() if name not in _CIRCUMSTANCES}
+    numbers = {name: value for name, value in entry.items() if name not in _PROVENANCE}
     return "\n".join([label, *(f"  {_line(name, value)}" for name, value in numbers.items())])
 
 

@@ -1,9 +1,9 @@
-"""What an exercise is, and how an answer to it is judged.
+"""Exercises, and how their answers are checked.
 
-A check is a function that is handed the learner's answer. It returns the evidence to print, or
-raises Wrong with the first case that fails. A named wrong answer is a mistake that people make. The
-learner is told about it only if no other mistake explains what the check found: in every case of
-the check their answer must fail, or pass, exactly as the named one does.
+A check is a function of the learner's answer. It returns the evidence to print, or raises Wrong
+with the first case that fails. A named wrong answer is a mistake that people make. Its remark is
+shown only if no other mistake explains the failures: the learner's answer must fail, and pass, in
+exactly the same cases as the named one.
 """
 
 import importlib
@@ -27,14 +27,14 @@ from memlab.trace import Trace
 
 HINTS = 3
 DIFFICULTIES = range(1, 6)
-LONGEST_VALUE = 200  # characters of what an answer gave; a verdict is one line
-FEW_CHARACTERS = 40  # of a value that is told beside a line
+LONGEST_VALUE = 200  # characters of a value in a message; a verdict is one line
+FEW_CHARACTERS = 40  # characters of a value that is shown beside a line
 
 
-class Wrong(Exception):  # noqa: N818 - it is the answer that is wrong, nothing has failed
-    """What an answer got wrong: the case, what it gave, what was wanted.
+class Wrong(Exception):  # noqa: N818 - the answer is wrong; nothing failed
+    """A failure of an answer: the case, the result and the expected result.
 
-    `evidence` is what tells this failure from others; without one, the message does.
+    `evidence` distinguishes this failure from others; the default is the message.
     """
 
     def __init__(self, message: str, evidence: Any = None) -> None:
@@ -42,9 +42,9 @@ class Wrong(Exception):  # noqa: N818 - it is the answer that is wrong, nothing 
         self.evidence = message if evidence is None else evidence
 
 
-@dataclass(frozen=True, eq=False)  # known by what it is: answers may be anything
+@dataclass(frozen=True, eq=False)  # compared by identity: answers may be anything
 class WrongAnswer:
-    """A plausible answer that must not pass, and the sentence that names the mistake."""
+    """A plausible wrong answer that must not pass, and a sentence that names the mistake."""
 
     answer: Any
     remark: str
@@ -52,18 +52,18 @@ class WrongAnswer:
 
 @dataclass(frozen=True, eq=False)
 class Exercise:
-    """`id` is "1.2": the second exercise of day 1. `reference` is what a lesson goes on with where
-    the learner's answer is missing or wrong."""
+    """`id` is "1.2" for the second exercise of day 1. A lesson continues with `reference` if the
+    learner's answer is missing or wrong."""
 
     id: str
     title: str
     minutes: int
     difficulty: int  # 1 to 5
-    hints: tuple[str, ...]  # from a nudge to nearly the answer
+    hints: tuple[str, ...]  # from a nudge to almost the answer
     reference: Any
     check: Callable[[Any], str]
     wrong_answers: tuple[WrongAnswer, ...]
-    rebuilds: tuple[str, ...] = ()  # "torch.amp.GradScaler": what the answer must not call
+    rebuilds: tuple[str, ...] = ()  # functions that the answer must not call, as in ownwork.py
 
     def __post_init__(self) -> None:
         assert len(self.hints) == HINTS, f"{self.id} has {len(self.hints)} hints"
@@ -72,8 +72,7 @@ class Exercise:
 
 @dataclass(frozen=True)
 class Bill:
-    """A day's line of the running bill: the same training step as every day, with all that was
-    built until then."""
+    """A day's line of the running bill: the same training step with all techniques built so far."""
 
     label: str
     measure: Callable[[], Trace]
@@ -81,21 +80,21 @@ class Bill:
 
 @dataclass(frozen=True)
 class Day:
-    """What a day has beside its notebook."""
+    """A day's exercises and bill."""
 
     exercises: tuple[Exercise, ...]
     bill: Bill
 
 
-# ------------------------------------------------------------------ judging an answer
+# ------------------------------------------------------------------ checking an answer
 
 OK, WRONG, NOT_ATTEMPTED = "ok", "wrong", "not attempted"
-SECONDS = 60  # for a check, which takes less than one
+SECONDS = 60  # time limit of a check, which normally takes less than one
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`status` is OK, WRONG or NOT_ATTEMPTED; `text` the evidence, or what went wrong."""
+    """`status` is OK, WRONG or NOT_ATTEMPTED; `text` is the evidence or the failure."""
 
     exercise: Exercise
     status: str
@@ -113,9 +112,9 @@ class Verdict:
 def judge(exercise: Exercise, answer: Any) -> Verdict:
     """Check an answer, and name the mistake if it is a known one.
 
-    Random numbers, and torch's and numpy's states of them, are afterwards what they were before.
+    The random states of Python, torch and numpy are restored afterwards.
     """
-    _import_what_torch_imports_late()
+    _import_dynamo()
     with watched(exercise.check, exercise.rebuilds) as calls:
         verdict = _judged(exercise, answer)
     handed_over = None if answer is exercise.reference else is_rebuilt(answer, exercise.rebuilds)
@@ -156,13 +155,13 @@ def _judged(exercise: Exercise, answer: Any) -> Verdict:
 
 
 def _checked(exercise: Exercise, answer: Any) -> str:
-    with _random_numbers_kept(), _stopped_after(SECONDS):
+    with _random_states_kept(), _stopped_after(SECONDS):
         return exercise.check(answer)
 
 
-def _import_what_torch_imports_late() -> None:
-    """The first checkpoint, flop counter or meter imports torch._dynamo, for seconds: that must not
-    count against the time limit, be cut off by it halfway, or run under a check's hooks."""
+def _import_dynamo() -> None:
+    """Import torch._dynamo, which the first checkpoint, flop counter or meter would import. That
+    takes seconds, and must not count against the time limit or run under a check's hooks."""
     importlib.import_module("torch._dynamo")
 
 
@@ -170,22 +169,22 @@ def _import_what_torch_imports_late() -> None:
 
 
 def _mistake(exercise: Exercise, answer: Any, found: Wrong) -> str:
-    """The remark of the one named wrong answer that fails in the same cases in the same way.
+    """Return the remark of the one named wrong answer that fails in the same cases.
 
-    Small cases coincide: that the first failure is the same says little. If two named mistakes
-    explain all failures, neither is told.
+    An equal first failure is weak evidence, because small cases coincide. If two named mistakes
+    explain all failures, return neither.
     """
-    alike = [wrong for wrong in exercise.wrong_answers if _first(exercise, wrong) == found.evidence]
-    if not alike:
+    similar = [w for w in exercise.wrong_answers if _first(exercise, w) == found.evidence]
+    if not similar:
         return ""
     failures = _failures(exercise, answer)
-    explaining = [wrong for wrong in alike if _known_failures(exercise, wrong) == failures]
+    explaining = [wrong for wrong in similar if _known_failures(exercise, wrong) == failures]
     return f" {explaining[0].remark}" if len(explaining) == 1 else ""
 
 
 @cache
 def _first(exercise: Exercise, wrong: WrongAnswer) -> Any:
-    """The evidence of the first case in which a named wrong answer fails: always the same."""
+    """Return the evidence of a named wrong answer's first failure. The result is cached."""
     try:
         _checked(exercise, wrong.answer)
     except Wrong as known:
@@ -199,11 +198,13 @@ def _known_failures(exercise: Exercise, wrong: WrongAnswer) -> tuple[Any, ...]:
 
 
 def _failures(exercise: Exercise, answer: Any) -> tuple[Any, ...]:
-    """The evidence of every failure in a check that goes on after the first, and how it ended."""
-    global _noted
-    _noted = found = []
+    """Return the evidence of every failure in a check that continues after them, and its end."""
+    global _collected
+    _collected = found = []
     try:
-        with warnings.catch_warnings(action="ignore"):  # of what a right answer never reaches
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # from cases that a right answer never reaches
             _checked(exercise, answer)
         end: Any = "finished"
     except Wrong as wrong:
@@ -211,16 +212,16 @@ def _failures(exercise: Exercise, answer: Any) -> tuple[Any, ...]:
     except (Exception, SystemExit, _TooLong) as error:
         end = type(error).__name__
     finally:
-        _noted = None
+        _collected = None
     return (*found, end)
 
 
-# Where failures are noted while a check goes on after them; None while the first one ends it.
-_noted: list[Any] | None = None
+# Collects failures while a check continues after them; None while the first failure ends it.
+_collected: list[Any] | None = None
 
 
 def _raised(error: BaseException) -> str:
-    """The error, the learner's line it came from and the values there, in one sentence."""
+    """Describe the error, the learner's line and the values there, in one sentence."""
     what = ": ".join(filter(None, [type(error).__name__, _first_line(error)])).rstrip(".")
     frame, line = _learners_line(error)
     if not frame:
@@ -231,12 +232,12 @@ def _raised(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     if isinstance(error, KeyError) and error.args and _is_tensor(error.args[0]):
-        return _value_said(error.args[0])  # a tensor's own text is its numbers
+        return _describe_value(error.args[0])  # a tensor's own text is all its elements
     return next(iter(str(error).strip().splitlines()), "")
 
 
 def _learners_line(error: BaseException) -> tuple[FrameType | None, str]:
-    """The innermost frame and line of a notebook, or of another file that is no library's."""
+    """Return the innermost frame and line that belong to no library."""
     for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
         if not is_a_librarys(frame):
             return frame, linecache.getline(frame.f_code.co_filename, number).strip()
@@ -244,14 +245,14 @@ def _learners_line(error: BaseException) -> tuple[FrameType | None, str]:
 
 
 def _values_at(line: str, values: dict[str, Any]) -> str:
-    """The first three names of a line that stand for a number, a text or a tensor, and for what."""
+    """Describe the first three names in a line that hold a number, a text or a tensor."""
     names = dict.fromkeys(re.findall(r"(?<![\w.\"'])[^\W\d]\w*", line.partition("#")[0]))
-    said = [f"{name} is {_value_said(values[name])}" for name in names if name in values]
-    return " and ".join([text for text in said if not text.endswith(" is ")][:3])
+    texts = [f"{name} is {_describe_value(values[name])}" for name in names if name in values]
+    return " and ".join([text for text in texts if not text.endswith(" is ")][:3])
 
 
-def _value_said(value: Any) -> str:
-    """Nothing for a value that takes more than a few words."""
+def _describe_value(value: Any) -> str:
+    """Describe a value, or return "" if that takes more than a few words."""
     if _is_tensor(value):
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     plain = value is None or isinstance(value, (bool, int, float, str))
@@ -259,18 +260,17 @@ def _value_said(value: Any) -> str:
 
 
 def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # a hint needs none
+    torch = sys.modules.get("torch")  # hints don't import torch
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 class _TooLong(BaseException):
-    """No Exception: an answer that catches those is stopped, too."""
+    """Not an Exception, so that an answer that catches every Exception is stopped, too."""
 
 
 @contextmanager
 def _stopped_after(seconds: float) -> Iterator[None]:
-    """Raise _TooLong in what runs longer, where that can be done: not on Windows, nor in a
-    thread."""
+    """Raise _TooLong after the time limit. This is not possible on Windows or in a thread."""
     is_main = threading.current_thread() is threading.main_thread()
     if not (is_main and hasattr(signal, "setitimer")):
         yield
@@ -289,9 +289,9 @@ def _stopped_after(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    """What a check draws, and whether its answer left gradients off, changes nothing after it."""
-    import numpy as np  # here, since a hint needs neither
+def _random_states_kept() -> Iterator[None]:
+    """Restore the random states and the grad mode afterwards."""
+    import numpy as np  # imported late: hints don't need it
     import torch
 
     python, array = random.getstate(), np.random.get_state()
@@ -304,32 +304,33 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 def _gpus_in_use() -> list[int]:
-    """None where nothing has used one: to ask a GPU for its random state would start it."""
+    """Return the GPUs in use. Reading the random state of another GPU would initialize it."""
     import torch
 
     return list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
 
 
-# ------------------------------------------------------------------ what checks are made of
+# ------------------------------------------------------------------ building blocks of checks
 
 
 def require(condition: bool, message: str, *, evidence: Any = None) -> None:
     """Raise Wrong with the message unless the condition holds.
 
-    `evidence` is what a named mistake must share to be told; without one, the message. Give one
-    where the message has digits that hang on how an answer is written: bytes, small differences.
+    A named mistake's remark is shown only if its `evidence` is equal; the default is the message.
+    Pass evidence if the message has digits that depend on the implementation, such as bytes or
+    small differences.
     """
     if condition:
         return
     wrong = Wrong(message, evidence)
-    if _noted is None:
+    if _collected is None:
         raise wrong
-    _noted.append(wrong.evidence)
+    _collected.append(wrong.evidence)
 
 
 def equal(call: str, got: Any, wanted: Any, unit: str = "", *, also: str = "") -> None:
-    """Require `got` to be `wanted`, types included; `call` is how a learner would type the case,
-    `also` what else there is to say of the difference."""
+    """Require `got` to equal `wanted`, types included. `call` is the case as a learner would type
+    it, and `also` is added to the message."""
     unit = f" {unit}" if unit else ""
     message = f"{call} gave {_text(got)}, wanted {_text(wanted)}{unit}.{also}"
     if got is None and wanted is not None:
@@ -340,7 +341,7 @@ def equal(call: str, got: Any, wanted: Any, unit: str = "", *, also: str = "") -
 
 
 def _same(got: Any, wanted: Any) -> bool:
-    """Equal, and of one type: 1.0, True and a tensor of one element all equal 1 and are not it."""
+    """Compare values and types: 1.0, True and a one-element tensor equal 1 but are not the same."""
     if type(got) is not type(wanted):
         return False
     if isinstance(wanted, dict):

@@ -1,11 +1,11 @@
-"""Functions in the text of a program: found by their names, and their bodies."""
+"""Find functions by name in the text of a program, and extract their bodies."""
 
 import ast
 import textwrap
 
 
 def function_in(text: str, name: str) -> ast.FunctionDef | None:
-    """The function "f", or the method "Class.f"; None where the text defines none."""
+    """Return the function "f", or the method "Class.f"; None if the text does not define it."""
     scope: ast.AST | None = ast.parse(text)
     for part in name.split("."):
         inside = getattr(scope, "body", [])
@@ -14,14 +14,14 @@ def function_in(text: str, name: str) -> ast.FunctionDef | None:
 
 
 def body_span(function: ast.FunctionDef) -> tuple[int, int]:
-    """The first line of the body below its docstring, from 0, and the line after the last."""
+    """Return the 0-based first line of the body below its docstring, and its end line."""
     first, last = function.body[0], function.body[-1]
     begin = first.end_lineno if _is_docstring(first) else first.lineno - 1
     return int(begin or 0), int(last.end_lineno or 0)
 
 
 def body_lines(text: str, function: ast.FunctionDef) -> list[str]:
-    """The lines of the body, below the docstring and without indentation."""
+    """Return the lines of the body, below the docstring and without indentation."""
     begin, end = body_span(function)
     return textwrap.dedent("\n".join(text.split("\n")[begin:end])).split("\n")
 

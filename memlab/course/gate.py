@@ -1,7 +1,8 @@
-"""What a notebook calls: `exercise` checks an answer, `guess` keeps a number, `reveal` compares.
+"""The functions that a notebook calls: `exercise` checks an answer, `guess` records a number, and
+`reveal` compares it with the measurement.
 
-In a learner's folder (one that `memlab start` made: it holds progress.json) each call is noted
-there. Everywhere else, in the repository's own notebooks above all, nothing is written.
+In a learner's folder, which `memlab start` makes and which contains progress.json, each call is
+recorded there. Elsewhere, as in the repository's own notebooks, nothing is written.
 """
 
 from collections.abc import Callable
@@ -29,28 +30,28 @@ _guesses: dict[str, dict[str, float | None]] = {}
 
 
 def exercise(id_: str, answer: Answer) -> Answer:
-    """Check an answer, print the verdict, and give what the lesson goes on with: the answer if it
-    is right, the reference if it is not.
+    """Check an answer, print the verdict, and return the answer if it is right, else the reference.
 
-    The reference itself is no answer: whoever runs a check's cell twice has it under their name.
+    The reference itself does not count as an answer. Otherwise running a check's cell twice would
+    pass the exercise.
     """
-    asked = exercise_of(id_)
-    if answer is asked.reference:
+    known = exercise_of(id_)
+    if answer is known.reference:
         print(
-            f"[ ] {id_} this is the reference, with which the lesson went on; "
-            f"run the cell with your own answer first"
+            f"[ ] {id_} this is the reference, which replaced your answer; run the cell with your "
+            f"own answer first"
         )
         return answer
-    verdict = judge(asked, answer)
+    verdict = judge(known, answer)
     say(str(verdict), indent="    ")
-    _note(lambda p: progress.note_check(p, id_, verdict.status))
-    return answer if verdict.status == OK else asked.reference
+    _record(lambda p: progress.note_check(p, id_, verdict.status))
+    return answer if verdict.status == OK else known.reference
 
 
 def guess(id_: str, **quantities: float) -> None:
-    """Keep the reader's numbers until they are measured: `guess("1.1", peak_gib=2)`.
+    """Record the reader's guesses until they are measured: `guess("1.1", peak_gib=2)`.
 
-    A quantity's name ends in its unit: bytes, kib, mib, gib, gb, times or percent. A `...` in place
+    A quantity's name ends in its unit: bytes, kib, mib, gib, gb, times or percent. A `...` instead
     of a number is no guess.
     """
     day(day_of(id_))
@@ -63,32 +64,34 @@ def guess(id_: str, **quantities: float) -> None:
                 f"got {quantity}={number!r}; give a number, such as {quantity}=1.5, or leave ..."
             )
         if number is not ... and number < 0:
-            raise ValueError(f"got {quantity}={number}; give a number that is not below 0")
+            raise ValueError(f"got {quantity}={number}; give a number of at least 0")
     _guesses[id_] = {name: None if n is ... else float(n) for name, n in quantities.items()}
     kept = {name: {"guessed": n} for name, n in _guesses[id_].items() if n is not None}
-    for name, noted in kept.items():
+    for name, guessed in kept.items():
         what, _, unit = name.rpartition("_")
-        print(f"noted: {what.replace('_', ' ')} {_text(noted['guessed'], unit)}")
+        print(f"noted: {what.replace('_', ' ')} {_text(guessed['guessed'], unit)}")
     if kept:
-        _note(lambda p: p.guesses.__setitem__(id_, kept))
+        _record(lambda p: p.guesses.__setitem__(id_, kept))
 
 
 def reveal(id_: str, measured: Trace | None = None, **quantities: float) -> None:
-    """Print what was guessed beside what was measured, a line for each quantity.
+    """Print each guess beside its measurement, one line per quantity.
 
-    From a Trace come the peak, the bytes that are alive at the end, and those of a category at the
-    peak: `guess("1.1", peak_gib=…)`, `live_mib`, `activations_mib`. Any other quantity is handed
-    over under the name that it was guessed by, in bytes or as the number that it is.
+    A Trace supplies the peak, the live bytes at the end, and a category's bytes at the peak:
+    `guess("1.1", peak_gib=…)`, `live_mib`, `activations_mib`. Pass any other quantity under the
+    name that it was guessed by, in bytes or as a plain number.
     """
     day_of(id_)
     guessed = _guesses[id_] if id_ in _guesses else _earlier_guesses(id_)
-    unasked = [name for name in quantities if not any(_alike(name, asked) for asked in guessed)]
-    names = [*guessed, *unasked] or ["peak_gib"]
+    unguessed = [
+        name for name in quantities if not any(_same_quantity(name, asked) for asked in guessed)
+    ]
+    names = [*guessed, *unguessed] or ["peak_gib"]
     found = {name: _in_unit(name, _measured(name, measured, quantities)) for name in names}
     for name, number in found.items():
         print(_line(name, guessed.get(name), number, alone=len(found) == 1))
     if any(number is not None for number in guessed.values()):
-        _note(lambda p: _note_measured(p, id_, guessed, found))
+        _record(lambda p: _record_measured(p, id_, guessed, found))
 
 
 # ------------------------------------------------------------------ quantities and their units
@@ -105,9 +108,9 @@ def _unit_of(quantity: str) -> str:
 
 
 def _measured(quantity: str, trace: Trace | None, quantities: dict[str, float]) -> float:
-    """In bytes, or as the plain number that it is."""
+    """Return the measurement in bytes, or as a plain number."""
     for name, number in quantities.items():
-        if _alike(name, quantity):
+        if _same_quantity(name, quantity):
             return number
     what = quantity.rpartition("_")[0]
     if trace is not None and what == "peak":
@@ -119,8 +122,8 @@ def _measured(quantity: str, trace: Trace | None, quantities: dict[str, float]) 
     raise ValueError(f"got no measurement of {quantity}; give reveal(..., {quantity}=...)")
 
 
-def _alike(one: str, other: str) -> bool:
-    """Whether two names are of one quantity: optimizer_kib is optimizer_mib in another unit."""
+def _same_quantity(one: str, other: str) -> bool:
+    """Return True if two names differ at most in their unit, as optimizer_kib and optimizer_mib."""
     in_bytes = _unit_of(one) in _BYTES and _unit_of(other) in _BYTES
     return one == other or (in_bytes and one.rpartition("_")[0] == other.rpartition("_")[0])
 
@@ -147,29 +150,29 @@ def _text(number: float, unit: str, sign: str = "") -> str:
 
 
 def _learners_folder() -> Path | None:
-    """The folder that the notebook runs in, if `memlab start` made it."""
+    """Return the folder that the notebook runs in if `memlab start` made it."""
     here = Path.cwd()
     return here if (here / progress.FILE).exists() else None
 
 
-def _note(change: Callable[[progress.Progress], None]) -> None:
-    """Note it there; a lesson goes on where that cannot be written."""
+def _record(change: Callable[[progress.Progress], None]) -> None:
+    """Record a change there. If the file cannot be written, the lesson continues."""
     if folder := _learners_folder():
         try:
             progress.update(folder, change)
         except OSError as error:
-            print(f"(not noted in {progress.FILE}: {error.strerror or error})")
+            print(f"(not recorded in {progress.FILE}: {error.strerror or error})")
 
 
 def _earlier_guesses(id_: str) -> dict[str, float | None]:
-    """Those noted before the notebook was opened anew."""
+    """Return the guesses recorded before the notebook was reopened."""
     folder = _learners_folder()
-    noted = progress.read(folder).guesses.get(id_, {}) if folder else {}
-    return {quantity: numbers["guessed"] for quantity, numbers in noted.items()}
+    guesses = progress.read(folder).guesses.get(id_, {}) if folder else {}
+    return {quantity: numbers["guessed"] for quantity, numbers in guesses.items()}
 
 
-def _note_measured(
-    noted: progress.Progress,
+def _record_measured(
+    recorded: progress.Progress,
     id_: str,
     guessed: dict[str, float | None],
     measured: dict[str, float],
@@ -177,4 +180,4 @@ def _note_measured(
     for quantity, number in guessed.items():
         if number is not None:
             entry = {"guessed": number, "measured": measured[quantity]}
-            noted.guesses.setdefault(id_, {})[quantity] = entry
+            recorded.guesses.setdefault(id_, {})[quantity] = entry

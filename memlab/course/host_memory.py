@@ -1,10 +1,9 @@
-"""What a process holds of the host's memory and cannot give back.
+"""The host memory that a process holds and cannot give back.
 
-Resident memory (RSS) counts two kinds of pages. *Mapped* pages are a file's: read from disk when
-they are touched, dropped without a word when memory is wanted elsewhere, and shared by all who map
-the file. *Anonymous* pages are the process's own: nothing but memory (or swap) has them. A dataset
-of 100 GB that is mapped can show an RSS of 100 GB, and not one byte of it is missing to anyone; so
-what has to fit is the anonymous part.
+Resident memory (RSS) counts two kinds of pages. *Mapped* pages belong to a file. They are read from
+disk when touched, dropped when memory is needed elsewhere, and shared by all processes that map the
+file. *Anonymous* pages belong to the process and exist only in memory or swap. A mapped dataset of
+100 GB can show an RSS of 100 GB without using up any memory. So only the anonymous part has to fit.
 
 Source   Linux, Documentation/ABI/testing/procfs-smaps_rollup.
 """
@@ -13,15 +12,15 @@ import os
 from pathlib import Path
 
 PROCESSES = Path("/proc")
-_ITS_OWN = {"Pss_Anon", "Pss_Shmem", "SwapPss"}  # its own pages; shared memory; either swapped out
+_OWN = {"Pss_Anon", "Pss_Shmem", "SwapPss"}  # private pages, shared memory, and both swapped out
 
 
 def anonymous_bytes(pid: int | None = None) -> int | None:
-    """Bytes of memory that a process (None: this one) holds and that no file backs; None where the
-    system does not tell, which is everywhere but on Linux.
+    """Return the bytes of memory that a process holds without a file behind them.
 
-    A page that several processes share (a worker begins as a copy of its parent) counts in equal
-    parts with each, so the numbers of a family add up.
+    The default is this process. A page that several processes share counts in equal parts with
+    each, so the numbers of a process tree add up. (A worker starts as a copy of its parent.) Return
+    None where the system does not report this, which is everywhere but on Linux.
     """
     path = PROCESSES / str(os.getpid() if pid is None else pid) / "smaps_rollup"
     try:
@@ -29,6 +28,4 @@ def anonymous_bytes(pid: int | None = None) -> int | None:
     except OSError:
         return None
     kibibytes = {name: int(size.split()[0]) for name, size in (line.split(":") for line in lines)}
-    return (
-        1024 * sum(kibibytes[name] for name in _ITS_OWN) if kibibytes.keys() >= _ITS_OWN else None
-    )
+    return 1024 * sum(kibibytes[name] for name in _OWN) if kibibytes.keys() >= _OWN else None

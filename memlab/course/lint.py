@@ -1,8 +1,8 @@
-"""What nbval lets through, found in a notebook by reading it.
+"""Check notebooks for problems that nbval does not detect.
 
-nbval (0.11) runs a notebook and compares what comes out; it passes a cell that was never executed,
-a `raises-exception` cell that raises nothing, and whatever is tagged to be ignored. And it says
-nothing of what only a reader sees: long cells, addresses and paths of the author's machine.
+nbval (0.11) runs a notebook and compares its outputs. It passes a cell that was never executed, a
+`raises-exception` cell that raises nothing, and everything tagged to be ignored. It also ignores
+readability: long cells, and addresses and paths of the author's machine.
 """
 
 import ast
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-CODE_LINES = 25  # blank lines and comments too: it is what a screen shows
+CODE_LINES = 25  # a screenful, blank lines and comments included
 PROSE_WORDS = 90
 NEEDS_REASON = ("nbval-ignore-output", "nbval-skip", "raises-exception")
 
@@ -22,11 +22,11 @@ _MACHINE_PATH = re.compile(
     r"|\b[A-Za-z]:\\+Users\b"
     r"|\bipykernel_\d+"
 )
-# Emoji, and the blocks of symbols and dingbats from which emoji grew.
+# Emoji, and the older blocks of symbols and dingbats.
 _EMOJI = re.compile(
     "[\u231a\u231b\u23e9-\u23fa\u2600-\u27bf\u2b1b\u2b1c\u2b50\u2b55\ufe0f\U0001f000-\U0001faff]"
 )
-# What prints a measurement of a GPU's: the reader's, or one that is stored here.
+# Calls that print a GPU's measurement, the reader's or a stored one.
 _ON_A_GPU = re.compile(
     r"\b(?:stored|time)_on_a_gpu\(|\btorch\.(?:cuda|accelerator)\.is_available\("
 )
@@ -41,10 +41,10 @@ _NO_PROSE = re.compile(
 
 
 def lint(notebook: dict[str, Any], *, executed: bool) -> list[str]:
-    """One sentence a finding, with the cell's number and first line; none is how it should be.
+    """Return one sentence per problem, with the cell's number and first line; [] if there is none.
 
-    `notebook` is the JSON of a notebook of format 4. `executed` says what it should be: a solution,
-    every cell of it run, or a lesson with no outputs.
+    `notebook` is the JSON of a notebook of format 4. `executed` is True for a solution, whose cells
+    must all have run, and False for a lesson, which must have no outputs.
     """
     return [
         f"cell {number} ({_first_line(_text(cell['source']))}): {finding}"
@@ -54,9 +54,9 @@ def lint(notebook: dict[str, Any], *, executed: bool) -> list[str]:
 
 
 def words(prose: str) -> int:
-    """The words of a prose cell that count: not those of headings, tables, code and formulas.
+    """Count the words of a prose cell, without headings, tables, code and formulas.
 
-    A word is what stands between blanks and has a letter or a digit.
+    A word has a letter or a digit, and is delimited by whitespace.
     """
     return sum(bool(re.search(r"\w", word)) for word in _NO_PROSE.sub(" ", prose).split())
 
@@ -69,28 +69,28 @@ def _findings(cell: dict[str, Any], executed: bool) -> Iterator[str]:
         yield f"{words(source)} words of prose, at most {PROSE_WORDS}; cut it or split the cell"
     if cell["cell_type"] != "code":
         return
-    yield from _of_code(source)
-    yield from _of_tags(cell)
-    yield from _of_outputs(cell) if executed else _of_lesson(cell)
+    yield from _code_findings(source)
+    yield from _tag_findings(cell)
+    yield from _output_findings(cell) if executed else _lesson_findings(cell)
 
 
-def _of_code(source: str) -> Iterator[str]:
+def _code_findings(source: str) -> Iterator[str]:
     lines = source.splitlines()
     if len(lines) > CODE_LINES:
         yield f"{len(lines)} lines of code, at most {CODE_LINES}; move some of it into memlab"
     try:
-        # A magic or a shell line is no Python; what only looks like one, in a string, is.
+        # Parsing finds magics and shell lines, but not strings that only look like them.
         ast.parse(source)
     except SyntaxError as error:
         line = lines[(error.lineno or 1) - 1].strip() if lines else ""
-        yield f"a magic, a shell line or no Python: {_first_line(line)}"
+        yield f"a magic, a shell line or invalid Python: {_first_line(line)}"
     if source.rstrip().endswith(";"):
-        yield "a last ; hides a value from Jupyter, not from nbval; write _ = before the line"
+        yield "a final ; hides a value from Jupyter, but not from nbval; write _ = before the line"
     if _IPYTHON.search(source):
-        yield "get_ipython(), which is a magic in disguise"
+        yield "get_ipython(), which hides a magic"
 
 
-def _of_tags(cell: dict[str, Any]) -> Iterator[str]:
+def _tag_findings(cell: dict[str, Any]) -> Iterator[str]:
     for tag in NEEDS_REASON:
         if tag in _tags(cell) and not cell["metadata"].get("reason"):
             yield f'the tag {tag} without a reason; add reason="..." to the cell\'s metadata'
@@ -101,21 +101,21 @@ def _of_tags(cell: dict[str, Any]) -> Iterator[str]:
         )
     for line in _text(cell["source"]).splitlines():
         if found := _NBVAL_COMMENT.fullmatch(line):
-            yield f"the comment {found[1]} steers nbval; use its tag, with a reason"
+            yield f"the comment {found[1]} controls nbval; use its tag, with a reason"
 
 
-def _of_lesson(cell: dict[str, Any]) -> Iterator[str]:
+def _lesson_findings(cell: dict[str, Any]) -> Iterator[str]:
     if cell["outputs"] or cell["execution_count"] is not None:
-        yield "a lesson's cell with outputs or an execution count; the learner is to guess first"
+        yield "a lesson's cell with outputs or an execution count; the learner should guess first"
 
 
-def _of_outputs(cell: dict[str, Any]) -> Iterator[str]:
+def _output_findings(cell: dict[str, Any]) -> Iterator[str]:
     may_raise = "raises-exception" in _tags(cell)
     raised = [out for out in cell["outputs"] if out["output_type"] == "error"]
     if cell["execution_count"] is None:
-        yield "never executed, which nbval passes"
+        yield "never executed, which nbval accepts"
     elif may_raise and not raised:
-        yield "tagged raises-exception, but no error is its output; nbval passes that"
+        yield "tagged raises-exception, but its output has no error; nbval accepts that"
     if raised and not may_raise:
         yield f"an error output: {_first_line(_text(raised[0]['ename']))}"
     if any(out.get("name") == "stderr" for out in cell["outputs"]):
@@ -131,7 +131,7 @@ def _of_outputs(cell: dict[str, Any]) -> Iterator[str]:
 
 
 def _texts(output: dict[str, Any]) -> Iterator[str]:
-    """Every text of an output that a reader may see; pictures but SVG have none."""
+    """Yield every text of an output that a reader may see. Of pictures, only SVG has text."""
     for key in ("text", "ename", "evalue", "traceback"):
         yield _text(output.get(key, ""))
     for kind, data in output.get("data", {}).items():
@@ -144,7 +144,7 @@ def _tags(cell: dict[str, Any]) -> list[str]:
 
 
 def _text(parts: str | list[str]) -> str:
-    """A text of a notebook, which a file may hold as a list of lines."""
+    """Join a notebook's text, which a file may hold as a list of lines."""
     return "".join(parts)
 
 

@@ -1,10 +1,11 @@
-"""Whether an answer does its own work: calls of the functions that an exercise rebuilds are seen.
+"""Detect answers that call the functions that their exercise rebuilds.
 
-`rebuilds` of an exercise names them: "torch.amp.GradScaler", "memlab.course.ledger.state_bytes", or
-a whole module. A name that ends in * is every function that begins so: "torch._foreach_*". A call
-counts if the learner's code made it, itself or through a library; the check's own calls, and those
-of its reference, do not. A private function counts only where the learner's own line calls it:
-`clip_grad_norm_`, which everybody may use, calls `torch._foreach_norm`.
+An exercise's `rebuilds` names these functions: "torch.amp.GradScaler", "memlab.course.ledger.
+state_bytes", a whole module, or a prefix such as "torch._foreach_*". In packages other than memlab,
+torch and numpy, only modules can be named: "bitsandbytes". Calls from the learner's code count,
+directly or through a library. Calls from the check and from its reference don't. A private function
+counts only if the learner's own line calls it, because permitted functions may call it:
+`clip_grad_norm_` calls `torch._foreach_norm`.
 """
 
 import importlib
@@ -21,15 +22,15 @@ LIBRARIES = frozenset({"memlab", "torch", "numpy", *sys.stdlib_module_names})
 
 
 def is_a_librarys(frame: FrameType) -> bool:
-    """Whether the frame runs code of a library: neither of a notebook nor of a learner's file."""
+    """Return True if the frame runs library code, not a notebook's or a learner's file."""
     return frame.f_globals.get("__name__", "").split(".")[0] in LIBRARIES
 
 
 @contextmanager
 def watched(check: Callable[..., Any], rebuilds: Sequence[str]) -> Iterator[list[str]]:
-    """A list that receives the name of the first call that `check`'s answer must not make.
+    """Yield a list that receives the name of the first forbidden call by `check`'s answer.
 
-    The call itself raises NotOwnWork; an answer that catches it is in the list all the same.
+    The call raises NotOwnWork. The list has its name even if the answer catches that.
     """
     seen: list[str] = []
     if not rebuilds:
@@ -37,9 +38,11 @@ def watched(check: Callable[..., Any], rebuilds: Sequence[str]) -> Iterator[list
         return
     targets, check_code = _targets(tuple(rebuilds)), getattr(check, "__code__", None)
 
-    def look(frame: FrameType, event: str, called: Any) -> None:
+    def trace_call(frame: FrameType, event: str, called: Any) -> None:
+        if seen or event not in ("call", "c_call"):
+            return
         name = targets.called(frame, event, called)
-        if name is None or seen:
+        if name is None:
             return
         caller = frame if event == "c_call" else frame.f_back
         direct = caller is not None and not is_a_librarys(caller)
@@ -48,8 +51,8 @@ def watched(check: Callable[..., Any], rebuilds: Sequence[str]) -> Iterator[list
             raise NotOwnWork(name)
 
     before = sys.getprofile()
-    threading.setprofile(look)
-    sys.setprofile(look)
+    threading.setprofile(trace_call)
+    sys.setprofile(trace_call)
     try:
         yield seen
     finally:
@@ -58,14 +61,14 @@ def watched(check: Callable[..., Any], rebuilds: Sequence[str]) -> Iterator[list
 
 
 def is_rebuilt(answer: Any, rebuilds: Sequence[str]) -> str | None:
-    """The name of the library's function that is handed over as the answer, if it is one."""
+    """Return the name of the library function that was passed as the answer, if it is one."""
     while isinstance(answer, partial):
         answer = answer.func
     return _targets(tuple(rebuilds)).name_of(answer) if rebuilds else None
 
 
-class NotOwnWork(Exception):  # noqa: N818 - the name of a verdict
-    """Raised in the learner's call of what the exercise rebuilds."""
+class NotOwnWork(Exception):  # noqa: N818 - names a verdict
+    """The learner's code called a function that the exercise rebuilds."""
 
 
 def _is_private(name: str) -> bool:
@@ -73,8 +76,8 @@ def _is_private(name: str) -> bool:
 
 
 def _is_the_learners(frame: FrameType | None, check_code: CodeType | None) -> bool:
-    """Whether the innermost caller that is neither torch's nor memlab's is the learner's code,
-    not a check's: checks hand over functions of their own, which may call what they like."""
+    """Return True if the innermost caller outside torch and memlab is the learner's code. A check's
+    own functions may call anything."""
     while frame is not None:
         home = frame.f_globals.get("__name__", "")
         if frame.f_code is check_code or home.startswith("memlab.course"):
@@ -86,16 +89,21 @@ def _is_the_learners(frame: FrameType | None, check_code: CodeType | None) -> bo
 
 
 class _Targets:
-    """The code of every function that must not be called, by name."""
+    """The code objects of all forbidden functions, with their names."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._codes: dict[CodeType, str] = {}
-        self._builtins: dict[str, list[tuple[Any, str]]] = {}  # by their last name
+        # Keyed by id, because hashing a code object is slow. The value keeps the code object alive.
+        self._seen: dict[int, tuple[CodeType, str | None]] = {}
+        self._builtins: dict[str, list[tuple[Any, str]]] = {}  # by the last part of their name
         self._modules: tuple[str, ...] = ()
-        for name in (full for short in names for full in _spelled_out(short)):
+        for name in (full for short in names for full in _expanded(short)):
+            if name.split(".")[0] not in LIBRARIES:
+                self._modules += (f"{name}.",)  # not resolved: importing it may take seconds
+                continue
             found = _resolved(name)
             if isinstance(found, ModuleType):
-                self._modules += (name,)
+                self._modules += (f"{name}.",)
             elif found is not None:
                 self._add(name, found)
 
@@ -112,18 +120,22 @@ class _Targets:
         assert inspect.isclass(found) or callable(found), f"{name} cannot be called"
 
     def called(self, frame: FrameType, event: str, called: Any) -> str | None:
-        """The name under which the exercise forbids what is called here."""
-        if event == "call":
-            name = self._codes.get(frame.f_code)
-            return name or (self._module_of(frame) if self._modules else None)
-        if event == "c_call" and self._builtins:
-            return self._builtin(called)
-        return None
+        """Return the forbidden name of the called function, or None."""
+        if event == "c_call":
+            is_known = getattr(called, "__name__", "") in self._builtins
+            return self._builtin(called) if is_known else None
+        known = self._seen.get(id(frame.f_code))
+        if known is None:
+            name = self._codes.get(frame.f_code) or self._module_of(frame)
+            known = self._seen[id(frame.f_code)] = frame.f_code, name
+        return known[1]
 
     def _module_of(self, frame: FrameType) -> str | None:
         home = frame.f_globals.get("__name__", "")
-        inside = any(home == module or home.startswith(f"{module}.") for module in self._modules)
-        return f"{home}.{frame.f_code.co_name}" if inside else None
+        return f"{home}.{frame.f_code.co_name}" if self._is_inside(home) else None
+
+    def _is_inside(self, home: str) -> bool:
+        return f"{home}.".startswith(self._modules)
 
     def _builtin(self, called: Any) -> str | None:
         for function, name in self._builtins.get(getattr(called, "__name__", ""), ()):
@@ -133,10 +145,14 @@ class _Targets:
         return None
 
     def name_of(self, answer: Any) -> str | None:
-        if inspect.isclass(answer):
-            codes = [getattr(part, "__code__", None) for part in vars(answer).values()]
-        else:
-            codes = [getattr(answer, "__code__", None)]
+        """The name of the function or class that the answer is, or derives from."""
+        if not (inspect.isclass(answer) or inspect.isfunction(answer) or inspect.ismethod(answer)):
+            return None
+        for part in inspect.getmro(answer) if inspect.isclass(answer) else [answer]:
+            if self._is_inside(str(part.__module__)):
+                return f"{part.__module__}.{part.__qualname__}"
+        parts = vars(answer).values() if inspect.isclass(answer) else [answer]
+        codes = [getattr(part, "__code__", None) for part in parts]
         return next((self._codes[code] for code in codes if code in self._codes), None)
 
 
@@ -145,8 +161,8 @@ def _targets(names: tuple[str, ...]) -> _Targets:
     return _Targets(names)
 
 
-def _spelled_out(name: str) -> list[str]:
-    """The name, or all that "torch._foreach_*" stands for."""
+def _expanded(name: str) -> list[str]:
+    """Return the name, or all names that a pattern such as "torch._foreach_*" matches."""
     if not name.endswith("*"):
         return [name]
     home, _, start = name[:-1].rpartition(".")
@@ -156,7 +172,7 @@ def _spelled_out(name: str) -> list[str]:
 
 
 def _resolved(name: str) -> Any:
-    """What the dotted name stands for; None where its package is not installed."""
+    """Return the object with the dotted name; None if its package is not installed."""
     parts = name.split(".")
     try:
         found = importlib.import_module(parts[0])

@@ -1,4 +1,4 @@
-"""What a notebook prints in sentences: lines as wide as its page, which break between words."""
+"""Print sentences in a notebook, wrapped to the width of its page."""
 
 from textwrap import fill
 
@@ -6,6 +6,6 @@ CHARACTERS = 96
 
 
 def say(text: str, indent: str = "") -> None:
-    """Print each line of the text; what goes on after a break is indented."""
+    """Print each line of the text; continuation lines are indented."""
     for line in text.splitlines():
         print(fill(line, CHARACTERS, subsequent_indent=indent, break_on_hyphens=False))

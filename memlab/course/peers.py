@@ -1,12 +1,12 @@
-"""R programs in one process that take turns: ranks that a check can run, and that never hang.
+"""Run R ranks' programs in one process, in turns, so that a check never hangs.
 
-Each program is one rank's, and knows of the others what comes by the wire alone. It runs until it
-has to wait; then the next that need not wait goes on. So the order is always the same, and where
-all of them wait, nobody ever would come: that is found at once, and said.
+Each program belongs to one rank, and communicates only through its `peer`. It runs until it has to
+wait; then the next program that can continue runs. So the order is always the same, and a deadlock
+is detected at once.
 
     def program(peer, mine):
-        peer.send(mine)                 # to the next rank, which takes it when it likes
-        return peer.receive() + mine    # from the rank before: waits until something has come
+        peer.send(mine)                 # to the next rank, without waiting
+        return peer.receive() + mine    # from the previous rank: waits for a message
 
     in_turns(program, [(torch.ones(2),), (torch.zeros(2),)])
 """
@@ -23,55 +23,55 @@ import torch
 from torch import Tensor
 
 from memlab.course.exercises import Wrong
-from memlab.metering.modes import flags_restored
+from memlab.metering.modes import restore_mode_flags
 
-PATIENCE_SECONDS = 2.0  # for a thread that was told to end
+SHUTDOWN_SECONDS = 2.0  # for a thread that was told to end
 
 
 class Stuck(Wrong):
-    """Ranks wait for what will never come, or have come together for different things."""
+    """The ranks deadlocked, or called different collectives together."""
 
 
 class Peer:
-    """What one rank's program has of the others."""
+    """One rank's connection to the others."""
 
-    def __init__(self, rank: int, wire: "_Wire") -> None:
-        self.rank, self.ranks = rank, wire.ranks
-        self.events: list[tuple[str, Any]] = []  # in their order
-        self.dtypes: list[torch.dtype] = []  # of what was sent, or begun to add up
-        self._wire = wire
+    def __init__(self, rank: int, communicator: "_TurnCommunicator") -> None:
+        self.rank, self.ranks = rank, communicator.ranks
+        self.events: list[tuple[str, Any]] = []  # in order
+        self.dtypes: list[torch.dtype] = []  # of sent and summed tensors
+        self._communicator = communicator
 
     def send(self, numbers: Tensor) -> None:
-        """Numbers for the next rank; after the last comes the first."""
+        """Send a tensor to the next rank; the last rank sends to the first."""
         _require_tensor("send", numbers)
         self._note("send", numbers)
-        self._wire.boxes[(self.rank + 1) % self.ranks].append(numbers.detach().clone())
+        self._communicator.boxes[(self.rank + 1) % self.ranks].append(numbers.detach().clone())
 
     def receive(self) -> Tensor:
-        """Numbers of the rank before: waits for them."""
-        box, before = self._wire.boxes[self.rank], (self.rank - 1) % self.ranks
-        self._wire.wait(self.rank, f"for a message of rank {before}", lambda: bool(box))
+        """Wait for a tensor from the previous rank."""
+        box, before = self._communicator.boxes[self.rank], (self.rank - 1) % self.ranks
+        self._communicator.wait(self.rank, f"for a message of rank {before}", lambda: bool(box))
         self.events.append(("receive", None))
-        return self._wire.altered(box.popleft())
+        return self._communicator.altered(box.popleft())
 
     def begin(self, numbers: Tensor) -> "Work":
-        """Begin to add up the numbers of all ranks, and go on; the sum comes from `wait`."""
+        """Start the sum of all ranks' tensors without waiting. `wait` returns the sum."""
         _require_tensor("begin", numbers)
         self._note("begin", numbers)
         what = f"a sum of {counted(numbers.numel(), 'number')}"
-        return Work(self, self._wire.join(self.rank, what, numbers.clone()))
+        return Work(self, self._communicator.join(self.rank, what, numbers.clone()))
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """The sum of all ranks' numbers, which each of them gets: waits for all."""
+        """Return the sum of all ranks' tensors. Waits for all ranks."""
         return self.begin(numbers).wait()
 
     def most(self, number: float) -> float:
-        """The greatest of one number of each rank, which all of them get: waits for all."""
+        """Return the maximum of one number per rank. Waits for all ranks."""
         if not isinstance(number, (int, float)):
             raise Wrong(f"peer.most got {type(number).__name__}; wanted a number.")
         self.events.append(("most", number))
-        place = self._wire.join(self.rank, "the greatest of a number", number)
-        return max(self._wire.all_of(self.rank, place))
+        place = self._communicator.join(self.rank, "the greatest of a number", number)
+        return max(self._communicator.all_of(self.rank, place))
 
     def _note(self, event: str, numbers: Tensor) -> None:
         self.events.append((event, numbers.nbytes))
@@ -79,19 +79,21 @@ class Peer:
 
 
 class Work:
-    """A sum that is on its way."""
+    """A sum in flight."""
 
     def __init__(self, peer: Peer, place: int) -> None:
         self._peer, self._place, self.waited = peer, place, False
 
     def wait(self) -> Tensor:
-        """The sum, when it is there."""
+        """Wait for the sum and return it."""
         if self.waited:
             raise Wrong("wait() was called twice of one sum; wanted once.")
         self.waited = True
         self._peer.events.append(("wait", self._place))
-        wire = self._peer._wire
-        return wire.altered(torch.stack(wire.all_of(self._peer.rank, self._place)).sum(0))
+        communicator = self._peer._communicator
+        return communicator.altered(
+            torch.stack(communicator.all_of(self._peer.rank, self._place)).sum(0)
+        )
 
 
 def in_turns(
@@ -100,16 +102,19 @@ def in_turns(
     altered: Callable[[Tensor], Tensor] = lambda numbers: numbers,
     peers: list[Peer] | None = None,
 ) -> list[Any]:
-    """What `program(peer, *given[rank])` returns at each rank.
+    """Return the results of `program(peer, *given[rank])` for all ranks.
 
-    `altered` changes all that arrives, for a check that asks whether it is used. To `peers` the
-    ranks' are added. Raises what the first program that fails does, and Stuck where all wait.
+    `altered` changes every tensor that arrives, for a check that tests whether it is used. The
+    ranks' Peers are appended to `peers`. Raises the first error of a program, and Stuck if all
+    ranks wait.
     """
-    wire = _Wire(len(given), altered)
-    made = [Peer(rank, wire) for rank in range(wire.ranks)]
+    communicator = _TurnCommunicator(len(given), altered)
+    made = [Peer(rank, communicator) for rank in range(communicator.ranks)]
     if peers is not None:
         peers.extend(made)
-    return wire.run([_bound(program, peer, mine) for peer, mine in zip(made, given, strict=True)])
+    return communicator.run(
+        [_bound(program, peer, mine) for peer, mine in zip(made, given, strict=True)]
+    )
 
 
 def _bound(program: Callable[..., Any], peer: Peer, given: Sequence[Any]) -> Callable[[], Any]:
@@ -122,7 +127,7 @@ def _require_tensor(method: str, numbers: Any) -> None:
 
 
 def counted(number: int, what: str) -> str:
-    """ "1 message", "2 messages"."""
+    """Format a count: "1 message", "2 messages"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
@@ -130,11 +135,11 @@ def counted(number: int, what: str) -> str:
 
 
 class _Stopped(BaseException):
-    """Ends a program that nobody needs any more."""
+    """Ends a program whose result is no longer needed."""
 
 
-class _Wire:
-    """What is between the ranks, and whose turn it is. One thread runs at a time."""
+class _TurnCommunicator:
+    """The messages between the ranks, and whose turn it is. One thread runs at a time."""
 
     def __init__(self, ranks: int, altered: Callable[[Tensor], Tensor]) -> None:
         self.ranks, self.altered = ranks, altered
@@ -142,26 +147,26 @@ class _Wire:
         self._joined: list[dict[int, tuple[str, Any]]] = []
         self._count = [0] * ranks
         self._waits: list[tuple[str, Callable[[], bool]] | None] = [None] * ranks
-        self._over, self._results = [False] * ranks, [None] * ranks
+        self._ended, self._results = [False] * ranks, [None] * ranks
         self._error: BaseException | None = None
         self._stopping = False
         self._turn = [threading.Semaphore(0) for _ in range(ranks)]
-        self._back = threading.Semaphore(0)
+        self._control = threading.Semaphore(0)
 
-    # -------------------------------------------------------------- what programs call
+    # -------------------------------------------------------------- called by programs
 
     def wait(self, rank: int, doing: str, ready: Callable[[], bool]) -> None:
-        """Let the others go on until it is ready."""
+        """Let other ranks run until `ready()` is true."""
         while not ready():
             self._waits[rank] = doing, ready
-            self._back.release()
+            self._control.release()
             self._turn[rank].acquire()
             self._waits[rank] = None
             if self._stopping:
                 raise _Stopped
 
     def join(self, rank: int, kind: str, given: Any) -> int:
-        """Come to a collective, the rank's first, second, …; its place."""
+        """Enter this rank's next collective; return its index."""
         place = self._count[rank]
         self._count[rank] += 1
         if place == len(self._joined):
@@ -178,24 +183,24 @@ class _Wire:
         return place
 
     def all_of(self, rank: int, place: int) -> list[Any]:
-        """What all ranks gave to a collective, when the last has come."""
+        """Wait until all ranks have entered a collective; return their inputs."""
         came = self._joined[place]
         self.wait(rank, f"in {came[rank][0]}", lambda: len(came) == self.ranks)
         return [came[each][1] for each in range(self.ranks)]
 
-    # -------------------------------------------------------------- whose turn it is
+    # -------------------------------------------------------------- taking turns
 
     def run(self, programs: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What each returned."""
+        """Run the programs and return their results."""
         threads = [
-            threading.Thread(target=self._one, args=(rank, program), daemon=True)
+            threading.Thread(target=self._run_program, args=(rank, program), daemon=True)
             for rank, program in enumerate(programs)
         ]
         for thread in threads:
             thread.start()
-        with flags_restored():
+        with restore_mode_flags():
             try:
-                while not all(self._over):
+                while not all(self._ended):
                     rank = self._next()
                     self._turn[rank].release()
                     self._wait_for(threads[rank])
@@ -206,41 +211,41 @@ class _Wire:
         return self._results
 
     def _wait_for(self, thread: threading.Thread) -> None:
-        """Till it has to wait, or ends. An interruption is told where the program was."""
+        """Wait until the thread has to wait or ends. Add its frames to an interruption."""
         try:
-            self._back.acquire()
+            self._control.acquire()
         except BaseException as interruption:
             _add_frames_of(thread, interruption)
             raise
 
-    def _one(self, rank: int, program: Callable[[], Any]) -> None:
+    def _run_program(self, rank: int, program: Callable[[], Any]) -> None:
         self._turn[rank].acquire()
         try:
             if not self._stopping:
                 self._results[rank] = program()
         except _Stopped:
             pass
-        except BaseException as error:  # raised again where in_turns was called
+        except BaseException as error:  # raised again by in_turns
             self._error = self._error or error
-        self._over[rank] = True
-        self._back.release()
+        self._ended[rank] = True
+        self._control.release()
 
     def _next(self) -> int:
         for rank, waits in enumerate(self._waits):
-            if not self._over[rank] and (waits is None or waits[1]()):
+            if not self._ended[rank] and (waits is None or waits[1]()):
                 return rank
-        raise Stuck(self._who_waits())
+        raise Stuck(self._describe_waiting())
 
-    def _who_waits(self) -> str:
+    def _describe_waiting(self) -> str:
         waiting = [
             f"rank {rank} waits {waits[0]}" for rank, waits in enumerate(self._waits) if waits
         ]
-        over = [f"rank {rank} has ended" for rank in range(self.ranks) if self._over[rank]]
+        over = [f"rank {rank} has ended" for rank in range(self.ranks) if self._ended[rank]]
         what = ", ".join([*waiting, *over])
         return f"nobody can go on: {what}; real ranks would hang."
 
     def _stop(self, threads: Sequence[threading.Thread]) -> None:
-        """End those that still run, also in a loop without end."""
+        """End the threads that still run, even in an endless loop."""
         self._stopping = True
         for turn in self._turn:
             turn.release()
@@ -249,11 +254,12 @@ class _Wire:
             if thread.is_alive() and thread.ident is not None:
                 ended = ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(*ended)
-                thread.join(PATIENCE_SECONDS)
+                thread.join(SHUTDOWN_SECONDS)
 
 
 def _add_frames_of(thread: threading.Thread, error: BaseException) -> None:
-    """To the traceback: an alarm comes to the main thread, and what is slow runs in another."""
+    """Add a thread's frames to the traceback. An alarm interrupts the main thread, but the slow
+    code runs in another one."""
     frame, trace = sys._current_frames().get(thread.ident or 0), None
     while frame is not None:
         trace = TracebackType(trace, frame, max(frame.f_lasti, 0), frame.f_lineno)

@@ -1,7 +1,7 @@
-"""What a learner has done: one small file beside their copies of the lessons.
+"""A learner's progress: one small file beside their copies of the lessons.
 
-It is written whole or not at all, under a lock that two notebooks can share. A file that cannot be
-read is put aside, never thrown away, and a new one begun.
+The file is written whole or not at all, under a lock that two notebooks can share. An unreadable
+file is renamed, never deleted, and a new one is started.
 """
 
 import json
@@ -22,7 +22,7 @@ _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, R
 
 @dataclass
 class Record:
-    """One exercise: how it stands, how often it was checked, how many hints were shown."""
+    """One exercise: its status, the number of checks, and the number of hints shown."""
 
     status: str = ""
     checks: int = 0
@@ -31,33 +31,33 @@ class Record:
 
 @dataclass
 class Progress:
-    """`guesses` holds, for each id and quantity such as "peak_gib", what was guessed and, once it
-    was revealed, what was measured, both in the quantity's own unit."""
+    """`guesses` maps id and quantity, such as "peak_gib", to the guessed number and, once revealed,
+    the measured one, both in the quantity's own unit."""
 
     exercises: dict[str, Record] = field(default_factory=dict)
     guesses: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def exercise(self, id_: str) -> Record:
-        """The record of an exercise, begun if need be."""
+        """Return the record of an exercise, creating it if needed."""
         return self.exercises.setdefault(id_, Record())
 
     def forget(self, day: int) -> None:
-        """Begin a day again."""
+        """Delete a day's records."""
         for kept in (self.exercises, self.guesses):
             for id_ in [id_ for id_ in kept if id_.startswith(f"{day}.")]:
                 del kept[id_]
 
 
 def read(folder: Path) -> Progress:
-    """The progress in a folder; nothing done where no file is, or none that can be read."""
+    """Return the progress in a folder; empty if there is no readable file."""
     try:
         return _read(folder / FILE)
     except _UNREADABLE:
-        return update(folder, lambda progress: None)  # nobody else puts it aside meanwhile
+        return update(folder, lambda progress: None)  # renames the file under the lock
 
 
 def update(folder: Path, change: Callable[[Progress], None]) -> Progress:
-    """Read, change, write; nobody else writes in between."""
+    """Read, change and write the progress under a lock."""
     with FileLock(folder / f".{FILE}.lock"):
         progress = _read_or_begin(folder / FILE)
         change(progress)
@@ -67,7 +67,7 @@ def update(folder: Path, change: Callable[[Progress], None]) -> Progress:
 
 
 def note_check(progress: Progress, id_: str, status: str) -> None:
-    """Count a check of an attempt; an exercise that was right once stays so."""
+    """Count a check of an attempt. A solved exercise stays solved."""
     record = progress.exercise(id_)
     record.checks += status != NOT_ATTEMPTED
     if record.status != OK:
@@ -79,7 +79,9 @@ def _read_or_begin(path: Path) -> Progress:
         return _read(path)
     except _UNREADABLE:
         aside = _put_aside(path)
-        print(f"{FILE} could not be read; it is now {aside.name}, and a new one begins")
+        print(
+            f"{FILE} could not be read; it was renamed to {aside.name}, and a new file was started"
+        )
         return Progress()
 
 
@@ -114,7 +116,7 @@ def _record(plain: dict[str, Any]) -> Record:
 
 
 def _numbers(plain: dict[str, float]) -> dict[str, float]:
-    """What was guessed and, it may be, measured."""
+    """Return the guessed number and, if there is one, the measured number."""
     measured = {"measured": float(plain["measured"])} if "measured" in plain else {}
     return {"guessed": float(plain["guessed"])} | measured
 

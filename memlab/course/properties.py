@@ -1,13 +1,13 @@
-"""Properties that a check asks of an answer in a line or two, each failure one sentence.
+"""Properties that a check requires of an answer; each failure is one sentence.
 
     with unchanged("train(…)", may_change={"values", "gradients"}, model=model, rows=rows):
         answer(model, rows)
     same_gradients("layer(x)", gradients(mine, x=x), gradients(reference, x=x))
     limited("layer(x)", peaks(lambda: mine(x)), forward=4096, backward=8192)
 
-A symmetric case hides mistakes: equal sizes, one parameter, default betas, one dtype. `SIZES`,
-`elements`, `parameters` and `ADAM_SETTINGS` are made to be unequal. What an answer must not call is
-said by its exercise (`rebuilds`, see ownwork.py), not here.
+Symmetric cases hide mistakes: equal sizes, one parameter, default betas, one dtype. `SIZES`,
+`elements`, `parameters` and `ADAM_SETTINGS` avoid them. Functions that an answer must not call are
+listed in its exercise's `rebuilds` (see ownwork.py).
 """
 
 import gc
@@ -27,16 +27,16 @@ from memlab.course.exercises import equal, require
 from memlab.metering import measure
 from memlab.trace import Trace
 
-# ------------------------------------------------------------------ arguments stay as they are
+# ------------------------------------------------------------------ arguments stay unchanged
 
-# What `unchanged` looks at; `may_change` takes some of these.
+# The kinds of facts that `unchanged` compares; `may_change` takes some of these.
 KINDS = ("values", "gradients", "requires_grad", "storage", "hooks", "mode", "settings", "state")
 _HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called")
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 
 
 class _Fact(NamedTuple):
-    """Something to be found again afterwards: of which kind, how it is told, what it is."""
+    """A fact to compare before and after: its kind, its name in messages, its value."""
 
     kind: str
     words: str
@@ -47,12 +47,12 @@ class _Fact(NamedTuple):
 def unchanged(
     case: str, *, may_change: Iterable[str] = (), rng: bool = False, **things: Any
 ) -> Iterator[None]:
-    """Require what is named to be afterwards what it is now; `may_change` leaves kinds out.
+    """Require the named things to be unchanged; `may_change` leaves kinds of facts out.
 
-    Tensors keep values, version, dtype, place, requires_grad and gradient; modules keep their
-    tensors, hooks and every submodule's mode; optimizers their groups and state; lists and dicts
-    their items. Grad mode, default dtype and autocast are kept by all; with `rng` the random
-    states too.
+    Tensors keep values, version, dtype, storage, requires_grad and gradient. Modules keep their
+    tensors, hooks and every submodule's mode. Optimizers keep their groups and state. Lists and
+    dicts keep their items. Grad mode, default dtype and autocast are always compared, and with
+    `rng` the random states too.
     """
     left_out = set(may_change)
     assert left_out <= set(KINDS), f"{left_out - set(KINDS)} are no kinds; there are {KINDS}"
@@ -87,7 +87,7 @@ def _short(value: Any) -> str:
 
 
 def _all_facts(things: Mapping[str, Any], rng: bool) -> list[_Fact]:
-    seen: dict[int, Any] = {}  # keeps what it has seen alive: an id is not given twice
+    seen: dict[int, Any] = {}  # keeps objects alive, so that no id is reused
     facts = [fact for name, thing in things.items() for fact in _facts(name, thing, seen)]
     return facts + list(_ambient(rng))
 
@@ -187,7 +187,7 @@ def _copied(value: Any) -> Any:
 
 
 def _equal(before: Any, after: Any) -> bool:
-    """Bit for bit: NaN is itself, and -0.0 is not 0.0."""
+    """Compare bit for bit: NaN equals itself, and -0.0 differs from 0.0."""
     if type(before) is not type(after):
         return False
     if isinstance(before, Tensor):
@@ -204,15 +204,15 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 
-# ------------------------------------------------------------------ what is read once
+# ------------------------------------------------------------------ iterables read once
 
 
 class ReadOnce:
-    """An iterable whose items are made as they are asked for, as a loader's are.
+    """An iterable that creates its items on demand, as a data loader does.
 
-    It can be iterated over once, and of the tensors handed out at most `alive_at_most` items may
-    be in memory at one time: a `for` loop has two for a moment, its last and its next one.
-    `finished()` requires that it was read to its end.
+    It can be iterated over once. At most `alive_at_most` items may be in memory at one time; a
+    `for` loop briefly holds two, the last and the next. `finished()` requires that it was read to
+    its end.
     """
 
     def __init__(
@@ -235,12 +235,12 @@ class ReadOnce:
             box = [_fresh(item)]
             self._alive.append([StorageWeakRef(t.untyped_storage()) for t in _tensors_in(box)])
             self._count()
-            yield box.pop()  # nothing here holds it afterwards
+            yield box.pop()  # the box no longer holds it afterwards
         self._ended = True
 
     def _count(self) -> None:
         if self._number_alive() > self._limit:
-            gc.collect()  # cycles of the learner's objects are no fault of the reading
+            gc.collect()  # reference cycles of the learner's objects are not held by the loop
         self.most_alive = max(self.most_alive, self._number_alive())
         self._require_few_alive()
 
@@ -265,7 +265,7 @@ class ReadOnce:
         )
 
     def finished(self) -> None:
-        """Require one whole pass, also of an answer that caught what was wrong on the way."""
+        """Require one full pass, even of an answer that caught an earlier failure."""
         self._require_one_start()
         self._require_few_alive()
         require(
@@ -296,7 +296,7 @@ def _tensors_in(item: Any) -> list[Tensor]:
 
 
 def same_values(case: str, got: Any, wanted: Tensor, *, tolerance: float = 0.0) -> float:
-    """Require equal shape and dtype, and values within the tolerance; gives the difference."""
+    """Require equal shape and dtype, and values within the tolerance; return the difference."""
     is_tensor(case, got, dtype=wanted.dtype, shape=tuple(wanted.shape))
     if not isinstance(got, Tensor) or got.shape != wanted.shape:
         return float("nan")
@@ -309,7 +309,7 @@ def same_values(case: str, got: Any, wanted: Tensor, *, tolerance: float = 0.0) 
 
 
 def furthest(got: Tensor, wanted: Tensor) -> float:
-    """The largest difference; NaN and infinity are equal to themselves alone."""
+    """Return the largest difference. NaN and infinity equal only themselves."""
     a, b = got.detach().double(), wanted.detach().double()
     alike = (a == b) | (a.isnan() & b.isnan())
     differences = torch.where(alike, 0.0, (a - b).abs()).nan_to_num(torch.inf, torch.inf)
@@ -319,10 +319,10 @@ def furthest(got: Tensor, wanted: Tensor) -> float:
 def gradients(
     call: Callable[..., Any], *, module: nn.Module | None = None, seed: int = 0, **inputs: Any
 ) -> dict[str, Tensor | None]:
-    """The gradient of every input and parameter, by name, and each output ("output 0").
+    """Return the gradient of every input and parameter by name, and each output as "output 0".
 
-    `call(**inputs)` gets copies of the inputs; those that are floats require a gradient. Every
-    element of every output is sent back with a weight of its own.
+    `call(**inputs)` gets copies of the inputs, and floating-point copies require gradients. Each
+    element of each output gets a random upstream gradient.
     """
     given = {name: _as_leaf(value) for name, value in inputs.items()}
     weights = dict(module.named_parameters()) if module is not None else {}
@@ -360,7 +360,7 @@ def same_gradients(
     *,
     tolerance: float = 0.0,
 ) -> None:
-    """Require what `gradients` found of an answer to be what it found of the reference."""
+    """Require the results of `gradients` for an answer to equal those for the reference."""
     for name, right in wanted.items():
         mine = got.get(name)
         what = name if name.startswith("output ") else f"gradient of {name}"
@@ -373,19 +373,19 @@ def same_gradients(
             same_values(f"{case}: the {what}", mine, right, tolerance=tolerance)
 
 
-# ------------------------------------------------------------------ bytes of both passes
+# ------------------------------------------------------------------ memory of both passes
 
 
 class Peaks(NamedTuple):
-    """The most bytes alive in each pass, beside what was alive before it all."""
+    """The peak bytes in each pass, without the bytes alive before."""
 
     forward: int
     backward: int
 
 
 def peaks(forward: Callable[[], Any], *, model: nn.Module | None = None) -> Peaks:
-    """Meter `forward()`, and backward from what it gives: a gradient of ones comes in, which
-    counts where the output is no single element."""
+    """Measure `forward()` and backward from its outputs. The upstream gradient is ones, and counts
+    unless the output has a single element."""
 
     def step() -> None:
         outputs = [out for out in _tensors_in(_as_tuple(forward())) if out.requires_grad]
@@ -409,7 +409,7 @@ def new_bytes(trace: Trace) -> int:
 def limited(
     case: str, measured: Peaks, *, forward: int | None = None, backward: int | None = None
 ) -> None:
-    """Require each pass to stay within its limit of bytes."""
+    """Require each pass to stay within its limit in bytes."""
     limits = {"forward": forward, "backward": backward}
     for phase, limit in limits.items():
         bytes_ = getattr(measured, phase)
@@ -423,7 +423,7 @@ def limited(
 
 def limited_outside_of_tensors(case: str, run: Callable[[], Any], most: int) -> None:
     """Require a run to allocate fewer than `most` bytes in numpy arrays, lists and other Python
-    objects, which no meter of tensors sees."""
+    objects, which the meter does not see."""
     tracemalloc.start()
     try:
         run()
@@ -438,8 +438,8 @@ def limited_outside_of_tensors(case: str, run: Callable[[], Any], most: int) -> 
 
 
 def same_bytes(case: str, got: Any, wanted: int, units: Mapping[str, int]) -> None:
-    """Require a count of bytes, and say by how much it is off in the first of the units, each so
-    many bytes, that divides the difference: {"numbers a token": 4 * tokens, "numbers": 4}."""
+    """Require a number of bytes. The message gives the difference in the first unit that divides
+    it: {"numbers a token": 4 * tokens, "numbers": 4}."""
     gap = f" {_gap(got - wanted, units)}" if type(got) is int and got != wanted else ""
     equal(case, got, wanted, "bytes", also=gap)
 
@@ -458,7 +458,7 @@ def _gap(off: int, units: Mapping[str, int]) -> str:
 def same_byte_counts(
     case: str, got: Any, wanted: Mapping[str, int], units: Mapping[str, Mapping[str, int]]
 ) -> None:
-    """Require a dictionary with these counts of bytes; each count has its own units."""
+    """Require a dictionary of byte counts. Each count has its own units."""
     require(
         isinstance(got, dict) and set(got) == set(wanted),
         f"{case} gave {got!r}; wanted a dictionary with the keys {', '.join(wanted)}."
@@ -469,7 +469,7 @@ def same_byte_counts(
 
 
 def dimensions(config: GPTConfig) -> str:
-    """The sizes of a model as a message prints them: "V=10 C=8 L=1 H=2 KV=2 hidden=5"."""
+    """Format a model's sizes for a message: "V=10 C=8 L=1 H=2 KV=2 hidden=5"."""
     return (
         f"V={config.vocab_size} C={config.width} L={config.layers} H={config.heads} "
         f"KV={config.kv_heads} hidden={config.hidden}"
@@ -477,11 +477,11 @@ def dimensions(config: GPTConfig) -> str:
 
 
 def at_most_bytes(what: str, got: int, limit: int) -> None:
-    """Require no more than so many bytes; `what` says what they are for."""
+    """Require at most `limit` bytes; `what` names their purpose."""
     require(got <= limit, f"{what}: {got:,} bytes; wanted at most {limit:,}.")
 
 
-# ------------------------------------------------------------------ what a result is
+# ------------------------------------------------------------------ types and storage of results
 
 
 def is_tensor(
@@ -493,7 +493,7 @@ def is_tensor(
     device: str | None = None,
     contiguous: bool = False,
 ) -> None:
-    """Require a tensor, and of what is named the right one."""
+    """Require a tensor with the given properties."""
     gave = "nothing: is there a return?" if got is None else f"{_an(type(got).__name__)}"
     require(isinstance(got, Tensor), f"{case} gave {gave.rstrip('?')}; wanted a tensor.")
     if not isinstance(got, Tensor):
@@ -516,7 +516,7 @@ def _an(name: str) -> str:
 
 
 def shares_no_storage(case: str, result: Tensor, **tensors: Tensor) -> None:
-    """Require a result that keeps none of the tensors' memory alive, nor writes into it."""
+    """Require a result whose storage is none of the tensors'."""
     for name, tensor in tensors.items():
         require(
             not _share(result, tensor),
@@ -525,7 +525,7 @@ def shares_no_storage(case: str, result: Tensor, **tensors: Tensor) -> None:
 
 
 def shares_storage(case: str, result: Tensor, **tensors: Tensor) -> None:
-    """Require a result in the very memory of the tensors."""
+    """Require a result in the tensors' storage."""
     for name, tensor in tensors.items():
         require(
             _share(result, tensor),
@@ -539,7 +539,7 @@ def _share(a: Tensor, b: Tensor) -> bool:
 
 # ------------------------------------------------------------------ data without symmetry
 
-SIZES = (5, 3, 7, 11, 2, 13)  # no two alike, none a multiple of another
+SIZES = (5, 3, 7, 11, 2, 13)  # all different, and none a multiple of another
 ADAM_SETTINGS: tuple[dict[str, Any], ...] = (
     {"lr": 3e-3, "betas": (0.7, 0.95), "eps": 1e-3, "weight_decay": 0.2},
     {"lr": 0.02, "betas": (0.6, 0.8), "eps": 1e-5, "weight_decay": 0.0},
@@ -548,7 +548,8 @@ _SHAPES = ((5, 3), (7,), (2, 3, 11), (1,), ())
 
 
 def elements(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Of either sign and many sizes; where there is room, also 0, -0 and a subnormal value."""
+    """Return elements of both signs and many magnitudes; with 8 or more, also 0, -0 and a subnormal
+    number."""
     drawn = torch.Generator().manual_seed(seed)
     made = torch.randn(shape, generator=drawn) * 4 ** torch.randn(shape, generator=drawn)
     made = made.to(dtype)
@@ -561,7 +562,7 @@ def elements(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 def parameters(
     *dtypes: torch.dtype, shapes: Sequence[tuple[int, ...]] = _SHAPES, seed: int = 0
 ) -> list[nn.Parameter]:
-    """One of each shape, the dtypes in turn."""
+    """Return a parameter of each shape, with the dtypes in turn."""
     of = dtypes or (torch.float32,)
     return [
         nn.Parameter(elements(*shape, dtype=of[place % len(of)], seed=seed + place))

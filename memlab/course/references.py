@@ -1,15 +1,15 @@
-"""Puts the code of memlab/reference into the solutions that show it.
+"""Insert the code of memlab/reference into the solutions that show it.
 
-A technique is written once, in memlab/reference. A region of a lesson that shows it names the
-function, and the builder fills the region with the body of that function:
+Each technique is written once, in memlab/reference. A region of a lesson names the function, and
+the builder fills the region with the function's body:
 
     def lion_(weight, gradient, state, lr):
         ### BEGIN SOLUTION memlab.reference.lion.lion_
         ...
         ### END SOLUTION
 
-Lines of the lesson's function above the region, which the learner is given, are how the reference's
-function begins, too.
+The lesson may give the learner some lines above the region. The reference's function must begin
+with the same lines.
 """
 
 import ast
@@ -28,10 +28,10 @@ _REGION = re.compile(
 
 
 def with_references(text: str, root: Path) -> str:
-    """The source, with each region that names a reference filled with the reference's code.
+    """Return the source with each region that names a reference filled with its code.
 
-    SourceError for a name that memlab/reference lacks, and for a region whose function begins in
-    another way than the reference.
+    Raises SourceError for an unknown name, and for a region whose function begins with other lines
+    than the reference.
     """
 
     def filled(region: re.Match[str]) -> str:
@@ -50,8 +50,8 @@ def with_references(text: str, root: Path) -> str:
 
 
 def _body(name: str, root: Path) -> list[str]:
-    """The lines of memlab.reference.MODULE.FUNCTION below its docstring; ValueError if there is no
-    such function."""
+    """Return the lines of memlab.reference.MODULE.FUNCTION below its docstring; raise ValueError if
+    there is no such function."""
     module, _, function = name.removeprefix(f"{PACKAGE}.").partition(".")
     path = root / "memlab" / "reference" / f"{module}.py"
     if not (name.startswith(f"{PACKAGE}.") and path.exists()):
@@ -64,7 +64,7 @@ def _body(name: str, root: Path) -> list[str]:
 
 
 def _given(text: str, line: int) -> list[str]:
-    """The lines between the docstring of the function around a region and the region."""
+    """Return the lines between a region and the docstring of the function around it."""
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
     around = [n for n in functions if n.lineno < line <= (n.end_lineno or 0)]
     if not around:

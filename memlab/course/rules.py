@@ -1,7 +1,7 @@
-"""The rules of thumb that the course puts on trial, each in the notebook of a day.
+"""The rules of thumb that the course tests, each in the notebook of a day.
 
-A notebook measures, and calls `verdict` with what came out; benchmarks/rules.py collects the
-verdicts of all days into RULES.md.
+A notebook measures, and calls `verdict` with the result. benchmarks/rules.py collects all verdicts
+into RULES.md.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from memlab.course.page import say
 
 
 class Rule(NamedTuple):
-    """What people say, fairly, the guide that says so, and the day that tries it."""
+    """A claim, the guide that makes it, and the day that tests it."""
 
     claim: str
     guide: str
@@ -18,14 +18,14 @@ class Rule(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """One rule, or a part of it that has a verdict of its own, measured."""
+    """The measured verdict on a rule or on a part of one."""
 
     rule: str
     words: str
     measured: str
 
 
-# A rule that says several things has a letter for each; one tried on two days stands at the first.
+# A rule with several claims has a letter for each. A rule tested on two days has the first.
 _DAY_19 = "Day 19: Memory Optimization"
 _MEMORY_GUIDE = "Memory Optimization Guide"
 _PLATFORMS = "Multi-Platform Memory Optimization"
@@ -289,24 +289,24 @@ RULES: dict[str, Rule] = {
     ),
 }
 
-verdicts: list[Verdict] = []  # of this process, in the order they were reached
+verdicts: list[Verdict] = []  # of this process, in order
 
 
 def verdict(
     rule: str, holds: bool, measured: str, *, condition: str = "", otherwise: str = ""
 ) -> None:
-    """Note and print what a trial came to.
+    """Record and print the result of a test.
 
-    `condition` says under which reading or in which case the rule holds ("for …", "if …"),
-    `otherwise` what is true where it does not. Which of the two is said, `holds` decides.
+    `condition` says when the rule holds ("for …", "if …"), and is printed if `holds` is true.
+    Otherwise `otherwise` is printed, which says what is true instead.
     """
     if rule not in RULES:
         raise ValueError(f"got rule {rule}; RULES has {', '.join(RULES)}")
     if not (holds or otherwise):
         raise ValueError(f"rule {rule} does not hold: {measured}; say what is true, otherwise=...")
     words = " ".join(("holds", condition)).strip() if holds else f"wrong: {otherwise}"
-    reached = Verdict(rule, words, measured)
-    verdicts.append(reached)
+    result = Verdict(rule, words, measured)
+    verdicts.append(result)
     say(f"Rule {rule}. {RULES[rule].claim} ({RULES[rule].guide})")
     say(f"Measured: {measured}")
     say(f"Verdict: {words}")

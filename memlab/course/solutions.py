@@ -1,11 +1,11 @@
-"""The lessons' solutions: the reference of each check, and wrong answers as edits of it.
+"""The lessons' solutions: the reference answers of the checks, and wrong answers as edits of them.
 
-    solution("12.2")            the answer that the solution hands to `exercise`
-    given(12, "Wire")           what the lesson defines for its exercises
+    solution("12.2")            the answer that the solution passes to `exercise`
+    given(12, "Wire")           a name that the lesson defines for its exercises
     mistakes("12.2", ("The mean is forgotten.", ("total.float() / self.ranks", "total.float()")))
 
-An edit replaces text in the one cell of the solution that has it. What is edited is looked for
-exactly as it stands there, so a solution that changes can make an edit fail, never do nothing.
+An edit replaces text in the one cell of the solution that contains it. The text must match exactly,
+so after a change of the solution an edit can fail but never silently does nothing.
 """
 
 import textwrap
@@ -18,28 +18,28 @@ from memlab.course.cells import CodeCell, answering, define, parsed, parsed_cell
 from memlab.course.exercises import WrongAnswer
 from memlab.course.functions import body_span, function_in
 
-# What stands there and what replaces it; or a function of the source, None where it has no place.
+# (old text, new text), or a function of the source that returns None if it does not apply
 Edit = tuple[str, str] | Callable[[str], str | None]
 
 
 def solution(id_: str) -> Any:
-    """The answer to the exercise "12.2" that its solution gives."""
+    """Return the solution's answer to the exercise "12.2"."""
     return _ran(days.day_of(id_))[id_][0]
 
 
 def given(day: int, *names: str) -> Any:
-    """What the day's solution defines under these names: one thing, or a tuple of several."""
+    """Return the value of a name that the day's solution defines, or a tuple for several names."""
     *_, (_, namespace) = _ran(day).values()
     found = tuple(namespace[name] for name in names)
     return found[0] if len(found) == 1 else found
 
 
 class EditedAnswer(WrongAnswer):
-    """A wrong answer that is the solution with edits. It is made when it is first needed: the
-    notebook may be older than the edits while it is built."""
+    """A wrong answer made by editing the solution. It is created when first used, because during a
+    build the notebook may be older than the edits."""
 
     def __init__(self, id_: str, remark: str, edits: Sequence[Edit]) -> None:
-        self.__dict__.update(id=id_, remark=remark, edits=edits)  # the class it is of is frozen
+        self.__dict__.update(id=id_, remark=remark, edits=edits)  # the dataclass is frozen
 
     @cached_property
     def answer(self) -> Any:
@@ -47,12 +47,12 @@ class EditedAnswer(WrongAnswer):
 
 
 def mistakes(id_: str, *rows: tuple[Any, ...]) -> tuple[WrongAnswer, ...]:
-    """Named wrong answers, one per row: the remark on it, then the edits of the solution."""
+    """Return named wrong answers, one per row: the remark, then the edits of the solution."""
     return tuple(EditedAnswer(id_, remark, edits) for remark, *edits in rows)
 
 
 def edited(id_: str, *edits: Edit) -> Any:
-    """The answer that the solution of an exercise gives once these edits are made in it."""
+    """Return the answer that an exercise's solution gives after these edits."""
     day = days.day_of(id_)
     call, last = answering(_cells(day), id_)
     cells = _cells(day)[: last + 1]
@@ -64,16 +64,18 @@ def edited(id_: str, *edits: Edit) -> Any:
 
 
 def edited_source(sources: Sequence[str], edits: Sequence[Edit]) -> tuple[int, str]:
-    """The place and the text of the cell that the edits are made in: the last, if it has all that
-    they replace, else the only one that has. LookupError if none has, or several."""
+    """Return the index and the edited text of the cell: the last one if it contains all replaced
+    texts, else the only one that does. Raises LookupError if there is none, or several."""
     found = [(n, text) for n, source in enumerate(sources) if (text := _with(edits, source))]
     if not found or (len(found) > 1 and found[-1][0] != len(sources) - 1):
-        raise LookupError(f"{len(found)} cells have all that these edits replace: {edits}")
+        raise LookupError(
+            f"{len(found)} cells contain all the text that these edits replace: {edits}"
+        )
     return found[-1]
 
 
 def _with(edits: Sequence[Edit], source: str) -> str | None:
-    """The source edited; None where it lacks what an edit replaces."""
+    """Return the edited source; None if it lacks a replaced text."""
     for edit in edits:
         if callable(edit):
             edited_text = edit(source)
@@ -86,7 +88,7 @@ def _with(edits: Sequence[Edit], source: str) -> str | None:
 
 
 def body(function: str, text: str) -> Edit:
-    """The edit that gives a function, or a method such as "Adam.step", another body."""
+    """Return an edit that replaces the body of a function or a method such as "Adam.step"."""
 
     def replaced(source: str) -> str | None:
         found = function_in(source, function)
@@ -101,7 +103,7 @@ def body(function: str, text: str) -> Edit:
     return replaced
 
 
-# ------------------------------------------------------------------ what is read, and run, once
+# ------------------------------------------------------------------ cached parsing and running
 
 
 @cache
@@ -111,6 +113,6 @@ def _cells(day: int) -> list[CodeCell]:
 
 @cache
 def _ran(day: int) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """For each exercise the solution's answer, and the names there are when it is handed over."""
+    """Return each exercise's answer in the solution, and the namespace at its `exercise` call."""
     folder = days.notebook(day, "solutions").parent
     return {call.id: (answer, dict(names)) for call, answer, names in run(_cells(day), folder)}

@@ -1,12 +1,12 @@
-"""What a source says: its regions, and the two notebooks that it gives, before anything runs.
+"""Parse a day's source: its regions, and the two notebooks made from it, before they are executed.
 
-A source, solutions/dayNN_name.py, is a script in jupytext's percent format. Of it are made
+A source, solutions/dayNN_name.py, is a script in jupytext's percent format. It gives
 
     solutions/dayNN_name.ipynb    executed, its outputs stored
     lessons/dayNN_name.ipynb      not executed, with stubs where a learner is to write
 
-What a learner is to write is a region of a code cell; what a lesson has in its place follows as a
-comment, or is a line that raises NotImplementedError, with the id of the exercise:
+The learner's part is a region of a code cell. In the lesson, a commented stub below the region
+replaces it, or a line that raises NotImplementedError with the exercise's id:
 
     def segments(n):
         ### BEGIN SOLUTION
@@ -20,8 +20,8 @@ comment, or is a line that raises NotImplementedError, with the id of the exerci
 
     segments = exercise("5.2", segments)
 
-The same source gives the same bytes: ids are a cell's place, and nothing of the machine, of the
-hour or of a version is stored.
+The same source gives the same bytes: a cell's id is its position, and nothing about the machine,
+the time or versions is stored.
 """
 
 import ast
@@ -47,7 +47,7 @@ Notebook = dict[str, Any]
 
 
 class SourceError(ValueError):
-    """A source that cannot become a notebook; `line` counts from 1, in what was read."""
+    """A source that cannot become a notebook; `line` is 1-based."""
 
     def __init__(self, message: str, line: int):
         super().__init__(message)
@@ -59,16 +59,16 @@ class SourceError(ValueError):
 
 @dataclass(frozen=True)
 class Region:
-    """What stands between the markers, by the indices of a cell's lines."""
+    """A region between markers, as indices of a cell's lines."""
 
     begin: int  # the line of ### BEGIN SOLUTION
     end: int  # the line of ### END SOLUTION
-    after: int  # the first line below all that belongs to the region, its stub too
+    after: int  # the first line below the region and its stub
     stub: tuple[str, ...] | None
 
 
 def regions(source: str) -> list[Region]:
-    """The regions of a cell in their order; SourceError where markers don't pair up."""
+    """Return the regions of a cell in order; raise SourceError if markers don't pair up."""
     lines = source.split("\n")
     markers = _markers(lines)
     found = []
@@ -83,7 +83,7 @@ def regions(source: str) -> list[Region]:
 
 
 def solved(source: str) -> str:
-    """A cell as the solution has it: without markers and stubs."""
+    """Return a cell for the solution: without markers and stubs."""
     lines = source.split("\n")
     for region in reversed(regions(source)):
         lines[region.begin : region.after] = lines[region.begin + 1 : region.end]
@@ -91,9 +91,9 @@ def solved(source: str) -> str:
 
 
 def strip(source: str, id_of: Callable[[str], str | None]) -> str:
-    """A cell as the lesson has it: each region replaced by its stub, or by a line that raises.
+    """Return a cell for the lesson: each region replaced by its stub, or by a line that raises.
 
-    `id_of` knows the exercise of a function or class that stands at the cell's top level.
+    `id_of` returns the exercise of a top-level function or class of the cell.
     """
     lines = source.split("\n")
     for region in reversed(regions(source)):
@@ -103,7 +103,7 @@ def strip(source: str, id_of: Callable[[str], str | None]) -> str:
 
 
 def exercise_id(name: str, sources: Sequence[str]) -> str | None:
-    """The "5.2" of the first `name = exercise("5.2", name)` in these cells."""
+    """Return the "5.2" of the first `name = exercise("5.2", name)` in these cells."""
     for source in sources:
         for statement in ast.parse(source).body:
             match statement:
@@ -125,7 +125,7 @@ def _markers(lines: Sequence[str]) -> list[tuple[int, str]]:
             markers.append((index, found[1]))
         elif _LIKE_A_MARKER.match(line):
             raise SourceError(
-                f"{line.strip()!r} is no marker; write ### BEGIN SOLUTION, ### END SOLUTION, "
+                f"{line.strip()!r} is not a marker; write ### BEGIN SOLUTION, ### END SOLUTION, "
                 f"### BEGIN STUB or ### END STUB",
                 index + 1,
             )
@@ -133,7 +133,7 @@ def _markers(lines: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def _pair(markers: list[tuple[int, str]], kind: str) -> tuple[int, int]:
-    """The lines of the next two markers, taken off the list: they begin and end a `kind`."""
+    """Remove the next two markers from the list, check their kind, and return their lines."""
     begin, marker = markers.pop(0)
     if marker == "BEGIN STUB" != f"BEGIN {kind}":
         raise SourceError("a stub block must directly follow a line ### END SOLUTION", begin + 1)
@@ -177,7 +177,8 @@ def _code_lines(source: str, region: Region) -> list[str]:
 
 
 def _top_level_name(source: str, region: Region) -> str | None:
-    """Of the function or class around the region; None if no function is around it."""
+    """Return the name of the top-level function or class around the region; None if there is no
+    function."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     for top in ast.parse(source).body:
         around = [
@@ -191,12 +192,12 @@ def _top_level_name(source: str, region: Region) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------ notebooks, not yet executed
+# ------------------------------------------------------------------ notebooks before execution
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell as the source has it, markers and all; `line` is that of its first, from 1."""
+    """A cell of the source, with its markers; `line` is its first line, 1-based."""
 
     kind: str
     source: str
@@ -205,18 +206,18 @@ class Cell:
 
 
 def solution_notebook(text: str, file: str = "day00.py") -> Notebook:
-    """What a source gives before it is executed; `file` names it in errors and its day in ids."""
+    """Return the solution's notebook before execution; `file` names the source in errors."""
     cells = cells_of(text, file)
     return _notebook(cells, [_parsed(cell, solved, file) for cell in cells], file)
 
 
 def lesson_notebook(text: str, file: str = "day00.py") -> Notebook:
-    """What a source gives a learner; `file` names it in errors and its day in ids."""
+    """Return the lesson's notebook; `file` names the source in errors."""
     cells = cells_of(text, file)
     code = [cell.source if cell.kind == "code" else "" for cell in cells]
 
     def without_solution(place: int) -> str:
-        later = code[place:]  # the cell's own exercise stands in it or below
+        later = code[place:]  # the cell's own exercise is in the cell or below
         form = partial(strip, id_of=lambda name: exercise_id(name, later))
         return _parsed(cells[place], form, file)
 
@@ -224,24 +225,24 @@ def lesson_notebook(text: str, file: str = "day00.py") -> Notebook:
 
 
 def in_bytes(notebook: Notebook) -> bytes:
-    """A notebook as its file holds it: keys sorted, texts as lists of lines, a final newline."""
+    """Serialize a notebook: sorted keys, texts as lists of lines, a final newline."""
     return (nbformat.writes(nbformat.from_dict(notebook)) + "\n").encode()
 
 
 def cells_of(text: str, file: str) -> list[Cell]:
-    """The cells of a source, every code cell of which is Python, else SourceError."""
+    """Return the cells of a source; raise SourceError if a code cell is not valid Python."""
     cells = []
-    padded, at = f"\n{text}\n", 0  # where the next code cell is looked for
+    padded, at = f"\n{text}\n", 0  # where to look for the next code cell
     for cell in _read(text, file):
         source = cell.source.strip("\n")
         is_code = cell.cell_type == "code"
-        if is_code:  # it comes as it stands in the text, but without its line
+        if is_code:  # jupytext returns its text unchanged, but without its line number
             at = max(at, padded.find(f"\n{source}\n", at))
         line = padded.count("\n", 0, at + 1)
         if "incorrectly_encoded_metadata" in cell.metadata:
-            raise _error(file, line, "near here are options of a cell that cannot be read")
+            raise _error(file, line, "near this line, a cell's options cannot be read")
         if is_code and not source.strip():
-            raise _error(file, line, "near here is a code cell without code")
+            raise _error(file, line, "near this line is a code cell without code")
         kept = {key: cell.metadata[key] for key in ("tags", "reason") if key in cell.metadata}
         cells.append(Cell(cell.cell_type, source, kept, line))
         _parsed(cells[-1], str, file)
@@ -250,27 +251,27 @@ def cells_of(text: str, file: str) -> list[Cell]:
 
 
 def unexecuted() -> dict[str, Any]:
-    """What a code cell has beside its source until it is run; new at each call."""
+    """Return the fields of a code cell that has not run, as a new dict."""
     return {"execution_count": None, "outputs": []}
 
 
 def day_of_file(file: str) -> int:
-    """The day that a file's name begins with; 0 if it begins with none."""
+    """Return the day at the start of a file's name, or 0."""
     found = re.match(r"day(\d+)", Path(file).name)
     return int(found[1]) if found else 0
 
 
 def _read(text: str, file: str) -> list[Any]:
-    """What jupytext makes of a source; comments stay comments, also `# !ls`."""
+    """Parse a source with jupytext; comments stay comments, even `# !ls`."""
     percent = {"extension": ".py", "format_name": "percent", "comment_magics": False}
     try:
         return jupytext.reads(text, fmt=percent).cells
-    except Exception as error:  # an option of the wrong kind ends in errors of many kinds
+    except Exception as error:  # an invalid option raises errors of many types
         raise _error(file, 1, f"jupytext cannot read this file: {error}".splitlines()[0]) from error
 
 
 def _parsed(cell: Cell, form: Callable[[str], str], file: str) -> str:
-    """The source of a cell in a form of it, which must be Python if the cell is code."""
+    """Return the transformed source of a cell, which must be valid Python in a code cell."""
     if cell.kind != "code":
         return cell.source
     try:
@@ -279,10 +280,10 @@ def _parsed(cell: Cell, form: Callable[[str], str], file: str) -> str:
     except SourceError as error:
         raise _error(file, cell.line + error.line - 1, str(error)) from None
     except SyntaxError as error:
-        # What stands in the cell as it was read has a line of the file; what replaces it has none.
+        # A line of the original cell has a line in the file; a transformed cell's line has none.
         line = cell.line + ((error.lineno or 1) - 1 if form is str else 0)
         what = "the cell" if form is str else "the cell, with its regions replaced,"
-        raise _error(file, line, f"{what} is no Python: {error.msg}") from None
+        raise _error(file, line, f"{what} is not valid Python: {error.msg}") from None
     return source
 
 

@@ -1,7 +1,7 @@
-"""A learner's folder: their copies of the lessons, which nothing overwrites and nothing deletes.
+"""A learner's folder: their copies of the lessons, which memlab never overwrites or deletes.
 
-A copy carries the hash of the lesson that it was made from in its own metadata, where it survives
-renaming, moving and Jupyter's saving: a lesson that changes later is told from one that doesn't.
+A copy stores the hash of its lesson in its metadata, which survives renaming, moving and saving in
+Jupyter. So a lesson that has changed since can be detected.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ NEW, KEPT, OUTDATED, UNREADABLE = "new", "kept", "outdated", "unreadable"
 @dataclass(frozen=True)
 class Copy:
     """A learner's copy. `state` is NEW, KEPT, OUTDATED (kept, although the lesson has changed
-    since), or UNREADABLE (kept, although it is no notebook)."""
+    since), or UNREADABLE (kept, although it is not a notebook)."""
 
     path: Path
     lesson: Path
@@ -26,25 +26,25 @@ class Copy:
 
 
 def folder(root: Path | None = None) -> Path:
-    """Where a learner's copies are, in the repository or below another root."""
+    """Return the folder of the learner's copies, in the repository or below another root."""
     return (root or days.ROOT) / "work"
 
 
 def copy_of(number: int, root: Path | None = None) -> Path:
-    """Where the learner's copy of a day is, or will be; ValueError if there is no such lesson."""
+    """Return the path of the learner's copy of a day; raise ValueError if there is no lesson."""
     days.require_day(number)
     return folder(root) / days.notebook(number).name
 
 
 def start(number: int, root: Path | None = None) -> Copy:
-    """Copy a day's lesson unless a copy is there, and begin to note progress.
+    """Copy a day's lesson unless there is a copy, and start recording progress.
 
-    ValueError if there is no such lesson; OSError, and no copy, if the folder cannot be written.
+    Raises ValueError if there is no such lesson, and OSError if the folder is not writable.
     """
     path, lesson = copy_of(number, root), days.notebook(number)
     fresh = _fresh(lesson)
-    _begin(path.parent)
-    if _is_there(path):
+    _create(path.parent)
+    if _exists(path):
         return Copy(path, lesson, _state(path, lesson))
     with write_beside(path) as beside:
         beside.write_text(fresh, encoding="utf-8")
@@ -52,20 +52,20 @@ def start(number: int, root: Path | None = None) -> Copy:
 
 
 def reset(number: int, root: Path | None = None) -> Path | None:
-    """Begin a day again with a fresh copy, its progress forgotten; gives where the learner's copy
-    is now, below backups/, or None if there was none.
+    """Start a day over with a fresh copy, and delete its progress.
 
-    ValueError and OSError as of `start`: the learner's copy is then where it was.
+    Return the backup's path below backups/, or None if there was no copy. Raises ValueError and
+    OSError as `start` does, and then leaves the copy where it was.
     """
     path, lesson = copy_of(number, root), days.notebook(number)
     fresh = _fresh(lesson)
-    _begin(path.parent)
-    backup = _moved_aside(path) if _is_there(path) else None
+    _create(path.parent)
+    backup = _moved_aside(path) if _exists(path) else None
     try:
         with write_beside(path) as beside:
             beside.write_text(fresh, encoding="utf-8")
     except BaseException:
-        if backup is not None and not _is_there(path):
+        if backup is not None and not _exists(path):
             backup.rename(path)
         raise
     progress.update(path.parent, lambda p: p.forget(number))
@@ -73,15 +73,15 @@ def reset(number: int, root: Path | None = None) -> Path | None:
 
 
 def next_backup(path: Path) -> Path:
-    """Where `reset` would move a copy: the first number that is free."""
+    """Return the path that `reset` would move a copy to: the first free number."""
     number = 1
-    while _is_there(aside := path.parent / "backups" / f"{path.stem}.{number}{path.suffix}"):
+    while _exists(aside := path.parent / "backups" / f"{path.stem}.{number}{path.suffix}"):
         number += 1
     return aside
 
 
-def _begin(where: Path) -> None:
-    """The folder, and in it the file by which memlab.course.gate knows it."""
+def _create(where: Path) -> None:
+    """Create the folder and the progress file, which memlab.course.gate recognizes it by."""
     where.mkdir(parents=True, exist_ok=True)
     if not (where / progress.FILE).exists():
         progress.update(where, lambda p: None)
@@ -93,23 +93,23 @@ def _moved_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def _is_there(path: Path) -> bool:
-    """Also where it is a link that leads nowhere: that is the learner's, too."""
+def _exists(path: Path) -> bool:
+    """Return True also for a dangling link, which belongs to the learner, too."""
     return path.is_symlink() or path.exists()
 
 
-# ------------------------------------------------------------------ the lesson of a copy
+# ------------------------------------------------------------------ recognizing a copy's lesson
 
 
 def _fresh(lesson: Path) -> str:
-    """The text of a copy: the lesson, and the hash that tells which."""
+    """Return the text of a new copy: the lesson with its hash in the metadata."""
     notebook = notebooks.read(lesson)
     notebook.setdefault("metadata", {})["memlab"] = {"lesson": _hash(lesson)}
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
 def _hash(path: Path) -> str:
-    """Of what the cells say: line endings and the file's layout may differ."""
+    """Hash the cells only: line endings and the file's layout may differ."""
     return hashlib.sha256(json.dumps(notebooks.cells(path)).encode()).hexdigest()
 
 
@@ -120,6 +120,6 @@ def _state(path: Path, lesson: Path) -> str:
         return UNREADABLE
     try:
         copied = notebook["metadata"]["memlab"]["lesson"]
-    except (KeyError, TypeError):  # made by hand, or saved by an editor that keeps no metadata
+    except (KeyError, TypeError):  # made by hand, or saved by an editor that drops metadata
         return KEPT
     return KEPT if copied == _hash(lesson) else OUTDATED

@@ -1,4 +1,4 @@
-"""Dry runs: a training step on fake tensors, which have a size in bytes and take no memory."""
+"""Dry runs: training steps on fake tensors, which have a size but use no memory."""
 
 from memlab.dry_runs.fake_tensors import dry_run
 

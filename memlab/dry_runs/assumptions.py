@@ -1,14 +1,15 @@
-"""Results whose size depends on values, under an assumption of the user's.
+"""Assume a size for results whose size depends on values.
 
-`x[mask]` has as many elements as the mask chooses, and a dry run does not know how many. With
-`assume="most"` it takes all: the upper bound. With a fraction, such as 0.15, that share of them.
+`x[mask]` has as many elements as the mask selects, which is unknown in a dry run. `assume="most"`
+selects all of them, the upper bound; a fraction, such as 0.15, selects that fraction.
 
-    x[mask], masked_select, nonzero, where(mask)    of the mask's elements
-    unique, unique_consecutive                      of the input's: how many are different
-    torchvision's nms                               of the boxes: how many are kept
-    ctc_loss                                        of the longest possible target: its length
+    operator                                        fraction of
+    x[mask], masked_select, nonzero, where(mask)    the mask's elements
+    unique, unique_consecutive                      the input's elements, as unique elements
+    torchvision's nms                               the boxes, as boxes to keep
+    ctc_loss                                        the longest possible target, as its length
 
-What has no upper bound (bincount, repeat_interleave by a tensor) is refused as before.
+Results without an upper bound (bincount, repeat_interleave with a tensor) still raise.
 """
 
 import math
@@ -20,11 +21,11 @@ import torch
 from memlab.metering.frames import user_line
 
 aten = torch.ops.aten
-ASSUMED = "assumed where a size depends on values"  # how the note begins
+ASSUMED = "assumed where a size depends on values"  # the beginning of the note
 
 
 def fraction_of(assume: object) -> float | None:
-    """1.0 for "most", a fraction as it is, None for None; ValueError for anything else."""
+    """Return 1.0 for "most", a fraction unchanged and None for None; raise ValueError otherwise."""
     if assume is None:
         return None
     if assume == "most":
@@ -35,21 +36,21 @@ def fraction_of(assume: object) -> float | None:
         fraction = math.nan
     if not 0 < fraction <= 1:
         raise ValueError(
-            f'got assume={assume!r}; give "most" (every element is chosen) or a fraction above 0, '
-            f"up to 1"
+            f'got assume={assume!r}; use "most" (every element is chosen) or a fraction above 0 '
+            f"and at most 1"
         )
     return fraction
 
 
 class Assumptions:
-    """Shapes what depends on values, and remembers where."""
+    """Make results of an assumed shape, and record the lines that need them."""
 
     def __init__(self, assume: object = None) -> None:
         self.fraction = fraction_of(assume)
         self._lines: dict[str, None] = {}  # in order
 
     def result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result if so many elements are chosen; None where nothing is assumed."""
+        """Return the operator's result in the assumed shape; None if nothing is assumed."""
         shaped = _SHAPED.get(str(func))
         if self.fraction is None or shaped is None:
             return None
@@ -57,10 +58,10 @@ class Assumptions:
         return shaped(self._share, *args, **kwargs)
 
     def remedy(self, func: Any) -> str:
-        """What the refusal of this operator says of assumptions."""
+        """Return the advice to set `assume`, for this operator's error message."""
         if self.fraction is not None or str(func) not in _SHAPED:
             return ""
-        return ", or say how much to assume: --assume most, or a fraction (assume= in Python)"
+        return ", or set an assumption: --assume most, or a fraction (assume= in Python)"
 
     def _share(self, count: int) -> int:
         return math.ceil(count * self.fraction)
@@ -71,7 +72,7 @@ class Assumptions:
         return f"a fraction of {self.fraction:g} of the elements is chosen"
 
     def notes(self) -> tuple[str, ...]:
-        """What was assumed, and where."""
+        """Return a note on the assumption and the lines that used it."""
         if not self._lines:
             return ()
         first, *others = self._lines
@@ -83,7 +84,7 @@ Share = Callable[[int], int]
 
 
 def _index(share: Share, tensor: torch.Tensor, indices: Any) -> torch.Tensor:
-    """Each dimension of a mask becomes an index of its own, as torch does it."""
+    """Turn each dimension of a mask into an index tensor, as torch does."""
     plain: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -164,7 +165,7 @@ def _ctc_loss(
     *others: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets in one row are taken to be of equal lengths."""
+    """Concatenated targets are assumed to have equal lengths."""
     T, B = log_probs.shape[:2]
     longest = share(targets.shape[1] if targets.dim() == 2 else math.ceil(targets.numel() / B))
     return log_probs.new_empty(B), log_probs.new_empty(B, T, 2 * longest + 1)

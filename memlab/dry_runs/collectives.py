@@ -1,8 +1,8 @@
-"""Collectives in a dry run: nothing is sent, since there are no values to send.
+"""Collectives in a dry run: they send nothing and finish at once.
 
-Every tensor that a collective writes to exists before it, but for the functional ones, whose
-results torch knows. So a collective is answered by its own outputs and by work that is done. A
-backend may take memory of its own for what is under way, which no dry run knows.
+A collective writes to tensors that already exist, so it returns them with finished work. (torch
+handles functional collectives, which allocate results.) Memory that a backend allocates for
+communication is not counted.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def is_collective(func: Any) -> bool:
     return func.namespace == "c10d"
 
 
-def done(func: Any, args: Any) -> Any:
-    """What the collective returns: its outputs, which come first, and its work."""
+def finished(func: Any, args: Any) -> Any:
+    """Return the collective's outputs, which are its first argument, and finished work."""
     outputs = args[0] if len(func._schema.returns) > 1 else None
     future = torch.futures.Future()
     future.set_result(outputs if isinstance(outputs, list) else [outputs])  # DDP reads its buckets
@@ -31,7 +31,7 @@ def done(func: Any, args: Any) -> Any:
     return work if outputs is None else (outputs, work)
 
 
-def _for_real(make: Callable[..., Any]) -> Callable[..., Any]:
+def _outside_modes(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
         with disable_current_modes(), DisableTorchFunction():
             return make(*args, **kwargs)
@@ -44,13 +44,16 @@ def _nothing(real: Callable[..., Any]) -> Callable[..., None]:
 
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """What reads values although it trains nothing: whether all ranks have the same model. And how
-    DTensor learns the shape of a result: on fake tensors of its own."""
+    """Return replacements for DTensor's shape inference and for checks that read values.
+
+    DTensor infers shapes on its own fake tensors, so it runs outside the dry run's modes. DDP's
+    check that all ranks have the same model is skipped.
+    """
     if not torch.distributed.is_available():
         return {}
     return {
-        (sharding_propagator(), "_propagate_tensor_meta_non_cached"): _for_real,
+        (sharding_propagator(), "_propagate_tensor_meta_non_cached"): _outside_modes,
         (torch.distributed, "_verify_params_across_processes"): _nothing,
-        # DDP's first guess at the buckets stays: another order of the same bytes.
+        # Keep DDP's initial buckets; rebuilding only reorders the same bytes.
         (torch.distributed.Reducer, "_rebuild_buckets"): _nothing,
     }

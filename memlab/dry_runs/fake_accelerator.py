@@ -1,24 +1,23 @@
-"""The absent accelerator: what a script asks of one, answered in a dry run without it.
+"""Run scripts for an accelerator in a dry run on a machine without one.
 
-    devices               every one is the CPU, by name or number: `.cuda()`, `.to(0)`,
-                          `device="xpu"`, `torch.Generator("cuda")`, `capturable=True`
-    autocast              that of an accelerator acts on the CPU, in the dtype it has there
+    devices               the CPU replaces every accelerator: `.cuda()`, `.to(0)`, `device="xpu"`,
+                          `torch.Generator("cuda")`, `capturable=True`
+    autocast              an accelerator's autocast acts on the CPU, in the accelerator's dtype
     GradScaler("cuda")    is enabled
-    pin_memory            returns what it got: on the device, which is what counts, it is nothing
-    torch.save            writes nothing: no values are there to save, and the file that it would
-                          write over may be a real checkpoint
-    synchronize, streams  nothing waits: an event has happened as soon as it is asked
-    what only a device knows (its name, its free memory, how long something took)
-                          one sentence that names the line
+    pin_memory            returns its input, because pinned memory is not on the device
+    torch.save            writes nothing: there are no values, and the file to overwrite could be a
+                          real checkpoint
+    synchronize, streams  return at once
+    device name, free memory, elapsed time
+                          raise ValueError with the line; only a real device has them
 
-`torch.cuda.is_available()` and `device_count()` are left alone: a script that asks goes the way it
-goes on this machine. Where there is an accelerator, its own answers take the place of the last two.
-In a prediction the card that it is made for answers (gpu_answers.py).
+`torch.cuda.is_available()` and `device_count()` are unchanged. If the machine has an accelerator,
+its own functions replace the last two rows. In a prediction, the target's card replaces them
+(prediction/fake_gpu.py).
 
-The list of operators that autocast casts is the CPU's. CUDA's also computes layer, group and RMS
-normalization, softmax, powers, exponentials, logarithms and sums in float32 (torch's
-ATen/autocast_mode.h); the CPU's leaves those in the dtype they come in, so their results can be
-half as large as on CUDA.
+Autocast follows the CPU's operator list. CUDA's list also computes layer, group and RMS norm,
+softmax, powers, exponentials, logarithms and sums in float32 (ATen/autocast_mode.h). The CPU's
+keeps their input dtype, so their results can be half as large as on CUDA.
 """
 
 import sys
@@ -36,15 +35,15 @@ _REAL_DEVICES = ("cpu", "meta")
 
 
 class StandIn:
-    """What stands in for every accelerator: the CPU, or a fake device beside it."""
+    """The device that replaces every accelerator: the CPU, or a fake device."""
 
     device: str | torch.device = "cpu"
-    asked_for = False  # whether an accelerator was named since a dry run began
+    was_named = False  # whether the script has named an accelerator in this dry run
 
     @classmethod
     @contextmanager
-    def being(cls, device: torch.device) -> Iterator[None]:
-        """Let another device stand in for a while; `device` is one that fake tensors can be on."""
+    def use(cls, device: torch.device) -> Iterator[None]:
+        """Use another device, which fake tensors can be on, inside `with`."""
         before, cls.device = cls.device, device
         try:
             yield
@@ -52,29 +51,29 @@ class StandIn:
             cls.device = before
 
 
-def on_the_stand_in(argument: Any) -> Any:
-    """The stand-in in place of an accelerator, any other argument as it is."""
+def to_stand_in(argument: Any) -> Any:
+    """Replace an accelerator by the stand-in; return any other argument unchanged."""
     if isinstance(argument, (str, torch.device)):
         is_accelerator = torch.device(argument).type not in _REAL_DEVICES
     else:
-        is_accelerator = type(argument) is int  # `.to(0)`: a device's number
-    StandIn.asked_for |= is_accelerator
+        is_accelerator = type(argument) is int  # a device index, as in `.to(0)`
+    StandIn.was_named |= is_accelerator
     return StandIn.device if is_accelerator else argument
 
 
-def _on_the_cpu(argument: Any) -> Any:
-    return "cpu" if on_the_stand_in(argument) is StandIn.device else argument
+def _to_cpu(argument: Any) -> Any:
+    return "cpu" if to_stand_in(argument) is StandIn.device else argument
 
 
 # ------------------------------------------------------------------ tensors
 
 
-def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor
 
 
-def _moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    StandIn.asked_for = True
+def _to_device(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    StandIn.was_named = True
     return tensor.to(StandIn.device)
 
 
@@ -84,14 +83,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _to(move: Callable[..., Any]) -> Callable[..., Any]:
     def to(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: on_the_stand_in(value) for name, value in kwargs.items()}
-        return move(*map(on_the_stand_in, args), **kwargs)
+        kwargs = {name: to_stand_in(value) for name, value in kwargs.items()}
+        return move(*map(to_stand_in, args), **kwargs)
 
     return to
 
 
-def _made(make: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
-    return make(*args, device=on_the_stand_in(device), **kwargs)
+def _create(make: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    return make(*args, device=to_stand_in(device), **kwargs)
 
 
 def _from_values(
@@ -101,9 +100,9 @@ def _from_values(
     requires_grad: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Values come from the CPU, and are copied to wherever they are wanted."""
-    tensor = make(*args, device=on_the_stand_in(device), **kwargs)
-    if device is not None and on_the_stand_in(device) == StandIn.device:
+    """Create the tensor on the CPU, then copy it to the stand-in."""
+    tensor = make(*args, device=to_stand_in(device), **kwargs)
+    if device is not None and to_stand_in(device) == StandIn.device:
         tensor = tensor.to(StandIn.device)
     return tensor.requires_grad_() if requires_grad else tensor
 
@@ -115,16 +114,16 @@ def _like_values(like: torch.Tensor, data: Any, *, device: Any = None, **kwargs:
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{
-        make: partial(_made, make)
+        make: partial(_create, make)
         for make in (*device_constructors(), torch.empty_like, torch.zeros_like, torch.ones_like)
     },
     **{
         make: partial(_from_values, make) for make in (torch.tensor, torch.as_tensor, torch.asarray)
     },
     torch.Tensor.new_tensor: _like_values,
-    torch.Tensor.cuda: _moved,
-    torch.Tensor.xpu: _moved,
-    torch.Tensor.pin_memory: _itself,
+    torch.Tensor.cuda: _to_device,
+    torch.Tensor.xpu: _to_device,
+    torch.Tensor.pin_memory: _unchanged,
     torch.Tensor.to: _to(torch.Tensor.to),
 }
 
@@ -132,29 +131,31 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 # ------------------------------------------------------------------ autocast and loss scaling
 
 
-def _noted(init: Callable[..., None]) -> Callable[..., None]:
-    def noted(self: Any, *args: Any, **kwargs: Any) -> None:
+def _mark_as_dry(init: Callable[..., None]) -> Callable[..., None]:
+    def marked(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.made_in_a_dry_run = True
 
-    return noted
+    return marked
 
 
-def _require_known(made: Any, device: str) -> None:
-    """Without CUDA, torch switches autocast and scaler off as they are made, and whether they were
-    wanted at all is then lost."""
+def _require_made_in_dry_run(made: Any, device: str) -> None:
+    """Raise ValueError for an autocast or scaler from before the dry run that torch disabled.
+
+    Without CUDA, torch disables them in the constructor, and the user's setting is lost.
+    """
     is_off = not made._enabled and not hasattr(made, "made_in_a_dry_run")
     if is_off and device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"{user_line()}: this {type(made).__name__} for CUDA was made before the dry run, and "
-            f"torch switches it off where there is no CUDA; make it (or import what decorates with "
-            f"it) inside the dry run"
+            f"torch disabled it because there is no CUDA; create it, or import the module that "
+            f"decorates with it, inside the dry run"
         )
 
 
-def _autocast_also_on_the_cpu(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _enter_cpu_autocast_too(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def __enter__(autocast: torch.autocast) -> Any:  # noqa: N807
-        _require_known(autocast, autocast.device)
+        _require_made_in_dry_run(autocast, autocast.device)
         result = enter(autocast)
         if autocast.device not in _REAL_DEVICES:
             twin = torch.autocast("cpu", autocast.fast_dtype, autocast._enabled)
@@ -165,7 +166,7 @@ def _autocast_also_on_the_cpu(enter: Callable[[Any], Any]) -> Callable[[Any], An
     return __enter__
 
 
-def _leave_the_twin_as_well(leave: Callable[..., Any]) -> Callable[..., Any]:
+def _exit_cpu_autocast_too(leave: Callable[..., Any]) -> Callable[..., Any]:
     def __exit__(autocast: torch.autocast, *exception: Any) -> Any:  # noqa: N807
         if autocast.__dict__.get("twins"):
             leave(autocast.twins.pop(), *exception)
@@ -174,33 +175,33 @@ def _leave_the_twin_as_well(leave: Callable[..., Any]) -> Callable[..., Any]:
     return __exit__
 
 
-def _scale_if_known(scale: Callable[..., Any]) -> Callable[..., Any]:
-    def scale_if_known(scaler: Any, outputs: Any) -> Any:
-        _require_known(scaler, scaler._device)
+def _checked_scale(scale: Callable[..., Any]) -> Callable[..., Any]:
+    def checked_scale(scaler: Any, outputs: Any) -> Any:
+        _require_made_in_dry_run(scaler, scaler._device)
         return scale(scaler, outputs)
 
-    return scale_if_known
+    return checked_scale
 
 
-def _cast_on_the_cpu(cast: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda value, device, dtype: cast(value, _on_the_cpu(device), dtype)
+def _cast_on_cpu(cast: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda value, device, dtype: cast(value, _to_cpu(device), dtype)
 
 
-# ------------------------------------------------------------------ torch.cuda and its kin
+# ------------------------------------------------------------------ torch.cuda and other backends
 
 
 class _Generator(torch.Generator):
     def __new__(cls, device: Any = "cpu") -> "_Generator":
-        return super().__new__(cls, _on_the_cpu(device))
+        return super().__new__(cls, _to_cpu(device))
 
 
-class _Done:
-    """A stream, an event, or what is entered for a while: it has nothing left to wait for."""
+class _FinishedWork:
+    """A stream, event or context manager with no work to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __enter__(self) -> "_Done":
+    def __enter__(self) -> "_FinishedWork":
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -212,19 +213,19 @@ class _Done:
     def is_capturing(self) -> bool:
         return False
 
-    def record_event(self, event: "_Done | None" = None) -> "_Done":
-        return event or _Done()
+    def record_event(self, event: "_FinishedWork | None" = None) -> "_FinishedWork":
+        return event or _FinishedWork()
 
-    def elapsed_time(self, end: "_Done") -> NoReturn:
-        _refuse("elapsed_time")
+    def elapsed_time(self, end: "_FinishedWork") -> NoReturn:
+        _raise_unsupported("elapsed_time")
 
     synchronize = wait = wait_event = wait_stream = record = _nothing
 
 
-def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+def _raise_unsupported(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"{user_line()}: only the device itself can answer {name}, and a dry run uses none; "
-        f"leave the question out, or ask only where there is a device"
+        f"{user_line()}: {name} needs a real device, and a dry run uses none; remove the call, or "
+        f"make it only if a device is available"
     )
 
 
@@ -232,29 +233,29 @@ def _always(answer: Any) -> Callable[[Any], Any]:
     return lambda real: answer
 
 
-def _capturable(supports_xla: bool = True) -> list[str]:  # TorchScript, too, may compile this
+def _capturable(supports_xla: bool = True) -> list[str]:  # a plain function for TorchScript
     return ["cpu"]
 
 
-_REFUSED = (
+_UNSUPPORTED = (
     *("get_device_name", "get_device_properties", "get_device_capability", "mem_get_info"),
     *("memory_summary", "memory_snapshot", "_dump_snapshot"),
 )
-_DONE_AT_ONCE = (
+_NO_OPS = (
     *("synchronize", "set_device", "set_stream", "init", "empty_cache", "ipc_collect"),
     *("reset_peak_memory_stats", "reset_accumulated_memory_stats", "_record_memory_history"),
     *("reset_max_memory_allocated", "reset_max_memory_cached", "set_per_process_memory_fraction"),
     *("range_push", "range_pop", "mark"),
 )
 _STREAMS = ("Stream", "Event", "current_stream", "default_stream", "stream", "device", "range")
-ANSWERS: dict[str, Any] = {
-    **{name: partial(_refuse, name) for name in _REFUSED},
-    **dict.fromkeys(_DONE_AT_ONCE, _nothing),
-    **dict.fromkeys(_STREAMS, _Done),
+CUDA_REPLACEMENTS: dict[str, Any] = {
+    **{name: partial(_raise_unsupported, name) for name in _UNSUPPORTED},
+    **dict.fromkeys(_NO_OPS, _nothing),
+    **dict.fromkeys(_STREAMS, _FinishedWork),
     "current_device": lambda: 0,
     "is_current_stream_capturing": lambda: False,
 }
-_MODULES = {  # whose functions these are: which accelerator has them
+_MODULES = {  # modules with these functions, and their accelerators
     torch.cuda: torch.cuda,
     torch.cuda.memory: torch.cuda,
     torch.cuda.nvtx: torch.cuda,
@@ -269,17 +270,17 @@ _OPTIMIZERS_WITH_CAPTURABLE = [
 
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """What stands in for an accelerator, for `replaced`."""
+    """Return the replacements for accelerators, for `replaced`."""
     return {
-        (torch.autocast, "__init__"): _noted,
-        (torch.autocast, "__enter__"): _autocast_also_on_the_cpu,
-        (torch.autocast, "__exit__"): _leave_the_twin_as_well,
-        (torch.amp.autocast_mode, "_cast"): _cast_on_the_cpu,
-        (torch.amp.GradScaler, "__init__"): _noted,
-        (torch.amp.GradScaler, "scale"): _scale_if_known,
+        (torch.autocast, "__init__"): _mark_as_dry,
+        (torch.autocast, "__enter__"): _enter_cpu_autocast_too,
+        (torch.autocast, "__exit__"): _exit_cpu_autocast_too,
+        (torch.amp.autocast_mode, "_cast"): _cast_on_cpu,
+        (torch.amp.GradScaler, "__init__"): _mark_as_dry,
+        (torch.amp.GradScaler, "scale"): _checked_scale,
         (torch.cuda.amp.common, "amp_definitely_not_available"): _always(lambda: False),
         (torch.cuda, "is_bf16_supported"): _always(lambda *args, **kwargs: True),
-        (c_nn, "_parse_to"): _to,  # of `Module.to`
+        (c_nn, "_parse_to"): _to,  # used by `Module.to`
         (torch, "Generator"): _always(_Generator),
         (torch, "save"): _always(_nothing),
         **{
@@ -291,7 +292,7 @@ def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
             (module, name): _always(answer)
             for module, accelerator in _MODULES.items()
             if not accelerator.is_available()
-            for name, answer in ANSWERS.items()
+            for name, answer in CUDA_REPLACEMENTS.items()
             if hasattr(module, name)
         },
     }

@@ -1,11 +1,10 @@
-"""Libraries that ask whether a tensor is fake get the answer of a real run.
+"""Hide fake tensors from libraries that check for them.
 
-transformers takes fake tensors for a sign that its model is being traced. It then builds attention
-masks that a real run leaves out, and skips what a real run computes. It asks through
-`torch._subclasses.FakeTensor`, and so does torch itself. During a dry run that name leads to a
-class whose answer depends on who asks: torch learns the truth, anybody else hears that no tensor
-is fake. Nothing is imported for this, and other libraries that ask in this way are covered too. A
-module of theirs that imported the class earlier, under its own name, has the class replaced.
+transformers treats a fake tensor as a sign that its model is being traced. It then builds attention
+masks that a real run does not build, and skips other work. It checks with
+`isinstance(x, torch._subclasses.FakeTensor)`, as torch does. During a dry run that name refers to a
+stand-in class: torch and memlab get the true answer, other callers get False. The class is also
+replaced in modules that have imported it under this name.
 """
 
 import sys
@@ -16,20 +15,20 @@ from typing import Any
 from memlab.internals.torch_internals import FakeTensor, subclasses
 
 _NAME = "FakeTensor"
-_WHO_MAY_KNOW = ("torch", "memlab")
+_TRUSTED = ("torch", "memlab")
 
 
 class _AnswersByCaller(type):
-    """The class of a stand-in for FakeTensor."""
+    """Metaclass whose `isinstance` and `issubclass` depend on the calling module."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return _caller_may_know() and isinstance(instance, FakeTensor)
+        return _caller_is_trusted() and isinstance(instance, FakeTensor)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return _caller_may_know() and issubclass(subclass, FakeTensor)
+        return _caller_is_trusted() and issubclass(subclass, FakeTensor)
 
     def __eq__(cls, other: object) -> bool:  # torch compares types, too
-        return other is cls or (_caller_may_know() and other is FakeTensor)
+        return other is cls or (_caller_is_trusted() and other is FakeTensor)
 
     def __hash__(cls) -> int:
         return hash(FakeTensor)
@@ -41,24 +40,26 @@ class _AnswersByCaller(type):
         return FakeTensor(*args, **kwargs)
 
 
-class _StandIn(metaclass=_AnswersByCaller):
+class _FakeTensorProxy(metaclass=_AnswersByCaller):
     pass
 
 
-def _caller_may_know() -> bool:
-    """Whether the function that asks, two frames up, is one of torch's or ours."""
+def _caller_is_trusted() -> bool:
+    """Return whether the caller, two frames up, belongs to torch or memlab."""
     name = sys._getframe(2).f_globals.get("__name__", "")
-    return name.partition(".")[0] in _WHO_MAY_KNOW
+    return name.partition(".")[0] in _TRUSTED
 
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """Where the stand-in takes FakeTensor's place, for `replaced`."""
-    return {(module, _NAME): lambda real: _StandIn for module in (subclasses, *_importers())}
+    """Return the places where the stand-in replaces FakeTensor, for `replaced`."""
+    return {
+        (module, _NAME): lambda real: _FakeTensorProxy for module in (subclasses, *_importers())
+    }
 
 
 def _importers() -> Iterator[ModuleType]:
-    """Modules of others that have imported FakeTensor under its name."""
+    """Yield other libraries' modules that have imported FakeTensor under this name."""
     for name, module in list(sys.modules.items()):
-        is_others = name.partition(".")[0] not in _WHO_MAY_KNOW
-        if is_others and getattr(module, "__dict__", {}).get(_NAME) is FakeTensor:
+        is_other = name.partition(".")[0] not in _TRUSTED
+        if is_other and getattr(module, "__dict__", {}).get(_NAME) is FakeTensor:
             yield module

@@ -1,17 +1,17 @@
-"""Operators of which torch's fake version refuses what the real one does, or leaves something out.
+"""Fake kernels for operators where torch's fake version differs from the real one.
 
-Grouped products (`_grouped_mm`, a mixture of experts in one call): the fake one takes bfloat16
-alone. The real one takes float16 and float32 as well, and gives rows that are multiples of 16
-bytes. Its result is as large for every routing, so how many tokens an expert gets does not matter.
+Grouped matmul (`_grouped_mm`, a mixture of experts in one call): torch's fake version supports only
+bfloat16. The real one also supports float16 and float32, and pads rows to a multiple of 16 bytes.
+The result's size does not depend on the routing.
 
-An LSTM's layer on the CPU (`mkldnn_rnn_layer`): the fake one has an empty workspace. oneDNN's has
-seven parts, each a multiple of 4096 bytes, by its layout of an LSTM (common/rnn in oneDNN's
-sources); sizes that torch returned, with four kinds of instructions, agree with it to the byte.
+LSTM layer on the CPU (`mkldnn_rnn_layer`): torch's fake version has an empty workspace. oneDNN's
+workspace has seven parts, each a multiple of 4096 bytes (common/rnn in oneDNN's sources). The sizes
+here equal real ones on four CPU instruction sets.
 
-CTC's loss (`_ctc_loss`): the fake one refuses lengths whose values are known, too.
+CTC loss (`_ctc_loss`): torch's fake version rejects length tensors even if their values are known.
 
-Layer norm's backward: the real one gives a contiguous gradient, the fake one a permuted gradient if
-that of the output is permuted; the next matmul would then copy it.
+Layer norm's backward: the real gradient is contiguous. torch's fake gradient has the order of the
+output's gradient, and the next matmul would copy a permuted one.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _LINE_BYTES = 64
 _ALIGNMENT_BYTES = 16
 
 
-# ------------------------------------------------------------------ grouped products
+# ------------------------------------------------------------------ grouped matmul
 
 
 def _grouped_mm(
@@ -43,8 +43,8 @@ def _grouped_mm(
         _check_rows(name, matrix)
     if 3 in (mat_a.dim(), mat_b.dim()) and mat_a.shape[-1] != mat_b.shape[-2]:
         raise ValueError(
-            f"{user_line()}: a grouped product of {tuple(mat_a.shape)} and {tuple(mat_b.shape)}; "
-            f"the first matrix has as many columns as the second has rows"
+            f"{user_line()}: got a grouped matmul of {tuple(mat_a.shape)} and "
+            f"{tuple(mat_b.shape)}; the first matrix needs as many columns as the second has rows"
         )
     shape = _shape_of_grouped(mat_a, mat_b, offs)
     dtype = out_dtype or mat_a.dtype
@@ -56,8 +56,7 @@ def _grouped_mm(
 def _shape_of_grouped(
     mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | None
 ) -> tuple[int, ...]:
-    """Groups are parts of the dimension that both matrices share, of either's other one, or
-    matrices of a batch."""
+    """Return the result's shape. Groups split the inner dimension, rows, columns or the batch."""
     M, N = mat_a.shape[-2], mat_b.shape[-1]
     if mat_a.dim() != mat_b.dim():
         return M, N
@@ -65,27 +64,27 @@ def _shape_of_grouped(
 
 
 def _check_rows(name: str, matrix: torch.Tensor) -> None:
-    """Raises ValueError where the real operator refuses the matrix."""
+    """Raise ValueError if the real operator rejects the matrix."""
     if matrix.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
-            f"{user_line()}: the {name} matrix of a grouped product is {matrix.dtype}; "
-            f"torch takes float32, float16 and bfloat16"
+            f"{user_line()}: the {name} matrix of a grouped matmul is {matrix.dtype}; "
+            f"use float32, float16 or bfloat16"
         )
     step = _row_step(matrix)
     if step is None:
         raise ValueError(
-            f"{user_line()}: the {name} matrix of a grouped product has strides "
-            f"{matrix.stride()}; torch wants rows or columns that lie one behind the other"
+            f"{user_line()}: the {name} matrix of a grouped matmul has strides "
+            f"{matrix.stride()}; make its rows or columns contiguous"
         )
     if step * matrix.element_size() % _ALIGNMENT_BYTES:
         raise ValueError(
-            f"{user_line()}: the rows of the {name} matrix of a grouped product are "
-            f"{step * matrix.element_size()} bytes apart; torch wants a multiple of 16"
+            f"{user_line()}: the rows of the {name} matrix of a grouped matmul are "
+            f"{step * matrix.element_size()} bytes apart; use a multiple of 16"
         )
 
 
 def _row_step(matrix: torch.Tensor) -> int | None:
-    """Elements from a row (or column) to the next; None where neither lies without gaps."""
+    """Return the stride of contiguous rows (or columns), in elements; None if neither exist."""
     (rows, columns), (row_step, column_step) = matrix.shape[-2:], matrix.stride()[-2:]
     if row_step == 1 and column_step >= max(1, rows):
         return column_step
@@ -104,10 +103,10 @@ def _mkldnn_rnn_layer(input: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[t
 
 
 def lstm_workspace_bytes(T: int, B: int, input_size: int, hidden_size: int, itemsize: int) -> int:
-    """What oneDNN keeps of one layer and direction of an LSTM: T steps, a batch of B.
+    """Return oneDNN's workspace for one layer and direction of an LSTM: T steps, batch size B.
 
-    Of each step the gates and the outputs, of each step and the start the states and what
-    gradients of states will need, of this layer and below it.
+    It has gates and outputs for each step, and states and their gradients for each step and the
+    start.
     """
     cells, states = T * B, 2 * (T + 1) * B
     widest = max(input_size, hidden_size)
@@ -116,14 +115,17 @@ def lstm_workspace_bytes(T: int, B: int, input_size: int, hidden_size: int, item
         cells * _leading_bytes(hidden_size, itemsize),
         states * _leading_bytes(widest, itemsize),
         states * hidden_size * itemsize,
-        states * hidden_size * 4,  # cell states are float32, and so are all gradients
+        states * hidden_size * 4,  # cell states and all gradients are float32
         *2 * (states * _leading_bytes(widest, 4),),
     )
     return sum(_round_up(part, _PAGE_BYTES) for part in parts)
 
 
 def _leading_bytes(width: int, itemsize: int) -> int:
-    """A row: a multiple of 64 bytes, but no multiple of 256 elements, which caches dislike."""
+    """Return a row's bytes: a multiple of 64, padded once more at multiples of 256 elements.
+
+    The padding avoids cache conflicts.
+    """
     row = _round_up(width, _LINE_BYTES // itemsize)
     return row * itemsize + (0 if row % 256 else _LINE_BYTES)
 
@@ -134,8 +136,7 @@ def _leading_bytes(width: int, itemsize: int) -> int:
 def _ctc_loss(
     log_probs: torch.Tensor, targets: torch.Tensor, inputs: Any, lengths: Any, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loss for each of B sequences, and T times the logarithms of 2 × S + 1 probabilities, where
-    S is the length of the longest target."""
+    """Return losses (B) and log-probabilities (B, T, 2S + 1); S is the longest target's length."""
     if isinstance(lengths, torch.Tensor):
         if not known_values.is_known(lengths):
             return aten._ctc_loss.Tensor(log_probs, targets, inputs, lengths, *options)
@@ -152,7 +153,7 @@ def _ctc_loss_backward(
 
 
 def _native_layer_norm_backward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
-    """The gradient to the input is contiguous; the fake one has the order of the output's."""
+    """Make the input's gradient contiguous, as the real kernel does."""
     to_input, *others = aten.native_layer_norm_backward.default(*args, **kwargs)
     if to_input is not None and not to_input.is_contiguous():
         to_input = torch.empty_like(to_input, memory_format=torch.contiguous_format)

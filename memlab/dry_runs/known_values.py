@@ -1,20 +1,20 @@
-"""Values that a dry run knows: those that no random number and no absent data had a part in.
+"""Track values that a dry run can compute: they do not depend on random numbers or missing data.
 
-`torch.arange(4)` has the same values in every run, and so has what is computed from it. Beside
-the storage of such a fake tensor stands a real one with its values:
+`torch.arange(4)` has the same values in every run, and so do results computed from it. The fake
+storage of such a tensor is paired with a real storage:
 
-    a factory                  computed for real
-    an operator whose tensors are all known
-                               computed for real too, on tensors over the real storages
-    a view                     needs nothing: it shares the fake storage, so it has its values
-    an in-place operator       runs on the real storage; one with an unknown argument, or a
-                               random one, makes the whole storage unknown
-    a literal, a tensor from outside
-                               has its own values, which are copied before they are written to
+    factories                  computed on real tensors
+    operators on known tensors
+                               computed on real tensors too
+    views                      share the fake storage, so they share its values
+    in-place operators         run on the real storage; with an unknown argument or a random
+                               operator, the whole storage becomes unknown
+    literals, tensors from outside
+                               have their own values, copied before the first write
 
-Real results never meet the meter, and no random number is drawn for them. A result of more than
-BOUND elements is unknown: a batch's tokens, masks and positions are smaller, and an operator on so
-few elements takes no longer than one on fake tensors.
+The meter does not see this computation, and it uses no random numbers. Results of more than BOUND
+elements are unknown. A batch's tokens, masks and positions are smaller, and an operator on so few
+elements is as fast as its fake version.
 """
 
 import functools
@@ -35,18 +35,18 @@ from memlab.internals.torch_internals import (
 )
 
 aten = torch.ops.aten
-BOUND = 2**17  # elements of what is computed
-_LARGEST_INPUT = 2**24  # elements of what it is computed from
-_LARGEST_STORAGE = 16 * BOUND  # bytes: complex numbers of double precision
-_NAME = "memlab_values"  # of the attribute on a fake storage, which torch keeps as long as that
+BOUND = 2**17  # elements of a result
+_LARGEST_INPUT = 2**24  # elements of an input
+_LARGEST_STORAGE = 16 * BOUND  # bytes, at 16 bytes per complex128 element
+_NAME = "memlab_values"  # the attribute of a fake storage that has its values
 
-# After these an element's value is known whatever it was before.
+# In-place operators after which an element is known, even if it was unknown before.
 _OVERWRITES = frozenset(
     {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
 )
-# They write to arguments of which their schema says nothing: the running statistics, in training.
+# In training they update the running statistics, which their schema does not declare.
 _BATCH_NORMS = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.default})
-# Their elements have no values yet.
+# Factories of uninitialized tensors.
 _EMPTY = frozenset(
     {
         aten.empty.memory_format,
@@ -57,11 +57,11 @@ _EMPTY = frozenset(
         aten.new_empty_strided.default,
     }
 )
-UNKNOWN: Any = object()  # the result of what cannot be computed
+UNKNOWN: Any = object()  # the result of an operator that cannot be computed
 
 
 class _Values:
-    """The real bytes beside a fake storage; `borrowed` where they are the user's own."""
+    """The real storage of a fake one; `borrowed` if it belongs to the user's tensor."""
 
     __slots__ = ("borrowed", "storage")
 
@@ -69,37 +69,36 @@ class _Values:
         self.storage, self.borrowed = storage, borrowed
 
 
-_NOTHING = _Values(torch.UntypedStorage(0), borrowed=False)  # of tensors without elements
+_NO_ELEMENTS = _Values(torch.UntypedStorage(0), borrowed=False)  # for tensors without elements
 
-# ------------------------------------------------------------------ what is known of a tensor
+# ------------------------------------------------------------------ a tensor's values
 
 
 def is_known(tensor: torch.Tensor) -> bool:
-    """Whether the fake `tensor` has known values, and few enough to compute with."""
+    """Return whether the fake `tensor` has known values, few enough to compute with."""
     return _values_of(tensor) is not None and tensor.numel() <= _LARGEST_INPUT
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
-    """The known values of a fake tensor, as a real one over the storage that all its views share.
+    """Return the known values of a fake tensor as a real tensor; its views share one real storage.
 
-    ValueError for a tensor that is not known.
+    Raises ValueError if the values are unknown.
     """
     values = _values_of(tensor)
     if values is None:
-        raise ValueError("this tensor's values are not known")
-    with unseen():
-        return _over(values.storage, tensor)
+        raise ValueError("got a tensor whose values are unknown; check is_known(tensor) first")
+    with without_modes():
+        return _tensor_over(values.storage, tensor)
 
 
 def as_array(fake: torch.Tensor, values: torch.Tensor) -> np.ndarray:
-    """The values as an array that shares their memory. It keeps the fake storage alive as well, as
-    the array of a real tensor would."""
-    with unseen():
+    """Return an array that shares the values' memory and keeps the fake storage alive."""
+    with without_modes():
         return np.asarray(_Shared(values.numpy(), fake.untyped_storage()))
 
 
 class _Shared:
-    """An owner of an array's memory, to NumPy, which keeps it as long as the array."""
+    """The owner of an array's memory; NumPy keeps it alive as long as the array."""
 
     def __init__(self, array: np.ndarray, storage: torch.UntypedStorage) -> None:
         self.__array_interface__ = array.__array_interface__
@@ -107,16 +106,16 @@ class _Shared:
 
 
 def as_list(tensor: torch.Tensor) -> Any:
-    """The known values as `tolist` gives them."""
+    """Return the known values as `tolist` does."""
     values = real(tensor)
-    with unseen():
+    with without_modes():
         return values.tolist()
 
 
 def borrow(fake: torch.Tensor, outside: torch.Tensor) -> None:
-    """Let the fake twin of a real tensor have its values.
+    """Give a fake tensor the values of the real tensor `outside`.
 
-    Weights are left unknown: what is computed with them is large, and nobody reads it.
+    Weights stay unknown: results computed with them are large and rarely read.
     """
     if outside.requires_grad or outside.device.type != "cpu" or type(outside) is not torch.Tensor:
         return
@@ -124,15 +123,15 @@ def borrow(fake: torch.Tensor, outside: torch.Tensor) -> None:
         _attach(fake, _Values(outside.untyped_storage(), borrowed=True))
 
 
-def writable(tensor: torch.Tensor) -> bool:
-    """Make the known values of a tensor the dry run's own; False if they are too many to copy."""
+def make_writable(tensor: torch.Tensor) -> bool:
+    """Copy borrowed values before a write. Returns False if they are unknown or too large."""
     values = _values_of(tensor)
     if values is None:
         return False
     if values.borrowed:
         if values.storage.nbytes() > _LARGEST_STORAGE:
             return False
-        with unseen():
+        with without_modes():
             values.storage, values.borrowed = values.storage.clone(), False
     return True
 
@@ -145,7 +144,7 @@ def _values_of(tensor: torch.Tensor) -> _Values | None:
     storage = tensor.untyped_storage()
     values = storage.__dict__.get(_NAME)
     if values is None and storage.nbytes() == 0:
-        return _NOTHING
+        return _NO_ELEMENTS
     if values is None or values.storage.nbytes() != storage.nbytes():
         return None
     return None if tensor.is_conj() or tensor.is_neg() else values
@@ -157,30 +156,30 @@ def _attach(fake: torch.Tensor, values: _Values) -> None:
         setattr(storage, _NAME, values)
 
 
-def _forget(tensors: list[torch.Tensor]) -> None:
+def _clear(tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
         setattr(tensor.untyped_storage(), _NAME, None)
 
 
-def _over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A real tensor over `storage`, of the dtype, shape and strides of `like`."""
+def _tensor_over(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return a real tensor over `storage`, with the dtype, shape and strides of `like`."""
     return torch.empty(0, dtype=like.dtype).set_(
         storage, like.storage_offset(), like.shape, like.stride()
     )
 
 
-def _remember(fake: Any, result: Any) -> None:
-    """Put the values of a real result beside the storage of the fake one."""
+def _store(fake: Any, result: Any) -> None:
+    """Store a real result as the values of the fake one."""
     if isinstance(fake, (list, tuple)):
         for one, values in zip(fake, result, strict=True):
-            _remember(one, values)
+            _store(one, values)
     elif isinstance(fake, FakeTensor) and isinstance(result, torch.Tensor):
         storage, own = fake.untyped_storage(), result.untyped_storage()
         if _NAME in storage.__dict__ or not 0 < storage.nbytes() <= _LARGEST_STORAGE:
             return
         if own.nbytes() != storage.nbytes() or _layout(result) != _layout(fake):
             own = torch.UntypedStorage(storage.nbytes())
-            _over(own, fake).copy_(result)
+            _tensor_over(own, fake).copy_(result)
         setattr(storage, _NAME, _Values(own, borrowed=False))
 
 
@@ -188,19 +187,19 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-# ------------------------------------------------------------------ what an operator makes known
+# ------------------------------------------------------------------ propagation
 
 
-def follow(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Work out what is known after `func(*args)` has given `result` on fake tensors."""
-    kind = _kind(func)
-    if kind is not None:
-        kind(func, args, kwargs, result)
+def propagate(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Update the known values after `func(*args)` has returned `result` on fake tensors."""
+    rule = _rule_for(func)
+    if rule is not None:
+        rule(func, args, kwargs, result)
 
 
 def compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operator's real result if all its tensors are known and it draws nothing at random."""
-    if not isinstance(func, OpOverload) or func._schema.is_mutable or _is_unreal(func):
+    """Return the real result of a functional operator on known tensors, UNKNOWN otherwise."""
+    if not isinstance(func, OpOverload) or func._schema.is_mutable or _is_never_computed(func):
         return UNKNOWN
     if not all(map(is_known, _tensors((*args, *kwargs.values())))):
         return UNKNOWN
@@ -208,22 +207,22 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @functools.cache
-def _kind(func: Any) -> Callable[[Any, Any, Any, Any], None] | None:
-    """What follows an operator; None for one that changes nothing about what is known."""
+def _rule_for(func: Any) -> Callable[[Any, Any, Any, Any], None] | None:
+    """Return the function that updates known values after `func`; None if there is no update."""
     if not isinstance(func, OpOverload):
         return None
     if func is aten.lift_fresh.default:
-        return _has_lifted
+        return _propagate_lift
     if func.namespace == "c10d" or func in _BATCH_NORMS:
-        return _may_have_written
+        return _propagate_possible_write
     if func._schema.is_mutable:
-        return None if torch.Tag.inplace_view in func.tags else _has_written
-    return None if func.is_view or _is_unreal(func) else _has_made
+        return None if torch.Tag.inplace_view in func.tags else _propagate_in_place
+    return None if func.is_view or _is_never_computed(func) else _propagate_functional
 
 
 @functools.cache
-def _is_unreal(func: OpOverload) -> bool:
-    """Whether the operator has no result that is the same each time, or none that we compute."""
+def _is_never_computed(func: OpOverload) -> bool:
+    """Return whether the operator is random, uninitialized or outside aten: never computed."""
     return (
         func.namespace not in ("aten", "prims")
         or torch.Tag.nondeterministic_seeded in func.tags
@@ -231,17 +230,17 @@ def _is_unreal(func: OpOverload) -> bool:
     )
 
 
-def _has_lifted(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Of a literal, or of an array whose memory its tensor shares."""
+def _propagate_lift(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """A literal, or a tensor that shares memory with an array, has its own values."""
     borrow(result, args[0])
 
 
-def _may_have_written(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    _forget(_tensors(args))
+def _propagate_possible_write(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    _clear(_tensors(args))
 
 
-def _has_made(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    for argument in args:  # the first is unknown most often
+def _propagate_functional(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    for argument in args:  # fast path: the first tensor is usually unknown
         if isinstance(argument, torch.Tensor):
             if not is_known(argument):
                 return
@@ -252,12 +251,12 @@ def _has_made(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     if all(map(is_known, _tensors((*args, *kwargs.values())))):
         values = _run(func, args, kwargs)
         if values is not UNKNOWN:
-            with unseen():
-                _remember(result, values)
+            with without_modes():
+                _store(result, values)
 
 
-def _has_written(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    places, names = _written(func)
+def _propagate_in_place(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    places, names = _written_arguments(func)
     targets = _tensors(
         (*(args[i] for i in places if i < len(args)), *(kwargs.get(name) for name in names))
     )
@@ -269,17 +268,17 @@ def _has_written(func: Any, args: Any, kwargs: Any, result: Any) -> None:
     )
     overwrites = func in _OVERWRITES or bool(names)
     if (
-        _is_unreal(func)
+        _is_never_computed(func)
         or not all(map(is_known, others))
-        or not all(_is_ready(target, overwrites) for target in targets)
+        or not all(_prepare_write(target, overwrites) for target in targets)
         or _run(func, args, kwargs) is UNKNOWN
     ):
-        _forget(targets)
+        _clear(targets)
 
 
 @functools.cache
-def _written(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The arguments that the operator writes to: by position, and by name, which are outputs."""
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the arguments that the operator writes to: positions, and names of out arguments."""
     written = [
         (i, argument)
         for i, argument in enumerate(func._schema.arguments)
@@ -291,14 +290,14 @@ def _written(func: OpOverload) -> tuple[tuple[int, ...], tuple[str, ...]]:
     )
 
 
-def _is_ready(target: torch.Tensor, overwrites: bool) -> bool:
-    """Whether an operator can write to the target's values; makes room where it overwrites all."""
+def _prepare_write(target: torch.Tensor, overwrites: bool) -> bool:
+    """Prepare the target's values for a write. Returns False if the write cannot be tracked."""
     if is_known(target):
-        return writable(target)
-    count = target.untyped_storage().nbytes()
-    is_whole = target.numel() * target.element_size() == count and target.is_contiguous()
+        return make_writable(target)
+    num_bytes = target.untyped_storage().nbytes()
+    is_whole = target.numel() * target.element_size() == num_bytes and target.is_contiguous()
     if overwrites and is_whole and 0 < target.numel() <= BOUND:
-        _attach(target, _Values(torch.UntypedStorage(count), borrowed=False))
+        _attach(target, _Values(torch.UntypedStorage(num_bytes), borrowed=False))
         return True
     return False
 
@@ -306,59 +305,59 @@ def _is_ready(target: torch.Tensor, overwrites: bool) -> bool:
 # ------------------------------------------------------------------ shapes that depend on values
 
 
-def with_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """The fake result of an operator whose shape depends on values, UNKNOWN if they are."""
+def fake_result(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the fake result of an operator whose shape depends on values, or UNKNOWN."""
     shape = _SHAPES.get(func)
     if shape is not None:
         result = shape(func, *args, **kwargs)
         if result is not UNKNOWN:
             return result
     values = compute(func, args, kwargs)
-    return values if values is UNKNOWN else _faked(values)
+    return values if values is UNKNOWN else _to_fake(values)
 
 
 def _index(func: Any, tensor: torch.Tensor, indices: Any) -> Any:
-    """`x[mask]`, as its kernel does it: by the indices of what the mask lets through."""
+    """Compute `x[mask]` from the indices of the mask's True elements, as its kernel does."""
     expanded = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             expanded.append(index)
         elif is_known(index):
-            chosen = _faked(_run(aten.nonzero.default, (index,), {}))
+            chosen = _to_fake(_run(aten.nonzero.default, (index,), {}))
             expanded += [aten.select.int(chosen, 1, i) for i in range(index.dim())]
         else:
             return UNKNOWN
     result = func(tensor, expanded)
-    with unseen():
-        _remember_if_computed(func, (tensor, indices), result)
+    with without_modes():
+        _store_if_computed(func, (tensor, indices), result)
     return result
 
 
-def _remember_if_computed(func: Any, args: Any, result: Any) -> None:
+def _store_if_computed(func: Any, args: Any, result: Any) -> None:
     if result.numel() <= BOUND and (values := compute(func, args, {})) is not UNKNOWN:
-        _remember(result, values)
+        _store(result, values)
 
 
 def _masked_select(func: Any, tensor: torch.Tensor, mask: torch.Tensor) -> Any:
     if not is_known(mask):
         return UNKNOWN
-    with unseen():
+    with without_modes():
         count = real(mask).expand(torch.broadcast_shapes(mask.shape, tensor.shape)).sum().item()
     result = aten.empty.memory_format([count], dtype=tensor.dtype, device=tensor.device)
-    with unseen():
-        _remember_if_computed(func, (tensor, mask), result)
+    with without_modes():
+        _store_if_computed(func, (tensor, mask), result)
     return result
 
 
 def _packed(func: Any, inputs: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-    """The data of a packed sequence is unknown, how it is packed is not."""
+    """Pack with known lengths; the data stays unknown."""
     if not is_known(lengths):
         return UNKNOWN
-    with unseen():
+    with without_modes():
         data, batch_sizes = func(torch.zeros(inputs.shape[:2]), real(lengths), batch_first)
     shape = (data.shape[0], *inputs.shape[2:])
     packed = aten.empty.memory_format(shape, dtype=inputs.dtype, device=inputs.device)
-    return packed, _faked(batch_sizes)
+    return packed, _to_fake(batch_sizes)
 
 
 _SHAPES: dict[Any, Callable[..., Any]] = {
@@ -368,25 +367,25 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _faked(values: Any) -> Any:
-    """Fake tensors like real results, with their values."""
+def _to_fake(values: Any) -> Any:
+    """Return fake tensors with the real results' metadata and values."""
     if isinstance(values, (list, tuple)):
-        return tuple(map(_faked, values))
+        return tuple(map(_to_fake, values))
     if not isinstance(values, torch.Tensor):
         return values
     fake = aten.empty_strided.default(values.shape, values.stride(), dtype=values.dtype)
     StorageBase.resize_(fake.untyped_storage(), values.untyped_storage().nbytes())
-    with unseen():
-        _remember(fake, values)
+    with without_modes():
+        _store(fake, values)
     return fake
 
 
-# ------------------------------------------------------------------ running for real
+# ------------------------------------------------------------------ running on real tensors
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """Inside, operators are those of real tensors, and no mode and no graph learns of them."""
+def without_modes() -> Iterator[None]:
+    """Run operators on real tensors inside, without modes and without autograd."""
     with (
         DisableTorchFunction(),
         DisableTorchDispatch(),
@@ -396,11 +395,8 @@ def unseen() -> Iterator[None]:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operator on real tensors; UNKNOWN where the CPU has no kernel, or the values no result.
-
-    The dry run goes on as if the operator had worked, as it always does.
-    """
-    with unseen():
+    """Run the operator on real tensors. Returns UNKNOWN if it raises: the dry run continues."""
+    with without_modes():
         try:
             named = {name: _real_argument(v) for name, v in kwargs.items() if name != "pin_memory"}
             return func(*map(_real_argument, args), **named)
@@ -412,7 +408,7 @@ def _real_argument(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         values = _values_of(argument)
         assert values is not None
-        return _over(values.storage, argument)
+        return _tensor_over(values.storage, argument)
     if isinstance(argument, (list, tuple)):
         return [_real_argument(one) for one in argument]
     return torch.device("cpu") if isinstance(argument, torch.device) else argument

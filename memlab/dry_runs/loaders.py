@@ -1,7 +1,7 @@
-"""DataLoaders in a dry run: their workers' work is done in this process.
+"""DataLoaders in a dry run: load in this process, without workers.
 
-Fake tensors cannot go from one process to another. So a loader with workers loads each batch when
-it is asked for; the batches that workers would hold ready are not there.
+Fake tensors cannot be sent between processes. So a loader with workers loads each batch on demand,
+and the batches that workers would prefetch do not exist.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from memlab.metering.frames import user_line
 
 
 class Loaders:
-    """Makes the iterators, and remembers whose workers were left out."""
+    """Create iterators without workers, and record the loaders that had workers."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, int] = {}  # how many, by the line that asked for batches
+        self._workers: dict[str, int] = {}  # num_workers, by the line that iterates
 
     def replacements(self) -> dict[tuple[Any, str], Callable[[Any], Any]]:
-        """For `replaced`."""
+        """Return the replacements, for `replaced`."""
         return {(DataLoader, "_get_iterator"): self._in_this_process}
 
     def _in_this_process(self, make: Callable[[DataLoader], Any]) -> Callable[[DataLoader], Any]:
@@ -38,9 +38,9 @@ class Loaders:
         return get_iterator
 
     def notes(self) -> tuple[str, ...]:
-        """What to know of each of them."""
+        """Return a note for each loader with workers."""
         return tuple(
             f"{line}: a DataLoader with num_workers={count} loads in this process, because fake "
-            f"tensors cannot leave it; batches that its workers would load ahead are not counted"
+            f"tensors cannot leave it; batches that its workers would prefetch are not counted"
             for line, count in self._workers.items()
         )

@@ -1,7 +1,7 @@
-"""Functions that read or write a tensor's memory in C++, of which a fake tensor has none.
+"""Functions that access a tensor's memory in C++, which fails on fake tensors.
 
-The lengths of packed sequences and the indices of `tensor_split` are passed as real tensors where
-the values are known (known_values.py); otherwise the user's line is named.
+The lengths of packed sequences and the indices of `tensor_split` are passed as real tensors if
+their values are known (known_values.py). Otherwise the error names the user's line.
 """
 
 from collections.abc import Callable
@@ -20,20 +20,20 @@ from memlab.metering.frames import user_line
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-def _with_real_lengths(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function`, which takes the sizes of the batch at each step as its second argument."""
+def _with_real_batch_sizes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` with real batch sizes as its second argument."""
     if len(args) > 1 and isinstance(args[1], FakeTensor) and _is_batch_sizes(args[1]):
-        args = (args[0], _real(args[1], function), *args[2:])
+        args = (args[0], _real_values(args[1], function), *args[2:])
     return function(*args, **kwargs)
 
 
 def _is_batch_sizes(tensor: torch.Tensor) -> bool:
-    """Rather than the state of a layer whose input is not packed."""
+    """Return whether the argument is batch sizes, not the state of a layer with unpacked input."""
     return tensor.dtype == torch.int64
 
 
 class _Packing(torch.autograd.Function):
-    """torch's operator, and its backward, which reads the sizes of the batch in C++."""
+    """torch's packing operator with a Python backward; torch's reads batch sizes in C++."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ class _Packing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None]:
-        """The gradient lies step by step, whatever the order of the batch."""
+        """The gradient is stored time-major, even for batch_first."""
         first, second, *features = ctx.shape
         if not ctx.batch_first:
             return gradient.new_zeros(ctx.shape), None, None
@@ -68,8 +68,8 @@ def _pad_packed_sequence(
     padding_value: float,
     total_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operators of torch's own, which writes the lengths in C++, too."""
-    sizes = _real(batch_sizes, pad_packed_sequence).tolist()
+    """Call the same operators as torch's version, which accesses sizes and lengths in C++."""
+    sizes = _real_values(batch_sizes, pad_packed_sequence).tolist()
     T, B = max(len(sizes), total_length), sizes[0]
     padded = torch.full((T, B, *data.shape[1:]), padding_value, dtype=data.dtype)
     lengths, begin, offset = [], 0, 0
@@ -88,7 +88,7 @@ def _tensor_split(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torc
     if indices in kwargs:
         args, kwargs = (kwargs.pop(indices), *args), kwargs
     if args and isinstance(args[0], FakeTensor):
-        args = (_real(args[0], torch.tensor_split), *args[1:])
+        args = (_real_values(args[0], torch.tensor_split), *args[1:])
     return torch.tensor_split(tensor, *args, **kwargs)
 
 
@@ -101,7 +101,7 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """For the mean, torch's own writes lengths that are no tensor into one in C++."""
+    """For the mean over a list of lengths, avoid torch's version, which fills a tensor in C++."""
     lengths = input_lengths, target_lengths
     if reduction != "mean" or isinstance(target_lengths, torch.Tensor):
         return F.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
@@ -110,11 +110,11 @@ def _ctc_loss(
     return (losses / divisors).mean()
 
 
-def _real(tensor: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
+def _real_values(tensor: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
     if not known_values.is_known(tensor):
         raise ValueError(
-            f"{user_line()}: {function.__name__} reads lengths or indices from a tensor, and a dry "
-            f"run does not know its values; make the tensor from numbers of Python's"
+            f"{user_line()}: {function.__name__} reads lengths or indices from a tensor whose "
+            f"values are unknown in a dry run; create the tensor from Python integers"
         )
     return known_values.real(tensor)
 
@@ -125,5 +125,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     packing_operator: _pack_padded_sequence,
     unpacking_operator: _pad_packed_sequence,
     F.ctc_loss: _ctc_loss,
-    **{f: partial(_with_real_lengths, f) for f in (getattr(torch, name) for name in _RECURRENT)},
+    **{
+        f: partial(_with_real_batch_sizes, f) for f in (getattr(torch, name) for name in _RECURRENT)
+    },
 }

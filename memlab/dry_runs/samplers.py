@@ -1,8 +1,8 @@
-"""Which samples of a dataset a dry run sees: those that a real DataLoader would draw.
+"""Draw the samples that a real DataLoader would draw.
 
-A DataLoader shuffles by random numbers that it reads, and a dry run has none. Answered like any
-other number that nobody knows, each would be sample 1: every batch had the lengths of that one.
-So samplers draw for real, and leave the random number generators as they were.
+A DataLoader's random samplers read random values, which are unknown in a dry run. As unknown
+integers, all indices would be 1, and every batch would have the lengths of sample 1. So samplers
+draw real random numbers, and the random number generators are restored afterwards.
 """
 
 import copy
@@ -22,19 +22,19 @@ from memlab.metering.frames import frames
 _FOLDER = str(Path(data.__file__).parent)
 
 
-def read_by_a_loader() -> bool:
-    """Whether torch's own loading of data reads a number: a seed."""
+def is_loader_seed() -> bool:
+    """Return whether torch.utils.data reads the value, which is then a seed."""
     return next(frames()).f_code.co_filename.startswith(_FOLDER)
 
 
-def _drawing_for_real(iterate: Callable[[Sampler], Iterator[Any]]) -> Callable[..., Any]:
+def _draw_real_samples(iterate: Callable[[Sampler], Iterator[Any]]) -> Callable[..., Any]:
     def indices(sampler: Sampler) -> Iterator[Any]:
         fakes = {k: v for k, v in vars(sampler).items() if isinstance(v, FakeTensor)}
         if not all(map(known_values.is_known, fakes.values())):
             return iterate(sampler)
         real = copy.copy(sampler)
         vars(real).update({name: known_values.real(fake) for name, fake in fakes.items()})
-        with known_values.unseen(), _restored(getattr(sampler, "generator", None)):
+        with known_values.without_modes(), _restored(getattr(sampler, "generator", None)):
             return iter(list(iterate(real)))
 
     return indices
@@ -50,6 +50,6 @@ def _restored(generator: torch.Generator | None) -> Iterator[None]:
 
 
 def replacements() -> dict[tuple[Any, str], Callable[[Any], Any]]:
-    """For `replaced`."""
+    """Return the replacements, for `replaced`."""
     samplers = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    return {(sampler, "__iter__"): _drawing_for_real for sampler in samplers}
+    return {(sampler, "__iter__"): _draw_real_samples for sampler in samplers}

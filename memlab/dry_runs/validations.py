@@ -3,11 +3,10 @@
     if not (boxes[:, 2:] >= boxes[:, :2]).all():
         raise ValueError(...)
 
-A dry run that does not know the boxes assumes that they are valid. Which answer means "valid" is
-found in the bytecode that follows the read: it is the answer after which some path goes on, where
-after the other one every path ends in a `raise`. An `assert` is such a condition, and so is one
-behind `not`, `and`, `or`, `bool()`, `.item()`, a local variable or the return value of a function
-that was called to check.
+A dry run without the boxes' values assumes that they are valid. The bytecode after the read shows
+which answer means "valid": if every path after one answer ends in a `raise`, the other answer is
+valid. This covers `assert`, and conditions through `not`, `and`, `or`, `bool()`, `.item()`, a local
+variable or the return value of a checking function.
 """
 
 import dis
@@ -18,28 +17,28 @@ from typing import NamedTuple
 
 from memlab.metering.frames import frames
 
-_MOST_FRAMES = 8  # between the read and the `raise`
+_MAX_FRAMES = 8  # from the read to the `raise`
 _RAISES = "raises"
-_CALLS = ("CALL", "LOAD_ATTR")  # a property is called, too
-_RETURNS = ("RETURN_VALUE", "YIELD_VALUE")  # the latter to `all` and `any`
+_CALLS = ("CALL", "LOAD_ATTR")  # LOAD_ATTR can call a property
+_RETURNS = ("RETURN_VALUE", "YIELD_VALUE")  # `all` and `any` read yielded values
 _RAISE = ("RAISE_VARARGS", "RERAISE")
 _FOR = ("FOR_ITER", "SEND")
-# These leave the stack as it is, in truth values.
-_KEEP = ("NOP", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG")
+# Instructions that do not change the bools on the stack.
+_NO_EFFECT = ("NOP", "TO_BOOL", "NOT_TAKEN", "EXTENDED_ARG")
 
 
 def valid_answer() -> bool | None:
-    """What the truth value that is being read has to be so that no exception is raised.
+    """Return the answer for which the current read of a bool raises no exception.
 
-    None where it decides about none.
+    None if both answers can go on, or both raise.
     """
     if_true, if_false = _certainly_raises(True), _certainly_raises(False)
     return None if if_true == if_false else if_false
 
 
 def _certainly_raises(answer: bool) -> bool:
-    """Whether an exception follows if the truth value that is being read is `answer`."""
-    for frame in itertools.islice(frames(), _MOST_FRAMES):
+    """Return whether an exception follows if the current read of a bool gives `answer`."""
+    for frame in itertools.islice(frames(), _MAX_FRAMES):
         ends = ends_of(frame.f_code, frame.f_lasti, answer)
         if ends == {_RAISES}:
             return True
@@ -49,19 +48,19 @@ def _certainly_raises(answer: bool) -> bool:
     return False
 
 
-class _State(NamedTuple):
-    """A place in a function, and where the truth value is that we follow."""
+class _BytecodeState(NamedTuple):
+    """A position in a function, and the location of the tracked bool."""
 
     offset: int
-    stack: tuple[bool, ...]  # the topmost values, as far as we know them
+    stack: tuple[bool, ...]  # the known values on top of the stack
     variable: tuple[str, bool] | None
 
 
 @functools.cache
 def ends_of(code: CodeType, offset: int, answer: bool) -> frozenset[bool | str | None]:
-    """How a function can end if this instruction reads `answer`, or calls what returns it.
+    """Return how a function can end if this instruction reads `answer`, or its call returns it.
 
-    Each is _RAISES, a truth value that is returned, or None for anything else.
+    Each end is _RAISES, a returned bool, or None for anything else.
     """
     ends = set()
     for state in _states(code, offset, answer):
@@ -74,10 +73,10 @@ def ends_of(code: CodeType, offset: int, answer: bool) -> frozenset[bool | str |
 
 
 @functools.cache
-def begins_another_round(code: CodeType, offset: int, answer: bool | None) -> bool:
-    """Whether a `while` around this instruction can go on after it has read `answer`.
+def can_iterate_again(code: CodeType, offset: int, answer: bool | None) -> bool:
+    """Return whether a `while` around this instruction can iterate again after reading `answer`.
 
-    None stands for an answer that is not known. A `for` ends by itself.
+    None means an unknown answer. A `for` loop always ends.
     """
     return any(
         following.offset <= offset <= state.offset and not _iterates(code, following.offset)
@@ -88,7 +87,7 @@ def begins_another_round(code: CodeType, offset: int, answer: bool | None) -> bo
 
 def _iterates(code: CodeType, offset: int) -> bool:
     instructions = _instructions(code)
-    while instructions[offset][0].opname == "EXTENDED_ARG":  # of an instruction that jumps far
+    while instructions[offset][0].opname == "EXTENDED_ARG":  # prefix of a long jump
         offset += 2
     return instructions[offset][0].opname in _FOR
 
@@ -99,8 +98,8 @@ def _is_return(name: str) -> bool:
 
 def _states(
     code: CodeType, offset: int, answer: bool | None, past_for: bool = False
-) -> list[_State]:
-    """All states that can follow, with the rounds of every `for`, or as after the last one."""
+) -> list[_BytecodeState]:
+    """Return all reachable states; with `past_for`, only those after a `for` loop ends."""
     instructions = _instructions(code)
     if offset not in instructions:
         return []
@@ -116,18 +115,18 @@ def _states(
     return list(seen)
 
 
-def _start(code: CodeType, offset: int, answer: bool | None) -> _State:
+def _start(code: CodeType, offset: int, answer: bool | None) -> _BytecodeState:
     instruction, following = _instructions(code)[offset]
     stack = () if answer is None else (answer,)
     if instruction.opname.startswith(_CALLS):
-        return _State(following, stack, None)
-    if instruction.opname == "CONTAINS_OP":  # the other elements are compared in the same way
-        return _State(following, tuple(one != bool(instruction.arg) for one in stack), None)
-    return _State(offset, stack, None)
+        return _BytecodeState(following, stack, None)
+    if instruction.opname == "CONTAINS_OP":  # compares the remaining elements in the same way
+        return _BytecodeState(following, tuple(one != bool(instruction.arg) for one in stack), None)
+    return _BytecodeState(offset, stack, None)
 
 
-def _next(code: CodeType, state: _State) -> list[_State]:
-    """The states that may follow."""
+def _next(code: CodeType, state: _BytecodeState) -> list[_BytecodeState]:
+    """Return the possible next states."""
     instruction, following = _instructions(code)[state.offset]
     name, stack = instruction.opname, state.stack
     top, below = stack[-1:], stack[:-1]
@@ -148,13 +147,15 @@ def _next(code: CodeType, state: _State) -> list[_State]:
         stack = (*stack, *top) if instruction.arg == 1 else ()
     elif name == "POP_TOP":
         stack = below
-    elif name not in _KEEP:
+    elif name not in _NO_EFFECT:
         stack = ()
-    return [_State(following, stack, variable)]
+    return [_BytecodeState(following, stack, variable)]
 
 
-def _branches(instruction: dis.Instruction, following: int, state: _State) -> list[_State]:
-    """After a jump under a condition: both ways, or one if the condition is what we follow."""
+def _branches(
+    instruction: dis.Instruction, following: int, state: _BytecodeState
+) -> list[_BytecodeState]:
+    """Return the states after a conditional jump; only one if the tracked bool decides it."""
     below = state.stack[:-1]
     kept = state.stack if instruction.opname.endswith("_OR_POP") else below
     jumps = state._replace(offset=instruction.argval, stack=kept)
@@ -166,9 +167,9 @@ def _branches(instruction: dis.Instruction, following: int, state: _State) -> li
 
 @functools.cache
 def _instructions(code: CodeType) -> dict[int, tuple[dis.Instruction, int]]:
-    """By its offset, each instruction and the offset of the following one.
+    """Return each instruction and the offset of the next one, by offset.
 
-    An instruction's caches stand for it: a frame that has called another points to the last one.
+    An instruction's inline caches map to it too: during a call, a frame points to the last cache.
     """
     found = list(dis.get_instructions(code))
     ends = [*(instruction.offset for instruction in found[1:]), len(code.co_code)]

@@ -1,9 +1,9 @@
-"""Averages of a model's weights, by their names: in memory, or in a store.
+"""Averages of a model's weights by name, in memory or in a store.
 
-Saves    in a store: all of an average's bytes but those of two tensors.
-Costs    in a store: its bytes read and written in each update; and updates may be rare, for the
-         right share makes ten steps at once as good as one after the other.
-Source   memlab.offload's stores; whatever has their put, get, prefetch and claim will do.
+Saves    in a store: all bytes of an average except two tensors.
+Costs    in a store: each update reads and writes all its bytes. Updates can be rare, because one
+         update with the right decay replaces ten single steps.
+Source   memlab.offload's stores; any object with put, get, prefetch and claim works.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -20,39 +20,39 @@ from memlab.internals.torch_internals import foreach_lerp_
 Kinds = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-class InMemory(dict[str, Tensor]):
-    """An average whose tensors are here."""
+class InMemoryAverage(dict[str, Tensor]):
+    """An average with its tensors in memory."""
 
     @property
     def kinds(self) -> Kinds:
-        """Dtype and shape of each."""
+        """The dtype and shape of each tensor."""
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.items()}
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """The total bytes of the tensors."""
         return sum(tensor.nbytes for tensor in self.values())
 
-    def one_by_one(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor; what was changed of it is put back by `average[name] = tensor`."""
+    def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor. Store a changed tensor with `average[name] = tensor`."""
         return iter(self.items())
 
     def move_towards(self, weights: Mapping[str, Tensor], share: float) -> None:
-        """avg ← avg + share·(weights − avg), in place.
+        """Compute avg ← avg + share·(weights − avg) in place.
 
-        Of a kind and on a device: in one call, which takes nothing beside. Others go through a
-        piece in the average's dtype at a time.
+        Tensors with the same dtype and device as their weight use one fused call without
+        temporaries. Other weights are cast in chunks.
         """
-        alike = [name for name, tensor in self.items() if _is_alike(tensor, weights[name])]
+        alike = [name for name, tensor in self.items() if _same_kind(tensor, weights[name])]
         if alike:
             here, there = [self[name] for name in alike], [weights[name] for name in alike]
             foreach_lerp_(here, there, share)
         for name in (name for name in self if name not in set(alike)):
-            _move_in_pieces(self[name], weights[name], share)
+            _lerp_in_chunks(self[name], weights[name], share)
 
 
-class InStore(MutableMapping[str, Tensor]):
-    """An average whose tensors are in a store. To get one brings it, to set it sends it away."""
+class StoredAverage(MutableMapping[str, Tensor]):
+    """An average with its tensors in a store. Reading a name fetches it; setting writes it."""
 
     def __init__(self, store: Any, sigma: float) -> None:
         self._store, self._sigma = store, sigma
@@ -60,24 +60,24 @@ class InStore(MutableMapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Of all of them, in the store."""
+        """The total bytes of the tensors in the store."""
         return sum(prod(shape) * dtype.itemsize for dtype, shape in self.kinds.values())
 
-    def one_by_one(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor, while the next one is on its way."""
+    def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor while prefetching the next one."""
         for name, following in pairwise((*self.kinds, None)):
             assert name is not None
             brought = [self[name]]
             if following is not None:
                 self._store.prefetch(self._key(following))
-            yield name, brought.pop()  # held by nobody here when the next one comes
+            yield name, brought.pop()  # drop the reference before fetching the next tensor
 
     def move_towards(self, weights: Mapping[str, Tensor], share: float) -> None:
-        """avg ← avg + share·(weights − avg), a tensor at a time."""
-        for name, tensor in self.one_by_one():
-            InMemory({name: tensor}).move_towards(weights, share)
+        """Compute avg ← avg + share·(weights − avg), one tensor at a time."""
+        for name, tensor in self.iter_tensors():
+            InMemoryAverage({name: tensor}).move_towards(weights, share)
             self[name] = tensor
-            del tensor  # one is here, and the next one on its way
+            del tensor  # at most this tensor and the prefetched one are in memory
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.kinds:
@@ -101,23 +101,24 @@ class InStore(MutableMapping[str, Tensor]):
         return f"average/{self._sigma}/{name}"
 
 
-Average = InMemory | InStore
+Average = InMemoryAverage | StoredAverage
 
 
-def begun(weights: Mapping[str, Tensor], sigma: float, *, device: Any, store: Any) -> Average:
-    """An average that is nothing yet: its numbers are the weights', and count 0 from the first
-    update on."""
+def start_average(
+    weights: Mapping[str, Tensor], sigma: float, *, device: Any, store: Any
+) -> Average:
+    """Return an average initialized with the weights, which the first update overwrites."""
     copies = ((name, _copied(weight, device)) for name, weight in weights.items())
     if store is None:
-        return InMemory(copies)
-    average = InStore(store, sigma)
+        return InMemoryAverage(copies)
+    average = StoredAverage(store, sigma)
     for name, copy in copies:
         average[name] = copy
     return average
 
 
 def require_store(store: Any) -> None:
-    """TypeError for what is none."""
+    """Raise TypeError unless `store` is a store."""
     wanted = ("put", "get", "prefetch", "claim")
     if not all(callable(getattr(store, name, None)) for name in wanted):
         raise TypeError(
@@ -131,13 +132,13 @@ def _copied(weight: Tensor, device: Any) -> Tensor:
     return torch.empty(shape, dtype=precision, device=where).copy_(weight.detach())
 
 
-def _is_alike(tensor: Tensor, other: Tensor) -> bool:
+def _same_kind(tensor: Tensor, other: Tensor) -> bool:
     return (tensor.dtype, tensor.device) == (other.dtype, other.device)
 
 
-def _move_in_pieces(average: Tensor, weight: Tensor, share: float) -> None:
-    to, of = average.view(-1), weight.reshape(-1)  # a copy only of channels_last and its like
+def _lerp_in_chunks(average: Tensor, weight: Tensor, share: float) -> None:
+    to, of = average.view(-1), weight.reshape(-1)  # copies only layouts such as channels_last
     size = chunk_size_on(average.device)
     for start in chunk_starts(to, size):
-        # No name for what is cast: it is gone before the next piece is.
+        # Don't name the cast chunk, so that it is freed before the next one.
         to[start : start + size].lerp_(of[start : start + size].to(to.device, to.dtype), share)

@@ -1,20 +1,20 @@
-"""Which snapshots to keep.
+"""Choose which snapshots to keep.
 
-Saves    of the snapshots' bytes on disk all but every k-th.
-Costs    a larger error of what is made of them, which is known before anything is removed.
-Source   the error's closed form, memlab.ema.profiles.
+Saves    disk: only every k-th snapshot stays.
+Costs    a larger error in synthesized averages, computed before any file is removed.
+Source   the closed form of the error in memlab.ema.profiles.
 
-A profile reaches far back: at σ = 0.15 a tenth of it lies before 0.6·t. So the last n know too
-little of it. Of 100 snapshots, tracked at 0.05 and 0.10, 20 are kept; the error of what is made at
-the end of training:
+Profiles reach far back: at σ = 0.15, a tenth of the profile lies before 0.6·t. The last n snapshots
+therefore do not suffice. The error at the end of training with 20 of 100 snapshots, tracked at 0.05
+and 0.10:
 
     σ                          0.07      0.15      0.25
     every 5th, and the last    6e-6      3e-5      4e-3
     the last 20                2e-5      9e-3      5e-1
     log-spaced from the end    4e-7      1e-4      4e-2
 
-Even gaps do best for all widths together, and serve targets at other times as well. Whoever wants
-short averages of the end alone does better with gaps that grow towards the begin.
+Equal gaps are best over all widths and also serve earlier target times. For short averages at the
+end only, use gaps that grow towards the start.
 
     pruned = prune(find_snapshots(folder), (0.05, 0.15), error=1e-3)
     print(pruned.errors)
@@ -34,7 +34,7 @@ from memlab.ema.profiles import Profile, power_profile, profile_error
 
 @dataclass(frozen=True)
 class Pruning:
-    """What to keep, and the profile's error that is left for each sigma."""
+    """The snapshots to keep and to drop, and the remaining profile error per sigma."""
 
     kept: list[Any]
     dropped: list[Any]
@@ -43,7 +43,7 @@ class Pruning:
 
 
 def every_kth(times: Sequence[float], k: int) -> list[float]:
-    """The k-th, 2k-th, … time, and the last."""
+    """Return the k-th, 2k-th, … time, and the last."""
     if k < 1:
         raise ValueError(f"got every {k}-th; give 1 or more")
     kept = list(times[k - 1 :: k])
@@ -51,30 +51,37 @@ def every_kth(times: Sequence[float], k: int) -> list[float]:
 
 
 def last_n(times: Sequence[float], count: int) -> list[float]:
-    """The last so many."""
+    """Return the last `count` times."""
     return list(times[-_checked_count(count) :])
 
 
 def log_spaced(times: Sequence[float], count: int) -> list[float]:
-    """So many, with gaps that grow towards the begin: the distances from the end are nearly in
-    geometric progression."""
+    """Return `count` times with gaps that grow towards the start.
+
+    Distances from the end follow a geometric progression, where the times allow it.
+    """
     total, count = len(times), min(_checked_count(count), len(times))
     if count < 2:
         return list(times[-1:])
     back = [0]
     for number in range(1, count):
         wanted = round((total - 1) ** (number / (count - 1)))
-        # Where the progression is denser than the times, the next one that is free.
+        # Take the next free time where the progression is denser than the times.
         back.append(min(max(wanted, back[-1] + 1), total - count + number))
     return [times[total - 1 - distance] for distance in reversed(back)]
 
 
 def prune(snapshots: Sequence[Any], sigmas: Sequence[float], *, error: float) -> Pruning:
-    """Keep every k-th snapshot and the last, k the largest for which the profile's error at the end
-    is at most `error` for each of `sigmas`.
+    """Keep the last and every k-th snapshot, with the largest k that satisfies the error limit.
 
-    Snapshots are those of `find_snapshots`, or profiles. Nothing is removed. ValueError if even all
-    of them have a larger error.
+    Nothing is deleted.
+
+    Args:
+        snapshots: from `find_snapshots`, or profiles.
+        error: the largest profile error at the last snapshot's time, for each of `sigmas`.
+
+    Raises:
+        ValueError: if even all snapshots have a larger error.
     """
     if isinstance(snapshots, (str, os.PathLike)):
         raise TypeError(f"got {str(snapshots)!r}; give find_snapshots({str(snapshots)!r})")
@@ -91,13 +98,13 @@ def prune(snapshots: Sequence[Any], sigmas: Sequence[float], *, error: float) ->
             return Pruning(kept, dropped, k, errors)
     worst = max(errors, key=lambda sigma: errors[sigma])
     raise ValueError(
-        f"got an error of {error:.2g}, and even all {len(times)} times leave {errors[worst]:.2g} "
-        f"at sigma {worst}; allow more, or leave that sigma out"
+        f"got an error of {error:.2g}, but even all {len(times)} times leave {errors[worst]:.2g} "
+        f"at sigma {worst}; allow a larger error, or leave out this sigma"
     )
 
 
 def errors_at_end(snapshots: Sequence[Any], sigmas: Sequence[float]) -> dict[float, float]:
-    """The profile's error of each sigma, at the time of the last snapshot."""
+    """Return the profile error of each sigma at the time of the last snapshot."""
     profiles = [_profile(snapshot) for snapshot in snapshots]
     end = max((profile.t for profile in profiles), default=math.nan)
     return {sigma: profile_error(profiles, power_profile(sigma, end)) for sigma in sigmas}

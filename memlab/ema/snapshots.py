@@ -1,16 +1,16 @@
-"""Snapshots: one average of all weights at one time, in a file of its own, rounded.
+"""Snapshots: one file per average and time, with rounded weights.
 
-Saves    half of float32's bytes in float16 or bfloat16; in int8 all but 1.02 bytes a weight.
-Costs    rounding. Relative to the weight 2⁻¹² at most in float16; in int8 a 510th of the range of
-         256 neighbours. Sums of snapshots have it times √Σxᵢ² at most: of 0.05 and 0.10 that is
-         below 1.1 for widths from 0.06 on, but 2 at 0.04, and 6 at 0.03.
+Saves    half of float32's bytes in float16 or bfloat16; int8 takes 1.02 bytes per weight.
+Costs    rounding: at most 2⁻¹² relative error in float16; in int8, 1/510 of the range of 256
+         neighbours. A sum of snapshots multiplies the error by at most √Σxᵢ²: for 0.05 and 0.10,
+         below 1.1 at widths from 0.06, but 2 at 0.04 and 6 at 0.03.
 Source   Karras et al. 2023 (EDM2), arXiv 2312.02696, section 3.2; memlab.quantize for int8.
 
-A file `ema-<step>-<sigma>.safetensors` has the model's own names, so that whoever reads safetensors
-can load it as weights (in int8 all but small tensors are three: `name#codes`, `name#scales`,
-`name#offsets`). Weights that are tied are in it once. What is not averaged (buffers, frozen
-weights) is the live model's at that moment, to the bit. Its metadata say of which run, on whose
-clock, at which step and of which model it is: whatever does not belong together is refused.
+A file `ema-<step>-<sigma>.safetensors` uses the model's own names, so any safetensors reader can
+load it as weights. In int8, each large tensor is stored as `name#codes`, `name#scales` and
+`name#offsets`. Tied weights are stored once. Other tensors (buffers, frozen
+weights) are exact copies of the live model's. The metadata name the run, clock, step and model, and
+unrelated snapshots are rejected.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ from memlab.quantize import Quantized, dequantize_blockwise, quantize_blockwise
 FORMAT = "memlab ema 1"
 PATTERN = "ema-*.safetensors"
 INT8 = "int8"
-BLOCK = 256  # numbers with a scale and an offset of their own
-SMALL = 4096  # numbers: what is smaller is kept in float32 in int8's files
+BLOCK = 256  # elements per scale and offset
+SMALL = 4096  # elements: smaller tensors stay in float32 in int8 files
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Encoding = torch.dtype | str
@@ -44,14 +44,14 @@ Reader = Callable[[int, int], Tensor]
 
 
 def fingerprint(shapes: Shapes, followed: Iterable[str]) -> str:
-    """Tells models apart by names and shapes, and by what of them is averaged."""
+    """Return a hash of a model's names and shapes, and of the names excluded from averaging."""
     listed = sorted((name, list(shape)) for name, shape in shapes.items())
     content = json.dumps([listed, sorted(followed)])
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def check_encoding(encoding: Encoding) -> Encoding:
-    """A dtype of floats, or int8."""
+    """Return the encoding if it is a floating-point dtype or int8; else raise ValueError."""
     if encoding in (INT8, torch.int8):
         return INT8
     if encoding not in _FLOATS:
@@ -62,13 +62,13 @@ def check_encoding(encoding: Encoding) -> Encoding:
     return encoding
 
 
-# ------------------------------------------------------------------ an average, encoded
+# ------------------------------------------------------------------ encoding
 
 
 def parts(
     name: str, shape: tuple[int, ...], encoding: Encoding
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The tensors that an average of that shape is in a file."""
+    """Return the dtypes and shapes of the file's tensors for one averaged tensor."""
     if encoding != INT8:
         return {name: (encoding, shape)}
     if prod(shape) < SMALL:
@@ -81,9 +81,9 @@ def parts(
     }
 
 
-def encode(name: str, numbers: Tensor, encoding: Encoding) -> Iterator[tuple[str, int, Tensor]]:
-    """(tensor of a file, where in it, numbers) of an average, a piece at a time."""
-    flat = numbers.reshape(-1)
+def encode(name: str, elements: Tensor, encoding: Encoding) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (file tensor, start, elements) of an averaged tensor, in chunks."""
+    flat = elements.reshape(-1)
     size = chunk_size_on(flat.device)
     for start in chunk_starts(flat, size):
         part = flat[start : start + size]
@@ -109,7 +109,7 @@ def _cast(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def reader(file: TensorFile, name: str) -> Reader:
-    """Reads numbers from `start`, which begins a block, to before `stop`: mapped, or decoded."""
+    """Return `read(start, stop)`; `start` must begin a block. Maps or decodes the elements."""
     if name in file.places:
         mapped = file.tensor(name)
         return lambda start, stop: mapped[start:stop]
@@ -130,12 +130,12 @@ def reader(file: TensorFile, name: str) -> Reader:
     return read
 
 
-# ------------------------------------------------------------------ a file of one
+# ------------------------------------------------------------------ one snapshot
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a file says about itself; the numbers stay in it until they are read."""
+    """The header of a snapshot file. Tensors are read on demand."""
 
     file: TensorFile
     run: str
@@ -143,22 +143,22 @@ class Snapshot:
     step: int | float
     sigma: float
     model: str  # fingerprint
-    followed: frozenset[str]  # not averaged
-    tied: dict[str, str]  # other names of tensors in it
+    followed: frozenset[str]  # copied from the live model, not averaged
+    tied: dict[str, str]  # other name: name of the stored tensor
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, verify: bool = True) -> "Snapshot":
-        """By its header; ValueError for what is cut short, or no snapshot.
+        """Read a snapshot's header.
 
-        What is read is held against its checksum, and is a ValueError if it is damaged; with
-        `verify=False` it is not.
+        With `verify`, tensors are checked against their checksums when read. Raise ValueError if
+        the file is truncated, damaged or not a snapshot.
         """
         file = TensorFile(path, verify=verify)
         about = file.metadata
         if about.get("format") != FORMAT:
             raise ValueError(
-                f"{file.path} is of format {about.get('format')!r}, wanted {FORMAT!r}; give what "
-                f"PostHocEMA.snapshot() has written"
+                f"{file.path} is of format {about.get('format')!r}, wanted {FORMAT!r}; give a file "
+                f"written by PostHocEMA.snapshot()"
             )
         plain = {key: json.loads(about[key]) for key in ("step", "sigma", "followed", "tied")}
         followed = frozenset(plain.pop("followed"))
@@ -176,12 +176,12 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """The size of the file."""
         return self.path.stat().st_size
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, by the model's names."""
+        """The shapes of all tensors, by the model's names."""
         found = {
             name.removesuffix("#codes"): place.shape
             for name, place in self.file.places.items()
@@ -190,26 +190,26 @@ class Snapshot:
         return dict(sorted(found.items()))
 
     def dtype(self, name: str) -> torch.dtype:
-        """In which it is read: a followed tensor's own; an average's at least float32."""
+        """Return the dtype for reading: the stored one if not averaged, else float32 or float64."""
         stored = self.file.places.get(name)
         if name in self.followed:
             return stored.dtype
         return torch.float64 if stored and stored.dtype == torch.float64 else torch.float32
 
     def reader(self, name: str) -> Reader:
-        """`read(start, stop)` are flat numbers, mapped or decoded; `start` a multiple of 256."""
+        """Return `read(start, stop)` for flat elements; `start` must be a multiple of 256."""
         return reader(self.file, name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """The same, once."""
+        """Read flat elements once; `start` must be a multiple of 256."""
         return self.reader(name)(start, stop)
 
 
-def about_snapshot(
+def snapshot_metadata(
     *, run: str, clock: str, step: float, sigma: float, model: str,
     followed: Iterable[str], tied: Mapping[str, str],
 ) -> dict[str, str]:  # fmt: skip
-    """A file's metadata. A step is written as it is, whole or with all digits of a float64."""
+    """Return a file's metadata. The step keeps full precision, as an int or a float64."""
     return {
         "format": FORMAT,
         "run": run,
@@ -223,24 +223,26 @@ def about_snapshot(
 
 
 def file_name(step: float, sigma: float) -> str:
-    """In the order of time, when sorted."""
+    """Return a file name that sorts by time."""
     whole, _, part = f"{step:.17f}".partition(".")
     when = f"{whole:0>12}" if isinstance(step, int) else f"{whole:0>12}.{part.rstrip('0') or '0'}"
     return f"ema-{when}-{sigma}.safetensors"
 
 
-# ------------------------------------------------------------------ several
+# ------------------------------------------------------------------ several snapshots
 
 
 def find_snapshots(folder: str | os.PathLike[str], *, verify: bool = True) -> list[Snapshot]:
-    """All that are in a folder, in the order of time, by their headers; see `Snapshot.open`."""
+    """Return all snapshots in a folder in the order of time; see `Snapshot.open`."""
     found = [Snapshot.open(path, verify=verify) for path in Path(folder).glob(PATTERN)]
     return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.sigma))
 
 
-def of_one_run(snapshots: Any) -> list[Snapshot]:
-    """Snapshots in the order of time: of a folder, of paths, or as they are. ValueError if they are
-    not all of one run, clock and model."""
+def snapshots_of_one_run(snapshots: Any) -> list[Snapshot]:
+    """Return snapshots in the order of time from a folder, paths, or Snapshots.
+
+    Raise ValueError unless they share one run, clock and model.
+    """
     if isinstance(snapshots, (str, os.PathLike)) and Path(snapshots).is_dir():
         found = find_snapshots(snapshots)
     else:
@@ -248,9 +250,7 @@ def of_one_run(snapshots: Any) -> list[Snapshot]:
         opened = (s if isinstance(s, Snapshot) else Snapshot.open(s) for s in several)
         found = sorted(opened, key=lambda snapshot: (snapshot.step, snapshot.sigma))
     if not found:
-        raise ValueError(
-            f"got no snapshots in {snapshots!s}; give those that PostHocEMA has written"
-        )
+        raise ValueError(f"got no snapshots in {snapshots!s}; give snapshots written by PostHocEMA")
     for kind in ("model", "run", "clock"):
         _require_same(found, kind)
     return found

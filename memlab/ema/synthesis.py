@@ -1,20 +1,23 @@
-"""Synthesis: averages of any length, from snapshots on disk, a piece of a tensor at a time.
+"""Synthesize averages of any length from snapshots on disk, in chunks.
 
-Saves    all of memory but the buffers of a piece: for four lengths at once 12 · 2¹⁷ numbers, 6 MiB,
-         of whatever model and however many snapshots.
-Costs    a pass over the snapshots' bytes, for all lengths together.
+Saves    all memory except one chunk's buffers: 12 · 2¹⁷ elements (6 MiB) for four lengths at once,
+         for any model and number of snapshots.
+Costs    one pass over the snapshots' bytes, shared by all lengths.
 Source   Karras et al. 2023 (EDM2), arXiv 2312.02696, section 3.2 and algorithm 3.
 
-Which loop is the outer one decides the bytes, for a sum of S snapshots of N weights:
+memlab.reference.post_hoc_ema.synthesize is the short version. This file adds int8 snapshots, tied
+weights, output to files and models, checks, and speed.
 
-    for each snapshot: for each tensor    N·4 bytes a length, and a snapshot that is loaded
-    for each piece: for each snapshot     a piece a length: it is complete, and can be written,
-                                          before the next one begins
+The order of the loops determines the memory, for a sum of S snapshots of N weights:
 
-The second wants all files open at once, and reads a piece of each in turn. Mapped, that costs no
-memory that is not the system's to take back. And it is the faster one, for sums stay in the
-processor's cache: eight snapshots' pieces are the rows of a matrix, and shares (lengths × 8) times
-that matrix (8 × piece) is all lengths' part in one product, which reads each number once.
+    for each snapshot: for each tensor    4·N bytes per length, and one loaded snapshot
+    for each chunk: for each snapshot     one chunk per length, which is complete and written
+                                          before the next chunk begins
+
+The second order opens all files at once and reads one chunk from each in turn. Memory-mapped files
+use only memory that the system can reclaim. This order is also faster, because sums stay in the
+processor's cache. Eight snapshots' chunks form a matrix, so one matmul of the coefficients
+(lengths × 8) with it (8 × chunk) updates all lengths and reads each element once.
 """
 
 import fnmatch
@@ -36,12 +39,12 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from memlab.ema.profiles import power_profile, profile_error, solve_weights
-from memlab.ema.snapshots import PATTERN, Reader, Shapes, Snapshot, of_one_run
-from memlab.ema.tensor_files import TensorWriter, written
+from memlab.ema.snapshots import PATTERN, Reader, Shapes, Snapshot, snapshots_of_one_run
+from memlab.ema.tensor_files import TensorWriter, create_file
 
 FORMAT = "memlab ema synthesized 1"
-PIECE = 2**17  # numbers, and
-ROWS = 8  # snapshots at a time: 4 MiB in float32
+CHUNK = 2**17  # elements per chunk
+ROWS = 8  # snapshots per matmul: 4 MiB in float32
 BAR_AFTER_SECONDS = 2.0
 WARN_ABOVE = 0.01  # profile_error
 
@@ -58,38 +61,42 @@ def synthesize(
     at: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """The average of relative width `sigma`, made of snapshots.
+    """Synthesize the average of relative width `sigma` from snapshots.
 
-    snapshots   the folder, paths, or what `find_snapshots` has found
-    only        names or patterns of tensors, or of modules: "head", "blocks.*.attention"
-    out         a model or a mapping of tensors, which are written in place; a path, for a
-                safetensors file; None, for new tensors in a dict
-    at          the time of the average, which has to be a snapshot's; None: the last
-    dtype       of a file or of new tensors; what is there already keeps its own
+    Several sigmas share one pass over the files. Buffers and frozen weights come from the snapshot
+    at `at`.
 
-    Several sigmas are made in one pass, with as many in `out`. Returns what `out` is, or the dict;
-    of several, a list. What is not averaged (buffers, frozen weights) is that of the snapshot at
-    `at`.
+    Args:
+        snapshots: a folder, paths, or the result of `find_snapshots`. To skip the checksums, pass
+            `find_snapshots(folder, verify=False)`.
+        only: names or patterns of tensors or modules, such as "head" or "blocks.*.attention".
+        out: a model or a mapping of tensors to write in place; a path for a safetensors file; None
+            for a dict of new tensors. For several sigmas, a list.
+        at: the time of a snapshot; None for the last.
+        dtype: for a file or new tensors; existing tensors keep their dtype.
 
-    ValueError for a damaged snapshot, by its checksums; to read it as it is, pass what
-    `find_snapshots(folder, verify=False)` returns.
+    Returns:
+        `out`, or the dict; a list for several sigmas.
 
-    Warns if the profile's error is above 1 %. The numbers of snapshots are taken as they are. A
-    file is whole or not there, whatever happens. Tensors written in place can't be: of what was
-    interrupted, a note says so, and the same call again makes it whole. ValueError for snapshots
-    that are cut short or don't belong together, for names that are not there, for tensors of other
-    shapes, and for a file where a snapshot is.
+    Raises:
+        ValueError: for damaged, truncated or unrelated snapshots, unknown names, tensors of other
+            shapes, or an output path that is a snapshot's.
+
+    Warns if the profile error exceeds 1 %. Rounding in the snapshots is not counted.
+
+    An output file is either complete or absent. If writing tensors in place is interrupted, a note
+    on the exception says so; repeat the call to complete them.
     """
-    found = of_one_run(snapshots)
+    found = snapshots_of_one_run(snapshots)
     sigmas = [sigma] if isinstance(sigma, Real) else list(sigma)
     outs = [out] if isinstance(sigma, Real) else _one_for_each(out, len(sigmas))
-    _require_free(outs, found)
+    _check_paths(outs, found)
     time_of = _checked_time(found, at)
     found = [snapshot for snapshot in found if snapshot.step <= time_of]
     weights = _weights(found, sigmas, time_of)
     everything = found[-1].shapes
     shapes = {name: everything[name] for name in chosen(everything, only)}
-    about = [_about(found[-1], each) for each in sigmas]
+    about = [_metadata(found[-1], each) for each in sigmas]
     with ExitStack() as stack:
         targets = [
             stack.enter_context(_target(each, found[-1], shapes, dtype, what))
@@ -97,17 +104,17 @@ def synthesize(
         ]
         for snapshot in found:
             stack.callback(snapshot.file.close)
-        pieces = sum(-(-prod(shape) // PIECE) for shape in shapes.values())
-        advance = stack.enter_context(_bar(pieces))
-        stack.enter_context(_exact_products())
+        pieces = sum(-(-prod(shape) // CHUNK) for shape in shapes.values())
+        advance = stack.enter_context(_progress_bar(pieces))
+        stack.enter_context(_exact_matmuls())
         for name, shape in shapes.items():
-            _sum_up(name, prod(shape), found, weights, targets, advance)
+            _write_tensor(name, prod(shape), found, weights, targets, advance)
     results = [target.result for target in targets]
     return results[0] if isinstance(sigma, Real) else results
 
 
 def _one_for_each(out: Any, count: int) -> list[Any]:
-    """Where each of several averages goes."""
+    """Return one output per average."""
     if count == 0:
         raise ValueError("got no sigma; give one, or several")
     if out is None:
@@ -118,9 +125,8 @@ def _one_for_each(out: Any, count: int) -> list[Any]:
     return list(out)
 
 
-def _require_free(outs: Sequence[Any], found: Sequence[Snapshot]) -> None:
-    """ValueError for a path that is a snapshot's, or would be taken for one; for one that is given
-    twice; and for a folder that is not there."""
+def _check_paths(outs: Sequence[Any], found: Sequence[Snapshot]) -> None:
+    """Raise ValueError if a path names a snapshot, occurs twice, or its folder does not exist."""
     paths = [Path(out).resolve() for out in outs if isinstance(out, (str, os.PathLike))]
     folders = {snapshot.path.resolve().parent for snapshot in found}
     for path in paths:
@@ -129,12 +135,12 @@ def _require_free(outs: Sequence[Any], found: Sequence[Snapshot]) -> None:
                 f"got out={str(path)!r}, a snapshot's name in the snapshots' folder; give another"
             )
         if paths.count(path) > 1:
-            raise ValueError(f"got out={str(path)!r} twice; give each average a file of its own")
+            raise ValueError(f"got out={str(path)!r} twice; give each average its own file")
         if not path.parent.is_dir():
-            raise ValueError(f"got out={str(path)!r}, whose folder is not there; make it first")
+            raise ValueError(f"got out={str(path)!r}, whose folder does not exist; create it first")
 
 
-def _sum_up(
+def _write_tensor(
     name: str,
     numel: int,
     found: Sequence[Snapshot],
@@ -142,21 +148,21 @@ def _sum_up(
     targets: Sequence[Any],
     advance: Callable[[int], None],
 ) -> None:
-    """One tensor, for all targets."""
+    """Write one tensor to all targets."""
     last = found[-1]
     dtype = last.dtype(name)
     if name in last.followed:
         for target in targets:
             target.write(name, 0, last.read(name, 0, numel))
-        advance(-(-numel // PIECE))
+        advance(-(-numel // CHUNK))
         return
-    size = min(PIECE, numel)
+    size = min(CHUNK, numel)
     sums = torch.empty(len(targets), size, dtype=dtype)
     rows = torch.empty(min(ROWS, len(found)), size, dtype=dtype)
     shares = torch.tensor(weights.tolist(), dtype=dtype)  # (targets, snapshots)
     readers = [snapshot.reader(name) for snapshot in found]
-    for start in range(0, numel, PIECE):
-        length = min(PIECE, numel - start)
+    for start in range(0, numel, CHUNK):
+        length = min(CHUNK, numel - start)
         _weighted_sums(sums[:, :length], rows[:, :length], shares, readers, start)
         for target, total in zip(targets, sums, strict=True):
             target.write(name, start, total[:length])
@@ -166,7 +172,7 @@ def _sum_up(
 def _weighted_sums(
     sums: Tensor, rows: Tensor, shares: Tensor, readers: Sequence[Reader], start: int
 ) -> None:
-    """sums ← shares @ snapshots, of the numbers from `start` on: (targets, piece)."""
+    """Compute sums ← shares @ snapshots for one chunk from `start`: (targets, chunk)."""
     for first in range(0, len(readers), ROWS):
         group = readers[first : first + ROWS]
         for row, read in zip(rows, group, strict=False):
@@ -176,8 +182,8 @@ def _weighted_sums(
 
 
 @contextmanager
-def _exact_products() -> Iterator[None]:
-    """Of float32 as it is, also for whoever lets training round it to fewer digits."""
+def _exact_matmuls() -> Iterator[None]:
+    """Compute float32 matmuls in full precision, even if training allows TF32 or bfloat16."""
     products = torch.backends.mkldnn.matmul
     before = products.fp32_precision
     products.fp32_precision = "ieee"
@@ -191,13 +197,15 @@ def _exact_products() -> Iterator[None]:
 
 
 def chosen(names: Sequence[str] | Mapping[str, Any], only: str | Sequence[str] | None) -> list[str]:
-    """The names that a pattern fits, or that lie in a module that it fits. ValueError for a pattern
-    that fits nothing."""
+    """Return the names that match a pattern, or lie in a module that matches.
+
+    Raise ValueError for a pattern without a match.
+    """
     if only is None:
         return list(names)
     picked: set[str] = set()
     for pattern in [only] if isinstance(only, str) else only:
-        fit = {name for name in names if _fits(name, pattern)}
+        fit = {name for name in names if _matches(name, pattern)}
         if not fit:
             raise ValueError(
                 f"got only={pattern!r}, which fits none of {len(names)} tensors; give a name such "
@@ -207,7 +215,7 @@ def chosen(names: Sequence[str] | Mapping[str, Any], only: str | Sequence[str] |
     return [name for name in names if name in picked]
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     path = name.split(".")
     return any(
         fnmatch.fnmatchcase(".".join(path[:depth]), pattern) for depth in range(1, len(path) + 1)
@@ -220,13 +228,13 @@ def _checked_time(found: Sequence[Snapshot], at: float | None) -> float:
         return times[-1] if at is None else at
     nearest = min(times, key=lambda t: abs(t - at))
     raise ValueError(
-        f"got at={at}, when no snapshot was taken: nothing knows the weights from the last one "
-        f"before on, and later ones know too much; give the time of one, such as {nearest}"
+        f"got at={at}, when no snapshot was taken, so the weights since the last snapshot before "
+        f"it are missing; give the time of a snapshot, such as {nearest}"
     )
 
 
 def _weights(found: Sequence[Snapshot], sigmas: Sequence[float], time_of: float) -> np.ndarray:
-    """(sigmas, snapshots)"""
+    """Return the coefficients (sigmas, snapshots)."""
     profiles = [snapshot.profile for snapshot in found]
     rows = []
     for sigma in sigmas:
@@ -235,15 +243,15 @@ def _weights(found: Sequence[Snapshot], sigmas: Sequence[float], time_of: float)
         error = profile_error(profiles, target, rows[-1])
         if error > WARN_ABOVE:
             warnings.warn(
-                f"the nearest to sigma {sigma} that {len(found)} snapshots come is a profile that "
-                f"is off by {error:.2g} (profile_error); take more snapshots, or another sigma",
+                f"{len(found)} snapshots approximate sigma {sigma} with a profile error of "
+                f"{error:.2g} (profile_error); take more snapshots, or another sigma",
                 stacklevel=4,
             )
     return np.array(rows)
 
 
-def _about(last: Snapshot, sigma: float) -> dict[str, str]:
-    """The metadata of a file."""
+def _metadata(last: Snapshot, sigma: float) -> dict[str, str]:
+    """Return the metadata of an output file."""
     return {
         "format": FORMAT,
         "run": last.run,
@@ -255,20 +263,20 @@ def _about(last: Snapshot, sigma: float) -> dict[str, str]:
     }
 
 
-# ------------------------------------------------------------------ where it goes
+# ------------------------------------------------------------------ targets
 
 
 @contextmanager
 def _target(
     out: Out, last: Snapshot, shapes: Shapes, dtype: torch.dtype, about: Mapping[str, str]
 ) -> Iterator[Any]:
-    """Something with `write(name, start, numbers)` and a `result`."""
+    """Yield an object with `write(name, start, elements)` and `result`."""
     kinds = {
         name: (last.dtype(name) if name in last.followed else dtype, shape)
         for name, shape in shapes.items()
     }
     if isinstance(out, (str, os.PathLike)):
-        with written(out, kinds, about) as file:
+        with create_file(out, kinds, about) as file:
             yield _ToFile(file, kinds, Path(out))
         return
     if out is None:
@@ -284,7 +292,7 @@ def _target(
         target.finish()
     except BaseException as error:
         if target.is_begun:
-            error.add_note("the tensors of `out` were being written, and are no average: try again")
+            error.add_note("`out` was only partly written and is not an average; call again")
         raise
 
 
@@ -304,12 +312,12 @@ class _ToFile:
     def __init__(self, file: TensorWriter, kinds: Mapping[str, Any], path: Path) -> None:
         self._file, self._kinds, self.result = file, kinds, path
 
-    def write(self, name: str, start: int, numbers: Tensor) -> None:
-        self._file.write(name, start, numbers.to(self._kinds[name][0]))
+    def write(self, name: str, start: int, elements: Tensor) -> None:
+        self._file.write(name, start, elements.to(self._kinds[name][0]))
 
 
 class _ToTensors:
-    """In place; a tensor that is no contiguous run of numbers by way of one that is."""
+    """Writes in place. Noncontiguous tensors are written through a contiguous copy."""
 
     def __init__(self, tensors: Mapping[str, Tensor], result: Any) -> None:
         self._tensors, self.result = tensors, result
@@ -317,15 +325,15 @@ class _ToTensors:
 
     @property
     def is_begun(self) -> bool:
-        """Whether something was written."""
+        """Whether any element was written."""
         return self._name != ""
 
-    def write(self, name: str, start: int, numbers: Tensor) -> None:
+    def write(self, name: str, start: int, elements: Tensor) -> None:
         if name != self._name:
             self.finish()
             tensor = self._tensors[name]
             self._name, self._flat = name, tensor.contiguous().view(-1)
-        self._flat[start : start + len(numbers)].copy_(numbers)
+        self._flat[start : start + len(elements)].copy_(elements)
 
     def finish(self) -> None:
         if self._name and not self._tensors[self._name].is_contiguous():
@@ -333,12 +341,12 @@ class _ToTensors:
             tensor.copy_(self._flat.view(tensor.shape))
 
 
-# ------------------------------------------------------------------ how far it is
+# ------------------------------------------------------------------ progress
 
 
 @contextmanager
-def _bar(pieces: int) -> Iterator[Callable[[int], None]]:
-    """Counts pieces; a bar on standard error (a terminal) after two seconds."""
+def _progress_bar(pieces: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that counts chunks. Show a progress bar on a terminal after two seconds."""
     console = Console(stderr=True)
     with ExitStack() as stack:
         begun, done, bar, task = time.monotonic(), 0, None, None

@@ -1,9 +1,12 @@
-"""Post-hoc EMA: track two averages of the weights, keep snapshots, choose a length afterwards.
+"""Post-hoc EMA: track two averages, save snapshots, and choose an averaging length afterwards.
 
-Saves    the runs that a search for the best averaging length would take; on the device, all other
-         averages: K of them take K·P·4 bytes for P weights, whatever number is made later.
-Costs    these bytes; a pass over the averages an update; K·P·2 bytes of disk a snapshot in float16.
+Saves    the training runs of a search for the best averaging length. On the device, K averages take
+         K·P·4 bytes for P weights, however many lengths are synthesized later.
+Costs    these bytes; a pass over the averages per update; K·P·2 bytes of disk per float16 snapshot.
 Source   Karras et al. 2023 (EDM2), arXiv 2312.02696, sections 3.1 and 3.2.
+
+memlab.reference.post_hoc_ema is the short version. This file adds updates at any interval, buffers
+and frozen weights, files, stores, and resuming.
 
     ema = PostHocEMA(model, folder, sigmas=(0.05, 0.10), every=10, snapshot_every=4096)
     for step in range(1, steps + 1):
@@ -13,20 +16,19 @@ Source   Karras et al. 2023 (EDM2), arXiv 2312.02696, sections 3.1 and 3.2.
 
     synthesize(folder, 0.13, out=model)
 
-**One clock.** `step` is the caller's: how many steps (or images, or tokens) the weights have seen
-when `update` is called. The average knows how far apart two updates are by subtracting, so that
-updates at every tenth step, or at uneven ones, have the width that was asked for:
+**Clock.** `step` is the number of steps (or images, or tokens) trained when `update` is called. The
+interval since the last update is the difference of two steps, so updates at every tenth step or at
+irregular steps have the requested width:
 
     avg ← β·avg + (1 − β)·weights        β = (1 − Δ/t)^(γ+1), t the time now, Δ since the last
 
 The first update has Δ = t, so β = 0: weights before training never count.
 
-**What is averaged** are weights that are trained. All else that a state dict holds follows the live
-model: buffers, of floats or of integers, and frozen weights, which are their own average. A weight
-with two names is one.
+**Averaged tensors.** Trained weights are averaged. Other tensors of the state dict (buffers, frozen
+weights) are copied from the live model. A tied weight counts once.
 
-**To resume** takes `save()` and `load()`, or `state_dict()` in the caller's own checkpoint: float32
-averages, which go on to the bit. A snapshot is rounded, and no state.
+**Resuming.** Use `save()` and `load()`, or put `state_dict()` into your own checkpoint. Both keep
+float32 averages, which continue to the bit. A snapshot is rounded and cannot resume a run.
 """
 
 import json
@@ -41,33 +43,36 @@ import torch
 from torch import Tensor, nn
 
 from memlab.ema import snapshots as files
-from memlab.ema.averages import Average, begun, require_store
+from memlab.ema.averages import Average, require_store, start_average
 from memlab.ema.profiles import decay, gamma_from_sigma
 from memlab.ema.snapshots import Encoding
-from memlab.ema.tensor_files import TensorFile, written
+from memlab.ema.tensor_files import TensorFile, create_file
 from memlab.internals.chunks import CHUNK_SIZE_ON_ACCELERATOR
 from memlab.internals.torch_internals import FakeTensor
 
 STATE_FORMAT = "memlab ema state 1"
 STATE_FILE = "state.safetensors"
-NEARLY = 1e-6  # of an interval
+NEARLY = 1e-6  # tolerance, as a fraction of the interval
 
 
 class PostHocEMA:
     """Averages of a model's trained weights, and snapshots of them in `folder`.
 
-    sigmas            relative widths of the averages; two are enough for most others
-    every             an update each time that the clock passes a multiple of it
-    snapshot_every    a snapshot likewise, at an update; None: only when `snapshot()` is called
-    snapshot_dtype    of what is averaged: float16, bfloat16, float32, float64 or "int8"
-    device            of the averages; None: each where its weight is
-    clock             the unit of the steps, in words
-    store             where the averages live, a memlab.offload store; None: in memory
+    Args:
+        sigmas: relative widths of the averages; two suffice for most others.
+        every: update whenever the clock passes a multiple of this interval.
+        snapshot_every: likewise for snapshots, at an update; None: only in `snapshot()`.
+        snapshot_dtype: float16, bfloat16, float32, float64 or "int8".
+        device: of the averages; None: the device of each weight.
+        clock: the unit of the steps, for messages.
+        store: a memlab.offload store for the averages; None: in memory.
 
-    `averages` are float32 tensors (float64 of float64 weights) by sigma and by name; `step` is the
-    time of the last update, 0 before the first.
+    Attributes:
+        averages: float32 tensors (float64 for float64 weights) by sigma and name.
+        step: the time of the last update; 0 before the first.
 
-    ValueError for settings that can't be; at the first update, for a folder that holds another run.
+    Raises:
+        ValueError: for invalid settings; at the first update, for a folder with another run.
     """
 
     def __init__(
@@ -92,10 +97,10 @@ class PostHocEMA:
         self.model, self.folder, self.clock = model, Path(folder), clock
         self.run = os.urandom(6).hex()
         self.step: int | float = 0
-        self._has_looked = False  # whether the folder's snapshots are known to be ours
+        self._folder_checked = False  # whether the folder's snapshots were checked
         self._interrupted = False
         weights, self._tied = _named(model)
-        trained = _averaged(weights)
+        trained = _trainable(weights)
         self._frozen = weights.keys() - trained.keys()
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self.fingerprint = files.fingerprint(shapes, self._frozen)
@@ -103,34 +108,35 @@ class PostHocEMA:
             require_store(store)
             store.claim("averages", self.fingerprint, self)
         self.averages: dict[float, Average] = {
-            sigma: begun(trained, sigma, device=device, store=store) for sigma in self.sigmas
+            sigma: start_average(trained, sigma, device=device, store=store)
+            for sigma in self.sigmas
         }
 
     @property
     def nbytes(self) -> int:
-        """Of the averages: K·P·4."""
+        """The bytes of the averages: K·P·4."""
         return sum(average.nbytes for average in self.averages.values())
 
-    # -------------------------------------------------------------- while training
+    # -------------------------------------------------------------- training
 
     @torch.no_grad()
     def update(self, step: int | float) -> bool:
-        """Take in the weights as they are after `step`; whether this was an update.
+        """Update the averages with the weights after `step`. Return whether an update was due.
 
-        To be called after each optimizer step, or more seldom. ValueError if the clock stands still
-        or goes back.
+        Call it after each optimizer step, or less often. Raise ValueError if the clock did not
+        advance.
         """
         if self._interrupted:
             raise ValueError(
-                "got an update after one that was interrupted, so that some averages have it and "
-                "some have not; load() the last state"
+                "got an update after an interrupted update, which changed only some of the "
+                "averages; load() the last state"
             )
         step = _checked_step(step, self.step)
         before = self.step
         if not _passes(before, step, self.every):
             return False
-        if not self._has_looked:
-            self._require_own_folder()
+        if not self._folder_checked:
+            self._check_folder()
         weights = self._trained()
         self._interrupted = True
         for gamma, average in zip(self.gammas, self.averages.values(), strict=True):
@@ -143,12 +149,12 @@ class PostHocEMA:
         return True
 
     def snapshot(self) -> list[Path]:
-        """Write each average, as it was at the last update, to a file of its own; their paths.
+        """Write each average, as of the last update, to its own file. Return the paths.
 
-        A file is whole or not there. In a dry run none is written.
+        A file is either complete or absent. Dry runs write no files.
         """
         if self.step == 0:
-            raise ValueError("got no update yet, so there is no average; call update(step) before")
+            raise ValueError("got no update yet, so there is no average; call update(step) first")
         return [self._write_snapshot(sigma, average) for sigma, average in self.averages.items()]
 
     def _write_snapshot(self, sigma: float, average: Average) -> Path:
@@ -157,7 +163,7 @@ class PostHocEMA:
         tensors = {name: (t.dtype, tuple(t.shape)) for name, t in followed.items()}
         for name, t in average.items():
             tensors |= files.parts(name, tuple(t.shape), self.snapshot_dtype)
-        about = files.about_snapshot(
+        about = files.snapshot_metadata(
             run=self.run, clock=self.clock, step=self.step, sigma=sigma, model=self.fingerprint,
             followed=followed, tied=self._tied,
         )  # fmt: skip
@@ -166,47 +172,46 @@ class PostHocEMA:
                 pass
             return path
         self.folder.mkdir(parents=True, exist_ok=True)
-        with written(path, tensors, about) as file:
+        with create_file(path, tensors, about) as file:
             for name, tensor in followed.items():
                 file.write(name, 0, tensor.detach().reshape(-1))
-            for name, start, numbers in self._encoded(average):
-                file.write(name, start, numbers)
+            for name, start, elements in self._encoded(average):
+                file.write(name, start, elements)
         return path
 
     def _encoded(self, average: Average) -> Iterator[tuple[str, int, Tensor]]:
-        for name, tensor in average.one_by_one():
+        for name, tensor in average.iter_tensors():
             yield from files.encode(name, tensor, self.snapshot_dtype)
 
-    # -------------------------------------------------------------- to resume
+    # -------------------------------------------------------------- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """What another PostHocEMA of the same model goes on from, to the bit; the tensors are the
-        averages themselves."""
+        """Return the state to resume from, to the bit. Its tensors are not copies."""
         averages = [dict(average) for average in self.averages.values()]
         return {**self._identity(), "run": self.run, "step": self.step, "averages": averages}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where that state was. Snapshots of later steps in the folder are of a future that
-        did not happen: the next update removes them."""
+        """Resume from a state. The next update removes snapshots of later steps from the folder."""
         self._require_same(state)
-        for average, numbers in zip(self.averages.values(), state["averages"], strict=True):
-            for name, tensor in average.one_by_one():
-                tensor.copy_(numbers[name].view(tensor.shape))
+        for average, elements in zip(self.averages.values(), state["averages"], strict=True):
+            for name, tensor in average.iter_tensors():
+                tensor.copy_(elements[name].view(tensor.shape))
                 average[name] = tensor
         self.run, self.step = state["run"], state["step"]
-        self._has_looked = self._interrupted = False
+        self._folder_checked = self._interrupted = False
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """The state as a file that is whole or not there: `state.safetensors` in the folder.
+        """Write the state, by default to `state.safetensors` in the folder. Return the path.
 
-        ValueError in place of writing over another run's.
+        The file is either complete or absent. Raise ValueError rather than overwrite another
+        run's state.
         """
         path = self.folder / STATE_FILE if path is None else Path(path)
         if path.exists() and (there := TensorFile(path).metadata.get("run")) != self.run:
             raise ValueError(
-                f"{path} is of another run: got {there!r}, wanted {self.run!r}; load() it to go "
-                f"on, or give another path"
+                f"{path} is of another run: got {there!r}, wanted {self.run!r}; load() it to "
+                f"resume that run, or give another path"
             )
         kinds = {
             f"{number}/{name}": kind
@@ -218,7 +223,7 @@ class PostHocEMA:
         if self._is_dry():
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written(path, kinds, about) as file:
+        with create_file(path, kinds, about) as file:
             for name, tensor in self._numbered():
                 flat = tensor.reshape(-1)
                 for start in range(0, len(flat), CHUNK_SIZE_ON_ACCELERATOR):
@@ -226,14 +231,16 @@ class PostHocEMA:
         return path
 
     def load(self, path: str | os.PathLike[str] | None = None, *, verify: bool = True) -> None:
-        """Go on where `save` was called; see `load_state_dict`. A damaged file is a ValueError,
-        unless `verify` is False."""
+        """Resume from a saved state; see `load_state_dict`.
+
+        Raise ValueError for a damaged file unless `verify` is False.
+        """
         file = TensorFile(self.folder / STATE_FILE if path is None else path, verify=verify)
         about = file.metadata
         if about.get("format") != STATE_FORMAT:
             raise ValueError(
                 f"{file.path} is of format {about.get('format')!r}, wanted {STATE_FORMAT!r}; give "
-                f"what save() has written: a snapshot is rounded, and training can't go on from it"
+                f"a file written by save(): a snapshot is rounded and cannot resume training"
             )
         state = {key: json.loads(about[key]) for key in (*self._identity(), "step")}
         self._require_same(state)
@@ -244,24 +251,24 @@ class PostHocEMA:
         self.load_state_dict({**state, "run": about["run"], "averages": averages})
 
     def _identity(self) -> dict[str, Any]:
-        """What has to be the same for a run to go on."""
+        """Return the properties that must match in order to resume."""
         return {"model": self.fingerprint, "sigmas": list(self.sigmas), "clock": self.clock}
 
     def _require_same(self, state: Mapping[str, Any]) -> None:
         for key, wanted in self._identity().items():
             if (got := state.get(key)) != wanted:
                 raise ValueError(
-                    f"got a state with {key} {got!r}, wanted {wanted!r}; make the model and the "
-                    f"PostHocEMA as they were then"
+                    f"got a state with {key} {got!r}, wanted {wanted!r}; create the model and the "
+                    f"PostHocEMA with the same settings as the saved run"
                 )
 
     def _numbered(self) -> Iterator[tuple[str, Tensor]]:
         for number, average in enumerate(self.averages.values()):
-            for name, tensor in average.one_by_one():
+            for name, tensor in average.iter_tensors():
                 yield f"{number}/{name}", tensor
 
-    def _require_own_folder(self) -> None:
-        """Before the first update: the folder has snapshots of this run only, and of its past."""
+    def _check_folder(self) -> None:
+        """Check that the folder has only this run's snapshots, and remove later ones."""
         if self._is_dry():
             return
         there = files.find_snapshots(self.folder)
@@ -269,12 +276,12 @@ class PostHocEMA:
             if snapshot.run != self.run:
                 raise ValueError(
                     f"{snapshot.path} is of another run: got {snapshot.run!r}, wanted "
-                    f"{self.run!r}; load its state to go on, or give an empty folder"
+                    f"{self.run!r}; load its state to resume, or give an empty folder"
                 )
         for snapshot in there:
             if snapshot.step > self.step:
                 snapshot.path.unlink()
-        self._has_looked = True
+        self._folder_checked = True
 
     # -------------------------------------------------------------- the live model
 
@@ -284,8 +291,8 @@ class PostHocEMA:
         for name in self._frozen:
             if name in weights and _is_trained(weights[name]):
                 raise ValueError(
-                    f"got {name!r} to be trained, which was frozen when its averages would have "
-                    f"begun; make the PostHocEMA while all weights that will be trained are"
+                    f"got {name!r}, which is trained now but was frozen when the PostHocEMA was "
+                    f"created; create it after unfreezing all weights to be trained"
                 )
         missing = first.keys() - weights.keys()
         if missing:
@@ -293,8 +300,8 @@ class PostHocEMA:
         away = (n for n in first if weights[n].untyped_storage().nbytes() < weights[n].nbytes)
         if (name := next(away, None)) is not None:
             raise ValueError(
-                f"got {name!r} without its numbers, as ZeRO's third stage leaves it between steps; "
-                f"bring the weights before update()"
+                f"got {name!r} without its elements, as ZeRO stage 3 leaves it between steps; "
+                f"gather the weights before update()"
             )
         return {name: weights[name].detach() for name in first}
 
@@ -310,7 +317,7 @@ class PostHocEMA:
 
 
 def _named(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors of a state dict by their first names, and what other names are names of."""
+    """Return a state dict's tensors by their first names, and a map from tied to first names."""
     first: dict[int, str] = {}
     tensors, tied = {}, {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -328,26 +335,24 @@ def _is_trained(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
-def _averaged(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _trainable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     trained = {name: tensor for name, tensor in tensors.items() if _is_trained(tensor)}
     if not trained:
-        raise ValueError(
-            "got a model without weights that are trained; there is nothing to average"
-        )
+        raise ValueError("got a model without trainable weights; there is nothing to average")
     for name, tensor in trained.items():
         if not tensor.is_floating_point():
             raise TypeError(f"got {name!r} of {tensor.dtype}, wanted floats; use a real view of it")
     return trained
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ checks
 
 
 def _checked_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:
     found = tuple(float(sigma) for sigma in ([sigmas] if isinstance(sigmas, Real) else sigmas))
     if len(found) < 2 or len(set(found)) < len(found):
         raise ValueError(
-            f"got sigmas {found}, wanted two or more that differ: others are made of them; give "
+            f"got sigmas {found}, wanted two or more different ones to synthesize others; give "
             f"(0.05, 0.10)"
         )
     return found
@@ -364,8 +369,8 @@ def _checked_step(step: Any, last: float) -> int | float:
         raise TypeError(f"got {step!r} as a step, wanted a number; give the steps done so far")
     if not last < step < float("inf"):
         raise ValueError(
-            f"got step {step}, wanted one above {last}, the last update's; give the steps done so "
-            f"far, counted from 1, by one clock"
+            f"got step {step}, wanted a step above the last update's, {last}; give the steps done "
+            f"so far, counted from 1 by one clock"
         )
     return int(step) if isinstance(step, Integral) else float(step)
 
@@ -373,7 +378,7 @@ def _checked_step(step: Any, last: float) -> int | float:
 def _passes(before: float, now: float, interval: float) -> bool:
     """Whether a multiple of the interval lies after `before`, up to `now`.
 
-    Of fractions, 0.3 is three times 0.1, though its float is less.
+    The tolerance makes 0.3 a multiple of 0.1 in floating point.
     """
     if isinstance(now, int) and isinstance(interval, int):
         return now // interval > before // interval

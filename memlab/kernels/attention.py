@@ -64,7 +64,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from memlab.attention.flash import NO_SECOND_DERIVATIVE, as_autocast_wants, require_fit
+from memlab.attention.flash import NO_SECOND_DERIVATIVE, cast_for_autocast, check_inputs
 from memlab.attention.tiling import Alignment, Band, Window, band
 from memlab.kernels.arithmetic import cast, matmul_add
 from memlab.kernels.launching import block_count, capability_of, launch
@@ -105,8 +105,8 @@ def flash_attention(
         return handle_torch_function(
             flash_attention, (q, k, v), q, k, v, **settings, dropout=dropout
         )
-    q, k, v = map(_with_int32_offsets, as_autocast_wants(q, k, v))
-    require_fit(q, k, v)
+    q, k, v = map(_with_int32_offsets, cast_for_autocast(q, k, v))
+    check_inputs(q, k, v)
     _require_supported(q, dropout)
     limits = band(q.shape[2], k.shape[2], causal=causal, alignment=alignment, window=window)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)

@@ -50,7 +50,7 @@ from torch import Tensor
 
 from memlab import losses
 from memlab.kernels.launching import launch
-from memlab.losses import Reduction, Terms, losses_of_rows_
+from memlab.losses import LossTerms, Reduction, row_losses_
 
 _LARGEST_BLOCK = 2048
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -85,18 +85,18 @@ def chunked_cross_entropy(
         z_loss=z_loss,
         soft_cap=soft_cap,
         reduction=reduction,
-        of_rows=rows_,
+        row_losses=rows_,
     )
 
 
-def rows_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: Terms) -> Tensor:
+def rows_(x: Tensor, labels: Tensor, factors: Tensor | None, terms: LossTerms) -> Tensor:
     """Return the losses (chunk, 1) of logits (chunk, V), and replace the logits by their gradients.
 
     Gradients are multiplied by `factors` (chunk, 1). Without factors the logits stay unchanged. A
     row with a factor of 0 has a loss of 0.
     """
     if x.dtype != torch.float32:
-        return losses_of_rows_(x, labels, factors, terms)
+        return row_losses_(x, labels, factors, terms)
     rows, V = x.shape
     losses_out = torch.empty(rows, 1, device=x.device)
     smoothing, cap = terms.label_smoothing, terms.soft_cap

@@ -1,4 +1,4 @@
-"""The meter: the Trace of a training step, on the CPU, on a GPU, or inside a dry run."""
+"""Measure a training step's memory, on the CPU, on a GPU, or in a dry run."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from memlab.metering.answers import Answers
 from memlab.metering.cycles import no_cycle_collection
-from memlab.metering.devices import complete, watch
+from memlab.metering.device_stats import DeviceStats
+from memlab.metering.devices import complete, monitor_for
 from memlab.metering.dry import DryRun
 from memlab.metering.limits import BudgetExceeded, budget
 from memlab.metering.observer import formulas_note
@@ -18,8 +18,8 @@ from memlab.trace import Trace
 __all__ = ["BudgetExceeded", "budget", "measure", "meter"]
 
 SCRATCH_NOTE = (
-    "the scratch that kernels take while they run is not in here; that of convolutions and "
-    "recurrent layers can raise the real peak by a quarter (metering.profiler_recording adds it)"
+    "kernel workspaces are not counted; in convolutions and recurrent layers they can raise the "
+    "real peak by a quarter (metering.profiler_recording adds them)"
 )
 
 
@@ -31,15 +31,15 @@ def measure(
     device: torch.device | str | None = None,
     lines: bool = False,
 ) -> Trace:
-    """Run `step()` once and return every allocation and free of it, by category and module.
+    """Run `step()` once and return its allocations and frees, by category and module.
 
-    model, optimizer   count from the start, touched or not; without them, modules are found as
-                       they are called, and parameters and state as they are used
-    device             whose memory is counted; without it, the accelerator's if the step uses
-                       one, else the CPU's
-    lines              also note the Python line of each allocation (slower)
+    model, optimizer   counted from the start, even if the step does not touch them; without
+                       them, modules, parameters and state are counted when first used
+    device             the device to measure; by default the accelerator if the step uses one,
+                       else the CPU
+    lines              also record the Python line of each allocation (slower)
 
-    Raises whatever `step` raises, and TypeError for what is no step, model or optimizer. Inside
+    Raises TypeError for an invalid argument, and every exception that `step` raises. Inside
     `with dry_run():` nothing is computed.
     """
     with meter(model, optimizer, device=device, lines=lines, step=step) as running:
@@ -48,7 +48,7 @@ def measure(
 
 
 class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as running:`
-    """`measure` as a context manager: `running.trace` afterwards, also when the body raised."""
+    """`measure` as a context manager; read `running.trace` afterwards, even if the body raised."""
 
     def __init__(
         self,
@@ -61,31 +61,31 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
     ) -> None:
         _check(model, optimizer, step)
         self._device = None if device is None else torch.device(device)
-        self._watch = watch(self._device or _likely_device(model))
+        self._monitor = monitor_for(self._device or _likely_device(model))
         self._storages = StorageMeter(
-            model, optimizer, step=step, lines=lines, on_operator=self._watch.mark
+            model, optimizer, step=step, lines=lines, on_operator=self._monitor.tag
         )
         self._trace: Trace | None = None
 
     def __enter__(self) -> "meter":
-        self._watch.start()
+        self._monitor.start()
         self._storages.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._storages.__exit__(*exception)
-        with no_cycle_collection():  # of 10,000 events, none is garbage yet
+        with no_cycle_collection():  # it would search thousands of live events
             self._trace = self._complete()
 
     def _complete(self) -> Trace:
-        answers, changes = self._watch.stop(), list(self._storages.changes())
+        stats, changes = self._monitor.stop(), list(self._storages.changes())
         device = self._device or _main_device(changes)
-        if device.type != answers.device.type or device.index not in (None, answers.device.index):
-            answers = Answers(device)  # the step ran elsewhere than we watched
-        completed = complete(changes, answers)
+        if device.type != stats.device.type or device.index not in (None, stats.device.index):
+            stats = DeviceStats(device)  # the step ran on another device than the monitored one
+        completed = complete(changes, stats)
         context = self._storages.context
         is_dry = DryRun.active is not None
-        leaves_scratch_out = answers.history is None and context.has_much_scratch
+        misses_scratch = stats.history is None and context.has_large_workspace
         return Trace(
             completed.events,
             device=device.type,
@@ -93,8 +93,8 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
             memory=completed.memory,
             notes=(
                 *completed.notes,
-                *([SCRATCH_NOTE] if leaves_scratch_out else []),
-                *([THREADS_NOTE] if self._storages.found_unseen_gradients else []),
+                *([SCRATCH_NOTE] if misses_scratch else []),
+                *([THREADS_NOTE] if self._storages.found_thread_gradients else []),
                 *formulas_note(self._storages.nodes),
                 *(DryRun.active.notes() if is_dry else ()),
             ),
@@ -102,26 +102,26 @@ class meter:  # noqa: N801 - used as a function: `with memlab.meter(model) as ru
 
     @property
     def trace(self) -> Trace:
-        """What was metered; RuntimeError while metering still goes on."""
+        """The finished trace. Raises RuntimeError inside the `with` block."""
         if self._trace is None:
-            raise RuntimeError("the trace is complete only after the `with` block; read it there")
+            raise RuntimeError("the trace is not complete yet; read it after the `with` block")
         return self._trace
 
 
 def _check(model: Any, optimizer: Any, step: Any) -> None:
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(f"got a {type(model).__name__} as model; give the torch.nn.Module itself")
+        raise TypeError(f"got a {type(model).__name__} as model; pass a torch.nn.Module")
     if isinstance(optimizer, torch.nn.Module):
-        raise TypeError(f"got a module, {type(optimizer).__name__}, as optimizer; name it model=")
+        raise TypeError(f"got a {type(optimizer).__name__} as optimizer; pass modules as model=")
     if step is not None and not callable(step):
         raise TypeError(
-            f"got a {type(step).__name__} as step; give a function of no arguments that takes one "
+            f"got a {type(step).__name__} as step; pass a function without arguments that runs one "
             f"training step, such as lambda: model(x).sum().backward()"
         )
 
 
 def _main_device(changes: list[Change]) -> torch.device:
-    """The accelerator that holds the most bytes; the CPU where no accelerator holds any."""
+    """Return the accelerator with the most bytes, or the CPU if no accelerator has any."""
     held: Counter[torch.device] = Counter()
     for change in changes:
         held[change.record.device] += abs(change.bytes)
@@ -131,7 +131,7 @@ def _main_device(changes: list[Change]) -> torch.device:
 
 
 def _likely_device(model: torch.nn.Module | None) -> torch.device:
-    """Where the step will run: where the model is, else on the accelerator if there is one."""
+    """Return the model's device; without a model, the accelerator if there is one."""
     cpu = torch.device("cpu")
     if DryRun.active is not None:
         return cpu

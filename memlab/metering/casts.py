@@ -1,8 +1,8 @@
-"""Autocast inside compositions that the meter takes apart.
+"""Autocast inside composite operators that the meter decomposes.
 
-torch calls a mode with autocast's keys excluded, and then denies that autocast is on. Under
-inference mode a composition reaches the mode whole, and what it consists of would not be cast as
-it is unwatched: in einsum, tensordot and multi_dot, whose inner products autocast lowers.
+torch calls a dispatch mode with autocast's keys excluded, and `torch.is_autocast_enabled` then
+returns False. Under inference mode a composite operator reaches the mode undecomposed. Its inner
+operators would then miss autocast: for example, the matmuls inside einsum, tensordot and multi_dot.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,19 +24,19 @@ _KEYS = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
 
 
 class Casts:
-    """Knows, between `start()` and `stop()`, where autocast is on and what it has cast.
+    """Track autocast between `start()` and `stop()`.
 
-    Whose list of operators it follows on the CPU's tensors, `cpu_list` says.
+    `cpu_list` is the device whose autocast operator list applies to CPU tensors.
     """
 
     def __init__(self, cpu_list: str = "cpu") -> None:
         self._lists = {"cpu": _KEYS[cpu_list].name, "cuda": _KEYS["cuda"].name}
         self._on: set[str] = set()
-        self._cast: set[str] = set()  # where an operator around the one that runs was cast
+        self._cast: set[str] = set()  # devices on which an enclosing operator was cast
 
     def start(self) -> None:
         self._on = {device for device in _KEYS if torch.is_autocast_enabled(device)}
-        self._replaced = replaced({(torch, "set_autocast_enabled"): self._noting})
+        self._replaced = replaced({(torch, "set_autocast_enabled"): self._tracking})
         self._replaced.__enter__()
 
     def stop(self) -> None:
@@ -44,8 +44,11 @@ class Casts:
 
     @contextmanager
     def inside(self, func: Any) -> Iterator[None]:
-        """Let autocast see what the composition `func` consists of, unless it has cast its inputs
-        or those of one around it."""
+        """Apply autocast to the operators inside the composite `func`.
+
+        If autocast has already cast the inputs of `func` or of an enclosing composite, leave the
+        inner operators alone.
+        """
         before = self._cast
         on_a_list = {d for d, name in self._lists.items() if has_kernel(func.name(), name)}
         self._cast = before | (self._on & on_a_list)
@@ -59,10 +62,10 @@ class Casts:
         finally:
             self._cast = before
 
-    def _noting(self, set_enabled: Callable[..., None]) -> Callable[..., None]:
-        def set_and_note(*arguments: Any) -> None:
+    def _tracking(self, set_enabled: Callable[..., None]) -> Callable[..., None]:
+        def set_and_track(*arguments: Any) -> None:
             set_enabled(*arguments)
-            device, enabled = ("cuda", *arguments)[-2:]  # long ago there was one device
+            device, enabled = ("cuda", *arguments)[-2:]  # the old signature had no device
             (self._on.add if enabled else self._on.discard)(device)
 
-        return set_and_note
+        return set_and_track

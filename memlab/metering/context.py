@@ -1,9 +1,8 @@
-"""Which module runs, and in which phase of the step.
+"""The module and the phase that an operator belongs to.
 
-Forward: torch calls a global hook as each module starts and ends. Backward: no module runs, but
-every node of the graph carries the sequence number it got in forward, and the numbers that passed
-while a module ran are known. So a backward operator belongs to the module whose forward pass made
-its node.
+In forward, global module hooks run as each module starts and ends. In backward, each graph node
+carries a sequence number from forward. The range of sequence numbers of each module's forward is
+known, so a backward operator belongs to the module whose forward created its node.
 """
 
 from bisect import bisect_right
@@ -26,47 +25,48 @@ from memlab.internals.torch_internals import (
     in_backward,
 )
 
-_MUCH_SCRATCH = (torch.nn.RNNBase, ConvNd)  # in their kernels
-_LAST_SEQUENCE_NUMBER = 2**64 - 1  # of AccumulateGrad, which runs before everything else
+_LARGE_WORKSPACE = (torch.nn.RNNBase, ConvNd)  # modules whose kernels use large workspaces
+_LAST_SEQUENCE_NUMBER = 2**64 - 1  # AccumulateGrad nodes have it, so they run first
 
 
 class ModuleNames:
-    """A name for each module and parameter: as the root module it was first called from has it."""
+    """Map each module and parameter to a name in the first root module that contains it."""
 
     def __init__(self) -> None:
         self.roots: list[torch.nn.Module] = []
-        self._of_module: dict[int, str] = {}
-        self._of_parameter: dict[int, str] = {}
+        self._module_names: dict[int, str] = {}
+        self._parameter_owners: dict[int, str] = {}
 
     def add_root(self, root: torch.nn.Module) -> None:
-        """Name the root after its class and everything below it by its path."""
+        """Name the root by its class, and its submodules by their path."""
         prefix = f"{type(root).__name__}." if self.roots else ""
         self.roots.append(root)
         for name, module in root.named_modules():
             name = prefix + name if name else type(root).__name__
-            self._of_module.setdefault(id(module), name)
+            self._module_names.setdefault(id(module), name)
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
-                    self._of_parameter.setdefault(id(tensor), name)
+                    self._parameter_owners.setdefault(id(tensor), name)
 
     def __contains__(self, module: torch.nn.Module) -> bool:
-        return id(module) in self._of_module
+        return id(module) in self._module_names
 
     def of(self, module: torch.nn.Module) -> str:
-        return self._of_module.get(id(module), type(module).__name__)
+        return self._module_names.get(id(module), type(module).__name__)
 
-    def owning(self, parameter: torch.Tensor) -> str:
-        """The module that holds the parameter, "" if none is known to."""
-        return self._of_parameter.get(id(parameter), "")
+    def owner_of(self, parameter: torch.Tensor) -> str:
+        """Return the name of the module that owns the parameter, "" if unknown."""
+        return self._parameter_owners.get(id(parameter), "")
 
 
 class Context:
-    """Follows modules and phases between `start()` and `stop()`.
+    """Track modules and phases between `start()` and `stop()`.
 
-    `on_root(module)` is called when a module that belongs to no known root starts, `on_first_step`
-    and `on_step_end` with an optimizer as its first step begins and each step ends,
-    `on_backward_start` and `on_backward_end` at the
-    first operator inside and after a backward pass.
+    on_root(module)             before the forward of a module that no known root contains
+    on_first_step(optimizer)    before an optimizer's first step
+    on_step_end(optimizer)      after each step
+    on_backward_start()         at the first operator of a backward pass
+    on_backward_end()           at the first operator after it
     """
 
     def __init__(
@@ -79,25 +79,25 @@ class Context:
     ) -> None:
         self.names = ModuleNames()
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.has_much_scratch = self.has_recurrent_layer = False
+        self.has_large_workspace = self.has_recurrent_layer = False
         self.in_backward = False
         self.last_phase = "forward"
         self._after_backward = False
         self._step_depth = 0
         self._thread = get_ident()
         self._running: list[str] = []
-        self._numbers: list[int] = []  # at which sequence number …
-        self._number_modules: list[str] = []  # … which module began to run
+        self._numbers: list[int] = []  # sequence numbers at which the running module changed …
+        self._number_modules: list[str] = []  # … and the module that runs from there on
         self._on_root = on_root
         self._on_first_step, self._on_step_end = on_first_step, on_step_end
         self._on_backward_start, self._on_backward_end = on_backward_start, on_backward_end
         self._handles: list[Any] = []
-        self._of_modules: list[Any] = []
+        self._module_handles: list[Any] = []
 
     def start(self) -> None:
         self._handles = [
-            register_optimizer_step_pre_hook(self._step_begins),
-            register_optimizer_step_post_hook(self._step_ends),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
         ]
         self.follow_modules(True)
 
@@ -109,19 +109,19 @@ class Context:
             self._leave_backward()
 
     def follow_modules(self, wanted: bool) -> None:
-        """Let modules that start and end be noticed, or no more."""
-        if wanted and not self._of_modules:
-            self._of_modules = [
+        """Register the global module hooks, or remove them."""
+        if wanted and not self._module_handles:
+            self._module_handles = [
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._leave, always_call=True),
             ]
         elif not wanted:
-            for handle in self._of_modules:
+            for handle in self._module_handles:
                 handle.remove()
-            self._of_modules = []
+            self._module_handles = []
 
     def phase(self) -> str:
-        """The phase of the operator that is about to run."""
+        """Return the phase of the next operator."""
         self.last_phase = self._phase()
         return self.last_phase
 
@@ -140,29 +140,29 @@ class Context:
         return "optimizer" if self._after_backward else "forward"
 
     def module(self) -> str:
-        """The module to which the operator that runs now belongs, "" if to none."""
+        """Return the name of the current operator's module, "" if it has none."""
         if self._running:
             return self._running[-1]
         node = self.node()
         return "" if node is None else self._module_of(node)
 
     def node(self) -> Node | None:
-        """The node of the graph that backward evaluates now, None outside of backward."""
+        """Return the graph node that backward is evaluating, None outside backward."""
         return current_autograd_node() if self.in_backward else None
 
     def leaf(self) -> torch.Tensor | None:
-        """The leaf to whose `.grad` autograd is handing a gradient, None while it does not."""
+        """Return the leaf whose `.grad` autograd is accumulating, None if there is none."""
         node = current_autograd_node()
         return getattr(node, "variable", None) if node and _is_accumulation(node) else None
 
     @property
     def in_module(self) -> bool:
-        """Whether a module's forward pass is running."""
+        """True while a module's forward runs."""
         return bool(self._running)
 
     def _module_of(self, node: Node) -> str:
         if _is_accumulation(node):
-            return self.names.owning(node.variable)
+            return self.names.owner_of(node.variable)
         position = bisect_right(self._numbers, node._sequence_nr())
         return self._number_modules[position - 1] if position else ""
 
@@ -174,30 +174,30 @@ class Context:
         if module not in self.names:
             self.names.add_root(module)
             self._on_root(module)
-        self.has_much_scratch |= isinstance(module, _MUCH_SCRATCH)
+        self.has_large_workspace |= isinstance(module, _LARGE_WORKSPACE)
         self.has_recurrent_layer |= isinstance(module, torch.nn.RNNBase)
         self._running.append(self.names.of(module))
-        self._note_number()
+        self._record_number()
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._running:
             self._running.pop()
-        self._note_number()
+        self._record_number()
 
-    def _note_number(self) -> None:
-        if get_ident() == self._thread:  # each thread counts for itself
+    def _record_number(self) -> None:
+        if get_ident() == self._thread:  # sequence numbers are per thread
             self._numbers.append(get_sequence_nr())
             self._number_modules.append(self._running[-1] if self._running else "")
 
-    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
             self._on_first_step(optimizer)
         self._step_depth += 1
 
-    def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._step_depth -= 1
-        self._after_backward = False  # the optimizer is through, inside of backward or after it
+        self._after_backward = False  # the update is done, even if it ran inside backward
         self._on_step_end(optimizer)
 
 

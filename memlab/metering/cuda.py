@@ -1,15 +1,15 @@
-"""CUDA, and ROCm under the same names: the allocator's own history, which is the truth.
+"""Read the caching allocator's history on CUDA (and on ROCm, under the same names).
 
-torch's caching allocator can record every block that it hands out and takes back. Two things are
-missing in that record, and both can be had:
+torch's caching allocator can record every allocation and free. The record lacks two facts, which
+are reconstructed here:
 
-1. Whose a block is. An address is used again and again, so it says little by itself. But every
-   entry carries a text of ours, set before each operator: how many storages the meter had
-   numbered by then, and which operator was about to run. A storage that got number 17 at an
-   address lies in the last block allocated there before the text said 17.
-2. How large it is. The record says what was asked for; what was handed out is rounded up to
-   512 bytes, and is the whole free block if too little of it would remain (1 MiB, for requests
-   above 1 MiB). Which blocks were free is known at the start; from there it is followed.
+1. The owner of a block. Addresses are reused, so an address alone does not identify a storage. But
+   every entry carries a text that the meter sets before each operator: the number of the newest
+   storage, and the operator. Storage 17 at an address lies in the last block that was
+   allocated there before the text contained 17.
+2. The size of a block. The record has the requested size. The allocator rounds it up to 512 bytes,
+   and uses a whole free block if the remainder would be too small (up to 1 MiB, for requests above
+   1 MiB). The free blocks are known at the start and tracked from there.
 """
 
 import functools
@@ -25,22 +25,29 @@ from memlab.internals.torch_internals import (
     record_cuda_history,
     set_cuda_metadata,
 )
-from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block, Entry, Mark
+from memlab.metering.device_stats import (
+    Accelerator,
+    AllocatorMonitor,
+    BlockSize,
+    DeviceStats,
+    HistoryEntry,
+    HistoryTag,
+)
 from memlab.metering.registry import REGISTRY
 
 GRANULARITY = 512
-_SMALL = 2**20  # the largest request that the small pool serves
+_SMALL_POOL_LIMIT = 2**20  # the largest request in the small pool
 
 INCOMPLETE = (
-    "somebody else records the allocator's history and keeps too little of it: scratch and "
-    "rounding are estimated"
+    "another recorder of the allocator's history keeps too few entries: workspace and rounding "
+    "are estimated"
 )
 
-_text = functools.cache(str)  # of operators, which are few
+_text = functools.cache(str)  # names of operators
 
 
 class Cuda(Accelerator):
-    """The functions of torch that a CudaWatch calls."""
+    """The torch functions that a CudaMonitor calls."""
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
@@ -56,13 +63,13 @@ class Cuda(Accelerator):
         return total - free
 
     def notes(self, device: torch.device) -> tuple[str, ...]:
-        return ("used is what nvidia-smi shows: all processes, and what each takes to run at all",)
+        return ("used bytes are as in nvidia-smi: all processes, with their CUDA contexts",)
 
     def current_index(self) -> int:
         return torch.cuda.current_device()
 
     def keeps_history(self) -> bool:
-        """Only torch's own allocator does, not the driver's asynchronous or a user's."""
+        """Return whether the allocator records a history; only torch's native allocator does."""
         return torch.cuda.get_allocator_backend() == "native"
 
     def is_recording(self) -> bool:
@@ -74,14 +81,14 @@ class Cuda(Accelerator):
     def snapshot(self) -> dict[str, Any]:
         return cuda_snapshot()
 
-    def set_mark(self, text: str) -> None:
+    def set_tag(self, text: str) -> None:
         set_cuda_metadata(text)
 
 
-class CudaWatch(AllocatorWatch):
-    """Records the allocator's history beside its counts.
+class CudaMonitor(AllocatorMonitor):
+    """Record the allocator's history besides its statistics.
 
-    A history that somebody else is recording goes on, and is used from here.
+    If a history is already being recorded, use it and leave it running.
     """
 
     granularity = GRANULARITY
@@ -97,28 +104,28 @@ class CudaWatch(AllocatorWatch):
             self._starts_recording = not self._torch.is_recording()
             if self._starts_recording:
                 self._torch.record(on=True)
-            self._torch.set_mark(str(Mark(REGISTRY.count)))
+            self._torch.set_tag(str(HistoryTag(REGISTRY.last_number)))
             self._at_start = self._torch.snapshot()
 
-    def mark(self, operator: Any, phase: str, module: str) -> None:
-        """Have every entry say, from now on, what is about to run."""
-        self._torch.set_mark(str(Mark(REGISTRY.count, phase, _text(operator), module)))
+    def tag(self, operator: Any, phase: str, module: str) -> None:
+        """Tag the following history entries with the next operator."""
+        self._torch.set_tag(str(HistoryTag(REGISTRY.last_number, phase, _text(operator), module)))
 
-    def stop(self) -> Answers:
-        answers = super().stop()
+    def stop(self) -> DeviceStats:
+        stats = super().stop()
         if not self._torch.keeps_history():
-            return answers
+            return stats
         at_end = self._torch.snapshot()
-        self._torch.set_mark("")
+        self._torch.set_tag("")
         if self._starts_recording:
             self._torch.record(on=False)
         entries = self._entries(at_end)[len(self._entries(self._at_start)) :]
-        blocks = Blocks(self._at_start, self.device.index)
-        history = tuple(read(entries, blocks))
-        if blocks.in_use.keys() != Blocks(at_end, self.device.index).in_use.keys():
-            return replace(answers, notes=(*answers.notes, INCOMPLETE))
-        at_start = allocated(self._at_start, self.device.index)
-        return replace(answers, history=history, blocks_at_start=at_start)
+        blocks = BlockTracker(self._at_start, self.device.index)
+        history = tuple(read_history(entries, blocks))
+        if blocks.in_use.keys() != BlockTracker(at_end, self.device.index).in_use.keys():
+            return replace(stats, notes=(*stats.notes, INCOMPLETE))
+        at_start = allocated_blocks(self._at_start, self.device.index)
+        return replace(stats, history=history, blocks_at_start=at_start)
 
     def _entries(self, snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
         return snapshot["device_traces"][self.device.index]
@@ -127,17 +134,19 @@ class CudaWatch(AllocatorWatch):
 # ------------------------------------------------------------------ reading the history
 
 
-def read(entries: Iterable[Mapping[str, Any]], blocks: "Blocks") -> Iterator[Entry]:
-    """The blocks handed out and taken back, with what they took and what was about to run."""
-    mark = Mark()
+def read_history(
+    entries: Iterable[Mapping[str, Any]], blocks: "BlockTracker"
+) -> Iterator[HistoryEntry]:
+    """Yield allocations and frees, with block sizes and the operator that was about to run."""
+    tag = HistoryTag()
     for entry in entries:
         action, address, size = entry["action"], entry.get("addr"), entry["size"]
-        mark = _latest(mark, entry.get("user_metadata", ""))
+        tag = _newest_tag(tag, entry.get("user_metadata", ""))
         if action == "alloc":
-            yield Entry(False, address, blocks.allocate(address, size), mark)
+            yield HistoryEntry(False, address, blocks.allocate(address, size), tag)
         elif action == "free_requested":
-            yield Entry(
-                True, address, blocks.in_use.get(address, Block(size, _rounded(size))), mark
+            yield HistoryEntry(
+                True, address, blocks.in_use.get(address, BlockSize(size, _rounded(size))), tag
             )
         elif action == "free_completed":
             blocks.free(address)
@@ -147,65 +156,68 @@ def read(entries: Iterable[Mapping[str, Any]], blocks: "Blocks") -> Iterator[Ent
             blocks.remove_segment(address, size)
 
 
-def _latest(known: Mark, text: str) -> Mark:
-    """The mark that `text` is. Each thread has a text of its own, and an idle thread's is old."""
-    seen, *words = text.split("|", 3)
-    if len(words) != 3 or not seen.isdigit() or int(seen) < known.seen:
+def _newest_tag(known: HistoryTag, text: str) -> HistoryTag:
+    """Parse the tag in `text`, or return `known` if `text` is older.
+
+    Each thread has its own text, and an idle thread's text is out of date.
+    """
+    last_number, *words = text.split("|", 3)
+    if len(words) != 3 or not last_number.isdigit() or int(last_number) < known.last_number:
         return known
-    return Mark(int(seen), *words)
+    return HistoryTag(int(last_number), *words)
 
 
-def allocated(snapshot: Mapping[str, Any], index: int) -> dict[int, Block]:
-    """The blocks handed out on the device with this index, by address."""
+def allocated_blocks(snapshot: Mapping[str, Any], index: int) -> dict[int, BlockSize]:
+    """Return the allocated blocks of the device with this index, by address."""
     return {
-        block["address"]: Block(block["requested_size"], block["size"])
+        block["address"]: BlockSize(block["requested_size"], block["size"])
         for segment in snapshot["segments"]
         for block in segment["blocks"]
         if segment["device"] == index and block["state"] == "active_allocated"
     }
 
 
-class Blocks:
-    """The allocator's blocks, in use and free, as its history leads from one state to the next."""
+class BlockTracker:
+    """Track the allocator's used and free blocks through its history."""
 
     def __init__(self, snapshot: Mapping[str, Any], index: int) -> None:
         settings = snapshot.get("allocator_settings", {})
         self._expandable = settings.get("expandable_segments", False)
-        self._unsplit_from = settings.get("max_split_size", -1)  # -1: there is no such size
-        self.in_use: dict[int, Block] = {}  # by address
-        self._end: dict[int, int] = {}  # of each free block, by its start …
-        self._start: dict[int, int] = {}  # … and the other way round
-        self._segments: set[int] = set()  # where one starts, so that no block reaches across
+        self._unsplit_from = settings.get("max_split_size", -1)  # -1 means unlimited
+        self.in_use: dict[int, BlockSize] = {}  # by address
+        self._end: dict[int, int] = {}  # free blocks: start to end
+        self._start: dict[int, int] = {}  # free blocks: end to start
+        self._segments: set[int] = set()  # segment starts; blocks do not merge across them
         for segment in snapshot["segments"]:
             if segment["device"] == index:
                 self._add_known(segment)
 
-    def allocate(self, address: int, asked: int) -> Block:
-        """Hand out the free block at this address, or its beginning."""
-        taken = _rounded(asked)
+    def allocate(self, address: int, requested: int) -> BlockSize:
+        """Allocate the free block at this address, or the front of it."""
+        rounded = _rounded(requested)
         end = self._end.get(address, 0)
-        if end >= address + taken:
+        if end >= address + rounded:
             self._remove(address)
-            if self._splits(taken, end - address - taken):
-                self._add(address + taken, end)
+            if self._splits(rounded, end - address - rounded):
+                self._add(address + rounded, end)
             else:
-                taken = end - address
-        self.in_use[address] = Block(asked, taken)
+                rounded = end - address
+        self.in_use[address] = BlockSize(requested, rounded)
         return self.in_use[address]
 
     def free(self, address: int) -> None:
-        """Take a block back, and merge it with the free ones beside it."""
+        """Free a block and merge it with free neighbours."""
         if address in self.in_use:
-            self._add(address, address + self.in_use.pop(address).taken)
+            self._add(address, address + self.in_use.pop(address).rounded)
 
     def add_segment(self, address: int, size: int, merges: bool) -> None:
-        """Take memory from the driver; `merges` where it continues an expandable segment."""
+        """Add memory from the driver; `merges` if it extends an expandable segment."""
         if not merges:
             self._segments.add(address)
         self._add(address, address + size)
 
     def remove_segment(self, address: int, size: int) -> None:
-        """Give memory back to the driver: a whole segment, or part of an expandable one."""
+        """Return a segment to the driver, or part of an expandable segment."""
         self._segments.discard(address)
         for start, end in list(self._end.items()):
             if start <= address < end:
@@ -214,9 +226,9 @@ class Blocks:
                 self._add(address + size, end)
 
     def _splits(self, size: int, rest: int) -> bool:
-        if size <= _SMALL or self._expandable:
+        if size <= _SMALL_POOL_LIMIT or self._expandable:
             return rest >= GRANULARITY
-        return rest > _SMALL and not 0 <= self._unsplit_from <= size
+        return rest > _SMALL_POOL_LIMIT and not 0 <= self._unsplit_from <= size
 
     def _add_known(self, segment: Mapping[str, Any]) -> None:
         if not segment.get("is_expandable", False):
@@ -224,8 +236,8 @@ class Blocks:
         for block in segment["blocks"]:
             if block["state"] == "inactive":
                 self._add(block["address"], block["address"] + block["size"])
-            else:  # handed out, or taken back while another stream still uses it
-                self.in_use[block["address"]] = Block(block["requested_size"], block["size"])
+            else:  # allocated, or freed while another CUDA stream still uses it
+                self.in_use[block["address"]] = BlockSize(block["requested_size"], block["size"])
 
     def _add(self, start: int, end: int) -> None:
         if start == end or start in self._end or end in self._start:

@@ -1,4 +1,4 @@
-"""Python's collector of cycles, kept waiting."""
+"""Pause Python's cyclic garbage collector."""
 
 import gc
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_cycle_collection() -> Iterator[None]:
-    """Let no cycle of Python objects be searched for inside; everything else dies as always.
+    """Disable the cyclic collector inside `with`; reference counting still frees objects.
 
-    The search runs whenever many objects were made, however little of it is garbage, and frees
-    what it finds at a moment that depends on all Python code run before.
+    The collector runs after a number of allocations, so the moment at which it frees a cycle
+    depends on all Python code that ran before.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,21 +1,21 @@
-"""The device's answers beside the meter's stream: every byte at the peak gets a name.
+"""Combine the meter's stream with the device's statistics, so that every byte has a category.
 
-    parameters … temporaries   what the meter saw, under the names that it gave
-    workspace                  blocks that the allocator handed out and that hold no storage: the
-                               scratch of kernels, and what libraries keep: of what was there
-                               before the step, blocks of just the size that cuBLAS takes
-    rounding                   what blocks have beyond what was asked for
-    unattributed               the rest: what was there before the step and the meter does not
-                               know, and what the device counts and nobody saw
+    parameters … temporaries   storages that the meter saw, with its categories
+    workspace                  allocated blocks without a storage: kernel workspaces and buffers
+                               that libraries keep (from before the step, only blocks of exactly
+                               cuBLAS's workspace size)
+    rounding                   the part of a block beyond the requested size
+    unattributed               everything else that the device counts, such as memory from before
+                               the step that the meter does not recognize
 
-Where the allocator keeps a history (CUDA, ROCm), it gives the order and the meter the names. It
-also holds blocks that the step takes only because it is watched: unwatched, autograd would write
-its sum into `old`; watched, it allocates `new` and drops `old`. The meter has taken such pairs out
-of its stream, so here neither the allocation of `new` nor the free of `old` is an event: from
-then on, the bytes of `old` lie at the address of `new`. What both took at once, a note says.
+With an allocator history (CUDA, ROCm), the history gives the order of events and the meter their
+categories. The history also contains allocations that only the meter causes: without it, autograd
+adds a gradient to `old` in place; with it, autograd allocates `new` and frees `old`. The meter
+folds such pairs, so neither the allocation of `new` nor the free of `old` becomes an event: the
+bytes of `old` move to the address of `new`. A note gives the overlap of the two.
 
-Without a history, the meter's stream is the base, and what separates its peak from the device's
-is one event at the start. Where the device counts no peak (MPS for long), the stream's stands.
+Without a history, the events are the meter's, and one event at the start has the difference
+between its peak and the device's. If the device has no peak (older MPS), the meter's is used.
 """
 
 from bisect import bisect_left
@@ -27,61 +27,68 @@ from typing import NamedTuple
 import torch
 
 from memlab.configs.targets import TARGETS
-from memlab.metering.answers import Accelerator, AllocatorWatch, Answers, Block, Entry, Watch
-from memlab.metering.cuda import CudaWatch
+from memlab.metering.cuda import CudaMonitor
+from memlab.metering.device_stats import (
+    Accelerator,
+    AllocatorMonitor,
+    BlockSize,
+    DeviceMonitor,
+    DeviceStats,
+    HistoryEntry,
+)
 from memlab.metering.mps import Mps
 from memlab.metering.registry import Storage
 from memlab.metering.storages import Change
 from memlab.trace import DeviceMemory, Event, Trace
 from memlab.units import format_bytes
 
-WATCHES: dict[str, Callable[[torch.device], Watch]] = {
-    "cpu": Watch,
-    "meta": Watch,
-    "cuda": CudaWatch,  # ROCm too
-    "mps": lambda device: AllocatorWatch(device, Mps()),
+MONITORS: dict[str, Callable[[torch.device], DeviceMonitor]] = {
+    "cpu": DeviceMonitor,
+    "meta": DeviceMonitor,
+    "cuda": CudaMonitor,  # ROCm too
+    "mps": lambda device: AllocatorMonitor(device, Mps()),
 }
 
-WORKSPACE_BYTES = {target.workspace_bytes for target in TARGETS.values()}  # of one handle of cuBLAS
+WORKSPACE_BYTES = {target.workspace_bytes for target in TARGETS.values()}  # per cuBLAS handle
 
-# The numbers of what is no storage. Storages count up from 1, workspaces down from the last.
+# Event numbers for memory without a storage. Storages count up from 1, workspaces down from -3.
 _FROM_BEFORE, _UNSEEN, _ROUNDING, _FIRST_WORKSPACE = 0, -1, -2, -3
 
 
-def watch(device: torch.device) -> Watch:
-    """A watch for the device: `start()` before the step, `stop()` after it."""
-    known = WATCHES.get(device.type)
-    return known(device) if known else AllocatorWatch(device, Accelerator())
+def monitor_for(device: torch.device) -> DeviceMonitor:
+    """Return a monitor for the device: `start()` before the step, `stop()` after it."""
+    known = MONITORS.get(device.type)
+    return known(device) if known else AllocatorMonitor(device, Accelerator())
 
 
 class Completed(NamedTuple):
-    """What a Trace is made of."""
+    """The parts of a Trace."""
 
     events: tuple[Event, ...]
     memory: DeviceMemory
     notes: tuple[str, ...]
 
 
-def complete(changes: Iterable[Change], answers: Answers) -> Completed:
-    """The events on the device, completed with what only the device knows.
+def complete(changes: Iterable[Change], stats: DeviceStats) -> Completed:
+    """Complete the meter's events on the device with the device's statistics.
 
-    Their peak is the device's own, less what the step took only because it was watched.
+    Their peak is the device's peak, minus allocations that only the meter caused.
     """
-    own = [change for change in changes if _is_on(answers.device, change.record)]
-    explain = _from_stream if answers.history is None else _from_history
-    events, explained_peak, device_peak, warnings = explain(own, answers)
-    notes = [*answers.notes, *warnings]
+    own = [change for change in changes if _is_on(stats.device, change.record)]
+    explain = _from_stream if stats.history is None else _from_history
+    events, explained_peak, device_peak, warnings = explain(own, stats)
+    notes = [*stats.notes, *warnings]
     if device_peak is not None:
         if unseen := device_peak - explained_peak:
-            events.insert(0, _event(unseen, _UNSEEN, "unattributed", "seen by the device alone"))
+            events.insert(0, _event(unseen, _UNSEEN, "unattributed", "counted by the device only"))
         unattributed = Trace(tuple(events)).at_peak.get("unattributed", 0)
         notes.append(f"{format_bytes(unattributed)} at the peak are unattributed")
-    memory = DeviceMemory(device_peak, answers.reserved_peak_bytes, answers.used_bytes)
+    memory = DeviceMemory(device_peak, stats.reserved_peak_bytes, stats.used_bytes)
     return Completed(tuple(events), memory, tuple(notes))
 
 
 class _Explained(NamedTuple):
-    """Events, and how far they explain the device's peak."""
+    """Events, their peak and the device's peak."""
 
     events: list[Event]
     peak: int
@@ -92,103 +99,103 @@ class _Explained(NamedTuple):
 # ------------------------------------------------------------------ without a history
 
 
-def _from_stream(changes: Sequence[Change], answers: Answers) -> _Explained:
-    """The meter's events, each with its rounding, after what it does not know of the start."""
+def _from_stream(changes: Sequence[Change], stats: DeviceStats) -> _Explained:
+    """Return the meter's events with their rounding, preceded by memory unknown at the start."""
     events: list[Event] = []
     held: dict[int, int] = defaultdict(int)  # bytes of each storage
     known_at_start = 0
-    for record, count, phase in changes:
-        before, after = held[record.number], held[record.number] + count
+    for record, num_bytes, phase in changes:
+        before, after = held[record.number], held[record.number] + num_bytes
         held[record.number] = after
-        rounding = -after % answers.granularity - -before % answers.granularity
-        events += _with_rounding(record.event(count, phase), rounding)
-        known_at_start += count + rounding if phase == "before" else 0
-    unknown = (answers.allocated_at_start or 0) - known_at_start
+        rounding = -after % stats.granularity - -before % stats.granularity
+        events += _with_rounding(record.event(num_bytes, phase), rounding)
+        known_at_start += num_bytes + rounding if phase == "before" else 0
+    unknown = (stats.allocated_at_start or 0) - known_at_start
     if unknown > 0:
         events.insert(0, _from_before(unknown))
-    return _Explained(events, _peak(events), answers.allocated_peak_bytes, [])
+    return _Explained(events, _peak(events), stats.allocated_peak_bytes, [])
 
 
 # ------------------------------------------------------------------ with a history
 
 
-def _from_history(changes: Sequence[Change], answers: Answers) -> _Explained:
-    """The history's events, under the meter's names."""
-    owners = _Owners(changes, answers)
-    events = _named(answers, owners)
-    peak = _history_peak(answers)
+def _from_history(changes: Sequence[Change], stats: DeviceStats) -> _Explained:
+    """Return the history's events with the meter's categories."""
+    owners = _BlockOwners(changes, stats)
+    events = _named(stats, owners)
+    peak = _history_peak(stats)
     warnings = []
-    if (only_watched := peak - _peak(events)) > 0:
+    if (only_metered := peak - _peak(events)) > 0:
         warnings.append(
-            f"the device's peak is {format_bytes(only_watched)} higher than this one because the "
-            f"step was watched: unwatched, autograd adds these gradients in place"
+            f"the device's peak is {format_bytes(only_metered)} higher than this one: only under "
+            f"the meter does autograd add these gradients out of place"
         )
     if owners.bytes_outside:
         warnings.append(
             f"{format_bytes(owners.bytes_outside)} are in storages that the device's allocator "
-            f"did not hand out; they are not counted"
+            f"did not allocate; they are not counted"
         )
-    device_peak = max(answers.allocated_peak_bytes or 0, peak)  # the step may reset its count
+    device_peak = max(stats.allocated_peak_bytes or 0, peak)  # the step may reset the statistic
     return _Explained(events, peak, device_peak, warnings)
 
 
-def _named(answers: Answers, owners: "_Owners") -> list[Event]:
-    """An event for every block that an unwatched step would take, too."""
+def _named(stats: DeviceStats, owners: "_BlockOwners") -> list[Event]:
+    """Return an event for every block that the step would allocate without the meter too."""
     ledger = _Ledger()
-    for number, (address, block) in enumerate(answers.blocks_at_start.items()):
+    for number, (address, block) in enumerate(stats.blocks_at_start.items()):
         record = owners.at_start.get(address)
-        if record is None and block.asked in WORKSPACE_BYTES:
-            position = len(answers.history) + number
-            ledger.allocate(address, _kept_workspace(block, position), _beyond(block))
+        if record is None and block.requested in WORKSPACE_BYTES:
+            position = len(stats.history) + number
+            ledger.allocate(address, _earlier_workspace(block, position), _rounding_of(block))
         elif record is None:
-            ledger.allocate(address, _from_before(block.taken))
+            ledger.allocate(address, _from_before(block.rounded))
         else:
-            ledger.allocate(address, record.event(block.asked, "before"), _beyond(block))
-    for position, entry in enumerate(answers.history):
-        record, address_unwatched = owners.of.get(position, (None, None))
+            ledger.allocate(address, record.event(block.requested, "before"), _rounding_of(block))
+    for position, entry in enumerate(stats.history):
+        record, original_address = owners.of.get(position, (None, None))
         if entry.is_free:
-            ledger.free(entry.address, entry.mark.phase)
-        elif address_unwatched in ledger:
-            ledger.will_move(address_unwatched, entry.address)
+            ledger.free(entry.address, entry.tag.phase)
+        elif original_address in ledger:
+            ledger.will_move(original_address, entry.address)
         elif record is None:
-            ledger.allocate(entry.address, _workspace(entry, position), _beyond(entry.block))
+            ledger.allocate(entry.address, _workspace(entry, position), _rounding_of(entry.block))
         else:
-            event = record.event(entry.block.asked, entry.mark.phase)
-            ledger.allocate(entry.address, event, _beyond(entry.block))
+            event = record.event(entry.block.requested, entry.tag.phase)
+            ledger.allocate(entry.address, event, _rounding_of(entry.block))
     return ledger.events
 
 
-class _Owners:
-    """Whose each block is.
+class _BlockOwners:
+    """Map each block to its storage.
 
-    A storage lies in the last block that was allocated at its address before it was seen there:
-    before it had its number, that is, and each entry says how many numbers were given by then.
+    A storage lies in the last block allocated at its address before the storage got its number.
+    Each entry's tag has the number of storages numbered by then.
     """
 
-    def __init__(self, changes: Sequence[Change], answers: Answers) -> None:
+    def __init__(self, changes: Sequence[Change], stats: DeviceStats) -> None:
         self.of: dict[int, tuple[Storage, int | None]] = {}  # by position in the history
         self.at_start: dict[int, Storage] = {}  # by address
-        self.bytes_outside = 0  # of storages in none of the allocator's blocks
+        self.bytes_outside = 0  # bytes of storages in none of the allocator's blocks
         self._allocations: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for position, entry in enumerate(answers.history):
+        for position, entry in enumerate(stats.history):
             if not entry.is_free:
-                self._allocations[entry.address].append((entry.mark.seen, position))
+                self._allocations[entry.address].append((entry.tag.last_number, position))
         for record in {change.record.number: change.record for change in changes}.values():
-            self._find(record, answers.blocks_at_start)
+            self._find(record, stats.blocks_at_start)
 
-    def _find(self, record: Storage, blocks_at_start: Mapping[int, Block]) -> None:
-        """Enter the storage's blocks, each with the address that it would have unwatched."""
+    def _find(self, record: Storage, blocks_at_start: Mapping[int, BlockSize]) -> None:
+        """Add the storage's blocks, each with its address in a step without the meter."""
         address, at_start, found = None, None, False
-        for seen in record.sightings:
-            allocations = self._allocations[seen.address]
-            before = bisect_left(allocations, (seen.count,))
+        for known in record.addresses:
+            allocations = self._allocations[known.address]
+            before = bisect_left(allocations, (known.last_number,))
             if before:
                 _, position = allocations[before - 1]
-                self.of[position] = record, address if seen.in_place else None
+                self.of[position] = record, address if known.in_place else None
                 found = True
             else:
-                at_start = seen.address
-            address = seen.address
+                at_start = known.address
+            address = known.address
         if at_start in blocks_at_start:
             self.at_start[at_start] = record
         elif not found:
@@ -196,7 +203,7 @@ class _Owners:
 
 
 class _Ledger:
-    """Writes the events, and knows what lies at which address."""
+    """Collect the events and track the allocation at each address."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -211,12 +218,12 @@ class _Ledger:
         self.events += _with_rounding(event, rounding)
 
     def will_move(self, old: int, new: int) -> None:
-        """Take the next free at `old` for a move to `new`."""
+        """Treat the next free at `old` as a move to `new`."""
         self._moves[old] = new
 
     def free(self, address: int, phase: str) -> None:
         if address not in self._held:
-            return  # a block that the history does not show being allocated
+            return  # allocated before the history began
         event, rounding = self._held.pop(address)
         if address in self._moves:
             self._held[self._moves.pop(address)] = event, rounding
@@ -226,47 +233,49 @@ class _Ledger:
             )
 
 
-def _history_peak(answers: Answers) -> int:
-    """The most bytes that were handed out at once, with those that only a watched step takes."""
-    at_start = sum(block.taken for block in answers.blocks_at_start.values())
-    changes = (-e.block.taken if e.is_free else e.block.taken for e in answers.history)
+def _history_peak(stats: DeviceStats) -> int:
+    """Return the peak of the history, with the allocations that only the meter causes."""
+    at_start = sum(block.rounded for block in stats.blocks_at_start.values())
+    changes = (-e.block.rounded if e.is_free else e.block.rounded for e in stats.history)
     return max(accumulate(changes, initial=at_start))
 
 
-def _beyond(block: Block) -> int:
-    return block.taken - block.asked
+def _rounding_of(block: BlockSize) -> int:
+    return block.rounded - block.requested
 
 
 # ------------------------------------------------------------------ events
 
 
-def _workspace(entry: Entry, position: int) -> Event:
-    count, mark = entry.block.asked, entry.mark
+def _workspace(entry: HistoryEntry, position: int) -> Event:
+    num_bytes, tag = entry.block.requested, entry.tag
     number = _FIRST_WORKSPACE - position
     return Event(
-        count, number, "workspace", mark.operator, mark.module, mark.phase, "uint8", (count,)
+        num_bytes, number, "workspace", tag.operator, tag.module, tag.phase, "uint8", (num_bytes,)
     )
 
 
-def _kept_workspace(block: Block, position: int) -> Event:
-    """What an earlier step's matrix products left: no storage, and no operator's that runs now."""
+def _earlier_workspace(block: BlockSize, position: int) -> Event:
+    """A cuBLAS workspace kept from an earlier step's matmuls."""
     number = _FIRST_WORKSPACE - position
-    return _event(block.asked, number, "workspace", "cuBLAS, before the step")
+    return _event(block.requested, number, "workspace", "cuBLAS, before the step")
 
 
-def _from_before(count: int) -> Event:
-    return _event(count, _FROM_BEFORE, "unattributed", "there before the step")
+def _from_before(num_bytes: int) -> Event:
+    return _event(num_bytes, _FROM_BEFORE, "unattributed", "there before the step")
 
 
 def _with_rounding(event: Event, rounding: int) -> Iterable[Event]:
-    """The event, and the one of its rounding if there is any."""
+    """Yield the event, then an event for its rounding if there is any."""
     yield event
     if rounding:
         yield _event(rounding, _ROUNDING, "rounding", "", event.phase)
 
 
-def _event(count: int, number: int, category: str, operator: str, phase: str = "before") -> Event:
-    return Event(count, number, category, operator, "", phase, "uint8", ())
+def _event(
+    num_bytes: int, number: int, category: str, operator: str, phase: str = "before"
+) -> Event:
+    return Event(num_bytes, number, category, operator, "", phase, "uint8", ())
 
 
 def _peak(events: Iterable[Event]) -> int:
@@ -274,5 +283,5 @@ def _peak(events: Iterable[Event]) -> int:
 
 
 def _is_on(device: torch.device, record: Storage) -> bool:
-    indices = {device.index, record.device.index} - {None}  # None: the current one
+    indices = {device.index, record.device.index} - {None}  # None means the current device
     return record.device.type == device.type and len(indices) < 2

@@ -1,4 +1,4 @@
-"""What the meter asks of a dry run. `memlab.dry_runs` implements it, on top of the meter."""
+"""The interface between the meter and a dry run. `memlab.dry_runs` implements it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,17 +8,19 @@ import torch
 
 
 class DryRun:
-    """A dry run, as the meter sees it; `DryRun.active` is the one that is on, or None."""
+    """A dry run as the meter uses it. `DryRun.active` is the running dry run, or None."""
 
     active: ClassVar["DryRun | None"] = None
 
-    def step_aside(self) -> bool:
-        """Let a meter that is about to start call `arguments` and `execute` itself, which saves
-        a dispatch mode. Returns False if another mode has started since."""
+    def release_mode(self) -> bool:
+        """Leave the dispatch mode, so that a starting meter calls `arguments` and `execute` itself.
+
+        Returns False, and does nothing, if another mode has started since.
+        """
         raise NotImplementedError
 
-    def step_back(self) -> None:
-        """Undo `step_aside`."""
+    def reclaim_mode(self) -> None:
+        """Undo `release_mode`."""
         raise NotImplementedError
 
     def arguments(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -30,7 +32,7 @@ class DryRun:
         raise NotImplementedError
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake twin of a tensor made outside, the same one each time."""
+        """Return the fake tensor for a real one from outside, the same one each time."""
         raise NotImplementedError
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -42,5 +44,5 @@ class DryRun:
         raise NotImplementedError
 
     def notes(self) -> tuple[str, ...]:
-        """Return the assumptions that the byte counts rest on, one sentence each."""
+        """Return the assumptions behind the byte counts, one sentence each."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""Allocations that happen only because the step is watched are folded away.
+"""Fold allocations that happen only because of the meter.
 
-Watched, autograd writes `old + new` where it would otherwise write `old += new`: the meter sees a
-new storage, and the old one dies right after. Such a pair is taken out of the stream, and the new
-storage continues the old one. observer.py lists the branches; here is what decides.
+Under a dispatch mode, autograd computes `old + new` where it would otherwise run `old += new`. The
+meter sees a new storage, and the old one dies right after. Such a pair is removed from the stream,
+and the new storage continues the old one. observer.py lists the affected operators.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,72 +11,77 @@ from typing import Any, NamedTuple
 import torch
 
 from memlab.metering.context import Context
-from memlab.metering.frames import comes_from_the_engine
-from memlab.metering.observer import COMPOSITIONS, OUT_OF_PLACE, is_formula, is_in_place_unwatched
+from memlab.metering.frames import called_by_engine
+from memlab.metering.observer import (
+    COMPOSITE_TRACKER,
+    OUT_OF_PLACE,
+    is_formula_step,
+    is_in_place_without_mode,
+)
 from memlab.metering.registry import REGISTRY, Storage
-from memlab.metering.stream import Change, Stream
+from memlab.metering.stream import Change, ChangeStream
 
 aten = torch.ops.aten
 
 
-class WatchedPair(NamedTuple):
-    """An operator that unwatched might write its result into its first input, `old`."""
+class PendingPair(NamedTuple):
+    """An operator that, without the meter, might write its result into its first input `old`."""
 
     func: Any
     old: Storage
-    birth: Change  # of the result
+    birth: Change  # the result's allocation
 
 
 class Folding:
-    """Watches the last operator's result until the next operator shows whether to fold it.
+    """Keep the last operator's result pending until the next operator decides whether to fold it.
 
-    `on_birth(record)` is called for each watched storage that turns out to be new.
+    Storages that need no folding are reported with `on_birth(record)`.
     """
 
     def __init__(
-        self, stream: Stream, context: Context, on_birth: Callable[[Storage], None]
+        self, stream: ChangeStream, context: Context, on_birth: Callable[[Storage], None]
     ) -> None:
         self._stream, self._context, self._on_birth = stream, context, on_birth
-        self._pair: WatchedPair | None = None
+        self._pending: PendingPair | None = None
 
-    def watch(self, func: Any, tensors: list[torch.Tensor], birth: Change) -> bool:
-        """Return whether the result may replace the first of the operator's input tensors."""
+    def hold(self, func: Any, tensors: list[torch.Tensor], birth: Change) -> bool:
+        """Make a result pending if it may replace the first input. Returns whether it did."""
         if func not in OUT_OF_PLACE or not tensors:
             return False
         old, *others = [REGISTRY.find(tensor) for tensor in tensors]
-        if old in others or not self._is_in_place_unwatched(func, tensors[0], old, birth.record):
+        if old in others or not self._is_in_place_without_mode(func, tensors[0], old, birth.record):
             return False
-        self._pair = WatchedPair(func, old, birth)
+        self._pending = PendingPair(func, old, birth)
         return True
 
     def close(self, func: Any = None, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Fold the watched result into its input if that died right after the operator.
+        """Fold the pending result into its input if the input died right after the operator.
 
         `func` and `tensors` are the next operator and its inputs.
         """
-        pair, self._pair = self._pair, None
+        pair, self._pending = self._pending, None
         if pair is None:
             return
         new = pair.birth.record
-        # Any storage may die at any moment, and stand in the stream between or after the two.
+        # Other storages may die too, so the two changes need not be neighbours in the stream.
         death = self._stream.death_of(pair.old)
-        takes_it = any(REGISTRY.find(tensor) is new for tensor in tensors)
-        in_formula = takes_it and is_formula(pair.func, func) and self._is_in_node(new)
+        is_input = any(REGISTRY.find(tensor) is new for tensor in tensors)
+        in_formula = is_input and is_formula_step(pair.func, func) and self._is_in_node(new)
         if death is None or in_formula or not new.alive:
             self._on_birth(new)
         else:
             self._stream.fold(pair.old, pair.birth, death)
 
-    def _is_in_place_unwatched(
+    def _is_in_place_without_mode(
         self, func: Any, first: torch.Tensor, old: Storage, new: Storage
     ) -> bool:
-        if COMPOSITIONS.depth:
+        if COMPOSITE_TRACKER.depth:
             return func is aten.add.Tensor
-        if new.phase != "backward" or torch.is_grad_enabled() or not comes_from_the_engine():
+        if new.phase != "backward" or torch.is_grad_enabled() or not called_by_engine():
             return False
-        return is_in_place_unwatched(func, first, old, new, self._context.node())
+        return is_in_place_without_mode(func, first, old, new, self._context.node())
 
     def _is_in_node(self, record: Storage) -> bool:
-        """Whether backward still evaluates the node that made the storage."""
+        """Return whether backward is still evaluating the node that made the storage."""
         node = self._context.node()
         return node is not None and record.node == node._sequence_nr()

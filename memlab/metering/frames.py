@@ -1,4 +1,4 @@
-"""Whose call an operator is: autograd's engine, a function of torch's, or a line of the user's."""
+"""Find an operator's caller: the autograd engine, a torch function or a line of user code."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import torch
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _MEMLAB_FOLDER = Path(__file__).parents[1]
-_MACHINERY = (
+_INTERNAL_FRAMES = (
     *(f"{_MEMLAB_FOLDER / part}{os.sep}" for part in ("metering", "dry_runs", "prediction")),
     f"{_TORCH_FOLDER}/_ops.py",
     f"{_TORCH_FOLDER}/_compile.py",
@@ -20,23 +20,23 @@ _MACHINERY = (
 )
 
 
-def comes_from_the_engine() -> bool:
-    """Whether autograd's C++ called the operator itself, not a user's hook or a recomputation.
+def called_by_engine() -> bool:
+    """Return whether the autograd engine called the operator, not a hook or a recomputation.
 
-    On the CPU the engine runs below `_engine_run_backward`, on a device in a thread of its own.
+    On the CPU the engine runs below `_engine_run_backward`; for other devices, in its own thread.
     """
     caller = next(frames(), None)
     return caller is None or caller.f_code.co_name == "_engine_run_backward"
 
 
 def called_by(name: str) -> bool:
-    """Whether the function `name` called the operator."""
+    """Return whether the function `name` called the operator."""
     caller = next(frames(), None)
     return caller is not None and caller.f_code.co_name == name
 
 
 def user_line() -> str:
-    """`file.py:12 function` of the user's code that the operator came from."""
+    """Return the line of user code that led to the operator, as `file.py:12 function`."""
     for frame in frames():
         path = Path(frame.f_code.co_filename)
         if not path.is_relative_to(_TORCH_FOLDER):
@@ -47,9 +47,9 @@ def user_line() -> str:
 
 
 def frames() -> Iterator[FrameType]:
-    """The Python frames that led to an operator, innermost first, without the machinery."""
+    """Yield the Python frames that led to an operator, innermost first, without memlab's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_MACHINERY):
+        if not frame.f_code.co_filename.startswith(_INTERNAL_FRAMES):
             yield frame
         frame = frame.f_back

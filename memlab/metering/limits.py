@@ -1,4 +1,4 @@
-"""A limit on what a piece of code allocates, which names the line that passes it."""
+"""A memory limit for a block of code; the exception names the allocation that exceeds it."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from memlab.metering.storages import StorageMeter
 from memlab.units import format_bytes, parse_bytes
 
 
-class BudgetExceeded(MemoryError):  # noqa: N818 - reads as what happened
-    """More bytes were alive than a `budget` allows."""
+class BudgetExceeded(MemoryError):  # noqa: N818 - reads better than BudgetExceededError
+    """More bytes are alive than a `budget` allows."""
 
 
 class budget:  # noqa: N801 - used as a function: `with memlab.budget("6 MiB"):`
-    """Allow `limit` bytes to be allocated since entry and still alive; raise where they are passed.
+    """Limit the bytes alive at once among tensors allocated inside `with`.
 
-    What was alive before counts for nothing. BudgetExceeded names the request, the live total and
-    the five largest live tensors with their modules; it comes from the allocating line. After the
-    block, `spent.peak_bytes` of `with budget(...) as spent:` tells how much of it was used.
+    Tensors from before the block do not count. The allocation that exceeds the limit raises
+    BudgetExceeded, which names it, the live total and the five largest live tensors with their
+    modules. After `with budget(...) as spent:`, `spent.peak_bytes` is the peak.
     """
 
     def __init__(self, limit: int | str, *, model: torch.nn.Module | None = None) -> None:
@@ -37,7 +37,7 @@ class budget:  # noqa: N801 - used as a function: `with memlab.budget("6 MiB"):`
         live = self._storages.live_bytes
         self.peak_bytes = max(self.peak_bytes, live)
         if live > self._limit:
-            largest = "; ".join(map(_describe, self._storages.largest_own(5)))
+            largest = "; ".join(map(_describe, self._storages.largest_live(5)))
             raise BudgetExceeded(
                 f"{_describe(request)} brings the live total to {format_bytes(live)}, past the "
                 f"budget of {format_bytes(self._limit)}. Largest alive: {largest}"
@@ -45,7 +45,7 @@ class budget:  # noqa: N801 - used as a function: `with memlab.budget("6 MiB"):`
 
 
 def _describe(record: Storage) -> str:
-    """`3.00 MiB float32 (768, 1024) by aten.mm.default in blocks.0.mlp`."""
+    """Format a storage like `3.00 MiB float32 (768, 1024) by aten.mm.default in blocks.0.mlp`."""
     event = record.event(record.bytes, record.phase)
     where = f" in {event.module}" if event.module else ""
     return f"{format_bytes(event.bytes)} {event.dtype} {event.shape} by {event.operator}{where}"

@@ -1,4 +1,4 @@
-"""A dispatch mode that costs little per operator."""
+"""A dispatch mode with low overhead per operator."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,20 +17,19 @@ from memlab.internals.torch_internals import (
 _DEVICE = torch.ops.prim.device.default
 
 
-def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep torch.compile out of the function and of all that it calls.
+def exclude_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Exclude the function and its callees from torch.compile.
 
-    A compiled function that runs under a mode calls the mode's handler, and in there the mode is
-    off: Dynamo would compile the handler itself. That takes minutes, and guards and resumed frames
-    keep tensors alive.
+    A compiled function under a dispatch mode calls the mode's handler with the mode off, so Dynamo
+    would compile the handler. That takes minutes, and guards and resumed frames keep tensors alive.
     """
     skip_all = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip_all)
     return function
 
 
-# torch's record of whether a mode is on: one for all threads. What it held before is kept by each
-# mode, so two threads whose modes end in another order than they began leave it set.
+# torch's flags for active modes are shared by all threads, and each mode restores the value it
+# found. Two threads whose modes do not end in reverse order leave a flag set.
 _FLAGS = (
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
@@ -39,10 +38,10 @@ _FLAGS = (
 
 
 @contextmanager
-def flags_restored() -> Iterator[None]:
-    """After threads that had modes on: torch's flags are as they were before.
+def restore_mode_flags() -> Iterator[None]:
+    """Restore torch's mode flags after threads that used modes.
 
-    Otherwise torch.compile leaves functions uncompiled, and says nothing.
+    With a flag left set, torch.compile silently leaves functions uncompiled.
     """
     before = {name: getattr(python_dispatch, name) for name in _FLAGS}
     try:
@@ -53,26 +52,26 @@ def flags_restored() -> Iterator[None]:
 
 
 class LightMode(TorchDispatchMode):
-    """A mode whose handler, `handle(func, types, args, kwargs)`, is called for operators alone.
+    """A dispatch mode that calls `handle(func, types, args, kwargs)` for each operator.
 
-    Fake tensors ask for their device more often than for everything else together; that question
-    is answered here. torch wraps the handlers of modes to keep its compiler out of them, which
-    costs as much as a small operator; `never_compiled` costs nothing.
+    Queries of a fake tensor's device, the most frequent calls, do not reach `handle`. torch wraps a
+    mode's handler to exclude it from its compiler, which costs as much as a small operator;
+    `exclude_from_dynamo` costs nothing.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    @never_compiled
+    @exclude_from_dynamo
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE:
             return getattr(args[0], "fake_device", None) or func(*args)
         return self.handle(func, types, args, kwargs or {})
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Within `handle`: let the mode see the operators inside, too."""
+    def reenter(self) -> Iterator[None]:
+        """Re-enter the mode within `handle`, so that it also sees the operators inside."""
         TorchDispatchMode.__enter__(self)
         try:
             yield

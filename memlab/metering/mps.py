@@ -1,9 +1,9 @@
-"""MPS, the GPU of Apple's machines: what Metal answers.
+"""Memory statistics on MPS (Apple GPUs).
 
-Metal's driver says how much it keeps for this process. That is no peak: what is freed stays in the
-allocator's cache, so the figure grows with all that was ever needed (11.3 GiB were shown where the
-peak was 1.5 GiB). It is shown as what it is, bytes in use. The peak is the allocator's where it
-counts one (torch 2.13 does), else that of the storages.
+Metal's driver reports the memory that it holds for this process. Freed memory stays in the
+allocator's cache, so this figure can far exceed the peak (11.3 GiB against 1.5 GiB in one run). It
+is reported as bytes in use. The peak comes from the allocator (since torch 2.13), or else from the
+storages.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memlab.metering.answers import Accelerator
+from memlab.metering.device_stats import Accelerator
 from memlab.units import format_bytes
 
 
@@ -34,6 +34,6 @@ class Mps(Accelerator):
     def notes(self, device: torch.device) -> tuple[str, ...]:
         recommended = format_bytes(torch.mps.recommended_max_memory())
         return (
-            f"the bytes in use are what Metal keeps for this process, caches included, and not a "
-            f"peak; it recommends {recommended} at most",
+            f"the bytes in use are Metal's memory for this process, with caches; they are not a "
+            f"peak, and Metal recommends {recommended} at most",
         )

@@ -1,13 +1,12 @@
-"""What watching changes, and how to tell.
+"""Rules for allocations that a dispatch mode adds to a step.
 
-A dispatch mode makes autograd believe that it handles tensor subclasses, whose operators might not
-be writable in place. It then takes other branches: `old + new` where a gradient has several
-sources instead of `old += new`, `zeros.scatter_add(…)` in gather's backward instead of
-`zeros.scatter_add_(…)`. Each makes a storage that the step does not make unwatched.
+Under a dispatch mode, autograd assumes tensor subclasses, whose operators might not work in place.
+It then uses out-of-place branches: `old + new` instead of `old += new` where a gradient has several
+sources, or `zeros.scatter_add(…)` instead of `zeros.scatter_add_(…)` in gather's backward. Each of
+them allocates a storage that the step does not allocate without the mode.
 
-The rules below name these branches. They were found by recording 65 kinds of steps with and
-without a mode that does nothing (profiler_recording.py), and a test records them again: a
-new torch with a new branch fails it.
+The rules come from recording 65 kinds of steps with and without a no-op mode
+(profiler_recording.py). A test repeats the recordings and fails if a new torch adds a branch.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ from memlab.metering.registry import Storage
 
 aten = torch.ops.aten
 
-# In these formulas of autograd's, zeros are made and then written into.
+# Autograd formulas that create zeros and then write into them.
 _INTO_ZEROS = frozenset(
     {
         aten.scatter_add.default,
@@ -33,7 +32,7 @@ _INTO_ZEROS = frozenset(
         aten.index_fill.int_Tensor,
     }
 )
-# Single formulas that have an in-place branch of their own.
+# Single formulas with their own in-place branch: (node, operator).
 _IN_FORMULA = frozenset(
     {
         ("BinaryCrossEntropyWithLogitsBackward0", aten.sub.Tensor),
@@ -42,9 +41,8 @@ _IN_FORMULA = frozenset(
     }
 )
 
-
-# Nodes that take other operators altogether while they are watched: most look for zeros, or for
-# NaNs, in the values otherwise.
+# Nodes that run entirely different operators under a mode. Without a mode, most of them check the
+# values for zeros or NaNs.
 _OTHER_FORMULAS = {
     "AngleBackward0": "angle",
     "CumprodBackward0": "cumprod",
@@ -62,44 +60,43 @@ _OTHER_FORMULAS = {
     "ProdBackward1": "prod",
 }
 
-# What can be in place unwatched, at all.
+# All operators that can be in place without a mode.
 OUT_OF_PLACE = _INTO_ZEROS | {func for _, func in _IN_FORMULA} | {aten.add.Tensor}
 
-# Compositions of operators that end with `add_`, watched with `add`, in the forward pass.
-_COMPOSITIONS = (aten.linear.default, aten._scaled_dot_product_attention_math.default)
+# Composite operators whose forward ends with `add_`, or with `add` under a mode.
+_COMPOSITES = (aten.linear.default, aten._scaled_dot_product_attention_math.default)
 
 
-class Compositions:
-    """Knows whether the operator that runs now is a part of one of _COMPOSITIONS.
+class CompositeTracker:
+    """Track whether the current operator is part of one of _COMPOSITES; then `depth` is above 0.
 
-    They are taken apart before a dispatch mode sees them, so nothing else tells their sum from
-    one that the user wrote. While anybody looks, a function of ours stands before each: it only
-    notes that the composition has begun and ended.
+    torch decomposes them before a dispatch mode sees them, so their `add` looks like the user's.
+    While a meter runs, a registered kernel around each of them counts entries and exits.
     """
 
     def __init__(self) -> None:
         self.depth = 0
-        self._lookers = 0
+        self._users = 0
         self._library: Library | None = None
 
     def __enter__(self) -> None:
-        self._lookers += 1
-        if self._lookers == 1:
+        self._users += 1
+        if self._users == 1:
             self._library = Library("aten", "IMPL")
-            for operator in _COMPOSITIONS:
+            for operator in _COMPOSITES:
                 for key in (
                     "AutogradCPU",
                     *(["AutogradCUDA"] if torch.cuda.is_available() else []),
                 ):
-                    self._library.impl(operator, self._noting(operator), key)
+                    self._library.impl(operator, self._counting(operator), key)
 
     def __exit__(self, *exception: Any) -> None:
-        self._lookers -= 1
-        if self._lookers == 0:
+        self._users -= 1
+        if self._users == 0:
             self._library._destroy()
             self._library = None
 
-    def _noting(self, operator: Any) -> Any:
+    def _counting(self, operator: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             self.depth += 1
             try:
@@ -110,21 +107,19 @@ class Compositions:
         return run
 
 
-COMPOSITIONS = Compositions()
+COMPOSITE_TRACKER = CompositeTracker()
 
 
-def is_in_place_unwatched(
+def is_in_place_without_mode(
     func: Any, first: torch.Tensor, old: Storage, new: Storage, node: Node
 ) -> bool:
-    """Whether the engine, unwatched, would write the result `new` of `func` into `first`.
+    """Return whether the engine, without a mode, might write the result `new` into `first`.
 
-    `node` is the node that it evaluates.
-
-    Asked of calls that come straight from autograd's engine, without a graph of their own; it
-    remains to be seen whether the storage `old` of `first` dies right after the call. A view is
-    written to by nobody: its base is a second owner of the storage.
+    Call it for operators that the autograd engine itself calls while it evaluates `node`. The
+    caller must also check that the storage `old` of `first` dies right after the operator.
     """
     if func is aten.add.Tensor:
+        # a view's base is a second owner of the storage, so autograd does not write to views
         return not first._is_view() and _is_dense(first)
     if func in _INTO_ZEROS:
         return old.node is not None and old.node == new.node
@@ -132,24 +127,26 @@ def is_in_place_unwatched(
 
 
 def formulas_note(nodes: set[str]) -> tuple[str, ...]:
-    """A note on the gradients among these nodes that are not metered to the byte, if any is."""
+    """Return a note on the nodes whose gradient is not metered exactly, () if there are none."""
     names = sorted({_OTHER_FORMULAS[node] for node in nodes & _OTHER_FORMULAS.keys()})
     if not names:
         return ()
     return (
-        f"the gradient of {', '.join(names)} is computed in another way while it is watched: what "
-        f"it takes meanwhile is not exact",
+        f"the gradient of {', '.join(names)} is computed differently under the meter, so its "
+        f"temporaries are not exact",
     )
 
 
-def is_formula(func: Any, next_func: Any) -> bool:
-    """Whether a sum that the next operator of the same node takes is a step of a formula (atan2's,
-    say, which multiplies with it), not a gradient that still accumulates."""
+def is_formula_step(func: Any, next_func: Any) -> bool:
+    """Return whether a sum, an input of the node's next operator, is a step of the node's formula.
+
+    For example, atan2's formula multiplies with the sum. Otherwise it is an accumulated gradient.
+    """
     return func is aten.add.Tensor and next_func is not aten.add.Tensor
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements, in some order of the dimensions, lie side by side without a gap."""
+    """Return whether the tensor is contiguous for some order of its dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -1,23 +1,20 @@
-"""The step as it runs unwatched: every block of memory, from the CPU's allocator itself.
+"""Record a step's allocations with torch's profiler: the ground truth for the meter.
 
-A meter that sees operators changes what it sees (memlab.metering.storages says how). torch's
-profiler does not: with `profile_memory` the allocator itself notes every block that it hands out
-and takes back, to the byte, and no mode, no dispatch key and no Python stands between autograd
-and its kernels. So a recording is the truth that the meter is held against. It knows three kinds
-of blocks:
+The meter's dispatch mode changes the step slightly (memlab.metering.observer). torch's profiler
+does not: with `profile_memory` the CPU's allocator logs every allocation and free itself, exact to
+the byte. A recording has three kinds of blocks:
 
-    result    outlives the operator that made it: a meter of operators must see each of these,
-              and nothing else
-    scratch   freed before its operator returns: a kernel's working memory, which no dispatcher
-              sees (0 to 60 % of the bytes that a step allocates, for microseconds each)
-    stray     made outside of every operator: a Python number on its way into one (8 bytes),
-              the generator's state that checkpointing keeps (5,056 bytes)
+    result    outlives the operator that allocated it; the meter must see exactly these
+    scratch   freed before its operator returns: a kernel workspace, invisible to the dispatcher
+              (0 to 60% of the bytes that a step allocates, for microseconds each)
+    stray     allocated outside operators: a Python scalar converted to a tensor (8 bytes), or the
+              generator state that checkpointing saves (5,056 bytes)
 
-"Its operator" is the one that a dispatcher sees: `aten::linear` is written in terms of other
-operators and never reaches a mode, `aten::convolution` does, and what it calls does not.
+A block's operator is the outermost one that reaches the dispatcher's kernels: `aten::linear` is a
+composite and does not; `aten::convolution` does, so operators inside it do not count.
 
-It sees the CPU's allocator and no other, and the thread that it runs in. A block that was there
-before the profiler has no known size, so its free is left out: `warm_up` is for that.
+Only the CPU's allocator and the calling thread are recorded. Frees of blocks from before the
+profiler are left out, because their size is unknown; pass `warm_up` to include them.
 """
 
 import gc
@@ -49,29 +46,29 @@ Step = Callable[[], object]
 Kind = Literal["result", "scratch", "stray"]
 
 _STEP = "memlab: the recorded step"
-_REMARKS = (
+_PROFILER_MESSAGES = (
     b"SyncActivityProfilerHandler",
     b"Memory block of unknown size was allocated before",
-    b"gpuGetDeviceCount failed",  # built for CUDA, on a machine without
+    b"gpuGetDeviceCount failed",  # a CUDA build on a machine without a GPU
 )
 _NODE = "autograd::engine::evaluate_function: "
 
 
 class MemoryEvent(NamedTuple):
-    """One block handed out (`bytes` > 0) or taken back (`bytes` < 0)."""
+    """An allocation (`bytes` > 0) or a free (`bytes` < 0)."""
 
     bytes: int
     address: int
     kind: Kind
-    operator: str  # that made the block, "" for a stray
-    node: str  # of autograd's graph that called the operator, "" in forward
+    operator: str  # the operator that allocated the block, "" for a stray
+    node: str  # the autograd node that called the operator, "" in forward
 
 
 @dataclass(frozen=True)
-class Recording:
-    """All events of one step, in order; what was alive when it began counts as 0 bytes.
+class AllocatorRecording:
+    """The memory events of one step, in order, relative to the memory at its start.
 
-    `bytes_at_start` of it were allocated by `warm_up`, which may build the model, too.
+    `bytes_at_start` is the memory that `warm_up` allocated and kept.
     """
 
     events: tuple[MemoryEvent, ...]
@@ -79,21 +76,21 @@ class Recording:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes alive at one moment, above what was alive at the start."""
+        """The peak memory, minus the memory at the start."""
         return _peak(event.bytes for event in self.events)
 
     @cached_property
     def live_bytes(self) -> int:
-        """Bytes alive at the end, less what was alive at the start."""
+        """The memory at the end, minus the memory at the start."""
         return sum(event.bytes for event in self.events)
 
     @cached_property
     def allocations(self) -> Counter[int]:
-        """How often each size was allocated."""
+        """The number of allocations of each size."""
         return Counter(event.bytes for event in self.events if event.bytes > 0)
 
     def allocated_by(self, kind: Kind) -> Counter[str]:
-        """Bytes allocated as blocks of this kind, by operator."""
+        """Return the bytes allocated as blocks of this kind, by operator."""
         sums: Counter[str] = Counter()
         for event in self.events:
             if event.kind == kind and event.bytes > 0:
@@ -101,39 +98,38 @@ class Recording:
         return sums
 
 
-def record(step: Step, *, warm_up: Step | None = None) -> Recording:
-    """Run `step()` once under the profiler, and nothing else.
+def record(step: Step, *, warm_up: Step | None = None) -> AllocatorRecording:
+    """Run `step()` once under the profiler and return its memory events.
 
-    `warm_up` runs first and is not recorded, but its blocks are known, so their frees are:
-    `record(step, warm_up=step)` is the second step, the gradients of the first freed in it.
+    `warm_up` runs first and is not recorded, but frees of its blocks are. So
+    `record(step, warm_up=step)` records a second step, which frees the first step's gradients.
 
-    Python's cycle collector waits meanwhile. It runs whenever enough Python objects were made,
-    and an observer makes many: two runs of one step would free a cycle at different moments. So
-    what a cycle holds stays alive here; an observer is compared with the collector off as well.
-    What the warm-up left in cycles is freed before the step: nobody can reach it any more.
+    Python's cyclic collector is off, because it would free cycles at different moments in two runs
+    of one step. Turn it off for the trace to compare with, too. Cycles left by the warm-up are
+    collected before the step.
     """
     return _recording(_profiled(step, warm_up))
 
 
-# ------------------------------------------------------------------ against an observer
+# ------------------------------------------------------------------ comparing a trace
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What an observer saw against what happened. Differences are observed less recorded."""
+class TraceComparison:
+    """A meter's allocations compared with a recording. Differences are observed minus recorded."""
 
-    missing: Counter[int]  # sizes that the observer saw allocated and no operator returned
-    unseen: Counter[int]  # sizes of results that it did not see
-    excess: Counter[int]  # sizes of all blocks that it did not see: scratch and strays with them
-    excess_share: float  # the bytes of these, of all that were allocated
+    missing: Counter[int]  # observed sizes that the recording does not have
+    unseen: Counter[int]  # sizes of results that were not observed
+    excess: Counter[int]  # sizes of all blocks that were not observed, with scratch and strays
+    excess_share: float  # the excess bytes as a fraction of all allocated bytes
     live_difference: int
-    peak_difference: int  # of the peaks over the blocks that it could see
-    real_peak_difference: int  # of the peaks over all blocks: below 0 by the scratch at the peak
+    peak_difference: int  # between the peaks over observable blocks
+    real_peak_difference: int  # between the peaks over all blocks; minus the scratch at the peak
     peak_bytes: int  # recorded, over all blocks
 
     @property
     def exact(self) -> bool:
-        """Whether the observer saw every result and nothing else, and both peaks agree."""
+        """True if exactly the results were observed, and the peaks are equal."""
         differs = self.missing or self.unseen or self.live_difference or self.peak_difference
         return not differs
 
@@ -144,12 +140,12 @@ class Comparison:
     def __str__(self) -> str:
         lines = [
             f"exact: {'yes' if self.exact else 'no'}",
-            f"seen, but never allocated: {_describe(self.missing)}",
-            f"results not seen: {_describe(self.unseen)}",
+            f"observed, but not allocated: {_describe(self.missing)}",
+            f"results not observed: {_describe(self.unseen)}",
             f"scratch and strays: {self.excess.total()} blocks, {format_bytes(self.excess_bytes)}, "
             f"{self.excess_share:.1%} of the bytes",
             f"alive at the end: {self.live_difference:+d} B",
-            f"peak: {self.peak_difference:+d} B, with the scratch {self.real_peak_difference:+d} B "
+            f"peak: {self.peak_difference:+d} B, with scratch {self.real_peak_difference:+d} B "
             f"of {self.peak_bytes:,} B",
         ]
         return "\n".join(lines)
@@ -157,19 +153,19 @@ class Comparison:
     __repr__ = __str__
 
 
-def compare(observed: Trace | Iterable[int], recording: Recording) -> Comparison:
-    """Hold a Trace, or a stream of sizes (frees negative), against the recording of the same step.
+def compare(observed: Trace | Iterable[int], recording: AllocatorRecording) -> TraceComparison:
+    """Compare a Trace, or a sequence of sizes (frees negative), with a recording of the same step.
 
-    What a Trace found alive when it began is left out; the frees of it are not. An allocation
-    belongs to a result of its size if there is one, else to a stray; never to scratch, or one
-    too many of them would hide behind a kernel's.
+    A Trace's storages from before the step are left out, but their frees are not. An allocation is
+    matched with a result of its size, or else with a stray. It never matches scratch, which would
+    hide a wrong allocation.
     """
     sizes = _sizes(observed)
     seen = Counter(size for size in sizes if size > 0)
     results, strays = _allocated(recording, "result"), _allocated(recording, "stray")
     visible = list(_visible(recording.events, seen - results))
     excess = recording.allocations - seen
-    return Comparison(
+    return TraceComparison(
         missing=seen - (results + strays),
         unseen=results - seen,
         excess=excess,
@@ -181,38 +177,39 @@ def compare(observed: Trace | Iterable[int], recording: Recording) -> Comparison
     )
 
 
-def with_workspace(trace: Trace, recording: Recording) -> Trace:
-    """The trace of a step with its kernels' scratch put in, as events of category workspace.
+def with_workspace(trace: Trace, recording: AllocatorRecording) -> Trace:
+    """Add the recording's scratch to a trace of the same step, as events of category workspace.
 
-    `recording` is of the same step; the two are laid side by side, event by event. The peak of
-    the result is the real one: what the CPU's allocator had handed out at the fullest moment.
-    Raises ValueError where the trace is not exact against the recording.
+    The two are merged event by event, so the peak of the result is the CPU allocator's real peak.
+    Raises ValueError if the trace is not exact against the recording.
     """
     comparison = compare(trace, recording)
     if not comparison.exact:
-        raise ValueError(f"the trace and the recording are not of equal steps:\n{comparison}")
+        raise ValueError(
+            f"the trace and the recording differ; pass a recording of the same step:\n{comparison}"
+        )
     strays = Counter(s for s in _sizes(trace) if s > 0) - _allocated(recording, "result")
     merged = [event for event in trace.events if event.phase == "before"]
     seen = iter(trace.events[len(merged) :])
     numbers: dict[int, int] = {}
-    for noted, is_visible in _with_visibility(recording.events, strays):
+    for event, is_visible in _with_visibility(recording.events, strays):
         if is_visible:
             merged.append(next(seen))
         else:
-            if noted.bytes > 0:
-                numbers[noted.address] = -1 - len(numbers)
-            merged.append(_workspace(noted, numbers[noted.address], merged[-1].phase))
+            if event.bytes > 0:
+                numbers[event.address] = -1 - len(numbers)
+            merged.append(_workspace(event, numbers[event.address], merged[-1].phase))
     return replace(trace, events=tuple(merged))
 
 
-def _workspace(noted: MemoryEvent, number: int, phase: str) -> Event:
-    """`number` is negative: no meter numbered the block. It has a size and no shape."""
-    operator = noted.operator.replace("::", ".") or "outside of operators"
+def _workspace(event: MemoryEvent, number: int, phase: str) -> Event:
+    """Return a workspace event. `number` is negative, because storages have positive numbers."""
+    operator = event.operator.replace("::", ".") or "outside of operators"
     phase = "forward" if phase == "before" else phase
-    return Event(noted.bytes, number, "workspace", operator, "", phase, "uint8", ())
+    return Event(event.bytes, number, "workspace", operator, "", phase, "uint8", ())
 
 
-def _allocated(recording: Recording, kind: Kind) -> Counter[int]:
+def _allocated(recording: AllocatorRecording, kind: Kind) -> Counter[int]:
     return Counter(e.bytes for e in recording.events if e.kind == kind and e.bytes > 0)
 
 
@@ -223,14 +220,14 @@ def _sizes(observed: Trace | Iterable[int]) -> list[int]:
 
 
 def _visible(events: Iterable[MemoryEvent], strays: Counter[int]) -> Iterator[int]:
-    """The sizes of all results, and of as many `strays` as the observer saw."""
+    """Yield the sizes of all results and of the observed `strays`."""
     return (event.bytes for event, visible in _with_visibility(events, strays) if visible)
 
 
 def _with_visibility(
     events: Iterable[MemoryEvent], strays: Counter[int]
 ) -> Iterator[tuple[MemoryEvent, bool]]:
-    """Each event, and whether an observer who saw `strays` of the strays saw it."""
+    """Yield each event with whether it was observed, given the sizes of the observed `strays`."""
     left, followed = Counter(strays), set()
     for event in events:
         if event.kind == "stray" and event.bytes > 0 and left[event.bytes] > 0:
@@ -250,16 +247,16 @@ def _bytes_of(counts: Counter[int]) -> int:
 
 
 def _describe(counts: Counter[int]) -> str:
-    """`2 × 4000 B, 1 × 12 B`, the largest sum first."""
+    """Format sizes like `2 × 4000 B, 1 × 12 B`, the largest total first."""
     largest_first = sorted(counts.items(), key=lambda item: -item[0] * item[1])
     return ", ".join(f"{count} × {size} B" for size, count in largest_first) or "none"
 
 
-# ------------------------------------------------------------------ what watching changes
+# ------------------------------------------------------------------ effects of a dispatch mode
 
 
-class Made(NamedTuple):
-    """A result: its size, its operator, and the node of autograd's graph that called it."""
+class OperatorResult(NamedTuple):
+    """A result: its size, its operator and the autograd node that called the operator."""
 
     node: str
     operator: str
@@ -267,40 +264,40 @@ class Made(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Changes:
-    """Results that exist only where somebody watches, and only where nobody does."""
+class ModeEffects:
+    """Results that exist only under a dispatch mode (added) or only without one (removed)."""
 
-    added: Counter[Made]
-    removed: Counter[Made]
+    added: Counter[OperatorResult]
+    removed: Counter[OperatorResult]
 
 
-def what_watching_changes(build: Callable[[], Step]) -> Changes:
-    """Record the step that `build()` returns, and another under a mode that does nothing.
+def dispatch_mode_effects(build: Callable[[], Step]) -> ModeEffects:
+    """Record the step that `build()` returns, without and with a no-op dispatch mode.
 
-    A gradient that several consumers send back is `aten::add_` unwatched and `aten::add` watched:
-    one result added. With a new torch, this names each new branch of the kind and its formula.
+    For example, a gradient with two sources uses `aten::add_` without the mode and `aten::add` with
+    it, which adds one result. Use this to find new branches in a new torch version.
     """
-    unwatched = _made(record(build()))
-    watched = _made(record(_under_a_mode(build())))
-    return Changes(watched - unwatched, unwatched - watched)
+    without_mode = _operator_results(record(build()))
+    with_mode = _operator_results(record(_under_mode(build())))
+    return ModeEffects(with_mode - without_mode, without_mode - with_mode)
 
 
-class _Nothing(TorchDispatchMode):
+class _PassThrough(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
-def _under_a_mode(step: Step) -> Step:
-    def watched() -> None:
-        with _Nothing():
+def _under_mode(step: Step) -> Step:
+    def run() -> None:
+        with _PassThrough():
             step()
 
-    return watched
+    return run
 
 
-def _made(recording: Recording) -> Counter[Made]:
+def _operator_results(recording: AllocatorRecording) -> Counter[OperatorResult]:
     return Counter(
-        Made(event.node, event.operator, event.bytes)
+        OperatorResult(event.node, event.operator, event.bytes)
         for event in recording.events
         if event.kind == "result" and event.bytes > 0
     )
@@ -310,10 +307,10 @@ def _made(recording: Recording) -> Counter[Made]:
 
 
 def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
-    """The roots of the profiler's tree of what ran; one of them is the scope named _STEP."""
+    """Return the roots of the profiler's event tree; one of them is the scope named _STEP."""
     config = ExperimentalConfig(capture_overload_names=True)
     with (
-        _without_the_profilers_remarks(),
+        _profiler_messages_filtered(),
         no_cycle_collection(),
         profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=config
@@ -328,8 +325,8 @@ def _profiled(step: Step, warm_up: Step | None) -> list[Any]:
 
 
 @contextmanager
-def _without_the_profilers_remarks() -> Iterator[None]:
-    """Leave out what the profiler itself writes to standard error; all else is handed on."""
+def _profiler_messages_filtered() -> Iterator[None]:
+    """Filter the profiler's own messages out of standard error."""
     sys.stderr.flush()
     stderr = os.dup(2)
     with TemporaryFile() as caught:
@@ -342,36 +339,38 @@ def _without_the_profilers_remarks() -> Iterator[None]:
             os.close(stderr)
             caught.seek(0)
             for line in caught:
-                if not any(remark in line for remark in _REMARKS):
+                if not any(remark in line for remark in _PROFILER_MESSAGES):
                     os.write(2, line)
 
 
-class _Note(NamedTuple):
-    """What the allocator noted, and what was running then."""
+class _LogEntry(NamedTuple):
+    """An entry of the allocator's log, with the operator that was running."""
 
     bytes: int
     address: int
-    total_bytes: int  # allocated in all, this block included
+    total_bytes: int  # allocated in total, including this block
     time_ns: int
-    operator: Any  # the event of the operator that a dispatcher saw, None outside of all
+    operator: Any  # the profiler's event of the operator, None outside operators
     node: str
 
 
-def _notes(events: Iterable[Any], operator: Any = None, node: str = "") -> Iterator[_Note]:
-    """The notes of the CPU's allocator in a tree of events."""
+def _log_entries(
+    events: Iterable[Any], operator: Any = None, node: str = ""
+) -> Iterator[_LogEntry]:
+    """Yield the CPU allocator's log entries in a tree of profiler events."""
     for event in events:
         kind, details = event.typed
         if kind == EventType.Allocation and details.device.type == "cpu":
             block = details.alloc_size, details.ptr, details.total_allocated
-            yield _Note(*block, event.start_time_ns, operator, node)
+            yield _LogEntry(*block, event.start_time_ns, operator, node)
         elif children := event.children:
             inside = event.name.removeprefix(_NODE) if event.name.startswith(_NODE) else node
-            within = event if operator is None and _reaches_the_dispatcher(event) else operator
-            yield from _notes(children, within, inside)
+            within = event if operator is None and _is_dispatched(event) else operator
+            yield from _log_entries(children, within, inside)
 
 
-def _reaches_the_dispatcher(event: Any) -> bool:
-    """Whether the event is an operator with a kernel, not one written in terms of others."""
+def _is_dispatched(event: Any) -> bool:
+    """Return whether the event is an operator with a kernel, not a composite."""
     overload = f".{event.overload_name}" if event.overload_name else ""
     return event.tag == EventType.TorchOp and _has_a_kernel(event.name + overload)
 
@@ -381,25 +380,25 @@ def _has_a_kernel(name: str) -> bool:
     try:
         return has_kernel(name, "CPU") or not has_kernel(name, "CompositeImplicitAutograd")
     except RuntimeError:
-        return False  # a node of the graph, an optimizer's step: scopes, not operators
+        return False  # a scope, such as an autograd node or an optimizer's step
 
 
-def _in_order(notes: Iterable[_Note]) -> list[_Note]:
-    """Notes by time; the allocator's own running total proves that none is lost or misplaced."""
+def _in_order(notes: Iterable[_LogEntry]) -> list[_LogEntry]:
+    """Sort by time, and check against the allocator's running total that no entry is missing."""
     ordered = sorted(notes, key=lambda note: note.time_ns)
     for before, after in pairwise(ordered):
         if before.total_bytes + after.bytes != after.total_bytes:
             raise RuntimeError(
-                f"after {before.total_bytes} bytes and a block of {after.bytes}, the profiler has "
-                f"the allocator at {after.total_bytes}: events of it are lost or out of order"
+                f"the profiler's total goes from {before.total_bytes} to {after.total_bytes} bytes "
+                f"with a block of {after.bytes}: its events are lost or out of order; record again"
             )
     return ordered
 
 
-class _Block:
-    """A piece of memory from its allocation to its free."""
+class _ProfiledBlock:
+    """A block of memory, from its allocation to its free."""
 
-    def __init__(self, birth: _Note) -> None:
+    def __init__(self, birth: _LogEntry) -> None:
         self.birth = birth
         self.freed_ns: float = inf
 
@@ -415,16 +414,16 @@ class _Block:
         return MemoryEvent(count, self.birth.address, self.kind, operator, self.birth.node)
 
 
-def _with_blocks(notes: Iterable[_Note]) -> Iterator[tuple[_Note, _Block]]:
-    """Each note with the block that it is about.
+def _with_blocks(notes: Iterable[_LogEntry]) -> Iterator[tuple[_LogEntry, _ProfiledBlock]]:
+    """Yield each log entry with its block.
 
-    A free of an unknown block is left out: the profiler reports it only if an earlier profile of
-    this process saw the address handed out, and then with the size of that time.
+    Frees of unknown blocks are left out: the profiler reports them only if an earlier profile saw
+    the address allocated, and then with the old size.
     """
-    alive: dict[int, _Block] = {}
+    alive: dict[int, _ProfiledBlock] = {}
     for note in notes:
         if note.bytes > 0:
-            alive[note.address] = _Block(note)
+            alive[note.address] = _ProfiledBlock(note)
             yield note, alive[note.address]
         elif note.address in alive:
             block = alive.pop(note.address)
@@ -432,14 +431,14 @@ def _with_blocks(notes: Iterable[_Note]) -> Iterator[tuple[_Note, _Block]]:
             yield note, block
 
 
-def _recording(roots: list[Any]) -> Recording:
-    """What the allocator did during the step."""
+def _recording(roots: list[Any]) -> AllocatorRecording:
+    """Return the allocator's events during the step."""
     (step,) = (event for event in roots if event.name == _STEP)
-    history = list(_with_blocks(_in_order(_notes(roots))))  # a block's kind is known at its end
+    history = list(_with_blocks(_in_order(_log_entries(roots))))  # a block's free decides its kind
     before = [note for note, _ in history if note.time_ns < step.start_time_ns]
     events = tuple(
         block.event(note.bytes)
         for note, block in history
         if step.start_time_ns <= note.time_ns <= step.end_time_ns
     )
-    return Recording(events, bytes_at_start=sum(note.bytes for note in before))
+    return AllocatorRecording(events, bytes_at_start=sum(note.bytes for note in before))

@@ -1,9 +1,8 @@
-"""Storages: who is alive, since when, and where it was born.
+"""Track storages: their size, origin and death.
 
-A tensor is a view; the bytes belong to its storage, which several tensors share and which dies
-with the last of them. Python keeps one object per storage for as long as C++ keeps the storage,
-so a weak reference to that object tells the moment of death. Addresses are reused: each storage
-gets a number of its own, once per process, and keeps it from one metering to the next.
+Several tensors can share a storage, which dies with the last of them. Python keeps one object per
+C++ storage for the storage's lifetime, so a weak reference to that object reports its death.
+Addresses are reused, so each storage gets a unique number.
 """
 
 import functools
@@ -13,29 +12,30 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memlab.metering.modes import never_compiled
+from memlab.metering.modes import exclude_from_dynamo
 from memlab.trace import CATEGORIES, Event
 
 _RANKS = {category: rank for rank, category in enumerate(CATEGORIES)}
-_NOWHERE = torch.device("meta")  # where the storages of fake tensors are
+_META = torch.device("meta")  # the device of fake tensors' storages
 
 
-class Sighting(NamedTuple):
-    """Where a storage's bytes were found, and how many storages had been numbered by then.
+class KnownAddress(NamedTuple):
+    """A storage's address, and the number of storages that had been numbered by then.
 
-    `in_place` is an address that the storage has only under a meter: autograd, unwatched, would
-    have written to the address before it.
+    `in_place` marks an address that the storage has only under a meter: without it, autograd would
+    have written to the previous address in place.
     """
 
-    count: int
+    last_number: int
     address: int
     in_place: bool = False
 
 
 class Storage:
-    """What is known of one storage; it holds no tensor, so it keeps nothing alive."""
+    """A record of one storage. It does not keep the storage alive."""
 
     __slots__ = (
+        "addresses",
         "bytes",
         "category",
         "device",
@@ -49,26 +49,25 @@ class Storage:
         "reference",
         "run",
         "shape",
-        "sightings",
     )
 
     def __init__(
-        self, number: int, tensor: "torch.Tensor | _Bytes", count: int, run: object
+        self, number: int, tensor: "torch.Tensor | _BytesTensor", num_bytes: int, run: object
     ) -> None:
         self.number = number
-        self.bytes = count
-        self.run = run  # the metering that saw it first; None until one has seen a tensor of it
+        self.bytes = num_bytes
+        self.run = run  # the first run that saw one of its tensors; None before that
         self.describe(tensor)
         self.category: str | None = None
         self.operator: Any = ""
         self.module = ""
-        self.node: int | None = None  # number of the node of autograd's graph that made it
+        self.node: int | None = None  # sequence number of the autograd node that made it
         self.phase = "before"
         self.line: str | None = None
         self.reference: _Reference | None = None
-        self.sightings: tuple[Sighting, ...] = ()  # one for each address that it had
+        self.addresses: tuple[KnownAddress, ...] = ()  # one for each of its addresses
 
-    def describe(self, tensor: "torch.Tensor | _Bytes") -> None:
+    def describe(self, tensor: "torch.Tensor | _BytesTensor") -> None:
         self.device, self.dtype, self.shape = tensor.device, tensor.dtype, tuple(tensor.shape)
 
     @property
@@ -76,14 +75,14 @@ class Storage:
         return self.reference is not None and self.reference() is not None
 
     def mark(self, category: str) -> None:
-        """Say what the storage holds; of several, the first in CATEGORIES stays."""
+        """Set the category; the earliest in CATEGORIES wins."""
         if self.category is None or _RANKS[category] < _RANKS[self.category]:
             self.category = category
 
-    def event(self, count: int, phase: str) -> Event:
-        """An event of `count` bytes on this storage, as plain data."""
+    def event(self, num_bytes: int, phase: str) -> Event:
+        """Return an event of `num_bytes` on this storage."""
         return Event(
-            bytes=count,
+            bytes=num_bytes,
             storage=self.number,
             category=self.category or f"{self.phase}_temporaries",
             operator=_name(self.operator),
@@ -97,12 +96,12 @@ class Storage:
 
 @functools.cache
 def _name(of: Any) -> str:
-    """`aten.mm.default` of an operator, `float32` of a dtype."""
+    """Return the name of an operator or dtype, such as `aten.mm.default` or `float32`."""
     return str(of).removeprefix("torch.")
 
 
-class _Bytes(NamedTuple):
-    """A storage of which no tensor was seen yet."""
+class _BytesTensor(NamedTuple):
+    """A placeholder for the tensor of a storage without a known tensor."""
 
     device: torch.device
     dtype: torch.dtype
@@ -110,109 +109,109 @@ class _Bytes(NamedTuple):
 
 
 class _Reference(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a torch storage that knows the record of it."""
+    """A weak reference to a torch storage, with its record."""
 
     __slots__ = ("key", "record")
 
 
 class Registry:
-    """All storages that any meter of this process has seen and that are still alive.
+    """All living storages that a meter in this process has seen.
 
-    Listeners are called with (record, bytes ±) when a storage dies or is resized, in whichever
-    thread that happens.
+    Listeners are called with (record, change in bytes) when a storage dies or is resized, in the
+    thread in which that happens.
     """
 
     def __init__(self) -> None:
         self._alive: dict[int, Storage] = {}
         self._listeners: tuple[Callable[[Storage, int], None], ...] = ()
-        self.count = 0
+        self.last_number = 0
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
-        """The record of the tensor's storage, if a meter has seen it."""
+        """Return the record of the tensor's storage, None if no meter has seen it."""
         return self._alive.get(tensor.untyped_storage()._cdata)
 
     def add(self, tensor: torch.Tensor, run: object) -> Storage:
-        """Number the tensor's storage and follow it until it dies."""
-        # forward-mode gradients that nothing flows into have none
+        """Number the tensor's storage and track it until it dies."""
+        # zero tensors, such as unused forward-mode gradients, have no memory
         has_memory = not tensor._is_zerotensor()
         return self._add(tensor.untyped_storage(), tensor, run, has_memory=has_memory)
 
     def _add(
         self,
         untyped: torch.UntypedStorage,
-        tensor: "torch.Tensor | _Bytes",
+        tensor: "torch.Tensor | _BytesTensor",
         run: object,
         *,
         has_memory: bool = True,
     ) -> Storage:
-        self.count += 1
-        record = Storage(self.count, tensor, untyped.nbytes() if has_memory else 0, run)
+        self.last_number += 1
+        record = Storage(self.last_number, tensor, untyped.nbytes() if has_memory else 0, run)
         reference = _Reference(untyped, self._died)
         reference.key = untyped._cdata
         self._tie(reference, record)
         if has_memory:
-            self._sight(record, untyped)
+            self._record_address(record, untyped)
         return record
 
     def continue_as(self, dead: Storage, successor: Storage) -> None:
-        """Let the storage of `successor` be the continuation of `dead`, number and all."""
+        """Let the storage of `successor` continue the record `dead`, with its number."""
         assert successor.reference is not None
         self._tie(successor.reference, dead)
-        dead.sightings += tuple(seen._replace(in_place=True) for seen in successor.sightings)
+        dead.addresses += tuple(seen._replace(in_place=True) for seen in successor.addresses)
 
     def alive(self) -> list[Storage]:
-        """The records of all living storages."""
+        """Return the records of all living storages."""
         return list(self._alive.values())
 
     def listen(self, listener: Callable[[Storage, int], None]) -> None:
         if not self._listeners:
-            torch.UntypedStorage.resize_ = self._watched_resize()
+            torch.UntypedStorage.resize_ = self._wrapped_resize()
         self._listeners = (*self._listeners, listener)
 
     def unlisten(self, listener: Callable[[Storage, int], None]) -> None:
         self._listeners = tuple(other for other in self._listeners if other != listener)
         if not self._listeners:
-            del torch.UntypedStorage.resize_  # uncovers the one of the base class
+            del torch.UntypedStorage.resize_  # the base class has the original
 
     def check_size(self, untyped: torch.UntypedStorage) -> None:
-        """Tell the listeners if the storage is no longer as large as its record says."""
+        """Notify the listeners if the storage's size has changed."""
         record = self._alive.get(untyped._cdata)
         if record is not None and (change := untyped.nbytes() - record.bytes):
             record.bytes += change
-            self.count += 1  # no storage has this number: it parts what came before from after
-            self._sight(record, untyped)
-            self._tell(record, change)
+            self.last_number += 1  # an unused number, which separates entries before and after
+            self._record_address(record, untyped)
+            self._notify(record, change)
 
-    def _sight(self, record: Storage, untyped: torch.UntypedStorage) -> None:
-        if untyped.device == _NOWHERE:
+    def _record_address(self, record: Storage, untyped: torch.UntypedStorage) -> None:
+        if untyped.device == _META:
             return
         address = untyped.data_ptr()
-        if not record.sightings or record.sightings[-1].address != address:
-            record.sightings += (Sighting(self.count, address),)
+        if not record.addresses or record.addresses[-1].address != address:
+            record.addresses += (KnownAddress(self.last_number, address),)
 
     def _tie(self, reference: _Reference, record: Storage) -> None:
         reference.record = record
         record.reference = reference
         self._alive[reference.key] = record
 
-    @never_compiled  # called wherever a tensor dies, in compiled functions too
+    @exclude_from_dynamo  # a tensor can also die inside a compiled function
     def _died(self, reference: _Reference) -> None:
         if self._alive.get(reference.key) is reference.record:
             del self._alive[reference.key]
-        self._tell(reference.record, -reference.record.bytes)
+        self._notify(reference.record, -reference.record.bytes)
 
-    def _tell(self, record: Storage, change: int) -> None:
+    def _notify(self, record: Storage, change: int) -> None:
         for listener in self._listeners:
             listener(record, change)
 
-    def _watched_resize(self) -> Callable[..., Any]:
-        """`UntypedStorage.resize_` reaches no dispatcher; FSDP frees its shards with it."""
+    def _wrapped_resize(self) -> Callable[..., Any]:
+        """Wrap `UntypedStorage.resize_`, which bypasses the dispatcher; FSDP uses it."""
         resize = torch.UntypedStorage.resize_
 
         def resize_(untyped: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
             if untyped._cdata not in self._alive:
-                as_bytes = _Bytes(untyped.device, torch.uint8, (untyped.nbytes(),))
-                self._add(untyped, as_bytes, run=None)  # so that what it gains now is new
+                as_bytes = _BytesTensor(untyped.device, torch.uint8, (untyped.nbytes(),))
+                self._add(untyped, as_bytes, run=None)  # so that its growth counts as new
             result = resize(untyped, *args, **kwargs)
             self.check_size(untyped)
             return result

@@ -1,4 +1,4 @@
-"""Scans: what models, optimizers and a step's closure hold, whether an operator shows it or not."""
+"""Find the storages of models, optimizers and a step's closure, even if no operator uses them."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,43 +9,42 @@ from memlab.metering.context import ModuleNames
 from memlab.metering.dry import DryRun
 from memlab.metering.reachable import reachable
 from memlab.metering.registry import REGISTRY, Storage
-from memlab.metering.stream import Stream
-from memlab.metering.tensors import is_of_another_run, plain_tensors, tensors_within
+from memlab.metering.stream import ChangeStream
+from memlab.metering.tensors import is_foreign_fake, plain_tensors, tensors_within
 
 
 class Scanner:
-    """Finds storages by walking objects, counts them in the stream and marks their category."""
+    """Find storages by walking objects, count them in the stream and mark their category."""
 
-    def __init__(self, stream: Stream, names: ModuleNames, dry_run: DryRun | None) -> None:
+    def __init__(self, stream: ChangeStream, names: ModuleNames, dry_run: DryRun | None) -> None:
         self._stream, self._names, self._dry_run = stream, names, dry_run
         self._parameter_kinds: set[tuple[int, torch.dtype]] = set()  # (bytes, dtype)
-        self._waiting: dict[int, bool] = {}  # storages no operator has used yet: are they new?
+        self._unused: dict[int, bool] = {}  # unused storages by number; True if new to the scan
 
-    # ------------------------------------------------------------------ what an operator uses
+    # ------------------------------------------------------------------ use by operators
 
     def first_use(self, record: Storage) -> bool | None:
-        """Return whether a scanned storage that an operator uses for the first time was unknown
-        before the scan; None for any other storage."""
-        return self._waiting.pop(record.number, None)
+        """At a scanned storage's first use, return whether the scan found it first; else None."""
+        return self._unused.pop(record.number, None)
 
-    def still_waiting(self) -> Iterator[Storage]:
-        """The storages that were new to the scan and that no operator used."""
+    def unused(self) -> Iterator[Storage]:
+        """Yield the storages that the scan found first and that no operator has used."""
         for record in self._stream.found:
-            if self._waiting.get(record.number):
+            if self._unused.get(record.number):
                 yield record
 
     def is_parameter_sized(self, record: Storage) -> bool:
         """Return whether the storage has the size and dtype of a parameter."""
         return (record.bytes, record.dtype) in self._parameter_kinds
 
-    # ------------------------------------------------------------------ what objects hold
+    # ------------------------------------------------------------------ scans
 
     def scan_model(self, root: torch.nn.Module) -> None:
         """Count parameters, buffers and gradients."""
         for parameter in root.parameters():
             self.scan_parameter(parameter)
         for buffer in root.buffers():
-            self.scan(buffer, "buffers", self._names.owning(buffer))
+            self.scan(buffer, "buffers", self._names.owner_of(buffer))
         self.scan_gradients(root.parameters())
 
     def scan_optimizer(self, optimizer: Any) -> None:
@@ -60,7 +59,7 @@ class Scanner:
         """Count the optimizer's state."""
         state = getattr(optimizer, "state", {})
         for parameter, values in state.items() if hasattr(state, "items") else ():
-            module = self._names.owning(parameter)
+            module = self._names.owner_of(parameter)
             for tensor in tensors_within(values):
                 self.scan(tensor, "optimizer_state", module)
 
@@ -68,40 +67,41 @@ class Scanner:
         """Count the parameters' gradients."""
         for parameter in parameters:
             if parameter.grad is not None:
-                self.scan(parameter.grad, "gradients", self._names.owning(parameter))
+                self.scan(parameter.grad, "gradients", self._names.owner_of(parameter))
 
     def scan_parameter(self, parameter: torch.Tensor) -> None:
         """Count a parameter."""
         for plain in plain_tensors(parameter):
             self._parameter_kinds.add((plain.untyped_storage().nbytes(), plain.dtype))
-        self.scan(parameter, "parameters", self._names.owning(parameter))
+        self.scan(parameter, "parameters", self._names.owner_of(parameter))
 
     def scan_reachable(self, roots: Iterable[Any]) -> None:
-        """Count what the step, the model or the optimizer refers to, whether the step uses it or
-        not. The first operator to use it tells its category; what no operator uses is an input
-        that waits for its turn."""
+        """Count tensors that can be reached from the step, the model or the optimizer.
+
+        A storage's first use in an operator decides its category. Unused storages are inputs.
+        """
         for reached in reachable(roots):
             if isinstance(reached, torch.optim.Optimizer):
                 self.scan_state(reached)
             elif isinstance(reached, torch.nn.Module):
                 for buffer in reached._buffers.values():
                     if buffer is not None:
-                        self.scan(buffer, "buffers", self._names.owning(buffer))
-            elif not is_of_another_run(reached):
-                self._scan_waiting(reached)
+                        self.scan(buffer, "buffers", self._names.owner_of(buffer))
+            elif not is_foreign_fake(reached):
+                self._scan_unused(reached)
 
-    def _scan_waiting(self, tensor: torch.Tensor) -> None:
+    def _scan_unused(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
-            self.scan(tensor, "parameters", self._names.owning(tensor))
+            self.scan(tensor, "parameters", self._names.owner_of(tensor))
             self.scan_gradients([tensor])
             return
         for plain in self._plain(tensor):
             record = REGISTRY.find(plain)
             if record is None:
-                self._waiting[self._stream.find(plain).number] = True
+                self._unused[self._stream.find(plain).number] = True
             elif record not in self._stream:
                 self._stream.include(record, plain)
-                self._waiting[record.number] = record.category is None
+                self._unused[record.number] = record.category is None
 
     def scan(self, tensor: torch.Tensor, category: str, module: str) -> None:
         """Count a tensor's storage, and mark its category and module."""

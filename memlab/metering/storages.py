@@ -1,18 +1,18 @@
-"""The meter: every storage that a step makes and drops, as the step does it unwatched.
+"""The meter: a dispatch mode that records the allocations and frees of a step.
 
-Adds to memlab.reference.meter: categories, phases and modules, what existed before the step,
-gradients that autograd would write in place, resized storages, threads, and dry runs.
+Adds to memlab.reference.meter: categories, phases and modules, storages from before the step,
+corrections for in-place gradients, resized storages, threads and dry runs.
 
-A dispatch mode sees each operator's tensors; a storage seen for the first time is an allocation,
-and a weak reference tells when it dies. Four parts share the work:
+The mode sees each operator's tensors. A new storage is an allocation, and a weak reference reports
+its death. Four classes share the work:
 
     StorageMeter   sees the operators
-    Stream         records the storages that count and the changes of their bytes (stream.py)
-    Scanner        finds what existed before the step, and marks categories (scanning.py)
-    Folding        takes out what autograd allocates only because it is watched (folding.py)
+    ChangeStream   records storages and the changes of their bytes (stream.py)
+    Scanner        finds storages from before the step and marks categories (scanning.py)
+    Folding        removes allocations that only the mode causes (folding.py)
 
-A category is often known late: an activation is what is alive when backward starts. So storages
-are marked as the step goes on, and events are written out at the end.
+Some categories are known late: a tensor is an activation if it is alive when backward starts. So
+storages are marked during the step, and events are created at the end.
 """
 
 import functools
@@ -24,39 +24,38 @@ import torch
 
 from memlab.internals.torch_internals import has_kernel
 from memlab.metering.casts import Casts
-from memlab.metering.compiled import CompiledCode, leave_out_the_remark_on_hooks
+from memlab.metering.compiled import CompiledCode, ignore_hook_warning
 from memlab.metering.context import Context
 from memlab.metering.dry import DryRun
 from memlab.metering.folding import Folding
 from memlab.metering.frames import called_by, user_line
 from memlab.metering.modes import LightMode
-from memlab.metering.observer import COMPOSITIONS
+from memlab.metering.observer import COMPOSITE_TRACKER
 from memlab.metering.registry import REGISTRY, Storage
 from memlab.metering.scanning import Scanner
-from memlab.metering.stream import Change, Run, Stream
+from memlab.metering.stream import Change, ChangeStream, MeteredRun
 from memlab.metering.tensors import (
-    has_a_handler_of_its_own,
-    is_of_another_run,
-    sharing_the_parts,
+    has_own_handler,
+    is_foreign_fake,
+    share_sparse_parts,
     tensors_among,
 )
 
 aten = torch.ops.aten
 
 THREADS_NOTE = (
-    "gradients were made where the meter does not look, in a thread that the step started: what "
-    "such threads allocate is not in here"
+    "the step computed gradients in its own thread; allocations in such threads are not counted"
 )
 
-_OF_PYTHON_NUMBERS = (torch.float64, torch.int64, torch.bool, torch.complex128)
+_PYTHON_SCALAR_DTYPES = (torch.float64, torch.int64, torch.bool, torch.complex128)
 
 
 class StorageMeter(LightMode):
-    """Meters what runs inside `with`; inside a dry run, fake tensors.
+    """Meter the code inside `with`; in a dry run, its fake tensors.
 
-    `lines` asks for the user's line of each allocation, which costs a walk up the stack each.
-    `on_birth(record)`, where given, is called for each allocation of the corrected stream,
-    `on_operator(operator, phase, module)` before each operator.
+    lines                                  record the user's line of each allocation (slower)
+    on_birth(record)                       called for each allocation in the corrected stream
+    on_operator(operator, phase, module)   called before each operator
     """
 
     def __init__(
@@ -71,26 +70,29 @@ class StorageMeter(LightMode):
     ) -> None:
         super().__init__()
         self.context = context = Context(
-            on_root=_weakly(self._model_runs),
-            on_first_step=_weakly(self._optimizer_steps),
-            on_step_end=_weakly(self._optimizer_stepped),
-            on_backward_start=_weakly(self._backward_starts),
-            on_backward_end=_weakly(self._backward_ends),
+            on_root=_weak_callback(self._on_root),
+            on_first_step=_weak_callback(self._on_first_step),
+            on_step_end=_weak_callback(self._on_step_end),
+            on_backward_start=_weak_callback(self._on_backward_start),
+            on_backward_end=_weak_callback(self._on_backward_end),
         )
         self._dry_run = DryRun.active
         self._on_birth = on_birth or _ignore
         self._on_operator, self._lines = on_operator, lines
-        self._stream = Stream(Run(step if model is None else model), lambda: context.last_phase)
+        self._stream = ChangeStream(
+            MeteredRun(step if model is None else model), lambda: context.last_phase
+        )
         self._scanner = Scanner(self._stream, context.names, self._dry_run)
         self._folding = Folding(self._stream, context, self._on_birth)
         self._casts = Casts()
         self._compiled = CompiledCode(
-            on_buffer=_weakly(self._compiled_code_takes), on_run=_weakly(self._compiled_code_runs)
+            on_buffer=_weak_callback(self._on_compiled_buffer),
+            on_run=_weak_callback(self._on_compiled_run),
         )
         self._model, self._optimizer = model, optimizer
         self._roots = (step, model, optimizer)
-        self._run_is_named_after_step = model is None
-        self.nodes: set[str] = set()  # names of those of autograd that allocated
+        self._subject_is_step = model is None
+        self.nodes: set[str] = set()  # names of the autograd nodes that allocated
 
     # ------------------------------------------------------------------ begin and end
 
@@ -104,19 +106,19 @@ class StorageMeter(LightMode):
         self._scanner.scan_reachable(self._roots)
         self.context.start()
         self._casts.start()
-        leave_out_the_remark_on_hooks()
+        ignore_hook_warning()
         if self._dry_run is None:
             self._compiled.start()
-        COMPOSITIONS.__enter__()
+        COMPOSITE_TRACKER.__enter__()
         self._stream.listen()
-        self._took_over = self._dry_run is not None and self._dry_run.step_aside()
+        self._replaces_dry_mode = self._dry_run is not None and self._dry_run.release_mode()
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        if self._took_over:
-            self._dry_run.step_back()
-        COMPOSITIONS.__exit__()
+        if self._replaces_dry_mode:
+            self._dry_run.reclaim_mode()
+        COMPOSITE_TRACKER.__exit__()
         self._folding.close()
         self._casts.stop()
         self._compiled.stop()
@@ -124,94 +126,97 @@ class StorageMeter(LightMode):
         known = len(self._stream.found)
         for root in self.context.names.roots:
             self._scanner.scan_gradients(root.parameters())
-        self.found_unseen_gradients = len(self._stream.found) > known
+        self.found_thread_gradients = len(self._stream.found) > known
         if self._optimizer is not None:
             self._scanner.scan_state(self._optimizer)
         self._stream.stop()
         if not self.context.optimizers and self._optimizer is None:
-            self._name_state_of_a_handwritten_optimizer()
-        for record in self._scanner.still_waiting():
+            self._mark_alive("optimizer", "optimizer_state")  # of a handwritten optimizer
+        for record in self._scanner.unused():
             record.mark("inputs")
         if torch.is_grad_enabled():
-            self._backward_starts()  # it might still: what a graph saved is alive for it
+            self._on_backward_start()  # saved tensors are activations, even before backward
 
     def changes(self) -> Iterator[Change]:
-        """The corrected stream: what was alive before, then each allocation and free."""
+        """Yield the corrected stream: storages from before, then each allocation and free."""
         return self._stream.changes()
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the storages that were born inside and are alive."""
+        """Bytes of the living storages that were allocated inside `with`."""
         return self._stream.live_bytes
 
-    def largest_own(self, count: int) -> list[Storage]:
-        """The largest living storages that were born inside."""
+    def largest_live(self, count: int) -> list[Storage]:
+        """Return the largest living storages that were allocated inside `with`."""
         return sorted(self._stream.own.values(), key=lambda record: -record.bytes)[:count]
 
     # ------------------------------------------------------------------ compiled code
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled functions run compiled under this mode."""
+        """Let compiled functions run compiled under this mode."""
         return True
 
-    def _compiled_code_takes(self, tensor: torch.Tensor) -> None:
+    def _on_compiled_buffer(self, tensor: torch.Tensor) -> None:
         self._folding.close()
-        self._born(tensor, "compiled code", self.context.phase(), None, [])
+        self._record_birth(tensor, "compiled code", self.context.phase(), None, [])
 
-    def _compiled_code_runs(self, does: bool) -> None:
-        self.context.follow_modules(not does)
+    def _on_compiled_run(self, is_running: bool) -> None:
+        self.context.follow_modules(not is_running)
 
     # ------------------------------------------------------------------ one operator
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if has_a_handler_of_its_own(types):
-            return NotImplemented  # which runs it on plain tensors, and those we see
-        if torch.is_inference_mode_enabled() and (parts := self._composition(func)):
-            with self.again(), self._casts.inside(func):
-                return parts(*args, **kwargs)  # elsewhere autograd does so before a mode sees it
+        if has_own_handler(types):
+            return NotImplemented  # the wrapper then calls the operator on plain tensors
+        if torch.is_inference_mode_enabled() and (parts := self._decomposition(func)):
+            with self.reenter(), self._casts.inside(func):
+                return parts(*args, **kwargs)  # without inference mode, autograd decomposes first
         phase = self.context.phase()
         if self._dry_run is not None:
             args, kwargs = self._dry_run.arguments(func, args, kwargs)
-        is_new = func is aten.lift_fresh.default  # torch.tensor(...): made past the dispatcher
-        tensors = [] if is_new else self._tensors_of_this_run((*args, *kwargs.values()))
+        is_new = func is aten.lift_fresh.default  # from torch.tensor(...), not seen before
+        tensors = [] if is_new else self._own_tensors((*args, *kwargs.values()))
         self._folding.close(func, tensors)
-        inputs = [self._see(tensor, phase) for tensor in tensors]
+        inputs = [self._record_input(tensor, phase) for tensor in tensors]
         if self._on_operator is not None:
             self._on_operator(func, phase, self.context.module())
         result = self._execute(func, args, kwargs)
-        if _writes_to_an_input(func):
+        if _is_mutable(func):
             for tensor in tensors:
                 REGISTRY.check_size(tensor.untyped_storage())
-        if func is aten.detach.default and self._is_handed_over(args[0], phase):
+        if func is aten.detach.default and self._becomes_grad(args[0], phase):
             inputs[0].mark("gradients")
-        for tensor in self._tensors_of_this_run((result,)):
+        for tensor in self._own_tensors((result,)):
             record = REGISTRY.find(tensor)
             if record is None or record not in self._stream:
-                self._born(tensor, func, phase, inputs, tensors)
+                self._record_birth(tensor, func, phase, inputs, tensors)
         return result
 
-    def _tensors_of_this_run(self, values: Iterable[Any]) -> list[torch.Tensor]:
-        return [tensor for tensor in tensors_among(values) if not is_of_another_run(tensor)]
+    def _own_tensors(self, values: Iterable[Any]) -> list[torch.Tensor]:
+        return [tensor for tensor in tensors_among(values) if not is_foreign_fake(tensor)]
 
-    def _composition(self, func: Any) -> Callable[..., Any] | None:
-        """What takes the operator apart, if it has no kernel but is written in terms of others."""
-        return func.decompose if is_a_composition(func) else None
+    def _decomposition(self, func: Any) -> Callable[..., Any] | None:
+        """Return the operator's decomposition if it is composite, else None."""
+        return func.decompose if is_composite(func) else None
 
-    def _is_handed_over(self, tensor: torch.Tensor, phase: str) -> bool:
-        """Whether backward gives the finished gradient itself, not a copy of it, to `.grad`."""
+    def _becomes_grad(self, tensor: torch.Tensor, phase: str) -> bool:
+        """Return whether backward assigns this gradient to `.grad` without a copy."""
         leaf = self.context.leaf() if phase == "backward" else None
         return leaf is not None and leaf.shape == tensor.shape
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._dry_run is not None:
             return self._dry_run.execute(func, args, kwargs)
-        if func is aten.clone.default and self._is_handed_over_sparse(args[0]):
-            return sharing_the_parts(args[0])
+        if func is aten.clone.default and self._becomes_sparse_grad(args[0]):
+            return share_sparse_parts(args[0])
         return func(*args, **kwargs)
 
-    def _is_handed_over_sparse(self, tensor: torch.Tensor) -> bool:
-        """Whether it becomes `.grad` as it is unwatched; watched, autograd clones its parts."""
+    def _becomes_sparse_grad(self, tensor: torch.Tensor) -> bool:
+        """Return whether `.grad` shares the parts of this sparse gradient without the meter.
+
+        Under the meter, autograd clones them.
+        """
         return (
             tensor.layout is torch.sparse_coo
             and self.context.leaf() is not None
@@ -219,13 +224,13 @@ class StorageMeter(LightMode):
             and all(part.is_contiguous() for part in tensors_among((tensor,)))
         )
 
-    def _see(self, tensor: torch.Tensor, phase: str) -> Storage:
-        """The record of an operator's input; one never seen before was alive before us."""
+    def _record_input(self, tensor: torch.Tensor, phase: str) -> Storage:
+        """Return the record of an operator's input; an unknown input is from before the step."""
         record = REGISTRY.find(tensor)
         is_found = record is None
         if record is None:
-            if tensor.dim() == 0 and tensor.is_cpu and tensor.dtype in _OF_PYTHON_NUMBERS:
-                return self._born(tensor, "a number", phase, [], [])
+            if tensor.dim() == 0 and tensor.is_cpu and tensor.dtype in _PYTHON_SCALAR_DTYPES:
+                return self._record_birth(tensor, "Python scalar", phase, [], [])
             record = self._stream.find(tensor)
         elif (was_unknown := self._scanner.first_use(record)) is not None:
             is_found = was_unknown
@@ -241,7 +246,7 @@ class StorageMeter(LightMode):
             record.mark("inputs")
         return record
 
-    def _born(
+    def _record_birth(
         self,
         tensor: torch.Tensor,
         func: Any,
@@ -250,7 +255,7 @@ class StorageMeter(LightMode):
         input_tensors: list[torch.Tensor],
     ) -> Storage:
         if func is aten.ones_like.default and called_by("_make_grads"):
-            phase = "backward"  # the gradient of the loss itself
+            phase = "backward"  # the loss's own gradient
         record = REGISTRY.find(tensor) or REGISTRY.add(tensor, self._stream.run)
         record.operator, record.phase, record.module = func, phase, self.context.module()
         node = self.context.node()
@@ -263,37 +268,34 @@ class StorageMeter(LightMode):
         elif phase == "forward" and not self.context.in_module and _all_are_inputs(inputs):
             record.mark("inputs")
         birth = self._stream.add_birth(record)
-        if not self._folding.watch(func, input_tensors, birth):
+        if not self._folding.hold(func, input_tensors, birth):
             self._on_birth(record)
         return record
 
-    # ------------------------------------------------------------------ what storages hold
+    # ------------------------------------------------------------------ categories
 
-    def _model_runs(self, root: torch.nn.Module) -> None:
-        if self._run_is_named_after_step:
-            self._stream.run.name_after(root)
-            self._run_is_named_after_step = False
+    def _on_root(self, root: torch.nn.Module) -> None:
+        if self._subject_is_step:
+            self._stream.run.set_subject(root)
+            self._subject_is_step = False
         self._scanner.scan_model(root)
 
-    def _optimizer_steps(self, optimizer: Any) -> None:
+    def _on_first_step(self, optimizer: Any) -> None:
         self._scanner.scan_optimizer(optimizer)
 
-    def _optimizer_stepped(self, optimizer: Any) -> None:
+    def _on_step_end(self, optimizer: Any) -> None:
         self._scanner.scan_state(optimizer)
 
-    def _backward_starts(self) -> None:
+    def _on_backward_start(self) -> None:
         self._mark_alive("forward", "activations")
         self._stream.births["forward"].clear()
 
-    def _backward_ends(self) -> None:
-        """The results of `torch.autograd.grad` never pass through `.grad`."""
+    def _on_backward_end(self) -> None:
+        """Mark the results of `torch.autograd.grad`, which never pass through `.grad`."""
         for record in self._stream.births["backward"]:
             if record.alive and self._scanner.is_parameter_sized(record):
                 record.mark("gradients")
         self._stream.births["backward"].clear()
-
-    def _name_state_of_a_handwritten_optimizer(self) -> None:
-        self._mark_alive("optimizer", "optimizer_state")
 
     def _mark_alive(self, phase: str, category: str) -> None:
         for record in self._stream.births[phase]:
@@ -301,10 +303,10 @@ class StorageMeter(LightMode):
                 record.mark(category)
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The method, without a cycle in which a finished meter would keep the model alive."""
+def _weak_callback(method: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method without a reference cycle, in which the meter would keep the model alive."""
     reference = weakref.WeakMethod(method)
-    return lambda *args: reference()(*args)  # type: ignore[misc] # it is called by its owner alone
+    return lambda *args: reference()(*args)  # type: ignore[misc] # only its owner calls it
 
 
 def _ignore(record: Storage) -> None:
@@ -312,17 +314,17 @@ def _ignore(record: Storage) -> None:
 
 
 @functools.cache
-def is_a_composition(func: Any) -> bool:
-    """Whether the operator has no kernel but is written in terms of other operators."""
+def is_composite(func: Any) -> bool:
+    """Return whether the operator is composite: other operators implement it, not a kernel."""
     name = func.name()
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
 
 
 @functools.cache
-def _writes_to_an_input(func: Any) -> bool:
+def _is_mutable(func: Any) -> bool:
     return func._schema.is_mutable
 
 
 def _all_are_inputs(records: list[Storage] | None) -> bool:
-    """None: nobody knows of what compiled code made it."""
+    """Return whether all records are inputs; False for None, compiled code's unknown inputs."""
     return records is not None and all(record.category == "inputs" for record in records)

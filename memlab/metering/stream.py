@@ -1,4 +1,4 @@
-"""The raw record of one metering: the storages that count, and each change of their bytes."""
+"""The raw stream of one metered run: its storages, and each change of their bytes."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,21 +18,21 @@ class Change(NamedTuple):
     phase: str
 
 
-class Run:
-    """What is metered: storages that one run leaves alive count in the next of its kind."""
+class MeteredRun:
+    """The subject of a meter. Storages that one run leaves alive count in its next run."""
 
     def __init__(self, subject: Any) -> None:
         self._dry_run = DryRun.active
-        self.name_after(subject)
+        self.set_subject(subject)
 
-    def name_after(self, subject: Any) -> None:
+    def set_subject(self, subject: Any) -> None:
         try:
             self._subject = weakref.ref(subject)
         except TypeError:  # None, and objects without weak references
             self._subject = lambda: None
 
-    def continues(self, earlier: "Run") -> bool:
-        """Whether both step the same model (or call the same function), both dry or both real."""
+    def continues(self, earlier: "MeteredRun") -> bool:
+        """Return whether both have the same model (or function) and dry run (or none)."""
         subject = self._subject()
         return (
             subject is not None
@@ -41,14 +41,14 @@ class Run:
         )
 
 
-class Stream:
-    """The storages that count in one metering, and every change of their bytes, in order.
+class ChangeStream:
+    """The storages that count in one metered run, and the changes of their bytes in order.
 
-    births       storages born here, by phase, until their category is known
-    own          storages born here and alive, by number; `live_bytes` is their sum
+    births       storages allocated in this run, by phase, until their category is known
+    own          living storages allocated in this run, by number; `live_bytes` is their total
     """
 
-    def __init__(self, run: Run, last_phase: Callable[[], str]) -> None:
+    def __init__(self, run: MeteredRun, last_phase: Callable[[], str]) -> None:
         self.run = run
         self.births: dict[str, list[Storage]] = {"forward": [], "backward": [], "optimizer": []}
         self.own: dict[int, Storage] = {}
@@ -56,11 +56,11 @@ class Stream:
         self._last_phase = last_phase
         self._before: list[Change] = []
         self._changes: list[Change] = []
-        self._accounted: set[int] = set()  # numbers of the storages that count
+        self._counted: set[int] = set()  # numbers of the storages that count
 
     def start(self) -> None:
         """Note which storages are alive; none counts until it is found or included."""
-        self._last_number = REGISTRY.count
+        self._last_number = REGISTRY.last_number
         self._alive_before = {record.number: (record, record.bytes) for record in REGISTRY.alive()}
 
     def listen(self) -> None:
@@ -75,48 +75,48 @@ class Stream:
                 self.include(record)
 
     def __contains__(self, record: Storage) -> bool:
-        return record.number in self._accounted
+        return record.number in self._counted
 
     def changes(self) -> Iterator[Change]:
-        """What was alive before, then each allocation and free."""
+        """Yield the storages from before, then each allocation and free."""
         for change in (*self._before, *self._changes):
             if change.bytes and change.record in self:
                 yield change
 
     @property
     def found(self) -> list[Storage]:
-        """The storages that were alive before, in the order in which they were found."""
+        """The storages from before this run, in the order they were found."""
         return [change.record for change in self._before]
 
     # ------------------------------------------------------------------ storages that count
 
     def find(self, tensor: torch.Tensor) -> Storage:
-        """Count a storage that no meter knew, and that was alive before this one."""
+        """Count a storage from before this run that no meter had seen."""
         record = REGISTRY.add(tensor, self.run)
-        self._accounted.add(record.number)
+        self._counted.add(record.number)
         self._before.append(Change(record, record.bytes, "before"))
         return record
 
     def include(self, record: Storage, tensor: torch.Tensor | None = None) -> None:
-        """Count a storage that an earlier meter knew, or that was resized before it was seen."""
-        _, count = self._alive_before.get(record.number, (record, record.bytes))
+        """Count a storage that an earlier meter saw, or that was resized before its first use."""
+        _, num_bytes = self._alive_before.get(record.number, (record, record.bytes))
         if record.run is None:
             record.run = self.run
             record.describe(tensor)
-            count -= sum(change.bytes for change in self._changes if change.record is record)
-        self._accounted.add(record.number)
-        self._before.append(Change(record, count, "before"))
+            num_bytes -= sum(change.bytes for change in self._changes if change.record is record)
+        self._counted.add(record.number)
+        self._before.append(Change(record, num_bytes, "before"))
 
     def add_birth(self, record: Storage) -> Change:
-        """Count a storage that an operator just made."""
+        """Count a storage that an operator has just allocated."""
         self.births[record.phase].append(record)
         self.own[record.number] = record
         self.live_bytes += record.bytes
         return self.add(record)
 
     def add(self, record: Storage) -> Change:
-        """Count a storage from here on, as born in its phase."""
-        self._accounted.add(record.number)
+        """Count a storage as allocated now."""
+        self._counted.add(record.number)
         self._changes.append(Change(record, record.bytes, record.phase))
         return self._changes[-1]
 
@@ -130,11 +130,11 @@ class Stream:
     # ------------------------------------------------------------------ corrections
 
     def death_of(self, record: Storage) -> int | None:
-        """The position at which the storage died; None while it is alive."""
+        """Return the position of the storage's death in the stream, None while it is alive."""
         return None if record.alive else self._position(lambda change: change.record is record)
 
     def fold(self, old: Storage, birth: Change, death: int) -> None:
-        """Take a birth and the death of `old` out, and let the new storage continue `old`."""
+        """Remove the birth and the death of `old`, and let the new storage continue `old`."""
         new = birth.record
         born = self._position(lambda change: change is birth)
         for position in sorted((death, born), reverse=True):
@@ -151,6 +151,6 @@ class Stream:
         return record.number > self._last_number and record.phase != "before"
 
     def _position(self, wanted: Callable[[Change], bool]) -> int:
-        """The last such change; it is among the last few."""
+        """Return the position of the last such change, which is near the end."""
         positions = reversed(range(len(self._changes)))
         return next(i for i in positions if wanted(self._changes[i]))

@@ -1,4 +1,4 @@
-"""The plain tensors, those with a storage, among everything that a step hands around."""
+"""Find the plain tensors, which have a storage, in arguments, results and optimizer state."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ from memlab.metering.dry import DryRun
 
 
 def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments or results, in order."""
+    """Return the plain tensors among an operator's arguments or results, in order."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -26,7 +26,7 @@ def tensors_among(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a sparse one consists of; none of an opaque layout (MKL-DNN's)."""
+    """Return the plain tensors inside a sparse tensor; [] for opaque layouts such as MKL-DNN's."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -36,8 +36,8 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def sharing_the_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Another sparse tensor of the same indices and values."""
+def share_sparse_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a new sparse tensor that shares the indices and values."""
     return torch.sparse_coo_tensor(
         tensor._indices(),
         tensor._values(),
@@ -48,7 +48,7 @@ def sharing_the_parts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an optimizer's state, however nested."""
+    """Yield the tensors in an optimizer's state, at any nesting depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -60,29 +60,31 @@ def tensors_within(value: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor itself, or what a wrapper consists of: a subclass (sharded or quantized), or one
-    of torch.func's transforms, inside of which parameters have no storage of their own."""
+    """Yield the tensor itself, or the plain tensors inside a wrapper.
+
+    Wrappers are tensor subclasses (sharded or quantized) and the tensors of torch.func's
+    transforms, which have no storage.
+    """
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in tensors_among(getattr(tensor, name) for name in names):
-            yield from plain_tensors(part)  # a DTensor also names its mesh
+            yield from plain_tensors(part)  # tensors_among skips a DTensor's mesh
     else:
         yield from tensors_among((tensor,))
 
 
 @functools.cache
-def has_a_handler_of_its_own(types: tuple[type, ...]) -> bool:
-    """Whether one of the types, a wrapper, runs an operator on the plain tensors within."""
+def has_own_handler(types: tuple[type, ...]) -> bool:
+    """Return whether one of the types is a wrapper, which runs operators on its plain tensors."""
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
-def is_of_another_run(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is fake, and not of the dry run that is active now, if one is.
+def is_foreign_fake(tensor: torch.Tensor) -> bool:
+    """Return whether the tensor is fake and does not belong to the active dry run.
 
-    Inside a real step, DTensor and torch.compile run operators on fake tensors to learn their
-    shapes.
+    In real steps, DTensor and torch.compile run operators on fake tensors to infer shapes.
     """
     if not isinstance(tensor, FakeTensor):
         return False

@@ -1,4 +1,4 @@
-"""Offloading: what the device has no room for, kept on the host or on a disk."""
+"""Offloading: keep activations, optimizer state, gradients and weights on the host or on disk."""
 
 from memlab.offload.activations import offloaded_activations
 from memlab.offload.disk import DiskStore

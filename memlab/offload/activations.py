@@ -1,25 +1,26 @@
-"""Offloaded activations: what backward needs waits in a store, not on the device.
+"""Offload activations: keep saved tensors in a store instead of on the device.
 
-Saves    what is saved for backward, each storage once, but for weights and small tensors.
-Costs    its bytes there and back; some once more, where operators that are far apart saved one
-         storage. While backward uses one, the next is on its way; one in between may be held.
-Source   Rhu et al. 2016 (vDNN), arXiv 1602.08124; torch's `save_on_cpu` without prefetching, which
-         moves what several operators save of one tensor several times, and weights too.
+Saves    the saved tensors, except weights and small tensors. Each storage is stored once.
+Costs    moving its bytes there and back. A storage that distant operators saved may be loaded
+         twice. While backward uses one storage, the next is prefetched and another may be held.
+Source   Rhu et al. 2016 (vDNN), arXiv 1602.08124. torch's `save_on_cpu` does not prefetch,
+         and it moves weights too, and shared tensors several times.
 
     with offloaded_activations(store):
         loss = model(tokens, targets)
     loss.backward()
 
-Each operator's saved tensors are asked for in the order in which it saved them, the operators' in
-reverse. All that they save is noted with its operator's number, so it is known what comes next.
+Backward visits operators in reverse. Each operator reads its saved tensors in the order in which it
+saved them. Each use is recorded with its operator's sequence number, so the next one can be
+prefetched.
 
-A tensor is in the store for as long as a graph wants it: backward lets go of what it has used,
-unless it is told to retain it, and then the next backward pass brings it again.
+A tensor stays in the store as long as a graph needs it. Backward releases the tensors that it used.
+With retain_graph, the next backward pass loads them again.
 
-Of two hooks the inner one counts. Around a checkpoint: its inputs wait in the store, and what runs
-again begins with what comes back of them. Inside of a checkpoint: what that would have forgotten is
-offloaded, and nothing is computed again. Around or inside of compressed activations, the inner one
-has it.
+The inner one of two saved-tensor hooks applies. Around a checkpoint, offloading moves the
+checkpoint's inputs, and the recompute starts from the loaded inputs. Inside a checkpoint,
+offloading moves the tensors that the checkpoint would drop, and nothing is recomputed. The same
+rule applies to compressed activations.
 """
 
 import weakref
@@ -38,13 +39,13 @@ from memlab.internals.saved_tensors import Decode, Encode, TensorInfo, encoded
 from memlab.internals.torch_internals import current_autograd_node, get_sequence_nr
 from memlab.offload.stores import Store
 
-MINIMUM = 4096  # numbers; a smaller tensor costs more to move than to keep
+MINIMUM = 4096  # elements; moving a smaller tensor costs more than keeping it
 _NUMBERS = count()
 
 
 @dataclass
-class Report:
-    """What was offloaded inside one `with`."""
+class OffloadReport:
+    """Storages and bytes offloaded in one `with` block."""
 
     storages: int = 0
     bytes: int = 0
@@ -53,96 +54,98 @@ class Report:
 @contextmanager
 def offloaded_activations(
     store: Store, *, minimum: int = MINIMUM, model: nn.Module | None = None
-) -> Iterator[Report]:
-    """Keep what is saved for backward inside `with` in the store; values are those without.
+) -> Iterator[OffloadReport]:
+    """Keep the tensors saved for backward inside `with` in the store; values do not change.
 
-    A storage of fewer than `minimum` numbers stays. So do weights, frozen ones too, and, if the
-    `model` is given, its buffers, which look like any data.
+    A storage of fewer than `minimum` elements stays on the device, and so do weights, also frozen
+    ones. Pass the `model` to keep its buffers on the device too: they look like any other tensor.
 
-    Any number of backward passes. ValueError for a minimum below 1.
+    Supports any number of backward passes. Raises ValueError for a minimum below 1.
     """
     if not isinstance(store, Store):
-        raise TypeError(f"got {store!r} as the store; give a memlab.offload.DiskStore()")
+        raise TypeError(f"got {store!r} as the store; pass a memlab.offload.DiskStore()")
     if minimum < 1:
-        raise ValueError(f"got minimum={minimum} numbers; give at least 1")
+        raise ValueError(f"got minimum={minimum} elements; pass at least 1")
     offload = _Offload(store, minimum, model)
-    with encoded(offload.choose, offload.note):
+    with encoded(offload.choose, offload.record_use):
         yield offload.report
 
 
 class _Use(NamedTuple):
-    """An operator's hold on a storage, in the order in which backward comes to it."""
+    """An operator's use of a storage; sorts in the order in which backward needs them."""
 
-    minus_node: int  # the number of the operator's node, which backward counts down
-    number: int  # the order in which a node asks for what it saved
+    minus_node: int  # minus the sequence number of the node; backward visits nodes in reverse
+    number: int  # the order in which a node saved its tensors
     storage: int
 
 
 class _Offload:
-    """The storages of one `with`, by their numbers."""
+    """The offloaded storages of one `with` block, by number."""
 
     def __init__(self, store: Store, minimum: int, model: nn.Module | None) -> None:
-        self.store, self.minimum, self.report = store, minimum, Report()
+        self.store, self.minimum, self.report = store, minimum, OffloadReport()
         kept = () if model is None else model.buffers()
         self._kept = {tensor.untyped_storage()._cdata for tensor in kept}
         self._uses: list[_Use] = []  # sorted
-        self._here: dict[int, WeakIdRef] = {}  # what was brought, for as long as it lives
-        self._held: tuple[int, torch.UntypedStorage] | None = None  # here, and wanted next
-        self._ahead: int | None = None  # asked for last
+        self._loaded: dict[int, WeakIdRef] = {}  # loaded storages, weakly
+        self._held: tuple[int, torch.UntypedStorage] | None = None  # loaded, and needed next
+        self._prefetched: int | None = None  # the last prefetch
 
     def choose(self, facts: TensorInfo) -> Encode | None:
-        """What is worth it."""
+        """Return the encoder for a storage that should be offloaded."""
         return None if facts.is_weight or facts.numel < self.minimum else self.encode
 
-    def encode(self, numbers: Tensor) -> Decode | None:
-        """Put a storage into the store; what brings it back."""
-        if numbers.untyped_storage()._cdata in self._kept:
+    def encode(self, values: Tensor) -> Decode | None:
+        """Put a storage in the store; return the function that loads it."""
+        if values.untyped_storage()._cdata in self._kept:
             return None
         storage = next(_NUMBERS)
-        self.store.put(_key(storage), numbers)
+        self.store.put(_key(storage), values)
         self.report.storages += 1
-        self.report.bytes += numbers.nbytes
+        self.report.bytes += values.nbytes
         return _Offloaded(self, storage)
 
-    def note(self, decode: Decode) -> "_Hold":
-        """An operator saves what this brings back."""
+    def record_use(self, decode: Decode) -> "_Hold":
+        """Record that an operator saved the storage."""
         assert isinstance(decode, _Offloaded)
-        # The node is made, and has taken its number, before it saves.
+        # The node took its sequence number before it saves tensors.
         node = get_sequence_nr() - 1
         use = _Use(-node, next(_NUMBERS), decode.storage)
         insort(self._uses, use)
         return _Hold(self, use)
 
-    def bring(self, storage: int) -> Tensor:
-        """The storage's numbers, and the next ones on their way."""
-        numbers = self.store.get(_key(storage))
-        self._here[storage] = WeakIdRef(numbers.untyped_storage())
-        self._look_ahead(storage)
-        return numbers
+    def load(self, storage: int) -> Tensor:
+        """Load a storage and prefetch the next one."""
+        values = self.store.get(_key(storage))
+        self._loaded[storage] = WeakIdRef(values.untyped_storage())
+        self._prefetch_after(storage)
+        return values
 
-    def _look_ahead(self, storage: int) -> None:
-        """Of what comes next, hold the first if it is here: before its time it might die, and would
-        be brought again. Ask for the first that is not."""
+    def _prefetch_after(self, storage: int) -> None:
+        """Hold the next storage if it is loaded, and prefetch the next one if it is not.
+
+        Without holding it, the storage might be freed before its use and loaded again.
+        """
         self._held = None
         for use in self._after(storage):
-            found = self._here.get(use.storage)
-            there = None if found is None else found()
-            if there is None:
-                return self._ask_for(use.storage)
+            found = self._loaded.get(use.storage)
+            loaded = None if found is None else found()
+            if loaded is None:
+                return self._prefetch(use.storage)
             if self._held is None:
-                self._held = use.storage, there
+                self._held = use.storage, loaded
 
-    def _ask_for(self, storage: int) -> None:
-        """Nothing else is on its way then: what backward has passed by, no loss came of."""
-        if self._ahead is not None and self._ahead != storage:
-            self.store.cancel(_key(self._ahead))
-        self._ahead = storage
+    def _prefetch(self, storage: int) -> None:
+        """Prefetch a storage. Cancel the previous prefetch if backward skipped it."""
+        if self._prefetched is not None and self._prefetched != storage:
+            self.store.cancel(_key(self._prefetched))
+        self._prefetched = storage
         self.store.prefetch(_key(storage))
 
     def _after(self, storage: int) -> Iterator[_Use]:
-        """The uses that backward comes to after the one for which it wants the storage."""
+        """Yield the uses in backward after the current use of the storage."""
         node = current_autograd_node()
-        if node is None:  # somebody looks at what was saved
+        if node is None:  # read outside of backward
             return
         of_node = -node._sequence_nr()
         later = islice(self._uses, bisect_left(self._uses, (of_node,)), None)
@@ -152,15 +155,15 @@ class _Offload:
                 yield use
             asked = asked or use.storage == storage
 
-    def let_go_of(self, use: _Use) -> None:
-        """An operator has done with it, or is no more."""
+    def release_use(self, use: _Use) -> None:
+        """Drop a use after its operator ran or was freed."""
         del self._uses[bisect_left(self._uses, use)]
 
-    def let_go(self, storage: int) -> None:
-        """No graph wants it any more."""
-        self._here.pop(storage, None)
-        if self._ahead == storage:
-            self._ahead = None
+    def release_storage(self, storage: int) -> None:
+        """Delete a storage that no graph needs any more."""
+        self._loaded.pop(storage, None)
+        if self._prefetched == storage:
+            self._prefetched = None
         if self._held is not None and self._held[0] == storage:
             self._held = None
         self.store.discard(_key(storage))
@@ -171,22 +174,22 @@ def _key(storage: int) -> str:
 
 
 class _Hold:
-    """An operator's, on what stands in a tensor's place."""
+    """An operator's hold on an offloaded storage; autograd saves it in place of the tensor."""
 
     __slots__ = ("__weakref__",)
 
     def __init__(self, offload: _Offload, use: _Use) -> None:
-        weakref.finalize(self, offload.let_go_of, use).atexit = False
+        weakref.finalize(self, offload.release_use, use).atexit = False
 
 
 class _Offloaded:
-    """What the graph holds in a storage's place."""
+    """A reference from the graph to an offloaded storage."""
 
     __slots__ = ("__weakref__", "_offload", "storage")
 
     def __init__(self, offload: _Offload, storage: int) -> None:
         self._offload, self.storage = offload, storage
-        weakref.finalize(self, offload.let_go, storage).atexit = False
+        weakref.finalize(self, offload.release_storage, storage).atexit = False
 
     def __call__(self) -> Tensor:
-        return self._offload.bring(self.storage)
+        return self._offload.load(self.storage)

@@ -1,34 +1,32 @@
-"""A store in a folder: files that a thread reads and writes, and that no crash can hurt.
+"""A store in a folder: a thread reads and writes files, and commits survive crashes.
 
-Saves    all but the `buffers` records that are on their way, each once in the store's own memory.
-Costs    the disk's time, as far as it is not hidden behind the device's. A checksum of each byte,
-         written and read. For lasting values, while a step runs, the disk space of two generations.
-Source   Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv 2104.07857, section 6; copies on write and a
-         renamed manifest are how databases commit.
+Saves    device memory and host memory, except for `buffers` records in the store's own memory.
+Costs    disk time that computation does not hide, and a checksum of every byte. During a step,
+         lasting values need disk space for two generations.
+Source   Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv 2104.07857, section 6; copy-on-write and a
+         renamed manifest, as databases commit.
 
-What is lost when a process is killed, or the power fails, in the middle of a step? Nothing, because
-nothing is written over:
+A kill or a power failure in the middle of a step loses nothing, because no file is overwritten:
 
-    put              a new file, beside that of the last step          state.000117
-    when written     its bytes are forced to the disk (fsync)
-    commit(n)        the folder's names are forced to the disk
-                     the manifest, which names the file of each key, is written beside the old
-                     one, forced to the disk, and renamed over it: this moment ends step n
-                     the folder is forced to the disk again
-                     only now are the files of the step before removed
+    put              writes a new file beside the last step's file     state.000117
+                     and syncs its bytes to disk (fsync)
+    commit(n)        syncs the folder's names to disk
+                     writes a new manifest, which names the file of each key, beside the old one,
+                     syncs it, and renames it over the old one: the rename commits step n
+                     syncs the folder again
+                     removes the files of the previous step
 
-The next start reads the manifest, which is that of one step or of the next and never of both, and
-removes whatever files it doesn't name. So the lasting values take twice their bytes on the disk at
-the end of each step, and once between steps. What is put without `lasting` (activations, weights
-that are streamed) is neither forced to the disk nor named, and is gone at the next start; in a
-temporary folder, which has no next start, nothing is forced to the disk.
+The next start reads the manifest, which always describes exactly one step, and removes all files
+outside it. So lasting values take twice their bytes at the end of a step, and once between steps.
+Values stored without `lasting` (activations, streamed weights) are not synced, and are gone at the
+next start. A temporary folder has no next start, so nothing in it is synced.
 
-A file is the record's bytes, each tensor from a multiple of 64 on; its checksum (CRC-32) is in the
-manifest or in memory, and looked at on every read. Reading goes straight into the tensor on a CPU,
-by way of a pinned buffer to a GPU. Writing goes by way of a buffer, so a tensor may be written to,
-or die, as soon as `put` returns.
+A file contains the bytes of a record; each tensor starts at a multiple of 64. Its checksum (CRC-32)
+is in the manifest or in memory, and every read verifies it. Reads go straight into CPU tensors, and
+through a pinned buffer to a GPU. Writes go through a buffer, so a tensor may be modified or freed
+as soon as `put` returns.
 
-One process has the store at a time, by a lock that a killed process leaves open.
+A lock allows one process at a time; it is released when the process is killed.
 """
 
 import errno
@@ -53,26 +51,26 @@ from torch import Tensor
 
 from memlab.internals.files import TEMPORARY_LOCK, remove_orphaned_folders, sync, write_beside
 from memlab.offload.records import Record, raw
-from memlab.offload.stores import Store, StoreError, Wait, nothing, spoiled_error, was_written_to
+from memlab.offload.stores import Store, StoreError, Wait, modified_error, nothing, was_modified
 from memlab.units import format_bytes
 
 FORMAT = "memlab offload 1"
 MANIFEST = "manifest.json"
-MARK = ".store"  # says that the folder is one of a store: files that are in the way may be removed
-_FILE = re.compile(r"state\.\d{6,}|\.manifest\.[\d-]+\.json")  # ours, of whatever step
+MARK = ".store"  # marks the folder as a store's, so that leftover files may be removed
+_FILE = re.compile(r"state\.\d{6,}|\.manifest\.[\d-]+\.json")  # files of a store, at any step
 _PREFIX = "memlab-"  # of temporary folders
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a record is."""
+    """The file of a record and its metadata."""
 
     record: Record
     file: str
     lasting: bool
     about: Any
-    checksum: "Future[int] | int"  # known when it is written
+    checksum: "Future[int] | int"  # a Future until the file is written
 
     def to_json(self) -> dict[str, Any]:
         return {"file": self.file, "crc32": self._crc32(), "about": self.about,
@@ -88,7 +86,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Writing:
-    """A record on its way, and the tensors of a GPU that must not be written to meanwhile."""
+    """A record being written, and its GPU sources, which must not change meanwhile."""
 
     key: str
     file: str
@@ -98,19 +96,23 @@ class _Writing:
 
 
 class DiskStore(Store):
-    """Tensors in a folder; without one, in a temporary folder that goes with the store.
+    """Tensors in a folder; by default, a temporary folder, removed with the store.
 
-    `buffers` records may be on their way to the disk at once; `put` waits for the oldest if there
-    are more. `step` is the number of the last commit, None before the first; `notes` what was
-    committed with it.
+    At most `buffers` records are written at once; then `put` waits for the oldest. `step` is the
+    number of the last commit, None before the first. `notes` were committed with it.
 
-    Every read is held against the record's checksum (CRC-32); `verify=False` reads what is there.
+    Every read verifies the record's checksum (CRC-32); `verify=False` skips this.
 
-    StoreError where another process has the folder, where the manifest or a file is damaged, cut
-    short or missing, where a training of other shapes or another optimizer lies (another model of
-    the same shapes goes on as that one: a folder for each training), and where the disk is full:
-    what was committed last is as it was, and `rollback()` goes back to it. What a killed process
-    left, its temporary folder too, is removed by the next store that is made in the same place.
+    Raises StoreError in these cases:
+
+    - another process has the folder
+    - the manifest or a file is damaged, truncated or missing
+    - the folder holds a training with other shapes or another optimizer. A different model with
+      the same shapes is not detected, so use one folder per training
+    - the disk is full. The last commit is intact, and `rollback()` returns to it
+
+    The next store in the same place removes the leftovers of a killed process, including its
+    temporary folder.
     """
 
     def __init__(
@@ -122,14 +124,14 @@ class DiskStore(Store):
     ) -> None:
         super().__init__()
         if buffers < 1:
-            raise ValueError(f"got {buffers} buffers; give at least 1")
+            raise ValueError(f"got {buffers} buffers; pass at least 1")
         self.buffers, self.verify = buffers, verify
         self.step: int | None = None
         self.notes: Any = None
         self._claims: dict[str, str] = {}
         self._entries: dict[str, _Entry] = {}
         self._committed: dict[str, _Entry] = {}
-        self._named: set[str] = set()  # files of the manifest
+        self._manifest_files: set[str] = set()
         self._number = 0
         self._writing: deque[_Writing] = deque()
         self._spare: list[_Buffer] = []
@@ -138,11 +140,11 @@ class DiskStore(Store):
         if folder is not None:
             self._open(Path(folder), temporary=False)
 
-    # -------------------------------------------------------------- begin and end
+    # -------------------------------------------------------------- open and close
 
     @property
     def folder(self) -> Path:
-        """Where the files are; a temporary one is made when it is first asked for."""
+        """The folder of the files; a temporary one is created on first access."""
         if self._folder is None:
             remove_orphaned_folders(Path(tempfile.gettempdir()), f"{_PREFIX}*")
             self._open(Path(tempfile.mkdtemp(prefix=_PREFIX)), temporary=True)
@@ -150,15 +152,15 @@ class DiskStore(Store):
         return self._folder
 
     def _open(self, folder: Path, temporary: bool) -> None:
-        _require_ours(folder)
+        _require_store_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / (TEMPORARY_LOCK if temporary else "lock"))
         try:
             lock.acquire(timeout=0)
         except Timeout:
             raise StoreError(
-                f"{folder} is in use, by another process or another store of this one; end that, "
-                f"or give another folder"
+                f"{folder} is in use, by another process or another store of this one; close it, "
+                f"or pass another folder"
             ) from None
         self._folder, self._lasts = folder, not temporary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memlab-disk")
@@ -173,19 +175,18 @@ class DiskStore(Store):
             self._close()
             raise
         for path in sorted(folder.iterdir()):
-            if _FILE.fullmatch(path.name) and path.name not in self._named:
+            if _FILE.fullmatch(path.name) and path.name not in self._manifest_files:
                 path.unlink()
-        numbers = (int(name.rpartition(".")[2]) for name in self._named)
+        numbers = (int(name.rpartition(".")[2]) for name in self._manifest_files)
         self._number = max(numbers, default=0)
 
     def close(self) -> None:
-        """Let go of the folder; what was not committed is gone. Nothing can be done with the store
-        afterwards."""
+        """Release the folder and drop uncommitted values. The store cannot be used afterwards."""
         if self._folder is not None:
             self._close()
 
-    def _later(self, task: Callable[..., Any], *given: Any) -> "Future[Any]":
-        """In the store's thread, which does one thing after another."""
+    def _submit(self, task: Callable[..., Any], *given: Any) -> "Future[Any]":
+        """Run a task in the store's thread, after all earlier tasks."""
         self._require_open()
         return self._thread.submit(task, *given)
 
@@ -202,37 +203,38 @@ class DiskStore(Store):
     # -------------------------------------------------------------- commits
 
     def claim(self, name: str, fingerprint: str, owner: object) -> None:
-        """Say what is trained, and by whom; StoreError if something else was committed under that
-        name, or another is still there."""
-        there = self._claims.get(name) if self.step is not None else fingerprint
-        if there != fingerprint:
+        """Claim the store for a training with this fingerprint.
+
+        Raises StoreError if another training was committed under the name, or another living owner
+        has the store.
+        """
+        committed = self._claims.get(name) if self.step is not None else fingerprint
+        if committed != fingerprint:
             raise StoreError(
-                f"{self.folder} holds a training of {there or 'something else'}, wanted one of "
-                f"{fingerprint}; make the model and the optimizer as they were then, or give "
-                f"another folder"
+                f"{self.folder} holds a training of {committed or 'something else'}, wanted one of "
+                f"{fingerprint}; make the same model and optimizer as then, or pass another folder"
             )
         super().claim(name, fingerprint, owner)
         self._claims[name] = fingerprint
 
     def flush(self) -> None:
-        """Return when the folder is as it should be: all that was put is written, and what that
-        took the place of is removed."""
+        """Wait until all values are written and all replaced files are removed."""
         while self._writing:
             self._finish_oldest()
         if self._folder is not None and self._close.alive:
-            self._later(nothing).result()
+            self._submit(nothing).result()
 
     def commit(self, step: int, notes: Any = None) -> None:
-        """Make the lasting values those that the next start finds, as of `step`. All or nothing.
+        """Commit all lasting values as of `step`, atomically.
 
-        `notes` are plain data, kept with them.
+        `notes` are plain data to store with them.
         """
         self._require_open()
-        self._tidy()
+        self._delete_discarded()
         self.flush()
         lasting = {key: entry for key, entry in self._entries.items() if entry.lasting}
-        if spoiled := self._spoiled & lasting.keys():
-            raise spoiled_error(min(spoiled))
+        if spoiled := self._modified & lasting.keys():
+            raise modified_error(min(spoiled))
         content = {
             "format": FORMAT,
             "step": step,
@@ -243,22 +245,22 @@ class DiskStore(Store):
         text = json.dumps(content)
         try:
             self._sync(self.folder)
-            with write_beside(self.folder / MANIFEST, durable=self._lasts) as beside:
-                beside.write_text(f"{zlib.crc32(text.encode())}\n{text}\n", encoding="utf-8")
+            with write_beside(self.folder / MANIFEST, durable=self._lasts) as temporary:
+                temporary.write_text(f"{zlib.crc32(text.encode())}\n{text}\n", encoding="utf-8")
         except OSError as error:
-            raise self._failure("the manifest", len(text), error) from error
-        before, self._committed, self.step, self.notes = self._named, lasting, step, notes
-        self._named = {entry.file for entry in lasting.values()}
-        for file in sorted(before - self._named):
-            self._later(_remove, self.folder / file)
+            raise self._write_error("the manifest", len(text), error) from error
+        before, self._committed, self.step, self.notes = self._manifest_files, lasting, step, notes
+        self._manifest_files = {entry.file for entry in lasting.values()}
+        for file in sorted(before - self._manifest_files):
+            self._submit(_remove, self.folder / file)
 
     def _sync(self, path: Path) -> None:
-        """A temporary folder ends with this process: nothing has to survive it."""
+        """Sync a path to disk, except in a temporary folder, which ends with this process."""
         if self._lasts:
             sync(path)
 
     def rollback(self) -> None:
-        """Forget what was put since the last commit, and whatever went wrong."""
+        """Drop all changes and errors since the last commit."""
         self._coming.clear()
         while self._writing:
             writing = self._writing.popleft()
@@ -267,10 +269,10 @@ class DiskStore(Store):
         for entry in self._entries.values():
             self._remove_unless_committed(entry)
         self._entries = dict(self._committed)
-        self._spoiled.clear()
+        self._modified.clear()
 
     def about(self, key: str) -> Any:
-        """What was said about a value when it was put."""
+        """Return the `about` data of a value."""
         return self._entries[key].about
 
     def _read_manifest(self) -> None:
@@ -280,16 +282,19 @@ class DiskStore(Store):
         checksum, _, text = path.read_text(encoding="utf-8", errors="replace").partition("\n")
         if checksum != str(zlib.crc32(text.removesuffix("\n").encode())):
             raise StoreError(
-                f"{path} is damaged: its checksum is another; put back a copy of the folder, or "
-                f"begin in an empty one"
+                f"{path} is damaged: its checksum differs; restore a copy of the folder, or start "
+                f"in an empty one"
             )
         content = json.loads(text)
         if content["format"] != FORMAT:
-            raise StoreError(f"{path} is of {content['format']!r}, wanted {FORMAT!r}; begin anew")
+            raise StoreError(
+                f"{path} has format {content['format']!r}, wanted {FORMAT!r}; start in an empty "
+                f"folder"
+            )
         entries = content["entries"].items()
         self._committed = {key: _Entry.from_json(entry) for key, entry in entries}
         self._entries = dict(self._committed)
-        self._named = {entry.file for entry in self._committed.values()}
+        self._manifest_files = {entry.file for entry in self._committed.values()}
         self.step, self.notes, self._claims = content["step"], content["notes"], content["claims"]
         if self.verify:
             self._require_whole_files()
@@ -307,9 +312,9 @@ class DiskStore(Store):
 
     @property
     def buffer_bytes(self) -> int:
-        """What the store's own buffers take of the host's memory."""
-        there = [*self._spare, *(writing.buffer for writing in self._writing)]
-        return sum(buffer.size for buffer in there)
+        """Host memory of the store's own buffers."""
+        buffers = [*self._spare, *(writing.buffer for writing in self._writing)]
+        return sum(buffer.size for buffer in buffers)
 
     def _put(
         self, key: str, record: Record, tensors: list[Tensor], lasting: bool, about: Any
@@ -320,11 +325,11 @@ class DiskStore(Store):
         sources = [] if ready is None else [(tensor, tensor._version) for tensor in tensors]
         self._number += 1
         path = folder / f"state.{self._number:06d}"
-        result = self._later(_write, path, buffer, record, ready, lasting and self._lasts)
+        result = self._submit(_write, path, buffer, record, ready, lasting and self._lasts)
         self._writing.append(_Writing(key, path.name, buffer, result, sources))
         self._remove_unless_committed(self._entries.get(key))
         self._entries[key] = _Entry(record, path.name, lasting, about, result)
-        self._spoiled.discard(key)
+        self._modified.discard(key)
 
     def _buffer(self, record: Record) -> "_Buffer":
         if len(self._writing) >= self.buffers:
@@ -339,38 +344,38 @@ class DiskStore(Store):
         return _Buffer(record.extent, pinned)
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest write, and raise what went wrong with it."""
+        """Wait for the oldest write and raise its error."""
         writing = self._writing[0]
         try:
             writing.result.result()
         except OSError as error:
-            raise self._failure(repr(writing.key), writing.buffer.size, error) from error
+            raise self._write_error(repr(writing.key), writing.buffer.size, error) from error
         self._writing.popleft()
         self._spare.append(writing.buffer)
         entry = self._entries.get(writing.key)
-        if entry is not None and entry.file == writing.file and was_written_to(writing.sources):
-            self._spoiled.add(writing.key)
+        if entry is not None and entry.file == writing.file and was_modified(writing.sources):
+            self._modified.add(writing.key)
 
     def _fill_buffer(self, buffer: "_Buffer", record: Record, tensors: list[Tensor]) -> Any:
-        """Copy the tensors; from a GPU, the event at the end of that."""
+        """Copy the tensors into the buffer; from a GPU, return the event at the end of the copy."""
         if not buffer.pinned:
-            for piece, tensor in zip(record.pieces, tensors, strict=True):
-                buffer.bytes[piece.offset : piece.offset + piece.bytes] = raw(tensor)
+            for spec, tensor in zip(record.specs, tensors, strict=True):
+                buffer.bytes[spec.offset : spec.offset + spec.bytes] = raw(tensor)
             return None
         with self._stream(record.device, "down") as stream:
-            for piece, tensor in zip(record.pieces, tensors, strict=True):
-                place = buffer.tensor[piece.offset : piece.offset + piece.bytes]
+            for spec, tensor in zip(record.specs, tensors, strict=True):
+                place = buffer.tensor[spec.offset : spec.offset + spec.bytes]
                 place.copy_(tensor.view(-1).view(torch.uint8), non_blocking=True)
                 tensor.record_stream(stream)
             return stream.record_event()
 
-    def _failure(self, what: str, nbytes: int, error: OSError) -> StoreError:
+    def _write_error(self, what: str, nbytes: int, error: OSError) -> StoreError:
         full = error.errno in _FULL
         reason = "there is no room left" if full else str(error)
-        safe = "nothing was committed yet" if self.step is None else f"step {self.step} is intact"
+        safe = "nothing is committed yet" if self.step is None else f"step {self.step} is intact"
         return StoreError(
             f"could not write {what} ({format_bytes(nbytes)}) in {self.folder}: {reason}; {safe}. "
-            f"{'Free some space' if full else 'Repair that'}, and resume"
+            f"{'Free some space' if full else 'Fix the disk'}, and resume"
         )
 
     # -------------------------------------------------------------- reading
@@ -380,42 +385,43 @@ class DiskStore(Store):
         path = self.folder / entry.file
         while any(writing.file == entry.file and writing.sources for writing in self._writing):
             self._finish_oldest()
-        if key in self._spoiled:
-            raise spoiled_error(key)
+        if key in self._modified:
+            raise modified_error(key)
         if tensors and tensors[0].is_cuda:
             return self._fill_on_gpu(key, path, entry, tensors)
-        # Through `.data`: autograd must not take it for a change of what it saved.
-        numbers = [tensor.data for tensor in tensors]  # alive until they are read, whoever lets go
-        reading = self._later(_read_into, path, entry, numbers, self.verify)
-        return lambda: self._arrived(key, path, reading)
+        # Read into `.data`, or autograd would see an in-place change of saved tensors. The list
+        # keeps the tensors alive until they are read.
+        targets = [tensor.data for tensor in tensors]
+        reading = self._submit(_read_into, path, entry, targets, self.verify)
+        return lambda: self._check_read(key, path, reading)
 
     def _fill_on_gpu(self, key: str, path: Path, entry: _Entry, tensors: list[Tensor]) -> Wait:
         device = tensors[0].device
         buffer = _Buffer(entry.record.extent, pinned=True)
-        ready = torch.cuda.current_stream(device).record_event()  # memory that others have left
+        ready = torch.cuda.current_stream(device).record_event()  # the memory may still be in use
 
         copied: list[Any] = []
 
-        def read_and_copy() -> "_Found":
-            places = [buffer.of(piece) for piece in entry.record.pieces]
+        def read_and_copy() -> "_ReadResult":
+            places = [buffer.view(spec) for spec in entry.record.specs]
             found = _read(path, entry, places, self.verify)
             with self._stream(device, "up", wait=ready) as stream:
-                for piece, tensor in zip(entry.record.pieces, tensors, strict=True):
-                    place = buffer.tensor[piece.offset : piece.offset + piece.bytes]
+                for spec, tensor in zip(entry.record.specs, tensors, strict=True):
+                    place = buffer.tensor[spec.offset : spec.offset + spec.bytes]
                     tensor.data.view(-1).view(torch.uint8).copy_(place, non_blocking=True)
                     tensor.record_stream(stream)
                 copied.append(stream.record_event())
             return found
 
-        reading = self._later(read_and_copy)
+        reading = self._submit(read_and_copy)
 
         def wait() -> None:
-            self._arrived(key, path, reading)
+            self._check_read(key, path, reading)
             torch.cuda.current_stream(device).wait_event(copied[0])
 
         return wait
 
-    def _arrived(self, key: str, path: Path, reading: "Future[_Found]") -> None:
+    def _check_read(self, key: str, path: Path, reading: "Future[_ReadResult]") -> None:
         try:
             found = reading.result()
         except FileNotFoundError:
@@ -426,18 +432,18 @@ class DiskStore(Store):
             raise StoreError(_cut_short(key, path, found.bytes, found.bytes_wanted))
         if found.crc32 != found.crc32_wanted:
             raise StoreError(
-                f"{key!r} in {path} is damaged: its checksum is {found.crc32:08x}, and was "
-                f"{found.crc32_wanted:08x}; put back a copy of the folder, or "
-                f"give verify=False to read it as it is"
+                f"{key!r} in {path} is damaged: its checksum is {found.crc32:08x}, wanted "
+                f"{found.crc32_wanted:08x}; restore a copy of the folder, or pass verify=False to "
+                f"skip the checksums"
             )
 
     def _stream(self, device: torch.device, way: str, wait: Any = None) -> Any:
-        """Copies inside `with` run on a stream of their own, made once."""
+        """Return a context manager for copies on a separate stream; each stream is made once."""
         if (device, way) not in self._streams:
             self._streams[device, way] = torch.cuda.Stream(device)
         return _OnStream(self._streams[device, way], device, wait)
 
-    # -------------------------------------------------------------- what is there
+    # -------------------------------------------------------------- records
 
     def _record(self, key: str) -> Record:
         return self._entries[key].record
@@ -449,15 +455,15 @@ class DiskStore(Store):
         self._remove_unless_committed(self._entries.pop(key, None))
 
     def _remove_unless_committed(self, entry: _Entry | None) -> None:
-        """By the thread that may still write or read it."""
-        if entry is None or entry.file in self._named:
+        """Remove a file in the thread, which may still write or read it."""
+        if entry is None or entry.file in self._manifest_files:
             return
-        if self._close.alive:  # or the next start removes it
-            self._later(_remove, self.folder / entry.file)
+        if self._close.alive:  # otherwise the next start removes it
+            self._submit(_remove, self.folder / entry.file)
 
 
 class _OnStream:
-    """`with`: the stream, which first waits for what the current one has to do, or for an event."""
+    """Run on a stream that first waits for an event, or else for the current stream."""
 
     def __init__(self, stream: Any, device: torch.device, event: Any) -> None:
         self._stream, self._device, self._event = stream, device, event
@@ -476,7 +482,7 @@ class _OnStream:
 
 
 class _Buffer:
-    """Memory of the host that is the store's own."""
+    """A buffer in host memory, owned by the store."""
 
     def __init__(self, size: int, pinned: bool) -> None:
         self.size, self.pinned = max(size, 1), pinned
@@ -487,21 +493,21 @@ class _Buffer:
         else:
             self.bytes = memoryview(mmap.mmap(-1, self.size))
 
-    def of(self, piece: Any) -> memoryview:
-        """Where a piece lies in it."""
-        return self.bytes[piece.offset : piece.offset + piece.bytes]
+    def view(self, spec: Any) -> memoryview:
+        """Return the bytes of a tensor in the buffer."""
+        return self.bytes[spec.offset : spec.offset + spec.bytes]
 
 
-# ------------------------------------------------------------------ in the thread
+# ------------------------------------------------------------------ run in the thread
 
 
 def _write(path: Path, buffer: _Buffer, record: Record, ready: Any, forced: bool) -> int:
-    """The record as a file that is whole or not there; its checksum."""
+    """Write the record to a file, completely or not at all; return its checksum."""
     if ready is not None:
         ready.synchronize()
     checksum, content = 0, buffer.bytes[: record.extent]
-    for piece in record.pieces:
-        checksum = zlib.crc32(buffer.of(piece), checksum)
+    for spec in record.specs:
+        checksum = zlib.crc32(buffer.view(spec), checksum)
     try:
         with open(path, "xb", buffering=0) as file:
             while content:
@@ -514,8 +520,8 @@ def _write(path: Path, buffer: _Buffer, record: Record, ready: Any, forced: bool
     return checksum
 
 
-class _Found(NamedTuple):
-    """What a file has, and what it should have."""
+class _ReadResult(NamedTuple):
+    """Size and checksum of a file, found and expected."""
 
     bytes: int
     bytes_wanted: int
@@ -523,39 +529,39 @@ class _Found(NamedTuple):
     crc32_wanted: int
 
 
-def _read_into(path: Path, entry: _Entry, tensors: list[Tensor], verify: bool) -> _Found:
+def _read_into(path: Path, entry: _Entry, tensors: list[Tensor], verify: bool) -> _ReadResult:
     try:
         return _read(path, entry, [raw(tensor) for tensor in tensors], verify)
     finally:
-        # The thread lets go of a task a moment after whoever waits for it has gone on: what is
-        # freed then, and asked for again, would be another matter each time.
+        # The thread drops a task a moment after the waiting thread continues. Release the tensors
+        # here, or the time at which their memory is free would vary from run to run.
         tensors.clear()
 
 
-def _read(path: Path, entry: _Entry, places: list[memoryview], verify: bool) -> _Found:
-    """Fill the places, as far as the file goes."""
+def _read(path: Path, entry: _Entry, places: list[memoryview], verify: bool) -> _ReadResult:
+    """Read the file into `places`, as far as it goes."""
     got = checksum = 0
     wanted = entry._crc32() if verify else 0
     with open(path, "rb", buffering=0) as file:
-        for piece, place in zip(entry.record.pieces, places, strict=True):
-            file.seek(piece.offset)
+        for spec, place in zip(entry.record.specs, places, strict=True):
+            file.seek(spec.offset)
             while place and (count := file.readinto(place)):
                 checksum = zlib.crc32(place[:count], checksum) if verify else 0
                 place, got = place[count:], got + count
-    return _Found(got, entry.record.bytes, checksum, wanted)
+    return _ReadResult(got, entry.record.bytes, checksum, wanted)
 
 
 def _cut_short(key: str, path: Path, got: int, wanted: int) -> str:
     return (
-        f"{key!r} in {path} is cut short: got {got:,} bytes of {wanted:,}; put back a copy of the "
-        f"folder, or begin in an empty one"
+        f"{key!r} in {path} is cut short: got {got:,} bytes of {wanted:,}; restore a copy of the "
+        f"folder, or start in an empty one"
     )
 
 
 def _missing(key: str, path: Path) -> str:
     return (
-        f"{key!r} should be in {path}, which is missing; put back a copy of the folder, or begin "
-        f"in an empty one"
+        f"{key!r} should be in {path}, which is missing; restore a copy of the folder, or start in "
+        f"an empty one"
     )
 
 
@@ -563,16 +569,16 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _require_ours(folder: Path) -> None:
-    """StoreError for a folder with files of others that have names as ours have."""
+def _require_store_folder(folder: Path) -> None:
+    """Raise StoreError for a folder with foreign files that have the names of store files."""
     if folder.exists() and not folder.is_dir():
-        raise StoreError(f"{folder} is a file; give a folder, which may be new")
+        raise StoreError(f"{folder} is a file; pass a folder, which may be new")
     if not folder.exists() or (folder / MARK).exists():
         return
     for path in sorted(folder.iterdir()):
         if path.name == MANIFEST or _FILE.fullmatch(path.name):
             raise StoreError(
-                f"{folder} has a {path.name} that no store has written; give an empty or a new "
+                f"{folder} has a {path.name} that no store has written; pass an empty or a new "
                 f"folder"
             )
 

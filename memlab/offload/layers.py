@@ -1,31 +1,32 @@
-"""Streamed layers: a layer's weights are on the device while it runs, and otherwise in a store.
+"""Streamed layers: keep a layer's weights in a store, and load them only while it runs.
 
-Saves    the weights of all layers but two: the one at work, and the next, which is on its way.
-Costs    the weights brought twice a step, for the forward and for the backward pass; three times
-         where backward runs layers again in segments of several. What isn't hidden behind a layer's
-         arithmetic is waited for: a layer of N weights and a batch of T tokens have 2·N·T
-         operations in the forward pass to hide 2·N or 4·N bytes.
+Saves    the weights of all layers but two: the running layer and the prefetched next one.
+Costs    loading the weights twice a step, for forward and backward; three times if backward
+         recomputes segments of several layers. Loads that computation does not hide add time: the
+         forward pass of a layer with N weights and T tokens has 2·N·T operations to hide 2·N or
+         4·N bytes.
 Source   Pudipeddi et al. 2020 (L2L), arXiv 2002.05645; Rajbhandari et al. 2021 (ZeRO-Infinity),
          arXiv 2104.07857.
 
     streamed = stream_layers(model, store)
-    loss = model(tokens, targets)       # layers 0, 1, 2, …: each there, with the next on its way
+    loss = model(tokens, targets)       # runs layers 0, 1, 2, …, and prefetches the next
     loss.backward()                     # …, 2, 1, 0
 
-A weight that is away keeps its tensor, and the tensor its storage, which is emptied. What autograd
-saved of it is a view of that storage, and finds the numbers there again when backward comes. The
-numbers come back past autograd, which would otherwise take them for a change of what it saved.
+An offloaded weight keeps its tensor and empties its storage. Tensors that autograd saved are views
+of that storage, so backward finds the values there again. Loading bypasses autograd, which would
+otherwise see an in-place change of saved tensors.
 
-Who changes a weight while it is there (an optimizer that steps in backward) needs to do nothing:
-a weight of another version than it came with goes back to the store before it is emptied. An
-OffloadedOptimizer with `weights=True` has weights of its own, steps those after backward, and gives
-the rounded ones to the store. Any other optimizer finds the weights away, and gets an error. What
-is no optimizer gets none: torch doesn't check a tensor's storage, and a process that reads a weight
-that is away crashes. `with streamed.present():` is for that.
+- An optimizer that steps in backward works unchanged. A weight whose version changed is written to
+  the store before its storage is emptied.
+- An OffloadedOptimizer with `weights=True` steps its own copies after backward, and writes the
+  rounded weights to the store.
+- Any other optimizer raises an error, because the weights are offloaded.
+- Other code gets no error. torch does not check a tensor's storage, so reading an offloaded weight
+  crashes the process. Use `with streamed.present():` there.
 
-What stays on the device: gradients, until somebody takes them (`gradients=True` there); all that is
-in no layer, such as embedding, last norm and unembedding; and copies that others make: autocast
-keeps what it casts until the end of the forward pass, and autograd beyond it.
+These stay on the device: gradients (unless `gradients=True` in OffloadedOptimizer), weights outside
+of layers (embedding, last norm, unembedding), and copies. For example, autocast caches its casts
+until the end of the forward pass, and autograd keeps them longer.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,62 +43,62 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memlab.internals.torch_internals import in_backward, tree_leaves, when_backward_ends
 from memlab.offload.stores import Store
 
-_STREAMS = WeakIdKeyDictionary()  # weight: a weak reference to its stream
+_STREAMS = WeakIdKeyDictionary()  # weight: weak reference to its StreamedLayers
 
 
 def stream_layers(
     model: nn.Module, store: Store, layers: Iterable[nn.Module] | None = None
 ) -> "StreamedLayers":
-    """Put the weights of the model's layers into the store, and bring each while it is wanted.
+    """Move the weights of the model's layers to the store, and load each layer when it runs.
 
-    `layers` are modules in the order in which they run; without, the members of the model's one
-    `nn.ModuleList`. Raises ValueError where there is none or several, and where two layers share a
-    weight, or one with the rest of the model.
+    `layers` are modules in the order in which they run; by default, the members of the model's only
+    `nn.ModuleList`. Raises ValueError if there is none or several, and if a layer shares a weight
+    with another layer or with the rest of the model.
     """
-    return StreamedLayers(model, store, _found(model) if layers is None else layers)
+    return StreamedLayers(model, store, _module_list(model) if layers is None else layers)
 
 
 def stream_of(weight: Tensor) -> "StreamedLayers | None":
-    """Who streams the weight."""
+    """Return the StreamedLayers that stream this weight, or None."""
     reference = _STREAMS.get(weight)
     return None if reference is None else reference()
 
 
-def away(weight: Tensor) -> bool:
-    """Whether its storage is empty."""
+def is_offloaded(weight: Tensor) -> bool:
+    """Return whether the weight's storage is empty."""
     return weight.untyped_storage().nbytes() == 0 < weight.numel()
 
 
 @dataclass
 class _Layer:
-    """A layer's storages, each by the weight that was found with it first."""
+    """The storages of a layer, each represented by its first weight."""
 
     module: nn.Module
     weights: list[Tensor]
     keys: list[str]
     bytes: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # when they came; empty: not there
+    versions: list[int] = field(default_factory=list)  # of the weights when they were loaded
 
-    def out(self, number: int) -> list[Tensor]:
-        """Its whole storage, flat."""
+    def flat_storage(self, number: int) -> list[Tensor]:
+        """Return the whole storage of a weight, flat, as an `out` argument of the store."""
         weight = self.weights[number].data
         return [weight.as_strided((self.bytes[number] // weight.itemsize,), (1,), 0)]
 
 
 class StreamedLayers:
-    """Layers of a model that come and go; `remove()` brings all of them back for good.
+    """The streamed layers of a model; `remove()` loads all of them for good.
 
-    `with streamed.present():` all are there, to be saved, loaded or looked at; what is changed in
-    there goes to the store at its end.
+    Inside `with streamed.present():` all weights are on the device, to save, load or inspect. At
+    the end, changes are written to the store.
     """
 
     def __init__(self, model: nn.Module, store: Store, layers: Iterable[nn.Module]) -> None:
         self.store = store
         self._layers = _with_weights(model, list(layers))
-        self._coming: set[int] = set()
-        self._here: set[int] = set()
-        self._at = 0  # the layer whose backward pass was the last to begin
-        self._all = self._ends = False
+        self._prefetching: set[int] = set()
+        self._loaded: set[int] = set()
+        self._backward_layer = 0  # the last layer whose backward has started
+        self._all_present = self._free_queued = False
         self._hooks: list[Any] = [
             model.register_forward_hook(self._forward_ends),
             model.register_state_dict_pre_hook(self._require_present),
@@ -106,40 +107,40 @@ class StreamedLayers:
         ]
         for number, layer in enumerate(self._layers):
             self._hooks += (
-                layer.module.register_forward_pre_hook(partial(self._before, number)),
-                layer.module.register_forward_hook(partial(self._after, number)),
+                layer.module.register_forward_pre_hook(partial(self._before_forward, number)),
+                layer.module.register_forward_hook(partial(self._after_forward, number)),
             )
             for weight in layer.weights:
                 _STREAMS[weight] = ref(self)
             layer.bytes = [weight.untyped_storage().nbytes() for weight in layer.weights]
-            layer.versions = [-1] * len(layer.weights)  # the store has none of it
-            self._here.add(number)
+            layer.versions = [-1] * len(layer.weights)  # not in the store yet
+            self._loaded.add(number)
             self._free(number)
 
     @property
     def layer_bytes(self) -> list[int]:
-        """What the weights of each layer take."""
+        """Bytes of the weights of each layer."""
         return [sum(layer.bytes) for layer in self._layers]
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """All weights on the device."""
+        """Load all weights onto the device."""
         for number in range(len(self._layers)):
-            self._bring(number)
-        self._all = True
+            self._load(number)
+        self._all_present = True
         try:
             yield
         finally:
-            self._all = False
+            self._all_present = False
             self._free_all()
 
-    def numbers_of(self, weight: Tensor) -> Tensor:
-        """A copy of a weight that is away, while that stays away."""
+    def read_weight(self, weight: Tensor) -> Tensor:
+        """Return a copy of an offloaded weight, which stays offloaded."""
         return self.store.get(self._key_of(weight))[0].view(weight.shape)
 
-    def replace(self, weight: Tensor, numbers: Tensor) -> None:
-        """Give a weight that is away other numbers: those are put into the store."""
-        self.store.put(self._key_of(weight), [numbers.to(weight.dtype).contiguous().view(-1)])
+    def replace(self, weight: Tensor, values: Tensor) -> None:
+        """Replace the values of an offloaded weight in the store."""
+        self.store.put(self._key_of(weight), [values.to(weight.dtype).contiguous().view(-1)])
 
     def _key_of(self, weight: Tensor) -> str:
         layer, number = next(
@@ -150,15 +151,15 @@ class StreamedLayers:
         )
         if not weight.is_contiguous() or weight.nbytes != layer.bytes[number]:
             raise ValueError(
-                f"got a streamed weight of shape {tuple(weight.shape)} that is a part or another "
-                f"order of its storage; make it contiguous before it is streamed"
+                f"got a streamed weight of shape {tuple(weight.shape)} that does not fill its "
+                f"storage in order; make it contiguous before streaming"
             )
         return layer.keys[number]
 
     def remove(self) -> None:
-        """Bring all weights back, and let the model be what it was."""
+        """Load all weights and restore the model."""
         for number in range(len(self._layers)):
-            self._bring(number)
+            self._load(number)
         for hook in self._hooks:
             hook.remove()
         for layer in self._layers:
@@ -167,121 +168,123 @@ class StreamedLayers:
                 del _STREAMS[weight]
         self._hooks, self._layers = [], []
 
-    # -------------------------------------------------------------- who is there
+    # -------------------------------------------------------------- load and free
 
     def _use(self, number: int, following: int | None) -> None:
-        """Have one layer there, the following on its way, and no other."""
-        if self._all:
+        """Load one layer, prefetch the following one, and free all others."""
+        if self._all_present:
             return
-        for other in (self._here | self._coming) - {number, following}:
+        for other in (self._loaded | self._prefetching) - {number, following}:
             self._free(other)
-        self._bring(number)
+        self._load(number)
         if following is not None:
-            self._ask_for(following)
+            self._prefetch(following)
 
-    def _ask_for(self, number: int) -> None:
-        if number in self._here | self._coming:
+    def _prefetch(self, number: int) -> None:
+        if number in self._loaded | self._prefetching:
             return
-        self._coming.add(number)
+        self._prefetching.add(number)
         layer = self._layers[number]
         for n, (weight, key) in enumerate(zip(layer.weights, layer.keys, strict=True)):
             weight.untyped_storage().resize_(layer.bytes[n])
-            self.store.prefetch(key, layer.out(n))
+            self.store.prefetch(key, layer.flat_storage(n))
 
-    def _bring(self, number: int) -> None:
-        if number in self._here:
+    def _load(self, number: int) -> None:
+        if number in self._loaded:
             return
-        layer, is_coming = self._layers[number], number in self._coming
+        layer, is_coming = self._layers[number], number in self._prefetching
         for n, (weight, key) in enumerate(zip(layer.weights, layer.keys, strict=True)):
             if not is_coming:
                 weight.untyped_storage().resize_(layer.bytes[n])
-            self.store.get(key, None if is_coming else layer.out(n))
+            self.store.get(key, None if is_coming else layer.flat_storage(n))
         layer.versions = [weight._version for weight in layer.weights]
-        self._coming.discard(number)
-        self._here.add(number)
+        self._prefetching.discard(number)
+        self._loaded.add(number)
 
     def _free(self, number: int) -> None:
-        if number in self._coming:
-            self._bring(number)  # nobody may write to what is emptied
+        if number in self._prefetching:
+            self._load(number)  # wait: the store must not write to an emptied storage
         layer = self._layers[number]
         for n, (weight, key) in enumerate(zip(layer.weights, layer.keys, strict=True)):
             if weight._version != layer.versions[n]:
-                self.store.put(key, layer.out(n))
+                self.store.put(key, layer.flat_storage(n))
             weight.untyped_storage().resize_(0)
-        self._here.discard(number)
+        self._loaded.discard(number)
 
     def _free_all(self) -> None:
-        self._ends = False
-        if not self._all:
-            for number in sorted(self._here | self._coming):
+        self._free_queued = False
+        if not self._all_present:
+            for number in sorted(self._loaded | self._prefetching):
                 self._free(number)
 
-    # -------------------------------------------------------------- when
+    # -------------------------------------------------------------- hooks
 
-    def _before(self, number: int, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, number: int, module: nn.Module, args: Any) -> None:
         if not in_backward():
-            self._ends = False  # also where the last backward pass broke off
+            self._free_queued = False  # a failed backward pass may have left it set
             self._use(number, number + 1 if number + 1 < len(self._layers) else None)
-        elif number < self._at:  # computed again, in a segment that ends further on
+        elif number < self._backward_layer:  # a recompute, in a segment that ends later
             self._use(number, number + 1)
         else:
-            self._goes_back(number)
+            self._before_backward(number)
 
-    def _after(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward() or self._all:
-            return  # computed again: its backward pass comes next, or that of one further on
+    def _after_forward(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward() or self._all_present:
+            return  # a recompute: backward of this segment follows
         self._free(number)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(_call, WeakMethod(self._goes_back), number))
+                tensor.register_hook(
+                    partial(_call_if_alive, WeakMethod(self._before_backward), number)
+                )
 
-    def _goes_back(self, number: int) -> None:
-        """The gradient of a layer's output is there."""
-        self._at = number
-        self._at_the_end_of_backward()
+    def _before_backward(self, number: int) -> None:
+        """Load a layer once the gradient of its output is ready."""
+        self._backward_layer = number
+        self._free_after_backward()
         self._use(number, number - 1 if number else None)
 
     def _forward_ends(self, model: nn.Module, args: Any, output: Any) -> None:
-        """The model's own hook: the last layer is on its way as soon as backward begins."""
+        """Hook the model's output, to prefetch the last layer as soon as backward begins."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and not in_backward():
-                tensor.register_hook(partial(_call, WeakMethod(self._backward_begins)))
+                tensor.register_hook(partial(_call_if_alive, WeakMethod(self._backward_begins)))
 
     def _backward_begins(self) -> None:
-        if not self._all and self._layers:
-            self._at_the_end_of_backward()
-            self._ask_for(len(self._layers) - 1)
+        if not self._all_present and self._layers:
+            self._free_after_backward()
+            self._prefetch(len(self._layers) - 1)
 
-    def _at_the_end_of_backward(self) -> None:
-        if not self._ends:
-            self._ends = True
+    def _free_after_backward(self) -> None:
+        if not self._free_queued:
+            self._free_queued = True
             when_backward_ends(self._free_all)
 
-    # -------------------------------------------------------------- who has to be told
+    # -------------------------------------------------------------- errors
 
     def _require_present(self, *_: Any) -> None:
-        if not self._all and self._layers:
+        if not self._all_present and self._layers:
             raise RuntimeError(
                 "the weights of streamed layers are in their store; save and load the model inside "
                 "`with streamed.present():`"
             )
 
     def require_steppable(self, optimizer: Any) -> None:
-        """RuntimeError for an optimizer that is about to step weights that are not there."""
+        """Raise RuntimeError for an optimizer that would step offloaded weights."""
         if getattr(optimizer, "offloads_weights", False):
             return
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                if weight.grad is not None and away(weight) and stream_of(weight) is self:
+                if weight.grad is not None and is_offloaded(weight) and stream_of(weight) is self:
                     raise RuntimeError(
-                        f"got a step of a weight of shape {tuple(weight.shape)} that is in its "
-                        f"store; step in backward (step_in_backward), use OffloadedOptimizer(..., "
+                        f"got a step of an offloaded weight of shape {tuple(weight.shape)}; step "
+                        f"in backward (step_in_backward), use OffloadedOptimizer(..., "
                         f"weights=True), or step inside `with streamed.present():`"
                     )
 
 
 class _Guard:
-    """A hook of all optimizers, which keeps no stream alive."""
+    """A hook of all optimizers that holds the stream only weakly."""
 
     def __init__(self, stream: StreamedLayers) -> None:
         self._stream = ref(stream)
@@ -291,22 +294,24 @@ class _Guard:
             stream.require_steppable(optimizer)
 
 
-def _call(method: Any, *args: Any) -> None:
-    """What a graph calls must not keep the stream alive, nor, by its last word, change a
-    gradient."""
+def _call_if_alive(method: Any, *args: Any) -> None:
+    """Call a bound method if its object is alive, without the last argument, the gradient.
+
+    Return None, so that the hook does not change the gradient.
+    """
     *args, _ = args
     if (function := method()) is not None:
         function(*args)
 
 
-# ------------------------------------------------------------------ which layers
+# ------------------------------------------------------------------ find the layers
 
 
-def _found(model: nn.Module) -> Sequence[nn.Module]:
+def _module_list(model: nn.Module) -> Sequence[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if len(lists) != 1:
         raise ValueError(
-            f"got a model with {len(lists)} nn.ModuleLists; give its layers, in the order in which "
+            f"got a model with {len(lists)} nn.ModuleLists; pass its layers, in the order in which "
             f"they run, as the third argument"
         )
     return list(lists[0])
@@ -314,7 +319,7 @@ def _found(model: nn.Module) -> Sequence[nn.Module]:
 
 def _with_weights(model: nn.Module, modules: list[nn.Module]) -> list[_Layer]:
     if not modules:
-        raise ValueError("got no layers to stream; give modules in the order in which they run")
+        raise ValueError("got no layers to stream; pass modules in the order in which they run")
     names = {id(module): name for name, module in model.named_modules()}
     layers, owner = [], {}
     for number, module in enumerate(modules):
@@ -322,7 +327,7 @@ def _with_weights(model: nn.Module, modules: list[nn.Module]) -> list[_Layer]:
         for name, weight in module.named_parameters():
             storage = weight.untyped_storage()._cdata
             if owner.setdefault(storage, number) != number:
-                raise ValueError(f"got two layers that share {name}; stream one of them alone")
+                raise ValueError(f"got two layers that share {name}; stream only one of them")
             if all(storage != w.untyped_storage()._cdata for w in layer.weights):
                 layer.weights.append(weight)
                 layer.keys.append(f"layers/{names.get(id(module), number)}.{name}")

@@ -1,9 +1,9 @@
-"""Records: what lies under one key of a store, and where in it each tensor begins.
+"""Records: the layout of a value in a store.
 
-    value            a tensor, or several in a list
-    record           their numbers one after another, each tensor from a multiple of 64 bytes on
+    value            a tensor, or a list of tensors
+    record           their bytes one after another; each tensor starts at a multiple of 64 bytes
 
-A plan alone: bytes and offsets. A tensor that is no contiguous run of numbers is stored as one.
+A record contains only offsets, shapes and dtypes. A non-contiguous tensor is stored contiguously.
 """
 
 import ctypes
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from memlab.internals.torch_internals import FakeTensor
 
-ALIGNMENT = 64  # bytes: a cache line, and what vectors of numbers are loaded from
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 
 Value = Tensor | Sequence[Tensor]
 
 
-class Piece(NamedTuple):
-    """A tensor of a record."""
+class TensorSpec(NamedTuple):
+    """Shape, dtype and byte offset of a tensor in a record."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,69 +36,71 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """The pieces of a value, and whether that is a list."""
+    """The tensors of a value, and whether it is a list."""
 
-    pieces: tuple[Piece, ...]
+    specs: tuple[TensorSpec, ...]
     is_list: bool
-    device: torch.device  # from which it came
+    device: torch.device  # of the original tensors
 
     @property
     def bytes(self) -> int:
-        """Of the tensors; this is what moves."""
-        return sum(piece.bytes for piece in self.pieces)
+        """Bytes of the tensors, without padding; this is the traffic."""
+        return sum(spec.bytes for spec in self.specs)
 
     @property
     def extent(self) -> int:
-        """Bytes from the first tensor's begin to the last one's end."""
-        return self.pieces[-1].offset + self.pieces[-1].bytes if self.pieces else 0
+        """Bytes from the start of the first tensor to the end of the last one."""
+        return self.specs[-1].offset + self.specs[-1].bytes if self.specs else 0
 
     def value(self, tensors: Sequence[Tensor]) -> Any:
-        """The tensors in the form in which they were given."""
+        """Return the tensors in the form of the original value."""
         return list(tensors) if self.is_list else tensors[0]
 
     def empty(self, device: torch.device | str | None) -> list[Tensor]:
-        """Tensors for it."""
+        """Allocate tensors for the record."""
         where = self.device if device is None else device
-        return [torch.empty(piece.shape, dtype=piece.dtype, device=where) for piece in self.pieces]
+        return [torch.empty(spec.shape, dtype=spec.dtype, device=where) for spec in self.specs]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, without the device: it may be read on another machine."""
-        pieces = [[list(p.shape), str(p.dtype).removeprefix("torch."), p.offset]
-                  for p in self.pieces]  # fmt: skip
-        return {"pieces": pieces, "is_list": self.is_list}
+        """Return plain data without the device, because it may be read on another machine."""
+        specs = [[list(p.shape), str(p.dtype).removeprefix("torch."), p.offset]
+                  for p in self.specs]  # fmt: skip
+        return {"pieces": specs, "is_list": self.is_list}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Record":
-        """The opposite."""
-        pieces = tuple(Piece(tuple(s), getattr(torch, d), o) for s, d, o in data["pieces"])
-        return cls(pieces, data["is_list"], torch.device("cpu"))
+        """Return the record of this plain data."""
+        specs = tuple(TensorSpec(tuple(s), getattr(torch, d), o) for s, d, o in data["pieces"])
+        return cls(specs, data["is_list"], torch.device("cpu"))
 
 
-def listed(value: Value) -> list[Tensor]:
-    """Its tensors, without a graph and each a contiguous run of numbers."""
+def contiguous_tensors(value: Value) -> list[Tensor]:
+    """Return the tensors of a value, detached and contiguous."""
     tensors = [value] if isinstance(value, Tensor) else list(value)
     return [tensor.detach().contiguous() for tensor in tensors]
 
 
-def record_of(value: Value, tensors: Sequence[Tensor]) -> Record:
-    """Where each of a value's tensors lies."""
-    pieces, at = [], 0
+def make_record(value: Value, tensors: Sequence[Tensor]) -> Record:
+    """Return the layout of a value's tensors."""
+    specs, at = [], 0
     for tensor in tensors:
         at = -(-at // ALIGNMENT) * ALIGNMENT
-        pieces.append(Piece(tuple(tensor.shape), tensor.dtype, at))
+        specs.append(TensorSpec(tuple(tensor.shape), tensor.dtype, at))
         at += tensor.nbytes
     device = tensors[0].device if tensors else torch.device("cpu")
-    return Record(tuple(pieces), not isinstance(value, Tensor), device)
+    return Record(tuple(specs), not isinstance(value, Tensor), device)
 
 
 def is_fake(tensors: Sequence[Tensor]) -> bool:
-    """Whether there are no numbers, as in a dry run."""
+    """Return whether tensors have no values, as in a dry run."""
     return any(isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in the host's memory, to be read and written for as long as
-    it lives. (By way of `numpy()`, its storage could never be resized again.)"""
+    """Return the bytes of a contiguous CPU tensor as a writable view, valid while the tensor lives.
+
+    `numpy()` would do the same, but then torch could never resize the storage again.
+    """
     if not tensor.nbytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

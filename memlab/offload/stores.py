@@ -1,30 +1,30 @@
-"""Stores: tensors that are kept elsewhere, under a key, and come back when they are wanted.
+"""Stores: keep tensors outside of device memory under a key, and load them again.
 
-Saves    of the device's memory what was put, but for what is on its way.
-Costs    its bytes over a slower road, twice. In GB/s, by data sheets: a GPU's own memory 1,000 to
-         8,000, the host's by PCIe 16 to 64, a solid-state disk 2 to 14.
+Saves    device memory for the stored values, except those being moved.
+Costs    moving the bytes twice over a slower link. Data sheet bandwidths: GPU memory 1,000 to
+         8,000 GB/s, host memory over PCIe 16 to 64 GB/s, a solid-state disk 2 to 14 GB/s.
 Source   Rhu et al. 2016 (vDNN), arXiv 1602.08124, for prefetching; Ren et al. 2021 (ZeRO-Offload),
          arXiv 2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv 2104.07857.
 
-    store.put("m", tensor)         a copy is on its way; the tensor may die, or be written to
-    store.prefetch("m")            a tensor for it on the device, filled while others compute
-    tensor = store.get("m")        waits for what is not there yet
-    store.cancel("m")              or it is not wanted after all
-    store.traffic                  bytes each way, counted
+    store.put("m", tensor)         starts a copy; the tensor may be freed or modified
+    store.prefetch("m")            allocates a tensor on the device and starts to fill it
+    tensor = store.get("m")        waits for the tensor
+    store.cancel("m")              drops a prefetch
+    store.traffic                  counts the bytes each way
 
-Every store speaks this; what is behind it differs:
+All stores have this interface:
 
-    HostStore    the host's memory, pinned where there is a GPU: there, copies run on streams of
-                 their own, made once, and whoever needs a copy waits for its event alone
-    DiskStore    a folder (memlab.offload.disk), read and written by a thread of its own
+    HostStore    host memory, pinned if there is a GPU. Copies run on their own CUDA streams, and
+                 users of a copy wait only for its event
+    DiskStore    a folder (memlab.offload.disk), read and written by its own thread
 
-Without a GPU the device's memory *is* the host's. A HostStore then saves nothing: its copies count
-with the meter like everything else, and only the traffic means something. A DiskStore does take
-bytes out of the memory that the meter looks at; its buffers, through which they go, are the
-store's own and as many as it was told (`buffer_bytes`).
+Without a GPU, the device's memory is host memory. A HostStore then saves nothing: the memory meter
+counts its copies, and only the traffic is meaningful. A DiskStore does reduce the metered memory.
+It copies through a fixed number of its own buffers (`buffer_bytes`), which the meter does not
+count.
 
-In a dry run there are no numbers to move: bytes are counted, tensors made, and nothing is copied or
-written. What a dry run puts never takes the place of what is really there.
+A dry run counts bytes and allocates tensors, but copies and writes nothing. Its values never
+replace real ones.
 """
 
 import gc
@@ -37,27 +37,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memlab.offload.records import Record, Value, is_fake, listed, record_of
+from memlab.offload.records import Record, Value, contiguous_tensors, is_fake, make_record
 from memlab.units import format_bytes
 
 Wait = Callable[[], None]
 
 
 class StoreError(RuntimeError):
-    """A store that can't give what it was given, or take more."""
+    """A store cannot load or keep a value."""
 
 
 @dataclass
 class Traffic:
-    """Bytes that were moved: `written` to the store, `read` from it, and of those read the ones
-    that had been asked for before they were wanted."""
+    """Bytes written to a store, read from it, and read by a prefetch."""
 
     written: int = 0
     read: int = 0
     prefetched: int = 0
 
     def reset(self) -> None:
-        """Begin to count anew."""
+        """Reset the counters."""
         self.written = self.read = self.prefetched = 0
 
     def __str__(self) -> str:
@@ -67,39 +66,39 @@ class Traffic:
         )
 
 
-def _nobody() -> None:
-    """Who has a store that nobody has claimed."""
+def _no_owner() -> None:
+    """The owner of an unclaimed store."""
 
 
 class Store:
-    """What all stores are. A value is a tensor or a list of tensors, and comes back as such."""
+    """The base of all stores. A value is a tensor or a list of tensors."""
 
-    # Whether its tensors are in memory where the host can compute with them: see `lend`, `keep`.
+    # Whether the values are CPU tensors that the host can compute with: see `lend` and `keep`.
     is_memory = False
-    # The number of the step that survives the end of this process; None: nothing does.
+    # The step of the last commit that outlives this process; None if nothing does.
     step: int | None = None
-    notes: Any = None  # and what was committed with it
+    notes: Any = None  # committed with it
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        self._dry: dict[str, Record] = {}  # what was put in a dry run
+        self._dry: dict[str, Record] = {}  # values of a dry run
         self._coming: dict[str, tuple[Record, list[Tensor], Wait]] = {}
         self._discarded: deque[str] = deque()
-        self._spoiled: set[str] = set()  # written to while they were on their way
-        self._owners: dict[str, Callable[[], object]] = {}  # who uses the store for what
+        self._modified: set[str] = set()  # keys whose source changed during the copy
+        self._owners: dict[str, Callable[[], object]] = {}  # by purpose
 
-    # -------------------------------------------------------------- what stores are for
+    # -------------------------------------------------------------- put and get
 
     def put(self, key: str, value: Value, *, lasting: bool = False, about: Any = None) -> None:
-        """Keep a copy; what was there under that key is forgotten.
+        """Store a copy of a value, in place of any earlier one.
 
-        `lasting` values are those that a commit makes safe, with what is said `about` them, where
-        the store outlives the process (see DiskStore).
+        A commit makes `lasting` values safe, with their `about` data, if the store outlives the
+        process (see DiskStore).
         """
-        self._tidy()
+        self._delete_discarded()
         self._coming.pop(key, None)
-        tensors = listed(value)
-        record = record_of(value, tensors)
+        tensors = contiguous_tensors(value)
+        record = make_record(value, tensors)
         self.traffic.written += record.bytes
         if is_fake(tensors):
             self._dry[key] = record
@@ -110,47 +109,51 @@ class Store:
     def prefetch(
         self, key: str, out: Sequence[Tensor] | None = None, *, device: Any = None
     ) -> None:
-        """Begin to bring it, into tensors that take their bytes from now on: those of `out`, or new
-        ones on `device` (None: where it came from)."""
-        self._tidy()
+        """Start loading a value, into `out` or into new tensors on `device`.
+
+        `device` None means the original device. The tensors use memory from now on.
+        """
+        self._delete_discarded()
         if key not in self._coming:
-            self._coming[key] = self._start(key, out, device)
+            self._coming[key] = self._start_get(key, out, device)
             self.traffic.prefetched += self._coming[key][0].bytes
 
     def get(self, key: str, out: Sequence[Tensor] | None = None, *, device: Any = None) -> Any:
-        """The value, which the store keeps too. One that was prefetched is where it was asked for.
+        """Return the value, and keep it in the store. A prefetch determines tensors and device.
 
-        KeyError where there is none. StoreError where it is damaged.
+        Raises KeyError for an unknown key and StoreError for a damaged value.
         """
-        self._tidy()
+        self._delete_discarded()
         coming = self._coming.pop(key, None)
-        record, tensors, wait = coming or self._start(key, out, device)
+        record, tensors, wait = coming or self._start_get(key, out, device)
         wait()
         return record.value(tensors)
 
     def cancel(self, key: str) -> None:
-        """Let go of what was prefetched: nobody will come for it. The store has it still."""
+        """Drop a prefetch. The store keeps the value."""
         self._coming.pop(key, None)
 
     def coming(self) -> list[str]:
-        """The keys of what was prefetched and not got yet."""
-        self._tidy()
+        """Return the keys that were prefetched and not read yet."""
+        self._delete_discarded()
         return list(self._coming)
 
     def delete(self, key: str) -> None:
-        """Forget it; nothing happens where there is none."""
+        """Delete a value if there is one."""
         self._coming.pop(key, None)
         self._dry.pop(key, None)
         self._delete(key)
 
     def discard(self, key: str) -> None:
-        """Delete it at the next call of this store: whoever is collecting garbage may call this, in
-        any thread."""
+        """Delete a value at the next call of this store.
+
+        This is safe in garbage collection and in any thread.
+        """
         self._discarded.append(key)
 
     def keys(self) -> list[str]:
-        """All keys, in the order in which they were first put."""
-        self._tidy()
+        """Return all keys in the order in which they were first put."""
+        self._delete_discarded()
         return list(dict.fromkeys((*self._keys(), *self._dry)))
 
     def __contains__(self, key: str) -> bool:
@@ -158,47 +161,47 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds; none of a dry run."""
-        self._tidy()
+        """Bytes of the stored values, not counting a dry run."""
+        self._delete_discarded()
         return sum(self._record(key).bytes for key in self._keys())
 
     def flush(self) -> None:
-        """Return when all that was put is where it belongs."""
+        """Wait until all values are stored."""
 
-    # -------------------------------------------------------------- what outlives a process
+    # -------------------------------------------------------------- across processes
 
     def claim(self, name: str, fingerprint: str, owner: object) -> None:
-        """Say whose a store is; StoreError if it is another's, who is still there."""
-        there = self._owners.get(name, _nobody)
-        if there() not in (None, owner):
-            gc.collect()  # an optimizer and its hooks know each other
-        if there() not in (None, owner):
+        """Claim the store for an owner; raise StoreError if another living owner has it."""
+        current = self._owners.get(name, _no_owner)
+        if current() not in (None, owner):
+            gc.collect()  # an optimizer and its hooks form a reference cycle
+        if current() not in (None, owner):
             raise StoreError(
-                f"this store has the {name} of another {type(there()).__name__}; give each a store "
-                f"of its own"
+                f"this store has the {name} of another {type(current()).__name__}; use a separate "
+                f"store for each"
             )
         self._owners[name] = weakref.ref(owner)
 
     def commit(self, step: int, notes: Any = None) -> None:
-        """Make the lasting values safe, all of them at once; nothing where nothing lasts."""
+        """Make all lasting values safe at once, if the store outlives the process."""
 
     def rollback(self) -> None:
-        """Go back to the last commit."""
+        """Return to the last commit."""
 
     def about(self, key: str) -> Any:
-        """What was said about a lasting value."""
+        """Return the `about` data of a lasting value."""
 
-    # -------------------------------------------------------------- in memory
+    # -------------------------------------------------------------- host memory
 
     def lend(self, key: str) -> list[Tensor]:
-        """The tensors themselves, for whoever computes on the host: nothing is moved."""
+        """Return the store's own tensors, for computation on the host, without a copy."""
         raise NotImplementedError
 
     def keep(self, key: str, tensors: list[Tensor]) -> None:
-        """Take tensors of the host as they are: nothing is moved."""
+        """Store host tensors without a copy."""
         raise NotImplementedError
 
-    # -------------------------------------------------------------- each store's own
+    # -------------------------------------------------------------- implemented by each store
 
     def _put(
         self, key: str, record: Record, tensors: list[Tensor], lasting: bool, about: Any
@@ -209,7 +212,7 @@ class Store:
         raise NotImplementedError
 
     def _fill(self, key: str, record: Record, tensors: list[Tensor]) -> Wait:
-        """Begin to fill the tensors; the function that is returned waits for it."""
+        """Start filling the tensors; return a function that waits for it."""
         raise NotImplementedError
 
     def _delete(self, key: str) -> None:
@@ -218,68 +221,68 @@ class Store:
     def _keys(self) -> Sequence[str]:
         raise NotImplementedError
 
-    # -------------------------------------------------------------- shared
+    # -------------------------------------------------------------- shared by all stores
 
-    def _start(
+    def _start_get(
         self, key: str, out: Sequence[Tensor] | None, device: Any
     ) -> tuple[Record, list[Tensor], Wait]:
-        record = self._known(key)
+        record = self._find_record(key)
         tensors = record.empty(device) if out is None else list(out)
         got = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        wanted = [(piece.shape, piece.dtype) for piece in record.pieces]
+        wanted = [(spec.shape, spec.dtype) for spec in record.specs]
         if got != wanted:
             raise ValueError(
-                f"got tensors of {got} to put {key!r} into, wanted {wanted}; give tensors of the "
-                f"shapes and dtypes that were put"
+                f"got tensors of {got} to put {key!r} into, wanted {wanted}; pass tensors of the "
+                f"stored shapes and dtypes"
             )
         self.traffic.read += record.bytes
         if is_fake(tensors):
             return record, tensors, nothing
         if key not in self._keys():
-            raise KeyError(f"{key!r} was put in a dry run, which has no numbers; put it for real")
+            raise KeyError(f"{key!r} was put in a dry run, which has no values; put it again")
         return record, tensors, self._fill(key, record, tensors)
 
-    def _known(self, key: str) -> Record:
-        there = key in self._keys()
-        if key in self._dry and not (there and _is_for_real()):
+    def _find_record(self, key: str) -> Record:
+        is_stored = key in self._keys()
+        if key in self._dry and not (is_stored and _creates_real_tensors()):
             return self._dry[key]
-        if not there:
+        if not is_stored:
             raise KeyError(f"the store has no {key!r}; put it before")
         return self._record(key)
 
-    def _tidy(self) -> None:
+    def _delete_discarded(self) -> None:
         while self._discarded:
             self.delete(self._discarded.popleft())
 
 
 def nothing() -> None:
-    """What a wait is where there is nothing to wait for."""
+    """Return at once: there is nothing to wait for."""
 
 
-def _is_for_real() -> bool:
-    """Whether tensors that are made now have numbers."""
+def _creates_real_tensors() -> bool:
+    """Return whether new tensors have values, unlike in a dry run."""
     return not is_fake([torch.empty(0, device="cpu")])
 
 
-def was_written_to(sources: Sequence[tuple[Tensor, int]]) -> bool:
-    """Whether one of the tensors has another version than then."""
+def was_modified(sources: Sequence[tuple[Tensor, int]]) -> bool:
+    """Return whether one of the tensors has changed since its version was recorded."""
     return any(tensor._version != version for tensor, version in sources)
 
 
-def spoiled_error(key: str) -> StoreError:
-    """What to say of such a key: either content may have arrived."""
+def modified_error(key: str) -> StoreError:
+    """Return the error for a source that changed during its copy; the copy is undefined."""
     return StoreError(
-        f"{key!r} was written to while it was copied from the device; write into a new tensor, "
-        f"such as x * 2 in place of x.mul_(2)"
+        f"{key!r} was written to while it was copied from the device; write to a new tensor, for "
+        f"example with x * 2 instead of x.mul_(2)"
     )
 
 
-# ------------------------------------------------------------------ the host's memory
+# ------------------------------------------------------------------ host memory
 
 
 @dataclass
-class _Kept:
-    """Copies, and the event after which they are complete."""
+class _HostCopy:
+    """Host tensors, and the event after which their copies are complete."""
 
     record: Record
     tensors: list[Tensor]
@@ -287,11 +290,11 @@ class _Kept:
 
 
 class HostStore(Store):
-    """Tensors in the host's memory.
+    """Tensors in host memory.
 
-    From a GPU they go to pinned memory and back on two streams, one each way, beside what the GPU
-    computes. `buffers` tensors may be on their way down at once, each alive until it has arrived;
-    one that is written to before that would arrive with either content, so its `get` raises
+    On a GPU, values move to pinned memory and back on two CUDA streams, one per direction, in
+    parallel with computation. At most `buffers` values are copied to the host at once, and each
+    source lives until its copy is complete. If a source is modified before that, `get` raises
     StoreError.
     """
 
@@ -300,55 +303,56 @@ class HostStore(Store):
     def __init__(self, *, buffers: int = 2) -> None:
         super().__init__()
         if buffers < 1:
-            raise ValueError(f"got {buffers} buffers; give at least 1")
+            raise ValueError(f"got {buffers} buffers; pass at least 1")
         self.buffers = buffers
-        self._kept: dict[str, _Kept] = {}
-        self._leaving: deque[tuple[str, _Kept, list[tuple[Tensor, int]]]] = deque()
-        # Made once: each new one has a pool of memory of its own.
+        self._copies: dict[str, _HostCopy] = {}
+        self._writing: deque[tuple[str, _HostCopy, list[tuple[Tensor, int]]]] = deque()
+        # Made once: each new stream has its own memory pool.
         self._streams: dict[tuple[torch.device, str], Any] = {}
 
     def lend(self, key: str) -> list[Tensor]:
-        """The tensors themselves, for whoever computes on the host: nothing is moved."""
-        kept = self._kept[key]
-        _wait_on_the_host(kept.written)
+        """Return the store's own tensors, for computation on the host, without a copy."""
+        kept = self._copies[key]
+        if kept.written is not None:
+            kept.written.synchronize()
         return kept.tensors
 
     def keep(self, key: str, tensors: list[Tensor]) -> None:
-        """Take tensors of the host as they are: nothing is moved."""
-        self._kept[key] = _Kept(record_of(tensors, tensors), tensors)
+        """Store host tensors without a copy."""
+        self._copies[key] = _HostCopy(make_record(tensors, tensors), tensors)
 
     def flush(self) -> None:
-        """Return when all copies have arrived."""
-        while self._leaving:
-            self._one_arrives()
+        """Wait until all copies are complete."""
+        while self._writing:
+            self._finish_oldest()
 
     def _put(
         self, key: str, record: Record, tensors: list[Tensor], lasting: bool, about: Any
     ) -> None:
-        kept = _Kept(record, [_host_tensor(tensor) for tensor in tensors])
-        self._spoiled.discard(key)
-        self._kept[key] = kept
+        kept = _HostCopy(record, [_host_tensor(tensor) for tensor in tensors])
+        self._modified.discard(key)
+        self._copies[key] = kept
         if record.device.type != "cuda":
             for copy, tensor in zip(kept.tensors, tensors, strict=True):
                 copy.copy_(tensor)
             return
-        while len(self._leaving) >= self.buffers:
-            self._one_arrives()
+        while len(self._writing) >= self.buffers:
+            self._finish_oldest()
         kept.written = self._copy(record.device, "down", kept.tensors, tensors)
-        self._leaving.append((key, kept, [(tensor, tensor._version) for tensor in tensors]))
+        self._writing.append((key, kept, [(tensor, tensor._version) for tensor in tensors]))
 
-    def _one_arrives(self) -> None:
-        key, kept, sources = self._leaving.popleft()
+    def _finish_oldest(self) -> None:
+        key, kept, sources = self._writing.popleft()
         kept.written.synchronize()
-        if self._kept.get(key) is kept and was_written_to(sources):
-            self._spoiled.add(key)
+        if self._copies.get(key) is kept and was_modified(sources):
+            self._modified.add(key)
 
     def _fill(self, key: str, record: Record, tensors: list[Tensor]) -> Wait:
-        kept = self._kept[key]
-        while any(there is kept for _, there, _ in self._leaving):
-            self._one_arrives()
-        if key in self._spoiled:
-            raise spoiled_error(key)
+        kept = self._copies[key]
+        while any(copied is kept for _, copied, _ in self._writing):
+            self._finish_oldest()
+        if key in self._modified:
+            raise modified_error(key)
         device = tensors[0].device if tensors else record.device
         if device.type != "cuda":
             for tensor, copy in zip(tensors, kept.tensors, strict=True):
@@ -358,35 +362,30 @@ class HostStore(Store):
         return lambda: torch.cuda.current_stream(device).wait_event(event)
 
     def _copy(self, device: Any, way: str, to: list[Tensor], of: list[Tensor]) -> Any:
-        """Copies on their own stream, and the event at their end."""
+        """Copy on a separate stream; return the event at the end."""
         if (device, way) not in self._streams:
             self._streams[device, way] = torch.cuda.Stream(device)
         stream = self._streams[device, way]
-        stream.wait_stream(torch.cuda.current_stream(device))  # its memory may still be in use
+        stream.wait_stream(torch.cuda.current_stream(device))  # the target's memory may be in use
         with torch.cuda.stream(stream):
-            for there, here in zip(to, of, strict=True):
-                # Through `.data`: autograd must not take it for a change of what it saved.
-                there.data.copy_(here, non_blocking=True)
-                (here if way == "down" else there).record_stream(stream)
+            for target, source in zip(to, of, strict=True):
+                # Copy through `.data`, or autograd would see an in-place change of saved tensors.
+                target.data.copy_(source, non_blocking=True)
+                (source if way == "down" else target).record_stream(stream)
             event = torch.cuda.Event()
             event.record(stream)
         return event
 
     def _record(self, key: str) -> Record:
-        return self._kept[key].record
+        return self._copies[key].record
 
     def _delete(self, key: str) -> None:
-        self._kept.pop(key, None)
-        self._spoiled.discard(key)
+        self._copies.pop(key, None)
+        self._modified.discard(key)
 
     def _keys(self) -> Sequence[str]:
-        return self._kept  # type: ignore[return-value]
+        return self._copies  # type: ignore[return-value]
 
 
 def _host_tensor(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
-
-
-def _wait_on_the_host(event: Any) -> None:
-    if event is not None:
-        event.synchronize()

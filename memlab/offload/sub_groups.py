@@ -1,12 +1,12 @@
-"""Sub-groups: weights that are stepped at once, and where each number of their state lies.
+"""Sub-groups: weights that one optimizer step updates together, and the layout of their state.
 
-    weights     [w0, w1 | w2 | w3, w4, w5]            a run of one group, of so many numbers at most
-    states      {name: tensor or number} of each      as an optimizer keeps them
-    record      the tensors in a list, each once      this is what moves
-    layout      (weight, name, index in the record)   and this what finds them again
-    small       the numbers, and tensors of one       these stay where they are
+    weights     [w0, w1 | w2 | w3, w4, w5]          adjacent weights of one group, up to a maximum
+    states      {name: tensor or number} of each    as the optimizer keeps them
+    record      the tensors in a list               stored in the store, each once
+    layout      (weight, name, index in record)     finds a state's tensors in the record
+    small       numbers and scalar tensors          kept in memory
 
-A plan alone: no store, no optimizer, and no tensor is moved or copied here.
+This module only plans: it copies no tensor.
 """
 
 from dataclasses import dataclass, field
@@ -17,50 +17,52 @@ from torch import Tensor
 
 from memlab.internals.torch_internals import FakeTensor
 
-WEIGHT = None  # the name of the weight itself among the tensors of a state
+WEIGHT = None  # the key of the weight itself in a state
 State = dict[Any, Any]
 
 
-class Place(NamedTuple):
-    """A weight: its group's number, and its own there and among all weights."""
+class WeightIndex(NamedTuple):
+    """A weight: its group, its position in the group, and its number among all weights."""
 
     group: int
     position: int
     number: int
 
 
-def sub_groups(sizes: list[list[int]], most: int) -> list[list[Place]]:
-    """Runs of weights, none across two groups, of at most so many numbers; a larger weight is a
-    run of its own."""
-    runs: list[list[Place]] = []
+def sub_groups(sizes: list[list[int]], max_elements: int) -> list[list[WeightIndex]]:
+    """Split each group into runs of at most `max_elements` elements.
+
+    A larger weight is a run of its own.
+    """
+    runs: list[list[WeightIndex]] = []
     number = 0
     for group, of_group in enumerate(sizes):
         left = -1
         for position, size in enumerate(of_group):
             if left < size:
                 runs.append([])
-                left = most
-            runs[-1].append(Place(group, position, number))
+                left = max_elements
+            runs[-1].append(WeightIndex(group, position, number))
             left, number = left - size, number + 1
     return runs
 
 
 @dataclass
 class SubGroup:
-    """Weights of one group that are stepped at once, and what is known of their state."""
+    """Weights of one group to step together, and the layout of their state."""
 
     key: str
-    places: list[Place]
+    places: list[WeightIndex]
     weights: list[Tensor]
-    # Which tensor of the record each is: (weight, name, index). Two that were one are one.
+    # (weight, name, index in the record) of each tensor. Shared tensors have one index.
     layout: list[tuple[int, str | None, int]] = field(default_factory=list)
-    # Of each weight, what stays: numbers, and tensors of one number.
+    # The numbers and scalar tensors of each weight's state.
     small: list[State] = field(default_factory=list)
 
-    def pack(self, states: list[State], whose: str) -> list[Tensor]:
-        """The record of these states, one for each weight; they are known from now on.
+    def pack(self, states: list[State], optimizer_name: str) -> list[Tensor]:
+        """Return the record of these states, one state per weight, and remember the layout.
 
-        TypeError, with the name of the optimizer, for what is neither tensor nor number.
+        Raises TypeError, with the optimizer's name, for a value other than a tensor or a number.
         """
         tensors: list[Tensor] = []
         index_of: dict[tuple[int, ...], int] = {}
@@ -68,7 +70,7 @@ class SubGroup:
         for weight, state in enumerate(states):
             for name, kept in state.items():
                 if not isinstance(kept, Tensor) or (kept.dim() == 0 and name is not WEIGHT):
-                    self.small[weight][name] = _require_number(kept, name, whose)
+                    self.small[weight][name] = _require_number(kept, name, optimizer_name)
                     continue
                 same = (kept.untyped_storage()._cdata, kept.storage_offset(), *kept.shape)
                 if same not in index_of:
@@ -78,19 +80,19 @@ class SubGroup:
         return tensors
 
     def unpack(self, record: list[Tensor]) -> list[State]:
-        """The state of each weight, by name."""
+        """Return the state of each weight, by name."""
         states = [dict(small) for small in self.small]
         for weight, name, index in self.layout:
             states[weight][name] = record[index]
         return states
 
     def to_json(self) -> dict[str, Any]:
-        """What is known of the state, as plain data."""
+        """Return layout and small values as plain data."""
         small = [{k: _number_to_json(v) for k, v in s.items()} for s in self.small]
         return {"layout": self.layout, "small": small}
 
-    def know(self, data: dict[str, Any] | None) -> None:
-        """The opposite; without data, there is no state."""
+    def restore(self, data: dict[str, Any] | None) -> None:
+        """Restore layout and small values; without data, the state is empty."""
         data = data or {"layout": [], "small": [{} for _ in self.places]}
         self.layout = [tuple(row) for row in data["layout"]]
         self.small = [
@@ -99,12 +101,12 @@ class SubGroup:
         ]
 
 
-def _require_number(kept: Any, name: str, whose: str) -> Any:
+def _require_number(kept: Any, name: str, optimizer_name: str) -> Any:
     if kept is None or isinstance(kept, (bool, int, float, Tensor)):
         return kept
     raise TypeError(
-        f"got {whose}, whose state has {name!r} of {type(kept).__name__}; tensors and numbers can "
-        f"be stored, so use it without offloading"
+        f"got {optimizer_name}, whose state has {name!r} of {type(kept).__name__}; only tensors "
+        f"and numbers can be stored, so use it without offloading"
     )
 
 

@@ -5,6 +5,7 @@ from memlab.optim.adam_mini import GPT_RULES, AdamMini, ByRules, gpt_partition, 
 from memlab.optim.adamw import AdamW
 from memlab.optim.in_backward import InBackward, step_in_backward
 from memlab.optim.lion import Lion, Lion8bit
+from memlab.optim.momentum import MomentumSGD
 from memlab.optim.rounded import RoundedAdamW
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "InBackward",
     "Lion",
     "Lion8bit",
+    "MomentumSGD",
     "RoundedAdamW",
     "gpt_partition",
     "llama_partition",

@@ -321,12 +321,14 @@ _SETTINGS = ("lr", "betas", "weight_decay", "eps")
 
 
 def require_settings(
-    lr: float | Tensor, betas: Sequence[float], weight_decay: float, eps: float = 0.0
+    lr: float | Tensor, weight_decay: float, betas: Any = (), eps: float = 0.0
 ) -> None:
     """Raise ValueError or TypeError for invalid settings."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
         if not 0 <= _number(name, value) < math.inf:
             raise ValueError(f"got {name}={value}; give at least 0, and a finite number")
+    if betas == ():
+        return  # this optimizer has none
     if not isinstance(betas, Sequence) or isinstance(betas, str):
         raise TypeError(f"got betas={betas!r}; give two numbers, such as (0.9, 0.999)")
     if len(betas) != 2 or not all(0 <= _number("betas", beta) < 1 for beta in betas):

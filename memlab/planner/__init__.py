@@ -1,17 +1,17 @@
-"""The planner: which recipe fits a model into a memory, measured, and at what cost.
+"""The planner: find the recipes with which a model fits into memory, and their cost.
 
-print(plan("llama-2-7b", "24GB"))                     # recipes that fit, the fastest first
-training_bytes(PRESETS["llama-2-7b"], Recipe()).terms # what a step holds, by formula, named
+print(plan("llama-2-7b", "24GB"))                      # recipes that fit, the fastest first
+training_bytes(PRESETS["llama-2-7b"], Recipe()).terms  # memory of a step by formula, term by term
 
-recipes      what can be turned on, as plain data
-cards        what fits into a GPU, and how fast it is
-formulas     bytes, each term with its name
-costs        seconds, estimated, each term with its name
-outside      what can be put around a training that somebody else wrote
-roofline     its seconds, estimated, operator by operator
-repetition   the trace of a deep model out of those of shallow ones
-measuring    what a prediction says that a recipe takes
-options      a recipe that was tried, and the plan, which says what fits
+recipes      the techniques of one training, as plain data
+cards        memory and speed of GPUs
+formulas     bytes by formula, term by term
+costs        estimated seconds, term by term
+outside      techniques applied to a user's own training
+roofline     its estimated seconds, operator by operator
+repetition   the trace of a deep model, extrapolated from two shallow ones
+measuring    the bytes of a recipe, by a dry run or a prediction
+options      tried recipes, and the plan
 processes    several measurements at once
 search       the fastest recipe that is measured to fit
 """

@@ -1,13 +1,13 @@
-"""A model's chain: what each of its blocks takes, measured, and the plan held against the meter.
+"""The costs of each block of a model, measured, for the optimal checkpointing schedule.
 
-    chain = chain_costs(model, tokens, targets)            # four steps; on fake tensors, for free
+    chain = chain_costs(model, tokens, targets)            # four steps; free on fake tensors
     schedule = optimal_schedule(chain, budget_bytes)
     predicted_peak_bytes(schedule, chain) == metered_peak_bytes(model, tokens, targets, schedule)
 
-A step goes along the chain and back: embedding, block 0 … block L-1, norm and loss; then the same
-from the right. A mark at each border cuts the meter's trace into sections. One step keeps
-everything, and shows what each block saves. In another each block is a segment of its own, and
-shows what it takes to run and keep nothing, and to run again. Every other schedule follows.
+A step runs embedding, block 0 … block L-1, norm and loss, and then backward in reverse. A mark at
+each border cuts the meter's trace into sections. One step keeps all activations, which shows the
+bytes that each block saves. Another step checkpoints each block on its own, which shows the cost of
+running a block without saving and of recomputing it. The costs of every other schedule follow.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,49 +27,48 @@ from memlab.checkpointing.schedules import Schedule, plain_schedule, uniform_sch
 from memlab.metering import measure
 from memlab.trace import Event, Trace
 
-MARK = (1,)  # the shape of a tensor of bytes, born and dead at once, that cuts a trace
+MARK = (1,)  # the shape of a uint8 tensor that is freed at once and cuts the trace
 
 
 @dataclass
-class Section:
-    """What happens between two borders of a step."""
+class TraceSection:
+    """Memory between two borders of a step."""
 
-    before: int  # bytes alive at its begin
+    before: int  # live bytes at the start
     peak: int
     after: int
     operations: int = 0
 
 
 def chain_costs(model: nn.Module, tokens: Tensor, targets: Tensor) -> Chain:
-    """The costs of `model.blocks`, of what stands before and behind them, and of all that is there.
+    """Measure the costs of `model.blocks` and of the parts before and after them.
 
-    `model(tokens, targets)` is the loss. Operations are those of matrix products and attention,
-    two for each product that is added. There is no optimizer here: add its state to `held_bytes`.
-    Nor are the states of random numbers, which no meter sees: if the blocks draw numbers, give
-    5,056 `call_bytes` (a segment within a segment keeps its own from the first run on, which is
-    not counted).
+    `model(tokens, targets)` returns the loss. Operations are those of matmuls and attention, two
+    per multiply-add. There is no optimizer here, so add its state to `held_bytes`. The meter does
+    not see random number states, so if the blocks draw random numbers, add 5,056 `call_bytes`.
+    (A nested segment keeps its own state from its first run on, which is not counted.)
 
-    A block is taken to keep its input. One that does not (in bfloat16, RMSNorm keeps a float32
-    copy instead) lets the prediction be too high, by that input for each plain block.
+    A block is assumed to keep its input. For a block that does not, the prediction is too high by
+    that input for each plain block. (In bfloat16, RMSNorm keeps a float32 copy instead.)
     """
     blocks = len(model.blocks)
     keeping = _sections(model, tokens, targets, plain_schedule(blocks))
     dropping = _sections(model, tokens, targets, uniform_schedule(blocks, every=1))
-    rows = list(zip(*_there_and_back(keeping), *_there_and_back(dropping), strict=True))
-    last = _end(*rows[-1][2:])
-    gradient_bytes = last.gradient_bytes  # those there when backward comes to a stage
+    rows = list(zip(*_split_passes(keeping), *_split_passes(dropping), strict=True))
+    last = _end_costs(*rows[-1][2:])
+    gradient_bytes = last.gradient_bytes  # gradients that exist when backward reaches a block
     stages: list[Costs] = []
-    for sections, (next_there, *_) in reversed(list(pairwise(rows[1:]))):
-        stages.insert(0, _stage(*sections, under=next_there.before + gradient_bytes))
+    for sections, (next_forward, *_) in reversed(list(pairwise(rows[1:]))):
+        stages.insert(0, _block_costs(*sections, under=next_forward.before + gradient_bytes))
         gradient_bytes += stages[0].gradient_bytes
-    first = _end(*rows[0][2:])
+    first = _end_costs(*rows[0][2:])
     return Chain(tuple(stages), first, last, held_bytes=keeping[0].before)
 
 
 def metered_peak_bytes(
     model: nn.Module, tokens: Tensor, targets: Tensor, schedule: Schedule
 ) -> int:
-    """The peak of a forward and a backward pass by the schedule, as the meter sees it."""
+    """Measure the peak of a forward and backward pass with the schedule."""
     _require_no_gradients(model)
     with checkpoint_blocks(model, schedule):
         trace = measure(lambda: model(tokens, targets).backward(), model=model)
@@ -77,40 +76,48 @@ def metered_peak_bytes(
     return trace.peak_bytes
 
 
-def _stage(there: Section, back: Section, drop: Section, rerun: Section, *, under: int) -> Costs:
-    """A block: kept, there and back; and dropped on its way there, run again on its way back.
+def _block_costs(
+    forward: TraceSection,
+    backward: TraceSection,
+    drop: TraceSection,
+    rerun: TraceSection,
+    *,
+    under: int,
+) -> Costs:
+    """Combine a block's sections: forward and backward with saving, forward without, and rerun.
 
-    When backward comes to it, the gradient of its output has taken the output's place. `under` it
-    is all that is kept up to here, and the gradients that are there.
+    When backward reaches the block, the gradient of its output has replaced the output. `under`
+    is the live bytes below it: the saved tensors of earlier blocks and the existing gradients.
     """
-    saved_bytes, output_bytes = there.after - there.before, drop.after - drop.before
+    saved_bytes, output_bytes = forward.after - forward.before, drop.after - drop.before
     return Costs(
-        forward=there.operations,
-        backward=back.operations,
+        forward=forward.operations,
+        backward=backward.operations,
         output_bytes=output_bytes,
         saved_bytes=saved_bytes,
-        forward_temporaries=there.peak - there.after,
+        forward_temporaries=forward.peak - forward.after,
         dropping_temporaries=drop.peak - drop.after,
-        backward_temporaries=max(0, back.peak - under),
+        backward_temporaries=max(0, backward.peak - under),
         rerun_temporaries=rerun.peak - rerun.before + output_bytes - saved_bytes,
         gradient_bytes=max(0, rerun.after - rerun.before + output_bytes),
-        tail=there.operations + back.operations - rerun.operations,
+        tail=forward.operations + backward.operations - rerun.operations,
     )
 
 
-def _end(there: Section, back: Section) -> Costs:
-    """What stands at an end of the chain, always kept; its output counts for what it saves."""
-    saved_bytes = there.after - there.before
-    forward_temporaries, backward_temporaries = there.peak - there.after, back.peak - back.before
+def _end_costs(forward: TraceSection, backward: TraceSection) -> Costs:
+    """Return the costs of the first or last part, which is always kept, its output included."""
+    saved_bytes = forward.after - forward.before
+    forward_temporaries = forward.peak - forward.after
+    backward_temporaries = backward.peak - backward.before
     return Costs(
-        forward=there.operations,
-        backward=back.operations,
+        forward=forward.operations,
+        backward=backward.operations,
         output_bytes=0,
         saved_bytes=saved_bytes,
         forward_temporaries=forward_temporaries,
         backward_temporaries=backward_temporaries,
         rerun_temporaries=max(forward_temporaries, backward_temporaries),
-        gradient_bytes=max(0, back.after - back.before + saved_bytes),
+        gradient_bytes=max(0, backward.after - backward.before + saved_bytes),
     )
 
 
@@ -119,16 +126,17 @@ def _end(there: Section, back: Section) -> Costs:
 
 def _sections(
     model: nn.Module, tokens: Tensor, targets: Tensor, schedule: Schedule
-) -> list[Section]:
-    """First and each block, with a section between them, and last; then back, from the last."""
+) -> list[TraceSection]:
+    """Return a step's sections: the first part, each block and the gaps between them, the last
+    part; then the same backward."""
     _require_no_gradients(model)
 
     def step(mark: Callable[[], Any]) -> None:
-        with _borders(model, mark) as borders:
+        with _marked_borders(model, mark) as borders:
             loss = model(tokens, targets)
         mark()
         loss.backward()
-        for _ in range(borders.without_gradient + 1):  # what backward did not come to, and the end
+        for _ in range(borders.without_gradient + 1):  # borders without a gradient, and the end
             mark()
 
     with checkpoint_blocks(model, schedule):
@@ -145,18 +153,18 @@ def _sections(
 
 
 @contextmanager
-def _borders(model: nn.Module, mark: Callable[[], Any]) -> "Iterator[_Bordered]":
-    """Within: the model's loop calls `mark` at each border of its blocks, there and back."""
+def _marked_borders(model: nn.Module, mark: Callable[[], Any]) -> "Iterator[_MarkedBlocks]":
+    """Call `mark` at each border of the model's blocks, forward and backward."""
     scheduled = model.__dict__["blocks"]
-    model.__dict__["blocks"] = bordered = _Bordered(scheduled, mark)
+    model.__dict__["blocks"] = marked = _MarkedBlocks(scheduled, mark)
     try:
-        yield bordered
+        yield marked
     finally:
         model.__dict__["blocks"] = scheduled
 
 
-class _Bordered:
-    """The parts of a schedule; each passes a border, and its gradient passes it on its way back."""
+class _MarkedBlocks:
+    """The parts of a schedule, with marks around each part's forward and backward pass."""
 
     def __init__(self, parts: Any, mark: Callable[[], Any]) -> None:
         self.parts, self.mark = parts, mark
@@ -169,30 +177,30 @@ class _Bordered:
     def _run(self, part: Callable[..., Tensor], x: Tensor, *args: Any, is_first: bool) -> Tensor:
         self.mark()
         if is_first:
-            self._mark_on_the_way_back(x)
+            self._mark_in_backward(x)
         y = part(x, *args)
-        self._mark_on_the_way_back(y)
-        self.mark()  # while the input is here, whether the block keeps it or not
+        self._mark_in_backward(y)
+        self.mark()  # while the input is alive, whether or not the block keeps it
         return y
 
-    def _mark_on_the_way_back(self, x: Tensor) -> None:
+    def _mark_in_backward(self, x: Tensor) -> None:
         if x.requires_grad:
-            x.register_hook(self._pass)
+            x.register_hook(self._mark_gradient)
         else:
             self.without_gradient += 1
 
-    def _pass(self, gradient: Tensor) -> None:
+    def _mark_gradient(self, gradient: Tensor) -> None:
         self.mark()
 
 
-def _cut(trace: Trace) -> list[Section]:
-    """The sections of a trace that marks cut."""
+def _cut(trace: Trace) -> list[TraceSection]:
+    """Cut a trace into sections at its marks."""
     alive = sum(event.bytes for event in trace.events if event.phase == "before")
-    sections = [Section(alive, alive, alive)]
+    sections = [TraceSection(alive, alive, alive)]
     for event in trace.events:
         if _is_mark(event):
             if event.bytes > 0:
-                sections.append(Section(alive, alive, alive))
+                sections.append(TraceSection(alive, alive, alive))
         elif event.phase != "before":
             alive += event.bytes
             sections[-1].peak = max(sections[-1].peak, alive)
@@ -204,16 +212,18 @@ def _is_mark(event: Event) -> bool:
     return event.shape == MARK and event.dtype == "uint8"
 
 
-def _there_and_back(sections: list[Section]) -> tuple[list[Section], list[Section]]:
-    """Both from left to right, without what lies between two blocks on the way there."""
-    stages = (len(sections) + 2) // 3  # n blocks have 2n + 2 sections on the way there, n + 2 back
-    there = sections[: 2 * stages - 2]
-    return [there[0], *there[1:-1:2], there[-1]], sections[2 * stages - 2 :][::-1]
+def _split_passes(
+    sections: list[TraceSection],
+) -> tuple[list[TraceSection], list[TraceSection]]:
+    """Return the forward and backward sections in model order, without the gaps between blocks."""
+    stages = (len(sections) + 2) // 3  # n blocks: 2n + 2 forward sections, n + 2 backward
+    forward = sections[: 2 * stages - 2]
+    return [forward[0], *forward[1:-1:2], forward[-1]], sections[2 * stages - 2 :][::-1]
 
 
 def _require_no_gradients(model: nn.Module) -> None:
     if any(parameter.grad is not None for parameter in model.parameters()):
         raise ValueError(
-            "the model has gradients, and a step that adds to them takes other bytes than one that "
-            "makes them; call model.zero_grad() first"
+            "the model has gradients, which change the bytes of a step; call model.zero_grad() "
+            "first"
         )

@@ -1,16 +1,16 @@
-"""The cards people have: how much fits into one, and how fast it computes and copies.
+"""Memory and speed of common GPUs.
 
-    card_named("RTX 4090").total_bytes      23.52 GiB, of the "24 GB" that it is sold with
-    memory_named("24GB").budget_bytes       24·10⁹ bytes, less what CUDA itself takes
+    card_named("RTX 4090").total_bytes      23.52 GiB of the advertised "24 GB"
+    memory_named("24GB").budget_bytes       24·10⁹ bytes minus the CUDA context
 
-A card sold as "24 GB" has 24 GiB. The driver keeps a part of them, error correction a further one
-(T4, L4, A10G, L40S), and `torch.cuda` reports what is left: `total_memory`, which an out-of-memory
-message calls the total capacity. It differs by driver, too. The table has the least that was found
-on Linux, so that a plan which fits into it fits with each of them; on Windows a card reports nearly
-all that it has, and the desktop takes its share of that.
+A card sold as "24 GB" has 24 GiB. The driver keeps a part, and error correction another one (T4,
+L4, A10G, L40S). `torch.cuda` reports the rest as `total_memory`, which out-of-memory messages call
+the total capacity. It also depends on the driver. The table has the smallest value found on Linux,
+so that a plan fits with every driver. On Windows a card reports nearly all of its memory, and the
+desktop uses some of that.
 
-Speeds are those of datasheets: peaks that no training step reaches. They say which of two recipes
-costs more, and bound how long one takes.
+Speeds are the datasheets' peaks, which no training step reaches. They rank recipes and give a lower
+bound of a step's time.
 """
 
 import re
@@ -22,41 +22,41 @@ from memlab.units import BINARY_UNITS, format_bytes, parse_bytes
 GIB = BINARY_UNITS["GiB"]
 MIB = BINARY_UNITS["MiB"]
 
-# Of a process of torch on a card: the least and the most that users report for 2023 to 2026
+# CUDA context of a torch process: the smallest and largest values that users reported 2023 to 2026
 # (pytorch #107667, #109888, invoke-ai #9413, unsloth-zoo #1053, LMCache #4019).
 CONTEXT_BYTES = 256 * MIB, 616 * MIB
 
-# One direction of 16 lanes, as the standard has it: 8, 16 or 32 Gbit/s a lane, less its encoding.
+# One direction of 16 lanes, by the standard: 8, 16 or 32 Gbit/s per lane, minus the encoding.
 PCIE_3, PCIE_4, PCIE_5 = 15.75e9, 31.5e9, 63e9
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a plan has to know of a kind of GPU."""
+    """The properties of a GPU that a plan uses."""
 
-    name: str  # as it is typed at the command line
+    name: str  # as typed at the command line
     total_bytes: int  # as torch.cuda reports it
-    flops: float  # a second: dense products of bfloat16 in tensor cores, summed in float32
-    float32_flops: float  # a second: outside of tensor cores, as torch multiplies unless asked
-    memory_bandwidth: float  # bytes a second
-    host_bandwidth: float  # bytes a second from or to the host, one direction
-    link_bandwidth: float  # bytes a second from or to another such card, one direction
-    target: str = "cuda"  # the class of cards, one of memlab.configs.targets.TARGETS
+    flops: float  # per second: dense bfloat16 matmuls in tensor cores, float32 accumulation
+    float32_flops: float  # per second: outside tensor cores, torch's default
+    memory_bandwidth: float  # bytes per second
+    host_bandwidth: float  # bytes per second from or to the host, one direction
+    link_bandwidth: float  # bytes per second from or to another such card, one direction
+    target: str = "cuda"  # one of memlab.configs.targets.TARGETS
 
 
 def _gib(number: float) -> int:
-    """Bytes, as near as two decimals of an out-of-memory message tell."""
+    """Convert GiB, given with the two decimals of an out-of-memory message, to bytes."""
     return round(number * GIB)
 
 
-# What torch.cuda reports is from messages of users:
+# The total bytes are from users' error messages:
 #   rtx3080 zai-org/CogVideo #34 · rtx3090 vllm #16343 · rtx4090 Soul-AILab/SoulX-FlashTalk #5
 #   (23.64 with older drivers: ali-vilab/VGen #104) · rtx5090 TrajectoryCrafter #20
 #   t4 Zheng-Chong/CatVTON #133 (14.75 with older drivers: hpcaitech/Open-Sora #697)
 #   v100-16 kchengiva/Shift-GCN #34 · v100-32 haotian-liu/LLaVA #812 · l4 ArcInstitute/evo2 #190
 #   l40s stepfun-ai/Step-Video-T2V #8 · a100-40 TianheWu/CoSeR #10 · a100-80 OOTDiffusion #235
 #   h100 vllm #27508 · h200 stas00/ml-engineering · b200 pytorch/ao #4002
-# or printed by get_device_properties, which counts in MiB: rtx3060, rtx4080, a10g, a6000 (47.54 in
+# or from get_device_properties, in MiB: rtx3060, rtx4080, a10g, a6000 (47.54 in
 # google-research/semivl #18), mi300x (ROCm/ROCm #4203).
 #
 # Speeds are from NVIDIA's datasheets and architecture papers, AMD's for the MI300X, in the variant
@@ -92,8 +92,8 @@ _TABLE = (
 # fmt: on
 CARDS = {card.name: card for card in _TABLE}
 
-# Of a full name, as nvidia-smi and torch print it: words that tell no two of these cards apart.
-_IDLE_WORDS = frozenset(
+# Words in the names that nvidia-smi and torch print which do not distinguish these cards.
+_FILLER_WORDS = frozenset(
     {
         *("nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "gpu", "gb"),
         *("sxm", "sxm2", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e"),
@@ -103,7 +103,7 @@ _IDLE_WORDS = frozenset(
 
 @dataclass(frozen=True)
 class Memory:
-    """What a plan has to fit into: that of a card, or so many bytes of whatever card."""
+    """The memory that a plan has to fit into: a card's, or a number of bytes."""
 
     name: str  # as it was typed, or the card's
     total_bytes: int
@@ -111,51 +111,51 @@ class Memory:
 
     @property
     def budget_bytes(self) -> int:
-        """What is left for torch's allocator: the total, less the most that CUDA itself takes in a
-        process. Other processes and a desktop on the card come on top."""
+        """The bytes available to torch's allocator: the total minus the largest CUDA context. Other
+        processes and the desktop need memory in addition."""
         return self.total_bytes - CONTEXT_BYTES[1]
 
     @property
     def card_for_costs(self) -> Card:
-        """Whose speeds to reckon with: the card's own; for mere bytes those of the card that is
-        nearest in memory, of two at one distance the first in the table."""
+        """The card whose speeds to use. For a number of bytes, this is the card with the nearest
+        memory size, the first in the table if two are equally near."""
         if self.card is not None:
             return self.card
         return min(_TABLE, key=lambda card: abs(card.total_bytes - self.total_bytes))
 
 
 def card_named(name: str) -> Card:
-    """The card of this name, however it is written: "rtx4090", "NVIDIA GeForce RTX 4090", "4090".
+    """Find a card by any spelling: "rtx4090", "NVIDIA GeForce RTX 4090", "4090".
 
-    ValueError for one that is not known, with the nearest that are.
+    Raises ValueError for an unknown card, with the nearest known ones.
     """
-    wanted = _plain(name)
-    if wanted in _BY_PLAIN_NAME:
-        return _BY_PLAIN_NAME[wanted]
+    wanted = _normalized(name)
+    if wanted in _BY_NORMALIZED_NAME:
+        return _BY_NORMALIZED_NAME[wanted]
     raise ValueError(
-        f"got card {name!r}, of which nothing is known{_nearest(wanted)}; give its memory, such as "
-        f"24GiB, or one of {', '.join(CARDS)}"
+        f"got unknown card {name!r}{_nearest(wanted)}; give its memory, such as 24GiB, or one of "
+        f"{', '.join(CARDS)}"
     )
 
 
 def memory_named(text: str, target: str | None = None) -> Memory:
-    """The memory that a person means by "24GB", "24GiB", a number of bytes, or a card's name.
+    """Parse "24GB" (24·10⁹ bytes), "24GiB" (24·2³⁰ bytes), a number of bytes, or a card's name.
 
-    24GB is 24·10⁹ bytes, 24GiB is 24·2³⁰. ValueError for anything else, and for what leaves nothing
-    beside what CUDA itself takes or, where the target is "cpu", for less than 1 MiB.
+    Raises ValueError for anything else, and for memory that is no larger than the CUDA context or,
+    with target "cpu", smaller than 1 MiB.
     """
-    if card := _BY_PLAIN_NAME.get(_plain(text)):
+    if card := _BY_NORMALIZED_NAME.get(_normalized(text)):
         return Memory(card.name, card.total_bytes, card)
     if not re.match(r"\s*[-+]?\.?[0-9]", text):
         raise ValueError(
             f"got {text!r} as a memory, which is neither a number with a unit, such as 24GB or "
-            f"24GiB, nor a card that is known{_nearest(_plain(text))}: {', '.join(CARDS)}"
+            f"24GiB, nor a known card{_nearest(_normalized(text))}: {', '.join(CARDS)}"
         )
     total = parse_bytes(text)
     if target == "cpu" and total < MIB:
         why = "no training fits"
     elif target != "cpu" and total <= CONTEXT_BYTES[1]:
-        why = f"CUDA itself takes up to {format_bytes(CONTEXT_BYTES[1])}"
+        why = f"the CUDA context needs up to {format_bytes(CONTEXT_BYTES[1])}"
     else:
         return Memory(text.strip(), total)
     raise ValueError(
@@ -164,15 +164,15 @@ def memory_named(text: str, target: str | None = None) -> Memory:
     )
 
 
-def _plain(name: str) -> str:
-    """What tells a card: its name in small letters, without separators, idle words and "GB"."""
-    words = [word for word in re.split(r"[\s_-]+", name.lower()) if word not in _IDLE_WORDS]
+def _normalized(name: str) -> str:
+    """Return the name in lower case, without separators, filler words and "GB"."""
+    words = [word for word in re.split(r"[\s_-]+", name.lower()) if word not in _FILLER_WORDS]
     return "".join(re.sub(r"^([0-9]+)gi?b$", r"\1", word) for word in words)
 
 
-# "4090" and "RTX A6000", as people say it, and "H100 80GB HBM3", as torch does.
-_BY_PLAIN_NAME = {
-    **{_plain(card.name): card for card in _TABLE},
+# Also "4090" and "RTX A6000", as people write them, and "H100 80GB HBM3", as torch prints it.
+_BY_NORMALIZED_NAME = {
+    **{_normalized(card.name): card for card in _TABLE},
     **{card.name.removeprefix("rtx"): card for card in _TABLE if card.name.startswith("rtx")},
     "rtxa6000": CARDS["a6000"],
     "h10080": CARDS["h100"],
@@ -180,8 +180,8 @@ _BY_PLAIN_NAME = {
 
 
 def _nearest(wanted: str) -> str:
-    """A question for whoever typed half of a name, or a letter wrong; else nothing."""
-    near = [name for name in _BY_PLAIN_NAME if wanted and name.startswith(wanted)]
-    near = near or get_close_matches(wanted, _BY_PLAIN_NAME, n=1)
-    names = dict.fromkeys(_BY_PLAIN_NAME[name].name for name in near)
+    """Suggest the cards that a partial or misspelled name may mean; "" if there are none."""
+    near = [name for name in _BY_NORMALIZED_NAME if wanted and name.startswith(wanted)]
+    near = near or get_close_matches(wanted, _BY_NORMALIZED_NAME, n=1)
+    names = dict.fromkeys(_BY_NORMALIZED_NAME[name].name for name in near)
     return f" (did you mean {' or '.join(names)}?)" if names else ""

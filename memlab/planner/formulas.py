@@ -1,30 +1,30 @@
-"""The bytes of a training by formula: every term named, at each moment that can be the peak.
+"""The bytes of a training by formula: each term named, at each moment that can be the peak.
 
     weights     N·w                              w = 4 bytes in float32, 2 in bfloat16
     state       N·s                              s = 8 for AdamW in float32, 1.016 for 8-bit Lion
-    gradients   N_trained·w                      or those of two weights, stepped in backward
-    kept        n·L·(what a block keeps a token) + n·(what the ends keep)         n = B·T tokens
+    gradients   N_trained·w                      or of two weights, with the step in backward
+    saved       n·L·(per token, by a block) + n·(per token, by the ends)          n = B·T tokens
 
-A block of Llama's shape on CUDA (fused norms and attention) keeps for each token
+A block of Llama's architecture on CUDA (fused norms and attention) saves for each token
 
     a·(2·C + 2·H·D + 2·KV·D + 4·hidden) + r·2·C + 4·(H + 2)        bytes
 
-where a number of the activations has a bytes and one of the residual stream r: 4 and 4 in float32,
-2 and 2 in bfloat16, 2 and 4 under autocast, which keeps 3·C numbers more: it casts a norm's output
-for each product that takes it. A checkpointed block keeps its input, r·C; a selective one its
-products and attention, too. The logits weigh V·a a token three times when backward begins: the
-log-probabilities, their gradient and, made from it, the logits' own.
+where an activation element has a bytes and a residual stream element r: 4 and 4 in float32, 2 and
+2 in bfloat16, 2 and 4 under autocast. Autocast saves 3·C more elements, because it casts a norm's
+output for each matmul that reads it. A checkpointed block saves its input, r·C; a selectively
+checkpointed one its matmuls and attention, too. At the start of backward the logits take V·a bytes
+per token three times: the log-probabilities, their gradient, and the logits' gradient.
 
 A step has its peak at one of four moments, and the formula gives all of them:
 
-    loss        the last logits are made            weights, state, kept, the loss's temporaries
-    backward    it has just begun                   … and the first block's temporaries
-    gradients   backward comes to block 0           weights, state, all gradients, one block's kept
-    optimizer   the step                            weights, state, all gradients, its temporaries
+    loss        the last logits are computed        weights, state, saved, the loss's temporaries
+    backward    it has just begun                   … and the last block's temporaries
+    gradients   backward reaches block 0            weights, state, all gradients, one block's saved
+    optimizer   the optimizer step                  weights, state, all gradients, its temporaries
 
-A formula leaves out what kernels and allocators do: `memlab.planner.plan` searches by it and
-measures what it finds. How far it is from a prediction is tested: within 3 % for matrices of a 7B
-model on one GPU, within 10 % for small ones whose temporaries weigh as much as their weights.
+The formula ignores kernels' and allocators' details. `memlab.planner.plan` searches with it and
+measures the recipes that it finds. Tests compare it with predictions: it is within 3 % for a 7B
+model on one GPU, and within 10 % for small models, whose temporaries are as large as their weights.
 
 Source   Korthikanti et al. 2022, arXiv 2205.05198, section 4; Rajbhandari et al. 2020, arXiv
          1910.02054, section 3.
@@ -46,23 +46,23 @@ from memlab.units import format_bytes
 MOMENTS = ("loss", "backward", "gradients", "optimizer")
 INT64, FLOAT32 = 8, 4
 PLAIN = TECHNIQUES["plain"]
-USUAL_STEP_COPIES = 5  # float32 copies of a chunk of a weight, made by a step of ours
+USUAL_STEP_COPIES = 5  # float32 copies of a chunk of a weight in a step of memlab's optimizers
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by formula: at each of MOMENTS, {what: bytes}."""
+    """Bytes by formula at each of MOMENTS: {term: bytes}."""
 
     moments: dict[str, dict[str, int]]
 
     @property
     def moment(self) -> str:
-        """When the peak is."""
+        """The moment of the peak."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @property
     def terms(self) -> dict[str, int]:
-        """What the peak is made of."""
+        """The bytes at the peak by term."""
         return self.moments[self.moment]
 
     @property
@@ -84,17 +84,17 @@ def training_bytes(
     gpus: int = 1,
     target: str = "cuda",
 ) -> Estimate:
-    """What each of the GPUs holds in a step of `batch` sequences a data-parallel rank, by formula.
+    """Estimate each GPU's bytes in a step of `batch` sequences per data-parallel rank.
 
-    `seq_len` is the longest that the model takes unless given. ValueError for what is no number of
-    sequences, tokens or GPUs, and for parallel sizes that don't divide the GPUs or the model.
+    The default `seq_len` is the model's maximum. Raises ValueError for sizes below 1, and for
+    parallel sizes that don't divide the GPUs or the model.
     """
-    step = Step.of(config, recipe, batch, seq_len, gpus=gpus, target=target)
+    step = StepFormula.of(config, recipe, batch, seq_len, gpus=gpus, target=target)
     return Estimate({moment: getattr(step, moment)() for moment in MOMENTS})
 
 
 def data_ranks(config: GPTConfig, recipe: Recipe, gpus: int) -> int:
-    """How many ranks share the batches: the GPUs, over what parallel parts of a model take."""
+    """Return the number of data-parallel ranks: GPUs / (tensor parallel · pipeline parallel)."""
     tensor, pipeline = recipe.tensor_parallel, recipe.pipeline_parallel
     if not isinstance(gpus, int) or gpus < 1:
         raise ValueError(f"got {gpus} GPUs; give at least 1")
@@ -106,41 +106,42 @@ def data_ranks(config: GPTConfig, recipe: Recipe, gpus: int) -> int:
     if config.heads % tensor or config.layers < pipeline:
         raise ValueError(
             f"{config.heads} heads and {config.layers} layers don't split into {tensor} tensor and "
-            f"{pipeline} pipeline parts; the heads must be a multiple, the layers as many"
+            f"{pipeline} pipeline parts; use a divisor of the heads, and at most as many pipeline "
+            f"parts as layers"
         )
     return gpus // (tensor * pipeline)
 
 
 @dataclass(frozen=True)
-class Weights:
-    """How many weights there are."""
+class WeightCounts:
+    """The number of weights by place in the model."""
 
     block: int
     ends: int  # embedding, last norm and unembedding
     largest: int
     trained_block: int
     trained_ends: int
-    after_block_0: int  # whose gradients are not there when backward comes to block 0's MLP
-    products: int  # of the blocks and the unembedding: what autocast casts
+    after_block_0: int  # weights without a gradient when backward reaches block 0's MLP
+    matmuls: int  # weights of the blocks' matmuls and the unembedding, which autocast casts
 
     @classmethod
-    def of(cls, config: GPTConfig, recipe: Recipe) -> "Weights":
+    def of(cls, config: GPTConfig, recipe: Recipe) -> "WeightCounts":
         V, C, F = config.vocab_size, config.width, config.hidden
         QD, KD = config.heads * config.head_width, config.kv_heads * config.head_width
         ends = V * C * (1 if config.tied else 2) + C
         block = (config.parameters - ends) // config.layers
         largest = max(V * C, C * F, C * QD)
-        products = config.layers * (block - 2 * C) + V * C
+        matmuls = config.layers * (block - 2 * C) + V * C
         if not recipe.lora:
             embedding = 0 if config.tied else V * C
-            return cls(block, ends, largest, block, ends, block - C * F + embedding, products)
+            return cls(block, ends, largest, block, ends, block - C * F + embedding, matmuls)
         shapes = [(C, QD), (C, KD), (C, KD), (QD, C), (C, F), (C, F), (F, C)]
         added = sum(added_weights(*shape, rank=LORA_RANK) for shape in shapes)
-        return cls(block + added, ends, LORA_RANK * max(C, F), added, 0, added, products)
+        return cls(block + added, ends, LORA_RANK * max(C, F), added, 0, added, matmuls)
 
 
-class Step:
-    """What one rank's step takes, by formula."""
+class StepFormula:
+    """The bytes of one rank's step, by formula."""
 
     @classmethod
     def of(
@@ -152,12 +153,12 @@ class Step:
         *,
         gpus: int = 1,
         target: str = "cuda",
-    ) -> "Step":
-        """See `training_bytes`."""
+    ) -> "StepFormula":
+        """Check the sizes and find the number of ranks; see `training_bytes`."""
         seq_len = config.seq_len if seq_len is None else seq_len
         for name, got in {"batch": batch, "seq_len": seq_len}.items():
             if not isinstance(got, int) or got < 1:
-                raise ValueError(f"got {name}={got!r}; give a number from 1")
+                raise ValueError(f"got {name}={got!r}; give an integer from 1")
         return cls(config, recipe, batch, seq_len, data_ranks(config, recipe, gpus), target)
 
     def __init__(
@@ -173,30 +174,30 @@ class Step:
         self.tensor = recipe.tensor_parallel
         self.layers = -(-config.layers // recipe.pipeline_parallel)
         self.seq_len, self.batch_tokens = seq_len, batch * seq_len
-        self.tokens = (1 if recipe.accumulation else batch) * seq_len  # at once
+        self.tokens = (1 if recipe.accumulation else batch) * seq_len  # per micro-batch
         self.weight_bytes = 4 if recipe.precision in ("float32", "autocast") else 2
         self.residual_bytes = self.weight_bytes
         self.activation_bytes = 4 if recipe.precision == "float32" else 2
         self.logit_bytes = 4 if recipe.precision == "autocast" else self.activation_bytes
-        self.weights = Weights.of(config, recipe)
+        self.weights = WeightCounts.of(config, recipe)
         self.rows = tuple(recipe.rows.values())
         self.on_disk = frozenset().union(*(row.on_disk for row in self.rows))
         self.workspace = 0 if target == "cpu" else 2 * TARGETS[target].workspace_bytes
         self.piece = CHUNK_SIZE if target == "cpu" else CHUNK_SIZE_ON_ACCELERATOR
 
     def _fact(self, name: str) -> Any:
-        """A fact of the registry that one of the recipe's rows states, or None."""
+        """Return a fact that one of the recipe's rows states in the registry, or None."""
         return next((fact for row in self.rows if (fact := getattr(row, name)) is not None), None)
 
     @property
     def is_streamed(self) -> bool:
-        """Whether weights are on the disk while their block does not run."""
+        """True if weights are on disk while their block does not run."""
         return "weights" in self.on_disk
 
     # -------------------------------------------------------------- the four moments
 
     def loss(self) -> dict[str, int]:
-        """Forward has ended: all that is kept, and what the loss makes on its way back."""
+        """Forward has ended: all saved tensors, and the loss's temporaries in backward."""
         return self._held(
             blocks_kept=0 if self._is_kept_elsewhere else self._blocks_kept(),
             ends_kept=self._ends_kept(),
@@ -206,8 +207,8 @@ class Step:
         )
 
     def backward(self) -> dict[str, int]:
-        """Of the last block, whose activations are made again where they were forgotten; or the
-        step of the unembedding, if it is taken there."""
+        """Backward runs the last block, which is recomputed if it was checkpointed; or the step of
+        the unembedding, if weights are stepped in backward."""
         stepped = 0
         if self.recipe.step_in_backward and not self.recipe.lora:
             unembedding = self.weight_bytes * self.config.vocab_size * self.config.width
@@ -220,7 +221,7 @@ class Step:
         )
 
     def gradients(self) -> dict[str, int]:
-        """Backward has come to block 0: its own gradients are not there yet."""
+        """Backward has reached block 0, whose own gradients don't exist yet."""
         all_but = max(
             self._gradients_from_before(), self._gradients(but=self.weights.after_block_0)
         )
@@ -232,7 +233,7 @@ class Step:
         )
 
     def optimizer(self) -> dict[str, int]:
-        """The step itself."""
+        """The optimizer step."""
         size = 4 if self._steps_copies else self.weight_bytes
         largest = size * self._on_rank(self.weights.largest, from_stage=1)
         takes_one = self.recipe.step_in_backward or self.is_streamed
@@ -243,7 +244,7 @@ class Step:
         )
 
     def _held(self, **others: int) -> dict[str, int]:
-        """What is there at every moment, and the others."""
+        """Add the terms that exist at every moment to the others."""
         is_stepping = "optimizer_temporaries" in others
         return {
             "weights": self._weight_bytes(is_stepping),
@@ -256,36 +257,36 @@ class Step:
 
     @property
     def _steps_copies(self) -> bool:
-        """Whether float32 gradients take the place of the others while the optimizer steps."""
+        """True if float32 gradients replace the others while the optimizer steps."""
         recipe = self.recipe
         return recipe.precision == "master-weights" or self.is_streamed
 
-    # -------------------------------------------------------------- for what it takes in time
+    # -------------------------------------------------------------- bytes for the time estimate
 
     def stepped_bytes(self) -> tuple[int, int, int]:
-        """Bytes of weights, gradients and state that the optimizer of this rank goes through."""
+        """Return the bytes of weights, gradients and state that this rank's optimizer touches."""
         shard = self._on_rank(self._trained(), from_stage=1)
         return self.weight_bytes * shard, self.weight_bytes * shard, round(self._by_weight * shard)
 
-    def kept_bytes_uncompressed(self) -> int:
-        """Bytes that a micro-batch's forward pass keeps for backward, before they are encoded."""
+    def saved_bytes_uncompressed(self) -> int:
+        """Return the bytes of a micro-batch's saved tensors before they are encoded."""
         bits = self.recipe.activation_bits
         factor = 1 if bits is None else 8 * self.activation_bytes / bits
         return round(factor * self.layers * self._block_kept())
 
     def streamed_bytes(self) -> int:
-        """Bytes of the weights of all blocks, frozen or not."""
+        """Return the bytes of the weights of all blocks, frozen or not."""
         return self.weight_bytes * self.layers * self.weights.block
 
     @property
     def trained(self) -> int:
-        """How many weights have gradients, of the part of the model that a rank has."""
+        """The number of weights with gradients in this rank's part of the model."""
         return -(-self._trained() // self.tensor)
 
     # -------------------------------------------------------------- model states
 
     def _on_rank(self, elements: int, from_stage: int) -> int:
-        """Elements of this rank, where a stage of ZeRO shards them among the data-parallel ones."""
+        """Return this rank's share of the elements, which ZeRO shards from a given stage on."""
         mine = -(-elements // self.tensor)
         return -(-mine // self.ranks) if self.recipe.zero_stage >= from_stage else mine
 
@@ -297,10 +298,10 @@ class Step:
 
     def _weight_bytes(self, is_stepping: bool) -> int:
         if self.is_streamed:
-            at_work = 0 if is_stepping else self.weights.block
-            return self.weight_bytes * (self.weights.ends + at_work)
+            running = 0 if is_stepping else self.weights.block
+            return self.weight_bytes * (self.weights.ends + running)
         whole = self._on_rank(self._all(), from_stage=3)
-        if self.recipe.zero_stage == 3:  # one block at work, one gathered ahead, or the ends
+        if self.recipe.zero_stage == 3:  # one running block and one prefetched, or the ends
             whole += max(2 * self.weights.block, self.weights.ends + self.weights.block)
         return self.weight_bytes * whole
 
@@ -312,37 +313,38 @@ class Step:
 
     @property
     def _by_weight(self) -> float:
-        """Bytes of state for each trained weight."""
+        """The bytes of optimizer state per trained weight."""
         known = self._fact("state_bytes")
         return PLAIN.state_bytes if known is None else known
 
     def _gradients(self, *, but: int = 0) -> int:
-        """All that backward leaves, or all but so many; those not taken away at once."""
+        """Return the bytes of gradients after backward, without `but` elements; 0 if each gradient
+        is used at once."""
         if self.recipe.step_in_backward or self.is_streamed:
             return 0
         return self.weight_bytes * self._on_rank(self._trained() - but, from_stage=2)
 
     def _gradients_from_before(self) -> int:
-        """Those of the micro-batch before, to which this one's are added, in float32."""
+        """Return the bytes of the accumulated float32 gradients of earlier micro-batches."""
         adds = self.recipe.accumulation and self.batch_tokens > self.tokens
         return FLOAT32 * self._gradients() // self.weight_bytes if adds else 0
 
     def _first_gradient(self) -> int:
-        """The unembedding's."""
+        """Return the bytes of the unembedding's gradient."""
         if self.recipe.lora or self.recipe.step_in_backward:
             return 0
         return self.weight_bytes * self.config.vocab_size * self.config.width // self.tensor
 
     def _cast_weights(self) -> int:
-        """bfloat16 copies of what autocast multiplies by, there until backward has used them."""
-        return 2 * self.weights.products if self.recipe.precision == "autocast" else 0
+        """Return the bytes of autocast's bfloat16 copies of weights, which backward needs."""
+        return 2 * self.weights.matmuls if self.recipe.precision == "autocast" else 0
 
     # -------------------------------------------------------------- activations
 
     def _blocks_kept(self, blocks: int | None = None) -> int:
-        """What all blocks keep, or so many."""
+        """Return the bytes that `blocks` blocks save, by default all."""
         if self._is_kept_elsewhere:
-            return self._block_kept()  # about one block's is on its way
+            return self._block_kept()  # about one block is being copied
         blocks = self.layers * self.recipe.pipeline_parallel if blocks is None else blocks
         return blocks * self._block_kept() // self.tensor
 
@@ -351,11 +353,11 @@ class Step:
         return "activations" in self.on_disk
 
     def _block_kept(self) -> int:
-        """What one block keeps until backward comes."""
+        """Return the bytes that one block saves until its backward pass."""
         config, a, r = self.config, self.activation_bytes, self.residual_bytes
         C, QD, KD = config.width, *self._head_widths
-        products = QD + 2 * KD + 2 * C + 2 * config.hidden
-        outputs = QD + products * (2 if self.recipe.lora else 1)  # LoRA's matmuls, too
+        matmuls = QD + 2 * KD + 2 * C + 2 * config.hidden
+        outputs = QD + matmuls * (2 if self.recipe.lora else 1)  # and LoRA's matmuls
         saved = BlockBytes(
             input=self.tokens * r * C,
             matmuls=self.tokens * (a * outputs + 4 * config.heads),
@@ -364,24 +366,24 @@ class Step:
         return self._compressed(kept(saved)) if kept else self._block_made()
 
     def _block_made(self) -> int:
-        """What a block keeps that forgets nothing."""
+        """Return the bytes that a block without checkpointing saves."""
         config, a, r = self.config, self.activation_bytes, self.residual_bytes
         C, QD, KD = config.width, *self._head_widths
         casts = 3 * C if self.recipe.precision == "autocast" else 0
-        numbers = a * (2 * C + casts + 2 * QD + 2 * KD + 4 * config.hidden) + r * 2 * C
-        per_token = numbers + 4 * (config.heads + 2) + self._scores()
+        elements = a * (2 * C + casts + 2 * QD + 2 * KD + 4 * config.hidden) + r * 2 * C
+        per_token = elements + 4 * (config.heads + 2) + self._scores()
         return self._compressed(self.tokens * per_token)
 
     def _scores(self) -> int:
-        """Bytes of score matrices a token: CUDA's fused kernels take float32 or grouped heads, not
-        both at once."""
+        """Return the bytes of score matrices per token. CUDA's fused kernels support float32 or
+        grouped heads, but not both."""
         config = self.config
         is_grouped = config.kv_heads < config.heads
         if self.recipe.attention == "eager-attention" or (
             self.recipe.attention is None and is_grouped and self.activation_bytes == 4
         ):
             QD, KD = self._head_widths
-            copies = 2 * (QD - KD)  # of keys and values, one for each query
+            copies = 2 * (QD - KD)  # keys and values are repeated for each query head
             return self.activation_bytes * (config.heads * self.seq_len + copies)
         return 0
 
@@ -391,33 +393,34 @@ class Step:
 
     @property
     def _head_widths(self) -> tuple[int, int]:
-        """Of all heads together: the queries', and the keys'."""
+        """The queries' and the keys' total width over all heads."""
         D = self.config.head_width
         return self.config.heads * D, self.config.kv_heads * D
 
     def _ends_kept(self) -> int:
-        """The last norm's, and what the loss keeps: log-probabilities, or finished gradients."""
+        """Return the bytes saved by the last norm and the loss: log-probabilities, or gradients
+        that the chunked loss has already computed."""
         C, V = self.config.width, self.config.vocab_size // self.tensor
         norm = self.tokens * ((self.residual_bytes + self.activation_bytes) * C + 4)
         if self.recipe.chunked_loss:
-            of_weight = 0 if self.recipe.lora else V * C
-            return norm + FLOAT32 * (self.tokens * C + of_weight)
+            weight_gradient = 0 if self.recipe.lora else V * C
+            return norm + FLOAT32 * (self.tokens * C + weight_gradient)
         return norm + self.tokens * V * self.logit_bytes
 
     def _loss_temporaries(self) -> int:
-        """The gradients of the log-probabilities and of the logits; or a chunk's logits, and then
-        gradients as the weights have them."""
+        """Return the bytes of the gradients of log-probabilities and logits. With the chunked loss,
+        a chunk's logits or the gradients cast to the weights' dtype."""
         C, V, n = self.config.width, self.config.vocab_size // self.tensor, self.tokens
-        if not self.recipe.chunked_loss:  # of autocast's, one is in bfloat16
+        if not self.recipe.chunked_loss:  # with autocast, one of the two is in bfloat16
             return n * V * (self.logit_bytes + self.activation_bytes)
-        narrow = 0 if self.activation_bytes == 4 else self.activation_bytes
-        chunk = (FLOAT32 + narrow) * chunk_rows(n, V, C) * V
-        narrowed = 0 if self.weight_bytes == 4 or self.recipe.lora else self.weight_bytes * V * C
-        return max(chunk, narrowed)
+        logit_copy = 0 if self.activation_bytes == 4 else self.activation_bytes
+        chunk = (FLOAT32 + logit_copy) * chunk_rows(n, V, C) * V
+        has_cast = self.weight_bytes < FLOAT32 and not self.recipe.lora
+        return max(chunk, self.weight_bytes * V * C if has_cast else 0)
 
     def _block_temporaries(self) -> int:
-        """In the MLP's backward two gradients as wide as its inside, and the stream's own; where
-        there are scores, their gradients."""
+        """Return the MLP backward's temporaries: two gradients of the intermediate size, one of the
+        residual stream, and the scores' gradients if there are scores."""
         made = 0 if self.recipe.checkpointing is None else self._block_made() - self._block_kept()
         a, C, F = self.activation_bytes, self.config.width, self.config.hidden
         gradients = 2 * F * a + C * self.residual_bytes + self._scores()
@@ -426,12 +429,13 @@ class Step:
     # -------------------------------------------------------------- the optimizer
 
     def _step_temporaries(self) -> int:
-        """torch's AdamW takes two tensors as large as the largest weight; ours, pieces of one.
-        Streamed, a weight's float32 copy is rounded, whole, before it goes."""
+        """Return the optimizer's temporaries. torch's AdamW makes two tensors the size of the
+        largest weight; memlab's optimizers work on chunks. With streamed layers, a weight's whole
+        float32 copy is cast before it is freed."""
         recipe, largest = self.recipe, self._on_rank(self.weights.largest, from_stage=1)
         if recipe.optimizer == "adamw" and recipe.precision != "bfloat16":
             return 2 * FLOAT32 * largest
         copies = self._fact("step_copies") or USUAL_STEP_COPIES
-        pieces = round(copies * FLOAT32 * min(self.piece, largest))
-        is_rounded = self.is_streamed and self.weight_bytes < FLOAT32
-        return max(pieces, self.weight_bytes * largest) if is_rounded else pieces
+        chunks = round(copies * FLOAT32 * min(self.piece, largest))
+        is_cast = self.is_streamed and self.weight_bytes < FLOAT32
+        return max(chunks, self.weight_bytes * largest) if is_cast else chunks

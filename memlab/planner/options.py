@@ -1,4 +1,4 @@
-"""What a search comes to: recipes that were tried, and the plan that says what fits."""
+"""The result of a search: tried recipes, and the plan."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -11,16 +11,16 @@ from memlab.planner.measuring import Measured
 from memlab.planner.recipes import Recipe
 from memlab.units import format_bytes
 
-AS_IT_IS = Recipe(precision="float32")  # torch's defaults: AdamW, and nothing saved
+AS_IT_IS = Recipe(precision="float32")  # torch's defaults: AdamW, no techniques
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe, with what formulas say of it."""
+    """A recipe with its bytes and seconds by formula."""
 
     recipe: Recipe
     estimate: Estimate
-    seconds: dict[str, float]  # of a step, by what they go to
+    seconds: dict[str, float]  # of a step, by term
 
     @property
     def step_seconds(self) -> float:
@@ -29,11 +29,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Option:
-    """A recipe, tried.
+    """A tried recipe.
 
-    `measured` is None where nothing here can run it, and its bytes are the formula's. Where it
-    fits, `largest_batch` and `longest` say how far the batch can grow at this length, and the
-    length at this batch.
+    `measured` is None if memlab cannot run the recipe, so its bytes are the formula's. If it fits,
+    `largest_batch` is the limit at this length, and `longest` the limit at this batch.
     """
 
     candidate: Candidate
@@ -48,14 +47,14 @@ class Option:
 
     @property
     def needed_bytes(self) -> int:
-        """What a card must have: reserved bytes where they are known."""
+        """The memory that a card must have: reserved bytes if they are known."""
         if self.measured is None:
             return self.candidate.estimate.peak_bytes
         return self.measured.reserved_bytes or self.measured.allocated_bytes
 
     @property
     def missing_bytes(self) -> int:
-        """How much more is needed than is there; negative where it fits."""
+        """How much the memory is too small; negative if the recipe fits."""
         return self.needed_bytes - self.budget_bytes
 
     @property
@@ -65,11 +64,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer.
+    """The recipes that fit.
 
     options   recipes that are measured to fit, the fastest first
-    others    of kinds that were not tried, the fastest that fits by formula
-    miss      the nearest that does not fit
+    others    the fastest recipe that fits by formula, of each kind that was not measured
+    miss      the nearest recipe that does not fit
     """
 
     model: str
@@ -79,41 +78,41 @@ class Plan:
     batch: int
     seq_len: int
     target: str
-    exact: bool  # whether the largest batches and lengths are measured
+    exact: bool  # True if the largest batches and lengths are measured
     options: tuple[Option, ...]
     others: tuple[Option, ...]
-    miss: Option | None  # faster than all of them, or the smallest where none fits
-    failures: tuple[str, ...] = field(default=())  # recipes that could not be tried, and why
+    miss: Option | None  # faster than all options, or the smallest recipe if none fits
+    failures: tuple[str, ...] = field(default=())  # recipes that raised an error, and why
 
     @property
     def budget_bytes(self) -> int:
-        """What torch's allocator may have."""
+        """The bytes available to torch's allocator."""
         return budget_bytes(self.memory, self.target)
 
     @property
     def bytes_as_it_is(self) -> int:
-        """What a training without any technique takes on each GPU, by formula."""
+        """The bytes of a training without techniques on each GPU, by formula."""
         found = training_bytes(self.config, AS_IT_IS, self.batch, self.seq_len, target=self.target)
         return found.peak_bytes
 
     @property
     def best(self) -> Option | None:
-        """The fastest that fits."""
+        """The fastest recipe that fits."""
         return self.options[0] if self.options else None
 
     def command(self, option: Option | None = None) -> str:
-        """What to type to train with this recipe, or the best."""
+        """Return the command that trains with this option, by default the best."""
         chosen = option or self.best
         if chosen is None:
-            raise ValueError(f"nothing fits {self.memory.name}: there is no recipe to run")
+            raise ValueError(f"nothing fits {self.memory.name}, so there is no recipe to run")
         if chosen.recipe.by_formula_only:
             raise ValueError(
-                "tensor and pipeline parallel recipes are by formula: nothing runs them"
+                "memlab does not run tensor or pipeline parallelism: such recipes are by formula"
             )
         return command(self, chosen.recipe)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and words, for JSON."""
+        """Return numbers and text for JSON."""
         return {
             "model": self.model,
             "parameters": self.config.parameters,
@@ -166,12 +165,12 @@ def _verdict(option: Option) -> str:
 
 
 def budget_bytes(memory: Memory, target: str) -> int:
-    """What is there for tensors: on a card, less than all."""
+    """Return the bytes available to tensors, which on a GPU excludes the CUDA context."""
     return memory.total_bytes if target == "cpu" else memory.budget_bytes
 
 
 def command(asked: Plan, recipe: Recipe) -> str:
-    """The line that trains by the recipe, or says what each rank of several takes."""
+    """Return the command that trains with the recipe, or measures one of several ranks."""
     dtype = str(recipe.dtype).removeprefix("torch.")
     options = {
         "--model": asked.model,

@@ -1,14 +1,14 @@
-"""Techniques put around a training that somebody else wrote: (step, model, optimizer) in and out.
+"""Apply techniques to a user's own training, given as (step, model, optimizer).
 
     step, model, optimizer = build()
-    for attempt in attempts(find(model, optimizer)):  # from what changes least to what saves most
+    for attempt in attempts(find(model, optimizer)):  # from the smallest change to the most saving
         attempt.applied(*build())
 
-The step is a closure and stays as it is. What can be changed around it: the layers of the model's
-list run inside a checkpoint; the optimizer that the step calls hands its step on to another of the
-same weights; what backward will want is kept elsewhere. Each attempt has the lines that do the same
-where the training is built: they name the lists of layers that were found there, and take the
-optimizer's groups as they are.
+The step is a closure and stays unchanged. Three things around it can change. The layers in the
+model's lists run under a checkpoint. The optimizer's step calls another optimizer of the same
+weights. Saved tensors go to disk. Each attempt also has the lines of code that do the same in the
+user's script. They use the paths of the lists of layers that were found, and the optimizer's own
+parameter groups.
 """
 
 from collections.abc import Callable
@@ -30,17 +30,17 @@ Groups = list[dict[str, Any]]
 
 NO_LAYERS = (
     "checkpointing cannot be put around this model: no nn.ModuleList or nn.Sequential holds its "
-    "layers, or these write in place or have hooks before their forward pass; call "
+    "layers, or the layers write in place or have hooks before their forward pass; call "
     "memlab.checkpointing.checkpoint(layer, x) in its forward"
 )
 NO_ADAM = (
-    "the optimizer stays: only for Adam and AdamW (decoupled weight decay, no AMSGrad, a learning "
-    "rate that is a number) is it known which rate another would want"
+    "the optimizer stays: only Adam and AdamW (decoupled weight decay, no AMSGrad, a learning rate "
+    "that is a number) have a known learning rate for another optimizer"
 )
 
 
 def checkpointed(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
-    """Each layer of the model's lists forgets its activations."""
+    """Checkpoint each layer in the model's lists."""
     paths = () if model is None else paths_of_layers(model)
     if not paths:
         raise ValueError(f"got {_named(model)}; {NO_LAYERS}")
@@ -53,21 +53,21 @@ def checkpointed(step: Callable[[], Any], model: nn.Module | None, optimizer: An
 def stepped_by(
     made: Callable[..., Any], groups_of: Callable[[Any], Groups], in_backward: bool = False
 ) -> Change:
-    """The optimizer's weights are stepped by another one, of groups made of its own."""
+    """Step the optimizer's weights by another optimizer, built from its parameter groups."""
 
     def change(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
         if not is_adam(optimizer):
             raise ValueError(f"build() returned {_named(optimizer)} as optimizer; {NO_ADAM}")
         other = made(groups_of(optimizer), rounding="stochastic")
         stepping = step_in_backward(other) if in_backward else other
-        optimizer.step = _handed_to(stepping, optimizer)
+        optimizer.step = _redirected(stepping, optimizer)
         return step, model, other
 
     return change
 
 
-def _handed_to(stepping: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """A step of the other in the place of the optimizer's own, as a scheduler wants to see it."""
+def _redirected(stepping: Any, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return a replacement for the optimizer's step that satisfies learning rate schedulers."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         optimizer._opt_called = True
@@ -78,14 +78,15 @@ def _handed_to(stepping: Any, optimizer: torch.optim.Optimizer) -> Callable[...,
 
 
 def adams_groups(optimizer: torch.optim.Optimizer) -> Groups:
-    """For one that steps as Adam does: the same settings."""
+    """Return groups for an optimizer that steps like Adam: the same settings."""
     keys = ("params", "lr", "betas", "eps", "weight_decay")
     return [{key: group[key] for key in keys} for group in optimizer.param_groups]
 
 
 def lions_groups(optimizer: torch.optim.Optimizer) -> Groups:
-    """For Lion, whose steps all have the length of the rate: a fifth of Adam's, and five times the
-    weight decay, so that their product is the same (Chen et al. 2023, arXiv 2302.06675)."""
+    """Return groups for Lion, whose steps all have the length of the learning rate. Divide Adam's
+    rate by 5 and multiply the weight decay by 5, so that their product stays the same
+    (Chen et al. 2023, arXiv 2302.06675)."""
     return [
         {"params": g["params"], "lr": g["lr"] / 5, "weight_decay": g["weight_decay"] * 5}
         for g in optimizer.param_groups
@@ -93,7 +94,7 @@ def lions_groups(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 class KeptOnDisk:
-    """A step of which what backward will want waits on the disk."""
+    """A step whose saved tensors wait on disk."""
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self.step, self.store = step, DiskStore()
@@ -104,7 +105,7 @@ class KeptOnDisk:
 
 
 def kept_on_disk(step: Callable[[], Any], model: nn.Module | None, optimizer: Any) -> Parts:
-    """What backward will want waits on the disk."""
+    """Keep saved tensors on disk until backward needs them."""
     return KeptOnDisk(step), model, optimizer
 
 
@@ -112,13 +113,14 @@ def _named(part: object) -> str:
     return "nothing" if part is None else f"a {type(part).__name__}"
 
 
-# ------------------------------------------------------------------ what is there to change
+# ------------------------------------------------------------------ finding places
 
 
 def paths_of_layers(model: nn.Module, path: str = "") -> tuple[str, ...]:
-    """The names in the model of the lists around whose layers a checkpoint can be put; "" is the
-    model itself. Lists are `nn.ModuleList` and `nn.Sequential` of two layers with weights or more;
-    of lists inside of lists the outer, unless its layers are of several kinds.
+    """Return the paths of the lists of layers that can be checkpointed; "" is the model itself.
+
+    Lists are `nn.ModuleList` and `nn.Sequential` of at least two layers with weights. Of nested
+    lists, take the outer one unless its layers are of several classes.
     """
     inner = tuple(
         found
@@ -130,19 +132,19 @@ def paths_of_layers(model: nn.Module, path: str = "") -> tuple[str, ...]:
     layers = list(model)
     kinds = [type(layer) for layer in layers if any(True for _ in layer.parameters())]
     is_list = len(kinds) > 1 and (len(set(kinds)) == 1 or not inner)
-    return (path,) if is_list and all(map(_can_run_again, layers)) else inner
+    return (path,) if is_list and all(map(_can_recompute, layers)) else inner
 
 
-def _can_run_again(layer: nn.Module) -> bool:
-    """Not one that writes over what the checkpoint before it has to keep, nor one whose hooks
-    change its weights before each forward pass (spectral_norm)."""
+def _can_recompute(layer: nn.Module) -> bool:
+    """Return False for a layer that overwrites its input, which the checkpoint before it keeps, and
+    for one whose hooks change its weights before each forward pass (spectral_norm)."""
     has_hooks = any(module._forward_pre_hooks for module in layer.modules())
     return not has_hooks and not getattr(layer, "inplace", False)
 
 
 def is_adam(optimizer: Any) -> bool:
-    """Whether another optimizer can take its place at a rate that is known."""
-    if not isinstance(optimizer, torch.optim.Adam):  # of which AdamW is one
+    """Return True if another optimizer can replace it at a known learning rate."""
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         return False
     return all(
         isinstance(group["lr"], float | int)
@@ -154,10 +156,10 @@ def is_adam(optimizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Places:
-    """Where techniques can be put in a training.
+    """Where techniques can be applied in a training.
 
-    layers   the paths of its lists of layers; none where a checkpoint cannot be put
-    is_adam  whether another optimizer can take its optimizer's place
+    layers   paths of the lists of layers; empty if they cannot be checkpointed
+    is_adam  True if another optimizer can replace its optimizer
     """
 
     layers: tuple[str, ...] = ()
@@ -165,7 +167,7 @@ class Places:
 
 
 def find(model: nn.Module | None, optimizer: Any) -> Places:
-    """The places of a training, as `build()` made it."""
+    """Find the places in a training that `build()` returned."""
     return Places(() if model is None else paths_of_layers(model), is_adam(optimizer))
 
 
@@ -174,10 +176,10 @@ def find(model: nn.Module | None, optimizer: Any) -> Places:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """Techniques of the registry that are put around a training together.
+    """Techniques of the registry that are applied together.
 
-    change   the same, done to a training that is built
-    inside   how many of the code's last lines go around the forward pass
+    change   applies them to a training that is already built
+    inside   the number of the code's last lines that go around the forward pass
     """
 
     techniques: tuple[str, ...]
@@ -189,10 +191,10 @@ class Wrapper:
         return ", ".join(self.techniques)
 
     def lines(self, places: Places) -> list[str]:
-        """The lines that go after the model and the optimizer are made."""
+        """Return the lines that go after the model and the optimizer are created."""
         lines = [line for name in self.techniques for line in TECHNIQUES[name].code.memlab]
         lines = lines[: len(lines) - self.inside]
-        return [written for line in lines for written in _at_each_list(line, places.layers)]
+        return [written for line in lines for written in _for_each_list(line, places.layers)]
 
     @property
     def lines_inside(self) -> list[str]:
@@ -202,13 +204,13 @@ class Wrapper:
 
     @property
     def costs(self) -> list[str]:
-        """What each technique costs."""
+        """The cost of each technique."""
         return [f"{name}: {TECHNIQUES[name].costs}" for name in self.techniques]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Some wrappers at once, and the lines that turn them on where a training is built."""
+    """Some wrappers, and the code that applies them in the user's script."""
 
     wrappers: tuple[Wrapper, ...] = ()
     places: Places = Places()
@@ -219,24 +221,24 @@ class Attempt:
 
     @property
     def lines(self) -> list[str]:
-        """Python, to be put after the model and the optimizer are made; imports come first."""
+        """Python code to put after the model and the optimizer are created, imports first."""
         lines = [line for each in self.wrappers for line in each.lines(self.places)]
         imports = {line for line in lines if line.startswith(("from ", "import "))}
         return sorted(imports) + [line for line in lines if line not in imports]
 
     @property
     def lines_inside(self) -> list[str]:
-        """Python, to be put around the forward pass."""
+        """Python code to put around the forward pass."""
         return [line for each in self.wrappers for line in each.lines_inside]
 
     @property
     def costs(self) -> list[str]:
-        """What each technique costs."""
+        """The cost of each technique."""
         return [sentence for each in self.wrappers for sentence in each.costs]
 
     @property
     def production(self) -> list[str]:
-        """The same by the packages that most people use, where there is one."""
+        """The same code with the usual packages, if there is any."""
         names = [name for each in self.wrappers for name in each.techniques]
         return [line for name in names for line in TECHNIQUES[name].code.production]
 
@@ -247,18 +249,18 @@ class Attempt:
         return parts
 
 
-_ANY_LIST = "model.layers"  # how the registry's code names a model's list of layers
+_ANY_LIST = "model.layers"  # how the registry's code refers to a list of layers
 
 
-def _at_each_list(line: str, paths: tuple[str, ...]) -> list[str]:
-    """The line, for each of the model's lists of layers if it is about one."""
+def _for_each_list(line: str, paths: tuple[str, ...]) -> list[str]:
+    """Repeat a line that refers to a list of layers for each of the model's lists."""
     if _ANY_LIST not in line:
         return [line]
-    return [line.replace(_ANY_LIST, _written(path)) for path in paths]
+    return [line.replace(_ANY_LIST, _python_path(path)) for path in paths]
 
 
-def _written(path: str) -> str:
-    """As Python: `model.encoder[1]` for "encoder.1"."""
+def _python_path(path: str) -> str:
+    """Format a path as Python: `model.encoder[1]` for "encoder.1"."""
     names = path.split(".") if path else []
     if not all(name.isdecimal() or name.isidentifier() for name in names):
         return f"model.get_submodule({path!r})"
@@ -277,7 +279,7 @@ ORDER = (
     (CHECKPOINTED,),
     (ADAM,),
     (CHECKPOINTED, ADAM),
-    (CHECKPOINTED, ON_DISK),  # before what takes more to the disk for it
+    (CHECKPOINTED, ON_DISK),  # before ON_DISK alone, which writes more to disk
     (ON_DISK,),
     (CHECKPOINTED, ADAM, ON_DISK),
     (ADAM, ON_DISK),
@@ -289,7 +291,7 @@ ORDER = (
 
 
 def attempts(places: Places) -> tuple[Attempt, ...]:
-    """What to try, one after the other, where the training has a place for it."""
+    """Return the attempts in order, without those that this training has no place for."""
     return tuple(
         Attempt(wrappers, places)
         for wrappers in ORDER

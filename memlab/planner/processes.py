@@ -1,4 +1,4 @@
-"""A `map` over several processes: what is measured in one does not wait for what is in another."""
+"""A `map` over several processes, so that several measurements run at once."""
 
 import multiprocessing
 import signal
@@ -12,20 +12,20 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 @contextmanager
 def processes(count: int) -> Iterator[Map]:
-    """A `map` over so many processes, whose results come in order; they end with the block."""
+    """Yield a `map` over `count` processes. It keeps the order and ends with the `with` block."""
     if count == 1:
         yield map
         return
-    # Not forked: a process that has run a backward pass has threads that a copy would not have.
-    with _interrupts_ignored():  # as they begin: Ctrl-C is this process's, which ends the others
+    # Don't fork: a process that has run a backward pass has threads that a fork would lose.
+    with _ignored_interrupts():  # workers ignore Ctrl-C; this process handles it and ends them
         pool = multiprocessing.get_context("spawn").Pool(count)
     with pool:
         yield pool.imap
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """What a process ignores, those that it starts ignore, too. Only a main thread can say so."""
+def _ignored_interrupts() -> Iterator[None]:
+    """Ignore SIGINT, which child processes inherit. Only the main thread can set this."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

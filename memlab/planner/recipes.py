@@ -1,13 +1,13 @@
-"""What can be turned on in one training, as plain data: a Recipe.
+"""The techniques of one training as plain data: a Recipe.
 
-A recipe is nothing new. Each of its words is a row of `memlab.train.TECHNIQUES`, or leaves a plug
-as it is, and `techniques` is what `memlab train --technique` and `combined` take. Words of two
-kinds stand in it:
+Each field of a recipe corresponds to a row of `memlab.train.TECHNIQUES` or keeps the default.
+`techniques` is the text that `memlab train --technique` and `combined` take. There are two kinds of
+fields:
 
-    what is learned      precision, optimizer, lora, activation_bits: another word, another training
-    how it is computed   all others: the same gradients, up to the order of sums, in fewer bytes
+    what is trained      precision, optimizer, lora, activation_bits: they change the result
+    how it is computed   all others: the same gradients, up to summation order, in fewer bytes
 
-so recipes of the same first words compete by time alone, and between others a person chooses.
+Recipes that train the same compete by time alone. A person chooses between the others.
 """
 
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from memlab.train.registry import TECHNIQUES, why_not_together
 from memlab.train.technique import Technique
 
-if TYPE_CHECKING:  # which words there are is known without torch
+if TYPE_CHECKING:  # the choices are known without torch
     import torch
 
-# The weights' dtype of each precision. A row of the registry goes with two of them.
+# The weights' dtype of each precision. Two of them have rows in the registry.
 PRECISIONS = {
     "float32": "float32",
     "autocast": "float32",
@@ -33,7 +33,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def words_for(field: str) -> tuple[Any, ...]:
-    """The values of a Recipe's field that the registry has a row for."""
+    """Return the values of a Recipe's field that have a row in the registry."""
     choices = (row.choice for row in TECHNIQUES.values() if row.choice)
     return tuple(value for of, value in choices if of == field)
 
@@ -44,24 +44,24 @@ OFFLOAD = (None, *words_for("offload"))
 
 @dataclass(frozen=True)
 class Recipe:
-    """One choice of everything; the defaults are AdamW in bfloat16, and nothing saved.
+    """One choice for each technique. The default is AdamW in bfloat16 without techniques.
 
-    precision         "float32"; "autocast", its products in bfloat16; "bfloat16", weights rounded
-                      at random; "master-weights", bfloat16 and float32 copies
+    precision         "float32"; "autocast": bfloat16 matmuls; "bfloat16": weights rounded
+                      stochastically; "master-weights": bfloat16 with float32 copies
     optimizer         "adamw" or a row of the registry; AdamW's moments have the weights' dtype
-    lora              frozen weights and trained changes of rank 8 in every block
-    activation_bits   8 or 4 of each number that is kept for backward; None: as it is
+    lora              frozen weights and trained adapters of rank 8 in every block
+    activation_bits   8 or 4 bits per saved element; None: no compression
     checkpointing     which activations are dropped and recomputed; None: none
-    attention         None is torch's fused kernel
-    chunked_loss      the logits of some tokens at a time
-    accumulation      one sequence at a time, their gradients added
-    step_in_backward  each weight stepped as soon as its gradient is there
-    offload           what is on the host or the disk meanwhile
-    zero_stage        what is sharded among data-parallel ranks
-    tensor_parallel   each matrix in so many parts, by formula alone
-    pipeline_parallel the blocks in so many parts, one after another, by formula alone
+    attention         None: torch's fused kernel
+    chunked_loss      compute the loss in chunks of tokens
+    accumulation      one sequence at a time, with gradients accumulated
+    step_in_backward  step each weight as soon as its gradient is ready
+    offload           tensors kept on the host or the disk
+    zero_stage        what data-parallel ranks shard
+    tensor_parallel   GPUs that split each matrix, by formula only
+    pipeline_parallel GPUs that split the blocks, by formula only
 
-    ValueError for a word that is not known, and for two that exclude each other.
+    Raises ValueError for an unknown value, and for two that exclude each other.
     """
 
     precision: str = "bfloat16"
@@ -87,12 +87,12 @@ class Recipe:
         for name in ("tensor_parallel", "pipeline_parallel"):
             got = getattr(self, name)
             if not isinstance(got, int) or got < 1:
-                raise ValueError(f"got {name}={got!r} in a recipe; give a number of GPUs from 1")
+                raise ValueError(f"got {name}={got!r} in a recipe; give an integer from 1")
         if complaint := self._complaint():
             raise ValueError(complaint)
 
     def _complaint(self) -> str | None:
-        """Why two of its words exclude each other; None if no two do."""
+        """Return why two of the choices exclude each other; None if none do."""
         if reason := why_not_together(self.rows):
             return reason
         if self.zero_stage:
@@ -101,7 +101,7 @@ class Recipe:
 
     @property
     def rows(self) -> dict[str, Technique]:
-        """The registry's rows that it turns on, in the registry's order."""
+        """The registry's rows that the recipe turns on, in registry order."""
         return {
             name: row
             for name, row in TECHNIQUES.items()
@@ -110,12 +110,12 @@ class Recipe:
 
     @property
     def rounded_adamw(self) -> bool:
-        """Whether AdamW rounds bfloat16 weights stochastically: a row of its own."""
+        """True if AdamW rounds bfloat16 weights stochastically, which is a row of its own."""
         return self.precision == "bfloat16" and self.optimizer == "adamw"
 
     @property
     def dtype(self) -> "torch.dtype":
-        """Of the weights, and of `memlab.train.Setting`."""
+        """The weights' dtype, for `memlab.train.Setting`."""
         import torch
 
         return getattr(torch, PRECISIONS[self.precision])
@@ -127,17 +127,17 @@ class Recipe:
 
     @property
     def learned(self) -> "Recipe":
-        """The recipe of what is learned alone: equal for all that train the same."""
+        """The fields that change the result, equal for all recipes that train the same."""
         return Recipe(self.precision, self.optimizer, self.lora, self.activation_bits)
 
     @property
     def by_formula_only(self) -> bool:
-        """Whether nothing here can run it, so that its bytes are not measured."""
+        """True if memlab cannot run it, so its bytes are not measured."""
         return self.tensor_parallel * self.pipeline_parallel > 1
 
     @property
     def words(self) -> str:
-        """What is on, to be read: what is learned, then how."""
+        """A readable description: what is trained, then how."""
         how = [
             "LoRA" if self.lora else None,
             f"int{self.activation_bits}-activations" if self.activation_bits else None,
@@ -181,8 +181,8 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 
 @cache
 def usual_kinds() -> tuple[Recipe, ...]:
-    """What is learned, from what changes least on. LoRA trains another, smaller thing: it is
-    searched in bfloat16 alone."""
+    """Return the kinds of training to search, from the smallest change on. LoRA trains a smaller
+    model, and is searched in bfloat16 only."""
     return (
         *(Recipe(precision) for precision in PRECISIONS),
         *(Recipe(optimizer=optimizer) for optimizer in OPTIMIZERS[1:]),
@@ -193,11 +193,11 @@ def usual_kinds() -> tuple[Recipe, ...]:
 def recipes(
     learned: Recipe, *, sequences: int, gpus: int = 1, parallel: tuple[int, int] = (1, 1)
 ) -> Iterator[Recipe]:
-    """All ways to compute a training: what differs in bytes and time, and not in what is learned.
+    """Yield all ways to compute a training, which differ in bytes and time but train the same.
 
-    With several ranks none for an optimizer that cannot step a shard. `sequences` of each GPU
-    decide whether there is anything to accumulate. torch's fused attention stays: ours takes its
-    bytes in more time, and eager attention more of both.
+    With several ranks, skip an optimizer that cannot step a shard. `sequences` per GPU decides
+    whether there is anything to accumulate. Attention stays torch's fused kernel: memlab's needs
+    the same bytes and more time, and eager attention more of both.
     """
     tensor, pipeline = parallel
     has_ranks = gpus > tensor * pipeline
@@ -224,5 +224,5 @@ def recipes(
                 tensor_parallel=tensor,
                 pipeline_parallel=pipeline,
             )
-        except ValueError:  # two of these exclude each other
+        except ValueError:  # two of the choices exclude each other
             continue

@@ -1,25 +1,27 @@
-"""Repetition: the trace of a deep model, made of the traces of two shallow ones.
+"""Extrapolate the trace of a deep model from the traces of two shallow ones.
 
-Saves    the run: 32 blocks take eight times as long as 4, and a stretched trace a second.
-Costs    two shallow runs; and a step whose blocks are not treated alike cannot be stretched.
+Saves    time: 32 blocks take eight times as long as 4; extrapolation takes a second.
+Costs    two shallow runs. It only works if all blocks are treated alike.
 
-Equal blocks do equal things, so a trace of one block more has a few sections more: one block's
-weights where the model is made, its part of forward, of backward, of the optimizer.
+Equal blocks do equal things. So the trace of a model with one block more has a few additional
+sections: the new block's weights when the model is built, and its part of forward, backward and the
+optimizer step.
 
     fewer   h AAA  f BBB  t          h, f, t once;  A and B for each block
     more    h AAAA f BBBB t
 
-`insertions` finds them. As many more copies as wanted give the events, but each free must still
-name the right storage. Three rules say which copy's it is. The first or the last copy may have one
-of its own, as its neighbour is no copy:
+`insertions` finds these sections. Repeating them gives the deep model's events, but each free must
+still name the right storage. One of three rules gives the block copy that the storage belongs to.
+The first or last copy may have a rule of its own, because its neighbor is not a copy:
 
-    in step     copy i frees what copy i + c made         a block's own temporaries
-    mirrored    copy i frees what copy n - i + c made     backward frees forward's activations
-    fixed       all free what one copy made, counted from the first or from the last
+    in step     copy i frees a storage of copy i + c         a block's own temporaries
+    mirrored    copy i frees a storage of copy n - i + c     backward frees forward's activations
+    fixed       all copies free storages of one copy, counted from the first or from the last
 
-Each rule is read off both traces, and what does not follow one is refused (`NotRepeating`). So is a
-result in which a storage is freed twice, or outlives the step more often than in the shallow runs.
-What is not refused is exact, down to the order of events, on which an allocator's holes depend.
+Each rule is inferred from both traces. If an event follows none, `NotRepeating` is raised. It is
+also raised if the result would free a storage twice, or would leave more storages alive than the
+shallow runs do. Otherwise the result is exact, including the order of events, which determines the
+allocator's fragmentation.
 """
 
 import re
@@ -37,42 +39,43 @@ from memlab.trace import DeviceMemory, Event, Trace
 
 Numbers = NDArray[np.int64]
 
-_NONE = -1  # the birth of what is no storage; the block of what is in none
-_MARK = 0  # the token that stands where the measured step begins
-_MOST_AT_EDGES = 2  # copies that may have rules of their own, at both ends together
+_NONE = -1  # marks an event without a storage or without a block
+_MARK = 0  # the token at the start of the measured step
+_MAX_EDGE_COPIES = 2  # copies at both ends together that may have rules of their own
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-class NotRepeating(ValueError):  # noqa: N818 - says what the traces are
-    """Two traces do not differ by copies of the same sections alone."""
+class NotRepeating(ValueError):  # noqa: N818 - describes the traces
+    """The two traces differ by more than copies of the same sections."""
 
 
-def stretch(fewer: Trace, more: Trace, blocks_more: int, blocks: int, *, unit: int = 1) -> Trace:
-    """The trace of so many blocks.
+def extrapolate(
+    fewer: Trace, more: Trace, blocks_more: int, blocks: int, *, unit: int = 1
+) -> Trace:
+    """Return the trace of a model with `blocks` blocks.
 
-    `more` has `blocks_more` equal blocks, `fewer` has `unit` less. Storages are numbered anew.
-    Raises NotRepeating where the two cannot tell, ValueError for a number of blocks that whole
-    units do not reach.
+    `more` has `blocks_more` equal blocks, and `fewer` has `unit` blocks less. Storages get new
+    numbers. Raises NotRepeating if the traces establish no rule, and ValueError if whole units do
+    not add up to `blocks`.
     """
     added, rest = divmod(blocks - blocks_more, unit)
     if rest or added < 0:
         raise ValueError(
-            f"got {blocks} blocks; {blocks_more} and some times {unit} more can be made of these "
-            f"traces"
+            f"got {blocks} blocks; these traces give {blocks_more} blocks plus a multiple of {unit}"
         )
     if (fewer.device, fewer.dry, fewer.notes) != (more.device, more.dry, more.notes):
-        raise NotRepeating("the two traces are not of the same device, or their notes differ")
+        raise NotRepeating("the two traces have different devices or notes")
     try:
-        return _stretch(fewer, more, added + 1, unit)
+        return _extrapolate(fewer, more, added + 1, unit)
     except NotRepeating:
-        return _stretch(*map(frees_by_age, (fewer, more)), added + 1, unit)
+        return _extrapolate(*map(sort_frees_by_age, (fewer, more)), added + 1, unit)
 
 
-def frees_by_age(trace: Trace) -> Trace:
-    """The trace in which storages that die at once, with no other event between, die by age.
+def sort_frees_by_age(trace: Trace) -> Trace:
+    """Sort consecutive frees by the age of their storages.
 
-    Autocast drops its casts in the order of a hash table of addresses, which differs from run to
-    run. To an allocator the order of such frees is all one: its blocks are the same behind them.
+    Autocast frees its casts in the order of a hash table of addresses, which differs from run to
+    run. The order of such frees makes no difference to the allocator's blocks afterwards.
     """
     history, events = (tuple(_frees_by_age(part)) for part in (trace.history, trace.events))
     return replace(trace, history=history, events=events)
@@ -81,7 +84,7 @@ def frees_by_age(trace: Trace) -> Trace:
 def _frees_by_age(events: Iterable[Event]) -> Iterable[Event]:
     held: dict[int, int] = {}
     born: dict[int, int] = {}
-    frees: list[tuple[int, list[Event]]] = []  # when born, the free and its rounding
+    frees: list[tuple[int, list[Event]]] = []  # birth position, then the free and its rounding
     for position, event in enumerate(events):
         size, storage, category, *_, phase = event[:6]
         if frees and category == "rounding":
@@ -104,22 +107,22 @@ def _sorted(frees: list[tuple[int, list[Event]]]) -> Iterable[Event]:
     return (event for _, events in sorted(frees) for event in events)
 
 
-def _stretch(fewer: Trace, more: Trace, added: int, unit: int) -> Trace:
+def _extrapolate(fewer: Trace, more: Trace, added: int, unit: int) -> Trace:
     tokens = _Tokens()
     short, long = tokens.read(fewer), tokens.read(more)
     repeats = _Repeats(insertions(short.tokens, long.tokens), long.tokens)
-    made = _stretched(short, long, repeats, added, unit)
+    made = _extrapolated(short, long, repeats, added, unit)
     _check(made, short, long, repeats, added)
     return _trace(more, made)
 
 
-def _stretched(
+def _extrapolated(
     short: "_Sequence", long: "_Sequence", repeats: "_Repeats", added: int, unit: int
 ) -> "_Sequence":
     layout = repeats.layout(added)
     few, more = repeats.layout(0).places(short.births), repeats.layout(1).places(long.births)
-    births = layout.positions(repeats.stretched(few, more, added))
-    has_block, block = repeats.stretched(
+    births = layout.positions(repeats.extrapolated(few, more, added))
+    has_block, block = repeats.extrapolated(
         _block_places(short.blocks), _block_places(long.blocks), added, unit
     )
     blocks = np.where(has_block, block, _NONE)
@@ -129,25 +132,25 @@ def _stretched(
 
 
 def _block_places(blocks: Numbers) -> Numbers:
-    """Whether each event has a block, and which: as if that were a place."""
+    """Encode whether each event has a block, and which one, in the form of places."""
     return np.stack((blocks != _NONE, blocks.clip(min=0)))
 
 
-# ------------------------------------------------------------------ what events have in common
+# ------------------------------------------------------------------ events as tokens
 
 
 class _Sequence(NamedTuple):
-    """All events of a process, and a mark where its measured step begins."""
+    """All events of a process, with a mark where the measured step begins."""
 
-    tokens: Numbers  # equal for events that differ in their storage and block only
-    births: Numbers  # the position at which the event's storage was born
+    tokens: Numbers  # equal for events that differ only in storage and block
+    births: Numbers  # the position at which the event's storage was created
     blocks: Numbers
     bytes: Numbers
-    events: Sequence[Event | None]  # None: the mark
+    events: Sequence[Event | None]  # None is the mark
 
 
 class _Tokens:
-    """Numbers for events, the same in every trace that is read."""
+    """Numbers equal events equally in all traces."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {None: _MARK}
@@ -165,7 +168,7 @@ class _Tokens:
                 continue
             size, storage, category, operator, module, *others = event
             module, block = self._split(module)
-            special = min(storage, 1)  # 0 and below: no storage, but what a device alone reports
+            special = min(storage, 1)  # 0 and below: no storage, only reported by the device
             token = (size, special, category, operator, module, *others)
             tokens.append(self._numbers.setdefault(token, len(self._numbers)))
             births.append(_NONE if storage <= 0 else born.setdefault(storage, position))
@@ -174,7 +177,7 @@ class _Tokens:
         return _Sequence(*map(_numbers, (tokens, births, blocks, sizes)), events)
 
     def _split(self, module: str) -> tuple[str, int]:
-        """A module's name with its block's number taken out, and the number."""
+        """Return a module's name with its block's number replaced by *, and the number."""
         if module not in self._modules:
             found = _BLOCK.search(module)
             block = int(found[0]) if found else _NONE
@@ -186,18 +189,18 @@ def _numbers(values: Sequence[int]) -> Numbers:
     return np.array(values, dtype=np.int64)
 
 
-# ------------------------------------------------------------------ where copies were inserted
+# ------------------------------------------------------------------ finding inserted copies
 
 
 class Insertion(NamedTuple):
-    """A section that the longer sequence has once more: behind its last copy in the shorter."""
+    """A section that the longer sequence repeats once more, after its last copy in the shorter."""
 
-    position: int  # in the shorter
+    position: int  # in the shorter sequence
     length: int
 
 
 def insertions(short: Numbers, long: Numbers) -> list[Insertion]:
-    """What was inserted into `short` to make `long`, each a repetition of what stands before it."""
+    """Find the sections that turn `short` into `long`, each a repetition of the one before it."""
     found: list[Insertion] = []
     position = shift = 0
     while True:
@@ -211,7 +214,7 @@ def insertions(short: Numbers, long: Numbers) -> list[Insertion]:
 
 
 def _inserted(short: Numbers, long: Numbers, position: int, shift: int, floor: int) -> int:
-    """Of the lengths that repeat what stands before, the one after which most is equal again."""
+    """Return the length of a repetition after which the sequences agree the longest."""
     here = position + shift
     longest = min(len(long) - len(short) - shift, here - floor)
     lengths = np.arange(1, longest + 1)
@@ -228,18 +231,18 @@ def _inserted(short: Numbers, long: Numbers, position: int, shift: int, floor: i
         if np.array_equal(long[here - length : here], long[here : here + length])
     ]
     if not equal:
-        raise NotRepeating(f"event {position} of the shorter trace differs, and repeats nothing")
+        raise NotRepeating(f"event {position} of the shorter trace differs without a repetition")
     return -max(equal)[1]
 
 
 def _common_with_end(one: Numbers, other: Numbers) -> int:
-    """How far two sequences are equal; one more if they end together."""
+    """Return the length of the common beginning, plus one if the sequences are equal."""
     common = _common(one, other)
     return common + (common == len(one) == len(other))
 
 
 def _common(one: Numbers, other: Numbers) -> int:
-    """How far two sequences are equal from their beginnings."""
+    """Return the length of the common beginning."""
     length = min(len(one), len(other))
     done = 0
     while done < length:
@@ -255,22 +258,22 @@ def _common(one: Numbers, other: Numbers) -> int:
 
 
 class _Layout:
-    """A sequence cut into sections: parts that stand once, and between them groups of copies.
+    """A sequence cut into sections: single parts, and groups of copies between them.
 
-    A place in it is a template (which event of which section) and a copy.
+    A place in it is a template (an event of a section) and a copy.
     """
 
     def __init__(self, lengths: Numbers, copies: Numbers) -> None:
-        self.lengths, self.copies = lengths, copies  # a length is one copy's
+        self.lengths, self.copies = lengths, copies  # the length of one copy
         self.starts = np.concatenate(([0], np.cumsum(lengths * copies)))
         self.first_templates = np.concatenate(([0], np.cumsum(lengths)))
-        section = np.repeat(np.arange(len(lengths)), lengths)  # of each template
+        section = np.repeat(np.arange(len(lengths)), lengths)  # per template
         offset = np.arange(len(section)) - self.first_templates[section]
-        self.first_positions = self.starts[section] + offset  # of each template
+        self.first_positions = self.starts[section] + offset  # per template
         self._strides, self._copies = lengths[section], copies[section]
 
     def places(self, positions: Numbers) -> Numbers:
-        """Template and copy of each position, (2, positions); no position is in no place."""
+        """Return template and copy of each position, shape (2, positions)."""
         section = np.searchsorted(self.starts[:-1], positions, side="right") - 1
         within = positions - self.starts[section]
         copy, offset = np.divmod(within, self.lengths[section].clip(min=1))
@@ -280,18 +283,18 @@ class _Layout:
     def positions(self, places: Numbers) -> Numbers:
         """The inverse of `places`."""
         template, copy = places
-        there = template != _NONE
-        if np.any(there & ((copy < 0) | (copy >= self._copies[template]))):
-            raise NotRepeating("an event would belong to a block that is not there")
+        exists = template != _NONE
+        if np.any(exists & ((copy < 0) | (copy >= self._copies[template]))):
+            raise NotRepeating("an event would belong to a block that does not exist")
         found = self.first_positions[template] + copy * self._strides[template]
-        return np.where(there, found, _NONE)
+        return np.where(exists, found, _NONE)
 
     def templates(self) -> Numbers:
-        """The template at each position."""
+        """Return the template at each position."""
         return self.places(np.arange(self.starts[-1]))[0]
 
     def cut(self, places: Numbers) -> list[Numbers]:
-        """What stands for each position, by section: each (2, copies, length)."""
+        """Split places by section, each with shape (2, copies, length)."""
         shapes = zip(self.copies.tolist(), self.lengths.tolist(), strict=True)
         parts = np.split(places, self.starts[1:-1], axis=1)
         return [part.reshape(2, *shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -301,7 +304,7 @@ _NOWHERE = np.array([[_NONE], [0]])
 
 
 class _Repeats:
-    """The sections that two traces share, one of which has each group's copies and one more."""
+    """The sections of two traces, the longer of which has one more copy of each group."""
 
     def __init__(self, found: Sequence[Insertion], long: Numbers) -> None:
         lengths, copies = [], []
@@ -321,11 +324,11 @@ class _Repeats:
         self._grows = _numbers([*[0, 1] * len(found), 0])
 
     def layout(self, added: int) -> _Layout:
-        """With so many copies more of each group than the shorter trace has."""
+        """Return the layout with `added` more copies of each group than the shorter trace has."""
         return _Layout(self._lengths, self._copies + added * self._grows)
 
-    def stretched(self, short: Numbers, long: Numbers, added: int, step: int = 1) -> Numbers:
-        """The places that stand at each position, of those that do in the two traces."""
+    def extrapolated(self, short: Numbers, long: Numbers, added: int, step: int = 1) -> Numbers:
+        """Extrapolate the places at each position from the places in the two traces."""
         parts = zip(self.layout(0).cut(short), self.layout(1).cut(long), strict=True)
         wanted = [_extended(few, more, added, step) for few, more in parts]
         return np.concatenate([part.reshape(2, -1) for part in wanted], axis=1)
@@ -335,39 +338,39 @@ class _Repeats:
 
 
 def _extended(few: Numbers, more: Numbers, added: int, step: int) -> Numbers:
-    """The places of a section's events with `added` copies more than in `few`.
+    """Return the places of a section's events with `added` more copies than in `few`.
 
-    Each is (2, copies, length). The rule of an event is the one with the fewest copies at the
-    edges that have a rule of their own; where two with equally many differ, none.
+    The shape is (2, copies, length). An event's rule is the one that needs the fewest copies with
+    rules of their own at the edges. It is an error if two such rules disagree.
     """
     copies, length = few.shape[1:]
     if copies == more.shape[1]:
         return _by_rule(few, more, copies, 0, added, step)[1]
     extended = np.zeros((2, copies + added, length), dtype=np.int64)
-    open_ = np.arange(length)
-    for edges in range(min(_MOST_AT_EDGES, copies - 1) + 1):
-        fitting = np.zeros(len(open_), dtype=bool)
+    unmatched = np.arange(length)
+    for edges in range(min(_MAX_EDGE_COPIES, copies - 1) + 1):
+        fitting = np.zeros(len(unmatched), dtype=bool)
         for head in range(edges + 1):
-            parts = few[:, :, open_], more[:, :, open_]
+            parts = few[:, :, unmatched], more[:, :, unmatched]
             fits, made = _by_rule(*parts, head, edges - head, added, step)
-            known = extended[:, :, open_]
+            known = extended[:, :, unmatched]
             if np.any(fits & fitting & (made != known).any(axis=(0, 1))):
-                raise NotRepeating("two rules fit an event, and lead to different storages")
-            extended[:, :, open_] = np.where(fits, made, known)
+                raise NotRepeating("two rules fit an event but give different storages")
+            extended[:, :, unmatched] = np.where(fits, made, known)
             fitting |= fits
-        open_ = open_[~fitting]
-        if not len(open_):
+        unmatched = unmatched[~fitting]
+        if not len(unmatched):
             return extended
-    raise NotRepeating(f"{len(open_)} events of a block follow no rule")
+    raise NotRepeating(f"{len(unmatched)} events of a block follow no rule")
 
 
 def _by_rule(
     few: Numbers, more: Numbers, head: int, tail: int, added: int, step: int
 ) -> tuple[Numbers, Numbers]:
-    """Which events one rule fits, but for so many copies at the edges, and what it makes of them.
+    """Return the events that fit one rule, except for copies at the edges, and the rule's places.
 
     In the middle, copy i of a trace with `a` copies added belongs to copy c + slope·i + growth·a
-    of one template; slope is -step, 0 or step, growth 0 or step.
+    of one template. The slope is -step, 0 or step, and the growth 0 or step.
     """
     ends = [
         (few[:, :head], more[:, :head]),
@@ -385,12 +388,12 @@ def _by_rule(
         fits &= good
         made.insert(1, between)
     if not fits.all() and few.shape[1] == more.shape[1]:
-        raise NotRepeating(f"{(~fits).sum()} events that stand once follow no rule")
+        raise NotRepeating(f"{(~fits).sum()} events outside the blocks follow no rule")
     return fits, np.concatenate(made, axis=1)
 
 
 def _affine(few: Numbers, more: Numbers, added: int, step: int) -> tuple[Numbers, Numbers]:
-    """Which events of copies that are all alike follow a rule, and what it makes of them."""
+    """Return the events of equal copies that fit an affine rule, and the rule's places."""
     template, first = more[0, 0], few[1, 0]
     slope, growth = more[1, 1] - more[1, 0], more[1, 0] - first
 
@@ -404,19 +407,21 @@ def _affine(few: Numbers, more: Numbers, added: int, step: int) -> tuple[Numbers
     return fits, rule(added)
 
 
-# ------------------------------------------------------------------ is it a trace at all?
+# ------------------------------------------------------------------ checking the result
 
 
 def _check(
     made: _Sequence, short: _Sequence, long: _Sequence, repeats: _Repeats, added: int
 ) -> None:
-    """Each event leaves its storage as many bytes as it did in the shallow traces: a free leaves
-    none. So nothing is freed twice, and as many are left alive for each block as there."""
+    """Check that each event leaves its storage as many bytes as in the shallow traces.
+
+    A free leaves none, so no storage is freed twice, and each block leaves as much alive.
+    """
     positions, births = np.arange(len(made.births)), made.births[made.births != _NONE]
     if np.any(made.births > positions) or np.any(made.births[births] != births):
-        raise NotRepeating("an event would belong to a storage that is not born yet")
+        raise NotRepeating("an event would belong to a storage that does not exist yet")
     if np.any(made.blocks[births] != made.blocks[made.births != _NONE]):
-        raise NotRepeating("an event would belong to another block's storage than it says")
+        raise NotRepeating("an event and its storage would belong to different blocks")
     few, more, many = (repeats.layout(count).templates() for count in (0, 1, added))
     templates, levels = np.concatenate((few, more)), np.concatenate((_levels(short), _levels(long)))
     low, high = (np.full(templates.max() + 1, end) for end in (levels.max(), levels.min()))
@@ -428,15 +433,15 @@ def _check(
 
 
 def _levels(sequence: _Sequence) -> Numbers:
-    """The bytes that each event leaves its storage."""
+    """Return the bytes that each event leaves in its storage."""
     births, sizes = sequence.births, sequence.bytes
     in_step = np.arange(len(births)) > np.flatnonzero(sequence.tokens == _MARK)
-    key = 2 * births + in_step  # the step says again what its history left alive
+    key = 2 * births + in_step  # the step repeats what its history left alive
     order = np.argsort(key, kind="stable")
     key, sizes = key[order], sizes[order]
     first = np.concatenate(([True], key[1:] != key[:-1]))
     running = np.cumsum(sizes)
-    before = (running - sizes)[first]  # of each storage
+    before = (running - sizes)[first]  # per storage
     levels = np.empty_like(sizes)
     levels[order] = np.where(key < 0, 0, running - before[np.cumsum(first) - 1])
     return levels
@@ -461,8 +466,8 @@ def _trace(more: Trace, made: _Sequence) -> Trace:
 
 
 def _events(long: _Sequence, sources: Numbers, births: Numbers, blocks: Numbers) -> list[Any]:
-    """The events at the positions `sources`, of the storages that are born where `births` says, in
-    modules of these blocks."""
+    """Build the events from those at the positions `sources`, with storages created at `births` and
+    modules of the given blocks."""
     known = [event or _NO_EVENT for event in long.events]
     columns = [_objects(column)[sources].tolist() for column in zip(*known, strict=True)]
     numbers = np.cumsum(births == np.arange(len(births)))[births]
@@ -478,18 +483,18 @@ def _events(long: _Sequence, sources: Numbers, births: Numbers, blocks: Numbers)
 
 
 def _modules(names: Sequence[str], sources: Numbers, blocks: Numbers) -> list[str]:
-    """The names at the positions `sources`, each with its block's number."""
+    """Return the module names at the positions `sources` with new block numbers."""
     distinct = {name: number for number, name in enumerate(dict.fromkeys(names))}
     table = [
         [name, *(_BLOCK.sub(str(block), name, count=1) for block in range(blocks.max() + 1))]
         for name in distinct
     ]
-    of_event = _numbers([distinct[name] for name in names])
-    return np.array(table, dtype=object)[of_event[sources], blocks + 1].tolist()
+    name_index = _numbers([distinct[name] for name in names])
+    return np.array(table, dtype=object)[name_index[sources], blocks + 1].tolist()
 
 
 def _objects(values: Sequence[Any]) -> NDArray[np.object_]:
-    """An array of one dimension, whatever the values are."""
+    """Build a 1-D object array, even if the values are sequences."""
     array = np.empty(len(values), dtype=object)
     array[:] = values
     return array

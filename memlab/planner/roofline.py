@@ -1,16 +1,15 @@
-"""How long any step takes, estimated: each operator at the pace of what it computes or moves.
+"""Estimate the time of any step: each operator is bound by its compute or by its memory traffic.
 
     an operator's seconds  =  max( operations / (UTILIZATION · peak),  bytes / bandwidth )
     a step's seconds       =  the sum over its operators  +  bytes to and from disk / bandwidth
 
-For a training that somebody else wrote there is no formula of its step, but a dry run has all of
-its operators: what is recomputed comes twice, what an optimizer makes on the way goes through
-memory. As in `costs` nothing overlaps; and no launch takes time, so many small operators cost more
-than this says. It is there to order ways of training, and is no measurement; one is in
-`benchmarks/roofline.py`, beside it.
+A user's own training has no formula, but a dry run lists all its operators. A recomputed operator
+is counted twice, and an optimizer's temporaries count as memory traffic. As in `costs`, nothing
+overlaps. Kernel launches take no time here, so the estimate is too low for many small operators.
+Use it to order ways of training. `benchmarks/roofline.py` compares it with measured times.
 
-Bytes are those of the tensors that an operator reads and writes, each once; where it takes or
-changes rows of a table, those of the rows. Views move nothing.
+An operator's bytes are those of the tensors that it reads and writes, each counted once. An
+operator on some rows of a table counts those rows only. Views move nothing.
 
 Source   Williams et al. 2009, "Roofline" (doi 10.1145/1498765.1498785).
 """
@@ -33,8 +32,8 @@ from memlab.planner.outside import KeptOnDisk
 
 aten = torch.ops.aten
 
-# Of these only some rows of the first argument are read or changed.
-_OF_ROWS = frozenset(
+# Operators that read or change only some rows of their first argument.
+_ROW_OPERATORS = frozenset(
     {
         *(aten.embedding, aten.index_select, aten.index, aten.gather),
         *(aten.index_add_, aten.index_copy_, aten.index_fill_, aten.index_put_),
@@ -42,14 +41,13 @@ _OF_ROWS = frozenset(
     }
 )
 _FILL = frozenset({aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_})
-_MAKE_ROOM = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty})
+_ALLOCATE = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty})
 
 
 class Roofline:
-    """The seconds that a step would take on a card.
+    """Estimates the seconds of a step on a card.
 
-    seconds   by what they go to: "products" (bound by what is computed), "memory" (by what is
-              moved), "disk"
+    seconds   by bound: "compute", "memory", "disk"
     """
 
     def __init__(self, card: Card) -> None:
@@ -61,7 +59,7 @@ class Roofline:
         return sum(self.seconds.values())
 
     def counted(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """The step, counted each time anew while a dry run is active."""
+        """Return the step with counting added. Each call under a dry run starts a new count."""
 
         def run() -> Any:
             assert dry_run.active is not None
@@ -76,7 +74,7 @@ class Roofline:
         return run
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """One call of an operator; what is none, such as flex attention, is made of those."""
+        """Count one operator call. Higher-order operators are skipped; their parts are counted."""
         if not isinstance(func, OpOverload):
             return
         computing = 0.0
@@ -84,19 +82,19 @@ class Roofline:
             computing = count / (UTILIZATION * peak(self.card, func, args))
         moving = moved_bytes(func, args, kwargs, result) / self.card.memory_bandwidth
         if computing or moving:
-            bound = "products" if computing > moving else "memory"
+            bound = "compute" if computing > moving else "memory"
             self.seconds[bound] += max(computing, moving) * repeat_count()
 
 
 def _offloaded_bytes(step: Callable[[], Any]) -> int:
-    """There and back, so far."""
+    """Return the bytes written and read so far."""
     if not isinstance(step, KeptOnDisk):
         return 0
     return step.store.traffic.written + step.store.traffic.read
 
 
 def peak(card: Card, func: Any, args: Any) -> float:
-    """Operations a second at the precision of what is multiplied: TF32 is half of bfloat16's."""
+    """Return operations per second for the inputs' precision. TF32 reaches half of bfloat16."""
     if all(x.dtype.itemsize <= 2 for x in tensors_among(args) if x.is_floating_point()):
         return card.flops
     is_convolution = func.overloadpacket in (aten.convolution, aten.convolution_backward)
@@ -105,9 +103,9 @@ def peak(card: Card, func: Any, args: Any) -> float:
 
 
 def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Bytes that one call of an operator reads and writes."""
+    """Return the bytes that one operator call reads and writes."""
     packet = func.overloadpacket
-    if func.is_view or func.namespace == "prim" or packet in _MAKE_ROOM:
+    if func.is_view or func.namespace == "prim" or packet in _ALLOCATE:
         return 0
     places = [(i, a) for i, a in enumerate(func._schema.arguments) if a.is_write]
     out = {a.name for _, a in places if a.kwarg_only}  # not read
@@ -116,8 +114,8 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     known = {x.untyped_storage()._cdata for x in (*given, *changed)}
     made = [x for x in tensors_among([result]) if x.untyped_storage()._cdata not in known]
     if not made and not changed:
-        return 0  # a view that is not called one, or a question
-    if packet in _OF_ROWS:
+        return 0  # a view that is not declared as one, or a query without an output tensor
+    if packet in _ROW_OPERATORS:
         rows = made or given[1:]
         return sum(map(_bytes, [*given[1:], *rows, *rows]))
     read = given[1:] if packet in _FILL else given
@@ -125,5 +123,5 @@ def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _bytes(x: Tensor) -> int:
-    """One that was expanded has fewer than its shape says."""
+    """Return the tensor's bytes. An expanded tensor has fewer than its shape suggests."""
     return min(x.numel() * x.itemsize, x.untyped_storage().nbytes())

@@ -1,13 +1,13 @@
-"""The search: recipes in the order of their time, until some are measured to fit.
+"""Search recipes in the order of their estimated time until some are predicted to fit.
 
-    by formula    every recipe, in microseconds: its bytes within some percent, its estimated time
-    measured      the fastest that can fit, of each thing that can be learned, by a prediction of
-                  its step: allocated bytes, and the reserved ones that a card must have
-    batch, length grown as far as the memory goes, by the formula scaled to what was measured; or
-                  measured themselves, up to the first that does not fit
+    by formula    every recipe in microseconds: bytes within a few percent, and an estimated time
+    measured      the fastest candidates of each kind of training, by a prediction of a step's
+                  allocated and reserved bytes
+    batch, length increased to the limit, by the formula scaled to the measurement, or measured
+                  up to the first that does not fit
 
-The formula decides what is tried, never what is said: a recipe is called fitting where the bytes
-that a prediction reserves are within the memory, less what CUDA itself takes.
+The formula only decides which recipes to try. A recipe is reported to fit if its predicted reserved
+bytes are within the memory minus the CUDA context.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,13 +26,13 @@ from memlab.planner.processes import processes
 from memlab.planner.recipes import Recipe, recipes, usual_kinds
 from memlab.train import Setting
 
-SLACK = 0.02  # of the memory: left free by a batch and a length that are not measured themselves
-RESERVED = 0.1  # of a peak: what an allocator may hold beyond it, where nobody has measured it
-MARGIN = 0.05  # of the memory: what the next recipe leaves, after one that was too large
-TRIES = 4  # recipes of one kind that are measured before the kind is given up
+SLACK = 0.02  # of the memory: left free by a batch or length that is not measured
+RESERVED = 0.1  # of a peak: allowance for reserved bytes beyond it if nothing was measured
+MARGIN = 0.05  # of the memory: left free by the next recipe after one that was too large
+TRIES = 4  # recipes of one kind to measure before giving up on the kind
 USUAL_SEQ_LEN = 2048
-MOST_SEQUENCES = 4096
-TOKENS = 128  # to the next of which a length is found
+MAX_SEQUENCES = 4096
+TOKENS = 128  # granularity of the longest length
 
 Announce = Callable[[str], object]
 
@@ -53,47 +53,45 @@ def plan(
     workers: int = 1,
     announce: Announce = lambda stage: None,
 ) -> Plan:
-    """Which recipes fit, the fastest first, each of another kind of training: `count` are measured,
-    the others are by formula.
+    """Find the recipes that fit, the fastest first, each of another kind of training.
 
-    model     a preset, a path of a Hugging Face `config.json`, or a shape
-    memory    of each GPU: "24GB", "24GiB", bytes, or a card's name
-    batch     sequences of each data-parallel GPU, of `seq_len` tokens (2048, or what the model
-              takes)
-    learned   the kinds of training among which to choose: recipes of what is learned; None: those
-              of `usual_kinds`
-    exact     measure the largest batch and length of each, which takes several times as long;
-              else they are the formula's, scaled to what was measured
-    target    what is predicted: "cuda", "cuda:hopper"; None: as the card has it. "cpu" plans for
-              this kind of machine, whose allocator reserves nothing
-    workers   processes that measure at once; of more than one, a script that plans must be one that
-              can be imported (`if __name__ == "__main__":`)
-    announce  is told what is measured
+    model     a preset, the path of a Hugging Face `config.json`, or a GPTConfig
+    memory    of each GPU: "24GB", "24GiB", bytes, or a GPU's name
+    batch     sequences per data-parallel GPU
+    seq_len   tokens per sequence; default: 2048, or the model's maximum if that is less
+    learned   the kinds of training to choose from; default: `usual_kinds()`
+    count     kinds to measure; the other kinds are computed by formula
+    exact     measure the largest batch and length, which takes several times as long, instead of
+              scaling the formula
+    target    "cuda", "cuda:hopper" or "cpu", whose allocator reserves nothing; default: the GPU's
+    workers   processes that measure at once; with more than one, the calling script must be
+              importable (`if __name__ == "__main__":`)
+    announce  called with the name of each measurement
 
-    ValueError, in a sentence, for what is no model, memory or number.
+    Raises ValueError for an unknown model or memory, or a number out of range.
     """
     config = config_named(model) if isinstance(model, str) else model
-    there = _memory(memory, target)
+    gpu_memory = _memory(memory, target)
     seq_len = min(USUAL_SEQ_LEN, config.seq_len) if seq_len is None else seq_len
     _require_numbers(count=count, batch=batch, seq_len=seq_len)
-    asked = _Asked(
+    query = _Query(
         model if isinstance(model, str) else name_of(model),
         config,
-        there,
+        gpu_memory,
         gpus,
         batch,
         seq_len,
         (tensor_parallel, pipeline_parallel),
-        target or there.card_for_costs.target,
+        target or gpu_memory.card_for_costs.target,
     )
     kinds = usual_kinds() if learned is None else learned
-    return _Search(asked, exact, announce).plan(kinds, count, workers)
+    return _Search(query, exact, announce).plan(kinds, count, workers)
 
 
 def _require_numbers(**given: int) -> None:
     for what, got in given.items():
         if not isinstance(got, int) or got < 1:
-            raise ValueError(f"got {what}={got!r}; give a number from 1")
+            raise ValueError(f"got {what}={got!r}; give an integer from 1")
 
 
 def _memory(memory: str | int | Memory, target: str | None) -> Memory:
@@ -103,10 +101,10 @@ def _memory(memory: str | int | Memory, target: str | None) -> Memory:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What the user asked for."""
+class _Query:
+    """The user's request."""
 
-    model: str  # its name
+    model: str  # the name
     config: GPTConfig
     memory: Memory
     gpus: int
@@ -128,50 +126,50 @@ class _Asked:
 
 
 class Found(NamedTuple):
-    """What trying a kind of training came to."""
+    """The result of trying a kind of training."""
 
     option: Option | None
-    misses: list[Option]  # tried before it, too large
-    failures: list[str]  # could not be tried, and why
+    misses: list[Option]  # recipes that were too large
+    failures: list[str]  # recipes that raised an error, with the reason
 
 
-Each = Callable[[Callable[[list[Candidate]], Found], Iterable[list[Candidate]]], Iterable[Found]]
+KindMap = Callable[[Callable[[list[Candidate]], Found], Iterable[list[Candidate]]], Iterable[Found]]
 
 
 @dataclass(frozen=True)
-class _Try:
-    """Tries a kind of training, in whatever process."""
+class _KindSearch:
+    """Searches a kind of training. It can be sent to another process."""
 
-    asked: _Asked
+    query: _Query
     exact: bool
 
     def __call__(self, kind: list[Candidate]) -> Found:
-        search = _Search(self.asked, self.exact, lambda stage: None)
-        return Found(search.of_kind(kind), search.misses, search.failures)
+        search = _Search(self.query, self.exact, lambda stage: None)
+        return Found(search.search_kind(kind), search.misses, search.failures)
 
 
 class _Search:
-    """Tries recipes, and remembers those that could not be."""
+    """Tries recipes and collects those that are too large or fail."""
 
-    def __init__(self, asked: _Asked, exact: bool, announce: Announce) -> None:
-        self.asked, self.exact, self.announce = asked, exact, announce
+    def __init__(self, query: _Query, exact: bool, announce: Announce) -> None:
+        self.query, self.exact, self.announce = query, exact, announce
         self.failures: list[str] = []
         self.misses: list[Option] = []
 
     def plan(self, learned: Iterable[Recipe], count: int, workers: int) -> Plan:
-        asked, kinds = self.asked, self.kinds(learned)
-        with processes(workers) as each:
-            options = self.options(kinds, count, each)
+        query, kinds = self.query, self.kinds(learned)
+        with processes(workers) as map_:
+            options = self.options(kinds, count, map_)
             miss = self.miss(kinds, options)
             others = self.others(kinds, options)
         return Plan(
-            asked.model,
-            asked.config,
-            asked.memory,
-            asked.gpus,
-            asked.batch,
-            asked.seq_len,
-            asked.target,
+            query.model,
+            query.config,
+            query.memory,
+            query.gpus,
+            query.batch,
+            query.seq_len,
+            query.target,
             self.exact,
             tuple(options),
             tuple(others),
@@ -182,48 +180,48 @@ class _Search:
     # -------------------------------------------------------------- by formula
 
     def kinds(self, learned: Iterable[Recipe]) -> list[list[Candidate]]:
-        """All recipes of each kind of training, the fastest first."""
-        tensor, pipeline = self.asked.parallel
+        """Return all recipes of each kind of training, the fastest first."""
+        tensor, pipeline = self.query.parallel
         data_ranks(
-            self.asked.config,
+            self.query.config,
             Recipe(tensor_parallel=tensor, pipeline_parallel=pipeline),
-            self.asked.gpus,
+            self.query.gpus,
         )
         found = [self._candidates(each) for each in learned]
         return [kind for kind in found if kind]
 
     def _candidates(self, learned: Recipe) -> list[Candidate]:
-        asked = self.asked
-        ways = recipes(learned, sequences=asked.batch, gpus=asked.gpus, parallel=asked.parallel)
-        found = [self._candidate(recipe, asked.batch, asked.seq_len) for recipe in ways]
+        query = self.query
+        ways = recipes(learned, sequences=query.batch, gpus=query.gpus, parallel=query.parallel)
+        found = [self._candidate(recipe, query.batch, query.seq_len) for recipe in ways]
         return sorted(found, key=lambda c: (c.step_seconds, c.estimate.peak_bytes))
 
     def _candidate(self, recipe: Recipe, batch: int, seq_len: int) -> Candidate:
-        asked = self.asked
+        query = self.query
         estimate = self._estimate(recipe, batch, seq_len)
-        card = asked.memory.card_for_costs
-        seconds = step_seconds(asked.config, recipe, batch, seq_len, gpus=asked.gpus, card=card)
+        card = query.memory.card_for_costs
+        seconds = step_seconds(query.config, recipe, batch, seq_len, gpus=query.gpus, card=card)
         return Candidate(recipe, estimate, seconds)
 
     def _estimate(self, recipe: Recipe, batch: int, seq_len: int) -> Estimate:
-        asked = self.asked
+        query = self.query
         return training_bytes(
-            asked.config, recipe, batch, seq_len, gpus=asked.gpus, target=asked.target
+            query.config, recipe, batch, seq_len, gpus=query.gpus, target=query.target
         )
 
     def _may_fit(self, candidate: Candidate) -> bool:
-        return candidate.estimate.peak_bytes <= self.asked.budget_bytes
+        return candidate.estimate.peak_bytes <= self.query.budget_bytes
 
     # -------------------------------------------------------------- measured
 
-    def options(self, kinds: list[list[Candidate]], count: int, each: Each) -> list[Option]:
-        """The fastest of each kind that fits; kinds in the order of that time."""
+    def options(self, kinds: list[list[Candidate]], count: int, map_: KindMap) -> list[Option]:
+        """Return the fastest fitting recipe of each kind, in the order of their time."""
         hopeful = [[c for c in kind if self._may_fit(c)] for kind in kinds]
         hopeful = sorted(filter(None, hopeful), key=lambda kind: kind[0].step_seconds)
         tried: list[Option] = []
         while hopeful and len(tried) < count:
             now, hopeful = hopeful[: count - len(tried)], hopeful[count - len(tried) :]
-            for found in each(_Try(self.asked, self.exact), now):
+            for found in map_(_KindSearch(self.query, self.exact), now):
                 self.failures += found.failures
                 self.misses += found.misses
                 if found.option is not None:
@@ -231,14 +229,14 @@ class _Search:
                     tried.append(found.option)
         return sorted(tried, key=lambda option: option.candidate.step_seconds)
 
-    def of_kind(self, kind: list[Candidate]) -> Option | None:
-        """The fastest of a kind that fits, and how far it goes."""
+    def search_kind(self, kind: list[Candidate]) -> Option | None:
+        """Return the fastest recipe of a kind that fits, with its largest batch and length."""
         option = self._first_that_fits(kind)
-        return None if option is None else self.grown(option)
+        return None if option is None else self.with_limits(option)
 
     def _first_that_fits(self, kind: list[Candidate]) -> Option | None:
-        """The fastest; one that is too large, or cannot be tried, is followed by a smaller one."""
-        budget = self.asked.budget_bytes
+        """Return the fastest that fits. After one that is too large, skip to smaller ones."""
+        budget = self.query.budget_bytes
         bound = float(budget)
         tries = 0
         for candidate in kind:
@@ -256,31 +254,34 @@ class _Search:
         return None
 
     def _tried(self, candidate: Candidate) -> Option | None:
-        """The recipe, measured; None if it cannot be."""
-        asked = self.asked
+        """Measure the recipe; return None if it fails."""
+        query = self.query
         try:
-            found = self._measured(candidate.recipe, asked.batch, asked.seq_len)
-        except Exception as error:  # the others are worth having
-            self.failures.append(f"{candidate.recipe}: {_in_one_line(error)}")
+            found = self._measured(candidate.recipe, query.batch, query.seq_len)
+        except Exception as error:  # one failing recipe must not stop the search
+            self.failures.append(f"{candidate.recipe}: {_message(error)}")
             return None
-        return Option(candidate, found, asked.budget_bytes)
+        return Option(candidate, found, query.budget_bytes)
 
     def _measured(self, recipe: Recipe, batch: int, seq_len: int) -> Measured | None:
-        """None where formulas are all there is."""
-        asked = self.asked
+        """Return None if the recipe is only computed by formula."""
+        query = self.query
         if recipe.by_formula_only:
             return None
         self.announce(f"{recipe.techniques}, {batch} × {seq_len}")
-        setting = Setting(asked.config, batch, seq_len, recipe.dtype, asked.target)
-        # The trace stays where it was made: it is long, and nobody here reads it.
-        ranks = data_ranks(asked.config, recipe, asked.gpus)
+        setting = Setting(query.config, batch, seq_len, recipe.dtype, query.target)
+        # Drop the trace: it is long, and the search does not use it.
+        ranks = data_ranks(query.config, recipe, query.gpus)
         found = measured(setting, recipe.techniques, ranks=ranks, stage=recipe.zero_stage)
         return replace(found, trace=None)
 
     def miss(self, kinds: list[list[Candidate]], fitting: list[Option]) -> Option | None:
-        """The recipe that would be next if there were more memory: of what is learned by the best
-        option, the nearest in time that is faster and does not fit. Where nothing fits, the
-        smallest of all. What was not measured on the way is by formula."""
+        """Return the next recipe that more memory would allow.
+
+        With the best option's kind of training, this is the slowest recipe that is faster than the
+        best option and does not fit. If nothing fits, it is the smallest recipe of all. Its bytes
+        are the formula's unless the recipe was measured on the way.
+        """
         candidates = [candidate for kind in kinds for candidate in kind]
         if fitting:
             best = fitting[0].candidate
@@ -293,7 +294,7 @@ class _Search:
                 and c.step_seconds < best.step_seconds
             ]
         measured_ones = {option.recipe: option for option in self.misses}
-        budget = self.asked.budget_bytes
+        budget = self.query.budget_bytes
         options = [measured_ones.get(c.recipe, Option(c, None, budget)) for c in candidates]
         too_large = [option for option in options if not option.fits]
         if fitting:
@@ -303,33 +304,33 @@ class _Search:
         return min(too_large, key=lambda option: option.needed_bytes, default=None)
 
     def others(self, kinds: list[list[Candidate]], options: list[Option]) -> list[Option]:
-        """Of each kind that was not measured, the fastest that fits by formula, and some more."""
+        """Return the fastest fitting recipe, by formula, of each kind that was not measured."""
         known = {option.recipe.learned for option in (*options, *self.misses)}
-        budget = self.asked.budget_bytes
+        budget = self.query.budget_bytes
         found = []
         for kind in kinds:
             fitting = (c for c in kind if (1 + RESERVED) * c.estimate.peak_bytes <= budget)
             first = next(fitting, None)
             if first is not None and first.recipe.learned not in known:
-                found.append(self.grown(Option(first, None, budget)))
+                found.append(self.with_limits(Option(first, None, budget)))
         return sorted(found, key=lambda option: option.candidate.step_seconds)
 
     def _needed(self, option: Option, batch: int, seq_len: int) -> int:
-        """What the recipe needs of another batch or length."""
+        """Return the recipe's bytes for another batch or length."""
         estimate = self._estimate(option.recipe, batch, seq_len)
         found = self._measured(option.recipe, batch, seq_len)
         return replace(
             option, candidate=replace(option.candidate, estimate=estimate), measured=found
         ).needed_bytes
 
-    # -------------------------------------------------------------- how far it goes
+    # -------------------------------------------------------------- largest batch and length
 
-    def grown(self, option: Option) -> Option:
-        """With the largest batch and the greatest length that fit, the other as asked."""
-        asked = self.asked
-        batch = self._largest(option, asked.batch, MOST_SEQUENCES, 1, lambda n: (n, asked.seq_len))
+    def with_limits(self, option: Option) -> Option:
+        """Add the largest batch and the largest length that fit, each with the other as given."""
+        query = self.query
+        batch = self._largest(option, query.batch, MAX_SEQUENCES, 1, lambda n: (n, query.seq_len))
         longest = self._largest(
-            option, asked.seq_len, asked.config.seq_len, TOKENS, lambda n: (asked.batch, n)
+            option, query.seq_len, query.config.seq_len, TOKENS, lambda n: (query.batch, n)
         )
         return replace(option, largest_batch=batch, longest=longest)
 
@@ -337,21 +338,21 @@ class _Search:
         self,
         option: Option,
         fits: int,
-        most: int,
+        maximum: int,
         step: int,
         size: Callable[[int], tuple[int, int]],
     ) -> int:
-        """The largest number up to `most`, in steps of so many, whose training fits.
+        """Return the largest number up to `maximum`, in multiples of `step`, that fits.
 
-        The formula, scaled to what was measured last, says where to look next.
+        The formula, scaled to the last measurement, chooses the next number to measure.
         """
-        recipe, budget = option.recipe, self.asked.budget_bytes
+        recipe, budget = option.recipe, self.query.budget_bytes
 
         def formula(scale: float, number: int) -> float:
             return scale * self._estimate(recipe, *size(number)).peak_bytes
 
         scale = option.needed_bytes / option.candidate.estimate.peak_bytes
-        too_many = most + 1
+        too_many = maximum + 1
         if too_many - fits <= step:
             return fits
         if not self.exact or option.measured is None:
@@ -371,8 +372,8 @@ class _Search:
 def _last_within(
     bytes_at: Callable[[int], float], budget: int, fits: int, too_many: int, step: int
 ) -> int:
-    """The last number between the two, in steps from the one that fits, that is within the budget;
-    the first of them if none is."""
+    """Return the last number from `fits` in multiples of `step`, below `too_many`, that is within
+    the budget; the first such number if none is."""
     last = (too_many - fits - 1) // step
     few, many = 1, last + 1
     while many - few > 1:
@@ -384,5 +385,5 @@ def _last_within(
     return fits + few * step
 
 
-def _in_one_line(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

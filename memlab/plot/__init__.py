@@ -1,13 +1,12 @@
-"""Pictures of runs: where the bytes of a step are, and where the holes between them.
+"""Plots of memory: a step's bytes over time, comparisons of runs, and fragmentation.
 
-    timeline(trace)    one step from left to right, stacked by category, and its peak taken apart
-    breakdown(traces)  a bar for each of several runs: what it holds at its peak, what it saves
-    blocks(blocks)     what the caching allocator reserves for a run, and the holes in it
+    timeline(trace)    one step from left to right, stacked by category, with its peak in a table
+    breakdown(traces)  one bar per run: its peak by category, and its savings
+    blocks(blocks)     the caching allocator's reserved memory over a run, and its free blocks
 
-A long run has more events than a picture has columns of dots. A column then shows the fullest
-moment of its share of the events, never a mean, so the peak is always drawn. Texts don't meet,
-however short a phase or long a name. The figures are made without pyplot: no backend or window is
-touched, and matplotlib's settings stay as the user has them.
+A long run has more events than a plot has columns of pixels. Each column shows the maximum over its
+events, so the peak is always visible. Labels never overlap. Figures do not use pyplot, so no
+backend or window is touched and matplotlib's settings stay unchanged.
 """
 
 from memlab.plot.breakdowns import breakdown

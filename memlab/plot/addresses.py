@@ -1,7 +1,7 @@
-"""Segments laid out like text: addresses from left to right, row below row.
+"""Draw segments in rows, with addresses from left to right.
 
-A segment begins a new row where the old one has no room for it, and goes on in the next one only
-if it is longer than a row. A byte has the same length everywhere.
+A segment that does not fit into the current row starts a new one. It spans several rows only if it
+is longer than one row. The scale is the same everywhere.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,30 +12,30 @@ from typing import NamedTuple
 from matplotlib.collections import Collection, LineCollection, PolyCollection
 from matplotlib.figure import Figure
 
-from memlab.allocator import Piece, Segment
+from memlab.allocator import Segment, SegmentBlock
 from memlab.plot.page import COLOURS, GREY, LINE, PALE, SWATCH, inches, write
 from memlab.units import format_bytes
 
-ROW, BAR = 0.21, 0.16  # inches from row to row, and of them the bar
-ROWS, PIECES_IN_A_ROW = 14, 12  # the most rows, and how many pieces ask for one more
-BETWEEN = 0.005  # of a row: from one segment to the next, where they are few
-CLEAR = 0.03  # inches: pieces of at least that length are parted by a line
-STRIPES = 0.06  # inches from one stripe to the next, across what is free
-FREE = "free"  # what a part can be beside the categories
+ROW, BAR = 0.21, 0.16  # inches: the distance of rows, and the height of a bar
+ROWS, PIECES_IN_A_ROW = 14, 12  # the most rows, and blocks per additional row
+BETWEEN = 0.005  # the gap between segments, as a fraction of a row, if they are few
+CLEAR = 0.03  # inches: draw a line between blocks of at least this width
+STRIPES = 0.06  # inches between stripes on free blocks
+FREE = "free"  # used like a category
 
 
-class Part(NamedTuple):
-    """Bytes of one piece in one row: of a category, rounding among them, or free."""
+class BlockPart(NamedTuple):
+    """A range of one block in one row with one use: a category, rounding, or free."""
 
     row: int
-    left: int  # in bytes, from the beginning of the row
+    left: int  # bytes from the start of the row
     bytes: int
     what: str
-    begins: bool  # whether the piece begins here
+    begins: bool  # whether the block starts here
 
 
 class Box(NamedTuple):
-    """A rectangle of the page, in inches."""
+    """A rectangle on the page, in inches."""
 
     left: float
     bottom: float
@@ -45,28 +45,28 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each byte of the segments stands."""
+    """The position of each byte of the segments."""
 
     row_bytes: int
-    headings: dict[int, str]  # what begins at a row, to be written above it
-    parts: tuple[Part, ...]
+    headings: dict[int, str]  # heading above each row, by row
+    parts: tuple[BlockPart, ...]
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return 1 + max((part.row for part in self.parts), default=-1)
 
     @property
     def height(self) -> float:
-        """In inches, headings included."""
+        """The height in inches, including headings."""
         return ROW * self.rows + LINE * len(self.headings)
 
 
-# ------------------------------------------------------------------ what to draw: plain data
+# ------------------------------------------------------------------ layout as plain data
 
 
 def lay_out(segments: Sequence[Segment]) -> Layout:
-    """The large segments, then the small, by address, in at most ROWS rows."""
+    """Lay out the large segments, then the small, by address, in at most ROWS rows."""
     if not segments:
         return Layout(1, {}, ())
     ordered = sorted(segments, key=lambda s: (s.pool, s.stream, s.address))
@@ -84,8 +84,10 @@ def lay_out(segments: Sequence[Segment]) -> Layout:
 
 
 def _row_lengths(segments: Sequence[Segment]) -> Iterator[int]:
-    """What a row might have, ever more: the longest segment fills as many rows as there are
-    pieces for, then fewer, then less than one."""
+    """Yield growing row lengths to try.
+
+    The longest segment fills several rows if there are many blocks, then fewer, then less than one.
+    """
     pieces = sum(len(segment.pieces) for segment in segments)
     rows = min(1 + pieces // PIECES_IN_A_ROW, ROWS)
     longest = max(segment.bytes for segment in segments)
@@ -98,8 +100,10 @@ def _row_lengths(segments: Sequence[Segment]) -> Iterator[int]:
 
 
 def _starts(segments: Sequence[Segment], row_bytes: int) -> list[int]:
-    """Where each segment begins, in bytes from the first row's beginning: a row begins at each
-    multiple of `row_bytes`. The room between segments is a tenth of one where they are many."""
+    """Return the start of each segment, in bytes from the start of the first row.
+
+    Rows start at multiples of `row_bytes`. Between many segments, the gap is a tenth of a segment.
+    """
     mean = sum(segment.bytes for segment in segments) // len(segments)
     between = min(int(BETWEEN * row_bytes), mean // 10)
     starts: list[int] = []
@@ -116,15 +120,15 @@ def _starts(segments: Sequence[Segment], row_bytes: int) -> list[int]:
 
 
 def _heading(pool: str, segments: Sequence[Segment]) -> str:
-    """Such as "large: 3 segments, 60.00 MiB"."""
+    """Return a heading such as "large: 3 segments, 60.00 MiB"."""
     streams = len({segment.stream for segment in segments})
     count = f"{len(segments):,} segment{'s' if len(segments) > 1 else ''}"
     where = f" on {streams} streams" if streams > 1 else ""
     return f"{pool}: {count}{where}, {format_bytes(sum(s.bytes for s in segments))}"
 
 
-def _parts(segment: Segment, start: int, row_bytes: int) -> Iterator[Part]:
-    """A segment that begins at `start`, cut by piece, by use and at the ends of rows."""
+def _parts(segment: Segment, start: int, row_bytes: int) -> Iterator[BlockPart]:
+    """Cut a segment that starts at `start` by block, by use and at the ends of rows."""
     for piece in segment.pieces:
         at = start + piece.address - segment.address
         begins = True
@@ -133,12 +137,12 @@ def _parts(segment: Segment, start: int, row_bytes: int) -> Iterator[Part]:
             while at < after:
                 row, left = divmod(at, row_bytes)
                 cut = min(after - at, row_bytes - left)
-                yield Part(row, left, cut, what, begins)
+                yield BlockPart(row, left, cut, what, begins)
                 at, begins = at + cut, False
 
 
-def _uses(piece: Piece) -> list[tuple[str, int]]:
-    """(a category or "free", bytes) of the piece, from its address on."""
+def _uses(piece: SegmentBlock) -> list[tuple[str, int]]:
+    """Return (category or "free", bytes) pairs of a block, in address order."""
     if piece.state == "free":
         return [(FREE, piece.bytes)]
     category = piece.event.category if piece.event else "unattributed"
@@ -146,8 +150,8 @@ def _uses(piece: Piece) -> list[tuple[str, int]]:
     return [(category, piece.requested_bytes), ("rounding", waste)]
 
 
-def held(segments: Iterable[Segment]) -> dict[str, int]:
-    """Bytes by category, and free: together what is reserved."""
+def bytes_by_use(segments: Iterable[Segment]) -> dict[str, int]:
+    """Return reserved bytes by category, including "free"."""
     sums = dict.fromkeys((*COLOURS, FREE), 0)
     for segment in segments:
         for piece in segment.pieces:
@@ -160,7 +164,7 @@ def held(segments: Iterable[Segment]) -> dict[str, int]:
 
 
 def draw_layout(figure: Figure, layout: Layout, *, left: float, right: float, top: float) -> None:
-    """The rows, from `top` down, between the sides."""
+    """Draw the rows downward from `top`."""
     tops, y = [], top
     for row in range(layout.rows):
         if row in layout.headings:
@@ -179,11 +183,11 @@ def draw_layout(figure: Figure, layout: Layout, *, left: float, right: float, to
         for part in layout.parts
     ]
     _draw_boxes(figure, boxes, [part.what for part in layout.parts])
-    _draw_seams(figure, layout.parts, boxes)
+    _draw_separators(figure, layout.parts, boxes)
 
 
 def draw_free_swatch(figure: Figure, x: float, y: float) -> None:
-    """What stands for free bytes in a key."""
+    """Draw the legend's symbol for free bytes."""
     _draw_boxes(figure, [Box(x, y - SWATCH / 2, x + SWATCH, y + SWATCH / 2)], [FREE])
 
 
@@ -199,7 +203,7 @@ def _draw_boxes(figure: Figure, boxes: Sequence[Box], whats: Sequence[str]) -> N
 
 
 def _stripes(box: Box) -> Iterator[list[tuple[float, float]]]:
-    """Lines of 45° across the box; those of all boxes are parts of the same lines."""
+    """Yield 45° lines across the box, aligned across all boxes."""
     first = int((box.left - box.top) // STRIPES) + 1
     last = int((box.right - box.bottom) // STRIPES)
     for number in range(first, last + 1):
@@ -208,8 +212,8 @@ def _stripes(box: Box) -> Iterator[list[tuple[float, float]]]:
         yield [(low, low - shift), (high, high - shift)]
 
 
-def _draw_seams(figure: Figure, parts: Sequence[Part], boxes: Sequence[Box]) -> None:
-    """White lines between pieces that touch, where both are long enough to be seen."""
+def _draw_separators(figure: Figure, parts: Sequence[BlockPart], boxes: Sequence[Box]) -> None:
+    """Draw white lines between adjacent blocks of sufficient width."""
     lines = [
         [(box.left, box.bottom), (box.left, box.top)]
         for (before, box_before), (part, box) in pairwise(zip(parts, boxes, strict=True))

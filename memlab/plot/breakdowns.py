@@ -1,4 +1,4 @@
-"""`breakdown`: a bar for each of several runs, what it holds at its peak and what it saves."""
+"""`breakdown`: one bar per run with its peak memory by category and its savings."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
@@ -22,7 +22,7 @@ from memlab.plot.page import (
     new_axes,
     new_page,
     on_page,
-    our_style,
+    plot_style,
     require_bytes,
     text_width,
     words_for,
@@ -31,8 +31,8 @@ from memlab.plot.page import (
 from memlab.trace import CATEGORIES, Trace
 from memlab.units import format_bytes
 
-NAME_CHARACTERS = 28  # in a line
-PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 2}  # under words that a line may cross
+NAME_CHARACTERS = 28  # per line
+PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 2}  # behind text that a line may cross
 
 
 def breakdown(
@@ -42,10 +42,10 @@ def breakdown(
     limit_bytes: int | None = None,
     room_for: Mapping[str, Trace] | None = None,
 ) -> Figure:
-    """A bar for each named trace: what it holds at its peak, and what it saves against the first.
+    """Draw one bar per named trace: its peak by category, and its savings against the first.
 
-    A Trace in place of the mapping gets one bar without a name. A limit is drawn across all bars.
-    Pictures with the same `room_for`, traces that may not be drawn, have one scale.
+    A single Trace gets one bar without a name. `limit_bytes` draws a line across all bars.
+    `room_for` sets the scale for further undrawn traces, so that plots are comparable.
     """
     named = {"": traces} if isinstance(traces, Trace) else dict(traces)
     if not named:
@@ -55,9 +55,9 @@ def breakdown(
     peaks = [trace.peak_bytes for trace in named.values()]
     present = [c for c in CATEGORIES if any(c in trace.at_peak for trace in named.values())]
     room = dict(room_for or {}) | named
-    with our_style():
+    with plot_style():
         names = [fill(name, NAME_CHARACTERS) for name in named]
-        ends = _ends(peaks)
+        ends = _end_labels(peaks)
         rows = _key_rows(present)
         key_height = LINE * len(rows) + 2 * GAP
         bar_height = LINE * max(1.5, 1.2 + 0.7 * max(name.count("\n") for name in names))
@@ -67,7 +67,7 @@ def breakdown(
         widths = [text_width(fill(name, NAME_CHARACTERS)) + GAP for name in room if name]
         left = MARGIN + max(widths, default=0)
         highest = [trace.peak_bytes for trace in room.values()]
-        right = WIDTH - MARGIN - max(_end_width(*end) for end in _ends(highest))
+        right = WIDTH - MARGIN - max(_end_width(*end) for end in _end_labels(highest))
         axes = new_axes(figure, left=left, bottom=below, right=right, top=height - key_height)
         _draw_key(figure, rows, top=height)
         _draw_bars(axes, list(named.values()), max(limit_bytes or 0, *highest))
@@ -78,16 +78,16 @@ def breakdown(
     return figure
 
 
-def saving(bytes_: int, against: int) -> str:
-    """In words, what share `bytes_` is less, or more, than `against`."""
+def describe_saving(bytes_: int, against: int) -> str:
+    """Return how much smaller or larger `bytes_` is than `against`, in words."""
     if bytes_ == against:
         return "the same"
     return f"{abs(bytes_ - against) / against:.1%} {'less' if bytes_ < against else 'more'}"
 
 
-def _ends(peaks: Sequence[int]) -> list[tuple[str, str]]:
-    """What stands at the end of each bar: its total and, from the second on, what it saves."""
-    savings = ["", *(saving(peak, peaks[0]) for peak in peaks[1:])]
+def _end_labels(peaks: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the text after each bar: its total and, from the second on, its savings."""
+    savings = ["", *(describe_saving(peak, peaks[0]) for peak in peaks[1:])]
     return [(format_bytes(peak), words) for peak, words in zip(peaks, savings, strict=True)]
 
 
@@ -96,7 +96,7 @@ def _end_width(total: str, words: str) -> float:
 
 
 def _draw_bars(axes: Axes, traces: Sequence[Trace], at_least: int = 0) -> None:
-    """The first trace on top; the size of a part stands inside it if it has the room."""
+    """Draw the bars, the first trace on top. Write sizes inside parts of sufficient width."""
     axes.set_axis_off()
     axes.set_xlim(0, max(at_least, *(trace.peak_bytes for trace in traces)))
     axes.set_ylim(len(traces) - 0.5, -0.5)
@@ -112,11 +112,11 @@ def _draw_bars(axes: Axes, traces: Sequence[Trace], at_least: int = 0) -> None:
 
 
 def _draw_limit(axes: Axes, limit_bytes: int) -> None:
-    """A line through all bars, and below it what it is."""
+    """Draw a line through all bars with the limit below it."""
     bottom, top = axes.get_ylim()
     (x, low), (_, high) = on_page(axes, limit_bytes, bottom), on_page(axes, limit_bytes, top)
     draw_line(axes.figure, (x, x), (low, high), INK, 1.5)
-    words = f"{format_bytes(limit_bytes)} are there"
+    words = f"limit: {format_bytes(limit_bytes)}"
     write(axes.figure, x, low - LINE / 2, words, ha="right", weight="bold")
 
 
@@ -146,7 +146,7 @@ def _draw_ends(axes: Axes, peaks: Sequence[int], ends: Sequence[tuple[str, str]]
 
 
 def _key_rows(categories: Sequence[str]) -> list[list[str]]:
-    """The entries of the key in as many rows as the page's width asks for."""
+    """Split the legend's entries into rows that fit the page's width."""
     rows: list[list[str]] = []
     room = 0.0
     for category in categories:

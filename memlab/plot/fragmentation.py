@@ -1,7 +1,7 @@
-"""`blocks`: what the caching allocator reserves for a run, and where the holes in it are.
+"""`blocks`: the caching allocator's reserved memory over a run, and its free blocks.
 
-Above, the run from left to right: what the driver gave, what of it is handed out, and the largest
-request that still finds room. Below, the segments at one moment, address by address.
+The upper part shows reserved memory, allocated memory and the largest free block over time. The
+lower part shows the segments at one moment by address.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from matplotlib.markers import CARETDOWN
 from matplotlib.patches import StepPatch
 
 from memlab.allocator import Blocks, OutOfMemory, Segment
-from memlab.plot.addresses import FREE, Layout, draw_free_swatch, draw_layout, held, lay_out
-from memlab.plot.labels import Span, pushed_apart
+from memlab.plot.addresses import FREE, Layout, bytes_by_use, draw_free_swatch, draw_layout, lay_out
+from memlab.plot.labels import Span, separate
 from memlab.plot.page import (
     COVER,
     GAP,
@@ -35,32 +35,32 @@ from memlab.plot.page import (
     new_axes,
     new_page,
     on_page,
-    our_style,
+    plot_style,
     require_bytes,
     sides,
     text_width,
     write,
 )
 from memlab.plot.phases import WHEN, draw_phases, first_moment, phase_spans
-from memlab.plot.tables import Row, Table, category_row, draw_table
+from memlab.plot.tables import Table, TableRow, category_row, draw_table
 from memlab.trace import Trace
 from memlab.units import format_bytes
 
 ALLOCATED, LARGEST_FREE, REFUSED = "#8c9bb3", "#c2185b", "#d00000"
 
-COLUMNS = 1000  # of the run: more than there are dots across it
-FAR = 1.5  # times the reserved peak: what lies above is not drawn
-CAPTION_CHARACTERS = 110  # in a line
-CHART, SCALE = 2.6, 0.45  # inches: the run's axes, and the words below them
-LABELS = 2.2 * LINE  # inches at the top of the axes, for what is written there and the way down
+COLUMNS = 1000  # columns of a run; more than its pixels
+FAR = 1.5  # values above this multiple of the reserved peak are not drawn
+CAPTION_CHARACTERS = 110  # per line
+CHART, SCALE = 2.6, 0.45  # inches: height of the axes, and of the text below them
+LABELS = 2.2 * LINE  # inches at the top of the axes, for labels and their lines
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The most bytes reserved, allocated, and free in one piece in each column of the run.
+    """The maximum of reserved, allocated and largest free bytes in each column of a run.
 
-    The column between edges p and q stands for the moments after p, …, q-1 events. The moment of
-    a request that was refused is the last.
+    The column between edges p and q covers the moments after p, …, q-1 events. A refused request
+    is the last moment.
     """
 
     edges: np.ndarray  # (columns + 1,)
@@ -70,18 +70,18 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A point of the run, and the words above it."""
+class RunMark:
+    """A labelled point of the run."""
 
     words: str
-    position: int  # after how many events
+    position: int  # number of events before it
     bytes: int
     colour: str = INK
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The moment of which the segments are drawn."""
+class RunMoment:
+    """A moment whose segments are drawn."""
 
     words: str
     phase: str
@@ -92,9 +92,9 @@ class Moment:
 
 
 def blocks(blocks: Blocks, *, title: str | None = None) -> Figure:
-    """What is reserved and allocated over the run; below it, the segments and the holes in them.
+    """Draw reserved and allocated memory over a run, and the segments at one moment.
 
-    The segments are those at the reserved peak, or, where memory ran out, those at that moment.
+    The moment is the reserved peak or, if memory ran out, the refused request.
     """
     wanted = wanted_bytes(blocks)
     require_bytes(blocks.reserved_bytes or wanted, "a run", "simulate a trace that has one")
@@ -102,7 +102,7 @@ def blocks(blocks: Blocks, *, title: str | None = None) -> Figure:
     layout = lay_out(moment.segments)
     run_key, segments_key = run_table(blocks, moment), segments_table(moment)
     caption = [row for line in str(blocks).split("\n") for row in wrap(line, CAPTION_CHARACTERS)]
-    with our_style():
+    with plot_style():
         heading = MARGIN + max(2 * LINE + layout.height, LINE * (len(segments_key.rows) + 0.5))
         bottom = heading + LINE + SCALE
         top = bottom + CHART
@@ -119,11 +119,11 @@ def blocks(blocks: Blocks, *, title: str | None = None) -> Figure:
     return figure
 
 
-# ------------------------------------------------------------------ what to draw: plain data
+# ------------------------------------------------------------------ plain data
 
 
 def levels(blocks: Blocks, columns: int = COLUMNS) -> Levels:
-    """The highest of each level in each of at most `columns` equal shares of the run's moments."""
+    """Return the maximum of each level in at most `columns` equal ranges of moments."""
     found = [np.concatenate([[0], level]).astype(np.int64) for level in _lists(blocks)]
     if blocks.out_of_memory:
         found = [np.append(*pair) for pair in zip(found, _sizes(blocks.out_of_memory), strict=True)]
@@ -134,38 +134,38 @@ def levels(blocks: Blocks, columns: int = COLUMNS) -> Levels:
 
 
 def start(blocks: Blocks) -> int:
-    """Where the picture begins: where there is a history, what it left alive is there already."""
+    """Return the first moment to draw, which skips restating memory left from the history."""
     return first_moment(Trace(blocks.events)) if blocks.history else 0
 
 
-def marks(blocks: Blocks) -> list[Mark]:
-    """The peaks of what was reserved and allocated, and the segment that was refused, if any."""
+def marks(blocks: Blocks) -> list[RunMark]:
+    """Return marks at the reserved and allocated peaks, and at a refused request."""
     found = []
     for name, level in (("reserved", blocks.reserved), ("allocated", blocks.allocated)):
         peak = max(level, default=0)
         if peak:
             position = level.index(peak, max(start(blocks) - 1, 0)) + 1
-            found.append(Mark(f"{name} {format_bytes(peak)}", position, peak))
+            found.append(RunMark(f"{name} {format_bytes(peak)}", position, peak))
     refused = blocks.out_of_memory
     if refused:
-        found.append(Mark("out of memory", refused.position + 1, wanted_bytes(blocks), REFUSED))
+        found.append(RunMark("out of memory", refused.position + 1, wanted_bytes(blocks), REFUSED))
     return found
 
 
-def moment_of(blocks: Blocks) -> Moment:
-    """The moment at which memory ran out; where it did not, that of the reserved peak."""
+def moment_of(blocks: Blocks) -> RunMoment:
+    """Return the moment when memory ran out, or else the reserved peak."""
     refused = blocks.out_of_memory
     if refused:
         sizes = _sizes(refused)
-        return Moment("when memory ran out", refused.event.phase, *sizes, blocks.at_end)
+        return RunMoment("when memory ran out", refused.event.phase, *sizes, blocks.at_end)
     index = blocks.peak_position - 1
     phase = blocks.events[index].phase
     sizes = tuple(level[index] for level in _lists(blocks))
-    return Moment("at the reserved peak", phase, *sizes, blocks.at_peak)
+    return RunMoment("at the reserved peak", phase, *sizes, blocks.at_peak)
 
 
 def limit_bytes(blocks: Blocks) -> int | None:
-    """What the process may reserve; None where the card has no end."""
+    """Return the bytes that the process may reserve; None without a capacity."""
     settings = blocks.settings
     if settings.capacity_bytes is None:
         return None
@@ -173,46 +173,45 @@ def limit_bytes(blocks: Blocks) -> int | None:
 
 
 def wanted_bytes(blocks: Blocks) -> int:
-    """What would have been reserved after the request that was refused; 0 if none was."""
+    """Return the reserved bytes that a refused request would have needed; 0 if none was refused."""
     refused = blocks.out_of_memory
     return refused.reserved_bytes + refused.segment_bytes if refused else 0
 
 
 def highest_bytes(blocks: Blocks) -> int:
-    """What the picture reaches up to: the reserved peak, and the limit and what was wanted where
-    they are not far above it."""
+    """Return the top of the axis: the reserved peak, or a limit or wanted size not far above it."""
     peak = blocks.reserved_bytes
     others = wanted_bytes(blocks), limit_bytes(blocks) or 0
     return max(size for size in (peak, *others) if size <= FAR * peak or not peak)
 
 
-def run_table(blocks: Blocks, moment: Moment) -> Table:
-    """The key to the run, with the bytes of the moment."""
+def run_table(blocks: Blocks, moment: RunMoment) -> Table:
+    """Return the legend of the run, with the bytes at the moment."""
     rows = [
-        Row("reserved", moment.reserved_bytes, _draw_reserved_swatch),
-        Row("allocated", moment.allocated_bytes, partial(draw_swatch, colour=ALLOCATED)),
-        Row("largest free block", moment.largest_free_bytes, _draw_largest_free_swatch),
+        TableRow("reserved", moment.reserved_bytes, _draw_reserved_swatch),
+        TableRow("allocated", moment.allocated_bytes, partial(draw_swatch, colour=ALLOCATED)),
+        TableRow("largest free block", moment.largest_free_bytes, _draw_largest_free_swatch),
     ]
     limit = limit_bytes(blocks)
     if limit is not None:
         words = "limit" if limit <= highest_bytes(blocks) else "limit, far above"
-        rows.append(Row(words, limit, _draw_limit_swatch))
+        rows.append(TableRow(words, limit, _draw_limit_swatch))
     if blocks.out_of_memory:
-        asked = blocks.out_of_memory.requested_bytes
-        rows.append(Row("asked for", asked, partial(draw_swatch, colour=REFUSED)))
+        requested = blocks.out_of_memory.requested_bytes
+        rows.append(TableRow("requested", requested, partial(draw_swatch, colour=REFUSED)))
     return Table(moment.words, None, rows)
 
 
-def segments_table(moment: Moment) -> Table:
-    """The key to the segments: all that is reserved, to the byte."""
-    sizes = held(moment.segments)
+def segments_table(moment: RunMoment) -> Table:
+    """Return the legend of the segments, which sums to the reserved bytes."""
+    sizes = bytes_by_use(moment.segments)
     free = sizes.pop(FREE, 0)
     rows = [category_row(category, size) for category, size in sizes.items()]
     if free:
         pieces = [piece for segment in moment.segments for piece in segment.pieces]
         count = sum(piece.state == "free" for piece in pieces)
-        words = f"free, in {count:,} piece{'s' if count > 1 else ''}"
-        rows.append(Row(words, free, draw_free_swatch))
+        words = f"free, in {count:,} block{'s' if count > 1 else ''}"
+        rows.append(TableRow(words, free, draw_free_swatch))
     return Table("reserved", moment.reserved_bytes, rows)
 
 
@@ -221,12 +220,12 @@ def _lists(blocks: Blocks) -> tuple[Sequence[int], Sequence[int], Sequence[int]]
 
 
 def _sizes(refused: OutOfMemory) -> tuple[int, int, int]:
-    """(reserved, allocated, largest free block) when the request was refused."""
+    """Return (reserved, allocated, largest free block) when the request was refused."""
     largest_free = max(refused.free_piece_bytes, default=0)
     return refused.reserved_bytes, refused.allocated_bytes, largest_free
 
 
-# ------------------------------------------------------------------ the run
+# ------------------------------------------------------------------ drawing the run
 
 
 def _draw_caption(figure: Figure, lines: Sequence[str], *, top: float) -> None:
@@ -267,7 +266,7 @@ def _draw_limit(axes: Axes, blocks: Blocks) -> None:
 
 
 def _draw_refused(axes: Axes, blocks: Blocks) -> None:
-    """The segment that was asked of the driver, on top of what is reserved."""
+    """Draw the refused segment on top of reserved memory."""
     refused = blocks.out_of_memory
     if refused:
         x, bottom = on_page(axes, refused.position + 1.5, refused.reserved_bytes)
@@ -275,8 +274,8 @@ def _draw_refused(axes: Axes, blocks: Blocks) -> None:
         draw_line(axes.figure, (x, x), (bottom, top), REFUSED, 4)
 
 
-def _draw_marks(axes: Axes, found: Sequence[Mark], highest: int) -> None:
-    """The words side by side at the top, and from each a line to the tip of its arrow."""
+def _draw_marks(axes: Axes, found: Sequence[RunMark], highest: int) -> None:
+    """Write the labels side by side at the top, each with a line to its arrow."""
     figure, box = axes.figure, sides(axes)
     y = box.y1 - LINE / 2
     tips = {}
@@ -287,19 +286,19 @@ def _draw_marks(axes: Axes, found: Sequence[Mark], highest: int) -> None:
         tips[mark.words] = (*on_page(axes, moment, height), mark.colour)
     spans = sorted((Span(words, x, x) for words, (x, _, _) in tips.items()), key=lambda s: s.left)
     widths = {words: text_width(words, bold=True) for words in tips}
-    for text in pushed_apart(spans, widths, Span("", box.x0, box.x1)):
+    for text in separate(spans, widths, Span("", box.x0, box.x1)):
         tip_x, tip_y, colour = tips[text.name]
         draw_line(figure, ((text.left + text.right) / 2, tip_x), (y, tip_y), colour, 0.6)
         write(figure, text.left, y, text.name, weight="bold", color=colour, bbox=COVER)
 
 
-# ------------------------------------------------------------------ the segments
+# ------------------------------------------------------------------ drawing the segments
 
 
 def _draw_segments(
-    figure: Figure, layout: Layout, moment: Moment, *, right: float, top: float
+    figure: Figure, layout: Layout, moment: RunMoment, *, right: float, top: float
 ) -> None:
-    """A heading, the rows, and how long a row is."""
+    """Draw a heading, the rows, and the length of a row."""
     write(figure, MARGIN, top, f"segments {moment.words}, {WHEN[moment.phase]}", weight="bold")
     draw_layout(figure, layout, left=MARGIN, right=right, top=top - LINE)
     words = f"a full row is {format_bytes(layout.row_bytes)}, addresses go from left to right"

@@ -1,4 +1,4 @@
-"""Texts side by side: each as near as it can be to what it names, and none on another."""
+"""Place labels near their spans without overlap."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from memlab.plot.page import GAP
 
 @dataclass(frozen=True)
 class Span:
-    """A name and where it reaches from and to: in moments of a step, or in inches of a page."""
+    """A named interval, in moments of a step or inches of a page."""
 
     name: str
     left: float
@@ -16,20 +16,20 @@ class Span:
 
     @property
     def width(self) -> float:
-        """From left to right."""
+        """The distance from left to right."""
         return self.right - self.left
 
 
 def place_names(spans: Sequence[Span], widths: Mapping[str, float], page: Span) -> list[Span]:
-    """Where to write the names of `spans` on `page`, in the same unit, none on another.
+    """Return where to write the names of `spans` on `page`, all in the same unit, without overlap.
 
-    Every name is written once, at the first span of its name, pushed aside if it must be; and
-    again at each later span that has room for it.
+    Every name is written at its first span, shifted if necessary, and again at each later span
+    with enough room.
     """
     first: dict[str, Span] = {}
     for span in spans:
         first.setdefault(span.name, span)
-    placed = pushed_apart(list(first.values()), widths, page)
+    placed = separate(list(first.values()), widths, page)
     for span in spans:
         text = centred(span, widths[span.name])
         if text.width < span.width and all(apart(text, other) for other in placed):
@@ -46,8 +46,8 @@ def apart(one: Span, other: Span) -> bool:
     return one.right + GAP <= other.left or other.right + GAP <= one.left
 
 
-def pushed_apart(spans: Sequence[Span], widths: Mapping[str, float], page: Span) -> list[Span]:
-    """A text centred on each span, pushed right off the one before it, then left off the next."""
+def separate(spans: Sequence[Span], widths: Mapping[str, float], page: Span) -> list[Span]:
+    """Center a label on each span, then shift labels right and left until none overlap."""
     texts, edge = [], page.left
     for span in spans:
         left = max(centred(span, widths[span.name]).left, edge)

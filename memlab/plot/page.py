@@ -1,8 +1,7 @@
-"""The page of a picture: its size, colours and fonts, what is written on it, and its file.
+"""The page of a figure: size, colours, fonts, text, and saving.
 
-Pages are laid out in inches from the bottom left corner, and every text is measured before it is
-placed. The figures are made without pyplot: no backend or window is touched, and matplotlib's
-settings stay as the user has them.
+Pages are laid out in inches from the bottom left corner. Every text is measured before it is
+placed. Figures do not use pyplot, so matplotlib's settings stay unchanged.
 """
 
 import os
@@ -26,7 +25,7 @@ from matplotlib.transforms import Affine2D, Bbox, Transform
 from memlab.internals.files import write_beside
 from memlab.units import BINARY_UNITS
 
-# Any two stay apart for every kind of colour vision; greys are the bytes that nobody asked for.
+# Distinguishable with every kind of colour vision. Greys mark bytes that no tensor requested.
 COLOURS = {
     "parameters": "#1f3a8a",
     "buffers": "#74cff2",
@@ -44,9 +43,9 @@ COLOURS = {
 INK, GREY, PALE = "#1c1c1c", "#5f5f66", "#e4e4e8"
 
 TEXT_POINTS, TITLE_POINTS = 10, 13
-WIDTH, MARGIN, LINE, GAP, SWATCH = 9.0, 0.25, 0.24, 0.1, 0.14  # inches; LINE from text to text
-TITLE_CHARACTERS = 80  # in a line
-SHOWN_DOTS, DRAWN_DOTS = 100, 200  # an inch: as shown on a page, as drawn for dense screens
+WIDTH, MARGIN, LINE, GAP, SWATCH = 9.0, 0.25, 0.24, 0.1, 0.14  # inches; LINE is the line height
+TITLE_CHARACTERS = 80  # per line
+SHOWN_DOTS, DRAWN_DOTS = 100, 200  # per inch: displayed size, and resolution for dense screens
 
 MEASURED = "run the step inside memlab.measure, on tensors made there"
 COVER = {"facecolor": "white", "linewidth": 0, "pad": 1}  # behind a text that crosses a line
@@ -54,16 +53,16 @@ METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
 class Picture(Figure):
-    """A Figure that a notebook shows without pyplot: IPython asks for `_repr_png_`."""
+    """A Figure that notebooks show without pyplot: IPython calls `_repr_png_`."""
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
-        """The image, and the size in pixels to show it at."""
+        """Return the image and the size in pixels at which to show it."""
         width, height = (round(SHOWN_DOTS * inches) for inches in self.get_size_inches())
         return rendered(self, "png"), {"width": width, "height": height}
 
     def _ipython_display_(self) -> None:
-        """The same image: once pyplot is on, IPython would crop it, at half the dots."""
-        from IPython.display import display  # only IPython calls this
+        """Show the same image. After a pyplot import, IPython would crop it at half resolution."""
+        from IPython.display import display  # called only by IPython
 
         image, size = self._repr_png_()
         bundle = {"image/png": image, "text/plain": repr(self)}
@@ -71,9 +70,9 @@ class Picture(Figure):
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write `figure` as PNG or SVG, by the suffix of `path`; the same figure gives the same bytes.
+    """Write `figure` as PNG or SVG, by the suffix of `path`. Equal figures give equal bytes.
 
-    It is written beside and renamed, so `path` is never half a picture.
+    The file is written under a temporary name and renamed, so `path` is never incomplete.
     """
     path = Path(path)
     kind = path.suffix.lower().removeprefix(".")
@@ -84,9 +83,9 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def text_width(text: str, *, bold: bool = False) -> float:
-    """The width of the longest line of `text` in inches, drawn at SHOWN_DOTS.
+    """Return the width of the longest line of `text` in inches, drawn at SHOWN_DOTS.
 
-    Finer dots don't round the letters' widths up, so there the same text is a little narrower.
+    At higher resolutions, widths are rounded up less, so the text is slightly narrower.
     """
     font = FontProperties(size=TEXT_POINTS, weight="bold" if bold else "normal")
     measure = RendererAgg(1, 1, SHOWN_DOTS).get_text_width_height_descent
@@ -94,8 +93,8 @@ def text_width(text: str, *, bold: bool = False) -> float:
 
 
 @contextmanager
-def our_style() -> Iterator[None]:
-    """matplotlib's defaults and the user's fonts, whatever else the user has set."""
+def plot_style() -> Iterator[None]:
+    """Use matplotlib's defaults with the user's fonts."""
     fonts = {key: matplotlib.rcParams[key] for key in ("font.family", "font.sans-serif")}
     ours = {"text.color": INK, "text.parse_math": False, "svg.hashsalt": "memlab"}
     with style.context(["default", fonts | ours]):
@@ -104,13 +103,13 @@ def our_style() -> Iterator[None]:
 
 def rendered(figure: Figure, kind: str) -> bytes:
     image = BytesIO()
-    with our_style():
+    with plot_style():
         figure.savefig(image, format=kind, dpi=DRAWN_DOTS, metadata=METADATA[kind])
     return image.getvalue()
 
 
 def new_page(title: str, height: float) -> Picture:
-    """A figure with its title above a height that is left for the rest."""
+    """Return a figure with its title above `height` inches for the content."""
     title = fill(title, TITLE_CHARACTERS)
     title_height = MARGIN + 1.3 * LINE * (title.count("\n") + 1)
     figure = Picture(figsize=(WIDTH, height + title_height), dpi=SHOWN_DOTS, facecolor="white")
@@ -120,14 +119,13 @@ def new_page(title: str, height: float) -> Picture:
 
 
 def inches(figure: Figure) -> Transform:
-    """From inches on the page to dots; unlike matplotlib's own, it follows a figure that is
-    cropped as it is drawn, which notebooks do."""
+    """Return the transform from inches to pixels. It stays correct in notebooks that crop."""
     width, height = figure.get_size_inches()
     return Affine2D().scale(1 / width, 1 / height) + figure.transFigure
 
 
 def new_axes(figure: Figure, *, left: float, bottom: float, right: float, top: float) -> Axes:
-    """Axes without a frame, their sides given in inches."""
+    """Add axes without a frame, with sides in inches."""
     width, height = figure.get_size_inches()
     sides = (left / width, bottom / height, (right - left) / width, (top - bottom) / height)
     axes = figure.add_axes(sides, facecolor="white")
@@ -137,12 +135,12 @@ def new_axes(figure: Figure, *, left: float, bottom: float, right: float, top: f
 
 
 def sides(axes: Axes) -> Bbox:
-    """Where the axes lie on the page, in inches."""
+    """Return the position of the axes on the page, in inches."""
     return axes.bbox.transformed(inches(axes.figure).inverted())
 
 
 def on_page(axes: Axes, x: float, y: float = 0) -> tuple[float, float]:
-    """Where a point of the axes lies on the page, in inches."""
+    """Return the position of a data point on the page, in inches."""
     to_page = axes.transData + inches(axes.figure).inverted()
     return tuple(to_page.transform((x, y)))
 
@@ -172,18 +170,17 @@ def words_for(category: str) -> str:
 
 
 def require_bytes(bytes_: int, what: str, remedy: str = MEASURED) -> None:
-    """Raises ValueError where there is nothing to draw."""
+    """Raise ValueError if there is nothing to draw."""
     if not bytes_:
         raise ValueError(
-            f"got {what} in which nothing was ever allocated; a picture wants at least one "
-            f"allocation: {remedy}"
+            f"got {what} without any allocation; a plot needs at least one allocation: {remedy}"
         )
 
 
 def draw_byte_scale(axes: Axes, highest: int, *, room: float = 1) -> None:
-    """Bytes from 0 to the highest, in round numbers of the largest unit that it fills.
+    """Label bytes from 0 to `highest` in round numbers of the largest fitting unit.
 
-    `room` is how far the axis goes, in parts of the highest.
+    The axis extends to `room` times `highest`.
     """
     unit, size = [("B", 1), *(pair for pair in BINARY_UNITS.items() if pair[1] <= highest)][-1]
     locator = MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=unit == "B")
@@ -195,7 +192,7 @@ def draw_byte_scale(axes: Axes, highest: int, *, room: float = 1) -> None:
 
 
 def draw_event_scale(axes: Axes, first: int, after: int) -> None:
-    """The moments after `first`, …, `after` - 1 events; they have no numbers."""
+    """Set the axis to the moments after `first`, …, `after` - 1 events, without ticks."""
     axes.set_xlim(first, after)
     axes.set_xticks([])
     words = f"{after - 1 - first:,} allocations and frees, in order"

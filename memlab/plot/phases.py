@@ -1,4 +1,4 @@
-"""The phases of a run: forward, backward and optimizer, named above the events that are theirs."""
+"""Draw the phases of a run (forward, backward, optimizer) above their events."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
@@ -26,11 +26,11 @@ WHEN = {
     "optimizer": "in the optimizer step",
 }
 PHASE_GREYS = {"forward": "#bdbdc4", "backward": "#85858d", "optimizer": "#45454a"}
-NARROW = 0.01  # of the run: neighbouring phases below it are drawn as one
+NARROW = 0.01  # adjacent phases below this fraction of the run are drawn as one
 
 
 def phase_spans(trace: Trace) -> list[Span]:
-    """The step's phases from left to right; neighbours too short to draw are joined in one span."""
+    """Return the step's phases from left to right. Adjacent phases too short to draw are joined."""
     first = first_moment(trace)
     spans, moment = [], 1
     for phase, run in groupby(event.phase for event in trace.events):
@@ -45,7 +45,7 @@ def phase_spans(trace: Trace) -> list[Span]:
 
 
 def first_moment(trace: Trace) -> int:
-    """How many events the step begins after; 0 if it has none, and never past the peak."""
+    """Return the number of events before the step, at most the position of the peak."""
     phases = (event.phase for event in trace.events)
     before = next((index for index, phase in enumerate(phases) if phase != "before"), 0)
     return min(before, trace.peak_position)
@@ -59,7 +59,7 @@ def _joined(spans: Sequence[Span]) -> Span:
 
 
 def draw_phases(axes: Axes, spans: Sequence[Span]) -> None:
-    """A bar above each phase and its name; a line down to each end of those that have the room."""
+    """Draw a bar and a name above each phase, and lines at its ends if there is room."""
     figure, box = axes.figure, sides(axes)
     y = box.y1 + GAP / 2
     spans = [Span(s.name, on_page(axes, s.left)[0], on_page(axes, s.right)[0]) for s in spans]
@@ -72,7 +72,7 @@ def draw_phases(axes: Axes, spans: Sequence[Span]) -> None:
         if before.width > widths[before.name] or after.width > widths[after.name]:
             draw_line(figure, (after.left, after.left), (box.y0, y), GREY, 0.5)
     names = place_names(spans, widths, Span("", box.x0, box.x1))
-    if any(_stands_elsewhere(names, span) for span in _first_of_each(spans)):
+    if any(_is_displaced(names, span) for span in _first_of_each(spans)):
         _draw_key(axes, widths, y + LINE / 2)
         return
     for text in names:
@@ -83,14 +83,14 @@ def _first_of_each(spans: Sequence[Span]) -> list[Span]:
     return list({span.name: span for span in reversed(spans)}.values())
 
 
-def _stands_elsewhere(names: Sequence[Span], span: Span) -> bool:
-    """Whether the first name of a span was pushed off it altogether."""
+def _is_displaced(names: Sequence[Span], span: Span) -> bool:
+    """Whether the first name of a span was shifted off its span."""
     text = next(name for name in names if name.name == span.name)
     return text.right < span.left or span.right < text.left
 
 
 def _draw_key(axes: Axes, widths: Mapping[str, float], y: float) -> None:
-    """Which grey is which phase, from left to right: the spans are too short to be named."""
+    """Draw a legend of greys, for spans too short for names."""
     left = sides(axes).x0
     for name, width in widths.items():
         draw_line(axes.figure, (left, left + SWATCH), (y, y), PHASE_GREYS.get(name, GREY), 3)

@@ -1,4 +1,4 @@
-"""A table beside a picture: the key to its colours, and the bytes of each."""
+"""A table beside a plot: the legend of its colours with the bytes of each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from memlab.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Row:
-    """A name and its bytes. `swatch(figure, x, y)` draws what stands for it in the picture."""
+class TableRow:
+    """A name and its bytes. `swatch(figure, x, y)` draws its symbol."""
 
     name: str
     bytes: int
@@ -34,33 +34,33 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows below a title, and the bytes of all of them together, where there is such a sum."""
+    """Rows below a title, and their total bytes, if meaningful."""
 
     title: str
     bytes: int | None
-    rows: Sequence[Row]
+    rows: Sequence[TableRow]
 
     @property
     def total(self) -> str:
-        """The bytes in words, or nothing."""
+        """The formatted total, or an empty string."""
         return "" if self.bytes is None else format_bytes(self.bytes)
 
     @property
     def width(self) -> float:
-        """In inches, with room between the names and the sizes."""
+        """The width in inches, with a gap between names and sizes."""
         names = max((SWATCH + GAP + text_width(row.name) for row in self.rows), default=0)
         sizes = max((text_width(format_bytes(row.bytes)) for row in self.rows), default=0)
         header = text_width(f"{self.title}{self.total}", bold=True)
         return max(names + sizes, header) + 2 * GAP
 
 
-def category_row(category: str, bytes_: int) -> Row:
-    """A row of the category's colour."""
-    return Row(words_for(category), bytes_, partial(draw_swatch, colour=COLOURS[category]))
+def category_row(category: str, bytes_: int) -> TableRow:
+    """Return a row with the category's colour."""
+    return TableRow(words_for(category), bytes_, partial(draw_swatch, colour=COLOURS[category]))
 
 
 def draw_table(figure: Figure, table: Table, *, left: float, top: float) -> None:
-    """From `left` to the page's margin; what has no bytes is grey."""
+    """Draw the table from `left` to the page's margin. Rows with 0 bytes are grey."""
     right = WIDTH - MARGIN
     write(figure, left, top, table.title, weight="bold")
     write(figure, right, top, table.total, weight="bold", ha="right")

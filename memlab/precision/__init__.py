@@ -1,4 +1,4 @@
-"""Training in half the bits: what float16 needs, and what bfloat16 does not."""
+"""Mixed-precision training: loss scaling for float16, and float32 master weights."""
 
 from memlab.precision.master import MasterWeights
 from memlab.precision.scaling import LossScaler

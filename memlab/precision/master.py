@@ -1,23 +1,23 @@
-"""Master weights: train a float16 or bfloat16 model by float32 copies of its weights.
+"""Master weights: train a float16 or bfloat16 model with float32 copies of its weights.
 
-Saves    half of the activations and, while backward runs, half of the gradients: the model is low
+Saves    half of the activations and, during backward, half of the gradients: the model is in low
          precision throughout.
 Costs    a float32 copy of every weight. 2 bytes of weight, 2 of gradient, 4 of copy and 8 of Adam
-         are 16 a weight when backward ends, as many as in float32; 18 in the step, which makes the
-         gradients float32, and always where they are gathered at once.
+         state are 16 bytes per weight after backward, as in float32. During the step it is 18,
+         because gradients become float32; with `gather_at_once`, always.
 Source   Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
 
-A weight of 1 in bfloat16 does not move by 1/1000, however often (see memlab.rounding): the updates
-are added to a float32 copy, and the model gets that copy, rounded, after each step.
+In bfloat16, adding 1/1000 to a weight of 1 never changes it (see memlab.rounding). So the optimizer
+updates a float32 copy, and the model gets the rounded copy after each step.
 
     master = MasterWeights(model.parameters(), torch.optim.AdamW)
     loss.backward()
-    master.gather_gradients()             # into float32, one by one; the model's own are dropped
-    clip_grad_norm_(master.weights, 1.0)  # and whatever else looks at gradients
+    master.gather_gradients()             # to float32, one at a time; frees the model's gradients
+    clip_grad_norm_(master.weights, 1.0)  # and other uses of gradients
     master.step()
     master.zero_grad()
 
-It is an optimizer to a LossScaler: `scaler.step(master)` in place of `master.step()`.
+A LossScaler accepts it as an optimizer: call `scaler.step(master)` instead of `master.step()`.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,11 +28,13 @@ from torch import nn
 
 
 class MasterWeights:
-    """Float32 copies of weights, and the optimizer that steps them.
+    """Float32 copies of weights, and an optimizer for them.
 
-    `optimizer(copies)` makes it, such as `functools.partial(torch.optim.AdamW, lr=1e-4)`. With
-    `gather_at_once`, each gradient becomes float32 as soon as backward has made it: sums of several
-    backward passes are then taken in float32, and gather_gradients() has nothing left to do.
+    Args:
+        optimizer: makes the optimizer from the copies, such as
+            `functools.partial(torch.optim.AdamW, lr=1e-4)`.
+        gather_at_once: convert each gradient to float32 as soon as backward computes it, so that
+            several backward passes accumulate in float32. gather_gradients() is then not needed.
 
     Pass `.optimizer` to a learning-rate scheduler.
     """
@@ -52,7 +54,7 @@ class MasterWeights:
         self.optimizer = optimizer(list(self.weights))
 
     def _add(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Copies of the parameters that train, each once."""
+        """Add and return copies of the trainable parameters, without duplicates."""
         models = list(dict.fromkeys(p for p in parameters if p.requires_grad))
         copies = [nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in models]
         if self._gather_at_once:
@@ -63,58 +65,58 @@ class MasterWeights:
         return copies
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train further weights of the model, by copies of their own."""
+        """Train further weights of the model with their own copies."""
         given = param_group["params"]
         copies = self._add([given] if isinstance(given, torch.Tensor) else given)
         self.optimizer.add_param_group({**param_group, "params": copies})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's: groups of float32 copies."""
+        """The optimizer's groups of float32 copies."""
         return self.optimizer.param_groups
 
     def gather_gradients(self) -> None:
-        """Add the model's gradients to those of the copies, and drop them: each before the next."""
+        """Add the model's gradients to the copies' gradients, and free each one immediately."""
         for low, copy in zip(self._models, self.weights, strict=True):
             if low.grad is not None:
                 _gather(low, copy)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the copies and give them, rounded, to the model; returns what the optimizer returns.
+        """Step the copies and round them into the model. Return the optimizer's result.
 
         `closure` computes the loss and the model's gradients, as for torch's optimizers.
         """
 
         def evaluate() -> Any:
-            self.hand_over()  # LBFGS evaluates again after it has moved the copies
+            self.copy_to_model()  # LBFGS evaluates again after it has moved the copies
             loss = closure()
             self.gather_gradients()
             return loss
 
         self.gather_gradients()
         result = self.optimizer.step(evaluate) if closure else self.optimizer.step()
-        self.hand_over()
+        self.copy_to_model()
         return result
 
     @torch.no_grad()
-    def hand_over(self) -> None:
-        """Give the model the copies, rounded: after each step, and after a state is loaded."""
+    def copy_to_model(self) -> None:
+        """Round the copies into the model, after a step or after loading a state."""
         for low, copy in zip(self._models, self.weights, strict=True):
             low.copy_(copy)
 
     def zero_grad(self) -> None:
-        """Drop all gradients, the model's and the copies'."""
+        """Free all gradients of the model and of the copies."""
         for parameter in (*self._models, *self.weights):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The copies, which are the truth, and the optimizer's state."""
+        """Return the float32 copies and the optimizer's state."""
         copies = [copy.detach() for copy in self.weights]
         return {"weights": copies, "optimizer": self.optimizer.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state, in the model too; ValueError for that of other weights."""
+        """Resume from a state, and update the model. Raise ValueError for other weights' state."""
         shapes = [copy.shape for copy in state["weights"]]
         if shapes != [copy.shape for copy in self.weights]:
             raise ValueError(
@@ -124,7 +126,7 @@ class MasterWeights:
         for copy, loaded in zip(self.weights, state["weights"], strict=True):
             copy.copy_(loaded)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.hand_over()
+        self.copy_to_model()
 
 
 @torch.no_grad()

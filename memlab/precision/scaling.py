@@ -1,26 +1,26 @@
-"""Dynamic loss scaling: keep float16 gradients from vanishing.
+"""Dynamic loss scaling: keep float16 gradients from becoming zero.
 
-Saves    nothing of its own: it is what makes half of the bytes of float16 usable at all.
-Costs    one number, a look at every gradient, and now and then a step that is not taken.
-Source   Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; torch.amp.GradScaler, whose
-         decisions and state these are.
+Saves    nothing itself: it makes float16 gradients, half the bytes of float32, usable.
+Costs    a check of every gradient, and a skipped step now and then.
+Source   Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; decisions and state as in
+         torch.amp.GradScaler.
 
-Adds to memlab.reference.loss_scaling: torch.amp.GradScaler's interface and state, several
-optimizers, and a floor below which the scale raises an error.
+memlab.reference.loss_scaling is the short version. This file adds torch.amp.GradScaler's interface
+and state, several optimizers, and a floor below which the scale raises an error.
 
-float16 has nothing below 6e-8, and the gradients of a large model are often smaller: they become
-zero. So the loss is multiplied by a large number, all gradients are by the chain rule, and before
-the step they are divided by it again, in float32. How large? As large as goes:
+The smallest positive float16 is 6e-8. Gradients of large models are often smaller and become zero.
+Multiplying the loss by a scale multiplies all gradients by it. Before the step, the gradients are
+divided by the scale in float32. The scale is kept as large as possible:
 
     some gradient is inf or nan     skip the step, scale × 0.5
-    2000 steps in a row were fine   scale × 2
+    2000 finite steps in a row      scale × 2
 
     scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)      # only if gradients are looked at before the step: clipping
-    scaler.step(optimizer)          # or not
+    scaler.unscale_(optimizer)      # only if you use gradients before the step, as in clipping
+    scaler.step(optimizer)          # skips the step after an overflow
     scaler.update()                 # once, after all optimizers
 
-bfloat16 has the range of float32 and needs none of this.
+bfloat16 has float32's range and needs no loss scaling.
 """
 
 from ctypes import c_float
@@ -41,10 +41,10 @@ class Stage(Enum):
 
 
 class LossScaler:
-    """Scales losses, unscales gradients, skips steps that overflowed, and moves the scale.
+    """Scale losses, unscale gradients, skip steps that overflowed, and adjust the scale.
 
-    Below `floor` it raises: torch's own scaler halves on, to 0.0 after 200 overflows, and from then
-    on trains nothing without a word.
+    Raise an error below `floor`. torch's scaler keeps halving down to 0.0 after 200 overflows and
+    then trains nothing, silently.
     """
 
     def __init__(
@@ -67,35 +67,35 @@ class LossScaler:
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
         self._floor = floor
-        self._fine_steps = 0  # in a row, since the scale last changed
+        self._finite_steps = 0  # in a row, since the scale last changed
         self._stages: dict[int, Stage] = {}  # by optimizer
         self._overflowed: dict[int, bool] = {}
 
     def get_scale(self) -> float:
-        """What losses are multiplied by."""
+        """Return the factor that losses are multiplied by."""
         return self._scale
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale; a single number of float16 becomes one of float32."""
+        """Return the loss times the scale. A float16 scalar becomes float32."""
         return loss * torch.tensor(self._scale, device=loss.device)
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, in place, and note if any is not finite.
+        """Divide the optimizer's gradients by the scale in place, and record any inf or nan.
 
-        Raises ValueError for gradients in float16, which would vanish again, and where there are
-        none, and RuntimeError where it was done already.
+        Raise ValueError if there are no gradients, or float16 gradients, which would underflow
+        again. Raise RuntimeError if they are already unscaled.
         """
         self._require(optimizer, Stage.READY, "unscale_() was called already")
         gradients = _gradients(optimizer)
         if not gradients:
             raise ValueError(
-                "no weight of the optimizer has a gradient to unscale; call it after backward, and "
-                "with no optimizer that steps inside backward: it has stepped by scaled gradients"
+                "no weight of the optimizer has a gradient to unscale; call it after backward, "
+                "without an optimizer that steps inside backward: it would use scaled gradients"
             )
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError(
-                "got gradients in float16, where unscaled ones would vanish; keep the weights in "
+                "got gradients in float16, in which unscaled values underflow; keep the weights in "
                 "float32 under autocast, or step float32 copies of them (MasterWeights)"
             )
         self._overflowed[id(optimizer)] = not all(map(_is_finite, gradients))
@@ -105,7 +105,7 @@ class LossScaler:
         self._stages[id(optimizer)] = Stage.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any) -> Any:
-        """Let the optimizer step, unless a gradient is inf or nan; what its step returns."""
+        """Step the optimizer unless a gradient is inf or nan. Return its result."""
         if self._stages.get(id(optimizer), Stage.READY) is Stage.READY:
             self.unscale_(optimizer)
         self._require(optimizer, Stage.UNSCALED, "step() was called already")
@@ -113,9 +113,9 @@ class LossScaler:
         return None if self._overflowed[id(optimizer)] else optimizer.step(*args)
 
     def update(self) -> None:
-        """Move the scale by what was found since the last update, in all optimizers together.
+        """Adjust the scale by the overflows since the last update, across all optimizers.
 
-        Raises RuntimeError where nothing was unscaled, and OverflowError below the floor.
+        Raise RuntimeError if nothing was unscaled, and OverflowError below the floor.
         """
         if not self._overflowed:
             raise RuntimeError("nothing was unscaled since the last update; call step(optimizer)")
@@ -125,32 +125,32 @@ class LossScaler:
         if overflowed:
             self._back_off()
         else:
-            self._fine_steps += 1
-            if self._fine_steps == self._growth_interval:
+            self._finite_steps += 1
+            if self._finite_steps == self._growth_interval:
                 self._grow()
 
     def state_dict(self) -> dict[str, Any]:
-        """What torch.amp.GradScaler saves, under its names."""
+        """Return the state in torch.amp.GradScaler's format."""
         return {
             "scale": self._scale,
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
-            "_growth_tracker": self._fine_steps,
+            "_growth_tracker": self._finite_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of this class or of torch.amp.GradScaler."""
+        """Resume from a state of this class or of torch.amp.GradScaler."""
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise ValueError(
-                f"got a state without {', '.join(sorted(missing))}; give what state_dict() of a "
-                f"LossScaler or an enabled torch.amp.GradScaler returns"
+                f"got a state without {', '.join(sorted(missing))}; give the state_dict() of a "
+                f"LossScaler or an enabled torch.amp.GradScaler"
             )
         self._scale = _float32(state["scale"])
         self._growth_factor, self._backoff_factor = state["growth_factor"], state["backoff_factor"]
         self._growth_interval = state["growth_interval"]
-        self._fine_steps = state["_growth_tracker"]
+        self._finite_steps = state["_growth_tracker"]
 
     # -------------------------------------------------------------- the scale
 
@@ -162,12 +162,12 @@ class LossScaler:
                 f"be below the floor of {self._floor:g}: look for inf or nan in the loss itself, "
                 f"lower the learning rate, or train in bfloat16, which needs no scale"
             )
-        self._scale, self._fine_steps = scale, 0
+        self._scale, self._finite_steps = scale, 0
 
     def _grow(self) -> None:
         scale = _float32(self._scale * self._growth_factor)
         self._scale = scale if isfinite(scale) else self._scale
-        self._fine_steps = 0
+        self._finite_steps = 0
 
     def _require(self, optimizer: torch.optim.Optimizer, stage: Stage, otherwise: str) -> None:
         if self._stages.get(id(optimizer), Stage.READY) is not stage:
@@ -180,10 +180,10 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _is_finite(gradient: Tensor) -> bool:
-    """In one pass that takes no memory: an inf is an extreme, and of a nan both extremes are."""
+    """Check in one pass without a temporary: min and max reveal inf, and both are nan for nan."""
     return not gradient.numel() or all(isfinite(n.item()) for n in torch.aminmax(gradient))
 
 
 def _float32(number: float) -> float:
-    """The nearest number of float32: torch keeps its scale in one."""
+    """Round to float32, the dtype of torch's scale."""
     return c_float(number).value

@@ -1,17 +1,16 @@
-"""What autocast casts on CUDA, on tensors for which torch would follow the CPU's list.
+"""CUDA's autocast rules, applied to CPU tensors.
 
-torch keeps one list of operators per device (ATen/autocast_mode.h). CUDA's computes
-normalizations, softmax, powers, exponentials, logarithms, sums and losses in float32, and casts an
-einsum's inputs before the einsum; the CPU's does none of that, and has 88 operators of its own.
-Here each operator that only one of them names gets CUDA's rule under the CPU's dispatch key.
+torch has one autocast operator list per device (ATen/autocast_mode.h). CUDA's list computes norms,
+softmax, powers, exponentials, logarithms, sums and losses in float32, and casts an einsum's inputs
+before the einsum. The CPU's list does not, and has 88 other operators. This module registers CUDA's
+rules under the CPU's dispatch key.
 
-    float32        its inputs are cast up
-    float32 dtype  its result is asked for in float32, unless the caller named a dtype
-    lower          its inputs are cast down; a weight's cast is cached until autocast ends
-    promote        its inputs are cast to the widest among them
+    float32        cast the inputs to float32
+    float32 dtype  request a float32 result, unless the caller set a dtype
+    lower          cast the inputs down; a weight's cast is cached until autocast ends
+    promote        cast the inputs to the widest input dtype
 
-The rule for lowering also replaces the CPU's own, so that all operators share one cache of casts,
-as they do on CUDA.
+The lower rule also replaces the CPU's own, so that all operators share one cast cache, as on CUDA.
 """
 
 import functools
@@ -34,7 +33,7 @@ from memlab.internals.torch_internals import (
 )
 from memlab.metering.frames import user_line
 
-_words = str.split  # a list of names, as ATen/autocast_mode.h groups them
+_words = str.split  # the lists below are grouped as in ATen/autocast_mode.h
 
 LOWER = _words(
     """
@@ -75,25 +74,25 @@ PROMOTE = _words(
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
     """
 )
-REFUSED = ("binary_cross_entropy",)
+UNSUPPORTED = ("binary_cross_entropy",)
 
 _KEY = DispatchKey.AutocastCPU
-_casts = WeakIdKeyDictionary()  # weight: its cast, until autocast ends
+_casts = WeakIdKeyDictionary()  # weight to cast, until autocast ends
 
 
 def operator(name: str) -> Any:
-    """The operator of a name in the lists: `pow.Scalar`, or `mm` for `mm.default`."""
+    """Return the operator for a name in the lists: `pow.Scalar`, or `mm` for `mm.default`."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Let the CPU's autocast follow CUDA's list."""
+    """Apply CUDA's autocast rules to CPU tensors inside `with`."""
     library = Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that it is overridden
+            warnings.simplefilter("ignore")  # torch warns about overridden kernels
             for func, rule in _rules():
                 library.impl(func, rule, "AutocastCPU", with_keyset=True, allow_override=True)
         yield
@@ -103,7 +102,7 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def forget_casts(clear: Callable[[], None]) -> Callable[[], None]:
-    """What `torch.clear_autocast_cache` does, and the same to the casts cached here."""
+    """Wrap `torch.clear_autocast_cache` to also clear the casts cached here."""
 
     def clear_both() -> None:
         _casts.clear()
@@ -113,27 +112,27 @@ def forget_casts(clear: Callable[[], None]) -> Callable[[], None]:
 
 
 def _rules() -> Iterator[tuple[Any, Callable[..., Any]]]:
-    of_the_cpu_alone = _of_the_cpu_alone()  # before the rules below are the CPU's, too
+    cpu_only = _cpu_only_operators()  # read them before the rules below are registered
     for name in LOWER:
-        yield operator(name), _casting(operator(name), _lower)
+        yield operator(name), _with_cast(operator(name), _lower)
     for name in PACKED:
-        yield operator(name), _casting(operator(name), _lower_anew)
+        yield operator(name), _with_cast(operator(name), _lower_uncached)
     for name in FLOAT32:
-        yield operator(name), _casting(operator(name), _to_float32)
+        yield operator(name), _with_cast(operator(name), _to_float32)
     for name in FLOAT32_DTYPE:
-        yield operator(name), _asking_for_float32(operator(name), operator(name))
+        yield operator(name), _with_float32_dtype(operator(name), operator(name))
     for name, with_dtype in APPENDS_DTYPE.items():
-        yield operator(name), _asking_for_float32(operator(name), operator(with_dtype))
+        yield operator(name), _with_float32_dtype(operator(name), operator(with_dtype))
     for name in PROMOTE:
-        yield operator(name), _casting(operator(name), _promoted)
-    for name in REFUSED:
-        yield operator(name), _refused
-    for name in of_the_cpu_alone:
+        yield operator(name), _with_cast(operator(name), _promote)
+    for name in UNSUPPORTED:
+        yield operator(name), _reject
+    for name in cpu_only:
         yield operator(name), _untouched(operator(name))
 
 
 @functools.cache
-def _of_the_cpu_alone() -> tuple[str, ...]:
+def _cpu_only_operators() -> tuple[str, ...]:
     names = (n for n in dispatch_get_all_op_names() if n.startswith("aten::"))
     return tuple(
         name.removeprefix("aten::")
@@ -145,7 +144,7 @@ def _of_the_cpu_alone() -> tuple[str, ...]:
 # ------------------------------------------------------------------ the rules
 
 
-def _casting(func: Any, cast: Callable[[list[torch.Tensor]], Callable[[Any], Any]]) -> Any:
+def _with_cast(func: Any, cast: Callable[[list[torch.Tensor]], Callable[[Any], Any]]) -> Any:
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         with ExcludeDispatchKeyGuard(DispatchKeySet(_KEY)):
             tensors: list[torch.Tensor] = []
@@ -156,7 +155,7 @@ def _casting(func: Any, cast: Callable[[list[torch.Tensor]], Callable[[Any], Any
     return run
 
 
-def _asking_for_float32(func: Any, with_dtype: Any) -> Any:
+def _with_float32_dtype(func: Any, with_dtype: Any) -> Any:
     position = [argument.name for argument in with_dtype._schema.arguments].index("dtype")
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,10 +168,10 @@ def _asking_for_float32(func: Any, with_dtype: Any) -> Any:
     return run
 
 
-def _refused(keys: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def _reject(keys: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"{user_line()}: autocast refuses binary_cross_entropy on CUDA; take the logits instead, "
-        f"with binary_cross_entropy_with_logits or BCEWithLogitsLoss"
+        f"{user_line()}: autocast does not support binary_cross_entropy on CUDA; use logits with "
+        f"binary_cross_entropy_with_logits or BCEWithLogitsLoss"
     )
 
 
@@ -197,10 +196,10 @@ def _to_float32(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.T
     return functools.partial(_to, dtype=torch.float32)
 
 
-def _promoted(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _promote(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     widest = torch.get_autocast_dtype("cpu")
     if any(_is_eligible(tensor) and tensor.dtype != widest for tensor in tensors):
-        widest = torch.float32  # bfloat16 and float16 together are it, too
+        widest = torch.float32  # also for bfloat16 with float16
     return functools.partial(_to, dtype=widest)
 
 
@@ -213,15 +212,15 @@ def _lower(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor
     return cast
 
 
-def _lower_anew(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _lower_uncached(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     return functools.partial(_to, dtype=torch.get_autocast_dtype("cpu"))
 
 
 def _is_cacheable(tensor: torch.Tensor) -> bool:
-    """Whether torch caches the tensor's cast (`cached_cast` of ATen/autocast_mode.cpp): only a
-    float32 weight's, and never in inference mode, whose tensors no graph could use afterwards.
+    """Return whether torch caches the tensor's cast (`cached_cast` in ATen/autocast_mode.cpp).
 
-    torch also leaves out tensors that a CUDA graph's pool caches; a prediction has no graphs.
+    torch caches casts of float32 weights only, and not in inference mode, because autograd cannot
+    use inference tensors later. It also skips tensors in a CUDA graph's pool, which do not occur.
     """
     return (
         tensor.dtype == torch.float32
@@ -235,6 +234,6 @@ def _is_cacheable(tensor: torch.Tensor) -> bool:
 
 def _cached(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor not in _casts:
-        with torch.enable_grad():  # what no_grad() caches, a later forward pass may train
+        with torch.enable_grad():  # a later forward with gradients may use the cached cast
             _casts[tensor] = _to(tensor, dtype)
     return _casts[tensor]

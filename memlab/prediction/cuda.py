@@ -1,19 +1,17 @@
-"""What a step would take on CUDA, from a dry run of it on a machine without one.
+"""Predict a step's memory on CUDA with a dry run, on a machine without CUDA.
 
-The dry run has the storages of the CPU's step, to the byte. What CUDA does otherwise is added, one
-mechanism each:
+The dry run has exactly the storages of the CPU's step. The differences on CUDA are added:
 
-    devices     fake tensors of the "cuda" that the script names are on a device of their own, so
-                what stays on the CPU (an optimizer's step counters, data before `.to("cuda")`)
-                does not count, and a copy between the two does
-    kernels     where the composition of an operator depends on the device (substitutes.py), and
-                where a kernel's results do (_RESULTS); a policy that can be flipped (targets.py)
-    autocast    by CUDA's list of operators (autocast_lists.py)
+    devices     fake tensors on "cuda" are on a separate fake device. CPU tensors (an optimizer's
+                step counters, data before `.to("cuda")`) do not count; copies to "cuda" do
+    kernels     operators that decompose differently on CUDA (substitutes.py) or return different
+                results (_RESULTS); the kernel choices are configurable (targets.py)
+    autocast    CUDA's operator list (autocast_lists.py)
     optimizers  all parameters at once, as torch.optim does on CUDA
-    workspace   one for each handle of cuBLAS: of the forward pass's thread and of backward's
-    rounding    blocks are multiples of 512 bytes
+    workspace   one per cuBLAS handle: one for the forward thread, one for the backward thread
+    rounding    block sizes are multiples of 512 bytes
 
-What is not in here, a note of the Trace names.
+The Trace's notes name the rest, which is not predicted.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,10 +29,10 @@ from memlab.dry_runs.fake_kernels import KERNELS
 from memlab.dry_runs.fake_tensors import dry_run
 from memlab.internals.replacing import replaced
 from memlab.internals.torch_internals import DisableTorchFunction, foreach_utils, in_backward
-from memlab.metering.answers import Answers
 from memlab.metering.casts import Casts
 from memlab.metering.cuda import GRANULARITY
 from memlab.metering.cycles import no_cycle_collection
+from memlab.metering.device_stats import DeviceStats
 from memlab.metering.devices import complete
 from memlab.metering.frames import user_line
 from memlab.metering.observer import formulas_note
@@ -43,34 +41,33 @@ from memlab.metering.storages import (
     THREADS_NOTE,
     Change,
     StorageMeter,
-    is_a_composition,
+    is_composite,
 )
 from memlab.prediction import recurrent
 from memlab.prediction.autocast_lists import cuda_autocast, forget_casts
-from memlab.prediction.gpu_answers import answered_for
+from memlab.prediction.fake_gpu import fake_gpu
 from memlab.prediction.scratch import scratch_bytes
 from memlab.prediction.substitutes import Substitutes
 from memlab.trace import DeviceMemory, Trace
 
 aten = torch.ops.aten
 
-# Fake tensors may be on it, and tell it from "cpu" as they tell "cuda" from "cpu"; the dispatcher
-# sees CPU tensors in both.
+# Fake tensors treat this device as different from "cpu"; the dispatcher treats both as the CPU.
 CUDA = torch.device("cpu", 0)
 
-_MATRIX_PRODUCTS = frozenset(
+_MATMULS = frozenset(
     {
         *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
         *(aten.addmv.default, aten.mv.default, aten.dot.default, aten.vdot.default),
         *(aten._addmm_activation.default, aten._scaled_mm.default, aten.addbmm.default),
     }
 )
-_COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout})  # by `.to`
+_COPIES = frozenset({aten._to_copy.default, aten.to.device, aten.to.dtype_layout})
 Build = Callable[[], tuple[Callable[[], Any], torch.nn.Module | None, Any]]
 
 EVERYTHING_NOTE = (
-    "the script puts nothing on an accelerator, so all that it makes is counted as CUDA's, data "
-    'that would stay on the CPU too; say device="cuda" where CUDA holds it'
+    "the script puts nothing on an accelerator, so every tensor is counted as on CUDA, even data "
+    'that would stay on the CPU; use device="cuda" for tensors on CUDA'
 )
 
 
@@ -83,29 +80,30 @@ def predict(
     lines: bool = False,
     assume: str | float | None = None,
 ) -> Trace:
-    """What the last of `steps` steps would take on CUDA, without one: bytes, never values.
+    """Predict the memory of the last of `steps` steps on CUDA, without CUDA.
 
-    build    returns (step, model, optimizer), the latter two None where there are none; it may say
-             device="cuda" wherever it would there
-    target   the class of cards: "cuda" for most, "cuda:hopper". A script that asks for its GPU is
-             told that there is one: an A100 with 80 GB, an H100
-    kernels  what CUDA is taken to run; `Kernels()` is what torch does when nobody asks otherwise
-    steps    how many are run; the last is measured. The first makes the optimizer's state
-    assume   how many elements are chosen where that depends on values: "most" is all of them; or a
-             fraction
+    build    returns (step, model, optimizer); model and optimizer may be None. It may use
+             device="cuda" as on a machine with CUDA
+    target   the class of GPUs: "cuda" (scripts see an A100 with 80 GB) or "cuda:hopper" (an H100)
+    kernels  the kernels to assume; `Kernels()` are torch's defaults
+    steps    the number of steps to run. The last is measured; the first allocates optimizer state
+    lines    also record the Python line of each allocation (slower)
+    assume   the size of results that depends on values: "most" chooses every element, a fraction
+             that part of them
 
-    The Trace's notes say by which policy, and what it cannot promise. TypeError for what is no
-    builder, ValueError for an unknown target and for what a dry run cannot do.
+    The Trace's notes list the kernels and the limits of the prediction. Raises TypeError for an
+    invalid builder, and ValueError for an unknown target or anything that a dry run does not
+    support.
     """
     _check(build, kernels, steps)
-    prediction = _Prediction(kernels, target_named(target), assume=assume)
+    prediction = _CudaDryRun(kernels, target_named(target), assume=assume)
     with prediction.policy():
         history = _PredictionMeter(prediction)
         with history:
-            step, model, optimizer = _built(build)
+            step, model, optimizer = _build(build)
             for _ in range(steps - 1):
                 step()
-        history.was_of(step if model is None else model)
+        history.set_subject(step if model is None else model)
         meter = _PredictionMeter(prediction, model, optimizer, step=step, lines=lines)
         with meter:
             step()
@@ -115,27 +113,27 @@ def predict(
 def _check(build: Any, kernels: Any, steps: Any) -> None:
     if not callable(build):
         raise TypeError(
-            f"got a {type(build).__name__} to predict; give a function of no arguments that "
+            f"got a {type(build).__name__} to predict; pass a function without arguments that "
             f"returns (step, model, optimizer)"
         )
     if not isinstance(kernels, Kernels):
-        raise TypeError(f"got a {type(kernels).__name__} as kernels; give memlab.Kernels(...)")
+        raise TypeError(f"got a {type(kernels).__name__} as kernels; pass memlab.Kernels(...)")
     if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"got steps={steps!r}; at least one step must run, the last is measured")
+        raise ValueError(f"got steps={steps!r}; pass 1 or more, the last step is measured")
 
 
-def _built(build: Build) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
+def _build(build: Build) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
     built = build()
     if not isinstance(built, tuple) or len(built) != 3 or not callable(built[0]):
         raise TypeError(
-            f"build() returned a {type(built).__name__}; return (step, model, optimizer), with a "
-            f"function of no arguments as step, and None for a model or optimizer that is not there"
+            f"build() returned a {type(built).__name__}; return (step, model, optimizer), where "
+            f"step is a function without arguments and model and optimizer may be None"
         )
     return built
 
 
-class _Prediction(dry_run):
-    """A dry run in which CUDA's choices hold."""
+class _CudaDryRun(dry_run):
+    """A dry run that behaves like CUDA."""
 
     _fake_kernels: ClassVar = {**KERNELS, **recurrent.KERNELS}
 
@@ -145,22 +143,22 @@ class _Prediction(dry_run):
         super().__init__(assume=assume)
         self.kernels, self.target = kernels, target
         self.substitutes = Substitutes(kernels, target)
-        self.workspaces: dict[bool, torch.Tensor] = {}  # of the thread of backward, and the other
+        self.workspaces: dict[bool, torch.Tensor] = {}  # True: the backward thread's
         self.unknown_scratch: set[str] = set()
 
     @contextmanager
     def policy(self) -> Iterator[None]:
-        """Everything that holds during a prediction, and not after it."""
+        """Install CUDA's behaviour inside `with`."""
         with ExitStack() as stack:
-            stack.enter_context(_asked_anew(is_a_composition))
-            stack.enter_context(StandIn.being(CUDA))
+            stack.enter_context(_cache_cleared(is_composite))
+            stack.enter_context(StandIn.use(CUDA))
             stack.enter_context(self)
-            stack.enter_context(answered_for(self.target))
+            stack.enter_context(fake_gpu(self.target))
             stack.enter_context(self.substitutes.installed())
             if self.kernels.autocast == "cuda":
                 stack.enter_context(cuda_autocast())
                 stack.enter_context(replaced({(torch, "clear_autocast_cache"): forget_casts}))
-            stack.enter_context(_optimizers(self.kernels.optimizer))
+            stack.enter_context(_optimizer_defaults(self.kernels.optimizer))
             yield
 
     def execute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -170,13 +168,13 @@ class _Prediction(dry_run):
             if "at least two devices" not in str(error):
                 raise
             raise ValueError(
-                f"{user_line()}: {func} is given tensors of CUDA and of the CPU, which fails there "
-                f'too; move all of them to one device, such as x.to("cuda")'
+                f"{user_line()}: {func} got tensors on CUDA and on the CPU, which also fails on a "
+                f'GPU; move all of them to one device, such as x.to("cuda")'
             ) from error
         if func in _COPIES and _names_cuda(*args[1:], *kwargs.values()):
-            result.fake_device = CUDA  # torch computes with small literals for real, on the CPU
+            result.fake_device = CUDA  # torch keeps a small literal's copy as a CPU constant
             result.constant = None
-        if func in _MATRIX_PRODUCTS or _is_grouped_by_cublas(func, args):
+        if func in _MATMULS or _is_grouped_cublas_matmul(func, args):
             self._use_handle()
         elif func in _RESULTS:
             result = _RESULTS[func](result)
@@ -185,7 +183,7 @@ class _Prediction(dry_run):
         return result
 
     def _use_handle(self) -> None:
-        """The thread's handle of cuBLAS takes its workspace when it is first used."""
+        """Allocate the workspace of the thread's cuBLAS handle at its first use."""
         backward = in_backward()
         if backward not in self.workspaces:
             self.workspaces[backward] = _buffer(self.target.workspace_bytes)
@@ -198,8 +196,10 @@ class _Prediction(dry_run):
         with no_cycle_collection():
             before, during = list(history.changes()), list(meter.changes())
             names_cuda = any(map(_is_on_cuda, (*before, *during)))
-            counts = _is_on_cuda_or_workspace if names_cuda else _is_no_counter(optimizer)
-            events = complete(filter(counts, during), Answers(CUDA, granularity=GRANULARITY)).events
+            counts = _is_on_cuda_or_workspace if names_cuda else _is_not_step_counter(optimizer)
+            events = complete(
+                filter(counts, during), DeviceStats(CUDA, granularity=GRANULARITY)
+            ).events
             trace = Trace(
                 events,
                 device="cuda",
@@ -212,7 +212,7 @@ class _Prediction(dry_run):
             return replace(trace, memory=memory)
 
     def _notes(self, meter: "_PredictionMeter") -> tuple[str, ...]:
-        unconfirmed = sorted(self.substitutes.used | self._optimizers_kernels(meter))
+        unconfirmed = sorted(self.substitutes.used | self._optimizer_kernels(meter))
         unknown = set(self.unknown_scratch)
         if meter.context.has_recurrent_layer:
             unknown.add("recurrent layers (cuDNN)")
@@ -223,13 +223,13 @@ class _Prediction(dry_run):
                 f"the scratch of {kind} is not known and not in here; the real peak can be higher"
                 for kind in sorted(unknown)
             ),
-            *([recurrent.RESERVE_NOTE] if recurrent.IN_WORDS in unconfirmed else []),
-            *([THREADS_NOTE] if meter.found_unseen_gradients else []),
+            *([recurrent.RESERVE_NOTE] if recurrent.LABEL in unconfirmed else []),
+            *([THREADS_NOTE] if meter.found_thread_gradients else []),
             *formulas_note(meter.nodes),
             *self.notes(),
         )
 
-    def _optimizers_kernels(self, meter: "_PredictionMeter") -> set[str]:
+    def _optimizer_kernels(self, meter: "_PredictionMeter") -> set[str]:
         kinds = {type(optimizer) for optimizer in meter.context.optimizers}
         choice = self.kernels.optimizer
         how = "all weights at once" if choice in ("auto", "foreach") else f"by {choice}"
@@ -238,8 +238,8 @@ class _Prediction(dry_run):
         }
 
 
-def _is_grouped_by_cublas(func: Any, args: Any) -> bool:
-    """A grouped product has a kernel of its own in bfloat16; else it is one product per group."""
+def _is_grouped_cublas_matmul(func: Any, args: Any) -> bool:
+    """Return whether a grouped matmul runs as one matmul per group; bfloat16 has its own kernel."""
     return func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
 
 
@@ -253,16 +253,16 @@ def _buffer(count: int) -> torch.Tensor:
 
 
 class _PredictionMeter(StorageMeter):
-    """Meters a prediction: compositions as CUDA has them, and the workspaces."""
+    """Meter a prediction, with CUDA's decompositions and workspaces."""
 
-    def __init__(self, prediction: _Prediction, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, prediction: _CudaDryRun, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._prediction = prediction
         self._casts = Casts(cpu_list=prediction.kernels.autocast)
 
-    def was_of(self, subject: Any) -> None:
-        """Say what was metered: a later meter of the same counts all that this one left alive."""
-        self._stream.run.name_after(subject)
+    def set_subject(self, subject: Any) -> None:
+        """Set the metered subject, so that a later meter of it counts storages left alive here."""
+        self._stream.run.set_subject(subject)
 
     def __enter__(self) -> "_PredictionMeter":
         super().__enter__()
@@ -279,17 +279,17 @@ class _PredictionMeter(StorageMeter):
             self._note_workspace(func)
         return result
 
-    def _composition(self, func: Any) -> Callable[..., Any] | None:
-        return self._prediction.substitutes.of.get(func) or super()._composition(func)
+    def _decomposition(self, func: Any) -> Callable[..., Any] | None:
+        return self._prediction.substitutes.replacements.get(func) or super()._decomposition(func)
 
     def _note_workspace(self, func: Any) -> None:
-        """Enter the handle's workspace, which belongs to no operator's results."""
+        """Record a cuBLAS handle's new workspace."""
         self._known_workspaces += 1
         *_, workspace = self._prediction.workspaces.values()
         self._enter_workspace(workspace, func)
 
     def _note_scratch(self, func: Any, sizes: tuple[int, ...]) -> None:
-        """Enter the buffers that the kernel took, all at once, and gave back."""
+        """Record the buffers that a kernel allocated together and freed."""
         buffers = [_buffer(size) for size in sizes]
         for buffer in buffers:
             self._enter_workspace(buffer, func)
@@ -306,12 +306,12 @@ def _is_on_cuda_or_workspace(change: Change) -> bool:
 
 
 def _is_on_cuda(change: Change) -> bool:
-    """Whether the script put it there."""
+    """Return whether the script, not a kernel, allocated it on CUDA."""
     return change.record.device == CUDA and change.record.category != "workspace"
 
 
-def _is_no_counter(optimizer: Any) -> Callable[[Change], bool]:
-    """Whether a change is of anything but the step counters that torch.optim keeps on the CPU."""
+def _is_not_step_counter(optimizer: Any) -> Callable[[Change], bool]:
+    """Return a filter that drops the step counters that torch.optim keeps on the CPU."""
     counters = set()
     groups = getattr(optimizer, "param_groups", ())
     for group in groups if isinstance(optimizer, torch.optim.Optimizer) else ():
@@ -325,9 +325,8 @@ def _is_no_counter(optimizer: Any) -> Callable[[Change], bool]:
 
 
 @contextmanager
-def _asked_anew(cached: Any) -> Iterator[None]:
-    """Let what a cached function knows from outside be forgotten inside, and the other way round:
-    the kernels that a prediction registers change its answers."""
+def _cache_cleared(cached: Any) -> Iterator[None]:
+    """Clear a cached function before and after the block, because registered kernels change it."""
     cached.cache_clear()
     try:
         yield
@@ -339,8 +338,8 @@ def _asked_anew(cached: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _optimizers(choice: str) -> Iterator[None]:
-    """Let torch.optim and `clip_grad_norm_` choose as on CUDA, where nobody chose for them."""
+def _optimizer_defaults(choice: str) -> Iterator[None]:
+    """Make torch.optim and `clip_grad_norm_` use CUDA's default implementations."""
     kinds = [] if choice == "loop" else ["cpu"]
     lists = (foreach_utils, torch_optimizer)
     name = "_get_foreach_kernels_supported_devices"
@@ -350,13 +349,13 @@ def _optimizers(choice: str) -> Iterator[None]:
         )
         if choice == "fused":
             chosen: list[dict[str, Any]] = []
-            hook = torch_optimizer.register_optimizer_step_pre_hook(_choosing_fused(chosen))
-            stack.callback(_take_back, chosen)
+            hook = torch_optimizer.register_optimizer_step_pre_hook(_choose_fused(chosen))
+            stack.callback(_undo_fused, chosen)
             stack.callback(hook.remove)
         yield
 
 
-def _choosing_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
+def _choose_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
     def choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             if group.get("fused", False) is None and group.get("foreach") is None:
@@ -366,12 +365,12 @@ def _choosing_fused(chosen: list[dict[str, Any]]) -> Callable[..., None]:
     return choose
 
 
-def _take_back(chosen: list[dict[str, Any]]) -> None:
+def _undo_fused(chosen: list[dict[str, Any]]) -> None:
     for group in chosen:
         group["fused"] = None
 
 
-# ------------------------------------------------------------------ what kernels give and take
+# ------------------------------------------------------------------ results and scratch of kernels
 
 
 def _statistics_in_float32(result: Any) -> Any:
@@ -397,7 +396,7 @@ _UNKNOWN_SCRATCH = {
     aten.topk.default: "sorts",
     aten.cumsum.default: "cumulative sums",
     aten.embedding_dense_backward.default: "an embedding's gradient (a sort of the indices)",
-    aten._grouped_mm.default: "grouped matrix products (mixtures of experts)",
+    aten._grouped_mm.default: "grouped matmuls (mixtures of experts)",
     aten.index_put.default: "sums by index (a sort of the indices)",
     aten._scaled_dot_product_efficient_attention_backward.default: "attention's backward",
     aten._scaled_dot_product_cudnn_attention_backward.default: "attention's backward",

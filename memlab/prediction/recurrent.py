@@ -1,12 +1,12 @@
-"""Recurrent layers on CUDA: one call of cuDNN for all layers, directions and steps.
+"""Recurrent layers on CUDA: one cuDNN call for all layers, directions and steps.
 
-What it keeps for backward, the reserve, only cuDNN can say, and it does not document it. The two
-sizes in pytorch's issue 2895 (T × B = 25,000, H = 320, four layers, float32: 736,000,000 bytes of
-an LSTM, 864,000,000 of a GRU) are, for each step and hidden unit, five numbers a layer (the gates
-and the cell) or six, and one between every two layers. Of a plain RNN it is taken to be one.
+cuDNN saves a buffer for backward, the reserve, whose size is undocumented. PyTorch issue 2895 has
+two sizes (T × B = 25,000, H = 320, four layers, float32): 736,000,000 bytes for an LSTM and
+864,000,000 for a GRU. They equal 5 elements (LSTM: gates and cell) or 6 (GRU) per layer, step and
+hidden unit, plus 1 between two layers. A plain RNN is assumed to save 1 per layer.
 
-All gradients of weights come in one buffer. Where cuDNN does not take the dtype (bfloat16), steps
-are taken one by one.
+All weight gradients share one buffer. For dtypes that cuDNN does not support (bfloat16), the steps
+run one by one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from memlab.dry_runs.known_values import unseen
+from memlab.dry_runs.known_values import without_modes
 from memlab.internals.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled
 
 aten = torch.ops.aten
 
-IN_WORDS = "recurrent layers by cuDNN"
+LABEL = "recurrent layers by cuDNN"
 RESERVE_NOTE = (
-    "what cuDNN keeps of a recurrent layer for backward is reckoned from two sizes that it once "
-    "reported (pytorch's issue 2895), and not confirmed by a GPU"
+    "cuDNN's reserve for recurrent layers is estimated from two reported sizes (PyTorch issue "
+    "2895), and not confirmed by a GPU"
 )
-_DTYPES = (torch.float16, torch.float32, torch.float64)  # that cuDNN takes
-_KEPT = {0: 1, 1: 1, 2: 5, 3: 6}  # by cuDNN's number of the mode: relu, tanh, LSTM, GRU
+_DTYPES = (torch.float16, torch.float32, torch.float64)  # supported by cuDNN
+_SAVED_ELEMENTS = {0: 1, 1: 1, 2: 5, 3: 6}  # elements by cuDNN mode: relu, tanh, LSTM, GRU
 _LSTM = 2
 _MODES = {aten.rnn_relu: 0, aten.rnn_tanh: 1, aten.lstm: _LSTM, aten.gru: 3}
 
@@ -35,16 +35,16 @@ _MODES = {aten.rnn_relu: 0, aten.rnn_tanh: 1, aten.lstm: _LSTM, aten.gru: 3}
 def reserve_bytes(
     cells: int, hidden_size: int, layers: int, directions: int, mode: int, itemsize: int
 ) -> int:
-    """The reserve of so many cells: steps times sequences."""
-    numbers = _KEPT[mode] * layers + layers - 1
-    return cells * hidden_size * directions * numbers * itemsize
+    """Return the size of the reserve; `cells` is steps × sequences."""
+    elements = _SAVED_ELEMENTS[mode] * layers + layers - 1
+    return cells * hidden_size * directions * elements * itemsize
 
 
-# ------------------------------------------------------------------ the call
+# ------------------------------------------------------------------ calling cuDNN
 
 
 def substitutes(on_use: Callable[[], None]) -> dict[Any, Callable[..., Any]]:
-    """What CUDA calls in the place of each composition; `on_use` is called where it does."""
+    """Return CUDA's replacements of composite operators; `on_use` is called when cuDNN is used."""
     found: dict[Any, Callable[..., Any]] = {}
     for operator, mode in _MODES.items():
         found[operator.input] = partial(_padded, operator.input, mode, on_use)
@@ -53,38 +53,38 @@ def substitutes(on_use: Callable[[], None]) -> dict[Any, Callable[..., Any]]:
 
 
 def _padded(
-    composition: Any, mode: int, on_use: Callable[[], None], input: torch.Tensor, *args: Any
+    composite: Any, mode: int, on_use: Callable[[], None], input: torch.Tensor, *args: Any
 ) -> Any:
-    """All sequences have the same number of steps."""
+    """Run on padded input: all sequences have the same number of steps."""
     if input.dtype not in _DTYPES:
         with _without_onednn():
-            return composition.decompose(input, *args)
+            return composite.decompose(input, *args)
     on_use()
     hidden, params, has_biases, layers, dropout, train, bidirectional, batch_first = args
     options = layers, batch_first, dropout, train, bidirectional
-    return _in_one_call(mode, input, hidden, params, has_biases, (*options, []))
+    return _call_cudnn(mode, input, hidden, params, has_biases, (*options, []))
 
 
 def _packed(
-    composition: Any,
+    composite: Any,
     mode: int,
     on_use: Callable[[], None],
     data: torch.Tensor,
     batch_sizes: torch.Tensor,
     *args: Any,
 ) -> Any:
-    """`batch_sizes` says how many sequences have each step; it is a real tensor (readers.py)."""
+    """Run on packed input. `batch_sizes`, the sequences at each step, is real (readers.py)."""
     if data.dtype not in _DTYPES:
-        return composition.decompose(data, batch_sizes, *args)
+        return composite.decompose(data, batch_sizes, *args)
     on_use()
     hidden, params, has_biases, layers, dropout, train, bidirectional = args
-    with unseen():
+    with without_modes():
         sizes = batch_sizes.tolist()
     options = layers, False, dropout, train, bidirectional
-    return _in_one_call(mode, data, hidden, params, has_biases, (*options, sizes))
+    return _call_cudnn(mode, data, hidden, params, has_biases, (*options, sizes))
 
 
-def _in_one_call(
+def _call_cudnn(
     mode: int,
     input: torch.Tensor,
     hidden: Any,
@@ -96,7 +96,7 @@ def _in_one_call(
     hidden_size = h.shape[2] if c is None else c.shape[2]
     projected = h.shape[2] if hidden_size != h.shape[2] else 0
     weights = (4 if has_biases else 2) + bool(projected)
-    flat = params[0].new_empty(0)  # the weights are views of one buffer, which is no new one
+    flat = params[0].new_empty(0)  # the weights already share a buffer, so none is allocated
     sizes = mode, hidden_size, projected
     output, h, c, *_ = aten._cudnn_rnn(input, params, weights, flat, h, c, *sizes, *options, None)
     return (output, h, c) if mode == _LSTM else (output, h)
@@ -112,14 +112,14 @@ def _without_onednn() -> Iterator[None]:
         set_mkldnn_enabled(was_enabled)
 
 
-# ------------------------------------------------------------------ what it makes
+# ------------------------------------------------------------------ fake cuDNN kernels
 
 
 def _forward(input: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     output, h, c, _, flat = aten._cudnn_rnn.default(input, *args)
     _, _, _, _, _, mode, hidden_size, _, layers, _, _, train, bidirectional, batch_sizes, _ = args
     steps, sequences = (len(batch_sizes), batch_sizes[0]) if batch_sizes else output.shape[:2]
-    cells = steps * sequences  # also those of packed sequences that have ended
+    cells = steps * sequences  # padded: includes packed sequences that have ended
     size = (cells, hidden_size, layers, 1 + bidirectional, mode, input.element_size())
     reserve = input.new_empty(reserve_bytes(*size) if train else 0, dtype=torch.uint8)
     return output, h, c, reserve, flat
@@ -134,7 +134,7 @@ def _backward(
     cx: torch.Tensor | None,
     *args: Any,
 ) -> tuple[Any, ...]:
-    *_, needed = args  # of input, hx, cx, weight
+    *_, needed = args  # the output mask for input, hx, cx, weight
     states = (torch.empty_like(hx), cx if cx is None else torch.empty_like(cx))
     gradients = _views_of_one_buffer(weight) if needed[3] else []
     return torch.empty_like(input), *states, gradients
@@ -142,8 +142,8 @@ def _backward(
 
 def _views_of_one_buffer(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     counts = [weight.numel() for weight in weights]
-    pieces = weights[0].new_empty(sum(counts)).split(counts)
-    return [piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)]
+    chunks = weights[0].new_empty(sum(counts)).split(counts)
+    return [chunk.view(weight.shape) for chunk, weight in zip(chunks, weights, strict=True)]
 
 
 KERNELS: dict[Any, Callable[..., Any]] = {

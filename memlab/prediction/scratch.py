@@ -1,17 +1,16 @@
-"""The scratch that CUDA's kernels take while they run, where it follows from shapes.
+"""Scratch memory of CUDA kernels that can be computed from shapes.
 
-No dispatcher sees it. Three kinds are known here, all from torch 2.13's own sources:
+The dispatcher does not see scratch. Three kinds are covered, from the sources of torch 2.13:
 
-Reductions over a dimension that is not the fastest (a bias's gradient: the sum over all tokens)
-are split among thread blocks when one block would have too much to add, and the blocks' partial
-results go through a buffer. How many blocks there are, ATen/native/cuda/Reduce.cuh decides
-(`setReduceConfig`); `reduction_bytes` follows it line by line.
+Long reductions over a slow dimension (such as a bias's gradient, a sum over tokens) are split among
+thread blocks, which exchange partial results through a buffer. `reduction_bytes` follows
+`setReduceConfig` (ATen/native/cuda/Reduce.cuh) line by line.
 
-Flash attention's backward keeps a float32 gradient of the queries, a float32 row sum and, with
-grouped queries, the gradients of keys and values for all heads (flash_api.cpp, `mha_bwd`).
+Flash attention's backward allocates a float32 gradient of the queries, a float32 row sum and, with
+grouped queries, gradients of keys and values for all heads (flash_api.cpp, `mha_bwd`).
 
-Softmax's backward multiplies gradient and output first, into a temporary as large as either, which
-log_softmax's does not. Both work on contiguous tensors alone, and copy what is not (SoftMax.cu).
+Softmax's backward first multiplies gradient and output into a temporary of their size;
+log_softmax's does not. Both copy non-contiguous inputs (SoftMax.cu).
 """
 
 from collections.abc import Sequence
@@ -26,27 +25,26 @@ aten = torch.ops.aten
 
 _WARP = 32
 _MAX_THREADS = 512
-_MIN_VALUES, _MAX_VALUES = 16, 256  # for each thread
+_MIN_VALUES, _MAX_VALUES = 16, 256  # per thread
 _THREADS_PER_MULTIPROCESSOR = 2048
 
 
 def scratch_bytes(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
-    """What the kernel of an operator takes beside its results: one number for each buffer."""
+    """Return the sizes of the scratch buffers that an operator's kernel allocates."""
     if func in _REDUCTIONS:
-        return _of_reduction(func, args, kwargs, multiprocessors)
+        return _reduction_scratch(func, args, kwargs, multiprocessors)
     if func is aten._scaled_dot_product_flash_attention_backward.default:
-        return _of_flash_backward(*args[1:3])
+        return _flash_backward_scratch(*args[1:3])
     if func in _SOFTMAXES:
-        return _of_softmax(func, *args)
+        return _softmax_scratch(func, *args)
     return ()
 
 
 # ------------------------------------------------------------------ reductions
 
 
-class _Layout(NamedTuple):
-    """A tensor's dimensions as the kernel walks over them, the fastest first, neighbours that lie
-    side by side merged: (size, stride in elements)."""
+class _ReductionLayout(NamedTuple):
+    """A tensor's dimensions as (size, stride), fastest first, with contiguous ones merged."""
 
     reduced: list[tuple[int, int]]
     kept: list[tuple[int, int]]
@@ -61,10 +59,10 @@ def reduction_bytes(
     offset: int = 0,
     multiprocessors: int = 108,
 ) -> tuple[int, ...]:
-    """The two buffers of a reduction over the dimensions `reduced`: partial results and counters.
+    """Return the two buffers of a reduction over dimensions `reduced`: partial results, counters.
 
-    Nothing where one block reduces all of an output. `accumulator_bytes` is the size of what is
-    carried along: 4 for a sum in float32, 16 for a maximum with its index.
+    Returns () if one thread block reduces each output. `accumulator_bytes` is the accumulator's
+    size: 4 for a float32 sum, 16 for a maximum with its index.
     """
     layout = _layout(shape, strides, reduced)
     inputs = prod(size for size, _ in layout.reduced)
@@ -97,11 +95,13 @@ def reduction_bytes(
     return accumulator_bytes * outputs * blocks * lanes, 4 * grid
 
 
-def _layout(shape: Sequence[int], strides: Sequence[int], reduced: Sequence[int]) -> _Layout:
+def _layout(
+    shape: Sequence[int], strides: Sequence[int], reduced: Sequence[int]
+) -> _ReductionLayout:
     sizes = [(size, stride) for size, stride in zip(shape, strides, strict=True)]
     reduced_dims = sorted((sizes[dim] for dim in reduced), key=lambda dim: dim[1])
     kept = [dim for position, dim in enumerate(sizes) if position not in reduced]
-    return _Layout(_merged(reduced_dims), _merged(kept[::-1]))  # the output is contiguous
+    return _ReductionLayout(_merged(reduced_dims), _merged(kept[::-1]))  # the output is contiguous
 
 
 def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -116,8 +116,8 @@ def _merged(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _vector(layout: _Layout, offset: int) -> int:
-    """How many neighbouring outputs one thread computes: what all strides allow, 4 at most."""
+def _vector(layout: _ReductionLayout, offset: int) -> int:
+    """Return the number of adjacent outputs per thread: up to 4, and a divisor of all strides."""
     vector = 4
     numbers = (offset, layout.kept[0][0], *(s for _, s in (*layout.reduced, *layout.kept[1:])))
     for number in numbers:
@@ -126,23 +126,23 @@ def _vector(layout: _Layout, offset: int) -> int:
     return vector
 
 
-def _block(dim0: int, dim1: int, most: int) -> tuple[int, int]:
-    """(width, height) of a block of threads."""
-    width, height = _power_of_2(dim0, most), _power_of_2(dim1, most)
-    height = min(height, most // min(width, _WARP))
-    return min(width, most // height), height
+def _block(dim0: int, dim1: int, limit: int) -> tuple[int, int]:
+    """Return the (width, height) of a thread block."""
+    width, height = _power_of_2(dim0, limit), _power_of_2(dim1, limit)
+    height = min(height, limit // min(width, _WARP))
+    return min(width, limit // height), height
 
 
-def _power_of_2(number: int, most: int) -> int:
-    """The largest power of 2 that is at most the number, or `most`."""
-    return most if number >= most else 1 << max(number.bit_length() - 1, 0)
+def _power_of_2(number: int, limit: int) -> int:
+    """Return the largest power of 2 up to `number`, or `limit` if `number` reaches it."""
+    return limit if number >= limit else 1 << max(number.bit_length() - 1, 0)
 
 
 def _ceil(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _of_reduction(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
+def _reduction_scratch(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tuple[int, ...]:
     position, accumulator_bytes = _REDUCTIONS[func]
     tensor = args[0]
     dims = kwargs.get("dim", args[position] if len(args) > position else None)
@@ -159,11 +159,11 @@ def _of_reduction(func: Any, args: Any, kwargs: Any, multiprocessors: int) -> tu
     )
 
 
-_WHOLE = 99  # in place of a position: no argument says which dimensions
-_REDUCTIONS = {  # operator: (where its dimensions stand, bytes carried along; 0: as accumulated)
-    aten.sum.default: (_WHOLE, 0),
+_NO_DIM = 99  # in place of a position: the operator has no argument for dimensions
+_REDUCTIONS = {  # operator: (position of its dimensions, accumulator bytes; 0 means from the dtype)
+    aten.sum.default: (_NO_DIM, 0),
     aten.sum.dim_IntList: (1, 0),
-    aten.mean.default: (_WHOLE, 0),
+    aten.mean.default: (_NO_DIM, 0),
     aten.mean.dim: (1, 0),
     aten.linalg_vector_norm.default: (2, 0),
     aten.max.dim: (1, 16),
@@ -176,7 +176,7 @@ _REDUCTIONS = {  # operator: (where its dimensions stand, bytes carried along; 0
 # ------------------------------------------------------------------ attention
 
 
-def _of_flash_backward(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...]:
+def _flash_backward_scratch(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...]:
     B, H, T, D = query.shape
     rounded_T, rounded_D = _ceil(T, 128) * 128, 256 if D > 192 else _ceil(D, 32) * 32
     buffers = [4 * B * H * rounded_T, 4 * B * H * rounded_T * rounded_D]
@@ -188,13 +188,13 @@ def _of_flash_backward(query: torch.Tensor, key: torch.Tensor) -> tuple[int, ...
 # ------------------------------------------------------------------ softmax
 
 
-def _of_softmax(func: Any, *args: Any) -> tuple[int, ...]:
-    """Copies of the inputs that are not contiguous; in backward, after `grad * output`."""
+def _softmax_scratch(func: Any, *args: Any) -> tuple[int, ...]:
+    """Return softmax's buffers: `grad * output` in backward, and non-contiguous inputs' copies."""
     inputs = list(args[: _SOFTMAXES[func]])
     buffers = []
     if func is aten._softmax_backward_data.default:
         grad, output = inputs
-        buffers = [_bytes(output)]  # grad * output: the kernel reads it in place of the gradient
+        buffers = [_bytes(output)]  # grad * output, which the kernel reads instead of grad
         strides = compute_elementwise_output_strides(grad, output)
         inputs[0] = output.as_strided(output.shape, strides)
     return tuple(buffers + [_bytes(x) for x in inputs if not x.is_contiguous()])
@@ -204,7 +204,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-_SOFTMAXES = {  # operator: how many tensors it reads
+_SOFTMAXES = {  # operator: number of tensors it reads
     aten._softmax.default: 1,
     aten._log_softmax.default: 1,
     aten._softmax_backward_data.default: 2,

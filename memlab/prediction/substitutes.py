@@ -1,10 +1,9 @@
-"""Operators that CUDA takes apart in another way than the CPU does.
+"""Composite operators that decompose differently on CUDA.
 
-`scaled_dot_product_attention`, `rms_norm`, `dropout`, `softmax` and the recurrent layers
-(recurrent.py) are compositions: torch writes them in terms of other operators, and which ones
-depends on the device. A function of ours stands
-before each for the time of a prediction and calls those that CUDA would. It stands in the
-dispatcher, below autograd's reach: recomputation in a checkpoint passes through it as well.
+torch implements `scaled_dot_product_attention`, `rms_norm`, `dropout`, `softmax` and the recurrent
+layers (recurrent.py) with other operators, which depend on the device. During a prediction, a
+registered kernel calls CUDA's choice. It is in the dispatcher, so it also applies to recomputation
+in a checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,37 +18,37 @@ from memlab.configs.targets import Kernels, Target
 from memlab.prediction import recurrent
 
 aten = torch.ops.aten
-_LOW = (torch.float16, torch.bfloat16)
-_LARGEST_FLASH_WIDTH = 256
-_LARGEST_CUDNN_WIDTH = 128
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_MAX_FLASH_HEAD_DIM = 256
+_MAX_CUDNN_HEAD_DIM = 128
 
 
 class Substitutes:
-    """Stands before the compositions, and notes which kernels were chosen."""
+    """Replace composite operators, and record the chosen kernels."""
 
     def __init__(self, kernels: Kernels, target: Target) -> None:
         self.kernels, self.target = kernels, target
-        self.used: set[str] = set()  # what was run in the place of the CPU's, in words
-        self.of: dict[Any, Callable[..., Any]] = {
+        self.used: set[str] = set()  # descriptions of the kernels that were used
+        self.replacements: dict[Any, Callable[..., Any]] = {
             aten.scaled_dot_product_attention.default: self.attention,
-            aten.softmax.int: _softmax_of_halves(aten.softmax.int, aten._softmax.default),
-            aten.log_softmax.int: _softmax_of_halves(
+            aten.softmax.int: _fused_half_softmax(aten.softmax.int, aten._softmax.default),
+            aten.log_softmax.int: _fused_half_softmax(
                 aten.log_softmax.int, aten._log_softmax.default
             ),
-            **recurrent.substitutes(partial(self.used.add, recurrent.IN_WORDS)),
+            **recurrent.substitutes(partial(self.used.add, recurrent.LABEL)),
         }
         if kernels.norms == "fused":
-            self.of[aten.rms_norm.default] = self.rms_norm
+            self.replacements[aten.rms_norm.default] = self.rms_norm
         if kernels.dropout == "fused":
-            self.of[aten.dropout.default] = self.dropout
+            self.replacements[aten.dropout.default] = self.dropout
 
     @contextmanager
     def installed(self) -> Iterator["Substitutes"]:
         library = Library("aten", "IMPL")
         try:
-            for operator, substitute in self.of.items():
+            for operator, substitute in self.replacements.items():
                 library.impl(operator, substitute, "AutogradCPU")
-            if self.kernels.norms == "fused":  # with a kernel, it is no composition any more
+            if self.kernels.norms == "fused":  # a registered kernel stops the decomposition
                 library.impl(aten._fused_rms_norm.default, _no_kernel, "CPU")
             yield self
         finally:
@@ -102,34 +101,34 @@ class Substitutes:
         is_causal: bool,
         enable_gqa: bool,
     ) -> str:
-        """The first kernel of torch's order that is able to, or the one that was asked for."""
-        able = {
+        """Return the requested kernel, or torch's choice; "math" if the inputs rule it out."""
+        supported = {
             "flash": attn_mask is None
-            and query.dtype in _LOW
-            and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _LARGEST_FLASH_WIDTH
+            and query.dtype in _LOW_PRECISION
+            and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _MAX_FLASH_HEAD_DIM
             and (not is_causal or query.shape[-2] == key.shape[-2])
             and torch.backends.cuda.flash_sdp_enabled(),
-            "efficient": query.dtype in (*_LOW, torch.float32)
+            "efficient": query.dtype in (*_LOW_PRECISION, torch.float32)
             and query.shape[1] == key.shape[1] == value.shape[1]
             and query.shape[-1] == key.shape[-1]
             and query.shape[-1] % _alignment(query) == value.shape[-1] % _alignment(query) == 0
             and torch.backends.cuda.mem_efficient_sdp_enabled(),
-            "cudnn": query.dtype in _LOW
-            and max(query.shape[-1], value.shape[-1]) <= _LARGEST_CUDNN_WIDTH
+            "cudnn": query.dtype in _LOW_PRECISION
+            and max(query.shape[-1], value.shape[-1]) <= _MAX_CUDNN_HEAD_DIM
             and query.shape[-1] % 8 == value.shape[-1] % 8 == 0
             and key.shape[-2] != 1
             and (dropout_p * 16).is_integer()
             and torch.backends.cuda.cudnn_sdp_enabled(),
         }
-        if not _has_shapes_of_a_fused_kernel(query, key, value, enable_gqa):
+        if not _allows_fused_kernel(query, key, value, enable_gqa):
             return "math"
-        asked = self.kernels.attention
-        if asked != "auto":
-            return asked if able.get(asked) else "math"
+        requested = self.kernels.attention
+        if requested != "auto":
+            return requested if supported.get(requested) else "math"
         order = ("flash", "efficient", "cudnn")
         if self.target.prefers_cudnn:
             order = ("cudnn", "flash", "efficient")
-        return next((kernel for kernel in order if able[kernel]), "math")
+        return next((kernel for kernel in order if supported[kernel]), "math")
 
     # -------------------------------------------------------------- norms, dropout
 
@@ -152,7 +151,7 @@ class Substitutes:
         return aten.dropout.default.decompose(input, p, train)
 
 
-def _has_shapes_of_a_fused_kernel(
+def _allows_fused_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> bool:
     if not query.dim() == key.dim() == value.dim() == 4:
@@ -170,7 +169,7 @@ def _has_shapes_of_a_fused_kernel(
 def _flash_attention(
     tensors: tuple[torch.Tensor, ...], dropout_p: float, is_causal: bool, scale: float | None
 ) -> torch.Tensor:
-    """Of heads whose width is padded to a multiple of 8."""
+    """Pad the head dimension to a multiple of 8 and run flash attention."""
     width = tensors[0].shape[-1]
     padded = [torch.constant_pad_nd(t, (0, -width % 8)) if width % 8 else t for t in tensors]
     result = aten._scaled_dot_product_flash_attention(
@@ -180,12 +179,12 @@ def _flash_attention(
 
 
 def _alignment(query: torch.Tensor) -> int:
-    """Widths of heads that the tensor cores take: 16 bytes."""
+    """Return the alignment of the head dimension for tensor cores: 16 bytes, in elements."""
     return 16 // query.element_size()
 
 
 def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A mask of bools as what is added to the scores."""
+    """Convert a bool mask to a bias for the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=dtype, device=mask.device))
@@ -194,7 +193,7 @@ def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
 def _aligned(
     mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor | None:
-    """The mask for all heads, its rows padded to 16 elements where they are not."""
+    """Expand the mask to all heads, with its rows padded to a multiple of 16 elements."""
     if mask is None:
         return None
     width = key.shape[-2]
@@ -207,15 +206,15 @@ def _aligned(
 
 
 def _no_kernel(*args: Any) -> Any:
-    raise NotImplementedError("fake tensors run no kernels")
+    raise NotImplementedError("only fake tensors may reach this kernel")
 
 
-def _softmax_of_halves(composition: Any, kernel: Any) -> Callable[..., torch.Tensor]:
-    """Softmax of float16 into float32 is one kernel on CUDA; elsewhere the input is cast first."""
+def _fused_half_softmax(composite: Any, kernel: Any) -> Callable[..., torch.Tensor]:
+    """Fuse the cast into softmax from float16 to float32, as CUDA does; the CPU casts first."""
 
     def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         if input.dtype == torch.float16 and dtype == torch.float32:
             return kernel(input, dim, True)
-        return composition.decompose(input, dim, dtype)
+        return composite.decompose(input, dim, dtype)
 
     return softmax

@@ -1,7 +1,7 @@
-"""Reference implementations: one technique a file, at most 60 lines of code, torch alone.
+"""Reference implementations: one technique per file, at most 60 lines of code, only torch.
 
-Each file follows its paper step by step. The lessons' solutions are taken from these files, and the
-library's own versions are tested against them, on values and on bytes.
+Each file follows its paper step by step. The lessons' solutions are taken from these files. Tests
+compare the library's versions with them, in values and bytes.
 
     technique                           library version
     adamw                               memlab.optim.AdamW

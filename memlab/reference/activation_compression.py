@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def as_bfloat16(x: Tensor, towards: float) -> Tensor:
-    """Rounded in one direction: down for towards=-inf, up for inf."""
+    """Round to bfloat16 in one direction: down for towards=-inf, up for inf."""
     nearest = x.bfloat16()
     beyond = torch.nextafter(nearest, torch.full_like(nearest, towards))
     passed = nearest.float() > x if towards < 0 else nearest.float() < x
@@ -32,7 +32,7 @@ def as_bfloat16(x: Tensor, towards: float) -> Tensor:
 def quantize(
     groups: Tensor, levels: int, round: Callable[[Tensor], Tensor] = torch.round
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """uint8 codes (groups, 256), and offset and step (groups, 1) in bfloat16."""
+    """Return uint8 codes (groups, 256), and offset and step (groups, 1) in bfloat16."""
     low, high = groups.aminmax(dim=1, keepdim=True)
     smallest = as_bfloat16(low, -inf)
     step = as_bfloat16((high - smallest.float()) / levels, inf)
@@ -41,21 +41,21 @@ def quantize(
 
 
 def compress(x: Tensor) -> tuple[Any, ...]:
-    """8-bit codes of a flat tensor, and what decompress needs."""
+    """Compress a flat tensor to 8-bit codes. Return the arguments of `decompress`."""
     groups = torch.cat([x, x[-1:].expand(-len(x) % 256)]).view(-1, 256).float()
     codes, smallest, step = quantize(groups, 255)
     return codes.view(-1)[: len(x)].clone(), smallest, step, x.dtype
 
 
 def decompress(kept: tuple[Any, ...]) -> Tensor:
-    """The flat tensor, each element at most half a step off."""
+    """Return the flat tensor; each element is off by at most half a step."""
     codes, smallest, step, dtype = kept
     each = [x.float().expand(-1, 256).reshape(-1)[: len(codes)] for x in (smallest, step)]
     return (each[0] + codes * each[1]).to(dtype)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All elements of a tensor's storage, flat and without a graph."""
+    """Return all elements of a tensor's storage, flat and without a graph."""
     count = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((count,), (1,), 0)
 
@@ -65,7 +65,7 @@ def hooks(
     compress: Callable[[Tensor], Any] = compress,
     decompress: Callable[[Any], Tensor] = decompress,
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """(pack, unpack) for torch.autograd.graph.saved_tensors_hooks, around the forward pass."""
+    """Return (pack, unpack) for torch.autograd.graph.saved_tensors_hooks around the forward."""
     left_alone = {weight.untyped_storage() for weight in weights}
     known = weakref.WeakKeyDictionary()
 

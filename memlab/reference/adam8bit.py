@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def dynamic_code(signed: bool) -> Tensor:
-    """The codebook: 256 values in seven decades, sorted, from 0 (or −1) to 1."""
+    """Return the codebook: 256 values in seven decades, sorted, from 0 (or −1) to 1."""
     values = [torch.tensor([0.0, 1.0])]
     for i in range(7):
         parts = 2**i if signed else 2 ** (i + 1)
@@ -32,7 +32,7 @@ def dynamic_code(signed: bool) -> Tensor:
 
 
 def encode(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 codes (n,) and float32 scales (⌈n/256⌉,) of n elements."""
+    """Return uint8 codes (n,) and float32 scales (⌈n/256⌉,) of n elements."""
     n = x.numel()
     blocks = F.pad(x.flatten(), (0, -n % 256)).view(-1, 256)
     scales = blocks.abs().amax(1)
@@ -43,21 +43,20 @@ def encode(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode_positive(x: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    """`encode` for second moments: a positive element never becomes 0, which m would be divided
-    by."""
+    """Encode second moments without rounding a positive element to 0, which would be a divisor."""
     codes, scales = encode(x, code)
     codes[(x.flatten() > 0) & (codes == 0)] = 1
     return codes, scales
 
 
 def decode(codes: Tensor, scales: Tensor, code: Tensor) -> Tensor:
-    """float32 (n,)."""
+    """Return the decoded float32 elements (n,)."""
     each = scales.repeat_interleave(256)[: len(codes)]
     return code[codes.int()] * each
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """Parameters of fewer than 4096 elements keep float32 moments."""
+    """Parameters with fewer than 4096 elements keep float32 moments."""
 
     codes = dynamic_code(True), dynamic_code(False)
     encode_v = staticmethod(encode_positive)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def block_size(name: str, shape: torch.Size, head_width: int) -> int:
-    """Elements of a parameter that share a v: a head's rows, a norm, or one output row."""
+    """Return the number of elements that share a v: a head's rows, a norm, or one output row."""
     layer, kind = name.split(".")[-2:]
     if kind == "bias":
         return 1
@@ -42,7 +42,7 @@ def adam_mini_(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
 ) -> None:
-    """One step of one weight, in place, in blocks of `size` elements. `state` is empty at first."""
+    """Update one weight in place, in blocks of `size` elements. `state` is empty at first."""
     beta1, beta2 = betas
     squares = gradient.reshape(-1, size) ** 2  # (blocks, size)
     mean = squares.mean(1, keepdim=True)  # (blocks, 1)

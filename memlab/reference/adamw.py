@@ -25,7 +25,7 @@ def adamw_(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
 ) -> None:
-    """One step of one weight, in place. `state` keeps t, m and v; it is empty before step 1."""
+    """Update one weight in place. `state` keeps t, m and v; it is empty before step 1."""
     beta1, beta2 = betas
     if not state:
         state.update(t=0, m=torch.zeros_like(gradient), v=torch.zeros_like(gradient))

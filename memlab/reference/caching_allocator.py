@@ -1,7 +1,7 @@
 """The caching allocator: cut requests from large segments, keep freed pieces for later requests.
 
 Saves    time: cudaMalloc and cudaFree wait for the GPU.
-Costs    memory: what is reserved but not allocated, and the fragments between.
+Costs    memory: reserved but unallocated bytes, and fragmentation.
 Source   torch/c10/cuda/CUDACachingAllocator.cpp, torch 2.13.
 
     round the request up to 512 bytes
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def sizes(requested_bytes: int) -> tuple[int, int]:
-    """Bytes of the block, and of the segment that it would be cut from."""
+    """Return the bytes of the block, and of a new segment for it."""
     block = -(-requested_bytes // 512) * 512
     if block <= MIB:
         return block, 2 * MIB
@@ -36,7 +36,7 @@ class Piece:
 
 
 def take(pieces: list[Piece], size: int) -> int | None:
-    """Mark `size` bytes as taken; their address, or None if no free piece is large enough."""
+    """Allocate `size` bytes. Return their address, or None if no free piece is large enough."""
     fitting = [piece for piece in pieces if piece.free and piece.bytes >= size]
     if not fitting:
         return None
@@ -63,7 +63,7 @@ def give_back(pieces: list[Piece], address: int) -> None:
 
 
 class Cache:
-    """Pools of small and large requests; `reserved` is what was asked of the driver, in bytes."""
+    """Pools of small and large requests; `reserved` counts the bytes requested from the driver."""
 
     def __init__(self) -> None:
         self.pools: dict[str, list[Piece]] = {"small": [], "large": []}

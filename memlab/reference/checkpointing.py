@@ -8,15 +8,15 @@ Source   Chen et al. 2016, arXiv 1604.06174, section 3.
     forward     run fn without a graph; save its inputs
     backward    run fn again, with a graph; send the gradient of its output through that graph
 
-`memlab.checkpointing.checkpoint` is the version to train with. What this one cannot do:
+`memlab.checkpointing.checkpoint` is the version to train with. This version does not support:
 
     keyword arguments, lists, dicts     a Function takes tensors, one after the other
     several outputs                     backward takes one gradient
-    inputs without requires_grad        if no input has it there is no backward pass, and the
-                                        weights silently get no gradient
-    torch.autograd.grad,                the backward() inside fills the .grad of every weight,
-    backward(inputs=...)                asked for or not
-    second derivatives                  the recomputed graph is freed before anyone could use it
+    inputs without requires_grad        if no input requires a gradient, backward never runs, and
+                                        the weights silently get no gradient
+    torch.autograd.grad,                the inner backward() fills the .grad of every weight,
+    backward(inputs=...)                requested or not
+    second derivatives                  the recomputed graph is freed immediately
     early stopping                      the recomputed graph starts at the output
     autocast, BatchNorm statistics      only the CPU's random state is restored
 """
@@ -46,5 +46,5 @@ class Forget(torch.autograd.Function):
 
 
 def forget(fn: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """fn(*inputs), checkpointed. At least one input must require a gradient."""
+    """Run fn(*inputs), checkpointed. At least one input must require a gradient."""
     return Forget.apply(fn, *inputs)

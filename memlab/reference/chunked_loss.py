@@ -1,4 +1,4 @@
-"""Chunked cross-entropy: logits of a few rows at a time, turned into their gradients at once.
+"""Chunked cross-entropy: compute the logits of a few rows, and turn them into gradients at once.
 
 Saves    three tensors of rows × vocabulary: the logits, their log-softmax and its gradient.
 Costs    nothing for a mean: the same three matmuls, in parts.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def loss_and_gradient_(x: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each row; x (rows, V), float32, becomes its gradient. Target −100: ignored."""
+    """Return the loss of each row; turn x (rows, V), float32, into its gradient. −100: ignored."""
     ignored = targets == -100
     labels = targets.masked_fill(ignored, 0).unsqueeze(1)
     at_label = x.sub_(x.amax(1, keepdim=True)).gather(1, labels)
@@ -53,5 +53,5 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """The mean loss of hidden (N, C) times weight (V, C), `chunk` rows at a time."""
+    """Return the mean loss of hidden (N, C) times weight (V, C), `chunk` rows at a time."""
     return ChunkedLoss.apply(hidden, weight, targets, chunk)

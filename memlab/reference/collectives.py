@@ -1,15 +1,15 @@
-"""Collectives: reduce-scatter and all-gather among R ranks that live in one process.
+"""Collectives: reduce-scatter and all-gather among R ranks in one process.
 
 Saves    nothing itself: ZeRO is built on these two.
 Costs    each rank sends (R − 1)/R of the whole tensor, in either.
 Source   Rajbhandari et al. 2020 (ZeRO), arXiv 1910.02054, section 7; the NCCL documentation.
 
-    reduce_scatter    every rank has a whole tensor; rank r gets piece r of the sum
-    all_gather        every rank has a piece; every rank gets the whole
+    reduce_scatter    every rank has a whole tensor; rank r gets chunk r of the sum
+    all_gather        every rank has a chunk; every rank gets the whole
 
-A list has one tensor per rank, and nothing passes from rank to rank but through the communicator,
-which counts bytes. `memlab.zero.simulate` is the version to measure with, `torch.distributed` the
-one to train with.
+A list has one tensor per rank. All data between ranks passes through the communicator, which counts
+bytes. `memlab.zero.simulate` is the version to measure with, `torch.distributed` the one to train
+with.
 """
 
 from collections.abc import Iterable
@@ -20,30 +20,30 @@ from torch import Tensor
 
 
 class Wire:
-    """Carries tensors from rank to rank, and counts the bytes that each has sent."""
+    """A communicator that copies tensors between ranks and counts each rank's bytes sent."""
 
     def __init__(self, ranks: int) -> None:
         self.sent, self.sums = [0] * ranks, 0
 
     def send(self, source: int, target: int, tensor: Tensor) -> Tensor:
-        """A copy, at the target."""
+        """Return a copy of the tensor at the target."""
         self.sent[source] += tensor.nbytes
         return tensor.clone()
 
     def sum(self, values: Iterable[float]) -> float:
-        """The sum of one value per rank, which all ranks get."""
+        """Return the sum of one value per rank, on all ranks."""
         self.sums += 1
         return sum(map(float, values))
 
 
 class Collectives:
-    """What R ranks do together, on lists of what each of them has."""
+    """Collective operations on lists with one tensor per rank."""
 
     def __init__(self, wire: Any) -> None:
         self.wire = wire
 
     def reduce_scatter(self, wholes: list[Tensor]) -> list[Tensor]:
-        """Piece r of the sum, for rank r."""
+        """Return chunk r of the sum for each rank r."""
         shards = []
         for rank in range(len(wholes)):
             total = 0
@@ -56,7 +56,7 @@ class Collectives:
         return shards
 
     def all_gather(self, shards: list[Tensor]) -> list[Tensor]:
-        """All pieces, for every rank."""
+        """Return the concatenated shards for every rank."""
         wholes = []
         for rank in range(len(shards)):
             pieces = [

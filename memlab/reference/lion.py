@@ -25,7 +25,7 @@ def lion_(
     betas: tuple[float, float] = (0.9, 0.99),
     weight_decay: float = 0.0,
 ) -> None:
-    """One step of one weight, in place. `state` keeps the momentum; it is empty before step 1."""
+    """Update one weight in place. `state` keeps the momentum; it is empty before step 1."""
     beta1, beta2 = betas
     m = state.get("m", torch.zeros_like(gradient))
     u = torch.sign(beta1 * m + (1 - beta1) * gradient)

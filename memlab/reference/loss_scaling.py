@@ -26,7 +26,7 @@ class Scaler:
     def train(
         self, optimizer: torch.optim.Optimizer, losses: Iterable[Tensor], max_norm: float
     ) -> bool:
-        """Accumulate the gradients of the losses, clip and step; False if the step is skipped."""
+        """Accumulate the losses' gradients, clip and step. Return False if the step is skipped."""
         optimizer.zero_grad()
         for loss in losses:
             (loss * self.scale).backward()

@@ -1,6 +1,6 @@
 """A memory meter: count every storage when it appears and when it is freed.
 
-Saves    nothing: it tells what there is to save.
+Saves    nothing: it measures what other techniques save.
 Costs    a Python call per operator.
 Source   torch.utils._python_dispatch.TorchDispatchMode; METER.md's comparison of meters.
 
@@ -8,8 +8,8 @@ Source   torch.utils._python_dispatch.TorchDispatchMode; METER.md's comparison o
         loss = model(x); loss.backward(); optimizer.step()
     meter.peak_bytes
 
-A dispatch mode sees every operator below autograd, backward's too. What an operator is handed and
-no operator has made was there before, and is not counted. `memlab.measure` is the version to use.
+A dispatch mode sees every operator below autograd, including backward's. Inputs that no operator
+has returned existed before and are not counted. `memlab.measure` is the version to use.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 
 class Meter(TorchDispatchMode):
-    """`live_bytes` now, and `peak_bytes`, of all tensors made inside."""
+    """`live_bytes` now, and `peak_bytes`, of all tensors created inside `with`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Offloaded optimizer: the state lives in host memory; one group's state is on the device.
+"""Offloaded optimizer: the state is in host memory; only one group's state is on the device.
 
-Saves    the optimizer state of all groups but two.
-Costs    the state travels both ways in every step: 8 bytes per weight read, 8 written.
+Saves    the optimizer state of all groups except two.
+Costs    transfers in every step: 8 bytes per weight to the device and 8 back.
 Source   Ren et al. 2021 (ZeRO-Offload), arXiv 2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity),
          arXiv 2104.07857, section 5.
 
@@ -31,24 +31,24 @@ class Host:
         return [tensor.to(self.device, copy=True) for tensor in self.kept[key]]
 
     def prefetch(self, key: Any) -> None:
-        """Nothing to do in this version; a real store starts a copy in the background."""
+        """Do nothing. A real store starts a copy in the background."""
 
 
 class OffloadedAdam:
-    """AdamW over groups of weights, whose moments wait in `store`."""
+    """AdamW over groups of weights, with the moments in `store`."""
 
     def __init__(self, groups: list[list[Tensor]], store: Any, lr: float) -> None:
         self.groups, self.store, self.steps = groups, store, {}
         self.adams = [torch.optim.AdamW(group, lr=lr, foreach=False) for group in groups]
 
     def send(self, n: int) -> None:
-        """The moments of group n to the store."""
+        """Move the moments of group n to the store."""
         of_each = [self.adams[n].state.pop(w) for w in self.groups[n]]
         self.steps[n] = [kept["step"] for kept in of_each]
         self.store.put(n, [kept[m] for kept in of_each for m in ("exp_avg", "exp_avg_sq")])
 
     def bring(self, n: int) -> None:
-        """The moments of group n from the store."""
+        """Fetch the moments of group n from the store."""
         moments = iter(self.store.get(n))
         for w, step in zip(self.groups[n], self.steps[n], strict=True):
             m, v = next(moments), next(moments)

@@ -1,18 +1,18 @@
-"""Post-hoc EMA: track two averages of the weights, make any other one after the training.
+"""Post-hoc EMA: track two averages of the weights, and synthesize any other one after training.
 
-Saves    a training run for each averaging length that would be tried.
+Saves    one training run per averaging length tried.
 Costs    snapshots of two averages on disk, and a small linear system.
-Source   Karras et al. 2023 (EDM2), arXiv 2312.02696, section 3 and appendix C. Derived anew.
+Source   Karras et al. 2023 (EDM2), arXiv 2312.02696, section 3 and appendix C. Derived
+         independently.
 
-An average with exponent γ counts the weights of time τ by p(τ) = (γ+1)·τ^γ / t^(γ+1), up to its own
-time t. Its relative width is σ, the standard deviation of p over t:
+An average with exponent γ at time t weights the model at time τ by p(τ) = (γ+1)·τ^γ / t^(γ+1). Its
+relative width σ is the standard deviation of p divided by t:
 
     σ² = (γ+1) / ((γ+2)²·(γ+3))
     ⟨a, b⟩ = ∫ p_a·p_b = (γa+1)(γb+1)/(γa+γb+1) · min(ta, tb)^(γa+γb+1) / (ta^(γa+1)·tb^(γb+1))
     A·x = b, with Aᵢⱼ = ⟨i, j⟩ and bᵢ = ⟨i, target⟩: the weighted sum of averages nearest to it
 
-`memlab.ema` is the version to train with. numpy does what torch has no float64 function for: the
-roots of a cubic.
+`memlab.ema` is the version to train with. numpy computes the roots of a cubic in float64.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ class Profile(NamedTuple):
 
 
 def exponent(sigma: float) -> float:
-    """γ of an average whose relative width is σ."""
+    """Return γ of an average with relative width σ."""
     if not 0 < sigma <= 12**-0.5:
         raise ValueError(f"got sigma {sigma}, wanted one above 0 and up to 0.2887")
     inverse = sigma**-2
@@ -37,14 +37,14 @@ def exponent(sigma: float) -> float:
 
 
 class Average:
-    """The average with exponent γ of weights that are seen now and then."""
+    """An average with exponent γ, updated at any interval."""
 
     def __init__(self, weights: Iterable[Tensor], gamma: float) -> None:
         self.gamma, self.time = gamma, 0
         self.values = [weight.detach().clone() for weight in weights]
 
     def update(self, weights: Iterable[Tensor], time: float) -> None:
-        """The weights at `time` count for all the time since the last update."""
+        """Count the weights at `time` for the whole interval since the last update."""
         share = 1 - (1 - (time - self.time) / time) ** (self.gamma + 1)
         for value, weight in zip(self.values, weights, strict=True):
             value.lerp_(weight.detach(), share)
@@ -52,14 +52,14 @@ class Average:
 
 
 def inner_product(a: Profile, b: Profile) -> float:
-    """∫ p_a·p_b dτ."""
+    """Return ∫ p_a·p_b dτ."""
     ratio = (a.t / b.t) ** b.gamma if a.t < b.t else (b.t / a.t) ** a.gamma
     both = (a.gamma + 1) * (b.gamma + 1) / (a.gamma + b.gamma + 1)
     return both * ratio / max(a.t, b.t)
 
 
 def solve(snapshots: Sequence[Profile], target: Profile) -> np.ndarray:
-    """How much each snapshot counts in the target; later snapshots count nothing."""
+    """Return each snapshot's coefficient; snapshots after the target get 0."""
     chosen = [n for n, snapshot in enumerate(snapshots) if snapshot.t <= target.t]
     known = [snapshots[n] for n in chosen]
     overlaps = np.array([[inner_product(p, q) for q in known] for p in known])
@@ -76,7 +76,7 @@ def synthesize(
     write: Callable[[int, str, int, Tensor], None],
     piece: int,
 ) -> None:
-    """Weighted sums of snapshots, `piece` elements in memory at a time."""
+    """Write weighted sums of snapshots, with `piece` elements in memory at a time."""
     for name, size in sizes.items():
         for start in range(0, size, piece):
             stop = min(start + piece, size)

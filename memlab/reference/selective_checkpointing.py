@@ -1,12 +1,12 @@
-"""Selective checkpointing: recompute everything in backward but the outputs of chosen operators.
+"""Selective checkpointing: recompute all operators in backward except the chosen ones.
 
 Saves    less than full checkpointing: the chosen outputs stay in memory.
-Costs    less, too: the chosen operators, often the matmuls, do not run twice.
+Costs    less than full checkpointing: the chosen operators, often matmuls, run only once.
 Source   Korthikanti et al. 2022, arXiv 2205.05198, section 5; torch.utils.checkpoint's
          create_selective_checkpoint_contexts.
 
-    first run     keep what each chosen operator returns
-    second run    the same operators come in the same order: return what was kept
+    first run     keep the outputs of each chosen operator
+    second run    operators come in the same order: return the kept outputs
 
 `memlab.checkpointing.selective` is the version to train with.
 """
@@ -22,7 +22,7 @@ from memlab.reference.checkpointing import forget
 
 
 class Choosing(TorchDispatchMode):
-    """Sees every operator, below autograd. Set `is_second` before the second run."""
+    """Intercepts every operator below autograd. Set `is_second` before the second run."""
 
     def __init__(self, chosen: Container[Any]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Choosing(TorchDispatchMode):
 
 
 def keeping(chosen: Container[Any], block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """block(x), checkpointed, with the outputs of chosen operators kept."""
+    """Run block(x), checkpointed, and keep the outputs of chosen operators."""
     mode = Choosing(chosen)
 
     def run(x: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""ZeRO stage 1: each of R ranks keeps the optimizer state of its own piece of the weights.
+"""ZeRO stage 1: each of R ranks keeps the optimizer state of its own shard of the weights.
 
-Saves    (R − 1)/R of the optimizer state, float32 copies of the weights included.
-Costs    nothing: a reduce-scatter and an all-gather send what an all-reduce sends.
+Saves    (R − 1)/R of the optimizer state, including float32 copies of the weights.
+Costs    nothing: a reduce-scatter and an all-gather send as much as an all-reduce.
 Source   Rajbhandari et al. 2020 (ZeRO), arXiv 1910.02054, section 5.1.
 
-    reduce-scatter the gradients    rank r has piece r of their sum
-    step piece r                    with AdamW, in float32
-    all-gather the pieces           every rank has all new weights
+    reduce-scatter the gradients    rank r has shard r of their sum
+    step shard r                    with AdamW, in float32
+    all-gather the shards           every rank has all new weights
 
 `memlab.zero.simulate` is the version to measure with, `memlab.zero.ZeroOptimizer` the one for real
 processes.
@@ -21,7 +21,7 @@ from memlab.reference.collectives import Collectives
 
 
 class ShardedAdam:
-    """`weights` has the same flat tensor once per rank; it is stepped in place."""
+    """`weights` holds the same flat tensor once per rank; it is stepped in place."""
 
     def __init__(self, weights: list[Tensor], wire: Any, lr: float) -> None:
         self.weights, self.wire, self.ranks = weights, wire, len(weights)
@@ -31,11 +31,11 @@ class ShardedAdam:
         self.optimizers = [torch.optim.AdamW([s], lr=lr, foreach=False) for s in self.shards]
 
     def padded(self, x: Tensor) -> Tensor:
-        """x, with zeros appended so that R divides its length."""
+        """Pad x with zeros to a multiple of R."""
         return nn.functional.pad(x, (0, -len(x) % self.ranks))
 
     def step(self, gradients: list[Tensor], max_norm: float) -> None:
-        """One step by the mean of the ranks' gradients, clipped to `max_norm`."""
+        """Step with the mean of the ranks' gradients, clipped to `max_norm`."""
         together = Collectives(self.wire)
         sums = together.reduce_scatter([self.padded(g) for g in gradients])
         for shard, total in zip(self.shards, sums, strict=True):

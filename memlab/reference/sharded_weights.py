@@ -1,14 +1,14 @@
-"""ZeRO stages 2 and 3: gradients, then weights too, in pieces; whole for one unit at a time.
+"""ZeRO stages 2 and 3: shard gradients, then weights too; gather one unit's weights at a time.
 
-Saves    stage 2: (R − 1)/R of the gradients. Stage 3: of the weights, too.
-Costs    stage 3 gathers the weights a second time for backward: 3 passes where stage 1 needs 2.
+Saves    stage 2: (R − 1)/R of the gradients. Stage 3: also of the weights.
+Costs    stage 3 gathers the weights again for backward: 3 passes where stage 1 needs 2.
 Source   Rajbhandari et al. 2020 (ZeRO), arXiv 1910.02054, sections 5.2 and 5.3.
 
-    stage 2, backward of a unit     reduce-scatter its gradients at once; keep a piece
+    stage 2, backward of a unit     reduce-scatter its gradients immediately; keep one shard
     stage 3, forward of a unit      all-gather its weights, run it, free them
     stage 3, backward of a unit     all-gather its weights again, then as in stage 2
 
-A unit is one layer here, tanh(x W), so that its backward pass is three lines.
+A unit is one layer, tanh(x W), so that its backward pass takes three lines.
 `memlab.zero.simulate` is the version to measure with, `memlab.zero.shard` the one for real
 processes.
 """
@@ -23,12 +23,12 @@ from memlab.reference.collectives import Collectives
 
 
 def forward_of(w: Tensor, x: Tensor) -> Tensor:
-    """One unit: w, flat, is a matrix of (columns of x, …)."""
+    """Run one unit; w is a flat matrix with one row per column of x."""
     return torch.tanh(x @ w.view(x.shape[1], -1))
 
 
 def backward_of(w: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of w, flat, and of x."""
+    """Return the gradients of w (flat) and x."""
     matrix = w.view(x.shape[1], -1)
     dz = dy * (1 - torch.tanh(x @ matrix) ** 2)
     return (x.T @ dz).flatten(), dz @ matrix.T
@@ -41,8 +41,10 @@ def add_gradients_(
     dys: list[Tensor],
     sums: list[list[Tensor]],
 ) -> list[Tensor]:
-    """Stage 2's backward pass: adds piece r of each unit's gradient to sums[r]; returns dx per
-    rank. Lists are by rank, inner lists by unit."""
+    """Run stage 2's backward pass: add shard r of each unit's gradient to sums[r].
+
+    Return dx per rank. Lists are by rank, inner lists by unit.
+    """
     dys, together = list(dys), Collectives(wire)
     for unit in reversed(range(len(weights[0]))):
         wholes = []
@@ -61,7 +63,7 @@ def sharded_pass(
     dy_of: Callable[[Tensor], Tensor],
     sums: list[list[Tensor]],
 ) -> None:
-    """Stage 3, forward and backward: one unit's weights are whole at a time."""
+    """Run stage 3's forward and backward pass with one unit's whole weights at a time."""
     together, inputs, units = Collectives(wire), [list(xs)], range(len(shards[0]))
     for unit in units:
         wholes = together.all_gather([mine[unit] for mine in shards])

@@ -1,12 +1,12 @@
-"""The step inside backward: update each weight as soon as its gradient is complete, then free it.
+"""Step in backward: update each weight as soon as its gradient is complete, then free the gradient.
 
 Saves    the gradients: at most two of them exist at once, not one per weight.
-Costs    no gradient accumulation, no clipping by the norm of all gradients.
+Costs    no gradient accumulation, and no clipping by the global norm.
 Source   Lv et al. 2023 (LOMO), arXiv 2306.09782, section 3.1;
          torch.Tensor.register_post_accumulate_grad_hook.
 
     backward accumulates the gradient of a weight    update the weight, free the gradient
-    a second gradient before end_step()              refuse it: the weight has moved already
+    a second gradient before end_step()              raise an error: the weight has changed
 
 `memlab.optim.step_in_backward` is the version to train with.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def in_backward(weights: Iterable[Tensor], update: Callable[[Tensor], None]) -> Callable[[], None]:
-    """`update(weight)` steps a weight by its .grad. Returns end_step, to call after backward."""
+    """Step each weight in backward with `update(weight)`. Return end_step, to call afterwards."""
     stepped = set()
 
     def hook(weight):

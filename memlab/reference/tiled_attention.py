@@ -1,4 +1,4 @@
-"""Flash attention: attention computed in tiles, so the T × T score matrix never exists.
+"""Flash attention: compute attention in tiles, without storing the T × T score matrix.
 
 Saves    the T² probabilities per head: backward needs q, k, v, the output and the log-sum-exp of
          each row.
@@ -25,7 +25,7 @@ from torch import Tensor
 def add_tile(
     row_max: Tensor, row_sum: Tensor, acc: Tensor, scores: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The state of R rows after a tile of K keys; scores (…, R, K), values (…, K, D)."""
+    """Update the state of R rows with K keys; scores (…, R, K), values (…, K, D)."""
     new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
     safe_max = new_max.masked_fill(new_max == -torch.inf, 0)  # −∞ − (−∞) is NaN
     probs, correction = (scores - safe_max).exp(), (row_max - safe_max).exp()
@@ -34,8 +34,10 @@ def add_tile(
 
 
 def plan(queries: int, keys: int, tile: int, shift: int) -> list[tuple[slice, list[slice]]]:
-    """For each row of tiles, the tiles of keys that a causal mask leaves visible. Query i sees key
-    j where j <= i + shift."""
+    """Return each row of tiles with the tiles of keys visible under a causal mask.
+
+    Query i sees key j if j <= i + shift.
+    """
     rows = []
     for first in range(0, queries, tile):
         last = min(first + tile, queries)
@@ -46,14 +48,14 @@ def plan(queries: int, keys: int, tile: int, shift: int) -> list[tuple[slice, li
 
 
 def hide(scores: Tensor, row: slice, column: slice, shift: int) -> Tensor:
-    """scores (…, R, K) of a tile, −∞ where the causal mask hides the key."""
+    """Mask a tile's scores (…, R, K): −∞ where the causal mask hides the key."""
     pairs = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
     hidden = pairs.triu(row.start - column.start + shift + 1)
     return scores.masked_fill(hidden, -torch.inf)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> tuple[Tensor, Tensor]:
-    """The output (…, T, D) and the log-sum-exp of each row (…, T); +∞ for a row that sees none."""
+    """Return out (…, T, D) and the log-sum-exp (…, T), +∞ for rows without visible keys."""
     out, lse = torch.empty_like(q), torch.empty_like(q[..., 0])
     for row, columns in plan(q.shape[-2], k.shape[-2], tile, shift):
         part = q[..., row, :] * q.shape[-1] ** -0.5
@@ -94,5 +96,5 @@ class Flash(torch.autograd.Function):
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, tile: int, shift: int) -> Tensor:
-    """Causal attention of q, k, v (…, T, D), in tiles of `tile` × `tile` scores."""
+    """Compute causal attention of q, k, v (…, T, D), in tiles of `tile` × `tile` scores."""
     return Flash.apply(q, k, v, tile, shift)

@@ -568,6 +568,20 @@ TECHNIQUES: dict[str, Technique] = {
             ("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)",),
         ),
     ),
+    "momentum-sgd": Technique(
+        "SGD with a bfloat16 momentum, stochastically rounded",
+        plugs={"optimizer": lambda: plugs.stochastically_rounded(optim.MomentumSGD)},
+        cannot_shard="stochastic rounding draws other random numbers for each shard",
+        state_bytes=2,
+        costs="another optimizer: look for its learning rate again",
+        code=Code(
+            (
+                "from memlab.optim import MomentumSGD",
+                "optimizer = MomentumSGD(model.parameters(), lr=0.01, momentum=0.9)",
+            ),
+            ("optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)",),
+        ),
+    ),
 }
 
 # Shown beside the rows: what people turn on together.

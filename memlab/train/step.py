@@ -14,6 +14,7 @@ from memlab.data import batches, source_bytes
 from memlab.dry_runs import dry_run
 from memlab.metering import measure, meter
 from memlab.model import GPT
+from memlab.precision import LossScaler
 from memlab.prediction import predict
 from memlab.trace import Trace
 from memlab.train.plugs import Plugs, master_weights_optimizer, plain_optimizer, plugs_of
@@ -79,15 +80,15 @@ def build(
     `on_loss` is called with the loss of each micro-batch, unscaled, before its backward. Sets
     torch's seed.
     """
-    technique = plugs_of(technique)
-    model = _model(setting, technique)
-    optimizer = technique.stepping(technique.optimizer(model))
-    scaler = technique.scaler() if technique.scaler else None
-    after_step = technique.after_step(model)
+    plugs = plugs_of(technique)
+    model = _model(setting, plugs)
+    optimizer = plugs.stepping(plugs.optimizer(model))
+    scaler = plugs.scaler() if plugs.scaler else None
+    update = _update(optimizer, scaler, plugs.after_step(model))
     tokens, targets = _batch(setting)
 
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        with technique.around_forward(setting.device):
+        with plugs.around_forward(setting.device):
             loss = model(tokens, targets)
         if on_loss is not None:
             on_loss(loss.detach())
@@ -98,6 +99,24 @@ def build(
         share = part[1].numel() / targets.numel()
         return loss_of(*part) * share, share
 
+    def step() -> None:
+        optimizer.zero_grad()
+        if plugs.micro_batch is None:
+            loss_of(tokens, targets).backward()
+        else:
+            parts = split((tokens, targets), plugs.micro_batch)
+            accumulate(parts, share_of_loss, model.parameters())
+        update()
+
+    holder = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+    return Training(step, model, holder, update, (tokens, targets))
+
+
+def _update(
+    optimizer: Any, scaler: LossScaler | None, after_step: Callable[[], object]
+) -> Callable[[], None]:
+    """The part of a step after backward."""
+
     def update() -> None:
         if scaler is None:
             optimizer.step()
@@ -106,29 +125,19 @@ def build(
             scaler.update()
         after_step()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        if technique.micro_batch is None:
-            loss_of(tokens, targets).backward()
-        else:
-            parts = split((tokens, targets), technique.micro_batch)
-            accumulate(parts, share_of_loss, model.parameters())
-        update()
-
-    holder = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
-    return Training(step, model, holder, update, (tokens, targets))
+    return update
 
 
-def _model(setting: Setting, technique: Plugs) -> GPT:
+def _model(setting: Setting, plugs: Plugs) -> GPT:
     torch.manual_seed(SEED)
     with torch.device(setting.device):
         model = GPT(
             setting.config,
-            attention=technique.attention,
-            loss=technique.loss,
+            attention=plugs.attention,
+            loss=plugs.loss,
             dtype=setting.dtype,
         )
-    technique.change_model(model)
+    plugs.change_model(model)
     return model
 
 
@@ -185,21 +194,21 @@ def _rank(
     setting: Setting, technique: Technique | Plugs, ranks: int, stage: int, meter: Any = None
 ) -> Callable[[], zero.Step]:
     """The step of one rank, of fake tensors."""
-    technique = plugs_of(technique)
-    if technique.one_process:
-        raise ValueError(technique.one_process)
+    plugs = plugs_of(technique)
+    if plugs.one_process:
+        raise ValueError(plugs.one_process)
 
     def sum_of_losses(model: nn.Module, part: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-        with technique.around_forward(setting.device):
+        with plugs.around_forward(setting.device):
             return model(*part) * part[1].numel(), part[1].numel()
 
     # Ranks have float32 copies of their own: of shards.
-    copies = technique.optimizer is master_weights_optimizer
-    made = plain_optimizer if copies else technique.optimizer
-    model = _model(setting, technique)
+    copies = plugs.optimizer is master_weights_optimizer
+    made = plain_optimizer if copies else plugs.optimizer
+    model = _model(setting, plugs)
     rank = zero.one_rank(model, made(model), ranks, stage, meter=meter, master_weights=copies)
-    parts = list(split(_batch(setting), technique.micro_batch or setting.batch))
-    scaler = technique.scaler() if technique.scaler else None
+    parts = list(split(_batch(setting), plugs.micro_batch or setting.batch))
+    scaler = plugs.scaler() if plugs.scaler else None
     return lambda: rank.step(parts, sum_of_losses, scaler=scaler)
 
 

@@ -1,4 +1,8 @@
-"""ZeRO, stages 1 to 3: what R ranks need not all hold. A plan, formulas, and a simulation."""
+"""ZeRO, stages 1 to 3: shard optimizer state, gradients and weights over R ranks.
+
+`partition` plans the shards, the formulas count bytes, and `simulate` trains R ranks in one
+process.
+"""
 
 from memlab.zero.formulas import communication_bytes, model_state_bytes
 from memlab.zero.partitioning import Partition, Weight, partition

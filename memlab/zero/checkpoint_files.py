@@ -1,12 +1,15 @@
-"""The folder of a checkpoint: complete or absent, verified, and read as plain data.
+"""Checkpoint folders: atomic replacement, checksums, and loading without running pickled code.
 
-All is written into a folder beside it, whose files and names are forced to the disk (fsync) before
-it is renamed. A rank that is killed leaves that folder, and the next save in the same place removes
-it. Beside torch's files `checksums.json` holds a checksum (XXH3) for each box; the ranks verify all
-of them, each its share, before a weight is changed. It costs one more reading of the checkpoint.
+Ranks write a new checkpoint to a staging folder beside the target. Its files and names are synced
+to disk (fsync) before the folder is renamed. A killed rank leaves the staging folder, and the next
+save to the same place removes it.
 
-torch unpickles the index and whatever is no tensor. Here both are read as plain data
-(memlab.internals.unpickling, `weights_only`): a checkpoint from somebody else cannot run anything.
+`checksums.json` holds one checksum (XXH3) for each box. A box is a rectangular region of a tensor.
+Before any weight changes, the ranks share the verification of all boxes. Verification reads the
+checkpoint once more.
+
+torch unpickles the index and everything except tensors. This module reads both as plain data
+(memlab.internals.unpickling, `weights_only`), so an untrusted checkpoint cannot run code.
 """
 
 import io
@@ -35,77 +38,80 @@ from memlab.internals.torch_internals import get_layout
 from memlab.internals.unpickling import unpickle
 
 CHECKSUMS = "checksums.json"
-_RUN = 2**22  # bytes that are read at a time
+_READ_BYTES = 2**22
 
 
-# ------------------------------------------------------------------ complete or absent
+# ------------------------------------------------------------------ atomic replacement
 
 
-def folder_beside(folder: Path) -> Path:
-    """Where a checkpoint is written until it is complete."""
+def staging_folder(folder: Path) -> Path:
+    """Return the folder where a checkpoint is written until it is complete."""
     return folder.with_name(f".{folder.name}.partial")
 
 
-def make_room(folder: Path, beside: Path, lock: FileLock, also: dict[str, Any]) -> None:
-    """Make the folder beside, and hold its lock; FileExistsError for a folder of other files, and
-    ValueError for what could be saved `also` and not be read again."""
+def prepare_save(folder: Path, staging: Path, lock: FileLock, also: dict[str, Any]) -> None:
+    """Create the staging folder and acquire its lock.
+
+    Raises FileExistsError for a folder that holds other files, and ValueError for values in `also`
+    that could not be loaded again.
+    """
     _require_plain(also)
     recover(folder)
     if folder.exists() and not (folder / ".metadata").exists():
         raise FileExistsError(
-            f"{folder} is there and no checkpoint; give another folder to save to"
+            f"{folder} exists and is not a checkpoint; pass another folder to save to"
         )
-    shutil.rmtree(_old(folder), ignore_errors=True)
+    shutil.rmtree(_backup(folder), ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_orphaned_folders(folder.parent, ".*.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
     lock.acquire(timeout=0)
 
 
-def complete(
-    folder: Path, beside: Path, lock: FileLock, checksums: list[dict[str, dict[str, int]]]
+def commit(
+    folder: Path, staging: Path, lock: FileLock, checksums: list[dict[str, dict[str, int]]]
 ) -> None:
-    """The moment from which the new checkpoint counts is the second renaming."""
-    of_all = {file: of_file for of_rank in checksums for file, of_file in of_rank.items()}
-    index = xxh3((beside / ".metadata").read_bytes())
-    with write_beside(beside / CHECKSUMS) as path:
-        path.write_text(json.dumps({"index": index, "boxes": of_all}), encoding="utf-8")
+    """Write the checksums and rename the staging folder. The second rename commits the save."""
+    boxes = {file: of_file for of_rank in checksums for file, of_file in of_rank.items()}
+    index = xxh3((staging / ".metadata").read_bytes())
+    with write_beside(staging / CHECKSUMS) as path:
+        path.write_text(json.dumps({"index": index, "boxes": boxes}), encoding="utf-8")
     lock.release()
-    (beside / TEMPORARY_LOCK).unlink(missing_ok=True)
-    sync(beside)
-    old = _old(folder)
+    (staging / TEMPORARY_LOCK).unlink(missing_ok=True)
+    sync(staging)
+    old = _backup(folder)
     if folder.exists():
         folder.rename(old)
-    beside.rename(folder)
+    staging.rename(folder)
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _old(folder: Path) -> Path:
-    """Where a checkpoint is for the moment in which the next takes its place."""
+def _backup(folder: Path) -> Path:
+    """Return the folder that holds the previous checkpoint between the two renames."""
     return folder.with_name(f".{folder.name}.old")
 
 
 def recover(folder: Path) -> None:
-    """Put back what a process that was killed in that moment had moved away."""
-    if not folder.exists() and _old(folder).exists():
-        _old(folder).rename(folder)
+    """Restore the previous checkpoint if a process was killed between the two renames."""
+    if not folder.exists() and _backup(folder).exists():
+        _backup(folder).rename(folder)
 
 
-# ------------------------------------------------------------------ verified
+# ------------------------------------------------------------------ checksums
 
 
 def _boxes_by_file(folder: Path) -> dict[str, dict[int, tuple[int, str]]]:
-    """{file: {where a box begins: (its bytes, its tensor's name)}}"""
+    """Return {file: {start of a box: (its bytes, its tensor's name)}}."""
     found: dict[str, dict[int, tuple[int, str]]] = {}
-    for box, place in index_of(folder).storage_data.items():
+    for box, place in read_index(folder).storage_data.items():
         found.setdefault(place.relative_path, {})[place.offset] = place.length, box.fqn
     return found
 
 
-def checksums_of_own(folder: Path, rank: int) -> dict[str, dict[str, int]]:
-    """{file: {where a box begins: its checksum}} of the files that this rank has written."""
+def own_checksums(folder: Path, rank: int) -> dict[str, dict[str, int]]:
+    """Return {file: {start of a box: its checksum}} for the files that this rank wrote."""
     return {
         file: {str(at): _checksum(folder / file, at, size) for at, (size, _) in boxes.items()}
         for file, boxes in _boxes_by_file(folder).items()
@@ -117,24 +123,24 @@ def _checksum(path: Path, start: int, size: int) -> int:
     found = xxhash.xxh3_64()
     with path.open("rb") as file:
         file.seek(start)
-        while size > 0 and (run := file.read(min(size, _RUN))):
-            found.update(run)
-            size -= len(run)
+        while size > 0 and (block := file.read(min(size, _READ_BYTES))):
+            found.update(block)
+            size -= len(block)
     return found.intdigest()
 
 
 def verify_boxes(folder: Path, rank: int, ranks: int) -> None:
-    """ValueError for a box that is not what was written; of all boxes each rank reads a share."""
+    """Raise ValueError for a box whose checksum differs. Each rank reads its share of the boxes."""
     path = folder / CHECKSUMS
-    if not path.exists():  # torch's own save, or an earlier version's
+    if not path.exists():  # saved by torch or by an earlier version
         return
     try:
-        wanted = json.loads(path.read_text(encoding="utf-8"))
-        index, boxes = wanted["index"], wanted["boxes"]
+        expected = json.loads(path.read_text(encoding="utf-8"))
+        index, boxes = expected["index"], expected["boxes"]
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, "it cannot be read") from error
+        raise _damaged(path, "it is not valid JSON") from error
     if xxh3((folder / ".metadata").read_bytes()) != index:
-        raise _damaged(folder / ".metadata", "its checksum is another")
+        raise _damaged(folder / ".metadata", "its checksum differs")
     places = [
         (file, at, size, name)
         for file, of_file in sorted(_boxes_by_file(folder).items())
@@ -142,18 +148,18 @@ def verify_boxes(folder: Path, rank: int, ranks: int) -> None:
     ]
     for file, at, size, name in places[rank::ranks]:
         if _checksum(folder / file, at, size) != boxes.get(file, {}).get(str(at)):
-            raise _damaged(folder / file, f"the checksum of {name} at byte {at:,} is another")
+            raise _damaged(folder / file, f"the checksum of {name} at byte {at:,} differs")
 
 
-def _damaged(path: Path, what: str) -> ValueError:
+def _damaged(path: Path, reason: str) -> ValueError:
     return ValueError(
-        f"{path} is damaged: {what} than when it was written; load another checkpoint, or give "
-        f"verify=False to read it as it is"
+        f"{path} is damaged: {reason}; load another checkpoint, or pass verify=False to skip the "
+        f"checksums"
     )
 
 
 def _require_plain(also: dict[str, Any]) -> None:
-    """ValueError for what could be written and not read again."""
+    """Raise ValueError for values that could be saved but not loaded again."""
     file = io.BytesIO()
     torch.save(also, file)
     file.seek(0)
@@ -161,45 +167,45 @@ def _require_plain(also: dict[str, Any]) -> None:
         torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"got {', '.join(also)} to save beside the weights, of which not all is plain data: "
-            f"give numbers, text, tensors, lists and dictionaries, such as a state_dict()"
+            f"got {', '.join(also)} to save, and not all of it is plain data: pass numbers, text, "
+            f"tensors, lists and dictionaries, such as a state_dict()"
         ) from error
 
 
-# ------------------------------------------------------------------ plain data
+# ------------------------------------------------------------------ loading plain data
 
 
-def index_of(folder: Path) -> Metadata:
+def read_index(folder: Path) -> Metadata:
     try:
-        return unpickle(folder / ".metadata", _IN_AN_INDEX)
+        return unpickle(folder / ".metadata", _INDEX_TYPES)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{folder} is no checkpoint: it has no .metadata; give a folder that save() has written"
+            f"{folder} is not a checkpoint: it has no .metadata; pass a folder that save() wrote"
         ) from error
 
 
 class PlainLoadPlanner(dcp.DefaultLoadPlanner):
-    """torch's, which would run what it reads of settings and `also`."""
+    """Load settings and `also` with weights_only=True; torch's planner would run pickled code."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 class PlainReader(dcp.FileSystemReader):
-    """torch's, which would run what it reads of the index."""
+    """Read the index as plain data; torch's reader would run pickled code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        found = index_of(Path(self.path))
+        found = read_index(Path(self.path))
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
 
 
-def _path(*parts: str) -> str:
+def _join_path(*parts: str) -> str:
     return "/".join(parts)
 
 
-_IN_AN_INDEX = {
+_INDEX_TYPES = {
     **{
         (kind.__module__, kind.__qualname__): kind
         for kind in (
@@ -213,6 +219,6 @@ _IN_AN_INDEX = {
     ("torch.serialization", "_get_layout"): get_layout,
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in vars(torch).values()
        if isinstance(dtype, torch.dtype)},
-    **{(module, name): _path for module in ("pathlib", "pathlib._local")
+    **{(module, name): _join_path for module in ("pathlib", "pathlib._local")
        for name in ("PosixPath", "WindowsPath")},
 }  # fmt: skip

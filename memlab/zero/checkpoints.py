@@ -1,15 +1,15 @@
-"""Checkpoints that any number of ranks can go on from: torch's distributed checkpoint.
+"""Save and load sharded checkpoints with any number of ranks, in torch's distributed format.
 
-A rank owns runs of flattened weights, and of the moments of these weights. A checkpoint knows boxes
-of whole tensors. So a run is written as a few boxes, each a run itself:
+A rank owns ranges of flattened weights and of their optimizer state. torch's checkpoints store
+boxes (rectangular regions) of whole tensors. So each range is written as a few boxes:
 
     · · · ■ ■ ■     the rest of a row
     ■ ■ ■ ■ ■ ■     whole rows
-    ■ ■ · · · ·     the begin of a row
+    ■ ■ · · · ·     the start of a row
 
-Tensors lie in it under their own names and shapes (`model.…`, `optimizer.state.….exp_avg`, and
-`master.…` for float32 copies), so torch can load them without this file: into a plain model, or
-FSDP2's. Whoever loads asks for the boxes that it owns, by whatever plan.
+Tensors keep their own names and shapes (`model.…`, `optimizer.state.….exp_avg`, and `master.…` for
+float32 copies). torch can therefore load them without this module, into a plain or an FSDP2 model.
+When loading, each rank requests the boxes that it owns under its own plan.
 """
 
 import warnings
@@ -34,65 +34,65 @@ from memlab.internals.files import TEMPORARY_LOCK
 from memlab.zero.checkpoint_files import (
     PlainLoadPlanner,
     PlainReader,
-    checksums_of_own,
-    complete,
-    folder_beside,
-    index_of,
-    make_room,
+    commit,
+    own_checksums,
+    prepare_save,
+    read_index,
     recover,
+    staging_folder,
     verify_boxes,
 )
-from memlab.zero.group_wire import GroupWire
-from memlab.zero.partitioning import Piece
+from memlab.zero.partitioning import ShardChunk
+from memlab.zero.process_group import ProcessGroupCommunicator
 from memlab.zero.ranks import Rank
 
 _AS_NAMED = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
-class Box(NamedTuple):
-    """Neighbours in a tensor that are neighbours when it is flat, too."""
+class TensorBox(NamedTuple):
+    """A rectangular region of a tensor whose elements are contiguous in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The numbers from `start` to before `stop` of a flattened tensor, in order."""
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[TensorBox]:
+    """Yield the boxes that cover elements `start` to `stop` - 1 of a flattened tensor, in order."""
     if start >= stop:
         return
     if not shape:
-        yield Box((), ())
+        yield TensorBox((), ())
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows between
+    first, last = -(-start // row), stop // row  # the whole rows are first to last - 1
     if first > last:  # inside one row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
     yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
     if first < last:
         rest = shape[1:]
-        yield Box((first, *(0 for _ in rest)), (last - first, *rest))
+        yield TensorBox((first, *(0 for _ in rest)), (last - first, *rest))
     yield from _in_row(shape, last, 0, stop - last * row)
 
 
-def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[TensorBox]:
     if start < stop and prod(shape[1:]) > stop - start:
         for offsets, sizes in boxes(shape[1:], start, stop):
-            yield Box((index, *offsets), (1, *sizes))
+            yield TensorBox((index, *offsets), (1, *sizes))
 
 
-class Pieces(Tensor):
-    """A tensor of which this rank has some boxes, as torch's checkpoints ask for them."""
+class OwnedBoxes(Tensor):
+    """A tensor with the boxes that this rank owns; implements torch's checkpoint protocol."""
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "Pieces":
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "OwnedBoxes":
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.parts: dict[tuple[int, ...], Tensor] = {}  # by where the box begins
+        self.parts: dict[tuple[int, ...], Tensor] = {}  # by the offsets of the box
 
     def add(self, start: int, flat: Tensor) -> None:
-        """Have the numbers from `start` on; they stay where they are."""
+        """Add the elements from `start` on, as views."""
         at = 0
         for offsets, sizes in boxes(tuple(self.shape), start, start + flat.numel()):
             count = prod(sizes)
@@ -125,55 +125,57 @@ class Pieces(Tensor):
     ) -> Any:
         if function is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"{function} of a tensor that is on several ranks")
+        raise NotImplementedError(f"{function} of a tensor sharded over several ranks")
 
 
-# ------------------------------------------------------------------ what a rank has
+# ------------------------------------------------------------------ the state of a rank
 
 
-def state_of(rank: Rank) -> dict[str, Any]:
-    """Views of all that this rank owns, by the names in a checkpoint."""
+def rank_state(rank: Rank) -> dict[str, Any]:
+    """Return views of everything that this rank owns, by name in the checkpoint."""
     found: dict[str, Any] = {}
     for number in range(len(rank.plan.buckets)):
-        for piece in rank.pieces(number):
-            _add(found, f"model.{piece.weight.name}", piece, rank.shards[number].detach(), 0)
-    for piece, begin, parameter in _stepped(rank):
+        for chunk in rank.chunks(number):
+            _add(found, f"model.{chunk.weight.name}", chunk, rank.shards[number].detach(), 0)
+    for chunk, begin, parameter in _optimizer_chunks(rank):
         if rank.master_weights:
-            _add(found, f"master.{piece.weight.name}", piece, parameter.detach(), begin)
+            _add(found, f"master.{chunk.weight.name}", chunk, parameter.detach(), begin)
         for key, value in rank.optimizer.state.get(parameter, {}).items():
-            name = f"optimizer.state.{piece.weight.name}.{key}"
-            if _is_of_each_number(value, parameter):
-                _add(found, name, piece, value, begin)
+            name = f"optimizer.state.{chunk.weight.name}.{key}"
+            if _is_per_element(value, parameter):
+                _add(found, name, chunk, value, begin)
             else:  # a count of steps
                 found[name] = value
-    return found | {f"model.{name}": tensor for name, tensor in _whole_everywhere(rank)}
+    return found | {f"model.{name}": tensor for name, tensor in _replicated_tensors(rank)}
 
 
-def _stepped(rank: Rank) -> Iterator[tuple[Piece, int, Tensor]]:
-    """(a piece, where the optimizer's tensor begins in its shard, that tensor) of all that have
-    numbers in common."""
-    for number, span, parameter in rank.stepped:
-        for piece in rank.pieces(number):
-            if piece.at < span.stop and span.start < piece.at + piece.stop - piece.start:
-                yield piece, span.start, parameter
+def _optimizer_chunks(rank: Rank) -> Iterator[tuple[ShardChunk, int, Tensor]]:
+    """Yield (chunk, start of the optimizer's tensor in the shard, that tensor) for each overlap."""
+    for number, span, parameter in rank.optimizer_shards:
+        for chunk in rank.chunks(number):
+            if chunk.at < span.stop and span.start < chunk.at + chunk.stop - chunk.start:
+                yield chunk, span.start, parameter
 
 
-def _add(found: dict[str, Any], name: str, piece: Piece, numbers: Tensor, begin: int) -> None:
-    """What `numbers`, which begin at `begin` of a shard, have of a piece."""
-    start = max(piece.at, begin)
-    stop = min(piece.at + piece.stop - piece.start, begin + numbers.numel())
+def _add(
+    found: dict[str, Any], name: str, chunk: ShardChunk, values: Tensor, values_start: int
+) -> None:
+    """Add the overlap of a chunk with `values`, which begin at `values_start` of the shard."""
+    start = max(chunk.at, values_start)
+    stop = min(chunk.at + chunk.stop - chunk.start, values_start + values.numel())
     if start < stop:
         if name not in found:
-            found[name] = Pieces(piece.weight.shape, numbers.dtype)
-        found[name].add(piece.start + start - piece.at, numbers[start - begin : stop - begin])
+            found[name] = OwnedBoxes(chunk.weight.shape, values.dtype)
+        span = slice(start - values_start, stop - values_start)
+        found[name].add(chunk.start + start - chunk.at, values[span])
 
 
-def _is_of_each_number(value: Any, parameter: Tensor) -> bool:
+def _is_per_element(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def _whole_everywhere(rank: Rank) -> Iterator[tuple[str, Tensor]]:
-    """Buffers, and in stages below 3 what is not trained."""
+def _replicated_tensors(rank: Rank) -> Iterator[tuple[str, Tensor]]:
+    """Yield buffers and, in stages below 3, frozen weights."""
     planned = {weight.name for bucket in rank.plan.buckets for weight in bucket.weights}
     kept = rank.model.state_dict(keep_vars=True)
     for name, tensor in (*rank.model.named_parameters(), *rank.model.named_buffers()):
@@ -181,120 +183,131 @@ def _whole_everywhere(rank: Rank) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
-# ------------------------------------------------------------------ to a folder and back
+# ------------------------------------------------------------------ save and load
 
 
-def save(rank: Rank, wire: GroupWire, folder: Path, also: dict[str, Any]) -> None:
-    """Each rank writes what it owns; the folder is there when all is in it, or as it was."""
-    state = state_of(rank)
+def save(rank: Rank, comm: ProcessGroupCommunicator, folder: Path, also: dict[str, Any]) -> None:
+    """Write what each rank owns. The folder is replaced only when every rank has written."""
+    state = rank_state(rank)
     if rank.index == 0:
         groups = rank.optimizer.param_groups
         state["settings"] = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         state["also"] = also
-    beside = folder_beside(folder)
-    lock = FileLock(beside / TEMPORARY_LOCK)
-    _by_first(wire, lambda: make_room(folder, beside, lock, also))
+    staging = staging_folder(folder)
+    lock = FileLock(staging / TEMPORARY_LOCK)
+    _on_rank_0(comm, lambda: prepare_save(folder, staging, lock, also))
     try:
-        with wire.watched("writing a checkpoint"):
+        with comm.naming_lost_ranks("writing a checkpoint"):
             planner = dcp.DefaultSavePlanner(**_AS_NAMED)
-            writer = dcp.FileSystemWriter(beside)
-            _quietly(lambda: dcp.save(state, storage_writer=writer, **_in(wire), planner=planner))
-        checksums = wire.everyone(checksums_of_own(beside, wire.index))
-        _by_first(wire, lambda: complete(folder, beside, lock, checksums))
+            writer = dcp.FileSystemWriter(staging)
+            _without_planner_warnings(
+                lambda: dcp.save(
+                    state, storage_writer=writer, process_group=comm.group, planner=planner
+                )
+            )
+        checksums = comm.gather_objects(own_checksums(staging, comm.index))
+        _on_rank_0(comm, lambda: commit(folder, staging, lock, checksums))
     finally:
         lock.release()
 
 
-def load(rank: Rank, wire: GroupWire, folder: Path, *, verify: bool = True) -> dict[str, Any]:
-    """Each rank reads what it owns; what was saved `also`. The optimizer has a state afterwards if
-    it had one when it was saved. What one rank cannot read is the same error on all."""
-    _by_first(wire, lambda: recover(folder))
+def load(
+    rank: Rank, comm: ProcessGroupCommunicator, folder: Path, *, verify: bool = True
+) -> dict[str, Any]:
+    """Read what each rank owns, and return what was saved as `also`.
+
+    The optimizer has state afterwards only if it had state when it was saved. If one rank cannot
+    read its part, every rank raises the same error.
+    """
+    _on_rank_0(comm, lambda: recover(folder))
     if verify:
-        _agreed(wire, lambda: verify_boxes(folder, wire.index, wire.ranks))
-    state, with_copies = _agreed(wire, lambda: _wanted(rank, folder))
-    with wire.watched("reading a checkpoint"):
+        _agree(comm, lambda: verify_boxes(folder, comm.index, comm.ranks))
+    state, with_copies = _agree(comm, lambda: _state_to_load(rank, folder))
+    with comm.naming_lost_ranks("reading a checkpoint"):
         planner = PlainLoadPlanner(**_AS_NAMED)
         reader = PlainReader(folder)
-        _quietly(lambda: dcp.load(state, storage_reader=reader, **_in(wire), planner=planner))
-    _put_back(rank, state, with_copies)
+        _without_planner_warnings(
+            lambda: dcp.load(
+                state, storage_reader=reader, process_group=comm.group, planner=planner
+            )
+        )
+    _restore(rank, state, with_copies)
     return state["also"]
 
 
-def _wanted(rank: Rank, folder: Path) -> tuple[dict[str, Any], bool]:
-    """What this rank is to read, and whether it was saved with float32 copies."""
-    saved = index_of(folder).state_dict_metadata
+def _state_to_load(rank: Rank, folder: Path) -> tuple[dict[str, Any], bool]:
+    """Return the state for this rank to read, and whether float32 copies were saved."""
+    saved = read_index(folder).state_dict_metadata
     state_names = {name for name in saved if name.startswith("optimizer.state.")}
     if not state_names:
         rank.optimizer.state.clear()
     elif not rank.optimizer.state:
-        rank.make_state()
-    state = {**state_of(rank), "settings": None, "also": None}
+        rank.init_optimizer_state()
+    state = {**rank_state(rank), "settings": None, "also": None}
     with_copies = any(name.startswith("master.") for name in saved)
     if rank.master_weights and not with_copies:
-        state = {name: one for name, one in state.items() if not name.startswith("master.")}
-    _require_same(state, saved, folder)
+        state = {k: tensor for k, tensor in state.items() if not k.startswith("master.")}
+    _require_same_shapes(state, saved, folder)
     return state, with_copies
 
 
 @torch.no_grad()
-def _put_back(rank: Rank, state: dict[str, Any], with_copies: bool) -> None:
-    """What was not read into its own place."""
+def _restore(rank: Rank, state: dict[str, Any], with_copies: bool) -> None:
+    """Restore everything that was not loaded in place."""
     for group, settings in zip(rank.optimizer.param_groups, state["settings"], strict=True):
         group.update(settings)
-    for piece, _, parameter in _stepped(rank):
+    for chunk, _, parameter in _optimizer_chunks(rank):
         for key, value in rank.optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
-                name = f"optimizer.state.{piece.weight.name}.{key}"
+                name = f"optimizer.state.{chunk.weight.name}.{key}"
                 rank.optimizer.state[parameter][key] = state[name]
     if rank.master_weights:
-        for number, span, parameter in rank.stepped:
+        for number, span, parameter in rank.optimizer_shards:
             shard = rank.shards[number][span]
             shard.copy_(parameter) if with_copies else parameter.copy_(shard)
     rank.gather()
 
 
-def _require_same(state: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:
-    """ValueError for what is not in the checkpoint, or in another shape."""
+def _require_same_shapes(state: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:
+    """Raise ValueError for a tensor that the checkpoint lacks or has in another shape."""
     for name, mine in state.items():
         if name not in saved:
             raise ValueError(
-                f"{folder} has no {name}; load it into the model and with the kind of optimizer "
-                f"that it was saved with"
+                f"{folder} has no {name}; load it into the same model, with the same kind of "
+                f"optimizer that it was saved with"
             )
-        there = saved[name]
-        if isinstance(there, TensorStorageMetadata) and there.size != mine.shape:
+        stored = saved[name]
+        if isinstance(stored, TensorStorageMetadata) and stored.size != mine.shape:
             raise ValueError(
-                f"{name} is {tuple(there.size)} in {folder} and {tuple(mine.shape)} here; load it "
-                f"into a model of the same shape"
+                f"{name} is {tuple(stored.size)} in {folder} and {tuple(mine.shape)} here; load it "
+                f"into a model with that shape"
             )
 
 
-def _agreed(wire: GroupWire, do: Callable[[], Any]) -> Any:
-    """What it returns here; the error of the first rank that has one is everyone's. (A rank has a
-    few weights, and may see nothing wrong in these.)"""
+def _agree(comm: ProcessGroupCommunicator, do: Callable[[], Any]) -> Any:
+    """Return the result of `do`. If any rank fails, every rank raises the first rank's error.
+
+    Each rank checks only its own shards, so one rank may fail where another succeeds.
+    """
     found, problem = None, None
     try:
         found = do()
     except (OSError, ValueError) as error:
         problem = type(error) if isinstance(error, OSError) else ValueError, str(error)
-    for other in wire.everyone(problem):
+    for other in comm.gather_objects(problem):
         if other is not None:
-            kind, said = other
-            raise kind(said)
+            kind, message = other
+            raise kind(message)
     return found
 
 
-def _by_first(wire: GroupWire, do: Callable[[], None]) -> None:
-    """Rank 0 does it, and all wait."""
-    _agreed(wire, lambda: do() if wire.index == 0 else None)
+def _on_rank_0(comm: ProcessGroupCommunicator, do: Callable[[], None]) -> None:
+    """Run `do` on rank 0 while the other ranks wait."""
+    _agree(comm, lambda: do() if comm.index == 0 else None)
 
 
-def _in(wire: GroupWire) -> dict[str, Any]:
-    return {"process_group": wire.group}
-
-
-def _quietly(do: Callable[[], Any]) -> None:
-    """Without torch's notices to those who write planners; with its errors as OSError."""
+def _without_planner_warnings(do: Callable[[], Any]) -> None:
+    """Silence torch's warnings for planner authors, and raise its errors as OSError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,15 +1,15 @@
-"""Several processes that become one group, and a sentence about who is missing when one is.
+"""Join several processes in one group, and name the missing rank when a collective fails.
 
-A collective ends when all ranks have come to it. If one never does, the others learn no more than
-that a connection closed, or that time is up, and not of whom. So each rank leaves a note in the
-store that all can read (a small server that the launcher keeps, or rank 0) when it stops:
+A collective ends when every rank has joined it. If a rank never does, the backend reports only a
+closed connection or a timeout, and not the missing rank. So each rank that stops leaves a note in
+the group's store (a small server in the launcher or on rank 0):
 
-    rank 2 stops with its own error      notes it, and closes its connections
-    the others' collectives fail         each notes what it waited for, and how long, closes its
-                                         connections too, so that nobody waits on, and reads the
-                                         notes
-    no note of a rank                    that one is gone, or at something else for too long
-    it waited less than the others       for the same: it came when they had given up
+    rank 2 stops with an error           it writes a note and closes its connections
+    the other ranks' collectives fail    each notes its collective and how long it waited, closes
+                                         its connections so that the others fail too, and reads
+                                         the notes
+    a rank has no note                   it has died, or is busy elsewhere for too long
+    a rank waited less than the others   it reached the same collective after the others gave up
 """
 
 import json
@@ -22,21 +22,21 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-GRACE_SECONDS = 5.0  # for the notes of others, once somebody is missing
+GRACE_SECONDS = 5.0  # how long to wait for the other ranks' notes after a failure
 _LEFT = (
-    "no error: it has left the group; give every rank as many steps, and have all of them evaluate "
-    "and save together"
+    "no error: it has left the group; run the same number of steps on every rank, and let all "
+    "ranks evaluate and save together"
 )
 _groups = count()
-_stores: list[dist.Store] = []  # of the groups that are joined: where notes are left
+_stores: list[dist.Store] = []  # of the joined groups; notes are left here
 
 
 class RankLost(RuntimeError):  # noqa: N818 - reads as what happened
-    """A rank did not come to where the others wait for it."""
+    """A rank did not reach a collective that the other ranks wait for."""
 
 
 class Note(NamedTuple):
-    """What a rank leaves for the others: why it stopped, or what it waited for in vain."""
+    """Why a rank stopped, or which collective it waited for."""
 
     stopped: str = ""
     doing: str = ""
@@ -46,21 +46,22 @@ class Note(NamedTuple):
 
 @contextmanager
 def joined(backend: str | None = None, *, timeout: float = 600.0) -> Iterator[int]:
-    """This process as one of the ranks that `torchrun`, or `run_ranks`, started; yields its number.
+    """Join this process to the ranks that `torchrun` or `run_ranks` started; yields its rank.
 
-    `backend` is "gloo" on the CPU, "nccl" on NVIDIA's GPUs; None is torch's choice. No collective
-    waits for longer than `timeout` seconds. At the end the group is gone, and an error that ends
-    the block is noted for the others. Raises RankLost, naming them, if not all ranks come.
+    `backend` is "gloo" on the CPU, "nccl" on NVIDIA GPUs; None lets torch choose. No collective
+    waits for longer than `timeout` seconds. When the block ends, the group is destroyed. If an
+    error ends it, a note tells the other ranks. Raises RankLost, naming the missing ranks, if not
+    all ranks arrive.
     """
     limit = timedelta(seconds=timeout)
-    store, rank, ranks = _meet(limit)
+    store, rank, ranks = _rendezvous(limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     _stores.append(store)
     try:
         yield rank
-        _note(store, rank, Note(_LEFT))
+        _leave_note(store, rank, Note(_LEFT))
     except BaseException as error:
-        _note(store, rank, Note(f"{type(error).__name__}: {error}"))
+        _leave_note(store, rank, Note(f"{type(error).__name__}: {error}"))
         raise
     finally:
         _stores.pop()
@@ -68,17 +69,17 @@ def joined(backend: str | None = None, *, timeout: float = 600.0) -> Iterator[in
             dist.destroy_process_group()
 
 
-def _meet(limit: timedelta) -> tuple[dist.Store, int, int]:
-    """(store, rank, ranks), when all have come."""
+def _rendezvous(limit: timedelta) -> tuple[dist.Store, int, int]:
+    """Return (store, rank, ranks) once all ranks have arrived."""
     try:
         store, rank, ranks = next(iter(dist.rendezvous("env://", timeout=limit)))
-    except ValueError as error:  # a variable of the environment is not there
+    except ValueError as error:  # an environment variable is missing
         raise ValueError(
-            f"this process is no rank of several ({error}); start it by `torchrun --nproc-per-node "
-            f"2 script.py`, or by memlab.zero.launch.run_ranks"
+            f"this process was not started as one of several ranks ({error}); start it with "
+            f"`torchrun --nproc-per-node 2 script.py` or memlab.zero.launch.run_ranks"
         ) from error
     except dist.DistError as error:
-        raise RankLost(f"nobody keeps the store that ranks meet at: {error}") from error
+        raise RankLost(f"no process runs the store where ranks meet: {error}") from error
     store = dist.PrefixStore(f"memlab/{next(_groups)}", store)
     store.set(f"came/{rank}", "")
     try:
@@ -86,20 +87,22 @@ def _meet(limit: timedelta) -> tuple[dist.Store, int, int]:
     except dist.DistError as error:
         missing = [other for other in range(ranks) if not store.check([f"came/{other}"])]
         raise RankLost(
-            f"{named(missing, ranks)} did not come within {limit.total_seconds():g} s; see what "
-            f"they say themselves"
+            f"{format_ranks(missing, ranks)} did not come within {limit.total_seconds():g} s; "
+            f"check the output of each"
         ) from error
     return store, rank, ranks
 
 
-# ------------------------------------------------------------------ who is missing
+# ------------------------------------------------------------------ missing ranks
 
 
-def lost(
+def rank_lost_error(
     doing: str, error: BaseException, seconds: float, group: dist.ProcessGroup | None
 ) -> RankLost:
-    """What to raise where a collective of the group failed after so many seconds. All process
-    groups end: nobody is to wait on."""
+    """Return the error for a collective of the group that failed after so many seconds.
+
+    This destroys all process groups, so that no other rank keeps waiting.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     members = dist.get_process_group_ranks(group)
     store = _stores[-1] if _stores else dist.distributed_c10d._get_default_store()
@@ -107,17 +110,17 @@ def lost(
     try:
         store.set(_key(rank), json.dumps(Note("", doing, seconds, timed_out)))
         dist.destroy_process_group()
-        notes = _notes(store, members)
+        notes = _read_notes(store, members)
     except (RuntimeError, dist.DistError):
         return RankLost(
-            f"{doing} failed on rank {rank} of {ranks}, and the store is gone with the process "
-            f"that kept it, rank 0 or the launcher ({_first_line(error)})"
+            f"{doing} failed on rank {rank} of {ranks}, and the process that ran the store, rank 0 "
+            f"or the launcher, is gone ({_first_line(error)})"
         )
-    return RankLost(sentence(notes, members, ranks, doing, _first_line(error)))
+    return RankLost(explain(notes, members, ranks, doing, _first_line(error)))
 
 
-def sentence(notes: dict[int, Note], members: list[int], ranks: int, doing: str, error: str) -> str:
-    """Who of the group's members is to blame that a collective failed, by their notes."""
+def explain(notes: dict[int, Note], members: list[int], ranks: int, doing: str, error: str) -> str:
+    """Return a sentence that names the rank which made a collective fail, from the notes."""
     stopped = {rank: note.stopped for rank, note in notes.items() if note.stopped}
     if stopped:
         first = min(stopped, key=lambda rank: (stopped[rank] == _LEFT, rank))
@@ -126,25 +129,25 @@ def sentence(notes: dict[int, Note], members: list[int], ranks: int, doing: str,
     if missing:
         timed_out = any(note.timed_out for note in notes.values())
         how = "did not come in time" if timed_out else "ended without a word"
-        return f"{named(missing, ranks)} {how}: {doing} waits in vain"
+        return f"{format_ranks(missing, ranks)} {how}: {doing} cannot finish"
     places = [f"rank {rank} in {notes[rank].doing}" for rank in members]
     return (
-        f"the ranks wait for each other, {', '.join(places)}; all have to do the same in the same "
-        f"order: look for one with more micro-batches than another, another branch of the model, "
-        f"or something that one rank does alone, such as saving or evaluating ({error})"
+        f"the ranks wait for each other, {', '.join(places)}; all ranks must call the same "
+        f"collectives in the same order: check for a rank with more micro-batches, another branch "
+        f"of the model, or a step that one rank does alone, such as saving or evaluating ({error})"
     )
 
 
 def _late(notes: dict[int, Note]) -> list[int]:
-    """Those that came to where all waited when the others had given up."""
+    """Return the ranks that reached the collective after the others had given up."""
     if len({note.doing for note in notes.values()}) > 1:
         return []
     longest = max(note.seconds for note in notes.values())
     return [rank for rank, note in sorted(notes.items()) if note.seconds < longest / 2]
 
 
-def named(some: list[int], ranks: int) -> str:
-    """`rank 1 of 4`, `ranks 1 and 2 of 4`."""
+def format_ranks(some: list[int], ranks: int) -> str:
+    """Return `rank 1 of 4`, or `ranks 1 and 2 of 4`."""
     words = [str(rank) for rank in some]
     if len(words) == 1:
         return f"rank {words[0]} of {ranks}"
@@ -155,18 +158,18 @@ def _key(rank: int) -> str:
     return f"stopped/{rank}"
 
 
-def _note(store: dist.Store, rank: int, note: Note) -> None:
-    """Leave it, unless there is one; without it, if the store is gone."""
+def _leave_note(store: dist.Store, rank: int, note: Note) -> None:
+    """Leave the note unless the rank has left one already. Do nothing if the store is gone."""
     with suppress(RuntimeError, dist.DistError):
         store.compare_set(_key(rank), "", json.dumps(note))
 
 
-def _notes(store: dist.Store, members: list[int]) -> dict[int, Note]:
-    """What each rank noted, as soon as all have or one says why, at the latest after the grace."""
+def _read_notes(store: dist.Store, members: list[int]) -> dict[int, Note]:
+    """Return the notes once all ranks left one, one explains the failure, or the grace is over."""
     deadline = time.monotonic() + GRACE_SECONDS
     while True:
-        noted = [rank for rank in members if store.check([_key(rank)])]
-        notes = {rank: Note(*json.loads(store.get(_key(rank)))) for rank in noted}
+        with_note = [rank for rank in members if store.check([_key(rank)])]
+        notes = {rank: Note(*json.loads(store.get(_key(rank)))) for rank in with_note}
         explained = any(note.stopped for note in notes.values())
         if explained or len(notes) == len(members) or time.monotonic() > deadline:
             return notes

@@ -1,7 +1,7 @@
-"""Where a weight's numbers lie in a bucket: pairs of views, to be copied one way or the other.
+"""Match each weight's elements to their places in a bucket, as pairs of views to copy between.
 
-Whole, a bucket is R shards one after another. A weight cut by rows lies in it in R places, so what
-was gathered has to be copied into weights, and gradients into what is to be scattered.
+A whole bucket is R shards one after another. A weight sharded by rows lies in R places of it. So
+gathered elements are copied into weights, and gradients are copied into the bucket to scatter.
 """
 
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from memlab.internals.torch_internals import FakeTensor
 from memlab.zero.partitioning import Bucket, FlatBucket, Slot
 
 
-def overlaps(
+def matching_views(
     bucket: Bucket, slot: Slot, whole: Tensor, weight: Tensor
 ) -> Iterable[tuple[Tensor, Tensor]]:
-    """(a part of the whole bucket, the same numbers of the weight), until all of it is there.
+    """Yield (view of the whole bucket, matching view of the weight) until the weight is covered.
 
-    whole is (R·shard,), the weight contiguous. Of fake tensors nothing: they have no numbers, and a
-    large model has thousands of weights.
+    `whole` is (R·shard,), and the weight is contiguous. Fake tensors yield nothing: they have no
+    values, and a large model has thousands of weights.
     """
     if isinstance(whole, FakeTensor):
         return

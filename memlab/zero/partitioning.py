@@ -1,15 +1,15 @@
-"""Who owns which numbers: the plan that a ZeRO simulation and real processes share.
+"""Plan which rank owns which elements. The ZeRO simulation and real processes share this plan.
 
-    flat    the weights of a bucket laid end to end, padded, cut into R runs    stages 0, 1 and 2
+    flat    the weights of a bucket end to end, padded, cut into R shards       stages 0, 1 and 2
             │a a a a a b│b b c c c c│c c c · · ·│
-    rows    each weight cut by its rows, ⌈rows/R⌉ to a rank                     stage 3
+    rows    each weight cut by rows, ⌈rows/R⌉ per rank                          stage 3
             │a a b c c c│a a b c c c│a · · c c c│
 
-A bucket is what one collective moves. It is R shards of one size, so it is padded: flat buckets by
-up to R − 1 numbers, rows by up to R − 1 rows of each weight, which is what FSDP2 does. In a flat
-bucket a rank may own the middle of a weight; by rows it always owns whole ones.
+One collective moves one bucket. A bucket is R shards of equal size, so it is padded: flat buckets
+by up to R − 1 elements, row buckets by up to R − 1 rows of each weight, as in FSDP2. A rank may own
+the middle of a row in a flat bucket, and owns only whole rows in a row bucket.
 
-Nothing here touches a number: weights are names, shapes and dtypes.
+The plan contains names, shapes and dtypes, and no tensors.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,21 +22,21 @@ import torch
 
 STAGES = {
     0: "data parallel: everything on every rank",
-    1: "the optimizer's state in shards",
-    2: "the gradients too",
-    3: "the weights too",
+    1: "sharded optimizer state",
+    2: "sharded gradients too",
+    3: "sharded weights too",
 }
 
 
 @dataclass(frozen=True)
 class Weight:
-    """What is to be known of a weight. A tied one is one, under its first name."""
+    """What the plan needs of a weight. A tied weight appears once, under its first name."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    group: int = 0  # of the optimizer's parameter groups
-    unit: str = ""  # what is gathered, or reduced, together with it
+    group: int = 0  # index of its parameter group in the optimizer
+    unit: str = ""  # the weights of one unit are gathered or reduced together
     trained: bool = True
 
     @property
@@ -45,7 +45,7 @@ class Weight:
 
     @property
     def rows(self) -> int:
-        """What can be dealt out by rows; a weight without dimensions is one row."""
+        """The rows to distribute; a weight without dimensions has one row."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -53,8 +53,8 @@ class Weight:
         return prod(self.shape[1:])
 
 
-class Piece(NamedTuple):
-    """The numbers from `start` to before `stop` of a flattened weight, `at` a place in a shard."""
+class ShardChunk(NamedTuple):
+    """Elements `start` to `stop` - 1 of a flattened weight, stored from `at` on in a shard."""
 
     weight: Weight
     start: int
@@ -63,9 +63,9 @@ class Piece(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A weight's place in a bucket: runs of `run` numbers, each `at` its place in a rank's shard.
+    """A weight's place in a bucket: `run` elements per rank, at `at` in each rank's shard.
 
-    In a flat bucket there is one run, and `at` counts from the begin of the bucket.
+    In a flat bucket, `run` is the whole weight and `at` counts from the start of the bucket.
     """
 
     weight: Weight
@@ -89,7 +89,7 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """Without padding."""
+        """Elements without padding."""
         return sum(weight.elements for weight in self.weights)
 
     @property
@@ -102,53 +102,53 @@ class Bucket:
         return any(weight.trained for weight in self.weights)
 
     def span(self, rank: int) -> slice:
-        """Where the shard of a rank is in the whole bucket."""
+        """Return the slice of the whole bucket that holds a rank's shard."""
         return slice(rank * self.shard_elements, (rank + 1) * self.shard_elements)
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """What a rank owns, in the order of its shard."""
+    def chunks(self, rank: int) -> list[ShardChunk]:
+        """Return the chunks of weights that a rank owns, in the order of its shard."""
         raise NotImplementedError
 
-    def stepped(self) -> list[tuple[int, slice]]:
-        """(parameter group, where in a shard) of what the optimizer of a rank steps as one.
+    def optimizer_spans(self) -> list[tuple[int, slice]]:
+        """Return (parameter group, slice of the shard) for each tensor that the optimizer steps.
 
-        The padding is stepped too: it is zero, and so is its gradient.
+        The padding is stepped too: it and its gradient are zero.
         """
         raise NotImplementedError
 
 
 class FlatBucket(Bucket):
-    """Weights end to end; a shard is a run of the whole."""
+    """Weights end to end; a shard is a contiguous range of the whole."""
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """The overlap of the rank's span with each weight."""
+    def chunks(self, rank: int) -> list[ShardChunk]:
+        """Return the overlap of the rank's shard with each weight."""
         span = self.span(rank)
         found = []
         for weight, at, _ in self.slots:
             start, stop = max(at, span.start), min(at + weight.elements, span.stop)
             if start < stop:
-                found.append(Piece(weight, start - at, stop - at, start - span.start))
+                found.append(ShardChunk(weight, start - at, stop - at, start - span.start))
         return found
 
-    def stepped(self) -> list[tuple[int, slice]]:
-        """All of it."""
+    def optimizer_spans(self) -> list[tuple[int, slice]]:
+        """Return the whole shard."""
         return [(self.weights[0].group, slice(0, self.shard_elements))]
 
 
 class RowBucket(Bucket):
-    """Each weight cut by rows; a shard has some of each."""
+    """Each weight cut by rows; a shard has rows of each weight."""
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """The last ranks may have fewer rows of a weight, or none."""
+    def chunks(self, rank: int) -> list[ShardChunk]:
+        """Return the rank's rows of each weight. The last ranks may own fewer rows, or none."""
         found = []
         for weight, at, run in self.slots:
             start, stop = rank * run, min((rank + 1) * run, weight.elements)
             if start < stop:
-                found.append(Piece(weight, start, stop, at))
+                found.append(ShardChunk(weight, start, stop, at))
         return found
 
-    def stepped(self) -> list[tuple[int, slice]]:
-        """The rows of neighbours of one group."""
+    def optimizer_spans(self) -> list[tuple[int, slice]]:
+        """Return the rows of adjacent weights of one group as one slice."""
         runs = []
         for (group, trained), neighbours in groupby(self.slots, _group_and_trained):
             slots = list(neighbours)
@@ -167,47 +167,47 @@ class Partition:
 
     @property
     def elements(self) -> int:
-        """Ψ: a tied weight counts once."""
+        """Ψ, which counts a tied weight once."""
         return sum(bucket.elements for bucket in self.buckets)
 
     @property
     def padded_elements(self) -> int:
-        """Ψ as it is stored and sent."""
+        """Ψ with padding, as stored and sent."""
         return sum(bucket.padded_elements for bucket in self.buckets)
 
     @property
     def shard_elements(self) -> int:
-        """What one rank holds of it."""
+        """The elements that one rank stores, with padding."""
         return sum(bucket.shard_elements for bucket in self.buckets)
 
 
 def partition(
     weights: Iterable[Weight], *, ranks: int, stage: int, by_unit: bool | None = None
 ) -> Partition:
-    """The buckets of these weights for so many ranks.
+    """Return the buckets of these weights for this number of ranks.
 
-    Stages 0 and 1 have one for each parameter group and dtype, stage 2 one for each of these in
-    each unit (so have 0 and 1 with `by_unit`), stage 3 one for each dtype in each unit. Weights
-    that are not trained have a bucket in stage 3 alone: in the others each rank has them whole, and
-    nobody sends them.
+    Stages 0 and 1 have one bucket per parameter group and dtype. Stage 2 has one per unit,
+    parameter group and dtype, and so have stages 0 and 1 with `by_unit`. Stage 3 has one per unit
+    and dtype. Frozen weights have buckets only in stage 3: in the other stages every rank has them
+    whole, and no rank sends them.
     """
     require(ranks, stage)
     weights = list(weights)
     if len({weight.name for weight in weights}) < len(weights):
-        raise ValueError("got a weight twice; name a tied weight once")
+        raise ValueError("got a weight twice; list a tied weight once")
     if stage == 3:
         keys = [(weight.unit, weight.dtype) for weight in weights]
-        buckets = [row_bucket(together, ranks) for together in _grouped(weights, keys)]
+        buckets = [row_bucket(grouped, ranks) for grouped in _grouped(weights, keys)]
     else:
         weights = [weight for weight in weights if weight.trained]
         by_unit = stage == 2 if by_unit is None else by_unit
         keys = [(w.unit if by_unit else "", w.group, w.dtype) for w in weights]
-        buckets = [flat_bucket(together, ranks) for together in _grouped(weights, keys)]
+        buckets = [flat_bucket(grouped, ranks) for grouped in _grouped(weights, keys)]
     return Partition(stage, ranks, tuple(buckets))
 
 
 def flat_bucket(weights: Sequence[Weight], ranks: int) -> FlatBucket:
-    """The weights end to end, padded to a multiple of the ranks."""
+    """Lay the weights end to end, padded to a multiple of the ranks."""
     slots, at = [], 0
     for weight in weights:
         slots.append(Slot(weight, at, weight.elements))
@@ -216,7 +216,7 @@ def flat_bucket(weights: Sequence[Weight], ranks: int) -> FlatBucket:
 
 
 def row_bucket(weights: Sequence[Weight], ranks: int) -> RowBucket:
-    """⌈rows/R⌉ rows of each weight to a rank."""
+    """Give each rank ⌈rows/R⌉ rows of each weight."""
     slots, at = [], 0
     for weight in weights:
         run = ceil_div(weight.rows, ranks) * weight.row_elements
@@ -226,18 +226,18 @@ def row_bucket(weights: Sequence[Weight], ranks: int) -> RowBucket:
 
 
 def require(ranks: int, stage: int) -> None:
-    """ValueError for what is no number of ranks or no stage, TypeError for what is no whole one."""
+    """Raise TypeError if `ranks` is not an integer, ValueError for invalid ranks or stages."""
     if not isinstance(ranks, int):
-        raise TypeError(f"got {ranks!r} as number of ranks; give a whole number, such as 2")
+        raise TypeError(f"got {ranks!r} as number of ranks; pass an integer, such as 2")
     if ranks < 1:
-        raise ValueError(f"got {ranks} ranks; give at least 1")
+        raise ValueError(f"got {ranks} ranks; pass at least 1")
     if stage not in STAGES:
-        listed = "; ".join(f"{number}, {what}" for number, what in STAGES.items())
-        raise ValueError(f"got stage {stage!r}; give one of {listed}")
+        listed = "; ".join(f"{number}, {description}" for number, description in STAGES.items())
+        raise ValueError(f"got stage {stage!r}; pass one of {listed}")
 
 
 def ceil_div(count: int, parts: int) -> int:
-    """⌈count / parts⌉"""
+    """Return ⌈count / parts⌉."""
     return -(-count // parts)
 
 
@@ -246,7 +246,7 @@ def _group_and_trained(slot: Slot) -> tuple[int, bool]:
 
 
 def _grouped(weights: Iterable[Weight], keys: Iterable[object]) -> Iterator[list[Weight]]:
-    """Lists of the weights with one key, by the first of each."""
+    """Yield the weights of each key as a list, in the order of the first weight of each key."""
     lists: dict[object, list[Weight]] = {}
     for weight, key in zip(weights, keys, strict=True):
         lists.setdefault(key, []).append(weight)

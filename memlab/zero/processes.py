@@ -1,12 +1,12 @@
-"""ZeRO, stages 0 to 3, in real processes: an optimizer and a model that R of them share.
+"""ZeRO, stages 0 to 3, in real processes that share one optimizer and one model.
 
-Saves    what the simulation says (memlab.zero.simulation): each rank is one of its ranks, in a
-         process of its own, whose collectives are those of torch.distributed.
-Costs    the same on the wire. With `overlap`, which hides much of it behind backward, one unit's
-         run of gathered numbers (stage 3) and one bucket of gradients for longer (2 and 3).
+Saves    the same as the simulation (memlab.zero.simulation). Each rank is a process, and
+         torch.distributed runs the collectives.
+Costs    the same communication. `overlap` hides much of it behind backward. It needs memory for one
+         gathered unit (stage 3) and keeps one bucket of gradients for longer (stages 2 and 3).
 Source   Rajbhandari et al. 2020, arXiv 1910.02054; Zhao et al. 2023, arXiv 2304.11277 (FSDP).
 
-A script that trains, to be started by `torchrun --nproc-per-node 2 train.py`:
+A training script, to start with `torchrun --nproc-per-node 2 train.py`:
 
     import torch
     from memlab.model import GPT, PRESETS
@@ -14,7 +14,7 @@ A script that trains, to be started by `torchrun --nproc-per-node 2 train.py`:
 
     with processes.joined("gloo", timeout=60) as rank:          # "nccl" on GPUs
         torch.manual_seed(rank)                                 # each rank draws its own data
-        model = GPT(PRESETS["tiny"])                            # rank 0's values become everyone's
+        model = GPT(PRESETS["tiny"])                            # every rank gets rank 0's values
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         zero = processes.shard(model, optimizer, stage=2)
         for step in range(3):
@@ -27,23 +27,30 @@ A script that trains, to be started by `torchrun --nproc-per-node 2 train.py`:
         if rank == 0:
             print(f"loss {loss.item():.2f}")
 
-Three lines are other than in a script for one process: joined, shard, and zero.step. The gradient
-is then the mean of the ranks' own, as with DistributedDataParallel. Where ranks have different
-numbers of tokens that is no mean over tokens; this is, and accumulates:
+Three lines differ from a script for one process: joined, shard, and zero.step. The gradient is the
+mean of the ranks' gradients, as with DistributedDataParallel. If ranks have different numbers of
+tokens, this is not the mean over tokens. The following call takes the mean over all tokens, and
+also accumulates:
 
     step = zero.step(micro_batches, sum_of_losses, clip_norm=1.0, scaler=None)
 
-as in a simulation, but with this rank's own micro-batches. Its parts can be called one by one:
-`zero.backward(loss, tokens)` for each micro-batch, with the sum of its losses, then `zero.step()`.
+It works as in a simulation, but with this rank's own micro-batches. To run its parts one by one,
+call `zero.backward(loss, tokens)` for each micro-batch, with the sum of its losses, then
+`zero.step()`.
 
-`zero.save(folder)` and `zero.load(folder)` are for any number of ranks and any stage.
+`zero.save(folder)` and `zero.load(folder)` work with any number of ranks and any stage.
 
-With two ranks weights are, bit for bit, those of the simulation, as long as each has one
-micro-batch; gloo and NCCL add up more in an order of their own. If a rank dies, stops, or has
-another model, every other rank raises an error that says so, at the latest when the group's time is
-up; if a loss or a gradient of one is inf or nan, all of them raise the same FloatingPointError
-before the step. Ranks that call `backward` a different number of times in a step may be ended by
-gloo itself, without a Python error; TORCH_DISTRIBUTED_DEBUG=DETAIL has torch compare them first.
+With two ranks and one micro-batch each, weights match the simulation bit for bit. With more ranks,
+gloo and NCCL sum in their own order.
+
+Errors reach every rank:
+
+- If a rank dies, stops, or has another model, every other rank raises an error that names it, at
+  the latest after the group's timeout.
+- If a loss or a gradient of one rank is inf or nan, all ranks raise the same FloatingPointError
+  before the step.
+- If ranks call `backward` a different number of times in a step, gloo may abort the process without
+  a Python error. Set TORCH_DISTRIBUTED_DEBUG=DETAIL to make torch compare the calls first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,13 +65,13 @@ from torch import Tensor, nn
 
 from memlab.internals.torch_internals import in_backward, tree_leaves, when_backward_ends
 from memlab.zero.checkpoints import load, save
-from memlab.zero.collectives import Traffic
-from memlab.zero.group_wire import GroupWire
+from memlab.zero.collectives import CollectiveTraffic
 from memlab.zero.joining import RankLost, joined
 from memlab.zero.partitioning import Partition
+from memlab.zero.process_group import ProcessGroupCommunicator
 from memlab.zero.ranks import Rank, SumOfLosses
-from memlab.zero.simulation import kind_of, plan_of
-from memlab.zero.stepping import Ranks, Step, require_norm
+from memlab.zero.simulation import make_plan, rank_class
+from memlab.zero.stepping import RankGroup, Step, require_norm
 
 __all__ = ["RankLost", "Zero", "joined", "shard"]
 
@@ -79,46 +86,46 @@ def shard(
     master_weights: bool = False,
     overlap: bool = True,
 ) -> "Zero":
-    """Take over a model and its optimizer for this rank of a process group (None: of all).
+    """Shard a model and its optimizer over a process group (None: all processes).
 
-    `stage` is 0 (data parallel) to 3. Rank 0's weights and buffers become everyone's. `units` names
-    the modules whose weights are gathered or reduced together; without it, the blocks of the
-    outermost lists. With `master_weights` the optimizer steps float32 copies of shards, for weights
-    in bfloat16. With `overlap`, gradients are sent while backward goes on, and the next unit is
-    gathered while one is at work; without it, bytes are those of the simulation.
+    `stage` is 0 (data parallel) to 3. Every rank gets rank 0's weights and buffers. `units` names
+    the modules whose weights are gathered or reduced together; by default, the blocks of the
+    outermost lists. With `master_weights` the optimizer steps float32 copies of the shards, for
+    bfloat16 weights. With `overlap`, gradients are sent during backward, and the next unit is
+    gathered while the current one runs. Without it, memory is the same as in the simulation.
 
-    On all ranks, raises ValueError if they have not the same weights, optimizer and settings; on
-    one, what `simulate` raises.
+    Raises ValueError on all ranks if their weights, optimizers or settings differ. Otherwise raises
+    the errors of `simulate`, on the rank that has them.
     """
     if not dist.is_initialized():
         raise ValueError(
-            "this process is in no process group; call it inside `with processes.joined():`, or "
+            "this process is in no process group; call shard inside `with processes.joined():`, or "
             "after torch.distributed.init_process_group"
         )
     device = next(model.parameters()).device
-    wire = GroupWire(group, device)
+    comm = ProcessGroupCommunicator(group, device)
     settings = {"stage": stage, "master_weights": master_weights, "overlap": overlap}
-    wire.plan = _agreed_plan(wire, model, optimizer, units, settings)
+    comm.plan = _agreed_plan(comm, model, optimizer, units, settings)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            wire.copy_from_first(tensor)
-    rank = kind_of(stage)(
-        *(wire.index, model, optimizer, wire.plan, wire),
+            comm.broadcast_from_rank_0(tensor)
+    rank = rank_class(stage)(
+        *(comm.index, model, optimizer, comm.plan, comm),
         master_weights=master_weights,
         overlap=overlap,
     )
-    # The user's own optimizer steps shards from now on: schedulers of its learning rate go on.
+    # The user's own optimizer steps the shards from now on, so that its LR schedulers still work.
     optimizer.param_groups = rank.optimizer.param_groups
     optimizer.state = rank.optimizer.state
     rank.optimizer = optimizer
-    return Zero(rank, wire)
+    return Zero(rank, comm)
 
 
-class Zero(Ranks):
-    """One rank in its process: `model` and `optimizer` are those that were given."""
+class Zero(RankGroup):
+    """One rank in its process; `model` and `optimizer` are the ones passed to `shard`."""
 
-    def __init__(self, rank: Rank, wire: GroupWire) -> None:
-        super().__init__(rank.plan, [rank], wire, meter=None)
+    def __init__(self, rank: Rank, comm: ProcessGroupCommunicator) -> None:
+        super().__init__(rank.plan, [rank], comm, meter=None)
         self.rank = rank
         self.model, self.optimizer = rank.model, rank.optimizer
         self._ran: list[tuple[float, float]] = []
@@ -127,31 +134,35 @@ class Zero(Ranks):
         self._stepping = False
         self._queued = False
         self._begin()
-        # Before the root's weights are gathered, which is of this pass.
+        # Prepend: a pass begins before the hook that gathers the root's weights.
         self.model.register_forward_pre_hook(self._before_forward, prepend=True)
         self.model.register_forward_hook(self._after_forward)
-        self.optimizer.register_step_pre_hook(self._refuse_lonely_step)
+        self.optimizer.register_step_pre_hook(self._refuse_direct_step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass."""
+        """Run the model's forward pass."""
         return self.model(*args, **kwargs)
 
     @property
-    def traffic(self) -> Traffic:
-        """What this rank has sent since the last step."""
-        return self.wire.traffic[self.rank.index]
+    def traffic(self) -> CollectiveTraffic:
+        """What this rank has sent since the last step began."""
+        return self.comm.traffic[self.rank.index]
 
     def backward(self, loss: Tensor, tokens: float | Tensor, *, scaler: Any = None) -> None:
-        """The backward pass of a sum of losses of so many tokens: all ranks' tokens together will
-        divide the gradients."""
+        """Run backward on a sum of losses over `tokens` tokens.
+
+        The step divides the gradients by the number of tokens of all ranks.
+        """
         (loss if scaler is None else scaler.scale(loss)).backward()
         self.rank.end_pass()
         self._ran.append((float(loss.detach()), float(tokens)))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around backward passes that are not the last before a step: stages 0 and 1 send nothing
-        in them. In the others it changes nothing."""
+        """Accumulate locally: in stages 0 and 1, backward passes in this block send nothing.
+
+        Wrap every backward pass but the last before a step. Other stages are not affected.
+        """
         self.rank.last = False
         try:
             yield
@@ -159,14 +170,14 @@ class Zero(Ranks):
             self.rank.last = True
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clip the gradients of all ranks to a norm over all weights; what it was before.
+        """Clip all ranks' gradients by their global norm; return the norm before clipping.
 
-        torch's own finds none: `.grad` is None, for sums go straight to shards. It clips nothing,
-        and says 0.
+        torch's own function does not work here: sums go to the shards and `.grad` is None, so it
+        would clip nothing and return 0.
         """
         require_norm(max_norm)
         self._require_gradients()
-        self._add_up(self._ran)
+        self._reduce_gradients(self._ran)
         return self._clip(max_norm)
 
     def step(
@@ -177,11 +188,11 @@ class Zero(Ranks):
         clip_norm: float | None = None,
         scaler: Any = None,
     ) -> Step:
-        """Step by the gradients of the backward passes since the last step; or, given this rank's
-        micro-batches and what a simulation is given, run those first.
+        """Step with the gradients accumulated since the last step.
 
-        What it returns knows of this rank's traffic alone. Without `backward(loss, tokens)` nobody
-        knows the losses: its loss is 0.
+        With this rank's micro-batches and `sum_of_losses`, as in a simulation, run those first. The
+        result contains only this rank's traffic. Its loss is 0 if gradients did not come from
+        `backward(loss, tokens)`.
         """
         require_norm(clip_norm)
         self._scaler = scaler
@@ -190,55 +201,57 @@ class Zero(Ranks):
                 self._require_gradients()
                 return self._finish(self._ran, clip_norm, scaler)
             micro_batches = list(micro_batches)
-            self._require_as_many(len(micro_batches))
+            self._require_equal_counts(len(micro_batches))
             return super().step(micro_batches, sum_of_losses, clip_norm=clip_norm, scaler=scaler)
-        finally:  # after an error nobody waits for what is on its way
+        finally:  # after an error, do not wait for pending collectives
             self._scaler = None
             self.rank.in_flight.clear()
-            self.wire.forget_works()
+            self.comm.forget_pending()
             self.zero_grad()
             self._begin()
 
     def zero_grad(self) -> None:
-        """Drop gradients that were not stepped by; after a step there are none."""
-        self.rank.land()
+        """Drop accumulated gradients. `step` does this too."""
+        self.rank.wait_for_reductions()
         self.rank.gradients.clear()
         self.rank.shard_gradients.clear()
-        for stepped in self.rank.stepped:
-            stepped.parameter.grad = None
+        for optimizer_shard in self.rank.optimizer_shards:
+            optimizer_shard.parameter.grad = None
         self._ran, self._totals_of_step = [], None
-        self.wire.not_finite()
+        self.comm.pop_non_finite()
 
     def save(self, folder: Path | str, **also: Any) -> None:
-        """Write weights, optimizer's state and `also`, plain data and tensors of rank 0; each rank
-        writes its own shards. A folder that is there is replaced when all is written."""
-        save(self.rank, self.wire, Path(folder), also)
+        """Save weights, optimizer state and `also`: plain data and tensors, taken from rank 0.
+
+        Each rank writes its own shards. An existing checkpoint is replaced once all ranks wrote.
+        """
+        save(self.rank, self.comm, Path(folder), also)
 
     def load(self, folder: Path | str, *, verify: bool = True) -> dict[str, Any]:
-        """Go on from what `save` wrote, with any number of ranks and any stage; returns `also`.
+        """Load what `save` wrote, with any number of ranks and any stage; return `also`.
 
-        ValueError on every rank, and nothing has changed, for a damaged checkpoint; with
-        `verify=False` it is read as it is.
+        Raises ValueError on every rank, before anything changes, for a damaged checkpoint. With
+        `verify=False` the checksums are not read.
         """
-        return self._each(lambda rank: load(rank, self.wire, Path(folder), verify=verify))[0]
+        return self._each(lambda rank: load(rank, self.comm, Path(folder), verify=verify))[0]
 
-    # -------------------------------------------------------------- the step's parts
+    # -------------------------------------------------------------- parts of the step
 
-    def _add_up(self, ran: list[tuple[float, float]]) -> tuple[float, float]:
-        """Once a step: clipping may have asked for it."""
+    def _reduce_gradients(self, ran: list[tuple[float, float]]) -> tuple[float, float]:
+        """Reduce the gradients once per step: `clip_grad_norm_` may have done it already."""
         if self._totals_of_step is None:
             self.rank.end_pass()
-            self._totals_of_step = super()._add_up(ran)
+            self._totals_of_step = super()._reduce_gradients(ran)
         return self._totals_of_step
 
     def _totals(self, ran: list[tuple[float, float]]) -> tuple[float, float]:
-        """The same on every rank. A rank with something that is not finite says so by its loss."""
-        ran = ran or [(0.0, 1.0)]  # each rank's gradient counts one
+        """Return the same totals on every rank. A rank with non-finite values sends a nan loss."""
+        ran = ran or [(0.0, 1.0)]  # each rank's gradient counts as one token
         loss = sum(loss for loss, _ in ran)
-        bad = self.wire.not_finite()
+        bad = self.comm.pop_non_finite()
         if not isfinite(loss):
             bad = f"the loss ({loss})"
-        if self._scaler is not None:  # it will see, and skip the step
+        if self._scaler is not None:  # the scaler finds non-finite gradients and skips the step
             bad = None
         loss, tokens = super()._totals([(nan, 0.0), *ran] if bad else ran)
         if self._scaler is None and not isfinite(loss):
@@ -249,47 +262,49 @@ class Zero(Ranks):
         norm = super()._clip(clip_norm)
         if self._scaler is None and not isfinite(norm):
             raise FloatingPointError(
-                f"the gradients' norm is {norm}, though those of each rank were finite: their sum "
-                f"overflows; scale the loss, or keep gradients in a wider dtype"
+                f"the gradient norm is {norm} although each rank's gradients are finite: their "
+                f"sum overflows; scale the loss, or use a wider dtype for the gradients"
             )
         return norm
 
     def _not_finite(self, mine: str | None) -> FloatingPointError:
-        """The same sentence on every rank."""
+        """Return the same error on every rank."""
         blamed = [
-            f"{what} of rank {rank}"
-            for rank, what in enumerate(self.wire.everyone(mine))
-            if what is not None
+            f"{problem} of rank {rank}"
+            for rank, problem in enumerate(self.comm.gather_objects(mine))
+            if problem is not None
         ]
         return FloatingPointError(
             f"not finite: {', '.join(blamed) or 'the sum of the losses of all ranks'}; no rank has "
-            f"stepped; look at that rank's batch, lower the learning rate, or clip (clip_norm=), "
+            f"stepped; inspect that rank's batch, lower the learning rate, or clip (clip_norm=), "
             f"and in float16 scale the loss (scaler=)"
         )
 
-    def _require_as_many(self, count: int) -> None:
-        """ValueError on all ranks if one has more micro-batches than another. (Sums of other sizes
-        would meet on the wire, and gloo ends the whole process.)"""
-        counts = self.wire.number_of_each(count)
+    def _require_equal_counts(self, count: int) -> None:
+        """Raise ValueError on all ranks if their numbers of micro-batches differ.
+
+        Otherwise collectives of different sizes would meet, and gloo aborts the process.
+        """
+        counts = self.comm.gather_ints(count)
         for rank, theirs in enumerate(counts):
             if theirs != counts[0]:
                 raise ValueError(
-                    f"rank {rank} has {theirs} micro-batches where rank 0 has {counts[0]}; give "
-                    f"each rank as many as every other"
+                    f"rank {rank} has {theirs} micro-batches where rank 0 has {counts[0]}; pass "
+                    f"the same number on every rank"
                 )
 
     def _require_gradients(self) -> None:
         rank = self.rank
         if not (rank.gradients or rank.shard_gradients or rank.in_flight or self._totals_of_step):
             raise RuntimeError(
-                "there are no gradients to step by; call loss.backward(), or zero.backward(loss, "
+                "there are no gradients to step with; call loss.backward(), or zero.backward(loss, "
                 "tokens), before zero.step()"
             )
 
-    # -------------------------------------------------------------- a loop of the user's own
+    # -------------------------------------------------------------- hooks for a plain training loop
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not in_backward():  # not a second run of a checkpointed model
+        if not in_backward():  # not while a checkpointed model recomputes
             self._queued = False
             self.rank.begin_pass()
 
@@ -314,44 +329,44 @@ class Zero(Ranks):
         finally:
             self._stepping = False
 
-    def _refuse_lonely_step(self, *_: Any) -> None:
+    def _refuse_direct_step(self, *_: Any) -> None:
         if not self._stepping:
             raise RuntimeError(
-                "this optimizer steps one rank's shards, and the ranks have to step together; call "
-                "zero.step() instead"
+                "this optimizer holds only one rank's shards, and all ranks have to step together; "
+                "call zero.step() instead"
             )
 
 
-# ------------------------------------------------------------------ the same on all ranks
+# ------------------------------------------------------------------ agreement between ranks
 
 
 def _agreed_plan(
-    wire: GroupWire,
+    comm: ProcessGroupCommunicator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     units: Sequence[str] | None,
     settings: dict[str, Any],
 ) -> Partition:
-    """This rank's plan, which is that of all others."""
+    """Return this rank's plan after checking that every rank has the same one."""
     stage, problem, lines = settings["stage"], None, []
     by_unit = True if settings["overlap"] and stage in (0, 1) else None
     try:
-        plan = plan_of(model, optimizer, wire.ranks, stage, units, by_unit)
+        plan = make_plan(model, optimizer, comm.ranks, stage, units, by_unit)
         lines = [*_settings_lines(optimizer, settings), *_weight_lines(plan, model)]
     except (TypeError, ValueError) as error:
         problem = error
-    told = wire.everyone(
+    reports = comm.gather_objects(
         (None if problem is None else f"{type(problem).__name__}: {problem}", lines)
     )
     if problem is not None:
         raise problem
-    for rank, (error, theirs) in enumerate(told):
+    for rank, (error, theirs) in enumerate(reports):
         if error is not None:
             raise ValueError(f"rank {rank} cannot take part: {error}")
-        if theirs != told[0][1]:
+        if theirs != reports[0][1]:
             raise ValueError(
-                f"rank {rank} has {_first_difference(theirs, told[0][1])}; make the same model and "
-                f"optimizer on every rank, and shard them alike"
+                f"rank {rank} has {_first_difference(theirs, reports[0][1])}; make the same model "
+                f"and optimizer on every rank, and shard them with the same settings"
             )
     return plan
 
@@ -387,5 +402,5 @@ def _first_difference(theirs: list[str], first: list[str]) -> str:
         if one != other:
             return f"[{one}] where rank 0 has [{other}]"
     if len(theirs) > len(first):
-        return f"[{theirs[len(first)]}], which rank 0 has not"
+        return f"[{theirs[len(first)]}], which rank 0 does not have"
     return f"no [{first[len(theirs)]}], which rank 0 has"

@@ -1,8 +1,8 @@
-"""Units: the weights that are gathered, used and freed together.
+"""Units: groups of weights gathered, used and freed together.
 
-A transformer's blocks are units, and what is left over (the embedding, the last norm, the head) is
-one more, the root. Only one block's weights need be whole at a time. A weight that two units share
-belongs to the root, which is whole for as long as either runs.
+Each block of a transformer is a unit. The remaining weights (the embedding, the last norm, the
+head) form one more unit, the root. Only one block's weights need to be whole at a time. A weight
+that two units share belongs to the root, which stays whole while either runs.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ ROOT = "root"
 
 
 def block_names(model: nn.Module) -> list[str]:
-    """The modules of the outermost lists of the model: `blocks.0`, `blocks.1` and so on."""
+    """Return the names of the modules in the model's outermost lists: `blocks.0`, `blocks.1`, …"""
     return [name for name, _ in _blocks(model, "")]
 
 
@@ -29,25 +29,25 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def units_of(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, str]:
-    """The unit of each weight, both by name; `names` are the modules that are units.
+    """Return {name of a weight: name of its unit}; `names` lists the modules to use as units.
 
-    Without `names`, the blocks are. A weight in no unit, or in several, is of the root. Raises
-    ValueError for a name that is no module, and for a unit inside another; TypeError for one name
-    that is not in a list.
+    Without `names`, the blocks are units. A weight in no unit, or in several, belongs to the root.
+    Raises ValueError for an unknown module, and for a unit inside another; TypeError for a
+    single string.
     """
     if isinstance(names, str):
-        raise TypeError(f"got units={names!r}, a single name; give a list of names: [{names!r}]")
+        raise TypeError(f"got units={names!r}, a single name; pass a list of names: [{names!r}]")
     names = block_names(model) if names is None else list(names)
     modules = dict(model.named_modules())
     for name in names:
         if name not in modules or not name:
             raise ValueError(
-                f"got {name!r} as unit, which is no module of the {type(model).__name__}; give "
+                f"got {name!r} as unit, which is not a module of the {type(model).__name__}; pass "
                 f"names of modules below it, such as {', '.join(block_names(model)[:2]) or 'none'}"
             )
         outer = [other for other in names if name.startswith(f"{other}.")]
         if outer:
-            raise ValueError(f"unit {name} is inside of unit {outer[0]}; give one of the two")
+            raise ValueError(f"unit {name} is inside unit {outer[0]}; pass one of the two")
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = next((unit for unit in names if name.startswith(f"{unit}.")), ROOT)
@@ -61,10 +61,10 @@ def units_of(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, 
 def describe(
     model: nn.Module, optimizer: torch.optim.Optimizer, units: Sequence[str] | None = None
 ) -> list[Weight]:
-    """The model's weights as plain data, in the order in which it names them.
+    """Return the model's weights as plain data, in the order of `named_parameters`.
 
-    Raises ValueError where the optimizer steps what is no weight of the model, or leaves out one
-    that requires a gradient.
+    Raises ValueError if the optimizer steps a tensor outside the model, or misses a weight that
+    requires a gradient.
     """
     groups = _group_of_each(optimizer.param_groups)
     unit_of = units_of(model, units)
@@ -73,15 +73,15 @@ def describe(
         group = groups.pop(id(parameter), None)
         if group is None and parameter.requires_grad:
             raise ValueError(
-                f"{name} requires a gradient and the optimizer does not step it; give it to the "
+                f"{name} requires a gradient and the optimizer does not step it; pass it to the "
                 f"optimizer, or call requires_grad_(False)"
             )
         shape, trained = tuple(parameter.shape), parameter.requires_grad
         weights.append(Weight(name, shape, parameter.dtype, group or 0, unit_of[name], trained))
     if groups:
         raise ValueError(
-            f"the optimizer steps {len(groups)} tensors that are no weights of the model; give the "
-            f"optimizer of this model"
+            f"the optimizer steps {len(groups)} tensors outside the model; pass "
+            f"the optimizer of this model"
         )
     return weights
 

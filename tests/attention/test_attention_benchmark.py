@@ -1,4 +1,4 @@
-"""The benchmark of attention computes what it prints: slow, large or inexact tiles show up."""
+"""The attention benchmark measures correctly: slow, large or inexact tiles are reported."""
 
 import json
 from functools import partial
@@ -12,7 +12,7 @@ benchmark = script("attention")
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The full plan is as small as the quick one, so that something is written."""
+    """Shrink the full plan to the quick one, so that results are written."""
     monkeypatch.setattr(benchmark, "FULL", benchmark.QUICK)
 
 
@@ -31,7 +31,7 @@ def run(folder, *words):
         ("full", 0.7, "missed"),
     ],
 )
-def test_the_aims_are_shares_of_the_time_by_way_of_the_score_matrix(mask, seconds, verdict):
+def test_the_aims_are_fractions_of_the_reference_time(mask, seconds, verdict):
     row = benchmark.Times(mask, {"score matrix": [1.0, 2.0], "tiles": [seconds, 2 * seconds]})
     assert row.verdict == verdict
 
@@ -59,12 +59,12 @@ def test_a_slope_is_an_exponent():
     assert benchmark.slope([1, 10, 20], [7, 100, 200]) == pytest.approx(1)
 
 
-def test_errors_are_within_the_rule(quick, tmp_path):
+def test_errors_are_within_the_limit(quick, tmp_path):
     section = run(tmp_path, "--section", "error")["error"]
     assert section["within"] == {"float32": True, "bfloat16": True, "float16": True}
 
 
-def test_an_error_beyond_the_rule_shows_up(quick, tmp_path, monkeypatch):
+def test_an_error_beyond_the_limit_is_reported(quick, tmp_path, monkeypatch):
     def inexact(q, k, v, *, causal):
         return benchmark.torchs(q, k, v * 1.1, causal=causal)
 

@@ -36,7 +36,7 @@ def sees(i, j, *, queries, keys, causal=False, alignment="top-left", window=None
 
 
 def by_hand(q, k, v, **settings):
-    """One query at a time, in plain Python."""
+    """Compute attention one query at a time, in plain Python."""
     out = torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     lengths = {"queries": q.shape[2], "keys": k.shape[2]}
@@ -66,7 +66,9 @@ def test_the_reference_equals_the_sum_written_out_by_hand(causal, kv_heads):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (2, 5), (5, 2), (6, 0)])
-def test_it_does_in_every_alignment_and_window(queries, keys, alignment, causal, window):
+def test_the_reference_equals_the_sum_by_hand_in_every_alignment_and_window(
+    queries, keys, alignment, causal, window
+):
     q, k, v = random_qkv(queries=queries, keys=keys)
     settings = {"causal": causal, "alignment": alignment, "window": window}
     result = attention_reference(q, k, v, **settings)
@@ -93,7 +95,7 @@ def test_the_reference_equals_torch_at_every_pair_of_lengths(causal, queries, ke
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-13)
 
 
-def test_the_gradients_of_the_reference_are_those_of_torch():
+def test_the_reference_has_the_gradients_of_torch():
     q, k, v = random_qkv(kv_heads=2, grad=True)
     ours = attention_reference(q, k, v, causal=True)
     theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -125,7 +127,7 @@ def test_scores_in_the_thousands_do_not_overflow():
     torch.testing.assert_close(attention_reference(1e3 * q, k, v), expected)
 
 
-def test_a_causal_query_sees_the_keys_up_to_its_own_number():
+def test_a_causal_query_sees_the_keys_up_to_its_own_position():
     q, k, v = random_qkv(queries=2, keys=5)
     torch.testing.assert_close(attention_reference(q, k, v, causal=True)[:, :, 0], v[:, :, 0])
 
@@ -136,7 +138,7 @@ def test_the_result_has_the_dtype_of_the_queries(dtype):
     assert attention_reference(q, k, v, causal=True).dtype == dtype
 
 
-def test_the_float32_error_of_the_reference_stays_within_twice_that_of_torch():
+def test_the_float32_error_of_the_reference_is_at_most_twice_torchs():
     q, k, v = random_qkv(queries=64, keys=64)
     exact = attention_reference(q, k, v, causal=True)
     q, k, v = q.float(), k.float(), v.float()
@@ -145,18 +147,19 @@ def test_the_float32_error_of_the_reference_stays_within_twice_that_of_torch():
     assert 0 < ours <= 2 * theirs + 1e-6
 
 
-def test_repeated_heads_stand_beside_each_other():
+def test_repeated_heads_are_adjacent():
     x = torch.arange(3).view(1, 3, 1, 1)
     assert repeat_heads(x, 2).flatten().tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_heads_that_need_no_repeating_are_not_copied():
+def test_repeating_heads_once_copies_nothing():
     x = torch.randn(B, H, T, D)
     assert repeat_heads(x, 1).data_ptr() == x.data_ptr()
 
 
 def saved_bytes(attention, q, k, v, **settings):
-    """Bytes kept for backward, without the arguments; by shape of the first tensor on a storage."""
+    """Return bytes kept for backward without the arguments, by shape of the storage's first
+    tensor."""
     storages = {}
 
     def keep(tensor):
@@ -171,13 +174,13 @@ def saved_bytes(attention, q, k, v, **settings):
     return sorted(nbytes for _, nbytes, _ in storages.values())
 
 
-def test_backward_keeps_one_score_matrix_a_head_and_the_scaled_queries():
+def test_backward_keeps_one_score_matrix_per_head_and_the_scaled_queries():
     q, k, v = random_qkv(grad=True)
     scores, queries = 8 * B * H * T * T, 8 * B * H * T * D
     assert saved_bytes(attention_reference, q, k, v) == sorted([scores, queries])
 
 
-def test_a_causal_mask_is_kept_once_for_all_heads_at_one_byte_a_score():
+def test_a_causal_mask_is_kept_once_for_all_heads_at_one_byte_per_score():
     q, k, v = random_qkv(grad=True)
     plain = saved_bytes(attention_reference, q, k, v)
     causal = saved_bytes(attention_reference, q, k, v, causal=True)
@@ -190,7 +193,7 @@ def test_a_head_of_length_8192_keeps_256_mib_in_float32():
 
 
 class ScoreMatricesAlive(TorchDispatchMode):
-    """The most score matrices that were alive after any operator."""
+    """Counts the most score matrices alive after any operator."""
 
     def __init__(self):
         super().__init__()
@@ -206,13 +209,13 @@ class ScoreMatricesAlive(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_scores_and_weights_are_alive_together(causal):
+def test_scores_and_probabilities_are_alive_together(causal):
     with ScoreMatricesAlive() as scores:
         attention_reference(*random_qkv(), causal=causal)
     assert scores.most == 2
 
 
-def test_heads_that_cannot_be_shared_are_named():
+def test_an_indivisible_number_of_heads_is_an_error():
     q, k, v = random_qkv(heads=4, kv_heads=3)
     wanted = "4 query heads cannot share 3 key/value heads evenly; .* that divides 4"
     with pytest.raises(ValueError, match=wanted):

@@ -1,4 +1,4 @@
-"""Which tiles are visited, against every pair looked at, and against the closed form."""
+"""Tile kinds against a check of every pair, and against the closed form."""
 
 from itertools import product
 
@@ -25,7 +25,7 @@ def sees(i, j, queries, keys, causal, alignment, window):
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(12, 12), (5, 13), (13, 5), (1, 9), (9, 1)])
-def test_the_kind_of_each_tile_is_what_its_pairs_say(queries, keys, causal, alignment, window):
+def test_the_kind_of_each_tile_follows_from_its_pairs(queries, keys, causal, alignment, window):
     for tile in (1, 3, 4, 16):
         plan = tiles(queries, keys, tile, causal=causal, alignment=alignment, window=window)
         pairs = [pair for t in plan for pair in product(t.queries, t.keys)]
@@ -50,7 +50,7 @@ def test_without_a_mask_every_tile_is_full():
     assert [t.kind for t in tiles(100, 70, 32)] == ["full"] * 4 * 3
 
 
-def test_the_tiles_in_a_window_grow_with_the_length_and_not_with_its_square():
+def test_the_number_of_tiles_in_a_window_is_linear_in_the_length():
     def visited(length):
         plan = tiles(length, length, 64, causal=True, window=(64, 0))
         return sum(t.kind != "skipped" for t in plan)
@@ -58,7 +58,7 @@ def test_the_tiles_in_a_window_grow_with_the_length_and_not_with_its_square():
     assert [visited(64 * n) for n in (1, 2, 4, 8, 16)] == [2 * n - 1 for n in (1, 2, 4, 8, 16)]
 
 
-def test_rows_go_down_and_the_last_tiles_are_what_is_left():
+def test_tiles_come_in_row_order_and_the_last_ones_are_smaller():
     plan = tiles(5, 3, 2)
     assert [(t.queries, t.keys) for t in plan] == [
         (range(0, 2), range(0, 2)),
@@ -74,22 +74,24 @@ def test_rows_go_down_and_the_last_tiles_are_what_is_left():
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (2, 5), (5, 2), (1, 4)])
-def test_a_band_knows_whether_it_hides_and_blinds(queries, keys, causal, alignment, window):
+def test_hides_any_and_has_blind_query_agree_with_all_pairs(
+    queries, keys, causal, alignment, window
+):
     limits = band(queries, keys, causal=causal, alignment=alignment, window=window)
     seen = [
         [sees(i, j, queries, keys, causal, alignment, window) for j in range(keys)]
         for i in range(queries)
     ]
-    assert limits.blinds_some(queries, keys) == (not all(map(any, seen)))
-    assert limits.hides_some(queries, keys) == (not all(map(all, seen)))
+    assert limits.has_blind_query(queries, keys) == (not all(map(any, seen)))
+    assert limits.hides_any(queries, keys) == (not all(map(all, seen)))
 
 
-def test_an_unknown_alignment_is_refused():
+def test_an_unknown_alignment_is_an_error():
     with pytest.raises(ValueError, match="got alignment='left'; choose 'top-left' or 'bottom-r"):
         band(4, 4, alignment="left")
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (3,), (1, 2, 3)])
-def test_a_window_that_is_none_is_refused(window):
+def test_an_invalid_window_is_an_error(window):
     with pytest.raises(ValueError, match="give how many keys a query sees to its left and right"):
         band(4, 4, window=window)

@@ -25,7 +25,7 @@ MASKS = [
         (False, True), ("top-left", "bottom-right"), (None, (3, 2), (0, None))
     )
 ]
-BLIND = {"causal": True, "alignment": "bottom-right"}  # the first of many queries see nothing
+BLIND = {"causal": True, "alignment": "bottom-right"}  # with more queries, the first see no key
 
 
 def random_qkv(*, batch=B, heads=H, kv_heads=H, queries=33, keys=None, width=D, **options):
@@ -53,7 +53,7 @@ def assert_same(ours, theirs, atol):
 @pytest.mark.parametrize("tile", quick([16], [4, 16, 64]))
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_value_and_gradients_are_those_of_the_reference(queries, keys, kv_heads, tile):
+def test_values_and_gradients_equal_the_reference(queries, keys, kv_heads, tile):
     qkv = random_qkv(queries=queries, keys=keys, kv_heads=kv_heads)
     for mask in MASKS:
         ours = value_and_gradients(partial(flash_attention, tile=tile, **mask), *qkv)
@@ -63,7 +63,7 @@ def test_value_and_gradients_are_those_of_the_reference(queries, keys, kv_heads,
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
-def test_they_are_those_of_torch(queries, keys, causal):
+def test_values_and_gradients_equal_torch(queries, keys, causal):
     qkv = random_qkv(queries=queries, keys=keys, kv_heads=2)
     torchs = partial(F.scaled_dot_product_attention, is_causal=causal, enable_gqa=True)
     ours = value_and_gradients(partial(flash_attention, causal=causal, tile=8), *qkv)
@@ -72,7 +72,7 @@ def test_they_are_those_of_torch(queries, keys, causal):
 
 @pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (33, 33), (3, 5), (5, 3)])
-def test_the_gradients_are_those_of_finite_differences(queries, keys, alignment):
+def test_gradients_equal_finite_differences(queries, keys, alignment):
     qkv = random_qkv(batch=1, heads=2, kv_heads=1, queries=queries, keys=keys, width=2)
     attend = partial(flash_attention, causal=True, alignment=alignment, tile=4)
     assert torch.autograd.gradcheck(attend, qkv, fast_mode=queries == 33)
@@ -80,8 +80,9 @@ def test_the_gradients_are_those_of_finite_differences(queries, keys, alignment)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_error_is_at_most_twice_that_of_the_reference(causal, dtype):
-    """FlashAttention's own rule: beside float64, and three times for gradients."""
+def test_the_error_is_at_most_twice_the_references(causal, dtype):
+    """FlashAttention's criterion: twice the reference's error from float64, three times for
+    gradients."""
     exact = [x.to(dtype).double().detach().requires_grad_() for x in random_qkv(queries=200)]
     rounded = [x.to(dtype).detach().requires_grad_() for x in exact]
     reference = partial(attention_reference, causal=causal)
@@ -117,14 +118,14 @@ def test_a_query_that_sees_no_key_gets_zero_and_gives_no_gradient(tile):
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])
-def test_no_queries_or_no_keys_are_no_error(queries, keys):
+def test_empty_queries_or_keys_are_allowed(queries, keys):
     q, k, v = random_qkv(queries=queries, keys=keys)
     out, dq, dk, dv = value_and_gradients(flash_attention, q, k, v)
     assert torch.equal(out, torch.zeros_like(q))
     assert not any(x.any() for x in (dq, dk, dv))
 
 
-def test_the_tile_changes_no_more_than_the_order_of_sums():
+def test_the_tile_size_changes_only_the_order_of_sums():
     qkv = random_qkv(queries=20)
     one, *others = (
         value_and_gradients(partial(flash_attention, tile=tile), *qkv) for tile in (1, 7, 256)
@@ -140,7 +141,7 @@ def test_two_runs_give_the_same_bits():
     assert all(map(torch.equal, one, other))
 
 
-def test_what_is_kept_of_the_weights_is_the_log_sum_exp_of_the_scaled_scores():
+def test_the_saved_lse_is_the_log_sum_exp_of_the_scaled_scores():
     q, k, v = random_qkv(queries=9, keys=5)
     *_, lse = flash_attention(q, k, v, scale=0.3, tile=2).grad_fn.saved_tensors
     torch.testing.assert_close(lse, (0.3 * q @ k.mT).logsumexp(-1))
@@ -149,7 +150,7 @@ def test_what_is_kept_of_the_weights_is_the_log_sum_exp_of_the_scaled_scores():
     assert lse[:, :, 4:].isfinite().all()
 
 
-def test_the_result_is_laid_out_like_the_queries():
+def test_the_result_has_the_memory_layout_of_the_queries():
     q = torch.randn(B, 33, H, D).transpose(1, 2)
     out = flash_attention(q, q, q)
     assert out.stride() == q.stride()
@@ -173,7 +174,7 @@ def kept_for_backward(attention, *arguments, **settings):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_keeps_the_arguments_the_result_and_a_number_a_query(dtype):
+def test_backward_keeps_the_arguments_the_result_and_one_element_per_query(dtype):
     T, KV = 100, 2
     qkv = random_qkv(queries=T, kv_heads=KV, dtype=dtype)
     q_bytes, k_bytes = B * H * T * D * dtype.itemsize, B * KV * T * D * dtype.itemsize
@@ -185,7 +186,7 @@ def test_backward_keeps_the_arguments_the_result_and_a_number_a_query(dtype):
 @pytest.mark.parametrize("dropout", quick([0.1], [0.0, 0.1]))
 @pytest.mark.parametrize("kv_heads", quick([1], [4, 1]))
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_score_matrix_is_never_there(causal, kv_heads, dropout):
+def test_the_score_matrix_is_never_stored(causal, kv_heads, dropout):
     T, tile = 300, 16
     qkv = random_qkv(batch=1, queries=T, kv_heads=kv_heads, dtype=torch.float32)
 
@@ -199,7 +200,7 @@ def test_the_score_matrix_is_never_there(causal, kv_heads, dropout):
     assert max(math.prod(event.shape) for event in tiles) == max(4, H // kv_heads) * tile**2
 
 
-def test_the_reference_fails_that_test():
+def test_the_reference_stores_the_score_matrix():
     T = 300
     qkv = random_qkv(batch=1, queries=T, dtype=torch.float32)
     trace = memlab.measure(lambda: attention_reference(*qkv, causal=True).sum().backward())
@@ -217,10 +218,10 @@ def bend(attention):
     return three - two - (two - one)
 
 
-def test_the_peak_grows_with_the_length_and_that_of_the_reference_with_its_square():
+def test_the_peak_is_linear_in_the_length_and_the_references_quadratic():
     assert bend(partial(flash_attention, tile=16)) == 0
     score_matrices = bend(attention_reference) / (2 * 96**2)  # (3² - 2²) - (2² - 1²) = 2
-    assert score_matrices >= 2 * H * 4  # bytes: two, of H heads, in float32
+    assert score_matrices >= 2 * H * 4  # bytes: two score matrices of H heads in float32
 
 
 CASES = [
@@ -257,8 +258,8 @@ def test_a_dry_run_has_the_same_peak_and_visits_fewer_tiles(case):
 # ------------------------------------------------------------------ dropout
 
 
-def dropped_weights(q, k, **settings):
-    """softmax(scores) ∘ kept: what the values are multiplied by."""
+def dropped_probs(q, k, **settings):
+    """Return softmax(scores) ∘ kept, the multiplier of the values."""
     identity = torch.eye(k.shape[2], dtype=k.dtype).expand(*k.shape[:2], -1, -1)
     assert k.shape[2] == k.shape[3]
     return flash_attention(q, k, identity, **settings)
@@ -273,8 +274,8 @@ def test_backward_drops_what_forward_dropped(kv_heads):
     settings = {"causal": True, "tile": 8}
     q, k, v = random_qkv(kv_heads=kv_heads, **SQUARE)
     torch.manual_seed(5)
-    dropped = dropped_weights(q, k, dropout=p, **settings)
-    weights = dropped_weights(q, k, **settings)
+    dropped = dropped_probs(q, k, dropout=p, **settings)
+    weights = dropped_probs(q, k, **settings)
     kept = torch.where(weights == 0, 0, dropped / weights).detach()
     torch.testing.assert_close(kept[kept != 0], torch.full_like(kept[kept != 0], 1 / (1 - p)))
 
@@ -290,17 +291,17 @@ def test_backward_drops_what_forward_dropped(kv_heads):
     assert_same(value_and_gradients(ours, q, k, v), value_and_gradients(reference, q, k, v), 1e-12)
 
 
-def test_dropout_keeps_the_share_that_it_should_in_every_tile():
+def test_dropout_keeps_the_expected_fraction_in_every_tile():
     q, _, v = random_qkv(queries=256, batch=1)
-    zeros = torch.zeros_like(q)  # every weight is 1/256
+    zeros = torch.zeros_like(q)  # every probability is 1/256
     kept = flash_attention(zeros, zeros, torch.ones_like(v), dropout=0.25, tile=64)[..., 0]
-    share = kept * 0.75  # of a query's keys that are kept
-    deviation = math.sqrt(0.75 * 0.25 / 256)  # of one query's share
+    share = kept * 0.75  # the kept fraction of a query's keys
+    deviation = math.sqrt(0.75 * 0.25 / 256)  # of one query's fraction
     assert abs(share.mean() - 0.75) < 5 * deviation / math.sqrt(share.numel())
     assert 0.8 < share.std() / deviation < 1.2
 
 
-def test_a_call_with_dropout_draws_one_number_and_one_without_draws_none():
+def test_only_a_call_with_dropout_draws_from_the_generator_and_only_once():
     qkv = random_qkv()
     torch.manual_seed(3)
     torch.randint(2**63 - 1, ())
@@ -316,7 +317,7 @@ def test_a_call_with_dropout_draws_one_number_and_one_without_draws_none():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# ------------------------------------------------------------------ in company
+# ------------------------------------------------------------------ combinations
 
 
 def trained(attention, **options):
@@ -327,13 +328,13 @@ def trained(attention, **options):
     return [parameter.grad for parameter in model.parameters()]
 
 
-def test_a_model_takes_it_in_place_of_torchs():
+def test_a_model_accepts_it_in_place_of_torchs_attention():
     ours, theirs = (trained(a) for a in (partial(flash_attention, tile=24), attention_reference))
     assert_same(ours, theirs, atol=1e-12)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_a_checkpoint_around_it_gives_the_same_bits(dropout):
+def test_checkpointing_it_gives_the_same_bits(dropout):
     qkv = random_qkv(kv_heads=2)
 
     def attend(q, k, v):
@@ -346,7 +347,7 @@ def test_a_checkpoint_around_it_gives_the_same_bits(dropout):
     assert all(map(torch.equal, plain, again))
 
 
-def test_activations_in_eight_bits_change_its_gradients_by_little():
+def test_8_bit_activations_change_its_gradients_slightly():
     qkv = random_qkv(dtype=torch.float32, queries=64)
 
     def attend(q, k, v):
@@ -368,7 +369,7 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_sees_one_call_with_its_settings_as_of_torchs_own():
+def test_a_function_mode_sees_one_call_with_its_settings():
     qkv = random_qkv()
     expected = flash_attention(*qkv, causal=True, window=(3, 0), scale=0.5, tile=8)
     with Seen() as seen:
@@ -377,7 +378,7 @@ def test_a_mode_sees_one_call_with_its_settings_as_of_torchs_own():
     assert torch.equal(out, expected)
 
 
-def test_under_autocast_it_computes_with_what_torchs_attention_would_get():
+def test_under_autocast_it_gets_the_same_inputs_as_torchs_attention():
     qkv = random_qkv(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours = value_and_gradients(partial(flash_attention, tile=8), *qkv)
@@ -387,13 +388,13 @@ def test_under_autocast_it_computes_with_what_torchs_attention_would_get():
     assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(ours, plain, strict=True))
 
 
-def test_autocast_takes_queries_and_values_of_two_dtypes():
+def test_autocast_accepts_queries_and_values_of_different_dtypes():
     q, k, v = random_qkv(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert flash_attention(q.bfloat16(), k.bfloat16(), v).dtype == torch.bfloat16
 
 
-def test_a_prediction_goes_through_it():
+def test_memory_can_be_predicted_through_it():
     def build():
         model = GPT(PRESETS["tiny"], attention=flash_attention)
         tokens = torch.zeros(1, 64, dtype=torch.long)
@@ -414,10 +415,10 @@ def test_several_backward_passes_over_one_graph_agree():
     assert all(map(torch.equal, first, torch.autograd.grad(out, (q, k, v))))
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
-def test_a_second_derivative_is_refused_where_it_is_asked_for():
+def test_a_second_derivative_is_an_error():
     q, k, v = random_qkv()
     out = flash_attention(q, k, v)
     [gradient] = torch.autograd.grad(out.sum(), q, create_graph=True)
@@ -429,7 +430,7 @@ def test_a_second_derivative_is_refused_where_it_is_asked_for():
     ("shapes", "settings", "wanted"),
     [
         (((4, 6, 8),) * 3, {}, r"got q \(4, 6, 8\), .*; give q as \(B, H, Tq, D\)"),
-        (((1, 4, 6, 8), (1, 4, 6, 8), (1, 4, 5, 8)), {}, "k and v alike as"),
+        (((1, 4, 6, 8), (1, 4, 6, 8), (1, 4, 5, 8)), {}, "k and v both as"),
         (((1, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 8)), {}, "the same B and D"),
         (((1, 4, 6, 8), (1, 4, 6, 4), (1, 4, 6, 4)), {}, "the same B and D"),
         (((1, 4, 6, 8), (1, 3, 6, 8), (1, 3, 6, 8)), {}, "4 query heads cannot share 3 key/val"),
@@ -439,14 +440,14 @@ def test_a_second_derivative_is_refused_where_it_is_asked_for():
         (((1, 4, 6, 8),) * 3, {"window": (-1, 0)}, r"got window=\(-1, 0\); give how many"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(shapes, settings, wanted):
+def test_invalid_arguments_are_named_in_the_error(shapes, settings, wanted):
     with pytest.raises(ValueError, match=wanted):
         flash_attention(*map(torch.zeros, shapes), **settings)
 
 
-def test_dtypes_that_differ_are_refused():
+def test_different_dtypes_are_an_error():
     q, k, v = random_qkv()
     with pytest.raises(ValueError, match=r"q in torch.float64, .* and v in torch.float32; give"):
         flash_attention(q, k, v.float())
-    with pytest.raises(ValueError, match="one dtype of floating-point numbers"):
+    with pytest.raises(ValueError, match="in one floating-point dtype"):
         flash_attention(q.long(), k.long(), v.long())

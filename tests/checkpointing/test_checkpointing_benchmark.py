@@ -1,4 +1,4 @@
-"""The benchmark of checkpointing computes what it prints: a slow or greedy checkpoint shows up."""
+"""The checkpointing benchmark measures correctly: a slow or wasteful checkpoint is reported."""
 
 import json
 
@@ -10,7 +10,7 @@ benchmark = script("checkpointing")
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The full plan is as small as the quick one, so that something is written."""
+    """Shrink the full plan to the quick one, so that results are written."""
     monkeypatch.setattr(benchmark, "FULL", benchmark.QUICK)
 
 
@@ -29,11 +29,11 @@ def row(memlab_seconds: float, memlab_bytes: int = 70) -> object:
         (row(1.0, memlab_bytes=71), "missed: another peak"),
     ],
 )
-def test_the_aim_is_torchs_peak_and_nearly_its_time(comparison, verdict):
+def test_the_aim_is_torchs_peak_at_nearly_its_time(comparison, verdict):
     assert comparison.verdict == verdict
 
 
-def test_it_prints_both_models_in_all_ways_and_writes_them(quick, tmp_path, capsys):
+def test_it_prints_and_writes_both_models_with_every_method(quick, tmp_path, capsys):
     assert benchmark.main(["--section", "against torch", "--results", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("# Checkpointing: CPU")
@@ -46,7 +46,7 @@ def test_it_prints_both_models_in_all_ways_and_writes_them(quick, tmp_path, caps
         assert section[name]["seconds"].keys() == benchmark.WAYS.keys()
 
 
-def test_a_checkpoint_that_saves_nothing_shows_up(quick, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_that_saves_nothing_is_reported(quick, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(benchmark.WAYS, "memlab", benchmark.WAYS["plain"])
     benchmark.main(["--section", "against torch", "--results", str(tmp_path)])
     assert "missed: another peak" in capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_a_quick_run_writes_nothing(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_schedules_come_out_as_they_were_predicted(quick, tmp_path, capsys):
+def test_schedules_have_their_predicted_peaks(quick, tmp_path, capsys):
     assert benchmark.main(["--section", "schedules", "--results", str(tmp_path)]) == 0
     assert "tokens: 6 of 6 schedules have the predicted peak" in capsys.readouterr().out
     [results] = tmp_path.glob("*.json")
@@ -76,7 +76,7 @@ def test_schedules_come_out_as_they_were_predicted(quick, tmp_path, capsys):
     assert ours["again"] <= torchs["again"]
 
 
-def test_a_prediction_that_is_off_by_a_byte_is_no_success():
+def test_a_prediction_that_is_off_by_a_byte_fails():
     assert benchmark.Outcome(100, 100, 7, 7, []).is_as_predicted
     assert benchmark.Outcome(100, 101, 7, 7, []).is_as_predicted is False
     assert benchmark.Outcome(100, 100, 7, 8, []).is_as_predicted is False

@@ -1,4 +1,4 @@
-"""A schedule on a model's blocks: the plain gradients, as many runs as it says, and its removal."""
+"""Schedules on a model's blocks: gradients, the number of runs, and removing the schedule."""
 
 import copy
 from collections import Counter
@@ -23,7 +23,7 @@ TOKENS = torch.arange(24).reshape(2, 12)
 
 @st.composite
 def schedules(draw, start: int = 0, end: int = BLOCKS) -> Schedule:
-    """Nested as deep as it comes, segments around single segments included."""
+    """Draw schedules of any depth, including segments around a single segment."""
     parts: list = []
     while start < end:
         border = draw(st.integers(start + 1, end))
@@ -36,7 +36,7 @@ def schedules(draw, start: int = 0, end: int = BLOCKS) -> Schedule:
 
 
 class WithDropout(nn.Module):
-    """A model that loops over its blocks, whose random numbers have to come out alike."""
+    """A model that loops over its blocks and draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def count_runs(model: nn.Module) -> Counter:
 
 @settings(deadline=None, max_examples=40)
 @given(schedules())
-def test_any_schedule_gives_the_gradients_of_the_plain_run_and_runs_blocks_as_often_as_it_says(
+def test_any_schedule_gives_plain_gradients_and_the_stated_number_of_runs(
     schedule,
 ):
     model = gpt()
@@ -88,7 +88,7 @@ def test_any_schedule_gives_the_gradients_of_the_plain_run_and_runs_blocks_as_of
 
 @settings(deadline=None, max_examples=40)
 @given(schedules())
-def test_random_numbers_are_those_of_the_plain_run_and_so_is_what_is_drawn_afterwards(schedule):
+def test_random_numbers_equal_the_plain_runs_also_afterwards(schedule):
     torch.manual_seed(0)
     model, x = WithDropout(), torch.randn(5, 6)
     expected, next_expected = gradients(model, x), torch.rand(3)
@@ -117,7 +117,7 @@ def test_further_arguments_reach_every_block():
     assert x.grad.tolist() == [16.0, 16.0]
 
 
-# ------------------------------------------------------------------ from outside
+# ------------------------------------------------------------------ outside the model
 
 
 def test_parameters_state_dict_and_modules_stay_the_same():
@@ -130,20 +130,20 @@ def test_parameters_state_dict_and_modules_stay_the_same():
     assert model.blocks[-1] in before[2]
 
 
-def test_removed_it_is_the_plain_model_again():
+def test_removing_the_schedule_restores_the_plain_model():
     model = gpt()
     blocks = model.blocks
     attributes = set(model.__dict__)
     handle = checkpoint_blocks(model, sqrt_schedule(BLOCKS))
     assert model.blocks is not blocks
     handle.remove()
-    handle.remove()  # twice does no harm
+    handle.remove()  # a second call has no effect
     assert model.blocks is blocks
     assert set(model.__dict__) == attributes
 
 
 def test_a_copy_runs_its_own_blocks():
-    """A closure over the blocks would let the copy run those of the original."""
+    """A closure over the blocks would make the copy run the original's blocks."""
     model = gpt()
     checkpoint_blocks(model, sqrt_schedule(BLOCKS))
     twin = copy.deepcopy(model)
@@ -152,7 +152,7 @@ def test_a_copy_runs_its_own_blocks():
     assert all(parameter.grad is not None for parameter in twin.parameters())
 
 
-def test_backward_may_come_after_the_schedule_is_gone():
+def test_backward_works_after_the_schedule_is_removed():
     model = gpt()
     expected = gradients(model, TOKENS, TOKENS)
     model.zero_grad()
@@ -169,7 +169,9 @@ def test_backward_may_come_after_the_schedule_is_gone():
 def test_a_second_schedule_is_an_error_that_names_the_first():
     model = gpt()
     handle = checkpoint_blocks(model, plain_schedule(BLOCKS))
-    with pytest.raises(ValueError, match=r"by the schedule \(0, 1, 2, 3\) already; call remove"):
+    with pytest.raises(
+        ValueError, match=r"already runs by the schedule \(0, 1, 2, 3\); call remove"
+    ):
         checkpoint_blocks(model, sqrt_schedule(BLOCKS))
     handle.remove()
     checkpoint_blocks(model, sqrt_schedule(BLOCKS))
@@ -206,14 +208,14 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("schedule", [((0, 1), (2, 3)), ((0, (1, (2,))), 3)], ids=str)
-def test_a_segment_is_run_by_whatever_is_named(way, schedule):
+def test_using_chooses_how_a_segment_runs(way, schedule):
     model = gpt()
     wanted = gradients(model, TOKENS, TOKENS)
     with checkpoint_blocks(model, schedule, using=WAYS[way]):
         assert all(map(torch.equal, gradients(model, TOKENS, TOKENS), wanted))
 
 
-def test_products_that_are_kept_are_not_computed_again():
+def test_kept_matmuls_are_not_recomputed():
     model, counts = gpt(), {}
     for name in ("checkpoint", "products kept"):
         with checkpoint_blocks(model, ((0, 1), (2, 3)), using=WAYS[name]):
@@ -229,11 +231,11 @@ def test_products_that_are_kept_are_not_computed_again():
     assert plain.total < counts["products kept"] < counts["checkpoint"]
     attention = (
         counts["products kept"] - plain.total
-    )  # is no matrix product to torch: it runs again
+    )  # torch does not count it as a matmul, so it runs again
     assert attention < (counts["checkpoint"] - plain.total) / 5
 
 
-def test_what_is_kept_has_the_same_bytes_on_fake_tensors():
+def test_kept_outputs_have_the_same_bytes_on_fake_tensors():
     def peak_bytes() -> int:
         model = gpt()
         checkpoint_blocks(model, ((0, 1), (2, 3)), using=WAYS["products kept"])

@@ -22,17 +22,17 @@ from memlab.checkpointing.schedules import Schedule, plain_schedule, sqrt_schedu
 
 @cache
 def all_schedules(start: int, end: int) -> tuple[Schedule, ...]:
-    """Every schedule of the stages from start up to end, but segments that hold one segment."""
-    segments = [(inside,) for inside in of_more_parts(start, end)]
-    return (*of_more_parts(start, end), *segments)
+    """Return every schedule of stages start to end, except segments that hold only one segment."""
+    segments = [(inside,) for inside in several_parts(start, end)]
+    return (*several_parts(start, end), *segments)
 
 
 @cache
-def of_more_parts(start: int, end: int) -> tuple[Schedule, ...]:
-    """Those that are not one segment."""
+def several_parts(start: int, end: int) -> tuple[Schedule, ...]:
+    """Return the schedules with more than one part."""
     found = [(start, *rest) for rest in rests(start + 1, end)]
     for border in range(start + 1, end):
-        pairs = product(of_more_parts(start, border), rests(border, end))
+        pairs = product(several_parts(start, border), rests(border, end))
         found += [(segment, *rest) for segment, rest in pairs]
     return tuple(found)
 
@@ -42,9 +42,9 @@ def rests(start: int, end: int) -> tuple[Schedule, ...]:
 
 
 class Machine:
-    """Runs a schedule literally, moment by moment, with a counter of bytes and one of operations.
+    """Runs a schedule step by step and counts bytes and operations.
 
-    Its numbers are integers, or arrays of them: many chains at once.
+    Its costs are integers, or arrays that represent many chains at once.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -56,16 +56,16 @@ class Machine:
         first = self.chain.first
         self.moment(first.saved_bytes + first.forward_temporaries)
         self.alive = self.alive + first.saved_bytes
-        self.there_and_back((*schedule, len(self.chain.stages)), is_rerun=False)
+        self.run_both_ways((*schedule, len(self.chain.stages)), is_rerun=False)
         self.moment(first.backward_temporaries)
         return self
 
     def moment(self, above: int) -> None:
         self.peak = np.maximum(self.peak, self.alive + above)
 
-    def there_and_back(self, items: Schedule, is_rerun: bool) -> None:
-        """On its way the gradient of the last output is there, in the place of that output; in
-        the end that of the input is, in the place of the input."""
+    def run_both_ways(self, items: Schedule, is_rerun: bool) -> None:
+        """Run forward, then backward. The gradient of the last output replaces that output; the
+        gradient of the input replaces the input."""
         *before, last = items
         for item in before:
             if isinstance(item, int):
@@ -81,18 +81,18 @@ class Machine:
                 self.alive = self.alive - self.row[item].saved_bytes
                 self.alive = self.alive + self.row[item].gradient_bytes
             else:
-                self.there_and_back(item, is_rerun=True)
+                self.run_both_ways(item, is_rerun=True)
                 self.alive = self.alive - self.chain.call_bytes
 
     def turn(self, last: int | Schedule, is_rerun: bool) -> None:
         if isinstance(last, tuple):
             self.alive = self.alive + self.chain.call_bytes
-            self.there_and_back(last, is_rerun=True)
+            self.run_both_ways(last, is_rerun=True)
             self.alive = self.alive - self.chain.call_bytes
             return
         stage = self.row[last]
         self.forwards = self.forwards + stage.forward - (stage.tail if is_rerun else 0)
-        self.alive = self.alive - stage.output_bytes  # its gradient, that the temporaries count
+        self.alive = self.alive - stage.output_bytes  # its gradient is part of the temporaries
         self.moment(stage.saved_bytes + stage.rerun_temporaries)
         self.alive = self.alive + stage.gradient_bytes
 
@@ -103,7 +103,7 @@ class Machine:
         self.alive = self.alive + stage.saved_bytes
 
     def drop(self, segment: Schedule) -> None:
-        """Nothing stays; while a stage runs, the output of the one before is its input."""
+        """Run without saving. While a stage runs, the previous output is its input."""
         above = self.chain.call_bytes
         for item in flattened(segment):
             stage = self.row[item]
@@ -150,28 +150,31 @@ def random_chain(rng: random.Random, stages: int) -> Chain:
     )
 
 
-def together(chains: list[Chain]) -> Chain:
-    """One chain whose numbers are arrays: the n-th of each is that of the n-th chain."""
+def stack_chains(chains: list[Chain]) -> Chain:
+    """Return one chain of arrays; element n of each array belongs to chain n."""
 
     class Many:
         pass
 
-    def many(costs: list[Costs]) -> Costs:
+    def stack_costs(costs: list[Costs]) -> Costs:
         made = Many()
         for name in NAMES:
             setattr(made, name, np.array([getattr(c, name) for c in costs]))
         return made
 
     made = Many()
-    made.stages = [many([c.stages[i] for c in chains]) for i in range(len(chains[0].stages))]
-    made.first, made.last = many([c.first for c in chains]), many([c.last for c in chains])
+    made.stages = [stack_costs([c.stages[i] for c in chains]) for i in range(len(chains[0].stages))]
+    made.first, made.last = (
+        stack_costs([c.first for c in chains]),
+        stack_costs([c.last for c in chains]),
+    )
     made.held_bytes = np.array([c.held_bytes for c in chains])
     made.call_bytes = np.array([c.call_bytes for c in chains])
     return made
 
 
-def undominated(peaks: np.ndarray, again: np.ndarray) -> list[tuple[int, int]]:
-    """Of the pairs (peak, operations), those that no other beats, by growing peak."""
+def pareto_front(peaks: np.ndarray, again: np.ndarray) -> list[tuple[int, int]]:
+    """Return the Pareto front of (peak, operations) pairs, by growing peak."""
     order = np.lexsort((again, peaks))
     peaks, again = peaks[order], again[order]
     least_before = np.minimum.accumulate(again)[:-1]
@@ -179,11 +182,11 @@ def undominated(peaks: np.ndarray, again: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(peaks[is_best].tolist(), again[is_best].tolist(), strict=True))
 
 
-# ------------------------------------------------------------------ the model of a schedule
+# ------------------------------------------------------------------ the cost model
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
-def test_prediction_is_what_a_machine_that_runs_the_schedule_moment_by_moment_counts(stages):
+def test_predictions_equal_a_step_by_step_simulation(stages):
     rng = random.Random(stages)
     schedules = all_schedules(0, stages)
     for schedule in rng.sample(schedules, min(len(schedules), 150)):
@@ -194,21 +197,21 @@ def test_prediction_is_what_a_machine_that_runs_the_schedule_moment_by_moment_co
         assert recomputed(schedule, chain) == machine.forwards - once
 
 
-# ------------------------------------------------------------------ is it the optimum?
+# ------------------------------------------------------------------ optimality
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, slow(6)])
-def test_the_tradeoffs_are_those_of_brute_force_over_all_schedules(stages):
-    """1000 random chains in all; every budget of each at once."""
+def test_the_tradeoffs_equal_brute_force_over_all_schedules(stages):
+    """1000 random chains, each with every budget at once."""
     rng = random.Random(stages)
     chains = [random_chain(rng, stages) for _ in range(167)]
-    many = together(chains)
-    once = sum(stage.forward for stage in (*many.stages, many.last))
-    machines = [Machine(many).run(schedule) for schedule in all_schedules(0, stages)]
+    stacked = stack_chains(chains)
+    once = sum(stage.forward for stage in (*stacked.stages, stacked.last))
+    machines = [Machine(stacked).run(schedule) for schedule in all_schedules(0, stages)]
     all_peaks = np.stack([machine.peak for machine in machines])  # (schedules, chains)
     all_again = np.stack([machine.forwards - once for machine in machines])
     for n, chain in enumerate(chains):
-        expected = undominated(all_peaks[:, n], all_again[:, n])
+        expected = pareto_front(all_peaks[:, n], all_again[:, n])
         found = tradeoffs(chain)
         assert [tradeoff[:2] for tradeoff in found] == expected
         for peak, again in expected:
@@ -218,7 +221,8 @@ def test_the_tradeoffs_are_those_of_brute_force_over_all_schedules(stages):
 
 
 def griewank_walther(stages: int, checkpoints: int) -> int:
-    """t(l, c): the fewest extra forwards of l equal stages with c checkpoints, the input's too."""
+    """Return t(l, c): the fewest extra forwards of l equal stages with c checkpoints, including
+    the input."""
     r = 0
     while comb(checkpoints + r, checkpoints) < stages:
         r += 1
@@ -226,23 +230,23 @@ def griewank_walther(stages: int, checkpoints: int) -> int:
 
 
 def equal_stages(stages: int) -> tuple[Chain, int]:
-    """A chain in which a checkpoint is one byte, and what one stage's backward takes.
+    """Return a chain in which a checkpoint takes one byte, and the bytes of one stage's backward.
 
-    That many bytes more than this are that many checkpoints: the chain's input is one of them, but
-    free, and the input of the stage whose turn it is takes a byte that is none.
+    Each byte beyond these allows one more checkpoint. The chain's input is a free checkpoint, but
+    the input of the current stage takes a byte.
     """
     saved = 1000
     stage = Costs(1, 1, output_bytes=1, saved_bytes=saved)
     return Chain((stage,) * (stages - 1), last=stage), saved
 
 
-def test_the_closed_form_has_the_numbers_of_the_literature():
+def test_the_closed_form_agrees_with_the_literature():
     assert [griewank_walther(*lc) for lc in ((10, 3), (16, 4), (32, 4), (48, 5), (64, 6))] == [
         *(15, 27, 75, 116, 156)
     ]
 
 
-def test_equal_stages_run_again_as_often_as_griewank_and_walther_say():
+def test_equal_stages_recompute_as_often_as_griewank_and_walther_predict():
     for stages in range(2, 61):
         chain, saved = equal_stages(stages)
         best = tradeoffs(chain, saved + 7)
@@ -252,7 +256,7 @@ def test_equal_stages_run_again_as_often_as_griewank_and_walther_say():
 
 
 def checkpoint_sequential_schedule(stages: int, segments: int) -> Schedule:
-    """torch's rule: equal segments, and a last one with the remainder that is not checkpointed."""
+    """Return torch's partition: equal segments and a plain remainder."""
     size = stages // segments
     border = size * (segments - 1)
     checkpointed = tuple(tuple(range(i, i + size)) for i in range(0, border, size))
@@ -260,7 +264,7 @@ def checkpoint_sequential_schedule(stages: int, segments: int) -> Schedule:
 
 
 @pytest.mark.parametrize(("stages", "segments"), [(12, 5), (12, 4), (7, 2), (5, 5), (3, 1)])
-def test_torchs_rule_is_what_torch_does(stages, segments):
+def test_the_model_of_torchs_partition_agrees_with_torch(stages, segments):
     runs = [0] * stages
 
     def stage(i):
@@ -279,7 +283,7 @@ def test_torchs_rule_is_what_torch_does(stages, segments):
     ]
 
 
-def test_it_is_never_slower_than_torchs_partition_in_the_same_memory_and_mostly_faster():
+def test_it_never_recomputes_more_than_torchs_partition_and_usually_less():
     rng = random.Random(0)
     faster = 0
     for _ in range(200):
@@ -296,7 +300,7 @@ def test_it_is_never_slower_than_torchs_partition_in_the_same_memory_and_mostly_
 # ------------------------------------------------------------------ budgets
 
 
-def test_with_room_for_everything_nothing_runs_again():
+def test_a_large_budget_recomputes_nothing():
     chain = random_chain(random.Random(0), 9)
     plain = plain_schedule(9)
     assert optimal_schedule(chain, predicted_peak_bytes(plain, chain)) == plain
@@ -304,7 +308,7 @@ def test_with_room_for_everything_nothing_runs_again():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_budget_below_the_least_is_an_error_that_names_the_least(seed):
+def test_a_budget_that_is_too_small_is_an_error_that_names_the_smallest(seed):
     chain = random_chain(random.Random(seed), 7)
     least = tradeoffs(chain)[0].peak_bytes
     optimal_schedule(chain, least)
@@ -312,7 +316,7 @@ def test_a_budget_below_the_least_is_an_error_that_names_the_least(seed):
         optimal_schedule(chain, least - 1)
 
 
-def test_slots_are_rounded_up_so_that_long_chains_stay_within_their_budget(monkeypatch):
+def test_rounding_to_slots_keeps_long_chains_within_the_budget(monkeypatch):
     monkeypatch.setattr(optimal, "EXACT_STAGES", 4)
     monkeypatch.setattr(optimal, "SLOTS", 50)
     for seed in range(20):
@@ -327,7 +331,7 @@ def test_slots_are_rounded_up_so_that_long_chains_stay_within_their_budget(monke
 
 
 def test_sixty_four_equal_blocks_are_solved_exactly():
-    """A transformer's: the square root schedule keeps more, and runs as much again."""
+    """As in a transformer: the square root schedule keeps more and recomputes as much."""
     block = Costs(100, 200, output_bytes=10, saved_bytes=170, gradient_bytes=5, tail=20)
     chain = Chain((block,) * 64, last=Costs(30, 60, 0, 200))
     simple = sqrt_schedule(64)
@@ -335,10 +339,10 @@ def test_sixty_four_equal_blocks_are_solved_exactly():
     assert recomputed(ours, chain) < recomputed(simple, chain)
 
 
-# ------------------------------------------------------------------ what is no chain
+# ------------------------------------------------------------------ errors
 
 
-def test_a_chain_of_no_stages_is_an_error():
+def test_an_empty_chain_is_an_error():
     with pytest.raises(ValueError, match="got a chain of no stages"):
         Chain(())
 

@@ -1,7 +1,7 @@
-"""checkpoint: every value is that of plain autograd, to the bit, and every byte that the formula's.
+"""Checkpointing gives the values of plain autograd to the bit, and the predicted bytes.
 
-A case runs something under a way to call functions, plainly or checkpointed, and returns all that
-can be observed of it: results, gradients, buffers, the random numbers drawn afterwards.
+A case runs a computation with a way to call functions, plainly or checkpointed. It returns all
+observable results: outputs, gradients, buffers and random numbers drawn afterwards.
 """
 
 import gc
@@ -91,7 +91,7 @@ def a_chain(call: Call) -> list[Tensor]:
 
 
 @case
-def an_input_that_wants_no_gradient(call: Call) -> list[Tensor]:
+def an_input_that_requires_no_gradient(call: Call) -> list[Tensor]:
     model, tokens = nn.Sequential(nn.Embedding(10, 8), mlp()), torch.tensor([1, 2, 2])
     y = call(model, tokens)
     y.square().sum().backward()
@@ -109,8 +109,8 @@ def dropout(call: Call) -> list[Tensor]:
 
 
 @case
-def numbers_drawn_and_taken_back(call: Call) -> list[Tensor]:
-    """The state after the first run is the one before it, and yet numbers were drawn."""
+def random_numbers_drawn_and_the_state_reset(call: Call) -> list[Tensor]:
+    """The state after the first run equals the state before, although numbers were drawn."""
 
     def draw(x: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):
@@ -181,7 +181,7 @@ def autocast_to_another_dtype_inside(call: Call) -> list[Tensor]:
 
 
 @case
-def a_weight_that_autocast_has_cast_before(call: Call) -> list[Tensor]:
+def a_weight_already_cast_by_autocast(call: Call) -> list[Tensor]:
     model, x = mlp(), batch()
     with torch.autocast("cpu", torch.bfloat16):
         y = call(model, model(x))
@@ -442,7 +442,7 @@ def a_tensor_unpacked_twice(call: Call) -> list[Tensor]:
 
 
 @case
-def hooks_of_others_outside(call: Call) -> list[Tensor]:
+def enclosing_hooks(call: Call) -> list[Tensor]:
     model, x = nn.Sequential(mlp(), mlp()), batch()
     with save_on_cpu():
         y = call(model[1], call(model[0], x).sin())
@@ -451,7 +451,7 @@ def hooks_of_others_outside(call: Call) -> list[Tensor]:
 
 
 @case
-def hooks_of_others_inside(call: Call) -> list[Tensor]:
+def inner_hooks(call: Call) -> list[Tensor]:
     model, x = mlp(), batch()
 
     def saving(x: Tensor) -> Tensor:
@@ -515,7 +515,7 @@ def batch_norm_with_a_cumulative_average(call: Call) -> list[Tensor]:
 
 @case
 def batch_norm_that_overflows(call: Call) -> list[Tensor]:
-    """Its statistics are infinite after one batch, and not a number after another."""
+    """The statistics are infinite after one batch and nan after another."""
     norm, x = nn.BatchNorm1d(8), torch.full((4, 8), 3e38, requires_grad=True)
     y = call(lambda x: norm(x).tanh().exp(), x)
     y.nan_to_num().sum().backward()
@@ -554,22 +554,22 @@ def random_numbers_of_python_and_numpy(call: Call) -> list[Tensor]:
     return [y, x.grad, torch.tensor([random.random(), np.random.rand()]), torch.rand(3)]
 
 
-# Torch's own raises, or gives other numbers.
+# torch's checkpoint raises an error or gives other values.
 TORCH_IS_WRONG = {
-    "a_generator_as_argument",  # the stream that was handed in goes on in the second run
+    "a_generator_as_argument",  # the generator advances in the second run too
     "a_list_that_the_function_empties",
     "a_tensor_unpacked_twice",
-    "batch_norm",  # counts every batch once in each run
+    "batch_norm",  # counts every batch once per run
     "batch_norm_with_a_cumulative_average",
     "batch_norm_that_overflows",
     "instance_norm",
-    "keyword_arguments",  # one of them has the name of a parameter of its own
+    "keyword_arguments",  # one of them has the same name as torch's own parameter
     "random_numbers_of_python_and_numpy",
 }
 
 
 def observed(run: Case, call: Call) -> list[Tensor]:
-    """What a case returns, always from the same seeds."""
+    """Run a case with fixed seeds."""
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     return run(call)
 
@@ -579,12 +579,12 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_everything_is_as_without_a_checkpoint(name: str) -> None:
+def test_a_checkpoint_changes_nothing(name: str) -> None:
     assert same(observed(CASES[name], checkpoint), observed(CASES[name], plainly))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_everything_is_as_without_a_checkpoint_also_when_functions_run_to_their_end(
+def test_a_checkpoint_without_early_stop_changes_nothing(
     name: str,
 ) -> None:
     whole = Checkpoint(early_stop=False, random=("torch", "python", "numpy"))
@@ -599,14 +599,14 @@ def test_values_are_the_same_in_both_runs(name: str) -> None:
     assert same(observed(CASES[name], hashing), observed(CASES[name], plainly))
 
 
-def test_statistics_that_are_saved_as_a_copy_look_like_other_values() -> None:
-    """InstanceNorm repeats its statistics for each sample, and saves what comes of it."""
+def test_copied_statistics_fail_the_hash_check() -> None:
+    """InstanceNorm saves a repeated copy of its statistics."""
     with pytest.raises(CheckpointError, match="hash"):
         observed(CASES["instance_norm"], hashing)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_torchs_checkpoint_is_right_except_where_this_says_so(name: str) -> None:
+def test_torchs_checkpoint_fails_only_the_listed_cases(name: str) -> None:
     wanted = observed(CASES[name], plainly)
     try:
         is_right = same(observed(CASES[name], torchs), wanted)
@@ -616,7 +616,7 @@ def test_torchs_checkpoint_is_right_except_where_this_says_so(name: str) -> None
 
 
 @pytest.mark.parametrize("name", CASES.keys() - {"without_gradients"})
-def test_every_case_runs_something_again(name: str) -> None:
+def test_every_case_recomputes_something(name: str) -> None:
     calls, runs = [], []
 
     def counting(fn: Call, /, *args: Any, **kwargs: Any) -> Any:
@@ -634,7 +634,7 @@ def test_every_case_runs_something_again(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_may_be_around_it_and_inside(backend: str) -> None:
+def test_compiled_code_may_be_outside_or_inside(backend: str) -> None:
     layer, x = nn.Linear(8, 8), batch()
     compiled = torch.compile(lambda x: layer(x).sin().exp(), backend=backend)
     around = torch.compile(lambda x: checkpoint(layer, x.cos()).sin().exp(), backend=backend)
@@ -645,7 +645,7 @@ def test_compiled_code_may_be_around_it_and_inside(backend: str) -> None:
     torch._dynamo.reset()
 
 
-def test_a_default_device_holds_in_the_second_run() -> None:
+def test_a_default_device_is_restored_in_the_second_run() -> None:
     def add_ones(x: Tensor) -> Tensor:
         return (x + torch.ones(3)).exp().sin()
 
@@ -660,8 +660,8 @@ def test_a_default_device_holds_in_the_second_run() -> None:
 # ------------------------------------------------------------------ operations
 
 
-class MatrixProducts(TorchDispatchMode):
-    """Counts them while it is on."""
+class MatmulCounter(TorchDispatchMode):
+    """Counts matmuls inside `with`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -672,29 +672,29 @@ class MatrixProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def products_in_backward(call: Call, *last: nn.Module) -> int:
-    """Of W2(relu(W1 x)), two products forward and four backward."""
+def matmuls_in_backward(call: Call, *last: nn.Module) -> int:
+    """Count matmuls for W2(relu(W1 x)), with two forward and four backward."""
     weights = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
     y = call(nn.Sequential(weights[0], nn.ReLU(), weights[1], *last), batch())
-    with MatrixProducts() as products:
+    with MatmulCounter() as matmuls:
         y.sum().backward()
-    return products.count
+    return matmuls.count
 
 
-def test_the_second_run_leaves_out_the_last_product() -> None:
-    assert products_in_backward(plainly) == 4
-    assert products_in_backward(checkpoint) == products_in_backward(torchs) == 5
+def test_the_second_run_skips_the_last_matmul() -> None:
+    assert matmuls_in_backward(plainly) == 4
+    assert matmuls_in_backward(checkpoint) == matmuls_in_backward(torchs) == 5
 
 
-def test_an_activation_at_the_end_needs_all_products() -> None:
-    assert products_in_backward(checkpoint, nn.Tanh()) == 6
+def test_an_activation_at_the_end_needs_all_matmuls() -> None:
+    assert matmuls_in_backward(checkpoint, nn.Tanh()) == 6
 
 
-def test_without_an_early_stop_all_runs_again() -> None:
-    assert products_in_backward(Checkpoint(early_stop=False)) == 6
+def test_without_early_stop_everything_is_recomputed() -> None:
+    assert matmuls_in_backward(Checkpoint(early_stop=False)) == 6
 
 
-def test_no_except_clause_of_the_function_catches_the_early_stop() -> None:
+def test_an_except_clause_in_the_function_does_not_catch_the_early_stop() -> None:
     caught = []
 
     def catching(x: Tensor) -> Tensor:
@@ -708,25 +708,25 @@ def test_no_except_clause_of_the_function_catches_the_early_stop() -> None:
     assert caught == []
 
 
-def test_what_a_dropped_output_needed_does_not_run_again() -> None:
+def test_tensors_needed_only_by_a_dropped_output_are_not_recomputed() -> None:
     first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
 
     def two(x: Tensor) -> tuple[Tensor, Tensor]:
         return first(x), second(second(x).relu()).relu()
 
-    def products(call: Call) -> int:
+    def matmuls(call: Call) -> int:
         y, _ = call(two, batch())
         del _
-        with MatrixProducts() as counted:
+        with MatmulCounter() as counted:
             y.sum().backward()
         return counted.count
 
-    assert products(plainly) == products(checkpoint) == 2
-    assert products(torchs) == 2 + 3
+    assert matmuls(plainly) == matmuls(checkpoint) == 2
+    assert matmuls(torchs) == 2 + 3
 
 
 @pytest.mark.parametrize("call", [checkpoint, torchs])
-def test_nesting_runs_what_comes_before_an_inner_call_once_more(call: Call) -> None:
+def test_nesting_reruns_code_before_an_inner_call_once_more(call: Call) -> None:
     runs = Counter()
 
     def stage(name: str, x: Tensor) -> Tensor:
@@ -744,7 +744,7 @@ def test_nesting_runs_what_comes_before_an_inner_call_once_more(call: Call) -> N
 
 
 def kept_bytes(call: Call, blocks: list[Call], x: Tensor) -> int:
-    """Activations between the forward and the backward pass, but the result, by the meter."""
+    """Return the bytes of activations between forward and backward, without the result."""
     with memlab.meter() as running:
         y = x
         for block in blocks:
@@ -752,10 +752,10 @@ def kept_bytes(call: Call, blocks: list[Call], x: Tensor) -> int:
     return running.trace.at_end["activations"] - y.untyped_storage().nbytes()
 
 
-def test_what_stays_is_the_inputs() -> None:
+def test_only_the_inputs_stay() -> None:
     blocks, x = [mlp() for _ in range(5)], batch(16, 8)
     of_an_input = 16 * 8 * FLOAT32
-    assert kept_bytes(checkpoint, blocks, x) == (5 - 1) * of_an_input  # the first is not ours
+    assert kept_bytes(checkpoint, blocks, x) == (5 - 1) * of_an_input  # the first input is x
     assert kept_bytes(plainly, blocks, x) == (5 - 1) * of_an_input + 5 * 2 * of_an_input
 
 
@@ -773,7 +773,7 @@ def test_inputs_that_share_a_storage_count_once() -> None:
 
 
 def kept_with_random_states(blocks: list[Call], x: Tensor) -> int:
-    """By the allocator itself, which knows of the generator's state as no operator does."""
+    """Measure with the allocator, because the generator's state bypasses operators."""
     kept = []
 
     def step() -> None:
@@ -785,7 +785,7 @@ def kept_with_random_states(blocks: list[Call], x: Tensor) -> int:
     return record(step).live_bytes - x.untyped_storage().nbytes()
 
 
-def test_random_states_are_kept_once_where_nothing_is_drawn_and_else_once_a_call() -> None:
+def test_random_states_are_shared_between_calls_that_draw_nothing() -> None:
     x = batch(16, 8)
     between = (4 - 1) * 16 * 8 * FLOAT32
     silent, drawing = [mlp() for _ in range(4)], [mlp(nn.Dropout()) for _ in range(4)]
@@ -808,7 +808,7 @@ def test_an_inner_call_keeps_nothing_inside_an_outer_one() -> None:
     assert kept_bytes(checkpoint, [outer], x) == kept_bytes(checkpoint, [twice], x) == 0
 
 
-def test_inputs_in_lists_are_forgotten_by_an_outer_call() -> None:
+def test_an_outer_call_drops_inputs_in_lists() -> None:
     x = batch(16, 8)
 
     def outer(x: Tensor) -> Tensor:
@@ -818,7 +818,7 @@ def test_inputs_in_lists_are_forgotten_by_an_outer_call() -> None:
     assert kept_bytes(checkpoint, [outer], x) == 0
 
 
-def test_hooks_of_others_outside_hold_the_inputs() -> None:
+def test_enclosing_hooks_handle_the_inputs() -> None:
     packed = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -834,7 +834,7 @@ def test_hooks_of_others_outside_hold_the_inputs() -> None:
 
 @pytest.fixture
 def no_collector():
-    """Whatever dies, dies without the cycle collector."""
+    """Disable the cycle collector."""
     gc.collect()
     gc.disable()
     yield
@@ -842,7 +842,7 @@ def no_collector():
 
 
 class Witness:
-    """A function that remembers, weakly, every storage that it made."""
+    """A function that keeps weak references to the storages it creates."""
 
     def __init__(self) -> None:
         self.storages: list[weakref.ref] = []
@@ -863,7 +863,9 @@ class Witness:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("call", [checkpoint, Checkpoint(early_stop=False, check="hash")])
-def test_activations_die_with_the_backward_pass_and_need_no_collector(call: Call) -> None:
+def test_activations_are_freed_with_the_backward_pass_without_the_cycle_collector(
+    call: Call,
+) -> None:
     witness, x = Witness(), batch()
     y = call(lambda x: call(witness, x.sin()), x)
     assert witness.alive == 0
@@ -873,14 +875,14 @@ def test_activations_die_with_the_backward_pass_and_need_no_collector(call: Call
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_graph_that_is_kept_keeps_no_activations() -> None:
+def test_a_retained_graph_keeps_no_activations() -> None:
     witness, x = Witness(), batch()
     y = checkpoint(witness, x)
     y.sum().backward(retain_graph=True)
     assert witness.alive == 0
 
 
-def test_a_graph_that_is_kept_takes_no_more_bytes_while_backward_runs() -> None:
+def test_a_retained_graph_has_the_same_peak_in_backward() -> None:
     def peak_bytes(retain_graph: bool) -> int:
         y = checkpoint(Witness(), batch(16, 8))
         return memlab.measure(lambda: y.sum().backward(retain_graph=retain_graph)).peak_bytes
@@ -889,7 +891,7 @@ def test_a_graph_that_is_kept_takes_no_more_bytes_while_backward_runs() -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_looking_at_a_saved_tensor_leaves_nothing_behind() -> None:
+def test_inspecting_a_saved_tensor_leaves_nothing_allocated() -> None:
     witness, x = Witness(), batch()
     y = checkpoint(witness, x)
     assert torch.equal(y.grad_fn._saved_result, y)
@@ -898,7 +900,7 @@ def test_looking_at_a_saved_tensor_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_a_backward_pass_over_a_part_leaves_nothing_behind() -> None:
+def test_a_partial_backward_pass_leaves_nothing_allocated() -> None:
     witness, x = Witness(), batch()
     first, second = checkpoint(lambda x: (x.sin().exp(), witness(x)), x)
     first.sum().backward(retain_graph=True)
@@ -909,7 +911,7 @@ def test_a_backward_pass_over_a_part_leaves_nothing_behind() -> None:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("goes_backward", [True, False])
-def test_inputs_die_with_the_graph_and_need_no_collector(goes_backward: bool) -> None:
+def test_inputs_are_freed_with_the_graph_without_the_cycle_collector(goes_backward: bool) -> None:
     middle = batch().sin()
     storage = weakref.ref(middle.untyped_storage())
     y = checkpoint(lambda x: x.exp().sin().exp(), middle)
@@ -923,7 +925,7 @@ def test_inputs_die_with_the_graph_and_need_no_collector(goes_backward: bool) ->
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_an_error_in_the_first_run_leaves_nothing_behind() -> None:
+def test_an_error_in_the_first_run_leaves_nothing_allocated() -> None:
     witness, x = Witness(), batch()
     witness.fails = True
     with pytest.raises(OSError, match="no disk") as caught:
@@ -934,7 +936,7 @@ def test_an_error_in_the_first_run_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_an_error_in_the_second_run_leaves_nothing_behind_and_backward_can_be_tried_again() -> None:
+def test_an_error_in_the_second_run_leaves_nothing_allocated_and_allows_a_retry() -> None:
     witness, norm, x = Witness(), nn.BatchNorm1d(8), batch()
     whole = Checkpoint(early_stop=False)
     y = whole(lambda x: witness(norm(x)), x)
@@ -953,11 +955,11 @@ def test_an_error_in_the_second_run_leaves_nothing_behind_and_backward_can_be_tr
     assert x.grad is not None
 
 
-# ------------------------------------------------------------------ the same in both runs
+# ------------------------------------------------------------------ differences between the runs
 
 
 class Changing:
-    """A function that does something else each time."""
+    """A function that behaves differently each time."""
 
     def __init__(self, *actions: Callable[[Tensor], Tensor]) -> None:
         self.actions = list(actions)
@@ -970,54 +972,52 @@ def backward_through(call: Call, *actions: Callable[[Tensor], Tensor]) -> None:
     call(Changing(*actions), batch(4, 8)).sum().backward()
 
 
-def test_another_shape_is_an_error_that_says_what_was_got_and_wanted() -> None:
+def test_another_shape_is_an_error_that_names_both_shapes() -> None:
     wanted = (
         r"when Changing ran again for backward, it saved as tensor 2 of 2 \(4, 6\) float32 on cpu, "
-        r"where it had saved \(4, 8\) float32 on cpu; a checkpointed function must do the same"
+        r"but \(4, 8\) float32 on cpu in the first run; a checkpointed function must do the same"
     )
     with pytest.raises(CheckpointError, match=wanted):
         backward_through(checkpoint, lambda x: x.sin().sin(), lambda x: x.sin()[:, :6].sin())
 
 
 def test_another_dtype_is_an_error() -> None:
-    with pytest.raises(CheckpointError, match=r"tensor 2 of 2 .* float64 on cpu, where .* float32"):
+    with pytest.raises(CheckpointError, match=r"tensor 2 of 2 .* float64 on cpu, but .* float32"):
         backward_through(checkpoint, lambda x: x.sin().sin(), lambda x: x.sin().double().sin())
 
 
 def test_another_device_is_an_error() -> None:
-    with pytest.raises(CheckpointError, match=r"float32 on meta, where it had saved .* on cpu"):
+    with pytest.raises(CheckpointError, match=r"float32 on meta, but .* on cpu"):
         backward_through(checkpoint, lambda x: x.sin().sin(), lambda x: x.sin().to("meta").sin())
 
 
 def test_fewer_tensors_are_an_error() -> None:
-    with pytest.raises(CheckpointError, match="it saved 1 tensors, where it had saved 2"):
+    with pytest.raises(CheckpointError, match="it saved 1 tensors, but 2 in the first run"):
         backward_through(checkpoint, lambda x: x.sin().sin(), lambda x: x.sin())
 
 
-def test_more_tensors_are_an_error_where_the_function_runs_to_its_end() -> None:
+def test_more_tensors_are_an_error_without_early_stop() -> None:
     actions = lambda x: x.sin(), lambda x: x.sin().sin()
     backward_through(checkpoint, *actions)
-    with pytest.raises(CheckpointError, match="saved more than the 1 tensors that it saved before"):
+    with pytest.raises(CheckpointError, match="saved more than the 1 tensors of the first run"):
         backward_through(Checkpoint(early_stop=False), *actions)
 
 
-def test_other_values_are_an_error_on_request() -> None:
+def test_other_values_are_an_error_with_check_hash() -> None:
     actions = lambda x: (x * 2).sin(), lambda x: (x * 3).sin()
     backward_through(checkpoint, *actions)
-    with pytest.raises(
-        CheckpointError, match=r"hash 0x[0-9a-f]{16}, where .* hash 0x[0-9a-f]{16};"
-    ):
+    with pytest.raises(CheckpointError, match=r"hash 0x[0-9a-f]{16}, but .* hash 0x[0-9a-f]{16} "):
         backward_through(Checkpoint(check="hash"), *actions)
 
 
-def test_a_result_that_depends_on_a_buffer_just_changed_is_found_by_its_hash() -> None:
+def test_the_hash_detects_a_result_that_depends_on_a_changed_buffer() -> None:
     layer = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
     call = Checkpoint(check="hash")
     with pytest.raises(CheckpointError, match="hash"):
         call(lambda x: layer(x).tanh(), batch()).sum().backward()
 
 
-def test_no_check_at_all_on_request() -> None:
+def test_check_none_accepts_other_values() -> None:
     unchecked = Checkpoint(check="none")
     backward_through(unchecked, lambda x: (x * 2).sin(), lambda x: (x * 2).cos().sin())
 
@@ -1060,12 +1060,12 @@ def test_an_input_that_the_function_writes_over_is_an_error() -> None:
         ({"random": "torch"}, r"random='torch'; give a tuple"),
     ],
 )
-def test_settings_that_cannot_be_say_what_is_wanted(settings: dict, message: str) -> None:
+def test_invalid_settings_are_errors_that_name_the_choices(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Checkpoint(**settings)
 
 
-# ------------------------------------------------------------------ under the meter
+# ------------------------------------------------------------------ with the meter
 
 
 def around_blocks(call: Call) -> Plugs:
@@ -1073,10 +1073,7 @@ def around_blocks(call: Call) -> Plugs:
         forward = block.forward
         block.forward = lambda *args: call(forward, *args)
 
-    return Plugs(
-        "a checkpoint around each block",
-        change_model=lambda model: [wrap(block) for block in model.blocks],
-    )
+    return Plugs(change_model=lambda model: [wrap(block) for block in model.blocks])
 
 
 TINY = Setting("tiny", batch=4, seq_len=64)
@@ -1089,7 +1086,7 @@ def real_trace(setting: Setting, technique: Plugs) -> memlab.trace.Trace:
 
 
 @pytest.mark.parametrize("trace_of", [real_trace, slow(dry_trace), slow(predicted_trace)])
-def test_the_peak_of_a_model_is_that_of_torchs_checkpoint(trace_of: Callable) -> None:
+def test_a_model_has_the_same_peak_as_with_torchs_checkpoint(trace_of: Callable) -> None:
     setting = Setting("tiny", 4, 64, device="cuda") if trace_of is predicted_trace else TINY
     ours, theirs = (trace_of(setting, around_blocks(call)) for call in (checkpoint, torchs))
     assert ours.peak_bytes == theirs.peak_bytes
@@ -1104,5 +1101,5 @@ def test_a_dry_run_has_the_events_of_the_real_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [Checkpoint(check="hash"), all_random])
-def test_a_dry_run_takes_every_setting(settings: Checkpoint) -> None:
+def test_a_dry_run_accepts_every_setting(settings: Checkpoint) -> None:
     assert dry_trace(TINY, around_blocks(settings)).peak_bytes > 0

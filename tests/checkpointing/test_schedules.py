@@ -1,4 +1,4 @@
-"""Schedules: what the language means, which sentences are none, and the two simple ones."""
+"""Schedules: their meaning, invalid schedules, and the simple ones."""
 
 import pytest
 from hypothesis import given
@@ -20,14 +20,14 @@ def sizes(schedule) -> list[int]:
     return [len(segment) for segment in schedule]
 
 
-# ------------------------------------------------------------------ the simple ones
+# ------------------------------------------------------------------ simple schedules
 
 
 def test_a_plain_schedule_keeps_every_stage():
     assert plain_schedule(4) == (0, 1, 2, 3)
 
 
-def test_a_uniform_schedule_keeps_one_input_every_so_many_stages():
+def test_a_uniform_schedule_keeps_one_input_per_segment():
     assert uniform_schedule(4, every=1) == ((0,), (1,), (2,), (3,))
     assert uniform_schedule(7, every=3) == ((0, 1, 2), (3, 4, 5), (6,))
     assert uniform_schedule(2, every=9) == ((0, 1),)
@@ -48,7 +48,7 @@ def test_the_square_root_schedule_has_about_as_many_segments_as_stages_in_each(s
 
 
 @given(SIZES)
-def test_no_even_split_keeps_fewer_inputs_and_stages_together_by_more_than_one(stages):
+def test_the_square_root_schedule_is_within_one_of_the_best_even_split(stages):
     def together(segments: int) -> int:
         return segments + -(-stages // segments)  # inputs kept, and the longest segment
 
@@ -81,7 +81,7 @@ def test_no_stages_is_an_error(make, message):
         make()
 
 
-# ------------------------------------------------------------------ what they mean
+# ------------------------------------------------------------------ meaning
 
 
 @pytest.mark.parametrize(
@@ -94,19 +94,19 @@ def test_no_stages_is_an_error(make, message):
         ((((0, 1), 2),), [3, 3, 2]),  # 0 and 1: the first time, for 2's backward, for their own
         ((((0,), 1), 2), [3, 2, 1]),
         ((((((0,), 1), 2), 3),), [5, 4, 3, 2]),
-        # The rerun for (1, 2) needs no more of it than its input, so 1 and 2 run twice, not thrice.
+        # The rerun of (1, 2) needs only its input, so 1 and 2 run twice, not three times.
         (((0, (1, 2)),), [2, 2, 2]),
         ((((0, 1), (2, 3)),), [3, 3, 2, 2]),
         (((0, (1, (2,))),), [2, 2, 2]),
     ],
 )
-def test_a_stage_runs_once_and_again_for_each_segment_around_it_that_does_not_end_one(
+def test_a_stage_runs_once_plus_once_per_enclosing_segment_that_does_not_end_another(
     schedule, runs
 ):
     assert executions(schedule) == runs
 
 
-# ------------------------------------------------------------------ what is no schedule
+# ------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_stage_runs_once_and_again_for_each_segment_around_it_that_does_not_en
         ((), r"\(\) has an empty segment"),
     ],
 )
-def test_stages_that_are_missing_out_of_order_or_named_twice_are_errors(schedule, message):
+def test_missing_misordered_or_repeated_stages_are_errors(schedule, message):
     with pytest.raises(ValueError, match=message):
         check_schedule(schedule, 3)
 
@@ -138,6 +138,6 @@ def test_stages_that_are_missing_out_of_order_or_named_twice_are_errors(schedule
         (3, r"got 3 as schedule; one stage alone is the tuple \(3,\)"),
     ],
 )
-def test_what_is_not_nested_tuples_of_ints_is_an_error(schedule, message):
+def test_anything_else_than_nested_tuples_of_ints_is_an_error(schedule, message):
     with pytest.raises(TypeError, match=message):
         check_schedule(schedule, 3)

@@ -1,6 +1,6 @@
-"""Selective checkpointing: values, the operators that run again, and the bytes that are kept.
+"""Selective checkpointing: values, recomputed operators, and kept bytes.
 
-torch's own stands beside it as an oracle, on all three.
+torch's selective checkpointing is the oracle for all three.
 """
 
 import copy
@@ -68,7 +68,7 @@ def plain(fn, *args):
 
 
 def torchs(policy):
-    """torch's selective checkpoint; `policy` is a function of an operator."""
+    """torch's selective checkpointing; `policy` decides for each operator."""
 
     def call(fn, *args):
         def decide(ctx, op, *_, **__):
@@ -112,7 +112,7 @@ def matmuls_of_backward(wrap, fn, x: torch.Tensor) -> int:
 
 
 def kept_bytes(wrap, fn, x: torch.Tensor) -> int:
-    """What is alive for backward, without the result."""
+    """Return the bytes alive for backward, without the result."""
     results = []
     with memlab.meter() as running:
         results.append(wrap(fn, x))
@@ -125,7 +125,7 @@ def kept_bytes(wrap, fn, x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", KEEP)
-def test_gradients_of_a_transformer_block_are_those_of_the_plain_run(name):
+def test_a_transformer_block_has_the_gradients_of_the_plain_run(name):
     block, x = block_and_input()
     expected = gradients(plain, block, x)
     assert all(map(torch.equal, gradients(selective(KEEP[name]), block, x), expected))
@@ -140,14 +140,14 @@ def test_torchs_own_selection_has_the_same_gradients(keep):
 
 @pytest.mark.slow
 @given(st.sets(st.integers(0, 70)))
-def test_whatever_calls_are_kept_the_gradients_stay(numbers):
+def test_gradients_do_not_depend_on_the_kept_calls(numbers):
     block, x = block_and_input()
     expected = gradients(plain, block, x)
     assert all(map(torch.equal, gradients(selective(numbers), block, x), expected))
 
 
 def with_dropout(x):
-    """The second dropout must not draw the numbers of the first."""
+    """The second dropout must not repeat the numbers of the first."""
     x, _ = torch.native_dropout(x.sin(), 0.3, True)
     return nn.functional.dropout(x.cos(), 0.6).exp()
 
@@ -155,7 +155,7 @@ def with_dropout(x):
 @pytest.mark.parametrize(
     "keep", [everything, {aten.native_dropout.default}, {aten.bernoulli_.float}]
 )
-def test_random_numbers_are_the_same_in_both_runs_whatever_is_kept(keep):
+def test_random_numbers_do_not_depend_on_the_kept_operators(keep):
     x = torch.randn(64, requires_grad=True)
     expected, expected_next = gradients(plain, with_dropout, x), torch.rand(2)
     found, found_next = gradients(selective(keep), with_dropout, x), torch.rand(2)
@@ -163,8 +163,8 @@ def test_random_numbers_are_the_same_in_both_runs_whatever_is_kept(keep):
     assert torch.equal(found_next, expected_next)
 
 
-def test_torchs_keeps_a_dropout_and_draws_its_numbers_for_the_next_one():
-    """No error, and another gradient: why no operator that draws numbers is kept here."""
+def test_torchs_selection_can_draw_a_kept_dropouts_numbers_for_the_next_dropout():
+    """It raises no error but gives another gradient. Random operators are therefore never kept."""
     x = torch.randn(64, requires_grad=True)
     expected = gradients(plain, with_dropout, x)
     found = gradients(torchs(lambda op: op is aten.native_dropout.default), with_dropout, x)
@@ -172,14 +172,14 @@ def test_torchs_keeps_a_dropout_and_draws_its_numbers_for_the_next_one():
 
 
 def written_over(x):
-    y = (x @ x).relu_()  # the product is kept, and written over
+    y = (x @ x).relu_()  # the matmul's output is kept and overwritten
     z = (y @ x).add_(1.0)
     z[0].mul_(2.0)  # through a view
     return (z @ y).mul_(0.5)
 
 
 @pytest.mark.parametrize("name", KEEP)
-def test_what_is_kept_may_be_written_over_by_the_function(name):
+def test_the_function_may_overwrite_a_kept_output(name):
     x = torch.randn(8, 8, requires_grad=True)
     expected = gradients(plain, written_over, x)
     assert torch.equal(gradients(selective(KEEP[name]), written_over, x)[0], expected[0])
@@ -189,14 +189,14 @@ def test_what_is_kept_may_be_written_over_by_the_function(name):
 
 
 @pytest.mark.parametrize("name", KEEP)
-def test_the_second_run_leaves_what_is_kept_as_it_was_for_a_third(name):
+def test_the_second_run_does_not_change_kept_outputs(name):
     x = torch.randn(8, 8, requires_grad=True)
     y = selective(KEEP[name])(written_over, x).sum()
     once = torch.autograd.grad(y, x, retain_graph=True)
     assert torch.equal(torch.autograd.grad(y, x)[0], once[0])
 
 
-def test_what_is_kept_must_not_be_written_over_afterwards():
+def test_overwriting_a_kept_output_afterwards_is_an_error():
     x = torch.randn(8, 8, requires_grad=True)
     kept = []
 
@@ -234,14 +234,14 @@ def calls_of_backward(keep, fn, x: torch.Tensor) -> Counter:
 
 
 @pytest.mark.parametrize("keep", [(), everything])
-def test_what_a_branch_depends_on_runs_again_though_backward_does_not_want_it(keep):
+def test_values_that_a_branch_depends_on_are_recomputed(keep):
     count = calls_of_backward(keep, reads_a_value, torch.eye(4).requires_grad_())
     assert count[aten._local_scalar_dense.default] == 1
     assert count[aten.sum.default] == (0 if keep is everything else 1)  # kept, or run again
 
 
-def test_what_is_written_outside_of_the_function_is_written_in_both_runs():
-    """As with every checkpoint: a buffer is counted twice, but never filled with anything else."""
+def test_both_runs_write_to_tensors_outside_the_function():
+    """As in every checkpoint: a buffer is counted twice, but has no other values."""
     total = torch.zeros(())
 
     def adds_up(x):
@@ -254,8 +254,8 @@ def test_what_is_written_outside_of_the_function_is_written_in_both_runs():
     assert total.item() == 2 * 4
 
 
-def test_an_index_that_is_written_at_runs_again_though_backward_does_not_want_it():
-    """Without it, a write at a place that was never computed could be one far outside."""
+def test_an_index_used_for_writing_is_recomputed():
+    """Writing at an uncomputed index could access memory out of bounds."""
 
     def marks(x):
         marked = torch.zeros(8)
@@ -268,7 +268,7 @@ def test_an_index_that_is_written_at_runs_again_though_backward_does_not_want_it
 
 @pytest.mark.parametrize("name", KEEP)
 def test_a_retained_graph_goes_backward_twice_and_so_do_second_derivatives(name):
-    """torch's selective checkpoint refuses both."""
+    """torch's selective checkpointing raises an error in both cases."""
 
     def cubes(x):
         return (x @ x @ x).sin()
@@ -282,7 +282,7 @@ def test_a_retained_graph_goes_backward_twice_and_so_do_second_derivatives(name)
 
 @pytest.mark.parametrize("outer", [checkpoint, selective(()), selective(MATMULS)])
 @pytest.mark.parametrize("inner", [checkpoint, selective(MATMULS), selective(everything)])
-def test_it_nests_with_itself_and_with_checkpoint_either_way_round(outer, inner):
+def test_it_nests_with_itself_and_with_checkpoint_in_either_order(outer, inner):
     block, x = block_and_input()
     follower = copy.deepcopy(block)
 
@@ -299,11 +299,11 @@ def test_without_gradients_nothing_is_kept():
         assert kept_bytes(selective(everything), model, x) == 0
 
 
-# ------------------------------------------------------------------ what runs again
+# ------------------------------------------------------------------ recomputation
 
 
-def test_kept_matmuls_run_again_never_and_forgotten_ones_up_to_the_last_that_backward_needs():
-    """W2 relu(W1 x): backward has 4 products, and 5 with a checkpoint that stops early."""
+def test_only_matmuls_that_are_not_kept_are_recomputed():
+    """W2 relu(W1 x) has 4 matmuls in backward, and 5 with an early-stopping checkpoint."""
     model, x = mlp()
     assert matmuls_of_backward(plain, model, x) == 4
     assert matmuls_of_backward(checkpoint, model, x) == 5
@@ -315,8 +315,8 @@ def test_kept_matmuls_run_again_never_and_forgotten_ones_up_to_the_last_that_bac
 @pytest.mark.parametrize(
     ("name", "again"), [("nothing", 7), ("matmuls", 1), ("attention", 6), ("both", 0)]
 )
-def test_of_a_transformer_block_what_is_kept_does_not_run_again(name, again):
-    """Seven products, of which early stop spares the last, and one attention."""
+def test_kept_operators_of_a_transformer_block_are_not_recomputed(name, again):
+    """Early stop skips the last of seven matmuls; there is one attention."""
     block, x = block_and_input()
     y = selective(KEEP[name])(block, x).sum()
     with Calls() as calls:
@@ -326,7 +326,7 @@ def test_of_a_transformer_block_what_is_kept_does_not_run_again(name, again):
     assert calls.matmuls - plain_matmuls + attentions == again
 
 
-def test_with_everything_kept_nothing_but_views_and_writes_in_place_run_again():
+def test_keeping_everything_reruns_only_views_and_in_place_writes():
     block, x = block_and_input()
 
     def backward(wrap) -> Counter:
@@ -338,35 +338,35 @@ def test_with_everything_kept_nothing_but_views_and_writes_in_place_run_again():
     again = backward(selective(everything)) - backward(plain)
     views = {func for func in again if func.is_view or func is aten._unsafe_view.default}
     alike = {aten.empty_strided.default, aten.detach.default}
-    in_place = {aten.add_.Scalar}  # of the norm: + eps
+    in_place = {aten.add_.Scalar}  # the norm's + eps
     assert set(again) <= views | alike | in_place
 
 
-# ------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------ kept bytes
 
 
-def test_the_bytes_kept_are_those_of_the_chosen_outputs_that_are_needed():
+def test_only_chosen_outputs_needed_by_backward_are_kept():
     model, x = mlp()
     assert kept_bytes(plain, model, x) == TENSOR  # relu's result
     assert kept_bytes(checkpoint, model, x) == 0
     assert kept_bytes(selective(()), model, x) == 0
-    assert kept_bytes(selective(MATMULS), model, x) == TENSOR  # W1 x, in its place
+    assert kept_bytes(selective(MATMULS), model, x) == TENSOR  # W1 x instead
 
 
-def test_of_a_block_matmuls_and_attention_are_kept_to_the_byte():
+def test_keeping_matmuls_and_attention_of_a_block_takes_the_predicted_bytes():
     block, x = block_and_input()
     config = PRESETS["tiny"]
     C, KV_D, H = config.width, config.kv_heads * config.head_width, config.heads
     per_token = {
-        "matmuls": C + 2 * KV_D + C + 2 * config.hidden,  # but the last: nobody needs it
-        "attention": C + H,  # and its log-sum-exp
+        "matmuls": C + 2 * KV_D + C + 2 * config.hidden,  # the last one's output is not needed
+        "attention": C + H,  # including its log-sum-exp
     }
     per_token["both"] = sum(per_token.values())
     for name, numbers in per_token.items():
         assert kept_bytes(selective(KEEP[name]), block, x) == 4 * 2 * 16 * numbers
 
 
-def test_keeping_everything_keeps_what_a_run_without_checkpoint_does_where_torch_keeps_more():
+def test_keeping_everything_keeps_as_much_as_a_plain_run_and_less_than_torch():
     model, x = mlp()
     assert kept_bytes(selective(everything), model, x) == kept_bytes(plain, model, x) == TENSOR
     assert kept_bytes(torchs(lambda op: True), model, x) == 2 * TENSOR
@@ -375,13 +375,13 @@ def test_keeping_everything_keeps_what_a_run_without_checkpoint_does_where_torch
 
 
 @pytest.mark.parametrize("name", KEEP)
-def test_an_outer_checkpoint_forgets_what_an_inner_one_keeps(name):
+def test_an_outer_checkpoint_drops_outputs_kept_by_an_inner_one(name):
     block, x = block_and_input()
     inner = partial(selective(KEEP[name]), block)
     assert kept_bytes(checkpoint, inner, x) == 0
 
 
-def test_what_was_kept_dies_with_the_graph():
+def test_kept_outputs_are_freed_with_the_graph():
     model, x = mlp()
     with memlab.meter() as running:
         y = selective(everything)(model, x)
@@ -395,30 +395,30 @@ def test_what_was_kept_dies_with_the_graph():
 # ------------------------------------------------------------------ a budget
 
 
-def five_products(x):
-    """Each product's output is the next one's input."""
+def five_matmuls(x):
+    """Each matmul's output is the next one's input."""
     for weight in WEIGHTS:
         x = x @ weight
-    return x.sin()  # wants the last output, too
+    return x.sin()  # needs the last output too
 
 
 WEIGHTS = [torch.full((WIDTH, WIDTH), 0.1, requires_grad=True) for _ in range(5)]
 
 
 @pytest.mark.parametrize("tenths", range(11))
-def test_of_an_even_chain_as_many_products_are_kept_as_fit_and_the_others_run_again(tenths):
-    """k tenths of ten tensors: k are kept, and 5 - k run again."""
+def test_a_budget_keeps_as_many_equal_matmuls_as_fit(tenths):
+    """A budget of k tenths of ten tensors keeps k and recomputes 5 - k."""
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    numbers = best_within(operators_of(five_products, x), 10 * TENSOR * tenths // 10)
+    numbers = best_within(operators_of(five_matmuls, x), 10 * TENSOR * tenths // 10)
     wrap = selective(numbers)
     kept = min(tenths, 5)
-    assert kept_bytes(wrap, five_products, x) == kept * TENSOR
-    again = matmuls_of_backward(wrap, five_products, x)
-    assert again - matmuls_of_backward(plain, five_products, x) == 5 - kept
+    assert kept_bytes(wrap, five_matmuls, x) == kept * TENSOR
+    again = matmuls_of_backward(wrap, five_matmuls, x)
+    assert again - matmuls_of_backward(plain, five_matmuls, x) == 5 - kept
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=9), st.integers(0, 60))
-def test_the_knapsack_is_that_of_brute_force_and_never_over_its_budget(items, budget_bytes):
+def test_the_knapsack_equals_brute_force_and_never_exceeds_its_budget(items, budget_bytes):
     operators = [Operator(n, None, *item) for n, item in enumerate(items)]
     subsets = chain.from_iterable(combinations(operators, n) for n in range(len(items) + 1))
     fitting = (s for s in subsets if sum(o.bytes for o in s) <= budget_bytes)
@@ -428,17 +428,17 @@ def test_the_knapsack_is_that_of_brute_force_and_never_over_its_budget(items, bu
     assert sum(operators[n].bytes for n in numbers) <= budget_bytes
 
 
-def test_a_byte_too_much_is_too_much():
-    """torch's dynamic programme rounds each of these to a tenth, and takes all ten."""
+def test_an_operator_one_byte_over_the_budget_is_not_kept():
+    """torch's dynamic program rounds each operator to a tenth and takes all ten."""
     operators = [Operator(n, None, 10_004, 1) for n in range(10)]
     assert len(best_within(operators, 100_000)) == 9
 
 
-def test_any_budget_of_a_block_is_kept_to_and_spares_what_it_says():
-    any_budget_is_kept_to_and_spares_what_it_says(*block_and_input())
+def test_any_budget_of_a_block_is_respected_and_saves_the_predicted_operations():
+    check_every_budget(*block_and_input())
 
 
-def any_budget_is_kept_to_and_spares_what_it_says(block: nn.Module, x: torch.Tensor) -> None:
+def check_every_budget(block: nn.Module, x: torch.Tensor) -> None:
     operators = operators_of(block, x)
 
     def again(wrap) -> int:
@@ -463,13 +463,13 @@ def test_a_negative_budget_is_an_error():
         best_within([], -1)
 
 
-# ------------------------------------------------------------------ a function as one operator
+# ------------------------------------------------------------------ composite operators
 
-BY_TILES = partial(flash_attention, tile=4)  # of 16 tokens: ten tiles
+BY_TILES = partial(flash_attention, tile=4)  # ten tiles for 16 tokens
 
 
 def whole(fn):
-    """The function, announcing itself."""
+    """Make the function a composite operator."""
 
     def announced(x):
         if has_torch_function((x,)):
@@ -480,8 +480,8 @@ def whole(fn):
 
 
 @pytest.mark.parametrize("keep", [*KEEP.values(), {flash_attention}])
-def test_of_flash_attention_results_are_kept_and_tiles_never(keep):
-    """Its name in place of torch's operators, and the bytes are the same."""
+def test_flash_attention_keeps_its_results_but_no_tiles(keep):
+    """It replaces torch's operators with the same bytes."""
     block, x = block_and_input(attention=BY_TILES)
     assert all(map(torch.equal, gradients(selective(keep), block, x), gradients(plain, block, x)))
     by_tiles = keep | {flash_attention} if keep in (ATTENTION, MATMULS | ATTENTION) else keep
@@ -491,19 +491,19 @@ def test_of_flash_attention_results_are_kept_and_tiles_never(keep):
         assert kept_bytes(selective(by_tiles), block, x) == wanted
 
 
-def test_everything_of_a_block_with_flash_attention_is_what_a_plain_run_keeps():
+def test_keeping_everything_with_flash_attention_keeps_as_much_as_a_plain_run():
     block, x = block_and_input(attention=BY_TILES)
     assert kept_bytes(selective(everything), block, x) == kept_bytes(plain, block, x)
 
 
-def test_flash_attention_runs_again_where_it_is_not_kept_and_only_there():
+def test_flash_attention_is_recomputed_only_if_it_is_not_kept():
     block, x = block_and_input(attention=BY_TILES)
-    products = 10 * 2  # the scores of ten tiles of two sequences; those with values are in place
+    matmuls = 10 * 2  # scores of ten tiles of two sequences; matmuls with values are in place
     kept, forgotten = (
         matmuls_of_backward(selective(keep), block, x)
         for keep in (MATMULS | {flash_attention}, MATMULS)
     )
-    assert forgotten - kept == products
+    assert forgotten - kept == matmuls
 
 
 def test_no_tile_is_held_until_the_first_run_is_over():
@@ -521,12 +521,12 @@ def test_flash_attention_is_one_operator_to_a_budget():
     block, x = block_and_input(attention=BY_TILES)
     (attention,) = (o for o in operators_of(block, x) if o.func is flash_attention)
     config = PRESETS["tiny"]
-    assert attention.bytes == 4 * 2 * 16 * (config.width + config.heads)  # its log-sum-exp
+    assert attention.bytes == 4 * 2 * 16 * (config.width + config.heads)  # including log-sum-exp
     assert attention.operations == 2 * 2 * 10 * 2 * config.heads * 4 * 4 * config.head_width
-    any_budget_is_kept_to_and_spares_what_it_says(block, x)
+    check_every_budget(block, x)
 
 
-def test_flash_attention_that_drops_weights_runs_again_though_it_is_chosen():
+def test_flash_attention_with_dropout_is_recomputed_although_chosen():
     block, x = block_and_input(attention=partial(BY_TILES, dropout=0.5))
     keep = MATMULS | {flash_attention}
     assert all(map(torch.equal, gradients(selective(keep), block, x), gradients(plain, block, x)))
@@ -557,7 +557,7 @@ def a_value(x):
 
 @pytest.mark.parametrize("fn", [in_place, in_place_below_a_mask, a_view, two_results, a_value])
 @pytest.mark.parametrize("is_written_over", [False, True])
-def test_a_whole_is_kept_however_it_comes_by_its_results(fn, is_written_over):
+def test_a_composite_operator_can_be_kept_for_any_kind_of_result(fn, is_written_over):
     announced = whole(fn)
 
     def function(x):
@@ -571,7 +571,7 @@ def test_a_whole_is_kept_however_it_comes_by_its_results(fn, is_written_over):
     assert all(map(torch.equal, gradients(selective({announced}), function, x), expected))
 
 
-def test_the_result_of_a_whole_is_kept_though_it_is_only_read():
+def test_the_result_of_a_composite_operator_is_kept_if_it_is_only_read():
     weight = torch.randn(WIDTH, WIDTH)
     announced = whole(lambda x: x @ weight)
 
@@ -584,7 +584,7 @@ def test_the_result_of_a_whole_is_kept_though_it_is_only_read():
     assert kept_bytes(selective({announced}), function, x) == TENSOR
 
 
-def test_a_whole_whose_inner_values_are_read_from_outside_runs_again():
+def test_a_composite_operator_whose_inner_values_are_read_outside_is_recomputed():
     stash = []
 
     @whole
@@ -593,17 +593,17 @@ def test_a_whole_whose_inner_values_are_read_from_outside_runs_again():
         return stash[0] * 2
 
     def function(x):
-        return announced(x).sin() * (stash[0] + 1).sin()  # the sum is made again
+        return announced(x).sin() * (stash[0] + 1).sin()  # the sum is recomputed
 
     x = torch.randn(8, requires_grad=True)
     expected = gradients(plain, function, x)
     assert all(map(torch.equal, gradients(selective({announced}), function, x), expected))
 
 
-# ------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------ errors
 
 
-def test_a_function_that_calls_something_else_the_second_time_is_an_error():
+def test_another_operator_in_the_second_run_is_an_error():
     turns = iter((True, False))
 
     def fickle(x):
@@ -611,11 +611,11 @@ def test_a_function_that_calls_something_else_the_second_time_is_an_error():
 
     x = torch.randn(4, requires_grad=True)
     y = selective(())(fickle, x)
-    with pytest.raises(CheckpointError, match=r"called aten\.cos\.default where it had"):
+    with pytest.raises(CheckpointError, match=r"called aten\.cos\.default, but"):
         y.sum().backward()
 
 
-def test_the_attention_of_the_cpu_is_counted_where_torch_leaves_it_out():
+def test_operations_of_cpu_attention_are_counted_unlike_in_torch():
     assert aten._scaled_dot_product_flash_attention_for_cpu not in flop_registry
     q = torch.ones(2, 4, 8, 16)
     with Operations() as counter:

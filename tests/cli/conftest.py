@@ -1,4 +1,4 @@
-"""The command line, run in this process."""
+"""Fixtures that run the command line in this process."""
 
 import io
 import math
@@ -15,13 +15,13 @@ import torch
 
 from memlab.cli import main, terminal
 
-# What stands on standard error is not to depend on how long anything takes.
-terminal.SECONDS_TO_A_LINE = math.inf
+# Standard error must not depend on timing.
+terminal.SECONDS_BETWEEN_LINES = math.inf
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command printed, and its exit status."""
+    """A command's output and exit status."""
 
     status: int
     out: str
@@ -29,7 +29,7 @@ class Outcome:
 
 
 def run_in(folder: Path, *arguments: object) -> Outcome:
-    """What `memlab` does when it is called with these arguments in the folder."""
+    """Run `memlab` with the arguments in the folder."""
     out, err = io.StringIO(), io.StringIO()
     with (
         chdir(folder),
@@ -44,7 +44,7 @@ def run_in(folder: Path, *arguments: object) -> Outcome:
 
 @pytest.fixture(autouse=True)
 def no_accelerator(monkeypatch) -> None:
-    """The same sentences on every machine: the CPU is all there is."""
+    """Hide accelerators, so that messages are the same on every machine."""
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available=False: None
     )
@@ -52,19 +52,19 @@ def no_accelerator(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def memlab_in() -> Callable[..., Outcome]:
-    """Runs `memlab` in a folder."""
+    """Run `memlab` in a given folder."""
     return run_in
 
 
 @pytest.fixture
 def memlab_command(tmp_path) -> Callable[..., Outcome]:
-    """Runs `memlab` in the test's own folder."""
+    """Run `memlab` in the test's temporary folder."""
     return partial(run_in, tmp_path)
 
 
 @pytest.fixture
-def in_one_line(memlab_command) -> Callable[..., str]:
-    """Runs a command that is expected to fail as bad input does, and returns its one line."""
+def usage_error(memlab_command) -> Callable[..., str]:
+    """Run a command with bad input and return its one line on standard error."""
 
     def run(*arguments: object) -> str:
         outcome = memlab_command(*arguments)

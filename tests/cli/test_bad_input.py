@@ -1,20 +1,19 @@
-"""Bad input: 200 wrong command lines for every command, each refused in one line, nothing done.
+"""Bad input: 200 wrong command lines per command, each refused in one line without side effects.
 
-They are generated, from one seed: each kind of mistake is a function that makes another command
-line of its kind with each call, of values drawn from what people type and from what only machines
-do. Beside the mistake stand options that are right, so that no two lines are alike.
+The lines are generated from one seed. Each kind of mistake is a function that returns another
+command line at each call, with values that people type and values that only programs produce.
+Valid options stand beside the mistake, so that all lines differ.
 
-Each line is wrong by the rule of its kind. What looks wrong and is not, the rules leave out:
+Some input looks wrong but is valid, so it is left out:
 
-    numbers         what Python's int() reads is a whole number: " 3 ", "1_000" and "٣" are
-    names           what is a name after all, by chance; a name given again, as in "lora+lora"
-    flags           one given again says nothing new
-    files           "~", "." and folders that can be made; a file that the user may read (root may
-                    read all)
-    "--" alone      ends the options, and is no argument
-    null characters no shell can hand one over
-    start           keeps a copy that is no notebook, says so, and goes on
-    progress        a file of it that cannot be read is put aside, says so, and goes on
+    numbers         anything that Python's int() accepts, such as " 3 ", "1_000" and "٣"
+    names           random text that happens to be a name, and repetitions such as "lora+lora"
+    flags           a repeated flag changes nothing
+    files           "~", ".", folders that can be created, and readable files (root reads all files)
+    "--" alone      ends the options and is not an argument
+    null characters a shell cannot pass them
+    start           keeps a copy that is not a notebook, reports it and continues
+    progress        backs up an unreadable progress file, reports it and continues
 """
 
 import json
@@ -33,15 +32,17 @@ import pytest
 import typer
 
 from memlab import cli
-from memlab.cli.errors import shown
+from memlab.cli.errors import quoted
 from memlab.course import days, progress
 from memlab.model import PRESETS
 from memlab.train import TECHNIQUES
 from memlab.train.registry import exclusions
 
 COUNT = 200
-COMMAND = typer.main.get_command(cli.app)  # made once: most of a call's time otherwise
-LONGEST_LINE = 1100  # characters of what is printed: a screen's width times a few lines
+COMMAND = typer.main.get_command(
+    cli.app
+)  # built once, because building takes most of a call's time
+LONGEST_LINE = 1100  # characters of output: a few lines of a screen
 
 Line = list[str]
 Kind = Callable[[random.Random], Line]
@@ -178,7 +179,7 @@ NUMBERS = {
     "train": ("--batch", "--seq", "--steps"),
     "plan": ("--batch", "--seq", "--gpus", "--recipes", "--tensor-parallel", "--pipeline-parallel"),
 }
-# Right beside whatever is wrong: they change neither what is done first nor what is asked for.
+# Valid options that can stand beside any mistake, because they do not change which check fails.
 BESIDE = {
     "measure": ("--dtype", "--out"),
     "train": ("--dtype",),
@@ -187,7 +188,7 @@ BESIDE = {
 
 
 def misspelt(rng: random.Random, name: str) -> str:
-    """With one letter wrong: left out, twice, swapped with the next, or another."""
+    """Change one letter: drop, double, swap or replace it."""
     place = rng.randrange(len(name))
     head, letter, tail = name[:place], name[place], name[place + 1 :]
     other = rng.choice(string.ascii_lowercase + string.digits)
@@ -196,7 +197,7 @@ def misspelt(rng: random.Random, name: str) -> str:
 
 
 def no_name(rng: random.Random, known: tuple[str, ...]) -> str:
-    """Nearly one of the names, or nothing like them; never one."""
+    """Return text that is not a known name but may resemble one."""
     while True:
         name = misspelt(rng, rng.choice(known)) if rng.random() < 0.6 else rng.choice(JUNK)
         if name not in known and set(name.split("+")) - set(known):
@@ -204,7 +205,7 @@ def no_name(rng: random.Random, known: tuple[str, ...]) -> str:
 
 
 def word(rng: random.Random) -> str:
-    """Letters that make no name."""
+    """Return random letters that are not a name."""
     return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 8))) + "q"
 
 
@@ -226,17 +227,17 @@ def no_bytes(rng: random.Random) -> str:
     return f"{rng.randint(1, 99)}{rng.choice(('', ' '))}{unit}"
 
 
-# ------------------------------------------------------------------ kinds that several share
+# ------------------------------------------------------------------ mistakes in several commands
 
 
 def given(command: str, *options: str) -> Line:
-    """The options, with right values."""
+    """Return the options with valid values."""
     pairs = ([o, OPTIONS[command][o]] for o in options)
     return [part for pair in pairs for part in pair if part is not None]
 
 
 def with_some(command: str, rng: random.Random, wrong: Line) -> Line:
-    """What is wrong, and options that are right before it or after it."""
+    """Put valid options before or after the mistake."""
     named = {part.split("=")[0] for part in wrong}
     right = BESIDE.get(command, ()) if "--script" not in named else ("--out",)
     free = [o for o in right if o not in named]
@@ -309,7 +310,7 @@ def twice(command: str) -> Kind:
 
 
 def bad_number(command: str) -> Kind:
-    """And what else would be right, so that nothing but the number is wrong."""
+    """Return a line in which only the number is wrong."""
     needed = given(command, "--model", "--memory") if command == "plan" else []
 
     def line(rng: random.Random) -> Line:
@@ -345,7 +346,7 @@ def bad_model(command: str) -> Kind:
 
 
 def bad_config(command: str) -> Kind:
-    """A file or a folder that is there and is no shape of a model."""
+    """Return an existing file or folder that is not a valid config.json."""
     memory = given(command, "--memory") if command == "plan" else []
 
     def line(rng: random.Random) -> Line:
@@ -355,7 +356,7 @@ def bad_config(command: str) -> Kind:
 
 
 def too_long(command: str) -> Kind:
-    """More tokens in a sequence than the model takes."""
+    """Return a sequence longer than the model's maximum."""
     memory = given(command, "--memory") if command == "plan" else []
 
     def line(rng: random.Random) -> Line:
@@ -366,7 +367,7 @@ def too_long(command: str) -> Kind:
 
 
 def uncountable(command: str) -> Kind:
-    """A model that is right by itself, with more numbers than torch can count."""
+    """Return a valid model with tensors larger than torch can count."""
     memory = given(command, "--memory") if command == "plan" else []
 
     def line(rng: random.Random) -> Line:
@@ -478,12 +479,17 @@ def failing_script(command: str) -> Kind:
     memory = given(command, "--memory") if command == "plan" else []
 
     def line(rng: random.Random) -> Line:
-        return ["--script", f"{rng.choice(sorted(SCRIPTS))}:build", *memory, *rng.choice(ways)]
+        return [
+            "--script",
+            f"{rng.choice(sorted(SCRIPTS))}:build",
+            *memory,
+            *rng.choice(ways),
+        ]
 
     return line
 
 
-# ------------------------------------------------------------------ kinds of one command
+# ------------------------------------------------------------------ mistakes in one command
 
 
 def ranks_of_what_cannot_be_sharded(rng: random.Random) -> Line:
@@ -504,7 +510,7 @@ def foreign_dry_run(rng: random.Random) -> Line:
 
 
 def capped_cpu(rng: random.Random) -> Line:
-    """Only an allocator of CUDA's can be capped."""
+    """Give a cap on the CPU. Only CUDA's allocator can be capped."""
     memory = no_bytes(rng) if rng.random() < 0.7 else f"{rng.randint(1, 99)}GB"
     return [f"--memory={memory}"]
 
@@ -515,14 +521,14 @@ def bad_memory(rng: random.Random) -> Line:
 
 
 def unplanned(rng: random.Random) -> Line:
-    """Without a model, or without a memory."""
+    """Leave out the model or the memory."""
     option = rng.choice(("--model", "--memory"))
     others = ("--gpus", "--batch", "--exact", "--lora", "--optimizer", "--recipes")
     return [*given("plan", option), *given("plan", *rng.sample(others, rng.randint(0, 4)))]
 
 
 def indivisible(rng: random.Random) -> Line:
-    """GPUs that don't split into such groups, heads that don't, or more parts than layers."""
+    """Split GPUs or heads unevenly, or give more pipeline stages than layers."""
     parts = rng.randint(3, 90)
     shapes = (
         ["--gpus", str(parts + 1), "--tensor-parallel", str(parts)],
@@ -540,8 +546,11 @@ def both_ways(rng: random.Random) -> Line:
 
 
 def memory_twice(rng: random.Random) -> Line:
-    """By its two names."""
-    given_ = [["--memory", f"{rng.randint(8, 99)}GB"], ["--gpu", rng.choice(("t4", "h100", "l4"))]]
+    """Give the memory by both of its option names."""
+    given_ = [
+        ["--memory", f"{rng.randint(8, 99)}GB"],
+        ["--gpu", rng.choice(("t4", "h100", "l4"))],
+    ]
     rng.shuffle(given_)
     return [*given("plan", "--model"), *given_[0], *given_[1]]
 
@@ -565,14 +574,14 @@ def no_day(command: str) -> Kind:
 
 
 def days_too_many(rng: random.Random) -> Line:
-    """What is for JupyterLab begins with a dash."""
+    """Give extra arguments without a dash, which are not options of JupyterLab."""
     second = rng.choice((str(rng.randint(0, 99)), word(rng), "lab", "1.2"))
     between = rng.choice(([], ["--"]))
     return [*rng.choice(([], ["--no-open"])), str(rng.randint(1, 16)), *between, second]
 
 
 def no_exercise(command: str) -> Kind:
-    """By no name of one; on day 1 there are fewer than 50."""
+    """Return text that is not an exercise's number. Each day has fewer than 50 exercises."""
 
     def line(rng: random.Random) -> Line:
         kind = rng.random()
@@ -595,12 +604,12 @@ def no_exercise(command: str) -> Kind:
 
 
 def only_a_day(rng: random.Random) -> Line:
-    """Where an exercise is wanted."""
+    """Give a day where an exercise is expected."""
     return [rng.choice((str(rng.randint(0, 99)), f"day{rng.randint(1, 16)}"))]
 
 
 def not_begun(command: str) -> Kind:
-    """A right day or exercise of which there is no copy: of day 1 alone there is one."""
+    """Return a valid day or exercise without a copy. Only day 1 has one."""
 
     def line(rng: random.Random) -> Line:
         number = rng.randint(2, 16)
@@ -613,7 +622,10 @@ def not_begun(command: str) -> Kind:
 
 def missing(command: str) -> Kind:
     def line(rng: random.Random) -> Line:
-        return [*(o for o in OPTIONS[command] if rng.random() < 0.5), *rng.choice(([], ["--"]))]
+        return [
+            *(o for o in OPTIONS[command] if rng.random() < 0.5),
+            *rng.choice(([], ["--"])),
+        ]
 
     return line
 
@@ -677,7 +689,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
 
 
 def wrong_lines(command: str) -> list[Line]:
-    """As many as COUNT, no two alike, of all kinds in turn."""
+    """Return COUNT different lines from all kinds of mistakes in turn."""
     rng = random.Random(0)
     lines: dict[tuple[str, ...], None] = {}
     for kind in islice(cycle(KINDS[command]), 20 * COUNT):
@@ -799,7 +811,7 @@ def notebook(*sources: str) -> str:
 
 
 def make_course(root: Path, days: Iterable[int]) -> None:
-    """Small lessons and solutions, and a copy of the first lesson."""
+    """Write small lessons and solutions, and copy the first lesson."""
     for kind in ("lessons", "solutions"):
         (root / kind).mkdir()
         for number in days:
@@ -812,7 +824,7 @@ def make_course(root: Path, days: Iterable[int]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A repository whose lessons are small, with a copy of the first, and all the files above."""
+    """A repository with small lessons, a copy of the first, and all the files above."""
     root = tmp_path_factory.mktemp("repository")
     make_course(root, days=range(1, 17))
     for name, contents in CONFIGS.items():
@@ -832,10 +844,10 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured(monkeypatch, folder) -> None:
-    """What measures, trains, plans or opens a notebook fails instead: nothing wrong reaches it."""
+    """Fail if a bad command line reaches any real work."""
 
     def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("it was measured")
+        raise AssertionError("a bad command line was accepted")
 
     monkeypatch.setattr(cli, "app", COMMAND)
     monkeypatch.setattr(days, "ROOT", folder)
@@ -850,23 +862,25 @@ def nothing_is_measured(monkeypatch, folder) -> None:
         monkeypatch.setattr(place, fail)
 
 
-# ------------------------------------------------------------------ what is held
+# ------------------------------------------------------------------ bad lines are refused
 
 
 def files_below(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Each file and folder, with what changes when it does."""
+    """Return mode, size and time of each file and folder, to detect changes."""
     found = {}
     for where, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = os.path.join(where, name)
             stat = os.lstat(path)
-            time = 0 if name in folders else stat.st_mtime_ns  # a folder's own tells of tries
+            time = (
+                0 if name in folders else stat.st_mtime_ns
+            )  # the check for writability changes a folder's time
             found[path] = (stat.st_mode, stat.st_size, time)
     return found
 
 
 def complaints(run: Callable[[], object]) -> Iterator[str]:
-    """What is wrong with how a wrong line was refused; nothing, it is to be hoped."""
+    """Yield each defect in how a bad line was refused."""
     try:
         outcome = run()
     except (Exception, AssertionError, pytest.fail.Exception) as error:
@@ -888,7 +902,7 @@ def short(line: Line) -> str:
 
 
 def refused(run_in: Callable[..., object], folder: Path, lines: list[Line]) -> str:
-    """Which of the lines were not refused as they should be, and how; "" if all were."""
+    """List the lines that were not refused properly; "" if all were."""
     before = files_below(folder)
     bad = []
     for line in lines:
@@ -901,16 +915,14 @@ def refused(run_in: Callable[..., object], folder: Path, lines: list[Line]) -> s
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_wrong_line_is_refused_in_one_sentence_and_nothing_is_done(
-    memlab_in, folder, command
-):
+def test_every_bad_line_is_refused_in_one_sentence_without_effects(memlab_in, folder, command):
     lines = wrong_lines(command)
     assert len({tuple(line) for line in lines}) == COUNT
     assert not refused(memlab_in, folder, lines)
 
 
-def test_every_value_that_is_none_is_refused(memlab_in, folder):
-    """Each of the tables above, of which the lines have but some."""
+def test_every_bad_value_is_refused(memlab_in, folder):
+    """Try all values of the tables above. The generated lines use only some."""
     plan = ["plan", "--model", "tiny"]
     lines = [[*plan, f"--memory={value}"] for value in NO_BYTES]
     lines += [[*plan, "--memory=24GB", f"--out={value}"] for value in NO_FOLDERS]
@@ -923,7 +935,7 @@ def test_every_value_that_is_none_is_refused(memlab_in, folder):
     assert not refused(memlab_in, folder, lines)
 
 
-def test_every_wrong_command_is_refused_in_one_sentence(memlab_in, folder):
+def test_every_bad_command_is_refused_in_one_sentence(memlab_in, folder):
     rng = random.Random(0)
     names = {no_name(rng, COMMANDS) for _ in range(3 * COUNT)}
     lines = [[name, *rng.choice(([], ["1"], ["--help"], ["--yes"]))] for name in sorted(names)]
@@ -933,7 +945,7 @@ def test_every_wrong_command_is_refused_in_one_sentence(memlab_in, folder):
 
 
 @pytest.mark.parametrize("line", [[], ["--"]])
-def test_without_a_command_the_help_is_shown_and_the_line_names_them(memlab_in, folder, line):
+def test_without_a_command_the_help_and_the_error_list_the_commands(memlab_in, folder, line):
     outcome = memlab_in(folder, *line)
     assert outcome.status == 2
     assert "Usage: memlab" in outcome.out
@@ -942,14 +954,14 @@ def test_without_a_command_the_help_is_shown_and_the_line_names_them(memlab_in, 
     )
 
 
-def test_every_file_that_is_no_shape_of_a_model_is_refused(memlab_in, folder):
+def test_every_invalid_config_is_refused(memlab_in, folder):
     names = [*CONFIGS, *COUNTLESS]
     lines = [["measure", "--model", name, "--dry-run"] for name in names]
     lines += [["plan", "--model", name, "--memory", "24GB"] for name in names]
     assert not refused(memlab_in, folder, lines)
 
 
-def test_every_script_that_fails_is_refused(memlab_in, folder):
+def test_every_failing_script_is_refused(memlab_in, folder):
     ways = (["measure"], ["measure", "--dry-run"], ["measure", "--dry-run", "--device", "cuda"])
     lines = [[*way, "--script", f"{name}:build"] for way in ways for name in SCRIPTS]
     lines += [["plan", "--memory", "9GB", "--script", f"{name}:build"] for name in SCRIPTS]
@@ -966,7 +978,7 @@ def test_every_script_that_fails_is_refused(memlab_in, folder):
         ["measure", "--model", "tiny", "--out", "closed"],
     ],
 )
-def test_what_the_user_may_not_read_or_write_is_refused(memlab_in, tmp_path, line):
+def test_files_without_permission_are_refused(memlab_in, tmp_path, line):
     for name in ("closed.json", "closed.py"):
         (tmp_path / name).write_text("{}")
         (tmp_path / name).chmod(0)
@@ -976,7 +988,7 @@ def test_what_the_user_may_not_read_or_write_is_refused(memlab_in, tmp_path, lin
     assert not refused(memlab_in, tmp_path, [line])
 
 
-def test_a_file_whose_reading_fails_is_refused(memlab_in, folder, monkeypatch):
+def test_a_read_error_is_refused(memlab_in, folder, monkeypatch):
     def fail(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -991,16 +1003,16 @@ def test_a_file_whose_reading_fails_is_refused(memlab_in, folder, monkeypatch):
     [
         (
             ["measure", "--batch", "x"],
-            "got --batch x; wanted a whole number from 1 to 1,000,000; see memlab measure --help",
+            "got --batch x; expected an integer from 1 to 1,000,000; see memlab measure --help",
         ),
         (
             ["train", "--steps", "-3"],
-            "got --steps -3; wanted a whole number from 1 to 1,000,000,000; see memlab train "
+            "got --steps -3; expected an integer from 1 to 1,000,000,000; see memlab train "
             "--help",
         ),
         (
             ["plan", "--model", "--gpus", "2"],
-            "got --model without a value, for --gpus follows it; give it one; see memlab plan "
+            "got --model without a value, followed by --gpus; give it one; see memlab plan "
             "--help",
         ),
         (
@@ -1013,27 +1025,25 @@ def test_a_file_whose_reading_fails_is_refused(memlab_in, folder, monkeypatch):
         ),
         (
             ["reset", "1", "--yes=no"],
-            "got --yes with a value; it takes none: leave the value out; see memlab reset --help",
+            "got --yes with a value; it takes none: remove the value; see memlab reset --help",
         ),
-        (["doctor", "a b", "c"], "got 'a b' c too many; memlab doctor takes nothing; see memlab "
-         "doctor --help"),
-        (["diff", "1.1", "1.2"], "got 1.2 too many; memlab diff takes EXERCISE and options alone; "
-         "see memlab diff --help"),
-        (["hint"], "got no EXERCISE; wanted a day and a number in it, such as 1.2; see memlab hint "
+        (["doctor", "a b", "c"], "got extra arguments 'a b' c; memlab doctor takes no arguments; "
+         "see memlab doctor --help"),
+        (["diff", "1.1", "1.2"], "got extra arguments 1.2; memlab diff takes only EXERCISE and "
+         "options; see memlab diff --help"),
+        (["hint"], "got no EXERCISE; expected the number of an exercise, such as 1.2; see memlab "
+         "hint --help"),
+        (["start", "one"], "got the day one; expected an integer, such as 1; see memlab start "
          "--help"),
-        (["start", "one"], "got the day one; wanted a whole number, such as 1; see memlab start "
-         "--help"),
-        (["hint", "9" * 5000 + ".1"], f"got {'9' * 53}…{'9' * 24}.1; give a day and a number in "
-         "it, such as 1.2"),
+        (["hint", "9" * 5000 + ".1"], f"got {'9' * 53}…{'9' * 24}.1; give the number of an "
+         "exercise, such as 1.2"),
         (["check", "9" * 5000], f"got {'9' * 53}…{'9' * 26}; give a day, such as 1, or one of its "
          "exercises, such as 1.2"),
-        (["diff", "1.1", "--yess"], "got --yess; did you mean --yes? There are --yes, --help; see "
-         "memlab diff --help"),
+        (["diff", "1.1", "--yess"], "got --yess; did you mean --yes? Choose from --yes, --help; "
+         "see memlab diff --help"),
     ],
 )  # fmt: skip
-def test_a_sentence_names_what_was_got_what_is_wanted_and_where_to_read_on(
-    memlab_in, folder, line, sentence
-):
+def test_an_error_names_the_input_the_expectation_and_the_help(memlab_in, folder, line, sentence):
     assert memlab_in(folder, *line).err == f"memlab: {sentence}\n"
 
 
@@ -1049,11 +1059,11 @@ def test_a_sentence_names_what_was_got_what_is_wanted_and_where_to_read_on(
         (["train", "--dtype", "bfloat"], "bfloat16"),
     ],
 )
-def test_what_is_nearly_right_gets_the_nearest(memlab_in, folder, line, near):
+def test_a_typo_gets_the_nearest_name(memlab_in, folder, line, near):
     assert f"did you mean {near}?" in memlab_in(folder, *line).err
 
 
-# ------------------------------------------------------------------ a folder that is damaged
+# ------------------------------------------------------------------ a damaged work folder
 
 NO_NOTEBOOKS = (
     *(b"", b"<<<<<<< mine", b"[]", b"{}", b"null", b'"text"', b"\xff\xfe\0", b"[" * 100_000),
@@ -1078,14 +1088,14 @@ COPY = "day01_small.ipynb"
 
 @pytest.fixture
 def course(tmp_path, monkeypatch) -> Path:
-    """A repository of one small lesson, whose copy was begun."""
+    """A repository with one small lesson and its copy."""
     make_course(tmp_path, days=(1,))
     monkeypatch.setattr(days, "ROOT", tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("command", [["check", "1"], ["check", "1.1"], ["diff", "1.1", "--yes"]])
-def test_a_copy_that_is_no_notebook_is_refused_and_kept(memlab_in, course, command):
+def test_a_copy_that_is_not_a_notebook_is_refused_and_kept(memlab_in, course, command):
     for contents in NO_NOTEBOOKS:
         (course / "work" / COPY).write_bytes(contents)
         assert not refused(memlab_in, course, [command]), contents[:60]
@@ -1098,8 +1108,8 @@ def test_a_copy_that_is_no_notebook_is_refused_and_kept(memlab_in, course, comma
         *(["start", "1", "--no-open"], ["reset", "1", "--yes"]),
     ],
 )
-def test_progress_that_cannot_be_read_is_never_lost(memlab_in, course, command):
-    """Most of it is put aside, and the command goes on; else it is refused."""
+def test_unreadable_progress_is_never_lost(memlab_in, course, command):
+    """Usually the file is backed up and the command continues. Otherwise the command fails."""
     for contents in NO_PROGRESS:
         (course / "work" / progress.FILE).write_bytes(contents)
         outcome = memlab_in(course, *command)
@@ -1110,16 +1120,18 @@ def test_progress_that_cannot_be_read_is_never_lost(memlab_in, course, command):
 
 
 @pytest.mark.parametrize("id_", NO_GUESSES)
-def test_guesses_of_no_exercise_are_refused_by_name(memlab_in, course, id_):
+def test_guesses_without_an_exercise_are_refused_by_name(memlab_in, course, id_):
     guesses = {id_: {"peak_gib": {"guessed": 1.0}}}
     progress.update(course / "work", lambda p: p.guesses.update(guesses))
     assert not refused(memlab_in, course, [["progress"]])
     err = memlab_in(course, "progress").err
-    assert err.startswith(f"memlab: work/progress.json has guesses of {shown(id_)}, which is no")
+    assert err.startswith(
+        f"memlab: work/progress.json has guesses for {quoted(id_)}, which is not an"
+    )
 
 
 def in_the_way(course: Path, name: str, how: str) -> None:
-    """Put a file, a folder, or a link that leads nowhere or to itself, where another thing was."""
+    """Replace a path by a file, a folder, a dangling link or a link to itself."""
     path = course / name
     if path.is_dir():
         shutil.rmtree(path)
@@ -1150,7 +1162,7 @@ def in_the_way(course: Path, name: str, how: str) -> None:
         (f"solutions/{COPY}", "file", ("diff",)),
     ],
 )
-def test_what_is_in_the_way_is_told_and_left_alone(memlab_in, course, name, how, commands):
+def test_an_obstructing_path_is_reported_and_left_alone(memlab_in, course, name, how, commands):
     in_the_way(course, name, how)
     line_of = {
         "start": ["start", "1", "--no-open"],
@@ -1163,7 +1175,7 @@ def test_what_is_in_the_way_is_told_and_left_alone(memlab_in, course, name, how,
     assert not refused(memlab_in, course, [line_of[command] for command in commands])
 
 
-# ------------------------------------------------------------------ a process of its own
+# ------------------------------------------------------------------ separate processes
 
 
 def in_a_process(folder: Path, *line: str) -> tuple[int, bytes, bytes]:
@@ -1184,7 +1196,7 @@ def refused_in_a_process(folder: Path, *line: str) -> None:
 
 
 @pytest.mark.parametrize("line", [["mesure"], ["doctor", "\udcff"], ["plan", "--gpus", "\x1b[31m"]])
-def test_a_process_refuses_as_the_function_does(folder, line):
+def test_a_process_refuses_bad_input_like_the_function(folder, line):
     refused_in_a_process(folder, *line)
 
 

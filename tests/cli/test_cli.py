@@ -1,4 +1,4 @@
-"""The command line itself: its help, its errors, and terminals of every kind."""
+"""The command line itself: help, errors, and all kinds of terminals."""
 
 import io
 import json
@@ -22,7 +22,7 @@ QUICK = ("measure", "--model", "tiny", "--technique", "sgd", "--device", "cpu")
 
 
 def words(text: str) -> str:
-    """The text without the frames and line breaks that the terminal's width puts in."""
+    """Remove the terminal's frames and line breaks."""
     return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
 
 
@@ -48,7 +48,7 @@ def test_each_command_has_help(memlab_command, command):
     assert f"Usage: memlab {command}" in outcome.out
 
 
-def test_the_help_of_measure_says_what_each_technique_is(memlab_command):
+def test_the_help_of_measure_describes_each_technique(memlab_command):
     text = words(memlab_command("measure", "--help").out)
     assert all(f"{name}: {t.summary}" in text for name, t in TECHNIQUES.items())
 
@@ -57,13 +57,13 @@ def test_the_help_of_measure_names_every_preset(memlab_command):
     assert ", ".join(PRESETS) in words(memlab_command("measure", "--help").out)
 
 
-def test_the_examples_of_the_help_can_be_typed(memlab_command):
+def test_the_examples_of_the_help_parse(memlab_command):
     lines = memlab_command("measure", "--help").out.splitlines()
     examples = [line.split() for line in lines if line.strip().startswith("memlab measure --")]
     assert len(examples) == 4
     measure = typer.main.get_command(app).commands["measure"]
     for _, _, *arguments in examples:
-        measure.make_context("measure", list(arguments))  # raises what the parser would
+        measure.make_context("measure", list(arguments))  # raises the parser's errors
 
 
 # ------------------------------------------------------------------ errors
@@ -72,20 +72,20 @@ def test_the_examples_of_the_help_can_be_typed(memlab_command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mesure"], "got the command mesure; did you mean measure? There are measure, train, "),
-        (["measure", "--btach", "3"], "got --btach; did you mean --batch? There are --model, "),
-        (["measure", "--batch", "many"], "got --batch many; wanted a whole number from 1 to "),
-        (["measure", "extra"], "got extra too many; memlab measure takes options alone"),
+        (["mesure"], "got the command mesure; did you mean measure? Choose from measure, train, "),
+        (["measure", "--btach", "3"], "got --btach; did you mean --batch? Choose from --model, "),
+        (["measure", "--batch", "many"], "got --batch many; expected an integer from 1 to "),
+        (["measure", "extra"], "got extra arguments extra; memlab measure takes only options"),
         (["measure", "--model"], "got --model without a value; give it one"),
     ],
 )
-def test_what_the_parser_rejects_ends_in_one_line_that_leads_on(in_one_line, arguments, message):
-    line = in_one_line(*arguments)
+def test_usage_errors_are_one_line_that_points_to_the_help(usage_error, arguments, message):
+    line = usage_error(*arguments)
     assert line.startswith(message)
     assert line.endswith(f"see memlab{' measure' * ('measure' in arguments)} --help")
 
 
-def test_a_mistake_of_ours_is_not_made_to_look_like_one_of_the_user(monkeypatch):
+def test_a_bug_in_memlab_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["memlab", "doctor"])
     monkeypatch.setattr("memlab.cli.doctor.examine", lambda: [][0])
     with pytest.raises(IndexError):
@@ -93,9 +93,7 @@ def test_a_mistake_of_ours_is_not_made_to_look_like_one_of_the_user(monkeypatch)
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, typer.Abort])
-def test_ctrl_c_is_one_line_however_the_parser_hands_it_on(
-    memlab_command, monkeypatch, interruption
-):
+def test_ctrl_c_is_one_line_with_every_version_of_typer(memlab_command, monkeypatch, interruption):
     def app(**settings):
         raise interruption
 
@@ -109,8 +107,8 @@ def test_ctrl_c_is_one_line_however_the_parser_hands_it_on(
 
 @pytest.fixture
 def interrupted_at_torch(tmp_path):
-    """Runs `memlab` in a process of its own, in which Ctrl-C is pressed as soon as torch is
-    imported: (status, out, err)."""
+    """Run `memlab` in a separate process where importing torch acts like Ctrl-C. Return (status,
+    out, err)."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8"}
@@ -139,30 +137,28 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(interrupted_at_torch, entry,
 @pytest.mark.parametrize(
     ("arguments", "status"), [(["--help"], 0), (["doctor", "--help"], 0), (["mesure"], 2), ([], 2)]
 )
-def test_what_can_be_said_without_torch_does_not_wait_for_it(
-    interrupted_at_torch, arguments, status
-):
+def test_commands_that_do_not_need_torch_do_not_import_it(interrupted_at_torch, arguments, status):
     got, out, err = interrupted_at_torch(sys.executable, "-m", "memlab", *arguments)
     assert got == status
-    assert "memlab" in out + err  # the help, or what is wrong
+    assert "memlab" in out + err  # the help, or the error
 
 
 # ------------------------------------------------------------------ terminals
 
 
-def test_what_an_encoding_has_not_is_written_in_ascii(monkeypatch):
+def test_characters_outside_the_encoding_are_replaced_by_ascii(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
-    cli._print_what_the_terminal_can()
+    cli._replace_unencodable_characters()
     stream.write("4 × 256 ██ ☃ é plain")
     stream.flush()
     assert stream.buffer.getvalue() == b"4 x 256 ## ? ? plain"
 
 
-def test_what_an_encoding_has_is_written_as_it_is(monkeypatch):
+def test_characters_of_the_encoding_are_kept(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", stream)
-    cli._print_what_the_terminal_can()
+    cli._replace_unencodable_characters()
     stream.write("4 × 256 █")
     stream.flush()
     assert stream.buffer.getvalue() == "4 × 256 #".encode("latin-1")
@@ -170,8 +166,8 @@ def test_what_an_encoding_has_is_written_as_it_is(monkeypatch):
 
 @pytest.fixture(scope="module")
 def in_a_terminal(tmp_path_factory):
-    """(standard output in a pipe, standard error in a terminal, folder) of a process of its own,
-    whose encoding is ASCII."""
+    """Run a separate process whose encoding is ASCII. Return its standard output from a pipe, its
+    standard error from a terminal, and its folder."""
     pty = pytest.importorskip("pty")
     folder = tmp_path_factory.mktemp("terminal")
     terminal, standard_error = pty.openpty()
@@ -183,27 +179,27 @@ def in_a_terminal(tmp_path_factory):
         stderr=standard_error,
     )
     os.close(standard_error)
-    shown = b"".join(all_of(terminal)).decode("ascii")  # read while it runs: a full one blocks it
+    shown = b"".join(all_of(terminal)).decode("ascii")  # read while it runs, or it would block
     out, _ = process.communicate()
     assert process.returncode == 0, shown
     return out.decode("ascii"), shown, folder
 
 
 def all_of(terminal: int) -> Iterator[bytes]:
-    """What is written until nobody can write any more, which Linux reports as an error."""
+    """Read until the writer closes the terminal, which Linux reports as an error."""
     with suppress(OSError):
         while part := os.read(terminal, 4096):
             yield part
     os.close(terminal)
 
 
-def test_a_process_of_its_own_writes_what_it_says_it_wrote(in_a_terminal):
+def test_a_separate_process_writes_the_files_that_it_lists(in_a_terminal):
     out, _, folder = in_a_terminal
     assert "written: work/measure.json" in out
     assert len(json.loads((folder / "work/measure.json").read_text())["rows"]) == 2
 
 
-def test_standard_output_in_a_pipe_has_no_control_characters(in_a_terminal):
+def test_piped_output_has_no_control_characters(in_a_terminal):
     out, _, _ = in_a_terminal
     assert [c for c in out if not c.isprintable() and c != "\n"] == []
 
@@ -214,7 +210,7 @@ def test_the_progress_bar_is_on_standard_error(in_a_terminal):
     assert "sgd: time" not in out
 
 
-def test_a_terminal_without_the_characters_gets_others(in_a_terminal):
+def test_an_ascii_terminal_gets_replacement_characters(in_a_terminal):
     out, _, _ = in_a_terminal
     assert "tiny, 4 x 64 tokens" in out
     assert "%  ####" in out

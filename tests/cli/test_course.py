@@ -25,7 +25,7 @@ RIGHT = "def double(x):\n    return 2 * x"
 WRONG = "def double(x):\n    return x * x"
 CALL = 'double = exercise("7.1", double)'
 SECOND = ("def half(x):\n    return x / 2", 'half = exercise("7.2", half)')
-SPENT = "These are all; memlab diff 7.1 shows a solution"
+SPENT = "That was the last hint; memlab diff 7.1 shows a solution"
 
 
 def check_double(answer) -> str:
@@ -66,7 +66,7 @@ def write_notebook(path: Path, *sources: str) -> None:
 
 @pytest.fixture(autouse=True)
 def root(tmp_path, monkeypatch) -> Path:
-    """A repository with one day; Jupyter is not there."""
+    """A repository with one day, without Jupyter."""
     monkeypatch.setattr(days, "ROOT", tmp_path)
     monkeypatch.setattr(days, "numbers", lambda: [7])
     monkeypatch.setattr(days, "day", one_day)
@@ -79,7 +79,7 @@ def root(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def copy(root, memlab_command):
-    """Writes the learner's copy."""
+    """Write the learner's copy."""
     memlab_command("start", 7)
 
     def write(*sources: str) -> Path:
@@ -91,21 +91,22 @@ def copy(root, memlab_command):
 
 @pytest.fixture
 def answering(monkeypatch):
-    """Sets what the user types."""
+    """Set the user's input."""
     return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
 @pytest.fixture
 def record(root):
-    """The record of an exercise."""
+    """Return the record of an exercise."""
     return lambda id_="7.1": progress.read(root / "work").exercise(id_)
 
 
 # ------------------------------------------------------------------ help and errors
 
 
-def test_help_names_them_after_the_others_in_a_panel_of_their_own(memlab_command):
+def test_help_lists_the_courses_commands_last_in_their_own_panel(memlab_command):
     text = memlab_command("--help").out
+    text = text[text.index("Commands") :]
     places = [text.index(f" {name} ") for name in ("measure  ", "doctor  ")]
     places.append(text.index("The course"))
     places += [text.index(f" {name}  ") for name in COMMANDS]
@@ -113,7 +114,7 @@ def test_help_names_them_after_the_others_in_a_panel_of_their_own(memlab_command
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_has_help_with_examples_that_can_be_typed(memlab_command, command):
+def test_each_command_has_help_with_examples_that_parse(memlab_command, command):
     outcome = memlab_command(command, "--help")
     assert (outcome.status, outcome.err) == (0, "")
     lines = [line.split() for line in outcome.out.splitlines()]
@@ -145,47 +146,47 @@ def test_help_needs_no_torch(tmp_path, command):
         (["check", "8.1"], "got day 8; there is day 7"),
         (["check", "7.3"], "got exercise 7.3; day 7 has 7.1, 7.2"),
         (["check", "seven"], "got seven; give a day, such as 1, or one of its exercises"),
-        (["check", "7.x"], "got '7.x'; give a day and a number in it"),
+        (["check", "7.x"], "got '7.x'; give the number of an exercise"),
         (["hint", "7.3"], "got exercise 7.3; day 7 has 7.1, 7.2"),
-        (["hint", "7"], "got '7'; give a day and a number in it"),
+        (["hint", "7"], "got '7'; give the number of an exercise"),
         (["diff", "7.3"], "got exercise 7.3; day 7 has 7.1, 7.2"),
-        (["start", "seven"], "got the day seven; wanted a whole number, such as 1; see memlab"),
+        (["start", "seven"], "got the day seven; expected an integer, such as 1; see memlab"),
         (["start", 7, 8], "got 8 after the day; give one day, and options of JupyterLab after --"),
-        (["check", 7], f"there is no work/{NAME} yet; memlab start 7 makes a copy of the lesson"),
-        (["check", "7.1"], "memlab start 7 makes a copy"),
-        (["diff", "7.1"], "memlab start 7 makes a copy"),
+        (["check", 7], f"there is no work/{NAME} yet; run memlab start 7 to copy the lesson"),
+        (["check", "7.1"], "run memlab start 7 to copy"),
+        (["diff", "7.1"], "run memlab start 7 to copy"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_line(in_one_line, root, arguments, message):
-    assert message in in_one_line(*arguments)
+def test_bad_input_is_one_line_and_creates_nothing(usage_error, root, arguments, message):
+    assert message in usage_error(*arguments)
     assert not (root / "work").exists()
 
 
 @pytest.mark.parametrize("command", [["check", 7], ["check", "7.1"], ["diff", "7.1", "--yes"]])
-def test_a_copy_that_cannot_be_read_is_said_in_one_line_and_kept(in_one_line, copy, command):
+def test_an_unreadable_copy_is_one_line_and_kept(usage_error, copy, command):
     path = copy()
     path.write_text("<<<<<<< mine")
-    assert "cannot be read as a notebook" in in_one_line(*command)
+    assert "cannot be read as a notebook" in usage_error(*command)
     assert path.read_text() == "<<<<<<< mine"
 
 
-def test_a_lesson_that_is_not_built_is_said_in_one_line(in_one_line, root):
+def test_a_missing_lesson_is_one_line(usage_error, root):
     (root / "lessons" / NAME).unlink()
-    assert "there is no notebook of day 7 in lessons/" in in_one_line("start", 7)
+    assert "there is no notebook of day 7 in lessons/" in usage_error("start", 7)
 
 
 @pytest.mark.parametrize("command", ["start", "reset"])
-def test_a_folder_that_cannot_be_written_is_said_in_one_line(memlab_command, root, command):
+def test_a_read_only_folder_is_one_line(memlab_command, root, command):
     (root / "work").write_text("a file")
     outcome = memlab_command(command, 7, *(["--yes"] if command == "reset" else []))
     [line] = outcome.err.splitlines()
     assert outcome.status == 2
-    assert line.startswith(f"memlab: {root / 'work'}: File exists; nothing of yours was lost")
-    assert "make work a folder that you can write" in line
+    assert line.startswith(f"memlab: {root / 'work'}: File exists; your work is safe")
+    assert "make work a folder that you can write to" in line
 
 
 @pytest.mark.parametrize("command", [["check", 7], ["hint", "7.1"]])
-def test_a_full_disk_is_said_in_one_line(memlab_command, copy, monkeypatch, command):
+def test_a_full_disk_is_one_line(memlab_command, copy, monkeypatch, command):
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
@@ -194,13 +195,13 @@ def test_a_full_disk_is_said_in_one_line(memlab_command, copy, monkeypatch, comm
     outcome = memlab_command(*command)
     [line] = outcome.err.splitlines()
     assert outcome.status == 2
-    assert line.startswith("memlab: work: No space left on device; nothing of yours was lost")
+    assert line.startswith("memlab: work: No space left on device; your work is safe")
 
 
 # ------------------------------------------------------------------ start
 
 
-def test_start_says_where_the_copy_is_and_how_to_get_jupyterlab(memlab_command, root):
+def test_start_names_the_copy_and_explains_how_to_install_jupyterlab(memlab_command, root):
     outcome = memlab_command("start", 7)
     assert (outcome.status, outcome.err) == (0, "")
     first, second = outcome.out.splitlines()
@@ -209,34 +210,36 @@ def test_start_says_where_the_copy_is_and_how_to_get_jupyterlab(memlab_command, 
     assert (root / "work" / NAME).exists()
 
 
-def test_a_second_start_keeps_what_was_written(memlab_command, copy):
+def test_a_second_start_keeps_the_copy(memlab_command, copy):
     path = copy(RIGHT)
     before = path.read_bytes()
-    assert f"work/{NAME} is as you left it\n" in memlab_command("start", 7).out
+    assert f"work/{NAME} is unchanged\n" in memlab_command("start", 7).out
     assert path.read_bytes() == before
 
 
-def test_start_says_that_the_lesson_has_changed(memlab_command, root):
+def test_start_reports_a_changed_lesson(memlab_command, root):
     memlab_command("start", 7)
     write_notebook(root / "lessons" / NAME, STUB, CALL, *SECOND, "more = 1")
     out = memlab_command("start", 7).out
-    assert "the lesson has changed since it was copied (memlab reset 7 puts yours aside" in out
+    assert "the lesson has changed since you copied it (memlab reset 7 backs up your copy" in out
 
 
-def test_start_says_that_the_copy_cannot_be_read(memlab_command, copy):
+def test_start_reports_an_unreadable_copy(memlab_command, copy):
     copy().write_text("")
     out = memlab_command("start", 7).out
-    assert "cannot be read as a notebook (memlab reset 7 puts yours aside" in out
+    assert "is not a readable notebook (memlab reset 7 backs up your copy" in out
 
 
-def test_a_copy_elsewhere_is_shown_with_its_whole_path(memlab_in, root, tmp_path_factory):
+def test_a_copy_outside_the_current_folder_is_shown_with_its_full_path(
+    memlab_in, root, tmp_path_factory
+):
     outcome = memlab_in(tmp_path_factory.mktemp("elsewhere"), "start", 7)
     assert outcome.out.startswith(f"{root / 'work' / NAME} is a fresh copy")
 
 
 @pytest.fixture
 def jupyterlab(tmp_path, monkeypatch):
-    """A JupyterLab that only writes down how it was called: gives what it wrote."""
+    """A fake JupyterLab that records how it was called. Return a function that reads the record."""
     package = tmp_path / "packages" / "jupyterlab"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -255,9 +258,9 @@ def test_start_opens_the_copy_in_jupyterlab(memlab_command, jupyterlab, root, mo
     monkeypatch.delenv("OMP_WAIT_POLICY")
     outcome = memlab_command("start", 7)
     assert (outcome.status, outcome.err) == (0, "")
-    assert "Ctrl-C here ends JupyterLab" in outcome.out
+    assert "press Ctrl-C here to stop it" in outcome.out
     arguments, folder, environment, _ = jupyterlab()
-    assert f"--ServerApp.root_dir={root}" in arguments  # so that a lesson's links lead somewhere
+    assert f"--ServerApp.root_dir={root}" in arguments  # so that links in a lesson work
     assert f"--LabApp.default_url=/lab/tree/work/{NAME}" in arguments
     assert ("--allow-root" in arguments) == (os.geteuid() == 0)
     assert folder == str(root / "work")
@@ -267,7 +270,7 @@ def test_start_opens_the_copy_in_jupyterlab(memlab_command, jupyterlab, root, mo
 
 
 @pytest.mark.parametrize(("user", "options"), [(0, ["--allow-root"]), (1000, [])])
-def test_jupyterlab_is_told_if_it_runs_as_root(
+def test_jupyterlab_gets_allow_root_only_for_root(
     memlab_command, jupyterlab, monkeypatch, user, options
 ):
     monkeypatch.setattr(os, "geteuid", lambda: user)
@@ -275,18 +278,18 @@ def test_jupyterlab_is_told_if_it_runs_as_root(
     assert jupyterlab()[0][3:] == ["-y", *options]
 
 
-def test_what_comes_after_two_dashes_is_handed_on(memlab_command, jupyterlab):
+def test_options_after_two_dashes_reach_jupyterlab(memlab_command, jupyterlab):
     memlab_command("start", 7, "--", "--no-browser", "--port", "8890")
     assert jupyterlab()[0][-3:] == ["--no-browser", "--port", "8890"]
 
 
-def test_a_wait_policy_that_is_set_stays(memlab_command, jupyterlab, monkeypatch):
+def test_an_existing_wait_policy_is_kept(memlab_command, jupyterlab, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     memlab_command("start", 7)
     assert jupyterlab()[2]["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
-def test_a_learners_file_named_as_a_module_does_not_stop_jupyterlab(
+def test_a_learners_file_named_like_a_module_does_not_break_jupyterlab(
     memlab_command, jupyterlab, root
 ):
     memlab_command("start", 7, "--no-open")
@@ -295,7 +298,7 @@ def test_a_learners_file_named_as_a_module_does_not_stop_jupyterlab(
     assert jupyterlab()[3] != str(root / "work" / "random.py")
 
 
-def test_start_ends_as_jupyterlab_does(memlab_command, jupyterlab):
+def test_start_returns_jupyterlabs_status(memlab_command, jupyterlab):
     assert memlab_command("start", 7, "--", "--fail").status == 3
 
 
@@ -307,7 +310,7 @@ def test_no_open_only_makes_the_copy(memlab_command, jupyterlab, root):
 
 
 class Server:
-    """A process; `events` says what each wait for it ends in."""
+    """A fake process; `events` lists the results of its waits."""
 
     def __init__(self, *events: int | type[BaseException]):
         self.events, self.log = list(events), []
@@ -336,16 +339,16 @@ class Server:
         ([KeyboardInterrupt, subprocess.TimeoutExpired, 0], 0, [None, 10, "terminate", 10]),
     ],
 )
-def test_ctrl_c_waits_for_jupyterlab_and_ends_it_if_need_be(events, status, log):
+def test_ctrl_c_waits_for_jupyterlab_and_terminates_it_if_it_hangs(events, status, log):
     server = Server(*events)
-    assert course._status_at_the_end(server) == status
+    assert course._exit_status(server) == status
     assert server.log == log
 
 
 # ------------------------------------------------------------------ check
 
 
-def test_check_judges_every_exercise_and_notes_the_verdicts(memlab_command, copy, record):
+def test_check_checks_every_exercise_and_records_the_results(memlab_command, copy, record):
     copy(WRONG, CALL, *SECOND)
     outcome = memlab_command("check", 7)
     assert (outcome.status, outcome.err) == (1, "")
@@ -366,7 +369,7 @@ def test_check_succeeds_if_all_is_right(memlab_command, copy):
     assert outcome.out.endswith("2 of 2 right\n")
 
 
-def test_a_lesson_as_it_was_copied_is_not_attempted(memlab_command, record):
+def test_an_unchanged_lesson_is_not_attempted(memlab_command, record):
     memlab_command("start", 7)
     outcome = memlab_command("check", "7.1")
     assert outcome.status == 1
@@ -374,14 +377,14 @@ def test_a_lesson_as_it_was_copied_is_not_attempted(memlab_command, record):
     assert record() == progress.Record("not attempted", checks=0)
 
 
-def test_check_of_one_exercise_judges_and_notes_no_other(memlab_command, copy, record):
+def test_checking_one_exercise_leaves_the_others(memlab_command, copy, record):
     copy(WRONG, CALL, *SECOND)
     outcome = memlab_command("check", "7.2")
     assert (outcome.status, outcome.out) == (0, "[ok] 7.2  one case\n")
     assert (record("7.1").checks, record("7.2").checks) == (0, 1)
 
 
-def test_checks_are_counted_and_right_once_is_right(memlab_command, copy, record):
+def test_checks_are_counted_and_a_solved_exercise_stays_solved(memlab_command, copy, record):
     copy(RIGHT, CALL)
     memlab_command("check", "7.1")
     copy(WRONG, CALL)
@@ -389,7 +392,7 @@ def test_checks_are_counted_and_right_once_is_right(memlab_command, copy, record
     assert record() == progress.Record("ok", checks=2)
 
 
-def test_an_interrupted_check_notes_nothing(memlab_command, copy, root):
+def test_an_interrupted_check_records_nothing(memlab_command, copy, root):
     copy(*SECOND, "def double(x):\n    raise KeyboardInterrupt", CALL)
     before = (root / "work" / progress.FILE).read_bytes()
     outcome = memlab_command("check", 7)
@@ -397,7 +400,7 @@ def test_an_interrupted_check_notes_nothing(memlab_command, copy, root):
     assert (root / "work" / progress.FILE).read_bytes() == before
 
 
-def test_check_puts_progress_aside_that_cannot_be_read(memlab_command, copy, root, record):
+def test_check_backs_up_unreadable_progress(memlab_command, copy, root, record):
     copy(RIGHT, CALL, *SECOND)
     (root / "work" / progress.FILE).write_text("half of it")
     outcome = memlab_command("check", 7)
@@ -406,7 +409,7 @@ def test_check_puts_progress_aside_that_cannot_be_read(memlab_command, copy, roo
     assert record().checks == 1
 
 
-def test_check_leaves_the_copy_as_it_is(memlab_command, copy):
+def test_check_does_not_change_the_copy(memlab_command, copy):
     path = copy(WRONG, CALL, *SECOND)
     before = path.read_bytes()
     memlab_command("check", 7)
@@ -416,7 +419,7 @@ def test_check_leaves_the_copy_as_it_is(memlab_command, copy):
 # ------------------------------------------------------------------ hint
 
 
-def test_each_hint_comes_with_those_before_it(memlab_command, copy, record):
+def test_each_hint_is_shown_below_the_earlier_ones(memlab_command, copy, record):
     copy(WRONG, CALL)
     said = [memlab_command("hint", "7.1").out.splitlines() for _ in range(4)]
     first, second = "hint 1 of 3: a nudge", "hint 2 of 3: a [push]"
@@ -428,18 +431,18 @@ def test_each_hint_comes_with_those_before_it(memlab_command, copy, record):
     assert record() == progress.Record(hints=3)
 
 
-def test_hints_of_one_exercise_are_not_those_of_another(memlab_command, copy, record):
+def test_hints_are_counted_per_exercise(memlab_command, copy, record):
     memlab_command("hint", "7.1")
     memlab_command("hint", "7.2")
     assert (record("7.1").hints, record("7.2").hints) == (1, 1)
 
 
-def test_before_start_there_is_the_first_hint_and_nothing_is_noted(memlab_command, root):
+def test_before_start_only_the_first_hint_is_shown_and_nothing_is_recorded(memlab_command, root):
     for _ in range(2):
         assert memlab_command("hint", "7.1").out.splitlines() == [
             "7.1 Double [it]",
             "hint 1 of 3: a nudge",
-            "memlab start 7 begins the day: the next hint comes after it",
+            "Run memlab start 7 first; the next hints come after it",
         ]
     assert not (root / "work").exists()
 
@@ -455,14 +458,14 @@ DIFF = f"""--- work/{NAME} (yours)
 """
 
 
-def test_diff_shows_the_cell_beside_the_solutions(memlab_command, copy):
+def test_diff_compares_the_cell_with_the_solutions(memlab_command, copy):
     copy("# mine", WRONG, CALL)
     memlab_command("check", "7.1")
     outcome = memlab_command("diff", "7.1")
     assert (outcome.status, outcome.out, outcome.err) == (0, DIFF, "")
 
 
-def test_diff_shows_all_lines_of_a_long_cell_and_breaks_none(memlab_command, copy, root):
+def test_diff_shows_a_long_cell_in_full_without_line_breaks(memlab_command, copy, root):
     same = [f"    # [bold]{i}{'x' * 300}" for i in range(20)]
     copy("\n".join([WRONG, *same]), CALL)
     write_notebook(root / "solutions" / NAME, "\n".join([RIGHT, *same]), CALL)
@@ -470,10 +473,10 @@ def test_diff_shows_all_lines_of_a_long_cell_and_breaks_none(memlab_command, cop
     assert lines[6:] == [f" {line}" for line in same]
 
 
-def test_diff_says_where_cells_are_equal(memlab_command, copy):
+def test_diff_reports_equal_cells(memlab_command, copy):
     copy(RIGHT, CALL)
     assert memlab_command("diff", "7.1", "--yes").out == (
-        "7.1: your cell is the solution's, line for line\n"
+        "7.1: your cell matches the solution line for line\n"
     )
 
 
@@ -489,36 +492,38 @@ def test_diff_is_coloured_in_a_terminal(memlab_command, copy, monkeypatch):
 
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize(("answer", "shows"), [("y\n", True), ("n\n", False), ("\n", False)])
-def test_diff_asks_where_nothing_was_tried(memlab_command, copy, answering, checked, answer, shows):
+def test_diff_asks_before_the_first_attempt(
+    memlab_command, copy, answering, checked, answer, shows
+):
     copy(STUB, CALL)
     if checked:
         memlab_command("check", "7.1")
     answering(answer)
     outcome = memlab_command("diff", "7.1")
-    assert outcome.out.startswith("Look at the solution without having tried? [y/N] ")
+    assert outcome.out.startswith("Show the solution before you have tried? [y/N] ")
     assert ("return 2 * x" in outcome.out) is shows
     assert outcome.status == (0 if shows else 1)
 
 
-def test_where_nobody_answers_the_answer_is_no(memlab_command, copy, answering):
+def test_without_an_answer_the_answer_is_no(memlab_command, copy, answering):
     copy(STUB, CALL)
     answering("")
     outcome = memlab_command("diff", "7.1")
     assert (outcome.status, outcome.err) == (1, "")
-    assert outcome.out.endswith("\nnobody answered: --yes goes on without asking\n")
+    assert outcome.out.endswith("\nno answer; pass --yes to continue without asking\n")
 
 
 # ------------------------------------------------------------------ progress
 
 
-def test_progress_says_how_to_start(memlab_command):
+def test_empty_progress_explains_how_to_start(memlab_command):
     outcome = memlab_command("progress")
     assert (outcome.status, outcome.err) == (0, "")
-    assert outcome.out.endswith("memlab start 7 opens the lesson\n")
+    assert outcome.out.endswith("run memlab start 7 to open the lesson\n")
     assert "2 exercises left, about 25 minutes" in outcome.out
 
 
-def test_progress_shows_how_every_exercise_stands(memlab_command, copy):
+def test_progress_shows_the_state_of_every_exercise(memlab_command, copy):
     copy(WRONG, CALL, *SECOND)
     memlab_command("check", 7)
     memlab_command("check", "7.1")
@@ -534,14 +539,14 @@ def test_progress_shows_how_every_exercise_stands(memlab_command, copy):
     ]
 
 
-def test_what_was_only_started_is_not_tried(memlab_command):
+def test_an_exercise_without_an_answer_is_not_tried(memlab_command):
     memlab_command("start", 7)
     memlab_command("check", 7)
     lines = [line.split() for line in memlab_command("progress").out.splitlines()]
     assert lines[2] == ["7.1", "Double", "[it]", "–", "5", "●○○○○"]
 
 
-def test_a_day_whose_lesson_is_not_built_has_no_title(memlab_command, root):
+def test_a_day_without_a_lesson_has_no_title(memlab_command, root):
     (root / "lessons" / NAME).unlink()
     outcome = memlab_command("progress")
     assert outcome.status == 0
@@ -559,7 +564,7 @@ GUESSES = {
 }
 
 
-def test_progress_shows_guesses_beside_what_was_measured(memlab_command, root):
+def test_progress_shows_guesses_beside_measurements(memlab_command, root):
     (root / "work").mkdir()
     progress.update(root / "work", lambda p: p.guesses.update(GUESSES))
     lines = memlab_command("progress").out.splitlines()
@@ -579,7 +584,7 @@ def test_progress_shows_guesses_beside_what_was_measured(memlab_command, root):
     ]
 
 
-def test_progress_that_cannot_be_read_is_put_aside(memlab_command, copy, root):
+def test_unreadable_progress_is_backed_up(memlab_command, copy, root):
     (root / "work" / progress.FILE).write_text("half of it")
     assert memlab_command("progress").status == 0
     assert (root / "work" / "progress.unreadable-1.json").read_text() == "half of it"
@@ -588,7 +593,7 @@ def test_progress_that_cannot_be_read_is_put_aside(memlab_command, copy, root):
 # ------------------------------------------------------------------ reset
 
 
-def test_reset_says_what_it_will_do_and_does_it(memlab_command, copy, answering, root, record):
+def test_reset_announces_its_changes_and_makes_them(memlab_command, copy, answering, root, record):
     path = copy(WRONG, CALL)
     mine = path.read_bytes()
     memlab_command("check", "7.1")
@@ -599,10 +604,10 @@ def test_reset_says_what_it_will_do_and_does_it(memlab_command, copy, answering,
     backup = "work/backups/day07_test.1.ipynb"
     assert first == (
         f"memlab reset 7 moves work/{NAME} to {backup}, makes a fresh copy of the lesson, and "
-        f"forgets what is noted of day 7: checks, hints and guesses"
+        f"clears the checks, hints and guesses of day 7"
     )
     assert f"your copy is now {backup}" in outcome.out
-    assert third.startswith(f"work/{NAME} is a fresh copy; where it is open in JupyterLab")
+    assert third.startswith(f"work/{NAME} is a fresh copy; if it is open in JupyterLab")
     assert (root / backup).read_bytes() == mine
     assert json.loads(path.read_text())["cells"][1]["source"] == STUB
     assert record() == progress.Record()

@@ -1,4 +1,4 @@
-"""`memlab doctor`: one line for each finding, and status 1 if one of them is bad."""
+"""`memlab doctor`: one line per finding, and status 1 if one of them failed."""
 
 import importlib.metadata
 import shutil
@@ -30,18 +30,18 @@ def report(memlab_in, tmp_path_factory):
 
 
 def findings(name: str) -> list[tuple[bool | None, str]]:
-    """What the doctor finds by this name."""
+    """Return the findings with this name."""
     return [(f.ok, f.text) for f in doctor._findings() if f.name == name]
 
 
 def devices() -> list[tuple[str, bool | None, str]]:
-    """What the doctor finds of the devices: nothing else of it takes time."""
+    """Return the findings about devices only, which take no time."""
     return [tuple(finding) for finding in doctor._devices()]
 
 
 @pytest.fixture
 def cuda(no_accelerator, monkeypatch):
-    """Two GPUs, as torch would tell of them."""
+    """Two GPUs, as torch reports them."""
     properties = {0: ("H200", 100 * GIB, 140 * GIB), 1: ("RTX 4090", 20 * GIB, 24 * GIB)}
 
     def memory(device):
@@ -61,30 +61,30 @@ def cuda(no_accelerator, monkeypatch):
 # ------------------------------------------------------------------ this machine
 
 
-def test_a_machine_on_which_the_tests_run_is_well(report):
+def test_the_machine_that_runs_the_tests_passes(report):
     assert (report.status, report.err) == (0, "")
     assert "FAIL" not in report.out
 
 
 @pytest.mark.parametrize("name", ["python", "torch", "host", "device", "meter", "techniques"])
-def test_it_speaks_of(report, name):
+def test_the_report_includes(report, name):
     assert name in [line[5:].split()[0] for line in report.out.splitlines()]
 
 
-def test_every_line_begins_with_its_verdict(report):
+def test_every_line_begins_with_its_result(report):
     assert {line[:5] for line in report.out.splitlines()} == {"OK   ", "     "}
 
 
-def test_the_versions_are_those_that_run(report):
+def test_the_versions_are_the_running_ones(report):
     assert f"OK   torch        {torch.__version__}, built for " in report.out
 
 
-def test_the_dry_run_was_held_against_the_real_step(report):
+def test_the_dry_run_is_compared_with_the_real_step(report):
     peak = doctor._peak(combined("plain"), "cpu")
-    assert f"OK   dry run      equal to the real step, to the byte ({peak:,} B)" in report.out
+    assert f"OK   dry run      same peak as the real step, to the byte ({peak:,} B)" in report.out
 
 
-def test_every_technique_was_tried(report):
+def test_every_technique_runs(report):
     words = f"the plain step and all {len(TECHNIQUES) - 1} techniques work on cpu"
     assert f"OK   techniques   {words}" in report.out
 
@@ -93,7 +93,7 @@ def test_every_technique_was_tried(report):
 
 
 @pytest.mark.usefixtures("cuda")
-def test_each_gpu_is_told_with_its_memory_and_its_driver():
+def test_each_gpu_is_listed_with_its_memory_and_driver():
     assert devices() == [
         ("device", True, "cuda:0 H200, 100.00 GiB free of 140.00 GiB, driver for CUDA 12.8"),
         ("device", True, "cuda:1 RTX 4090, 20.00 GiB free of 24.00 GiB, driver for CUDA 12.8"),
@@ -101,12 +101,12 @@ def test_each_gpu_is_told_with_its_memory_and_its_driver():
 
 
 @pytest.mark.usefixtures("cuda")
-def test_rocm_has_no_driver_for_cuda(monkeypatch):
+def test_rocm_has_no_cuda_driver_version(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert "CUDA" not in devices()[0][2]
 
 
-def test_apple_says_how_much_it_recommends(monkeypatch):
+def test_apple_gpus_show_the_recommended_maximum(monkeypatch):
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps")
     )
@@ -117,15 +117,15 @@ def test_apple_says_how_much_it_recommends(monkeypatch):
     [(_, ok, text)] = devices()
     assert ok
     assert text.startswith("mps:0 Apple ")
-    assert text.endswith("Metal recommends 12.00 GiB at most")
+    assert text.endswith("Metal recommends at most 12.00 GiB")
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_device_that_does_not_answer_fails(monkeypatch):
-    def unwell(device):
+def test_a_device_that_raises_fails(monkeypatch):
+    def broken(device):
         raise RuntimeError("CUDA error: an illegal memory access\nwas encountered")
 
-    monkeypatch.setattr(torch.cuda, "get_device_name", unwell)
+    monkeypatch.setattr(torch.cuda, "get_device_name", broken)
     assert devices()[0] == (
         "device",
         False,
@@ -134,41 +134,41 @@ def test_a_device_that_does_not_answer_fails(monkeypatch):
 
 
 @pytest.mark.usefixtures("cuda")
-def test_a_step_is_tried_on_the_accelerator_as_on_the_cpu(monkeypatch):
+def test_a_step_runs_on_the_accelerator_and_on_the_cpu(monkeypatch):
     tried = []
     monkeypatch.setattr(doctor, "_peak", lambda technique, device: tried.append(device) or 1)
-    meters = [text.split(" was ")[0] for _, text in findings("meter")]
-    assert meters == ["a training step on cpu", "a training step on cuda"]
+    meters = [text.split(":")[0] for _, text in findings("meter")]
+    assert meters == ["measured a training step on cpu", "measured a training step on cuda"]
     assert {"cpu", "cuda"} == set(tried)
 
 
 @pytest.mark.parametrize("card", ["an NVIDIA GPU", "an AMD GPU"])
 def test_a_gpu_that_this_torch_was_not_built_for_fails(monkeypatch, card):
-    monkeypatch.setattr(doctor, "_card", lambda: card)
+    monkeypatch.setattr(doctor, "_installed_gpu", lambda: card)
     monkeypatch.setattr(doctor, "_build", lambda: "the CPU")
     [(_, ok, text)] = devices()
     assert ok is False
-    assert (
-        text
-        == f"{card} is here, but this torch cannot use it: it is built for the CPU; install another"
+    assert text == (
+        f"{card} was found, but this torch cannot use it: it is built for the CPU; install a "
+        f"build for this GPU"
     )
 
 
-def test_a_driver_that_is_too_old_is_given_as_the_reason(monkeypatch):
+def test_a_driver_that_is_too_old_is_named(monkeypatch):
     def complain(check_available=False):
         warnings.warn(
             "CUDA initialization: The NVIDIA driver is too old\n(found 11040)", stacklevel=1
         )
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", complain)
-    monkeypatch.setattr(doctor, "_card", lambda: "an NVIDIA GPU")
+    monkeypatch.setattr(doctor, "_installed_gpu", lambda: "an NVIDIA GPU")
     [(_, ok, text)] = devices()
     assert ok is False
     assert text.endswith("cannot use it: CUDA initialization: The NVIDIA driver is too old")
 
 
-def test_a_machine_without_a_gpu_is_well(monkeypatch):
-    monkeypatch.setattr(doctor, "_card", lambda: None)
+def test_a_machine_without_a_gpu_passes(monkeypatch):
+    monkeypatch.setattr(doctor, "_installed_gpu", lambda: None)
     assert devices() == [("device", None, "no accelerator found; everything runs on the CPU")]
 
 
@@ -181,21 +181,21 @@ def test_a_machine_without_a_gpu_is_well(monkeypatch):
         ([], None),
     ],
 )
-def test_a_driver_tells_of_its_card(monkeypatch, there, card):
+def test_a_gpu_is_recognized_by_its_driver(monkeypatch, there, card):
     monkeypatch.setattr(doctor, "Path", lambda path: SimpleNamespace(exists=lambda: path in there))
     monkeypatch.setattr(shutil, "which", lambda program: program if program in there else None)
-    assert doctor._card() == card
+    assert doctor._installed_gpu() == card
 
 
-# ------------------------------------------------------------------ what is not well
+# ------------------------------------------------------------------ failures
 
 
 @pytest.fixture
 def fails(memlab_command, monkeypatch):
-    """The FAIL lines of a machine that is not well, on which few techniques are tried."""
+    """Return the FAIL lines of a broken machine. Only two techniques are tried."""
 
     def lines() -> list[str]:
-        few = {name: combined(name) for name in ("plain", "autocast")}
+        few = {name: TECHNIQUES[name] for name in ("plain", "autocast")}
         monkeypatch.setattr(doctor, "TECHNIQUES", few)
         outcome = memlab_command("doctor")
         assert outcome.status == 1
@@ -208,25 +208,24 @@ def test_an_old_python_fails(fails, monkeypatch):
     monkeypatch.setattr(doctor, "LOWEST_PYTHON", (9, 9))
     [line] = fails()
     assert line.startswith("FAIL python       3.")
-    assert line.endswith("; memlab wants 9.9 or newer")
+    assert line.endswith("; memlab needs 9.9 or newer")
 
 
 def test_an_old_torch_fails(fails, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     [line] = fails()
     assert line.startswith("FAIL torch        2.9.1+cpu, built for ")
-    assert line.endswith("; memlab wants 2.11 or newer")
+    assert line.endswith("; memlab needs 2.11 or newer")
 
 
-def test_a_technique_that_does_not_work_is_named_with_its_reason(fails, monkeypatch):
+def test_a_technique_that_fails_is_named_with_its_reason(fails, monkeypatch):
     def refuse(device):
         raise RuntimeError("no bfloat16 here\nand more")
 
-    broken = replace(combined("autocast"), around_forward=refuse)
+    broken = replace(TECHNIQUES["autocast"], plugs={"around_forward": lambda: refuse})
     monkeypatch.setitem(TECHNIQUES, "autocast", broken)
     assert fails() == [
-        "FAIL techniques   RuntimeError: not all work on cpu: autocast "
-        "(RuntimeError: no bfloat16 here)"
+        "FAIL techniques   RuntimeError: failed on cpu: autocast (RuntimeError: no bfloat16 here)"
     ]
 
 
@@ -234,7 +233,7 @@ def test_a_dry_run_that_disagrees_fails(fails, monkeypatch):
     peaks = iter(range(1000, 9000))
     monkeypatch.setattr(doctor, "_peak", lambda technique, device: next(peaks))
     [line] = fails()
-    assert line.startswith("FAIL dry run      RuntimeError: a dry run says ")
+    assert line.startswith("FAIL dry run      RuntimeError: a dry run reports ")
 
 
 def test_a_full_disk_fails(fails, monkeypatch):
@@ -245,7 +244,7 @@ def test_a_full_disk_fails(fails, monkeypatch):
     ]
 
 
-def test_a_package_that_is_not_needed_may_be_missing(monkeypatch):
+def test_an_optional_package_may_be_missing(monkeypatch):
     def missing(package):
         raise importlib.metadata.PackageNotFoundError(package)
 
@@ -254,24 +253,24 @@ def test_a_package_that_is_not_needed_may_be_missing(monkeypatch):
 
 
 @pytest.mark.parametrize(("value", "advised"), [("passive", False), ("active", True), (None, True)])
-def test_threads_that_spin_while_they_wait_are_pointed_out(monkeypatch, value, advised):
+def test_spinning_threads_are_pointed_out(monkeypatch, value, advised):
     if value is None:
         monkeypatch.delenv("OMP_WAIT_POLICY")
     else:
         monkeypatch.setenv("OMP_WAIT_POLICY", value)
-    monkeypatch.setattr(doctor, "_tried", lambda name, *_: doctor.Finding(name, True, ""))
+    monkeypatch.setattr(doctor, "_checked", lambda name, *_: doctor.Finding(name, True, ""))
     assert ("threads" in [finding.name for finding in doctor._findings()]) == advised
 
 
 # ------------------------------------------------------------------ the machine
 
 
-def test_the_free_memory_of_the_cpu_is_a_part_of_it():
+def test_the_cpus_free_memory_is_below_its_total():
     memory = machine.memory_of(torch.device("cpu"))
     assert memory is None or 0 < memory[0] < memory[1]
 
 
-def test_a_device_that_does_not_tell_its_memory_has_none(monkeypatch):
+def test_a_device_that_does_not_report_its_memory_has_none(monkeypatch):
     def silent(device):
         raise RuntimeError("not implemented")
 
@@ -280,6 +279,6 @@ def test_a_device_that_does_not_tell_its_memory_has_none(monkeypatch):
 
 
 @pytest.mark.parametrize(("threads", "name"), [(1, "1 thread"), (2, "2 threads")])
-def test_the_cpu_is_called_by_its_threads(monkeypatch, threads, name):
+def test_the_cpu_is_named_by_its_threads(monkeypatch, threads, name):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert machine.name_of(torch.device("cpu")) == name

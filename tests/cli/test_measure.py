@@ -1,4 +1,4 @@
-"""`memlab measure`: what it shows is what a bare loop does, and what it writes is whole or not."""
+"""`memlab measure`: rows equal bare loops, and the output files are written whole or not at all."""
 
 import io
 import itertools
@@ -19,14 +19,14 @@ from quick import quick, slow
 
 import memlab
 from memlab import plot
-from memlab.cli import choices, parsing, patience, report, results, rows, terminal
+from memlab.cli import choices, parsing, report, results, rows, terminal, time_budget
 from memlab.cli.choices import SUITABLE, choose_device, choose_setting, choose_techniques
 from memlab.cli.errors import UsageError
 from memlab.cli.measure import measured_rows, options
 from memlab.cli.parsing import choose_folder
-from memlab.cli.patience import Patience
 from memlab.cli.requests import Request
-from memlab.cli.rows import Row, SideBySide, dry_row, in_turn, silent
+from memlab.cli.rows import PairedRuns, Row, dry_row, silent, time_in_turn
+from memlab.cli.time_budget import TimeBudget
 from memlab.configs.targets import TARGETS
 from memlab.model import PRESETS, cross_entropy
 from memlab.trace import DeviceMemory, Event, Trace
@@ -35,6 +35,7 @@ from memlab.train import (
     TECHNIQUES,
     Plugs,
     Setting,
+    Technique,
     build,
     combined,
     of_all_weights,
@@ -44,20 +45,20 @@ from memlab.units import format_bytes
 
 TINY = Setting("tiny", batch=2, seq_len=32)
 PLAIN = combined("plain")
-THINNED = {"flash-attention"}  # of tiles alike, one is enough where nothing is computed
+THINNED = {"flash-attention"}  # a dry run computes one of several equal tiles
 FILES = ("measure.json", "measure.png", "measure-timeline.png", "measure-blocks.png")
 
 
 def second_step(technique: Plugs, setting: Setting = TINY) -> Trace:
-    """The trace of a bare loop."""
+    """Return the trace of a bare loop."""
     training = build(setting, technique)
     training.step()
     return memlab.measure(training.step, model=training.model, optimizer=training.optimizer)
 
 
 def without_numbers(trace: Trace) -> list[Event]:
-    """The events, their storages numbered in the order of the trace; what was there before in an
-    order of its own: whoever made it first."""
+    """Return the events with storages numbered in the order of the trace. The storages from before
+    the step are sorted, because their order depends on who created them."""
     before = [event for event in trace.events if event.phase == "before"]
     after = [event for event in trace.events if event.phase != "before"]
     before.sort(key=lambda event: str(event._replace(storage=0)))
@@ -66,13 +67,13 @@ def without_numbers(trace: Trace) -> list[Event]:
 
 
 def kinds_of(trace: Trace) -> Counter[Event]:
-    """How often there is each event, whatever its storage."""
+    """Count equal events, ignoring their storages."""
     return Counter(event._replace(storage=0) for event in trace.events)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_steps():
-    """One block in place of four, and a second by the clock: then two rounds are enough."""
+    """Use one block instead of four and steps of one second, so two rounds are enough."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], layers=1))
         patch.setattr(rows, "_seconds", lambda step: step() or 1.0)
@@ -80,7 +81,7 @@ def quick_steps():
 
 
 class Rows(dict[str, Row]):
-    """Those that are asked for."""
+    """Rows that are measured when they are first used."""
 
     def __init__(self, row_of: Callable[[str, Plugs], Row]) -> None:
         self._row_of = row_of
@@ -92,8 +93,8 @@ class Rows(dict[str, Row]):
 
 @pytest.fixture(scope="module")
 def real_rows() -> Rows:
-    real = Rows(SideBySide(TINY, PLAIN).row)
-    real["plain"]  # first: the others stand beside it
+    real = Rows(PairedRuns(TINY, PLAIN).row)
+    real["plain"]  # first, because the others are compared with it
     return real
 
 
@@ -107,7 +108,7 @@ FEW = ("plain", "checkpointing", "autocast", "accumulation", "lora", "sgd")
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Gives the steps' durations in place of the clock, and counts the steps."""
+    """Replace the measured times by given ones, and return the remaining times."""
 
     def durations(*seconds: float) -> list[float]:
         left = list(seconds)
@@ -127,19 +128,19 @@ def test_a_row_has_the_trace_of_a_bare_loop(real_rows, name):
 
 
 @pytest.mark.parametrize("name", quick(FEW, sorted(TECHNIQUES.keys() - THINNED)))
-def test_a_dry_row_has_the_trace_of_the_real_one(real_rows, dry_rows, name):
+def test_a_dry_row_has_the_trace_of_the_real_row(real_rows, dry_rows, name):
     assert without_numbers(dry_rows[name].trace) == without_numbers(real_rows[name].trace)
 
 
 @pytest.mark.parametrize("name", THINNED)
-def test_a_dry_row_of_fewer_tiles_has_the_peak_of_the_real_one(real_rows, dry_rows, name):
+def test_a_dry_row_with_fewer_tiles_has_the_peak_of_the_real_row(real_rows, dry_rows, name):
     dry, real = dry_rows[name].trace, real_rows[name].trace
     assert (dry.at_peak, dry.at_end) == (real.at_peak, real.at_end)
     assert kinds_of(dry) < kinds_of(real)
 
 
-def test_the_traces_differ_where_a_gradient_of_the_first_step_is_held():
-    """So the two tests above would notice it."""
+def test_a_gradient_kept_from_the_first_step_changes_the_trace():
+    """So the two tests above would detect it."""
     training = build(TINY, PLAIN)
     training.step()
     held = [p.grad for p in training.model.parameters()]
@@ -149,7 +150,7 @@ def test_the_traces_differ_where_a_gradient_of_the_first_step_is_held():
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_dry_run_of_a_card_has_the_traces_that_are_predicted(target):
+def test_a_dry_run_for_a_gpu_has_the_predicted_trace(target):
     setting = replace(TINY, device=target)
     [row] = measured_rows(setting, {"plain": PLAIN}, True, silent)
 
@@ -161,13 +162,13 @@ def test_a_dry_run_of_a_card_has_the_traces_that_are_predicted(target):
     assert row.trace.peak_bytes > second_step(PLAIN).peak_bytes
 
 
-def test_a_row_of_a_dry_run_says_so(real_rows, dry_rows):
+def test_the_row_of_a_dry_run_is_marked(real_rows, dry_rows):
     assert (real_rows["plain"].trace.dry, dry_rows["plain"].trace.dry) == (False, True)
 
 
 @pytest.fixture
 def living_models(monkeypatch):
-    """How many models were alive at each metering; there is no accelerator's cache to empty."""
+    """Count the models alive at each measurement. There is no accelerator cache to empty."""
     models, counts = weakref.WeakSet(), []
 
     def building(setting, technique):
@@ -186,22 +187,17 @@ def living_models(monkeypatch):
 
 
 THREE = choose_techniques(
-    Request(
-        techniques=(
-            "checkpointing",
-            "sgd",
-        )
-    )
-)  # the first of the two holds itself
+    Request(techniques=("checkpointing", "sgd"))  # checkpointing forms a reference cycle
+)
 
 
-def test_an_accelerator_holds_nothing_but_what_is_metered(living_models):
-    """`cpu:0` is the CPU, but not the name that stands for it."""
+def test_only_the_measured_model_is_alive_on_an_accelerator(living_models):
+    """`cpu:0` is the CPU, but does not equal "cpu", so it takes the accelerator's path."""
     measured_rows(replace(TINY, device="cpu:0"), THREE, False, silent)
     assert living_models == [1, 1, 1]
 
 
-def test_the_cpu_holds_the_plain_training_beside_it(living_models):
+def test_on_the_cpu_the_plain_training_stays_alive(living_models):
     measured_rows(TINY, THREE, False, silent)
     assert living_models == [1, 2, 2]
 
@@ -209,17 +205,17 @@ def test_the_cpu_holds_the_plain_training_beside_it(living_models):
 # ------------------------------------------------------------------ gradients
 
 
-def test_gradients_of_the_same_kernels_are_equal(real_rows):
+def test_techniques_with_the_same_kernels_have_equal_gradients(real_rows):
     assert real_rows["checkpointing"].gradient_difference == 0
 
 
-def test_a_wrong_gradient_is_seen_with_its_size():
+def test_a_wrong_gradient_is_reported_with_its_size():
     doubled = replace(PLAIN, loss=lambda *arguments: 2 * cross_entropy(*arguments))
     plain, wrong = measured_rows(TINY, {"plain": PLAIN, "doubled": doubled}, False, silent)
     assert wrong.gradient_difference == pytest.approx(plain.largest_gradient, rel=1e-6)
 
 
-def test_one_gradient_that_is_no_number_is_seen():
+def test_a_single_nan_gradient_is_reported():
     def break_one(block):
         block.mlp.up.weight.register_hook(lambda gradient: gradient * math.nan)
 
@@ -229,21 +225,21 @@ def test_one_gradient_that_is_no_number_is_seen():
 
 
 class ForgetfulSGD(torch.optim.SGD):
-    """Keeps no gradient after its step."""
+    """Drops its gradients after the step."""
 
     def step(self, closure=None):
         super().step()
         self.zero_grad()
 
 
-def test_a_technique_that_keeps_no_gradients_has_none_to_compare():
+def test_a_technique_that_drops_its_gradients_has_no_comparison():
     forgetful = replace(PLAIN, optimizer=of_all_weights(ForgetfulSGD))
     _, row = measured_rows(TINY, {"plain": PLAIN, "forgetful": forgetful}, False, silent)
     assert row.gradient_difference is None
     assert row.failure is None
 
 
-def test_gradients_that_the_optimizer_has_of_its_own_copies_are_compared(real_rows):
+def test_gradients_of_an_optimizers_copies_are_compared(real_rows):
     assert 0 < real_rows["master-weights"].gradient_difference < 0.02
 
 
@@ -255,19 +251,19 @@ def test_gradients_that_the_optimizer_has_of_its_own_copies_are_compared(real_ro
     [
         ([0.01, 0.01] * 9, 5),  # short
         ([1.0, 1.0, 1.05, 1.0], 2),  # long, and the ratios agree
-        ([1.0, 1.0, 1.2, 1.0, 1.0, 1.0], 3),  # long, and the first two do not
-        ([3.0, 1.0, 3.0, 1.0], 2),  # it is the ratios that agree, not the steps
+        ([1.0, 1.0, 1.2, 1.0, 1.0, 1.0], 3),  # long, and the first two differ
+        ([3.0, 1.0, 3.0, 1.0], 2),  # the steps differ but the ratios agree
     ],
 )
-def test_rounds_are_as_many_as_their_length_and_agreement_ask_for(clock, seconds, rounds):
+def test_the_number_of_rounds_depends_on_length_and_agreement(clock, seconds, rounds):
     clock(*seconds)
-    assert len(in_turn(lambda: None, lambda: None)) == rounds
+    assert len(time_in_turn(lambda: None, lambda: None)) == rounds
 
 
-def test_steps_are_taken_in_turn(clock):
+def test_steps_alternate(clock):
     taken = []
     clock(*[0.01] * 10)
-    in_turn(lambda: taken.append("ours"), lambda: taken.append("theirs"))
+    time_in_turn(lambda: taken.append("ours"), lambda: taken.append("theirs"))
     assert taken == ["ours", "theirs"] * 5
 
 
@@ -284,11 +280,11 @@ def test_the_plain_step_is_timed_too(clock):
     assert (row.seconds, row.time_ratio) == (pytest.approx(0.015), 1)
 
 
-def test_bytes_stand_where_the_plain_training_does_not_fit_beside_the_technique(monkeypatch):
-    two = SideBySide(TINY, PLAIN)
-    plain = two.row("plain", PLAIN)
-    monkeypatch.setattr(rows, "in_turn", raising(torch.OutOfMemoryError("CUDA out of memory")))
-    row = two.row("sgd", combined("sgd"))
+def test_a_row_has_bytes_if_the_plain_training_does_not_fit_beside_it(monkeypatch):
+    runs = PairedRuns(TINY, PLAIN)
+    plain = runs.row("plain", PLAIN)
+    monkeypatch.setattr(rows, "time_in_turn", raising(torch.OutOfMemoryError("CUDA out of memory")))
+    row = runs.row("sgd", combined("sgd"))
     assert row.trace.peak_bytes == second_step(combined("sgd")).peak_bytes
     assert row.time_ratio is None
     assert list(report.remarks([plain, row])) == [
@@ -296,12 +292,14 @@ def test_bytes_stand_where_the_plain_training_does_not_fit_beside_the_technique(
     ]
 
 
-def test_a_step_that_fails_only_when_it_is_timed_fails(monkeypatch):
-    two = SideBySide(TINY, PLAIN)
-    two.row("plain", PLAIN)
-    monkeypatch.setattr(rows, "in_turn", raising(RuntimeError("the third step is one too many")))
+def test_a_step_that_fails_only_while_timed_fails(monkeypatch):
+    runs = PairedRuns(TINY, PLAIN)
+    runs.row("plain", PLAIN)
+    monkeypatch.setattr(
+        rows, "time_in_turn", raising(RuntimeError("the third step is one too many"))
+    )
     with pytest.raises(RuntimeError, match="one too many"):
-        two.row("sgd", combined("sgd"))
+        runs.row("sgd", combined("sgd"))
 
 
 # ------------------------------------------------------------------ failures
@@ -314,11 +312,13 @@ def raising(error: BaseException):
     return function
 
 
-def test_a_technique_that_fails_leaves_the_others(memlab_command, monkeypatch):
-    broken = replace(
-        PLAIN, attention=raising(NotImplementedError("no such kernel\non this device"))
-    )
-    monkeypatch.setitem(TECHNIQUES, "autocast", broken)
+def with_attention(attention) -> Technique:
+    return replace(TECHNIQUES["plain"], plugs={"attention": lambda: attention})
+
+
+def test_a_failing_technique_does_not_stop_the_others(memlab_command, monkeypatch):
+    attention = raising(NotImplementedError("no such kernel\non this device"))
+    monkeypatch.setitem(TECHNIQUES, "autocast", with_attention(attention))
     outcome = memlab_command(
         *("measure", "--model", "tiny", "--dry-run", "--technique", "autocast"),
         *("--technique", "sgd"),
@@ -330,9 +330,9 @@ def test_a_technique_that_fails_leaves_the_others(memlab_command, monkeypatch):
     assert "autocast: NotImplementedError: no such kernel\n" in outcome.out
 
 
-def test_a_technique_that_fails_stands_in_the_file(memlab_command, monkeypatch, tmp_path):
-    broken = replace(PLAIN, attention=raising(NotImplementedError("no such kernel")))
-    monkeypatch.setitem(TECHNIQUES, "autocast", broken)
+def test_a_failing_technique_is_in_the_results(memlab_command, monkeypatch, tmp_path):
+    attention = raising(NotImplementedError("no such kernel"))
+    monkeypatch.setitem(TECHNIQUES, "autocast", with_attention(attention))
     memlab_command("measure", "--model", "tiny", "--dry-run", "--technique", "autocast")
     [_, row] = json.loads((tmp_path / "work/measure.json").read_text())["rows"]
     assert row["failure"] == "NotImplementedError: no such kernel"
@@ -350,24 +350,26 @@ def test_a_technique_that_fails_stands_in_the_file(memlab_command, monkeypatch, 
         RuntimeError("MPS backend out of memory (MPS allocated: 5 GB)"),
     ],
 )
-def test_a_plain_step_without_memory_is_told_a_smaller_batch(memlab_command, monkeypatch, error):
+def test_out_of_memory_in_the_plain_step_suggests_a_smaller_batch(
+    memlab_command, monkeypatch, error
+):
     monkeypatch.setattr(rows, "build", raising(error))
-    monkeypatch.setattr(choices, "_bytes_of_a_step", lambda setting: 0)
+    monkeypatch.setattr(choices, "_step_bytes", lambda setting: 0)
     outcome = memlab_command("measure", "--model", "tiny", "--batch", "8")
     assert outcome.status == 2
     assert outcome.err == (
         "memlab: the plain step ran out of memory with tiny, 8 × 64 tokens, float32, cpu; "
-        "try --batch 4, or --dry-run, which takes none\n"
+        "try --batch 4, or --dry-run, which allocates nothing\n"
     )
 
 
-def test_a_plain_step_that_fails_otherwise_is_our_mistake(monkeypatch):
+def test_another_error_in_the_plain_step_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(rows, "build", raising(RuntimeError("shapes do not match")))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         measured_rows(TINY, TECHNIQUES, False, silent)
 
 
-# ------------------------------------------------------------------ what the user gave
+# ------------------------------------------------------------------ options
 
 
 def choose(model=None, batch=None, seq_len=None, dtype=None, device="cpu", dry=True) -> Setting:
@@ -375,28 +377,28 @@ def choose(model=None, batch=None, seq_len=None, dtype=None, device="cpu", dry=T
 
 
 @pytest.mark.parametrize(("device", "suited"), [("cpu", "5m"), ("mps", "34m"), ("cuda", "124m")])
-def test_the_preset_suits_the_device(device, suited):
+def test_the_default_model_depends_on_the_device(device, suited):
     assert choose(device=device) == replace(
         SUITABLE.get(device, SUITABLE["accelerator"]), device=device
     )
     assert choose(device=device).model == suited
 
 
-def test_what_is_given_takes_the_place_of_what_suits():
+def test_options_replace_the_defaults():
     given = choose(model="34m", batch=2, seq_len=100, dtype="bfloat16")
     assert given == Setting("34m", 2, 100, torch.bfloat16, "cpu")
 
 
-def test_sequences_are_as_long_as_the_model_takes():
+def test_the_default_sequence_length_is_the_models_maximum():
     assert choose(model="tiny").seq_len == PRESETS["tiny"].seq_len
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "25"], "got --model 25; did you mean 25m? There are tiny, "),
+        (["--model", "25"], "got --model 25; did you mean 25m? Choose from tiny, "),
         (["--model", "gpt"], "got --model gpt; choose from tiny, "),
-        (["--technique", "sgdd"], "got --technique sgdd; did you mean sgd? There are plain, "),
+        (["--technique", "sgdd"], "got --technique sgdd; did you mean sgd? Choose from plain, "),
         (["--technique", "lora+sgdd"], "got --technique sgdd; did you mean sgd?"),
         (["--technique", "sgd+sgd"], "got --technique sgd+sgd, which names a technique twice"),
         (["--technique", "lora+"], "got --technique ''; choose from plain, "),
@@ -406,79 +408,64 @@ def test_sequences_are_as_long_as_the_model_takes():
             "one of them out; for weights in bfloat16, give sgd and --dtype bfloat16",
         ),
         (["--dtype", "int8"], "got --dtype int8; choose from float32, bfloat16, float16"),
-        (["--batch", "0"], "got --batch 0; wanted a whole number from 1 to 1,000,000"),
-        (["--batch", "-3"], "got --batch -3; wanted a whole number from 1 to 1,000,000"),
-        (["--seq", "0"], "got --seq 0; wanted a whole number from 1 to 100,000,000"),
+        (["--batch", "0"], "got --batch 0; expected an integer from 1 to 1,000,000"),
+        (["--batch", "-3"], "got --batch -3; expected an integer from 1 to 1,000,000"),
+        (["--seq", "0"], "got --seq 0; expected an integer from 1 to 100,000,000"),
         (["--seq", "513"], "got sequences of 513 tokens; 5m takes 1 to 512"),
         (["--device", "tpu"], "got --device tpu; this machine has cpu"),
-        (["--device", "mps", "--dry-run"], "is of the cpu or predicts cuda or cuda:hopper; choose"),
-        (["--device", "cuda"], "and --dry-run --device cuda predicts it"),
-        (["--device", "mps"], "and --dry-run needs none"),
+        (["--device", "mps", "--dry-run"], "takes cpu or predicts cuda or cuda:hopper; choose"),
+        (["--device", "cuda"], "; --dry-run --device cuda predicts it"),
+        (["--device", "mps"], "; use --dry-run"),
     ],
 )
-def test_bad_input_ends_in_one_line_that_says_what_to_do(in_one_line, arguments, message):
-    assert message in in_one_line("measure", *arguments)
+def test_bad_input_is_one_line(usage_error, arguments, message):
+    assert message in usage_error("measure", *arguments)
 
 
-def test_techniques_are_measured_in_the_order_of_the_table_after_the_plain_step():
-    assert list(
-        choose_techniques(
-            Request(
-                techniques=(
-                    "sgd",
-                    "checkpointing",
-                )
-            )
-        )
-    ) == ["plain", "checkpointing", "sgd"]
+def test_techniques_are_measured_in_registry_order_after_the_plain_step():
+    chosen = choose_techniques(Request(techniques=("sgd", "checkpointing")))
+    assert list(chosen) == ["plain", "checkpointing", "sgd"]
 
 
-def test_techniques_joined_by_a_plus_are_measured_at_once():
-    chosen = choose_techniques(
-        Request(
-            techniques=(
-                "autocast+lora",
-                "sgd",
-            )
-        )
-    )
+def test_techniques_joined_by_a_plus_are_combined():
+    chosen = choose_techniques(Request(techniques=("autocast+lora", "sgd")))
     assert list(chosen) == ["plain", "sgd", "autocast+lora"]
     _, both = measured_rows(TINY, {"plain": PLAIN, "both": chosen["autocast+lora"]}, True, silent)
     for one in ("autocast", "lora"):
         assert both.trace.peak_bytes < second_step(combined(one)).peak_bytes
 
 
-def test_without_a_choice_every_technique_is_measured():
+def test_by_default_every_technique_is_measured():
     chosen = choose_techniques(Request())
     assert list(chosen) == [*TECHNIQUES, *COMBINATIONS]
-    assert {name: chosen[name] for name in TECHNIQUES} == TECHNIQUES
+    assert chosen["sgd"].optimizer is not chosen["plain"].optimizer
 
 
 @pytest.mark.parametrize(
     ("arguments", "is_dry"),
     [([], True), slow((["--dry-run"], False)), slow((["--technique", "loss-scaling"], False))],
 )
-def test_what_takes_a_cpu_minutes_is_measured_dry_unless_asked_for(
+def test_a_slow_technique_gets_a_dry_run_unless_requested(
     memlab_command, tmp_path, monkeypatch, arguments, is_dry
 ):
-    few = {name: combined(name) for name in ("plain", "loss-scaling", "lora")}
+    few = {name: TECHNIQUES[name] for name in ("plain", "loss-scaling", "lora")}
     monkeypatch.setattr(choices, "TECHNIQUES", few)
     monkeypatch.setattr(choices, "COMBINATIONS", ())
-    monkeypatch.setattr(patience, "slowdown_of", {torch.float16: 24.0}.get)
+    monkeypatch.setattr(time_budget, "slowdown_of", {torch.float16: 24.0}.get)
     small = ("--model", "tiny", "--batch", "2", "--out", tmp_path)
     outcome = memlab_command("measure", *small, *arguments)
     measured = json.loads((tmp_path / "measure.json").read_text(encoding="utf-8"))
     why = {row["technique"]: row["dry_for"] for row in measured["rows"]}
-    slowly = "this CPU takes 24 × as long for products in float16"
+    slowly = "matmuls in float16 are 24 × slower on this CPU"
     assert why["loss-scaling"] == (slowly if is_dry else None)
     assert {why[name] for name in why if name != "loss-scaling"} == {None}
-    words = f"the same bytes and no time, for {slowly}: loss-scaling; --technique"
+    words = f"same bytes but no time, because {slowly}: loss-scaling; --technique"
     assert (words in " ".join(outcome.out.split())) == is_dry
 
 
-def test_a_row_measured_dry_has_the_bytes_of_the_real_step_and_no_time():
+def test_a_dry_row_has_the_bytes_of_the_real_step_and_no_time():
     chosen = {"plain": PLAIN, "autocast": combined("autocast")}
-    slow_in_bfloat16 = Patience(chosen, slowdown={torch.bfloat16: 24.0}.get)
+    slow_in_bfloat16 = TimeBudget(chosen, slowdown={torch.bfloat16: 24.0}.get)
     plain, dry = measured_rows(TINY, chosen, False, silent, slow_in_bfloat16)
     _, real = measured_rows(TINY, chosen, False, silent)
     assert (dry.trace.peak_bytes, dry.seconds) == (real.trace.peak_bytes, None)
@@ -486,17 +473,17 @@ def test_a_row_measured_dry_has_the_bytes_of_the_real_step_and_no_time():
     assert not any("autocast: no time" in sentence for sentence in report.remarks([plain, dry]))
 
 
-def test_the_accelerator_is_found_by_itself(monkeypatch):
+def test_the_accelerator_is_the_default_device(monkeypatch):
     monkeypatch.setattr(choices, "devices_present", lambda: ["cpu", "xpu"])
     assert choose_device(Request(device=None, dry=False)) == "xpu"
 
 
-def test_the_cpu_may_be_asked_for_beside_an_accelerator(monkeypatch):
+def test_the_cpu_can_be_chosen_beside_an_accelerator(monkeypatch):
     monkeypatch.setattr(choices, "devices_present", lambda: ["cpu", "xpu"])
     assert choose_device(Request(device="cpu", dry=False)) == "cpu"
 
 
-def test_an_accelerator_gets_a_batch_of_which_half_of_its_free_memory_is_left(monkeypatch):
+def test_the_default_batch_leaves_half_of_an_accelerators_free_memory(monkeypatch):
     small = replace(SUITABLE["accelerator"], model="tiny", seq_len=64)
     monkeypatch.setitem(SUITABLE, "accelerator", small)
     wanted = second_step(PLAIN, replace(small, batch=2)).peak_bytes
@@ -504,28 +491,28 @@ def test_an_accelerator_gets_a_batch_of_which_half_of_its_free_memory_is_left(mo
     assert choose(device="cuda", dry=False) == replace(small, batch=2, device="cuda")
 
 
-def test_a_batch_that_is_given_is_taken(monkeypatch):
+def test_a_given_batch_is_kept(monkeypatch):
     monkeypatch.setattr(choices, "memory_of", lambda device: (0, 10**12))
     assert choose(model="tiny", batch=5, device="cuda", dry=False).batch == 5
 
 
-def test_a_step_larger_than_the_machine_is_not_begun(in_one_line, monkeypatch):
+def test_a_step_larger_than_the_machine_does_not_start(usage_error, monkeypatch):
     wanted = second_step(PLAIN, Setting("tiny", 4, 64)).peak_bytes
     monkeypatch.setattr(choices, "memory_of", lambda device: (0, wanted - 1))
-    line = in_one_line("measure", "--model", "tiny")
+    line = usage_error("measure", "--model", "tiny")
     assert line.startswith(
-        f"a plain step of tiny, 4 × 64 tokens, float32, cpu takes {format_bytes(wanted)}; "
+        f"a plain step of tiny, 4 × 64 tokens, float32, cpu needs {format_bytes(wanted)}; "
     )
-    assert line.endswith("add --dry-run, which takes none")
+    assert line.endswith("add --dry-run, which allocates nothing")
 
 
-def test_a_step_as_large_as_the_machine_is_begun(monkeypatch):
+def test_a_step_as_large_as_the_machine_starts(monkeypatch):
     wanted = second_step(PLAIN, Setting("tiny", 4, 64)).peak_bytes
     monkeypatch.setattr(choices, "memory_of", lambda device: (0, wanted))
     assert choose(model="tiny", dry=False) == Setting("tiny", 4, 64)
 
 
-def test_a_machine_that_does_not_tell_its_memory_is_trusted(monkeypatch):
+def test_without_a_known_memory_size_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(choices, "memory_of", lambda device: None)
     assert choose(model="tiny", dry=False) == Setting("tiny", 4, 64)
     assert choose(model="tiny", device="cuda", dry=False).batch == SUITABLE["accelerator"].batch
@@ -536,7 +523,7 @@ def test_a_machine_that_does_not_tell_its_memory_is_trusted(monkeypatch):
 
 @pytest.fixture
 def quick(memlab_command):
-    """The quickest command that measures."""
+    """Run the fastest command that measures."""
     return lambda *more: memlab_command(
         "measure", "--model", "tiny", "--dry-run", "--technique", "sgd", *more
     )
@@ -544,7 +531,7 @@ def quick(memlab_command):
 
 @pytest.fixture(scope="module")
 def finished(memlab_in, tmp_path_factory):
-    """A command that went well, and the folder that it named."""
+    """Return a successful command's outcome and its output folder."""
     folder = tmp_path_factory.mktemp("finished")
     arguments = ("--model", "tiny", "--dry-run", "--technique", "sgd", "--out", "here/and/there")
     return memlab_in(folder, "measure", *arguments), folder / "here/and/there"
@@ -560,7 +547,7 @@ def test_numbers_and_pictures_are_written(finished):
     )
 
 
-def test_the_numbers_are_those_of_the_traces(finished):
+def test_the_results_match_the_traces(finished):
     _, folder = finished
     numbers = json.loads((folder / "measure.json").read_text())
     assert numbers["what"] == "tiny, 4 × 64 tokens, float32, cpu, dry run"
@@ -569,7 +556,7 @@ def test_the_numbers_are_those_of_the_traces(finished):
         assert (row["peak_bytes"], row["at_peak"]) == (trace.peak_bytes, trace.at_peak)
 
 
-def test_what_cuda_would_take_stands_beside_the_cpus_numbers(finished):
+def test_the_results_include_a_prediction_for_cuda(finished):
     outcome, folder = finished
     numbers = json.loads((folder / "measure.json").read_text())
     for row in numbers["on_cuda"]:
@@ -580,7 +567,7 @@ def test_what_cuda_would_take_stands_beside_the_cpus_numbers(finished):
         assert any(line.split()[:3] == shown for line in outcome.out.splitlines())
 
 
-def test_the_prediction_says_how_to_see_more_of_it(finished):
+def test_the_output_shows_how_to_predict_more(finished):
     outcome, _ = finished
     command = "memlab measure --model tiny --batch 4 --seq 64 --dry-run --device cuda"
     assert f"\nmore: {command}\n" in outcome.out
@@ -589,7 +576,7 @@ def test_the_prediction_says_how_to_see_more_of_it(finished):
     assert options(half) == "--model 25m --batch 2 --seq 8 --dtype bfloat16"
 
 
-def test_a_number_that_json_has_not_is_written_by_its_name(tmp_path):
+def test_nan_is_written_to_json_as_text(tmp_path):
     trace = second_step(PLAIN)
     results.write([Row("plain", trace, gradient_difference=math.nan)], "", tmp_path)
 
@@ -601,25 +588,23 @@ def test_a_number_that_json_has_not_is_written_by_its_name(tmp_path):
     assert row["gradient_difference"] == "nan"
 
 
-def test_without_matplotlib_numbers_are_written_and_the_rest_is_explained(
-    quick, tmp_path, monkeypatch
-):
+def test_without_matplotlib_only_the_results_are_written(quick, tmp_path, monkeypatch):
     monkeypatch.setattr(results.importlib.util, "find_spec", lambda name: None)
     outcome = quick()
-    assert "no pictures: pip install matplotlib draws them" in outcome.out
+    assert "no pictures: matplotlib is not installed; run pip install matplotlib" in outcome.out
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["measure.json"]
 
 
 @pytest.fixture
 def old_files(tmp_path):
-    """Files of an earlier run; called, it says what is there now."""
+    """Create files of an earlier run. Return a function that reads the current files."""
     (tmp_path / "work").mkdir()
     for name in FILES:
         (tmp_path / "work" / name).write_text(f"old {name}")
     return lambda: {path.name: path.read_bytes() for path in (tmp_path / "work").iterdir()}
 
 
-def test_a_picture_that_fails_leaves_every_old_file(quick, old_files, monkeypatch):
+def test_a_failing_picture_leaves_every_old_file(quick, old_files, monkeypatch):
     before = old_files()
     monkeypatch.setattr(plot, "timeline", raising(OSError("No space left on device")))
     outcome = quick()
@@ -635,7 +620,7 @@ def test_ctrl_c_is_one_line_and_leaves_every_old_file(quick, old_files, monkeypa
     if moment == "the plain step":
         monkeypatch.setattr(rows, "dry_trace", interrupt)
     elif moment == "a technique":
-        monkeypatch.setitem(TECHNIQUES, "sgd", replace(PLAIN, attention=interrupt))
+        monkeypatch.setitem(TECHNIQUES, "sgd", with_attention(interrupt))
     else:
         monkeypatch.setattr(plot, "timeline", interrupt)
     outcome = quick()
@@ -644,16 +629,14 @@ def test_ctrl_c_is_one_line_and_leaves_every_old_file(quick, old_files, monkeypa
     assert old_files() == before
 
 
-def test_a_file_in_place_of_the_folder_is_noticed_before_measuring(in_one_line, tmp_path):
+def test_a_file_in_place_of_the_folder_is_detected_before_measuring(usage_error, tmp_path):
     (tmp_path / "taken").touch()
-    line = in_one_line("measure", "--model", "tiny", "--out", "taken")
-    assert (
-        line == "got --out taken, where no file can be written (File exists); name another folder"
-    )
+    line = usage_error("measure", "--model", "tiny", "--out", "taken")
+    assert line == "got --out taken, which is not writable (File exists); name another folder"
 
 
 @pytest.mark.parametrize("out", ["new", "new/and/deeper"])
-def test_a_folder_that_is_tried_is_left_as_it_was(monkeypatch, tmp_path, out):
+def test_checking_the_folder_leaves_no_trace(monkeypatch, tmp_path, out):
     monkeypatch.chdir(tmp_path)
     assert choose_folder(out) == Path(out)
     assert list(tmp_path.iterdir()) == []
@@ -662,17 +645,17 @@ def test_a_folder_that_is_tried_is_left_as_it_was(monkeypatch, tmp_path, out):
     assert list(tmp_path.rglob("*")) == [tmp_path / "new"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_noticed_before_measuring(monkeypatch, tmp_path):
+def test_a_read_only_folder_is_detected_before_measuring(monkeypatch, tmp_path):
     monkeypatch.setattr(parsing, "TemporaryFile", raising(PermissionError(13, "Permission denied")))
-    with pytest.raises(UsageError, match=r"no file can be written \(Permission denied\)"):
+    with pytest.raises(UsageError, match=r"is not writable \(Permission denied\)"):
         choose_folder(str(tmp_path))
 
 
-# ------------------------------------------------------------------ what is shown
+# ------------------------------------------------------------------ the table and remarks
 
 
-def shown(*rows_: Row) -> list[str]:
-    """The lines of the table."""
+def table_lines(*rows_: Row) -> list[str]:
+    """Return the lines of the table."""
     with terminal.console.capture() as capture:
         terminal.console.print(report.table(rows_))
     return [line.rstrip() for line in capture.get().splitlines()]
@@ -683,7 +666,7 @@ def trace_of(bytes_: int) -> Trace:
 
 
 def cells(title: str, *rows_: Row) -> list[str]:
-    """What stands in a column."""
+    """Return the cells of a column."""
     [column] = [column for column in report.table(rows_).columns if column.header == title]
     return list(column.cells)
 
@@ -692,7 +675,7 @@ def cells(title: str, *rows_: Row) -> list[str]:
     ("bytes_", "saving"),
     [(1000, "0.0%"), (900, "+10.0%"), (1100, "-10.0%"), (100_001, "-9900.1%")],
 )
-def test_what_is_saved_is_a_share_of_the_plain_peak(bytes_, saving):
+def test_the_saving_is_relative_to_the_plain_peak(bytes_, saving):
     plain, ours = Row("plain", trace_of(1000)), Row("other", trace_of(bytes_))
     assert cells("saved", plain, ours) == ["", saving]
 
@@ -703,27 +686,27 @@ def test_a_change_too_small_to_show_has_no_sign(bytes_):
     assert cells("saved", plain, ours) == ["", "0.0%"]
 
 
-def test_the_plain_time_is_in_seconds_and_the_others_are_against_it():
+def test_the_plain_time_is_in_seconds_and_the_others_are_ratios():
     plain = Row("plain", trace_of(1), seconds=0.25, time_ratios=(1.0,))
     ours = Row("other", trace_of(1), seconds=0.5, time_ratios=(1.9, 2.0, 2.2))
     assert cells("time", plain, ours) == ["250 ms", "2.00 ×"]
 
 
-def test_gradients_are_equal_or_differ_by_a_number():
+def test_gradients_are_equal_or_show_a_difference():
     differences = (None, 0.0, 0.00123, math.nan)
     rows_ = [Row("x", trace_of(1), gradient_difference=d) for d in differences]
     assert cells("gradients", *rows_) == ["", "equal", "1.2e-03", "nan"]
 
 
-def test_columns_in_which_nothing_stands_are_left_out():
-    assert shown(Row("plain", trace_of(1)))[0].split() == ["technique", "peak", "peak", "in"]
+def test_empty_columns_are_left_out():
+    assert table_lines(Row("plain", trace_of(1)))[0].split() == ["technique", "peak", "peak", "in"]
 
 
-# What CUDA takes for itself: at least and at most, as the column has it.
+# The smallest and largest CUDA context, as in the nvidia-smi column.
 LEAST, MOST = 256 * 2**20, 616 * 2**20
 
 
-def test_a_prediction_has_three_numbers_and_each_is_named():
+def test_a_prediction_shows_and_explains_three_numbers():
     memory = DeviceMemory(allocated_peak_bytes=3 * 2**30, reserved_peak_bytes=4 * 2**30)
     row = Row("plain", replace(trace_of(2**30), device="cuda", dry=True, memory=memory))
     assert cells("allocated", row) == ["3.00 GiB"]
@@ -736,7 +719,7 @@ def test_a_prediction_has_three_numbers_and_each_is_named():
     ]
 
 
-def test_what_is_saved_of_a_prediction_is_of_the_allocators_blocks():
+def test_the_saving_of_a_prediction_uses_allocated_bytes():
     plain, ours = (
         Row("x", replace(trace_of(1), dry=True, memory=DeviceMemory(count, 2**30)))
         for count in (1000, 900)
@@ -744,20 +727,20 @@ def test_what_is_saved_of_a_prediction_is_of_the_allocators_blocks():
     assert cells("saved", plain, ours) == ["", "+10.0%"]
 
 
-def test_a_real_device_says_what_nvidia_smi_shows():
+def test_a_real_device_shows_nvidia_smi():
     memory = DeviceMemory(2**30, 2 * 2**30, used_bytes=3 * 2**30)
     trace = replace(trace_of(2**30), device="cuda", memory=memory)
-    assert [sentence.partition(":")[0] for sentence in report.three_numbers(trace)] == [
+    assert [sentence.partition(":")[0] for sentence in report.memory_numbers(trace)] == [
         "allocated 1.00 GiB",
         "reserved 2.00 GiB",
         "nvidia-smi 3.00 GiB",
     ]
-    assert list(report.three_numbers(trace_of(1))) == []  # of a CPU
+    assert list(report.memory_numbers(trace_of(1))) == []  # on the CPU
 
 
 @pytest.fixture
 def wide_rows() -> list[Row]:
-    """With the widest cells that figures below a terabyte have."""
+    """Return rows with the widest cells below a terabyte."""
     memory = DeviceMemory(reserved_peak_bytes=10**12)
     event = Event(10**12, 1, "activations", "", "", "optimizer", "float32", ())
     wide = Trace((event,), memory=memory)
@@ -768,24 +751,24 @@ def wide_rows() -> list[Row]:
     ]
 
 
-def test_a_table_of_figures_below_a_terabyte_fits_into_80_columns(wide_rows):
-    assert max(map(len, shown(*wide_rows))) <= 80
+def test_a_table_below_a_terabyte_fits_into_80_columns(wide_rows):
+    assert max(map(len, table_lines(*wide_rows))) <= 80
 
 
 def test_a_table_of_predictions_fits_into_80_columns(wide_rows):
     predicted = [Row(row.name, replace(row.trace, dry=True)) for row in wide_rows]
-    assert max(map(len, shown(*predicted))) <= 80
+    assert max(map(len, table_lines(*predicted))) <= 80
 
 
-def test_no_number_is_cut_where_the_terminal_is_narrow(wide_rows, monkeypatch):
+def test_a_narrow_terminal_truncates_no_number(wide_rows, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
-    assert " ".join(shown(*wide_rows)[2].split()) == (
+    assert " ".join(table_lines(*wide_rows)[2].split()) == (
         "eager-attention 931.32 GiB -100.0% 931.32 GiB optimizer 10.01 × 1.2e-10"
     )
 
 
-def test_a_saving_that_the_peak_hides_is_explained(monkeypatch):
-    """With two tokens, and no weight whose gradient is a sum, the optimizer step has the peak."""
+def test_a_saving_hidden_by_the_peak_is_explained(monkeypatch):
+    """With two tokens and untied weights, the peak is in the optimizer step."""
     monkeypatch.setitem(PRESETS, "untied", replace(PRESETS["tiny"], layers=4, tied=False))
     setting = Setting("untied", batch=1, seq_len=2)
     plain, ours = (dry_row(setting, n, combined(n)) for n in ("plain", "checkpointing"))
@@ -803,7 +786,7 @@ def most_activations(trace: Trace) -> int:
     return max(itertools.accumulate(changes))
 
 
-def test_a_cost_that_the_peak_hides_is_explained():
+def test_a_cost_hidden_by_the_peak_is_explained():
     plain, ours = (dry_row(TINY, n, combined(n)) for n in ("plain", "foreach-adamw"))
     all_weights = format_bytes(4 * PRESETS["tiny"].parameters)
     [remark] = report.remarks([plain, ours])
@@ -814,7 +797,7 @@ def test_a_cost_that_the_peak_hides_is_explained():
 
 
 def peak_of(**bytes_: int) -> Row:
-    """A step of which everything is alive at the peak."""
+    """Return a row in which all bytes are alive at the peak."""
     events = (
         Event(count, number, category, "", "", "backward", "float32", ())
         for number, (category, count) in enumerate(bytes_.items())
@@ -822,35 +805,35 @@ def peak_of(**bytes_: int) -> Row:
     return Row("", Trace(tuple(events)))
 
 
-def test_one_category_in_place_of_another_is_not_hidden_by_the_peak():
+def test_a_shift_between_categories_at_the_peak_is_not_remarked():
     plain = peak_of(parameters=100, activations=50)
     ours = peak_of(parameters=100, activations=20, backward_temporaries=30)
     assert list(report.remarks([plain, ours])) == []
 
 
-def test_what_a_technique_keeps_beside_weights_and_state_is_named():
+def test_extra_tensors_of_a_technique_are_reported():
     plain, ours = (dry_row(TINY, n, combined(n)) for n in ("plain", "post-hoc-ema"))
-    averages = 2 * 4 * PRESETS["tiny"].parameters  # two, in float32
+    averages = 2 * 4 * PRESETS["tiny"].parameters  # two averages in float32
     assert list(report.remarks([plain, ours])) == [
-        f"post-hoc-ema: {format_bytes(averages)} that it keeps from step to step, such as "
-        f"averages, are inputs"
+        f"post-hoc-ema: keeps {format_bytes(averages)} across steps, such as weight averages, "
+        f"counted as inputs"
     ]
 
 
-def test_a_remark_is_broken_into_lines_but_its_words_are_not():
+def test_a_remark_is_wrapped_without_breaking_words():
     words = ["eager-attention:", *["--batch"] * 40, "x" * 90]
     lines = terminal.paragraph(" ".join(words)).splitlines()
     assert " ".join(lines).split() == words
     assert max(map(len, lines[:-1])) <= 80
 
 
-def test_what_the_peak_shows_needs_no_explanation():
+def test_a_saving_in_the_peak_needs_no_remark():
     plain, ours = (dry_row(TINY, n, combined(n)) for n in ("plain", "checkpointing"))
     assert plain.trace.peak_bytes != ours.trace.peak_bytes
     assert list(report.remarks([plain, ours])) == []
 
 
-def test_rounds_that_disagree_are_not_kept_quiet():
+def test_rounds_that_differ_are_reported():
     plain = Row("plain", trace_of(1), seconds=1.0, time_ratios=(1.0, 1.0))
     ours = Row("other", trace_of(1), seconds=1.0, time_ratios=(1.0, 1.25))
     assert list(report.remarks([plain, ours])) == [
@@ -858,7 +841,7 @@ def test_rounds_that_disagree_are_not_kept_quiet():
     ]
 
 
-def test_a_difference_of_gradients_is_shown_beside_their_size(real_rows):
+def test_gradient_differences_are_shown_relative_to_the_gradients(real_rows):
     plain, ours = real_rows["plain"], real_rows["autocast"]
     [remark] = report.remarks([plain, ours])
     assert remark == (
@@ -872,7 +855,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_is_printed_beside_the_progress_bar_goes_to_standard_output(monkeypatch):
+def test_text_printed_beside_the_progress_bar_goes_to_standard_output(monkeypatch):
     out, err = io.StringIO(), Terminal()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
@@ -883,13 +866,13 @@ def test_what_is_printed_beside_the_progress_bar_goes_to_standard_output(monkeyp
     assert "the only stage" in err.getvalue()
 
 
-def test_the_output_in_a_pipe_is_text_and_nothing_else(finished):
+def test_piped_output_is_printable_text(finished):
     outcome, _ = finished
     assert outcome.err == ""
     assert [c for c in outcome.out if not c.isprintable() and c != "\n"] == []
 
 
-def test_the_output_tells_what_was_measured_and_where_the_bytes_went(finished):
+def test_the_output_names_the_setting_and_shows_the_peak(finished):
     outcome, _ = finished
     with memlab.dry_run():
         trace = second_step(PLAIN, Setting("tiny", 4, 64))

@@ -1,4 +1,4 @@
-"""`memlab plan`: from a model and a memory to a command that runs, and bad input in one line."""
+"""`memlab plan`: from a model and a memory size to a command that runs; errors in one line."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ from memlab.units import format_bytes
 
 @pytest.fixture
 def quick(monkeypatch):
-    """One process, and the formula in place of predictions: what is printed is tried here."""
+    """One process, and formulas instead of predictions, to test the output only."""
 
     def answer(setting, names, ranks=1, stage=0):
         everything = (r for each in usual_kinds() for r in recipes(each, sequences=setting.batch))
@@ -26,12 +26,12 @@ def quick(monkeypatch):
         return Measured(peak, peak, {"parameters": peak}, "backward", False, None)
 
     monkeypatch.setattr(search, "measured", answer)
-    monkeypatch.setattr("memlab.cli.plan.MOST_WORKERS", 1)
+    monkeypatch.setattr("memlab.cli.plan.MAX_WORKERS", 1)
 
 
 @pytest.mark.slow
 def test_the_command_that_is_printed_runs(memlab_command):
-    """Predicted in processes of their own, and then trained for real."""
+    """The recipes are predicted in separate processes, and the command trains for real."""
     planned = memlab_command("plan", "--model", "tiny", "--memory", "1GiB", "--recipes", "2")
     assert (planned.status, planned.err) == (0, "")
     commands = [line.strip() for line in planned.out.splitlines() if line.startswith("  memlab ")]
@@ -41,12 +41,12 @@ def test_the_command_that_is_printed_runs(memlab_command):
     assert "peak" in trained.out
 
 
-def test_what_fits_comes_with_what_it_takes_and_what_does_not_with_what_it_lacks(
+def test_recipes_show_what_they_need_and_the_smallest_miss_shows_what_it_lacks(
     quick, memlab_command, tmp_path
 ):
     outcome = memlab_command("plan", "--model", "llama-2-7b", "--memory", "24GB", "--full")
     assert outcome.status == 0
-    assert "of which CUDA leaves 21.75 GiB to torch" in outcome.out
+    assert "21.75 GiB for PyTorch after the CUDA context" in outcome.out
     assert "bfloat16 lion8bit, checkpointing, step in backward" in outcome.out
     assert "does not fit: it lacks" in " ".join(outcome.out.split())
     numbers = json.loads((tmp_path / "work" / "plan.json").read_text())
@@ -54,7 +54,7 @@ def test_what_fits_comes_with_what_it_takes_and_what_does_not_with_what_it_lacks
     needed = training_bytes(config, recipe, 1, 2048, target="cuda").peak_bytes
     assert numbers["bytes_as_it_is"] == needed
     assert (
-        f"as it is, float32 adamw, nothing saved: ≈ {format_bytes(needed)}, by formula: lacks "
+        f"without techniques (float32 adamw): ≈ {format_bytes(needed)} by formula, lacks "
         f"{format_bytes(needed - numbers['budget_bytes'])}" in " ".join(outcome.out.split())
     )
     assert all(len(line) <= 80 for line in outcome.out.splitlines() if "  memlab" not in line)
@@ -62,39 +62,39 @@ def test_what_fits_comes_with_what_it_takes_and_what_does_not_with_what_it_lacks
     assert (tmp_path / "work" / "plan.png").stat().st_size > 10_000
 
 
-def test_what_fits_as_it_is_is_said_to(quick, memlab_command):
+def test_an_unmodified_training_that_fits_is_reported(quick, memlab_command):
     outcome = memlab_command("plan", "--model", "5m", "--memory", "24GB")
-    assert "as it is, float32 adamw, nothing saved: ≈ 1" in outcome.out
-    assert "by formula: fits\n" in outcome.out
+    assert "without techniques (float32 adamw): ≈ 1" in outcome.out
+    assert "by formula, fits\n" in outcome.out
 
 
-def test_where_nothing_fits_the_status_is_one_and_it_says_what_would_help(quick, memlab_command):
+def test_if_nothing_fits_the_status_is_one_and_the_output_suggests_changes(quick, memlab_command):
     outcome = memlab_command("plan", "--model", "llama-3-405b", "--memory", "8GiB")
     assert outcome.status == 1
-    assert "Nothing fits 8GiB: the smallest that was tried" in " ".join(outcome.out.split())
+    assert "Nothing fits 8GiB: the smallest recipe tried" in " ".join(outcome.out.split())
 
 
-def test_a_card_has_less_than_it_is_sold_with(quick, memlab_command):
+def test_a_gpu_has_less_memory_than_advertised(quick, memlab_command):
     outcome = memlab_command("plan", "--model", "1b", "--gpu", "RTX 4090", "--lora")
-    assert "rtx4090: 23.52 GiB, of which CUDA leaves 22.92 GiB to torch" in outcome.out
+    assert "rtx4090: 23.52 GiB, 22.92 GiB for PyTorch after the CUDA context" in outcome.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--memory", "24GB"], "got no --model; give one of tiny, "),
-        (["--model", "25m"], "got no --memory; give it as 24GB, 24GiB or a card's name"),
+        (["--model", "25m"], "got no --memory; give it as 24GB, 24GiB or a GPU's name"),
         (["--model", "lama-2-7b", "--memory", "24GB"], "llama-2-7b"),
         (["--model", "25m", "--memory", "plenty"], "got 'plenty' as a memory"),
         (["--model", "25m", "--memory", "twenty-four GB"], "got 'twenty-four GB' as a memory"),
-        (["--model", "25m", "--memory", "24GB", "--gpus", "0"], "got --gpus 0; wanted a whole"),
-        (["--model", "25m", "--memory", "24GB", "--batch", "0"], "got --batch 0; wanted a whole"),
+        (["--model", "25m", "--memory", "24GB", "--gpus", "0"], "got --gpus 0; expected an int"),
+        (["--model", "25m", "--memory", "24GB", "--batch", "0"], "got --batch 0; expected an int"),
         (["--model", "25m", "--memory", "24GB", "--seq", "9999"], "25m takes 1 to 512"),
         (["--model", "25m", "--memory", "24GB", "--optimizer", "adam"], "got --optimizer adam"),
         (["--model", "25m", "--memory", "24GB", "--precision", "half"], "got --precision half"),
         (
             ["--model", "25m", "--memory", "24GB", "--recipes", "0"],
-            "got --recipes 0; wanted a whole",
+            "got --recipes 0; expected an int",
         ),
         (
             ["--model", "25m", "--script", "a.py:b", "--memory", "1GiB"],
@@ -102,13 +102,13 @@ def test_a_card_has_less_than_it_is_sold_with(quick, memlab_command):
         ),
     ],
 )
-def test_bad_input_is_one_line(arguments, words, in_one_line):
-    assert words in in_one_line("plan", *arguments)
+def test_bad_input_is_one_line(arguments, words, usage_error):
+    assert words in usage_error("plan", *arguments)
 
 
-def test_a_config_of_another_family_is_one_line(in_one_line, tmp_path):
+def test_a_config_of_an_unknown_family_is_one_line(usage_error, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 768}))
-    said = in_one_line("plan", "--model", "config.json", "--memory", "24GB")
+    said = usage_error("plan", "--model", "config.json", "--memory", "24GB")
     assert "bert" in said
     assert "llama" in said
 
@@ -166,25 +166,25 @@ def build():
     [
         ("8GiB", 0, "It fits as it is"),
         ("1500MiB", 0, "layer.forward = partial(checkpoint, layer.forward)"),
-        slow(("700MiB", 1, "Nothing of this makes it fit")),
+        slow(("700MiB", 1, "No technique here makes it fit")),
     ],
 )
-def test_a_training_of_ones_own_is_planned(memory, status, words, memlab_command, tmp_path):
+def test_a_users_own_training_is_planned(memory, status, words, memlab_command, tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
     outcome = memlab_command("plan", "--script", "own.py:build", "--memory", memory)
     assert (outcome.status, outcome.err) == (status, "")
     assert words in outcome.out
 
 
-def test_what_a_technique_costs_in_time_is_estimated_for_a_card(memlab_command, tmp_path):
+def test_the_time_of_a_technique_is_estimated_for_a_gpu(memlab_command, tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
     outcome = memlab_command("plan", "--script", "own.py:build", "--gpu", "rtx4090")
-    assert "time" not in outcome.out.split()  # it fits: there is nothing to choose
+    assert "time" not in outcome.out.split()  # it fits, so there is nothing to compare
     outcome = memlab_command("plan", "--script", "own.py:build", "--memory", "1500MiB")
     plain, checkpointing = (line.split() for line in outcome.out.splitlines() if "×" in line)
     assert plain[-2:] == ["1.00", "×"]
-    assert 1.1 < float(checkpointing[-2]) < 1.4  # one of two products of each layer again
-    assert "an estimate for rtx3080, each operator at the pace" in " ".join(outcome.out.split())
+    assert 1.1 < float(checkpointing[-2]) < 1.4  # recomputes one of two matmuls of each layer
+    assert "time: estimated for rtx3080, relative to" in " ".join(outcome.out.split())
     assert " ".join(outcome.out.split()).count("note: predicted for most cards") == 1
     numbers = json.loads((tmp_path / "work/plan.json").read_text())
     estimates = [row["estimated_time_ratio"] for row in numbers["rows"]]
@@ -192,7 +192,7 @@ def test_what_a_technique_costs_in_time_is_estimated_for_a_card(memlab_command, 
     assert f"{estimates[1]:.2f}" == checkpointing[-2]
 
 
-def test_a_technique_that_cannot_be_put_there_is_tried_once(memlab_command, tmp_path):
+def test_a_technique_that_cannot_be_applied_is_tried_once(memlab_command, tmp_path):
     twice = SCRIPT.replace(".mean().backward()", ".mean().backward(retain_graph=True)", 1)
     twice = twice.replace(
         "        optimizer.step()", "        model(x).mean().backward()\n        optimizer.step()"
@@ -200,7 +200,7 @@ def test_a_technique_that_cannot_be_put_there_is_tried_once(memlab_command, tmp_
     (tmp_path / "own.py").write_text(f"{twice}\ntrain = build")
     outcome = memlab_command("plan", "--script", "own.py:train", "--memory", "617MiB")
     assert outcome.status == 1
-    assert outcome.out.startswith("own.py:train: ")  # where rich would see a tram
+    assert outcome.out.startswith("own.py:train: ")  # rich would turn :train: into an emoji
     lines = outcome.out.splitlines()
     failed = [above for above, line in pairwise(lines) if "failed" in line.split()]
     assert failed == ["lion8bit, step in backward"]
@@ -233,11 +233,11 @@ def test_a_model_without_layers_is_tried_without_checkpointing(memlab_command, t
     assert outcome.out.count("checkpointing cannot be put around this model") == 1
     assert outcome.out.count("\ncheckpointing") == 1  # the sentence: no row tries it
     assert "so no accumulation, no loss scaling" in " ".join(outcome.out.split())
-    assert "time" not in outcome.out.split()  # no card is known that a CPU would be like
+    assert "time" not in outcome.out.split()  # a CPU has no time estimate
     assert 'optimizer = step_in_backward(Lion8bit(groups, rounding="stochastic"))' in outcome.out
 
 
-def test_an_optimizer_that_has_no_counterpart_stays(memlab_command, tmp_path):
+def test_an_optimizer_without_an_8_bit_counterpart_stays(memlab_command, tmp_path):
     text = NO_LIST.replace("AdamW(model.parameters(), lr=0.01)", "SGD(model.parameters(), lr=0.1)")
     (tmp_path / "own.py").write_text(text)
     outcome = memlab_command(
@@ -248,8 +248,8 @@ def test_an_optimizer_that_has_no_counterpart_stays(memlab_command, tmp_path):
     assert "the optimizer stays: only for Adam and AdamW" in " ".join(outcome.out.split())
 
 
-def test_a_script_needs_a_memory_and_has_no_model(in_one_line, tmp_path):
+def test_a_script_needs_a_memory_and_has_no_model(usage_error, tmp_path):
     (tmp_path / "own.py").write_text(SCRIPT)
-    assert "got no --memory" in in_one_line("plan", "--script", "own.py:build")
-    said = in_one_line("plan", "--script", "own.py:build", "--memory", "lots")
+    assert "got no --memory" in usage_error("plan", "--script", "own.py:build")
+    said = usage_error("plan", "--script", "own.py:build", "--memory", "lots")
     assert "got 'lots' as a memory" in said

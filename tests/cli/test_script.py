@@ -1,4 +1,4 @@
-"""`memlab measure --script`: a step of the user's own, and one sentence for what fails in it."""
+"""`memlab measure --script`: a user's own step, and errors in it as one sentence."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from memlab.units import format_bytes
 
 FILES = {"measure.json", "measure.png", "measure-timeline.png"}
 
-# A script; tests put other lines in place of its own.
+# A working script. Tests replace lines of it.
 GOOD = """
 import torch
 
@@ -34,7 +34,7 @@ def build():
 
 @pytest.fixture(autouse=True)
 def modules_of_one_test():
-    """What a script imports from its own folder is not there for the next test's."""
+    """Remove the modules that a test's script imported, so that the next test cannot see them."""
     before = set(sys.modules)
     yield
     for name in sys.modules.keys() - before:
@@ -45,7 +45,7 @@ def modules_of_one_test():
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes train.py; without an argument, the good one."""
+    """Write train.py; by default the working script."""
 
     def write(text: str = GOOD, name: str = "train.py") -> str:
         path = tmp_path / name
@@ -57,7 +57,7 @@ def script(tmp_path):
 
 
 def bare_loop() -> Trace:
-    """The second step of GOOD, without the command line."""
+    """Return the trace of the second step of GOOD, without the command line."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     x = torch.ones(4, 8)
@@ -71,11 +71,11 @@ def bare_loop() -> Trace:
     return memlab.measure(step, model=model, optimizer=optimizer)
 
 
-# ------------------------------------------------------------------ what goes well
+# ------------------------------------------------------------------ scripts that work
 
 
 @pytest.mark.parametrize("how", [[], ["--dry-run"]])
-def test_the_trace_is_that_of_a_bare_loop(memlab_command, script, how):
+def test_the_trace_equals_a_bare_loops(memlab_command, script, how):
     outcome = memlab_command("measure", "--script", script(), *how)
     assert (outcome.status, outcome.err) == (0, "")
     real = str(bare_loop())
@@ -103,32 +103,32 @@ def test_numbers_and_pictures_are_written(memlab_command, script, tmp_path):
     assert row["peak_bytes"] == bare_loop().peak_bytes
 
 
-def test_what_lies_beside_the_script_can_be_imported(memlab_command, script):
+def test_a_script_can_import_a_file_beside_it(memlab_command, script):
     script("SIZE = 8", name="folder/settings_beside.py")
     text = GOOD.replace("import torch\n", "import torch\nfrom settings_beside import SIZE\n")
     given = script(text.replace("Linear(8, 8)", "Linear(SIZE, 8)"), name="folder/train.py")
     assert memlab_command("measure", "--script", given).status == 0
 
 
-def test_what_lies_beside_the_script_can_be_imported_by_its_step(memlab_command, script):
+def test_a_step_can_import_a_file_beside_the_script(memlab_command, script):
     script("SIZE = 8", name="folder/late_settings.py")
     text = GOOD.replace("optimizer.zero_grad()", "import late_settings")
     assert memlab_command("measure", "--script", script(text, "folder/train.py")).status == 0
 
 
-def test_python_looks_for_modules_where_it_did_before(memlab_command, script):
+def test_sys_path_is_restored(memlab_command, script):
     before = sys.path[:]
     memlab_command("measure", "--script", script())
     assert sys.path == before
 
 
-def test_a_script_finds_no_arguments_but_its_own_name(memlab_command, script):
+def test_a_scripts_argv_holds_only_its_name(memlab_command, script):
     text = "import sys\nassert sys.argv == ['train.py'], sys.argv\n" + dedent(GOOD)
     assert memlab_command("measure", "--script", script(text)).status == 0
 
 
 def test_a_dataclass_with_postponed_annotations_finds_its_module(memlab_command, script):
-    """dataclasses looks it up in sys.modules."""
+    """dataclasses looks the module up in sys.modules."""
     header = """
     from __future__ import annotations
     from dataclasses import dataclass
@@ -141,13 +141,13 @@ def test_a_dataclass_with_postponed_annotations_finds_its_module(memlab_command,
     assert memlab_command("measure", "--script", script(dedent(header) + GOOD)).status == 0
 
 
-def test_a_script_may_have_the_name_of_a_module_that_others_use(memlab_command, script):
+def test_a_script_may_be_named_like_a_loaded_module(memlab_command, script):
     known = sys.modules["json"]
     assert memlab_command("measure", "--script", script(name="json.py")).status == 0
     assert sys.modules["json"] is known
 
 
-def test_what_a_script_prints_stays(memlab_command, script):
+def test_a_scripts_own_output_is_kept(memlab_command, script):
     outcome = memlab_command("measure", "--script", script(GOOD + "\nprint('hello')\n"))
     assert outcome.out.startswith("hello\n")
 
@@ -173,7 +173,7 @@ def test_a_dry_run_needs_no_device(memlab_command, script, lines):
     assert (outcome.status, outcome.err) == (0, "")
 
 
-# ------------------------------------------------------------------ what the user gave
+# ------------------------------------------------------------------ usage errors
 
 
 @pytest.mark.parametrize(
@@ -182,20 +182,20 @@ def test_a_dry_run_needs_no_device(memlab_command, script, lines):
         ("train.py", "got --script train.py; give a file and a function in it"),
         ("train:build", "got --script train:build; give a file and a function in it"),
         ("train.py:", "got --script train.py:; give a file and a function in it"),
-        ("trian.py:build", "got --script trian.py:build; there is no file trian.py here"),
-        ("train.py:built", "train.py has no function built; did you mean build? There are build"),
+        ("trian.py:build", "got --script trian.py:build; there is no file trian.py: give an"),
+        ("train.py:built", "train.py has no function built; did you mean build? Choose from build"),
         ("train.py:torch", "got --script train.py:torch; train.py has no function torch"),
     ],
 )
-def test_a_script_that_cannot_be_found_is_named(in_one_line, script, given, message):
+def test_a_missing_script_is_named(usage_error, script, given, message):
     script()
-    assert message in in_one_line("measure", "--script", given)
+    assert message in usage_error("measure", "--script", given)
 
 
 @pytest.mark.parametrize("option", ["--model", "--batch", "--seq", "--dtype", "--technique"])
-def test_a_script_brings_its_own_model_and_batch(in_one_line, script, option):
+def test_a_script_excludes_the_models_options(usage_error, script, option):
     value = {"--batch": "1", "--seq": "1"}.get(option, "x")
-    line = in_one_line("measure", "--script", script(), option, value)
+    line = usage_error("measure", "--script", script(), option, value)
     assert line.startswith(f"got --script together with {option}; ")
 
 
@@ -214,24 +214,24 @@ def test_a_script_brings_its_own_model_and_batch(in_one_line, script, option):
         ("(step, model, optimizer, 0.1)", "(function, Linear, Adam, float)"),
     ],
 )
-def test_what_is_not_a_step_a_model_and_an_optimizer_is_named(in_one_line, script, built, got):
+def test_wrong_types_from_the_script_are_named(usage_error, script, built, got):
     text = GOOD.replace("return step, model, optimizer", f"return {built}")
-    line = in_one_line("measure", "--script", script(text))
-    assert line.startswith(f"train.py:build returned {got}; wanted (step, model, optimizer), ")
+    line = usage_error("measure", "--script", script(text))
+    assert line.startswith(f"train.py:build returned {got}; expected (step, model, optimizer), ")
 
 
-def test_a_device_that_is_not_there_is_named(in_one_line, script):
-    line = in_one_line("measure", "--script", script(), "--device", "tpu")
+def test_a_missing_device_is_named(usage_error, script):
+    line = usage_error("measure", "--script", script(), "--device", "tpu")
     assert line.startswith("got --device tpu; this machine has cpu")
 
 
-def test_a_device_of_which_there_is_no_dry_run_is_refused(in_one_line, script):
-    line = in_one_line("measure", "--script", script(), "--device", "mps", "--dry-run")
-    assert line.startswith("got --device mps with --dry-run, which is of the cpu or predicts cuda")
+def test_a_device_without_a_dry_run_is_refused(usage_error, script):
+    line = usage_error("measure", "--script", script(), "--device", "mps", "--dry-run")
+    assert line.startswith("got --device mps with --dry-run, which takes cpu or predicts cuda")
 
 
 def unfolded(output):
-    """The output as one line, wherever its lines were broken."""
+    """Join the output's lines."""
     return " ".join(output.split())
 
 
@@ -248,31 +248,31 @@ def test_a_dry_run_of_cuda_predicts_the_script(memlab_command, script):
     for note in trace.notes:
         assert f"note: {note}" in unfolded(outcome.out)
     assert f"\n\nallocated {format_bytes(trace.allocated_bytes)}: " in outcome.out
-    assert f"\nreserved {format_bytes(trace.reserved_bytes)}: what the allocator" in outcome.out
-    assert "\nnvidia-smi 0.27–0.62 GiB: reserved, and" in outcome.out
+    assert f"\nreserved {format_bytes(trace.reserved_bytes)}: taken from" in outcome.out
+    assert "\nnvidia-smi 0.27–0.62 GiB: reserved plus" in outcome.out
 
 
-def test_a_prediction_has_a_picture_of_what_is_reserved(memlab_command, script, tmp_path):
+def test_a_prediction_draws_the_reserved_memory(memlab_command, script, tmp_path):
     memlab_command("measure", "--script", script(), "--device", "cuda", "--dry-run", "--out", "x")
     assert {path.name for path in (tmp_path / "x").iterdir()} == FILES | {"measure-blocks.png"}
 
 
-def test_what_fails_in_a_prediction_is_one_line_with_the_scripts_own(in_one_line, script):
+def test_an_error_in_a_prediction_is_one_line_with_the_scripts_line(usage_error, script):
     text = """
     def build():
         raise KeyError("no data")
     """
-    line = in_one_line("measure", "--script", script(text), "--device", "cuda", "--dry-run")
+    line = usage_error("measure", "--script", script(text), "--device", "cuda", "--dry-run")
     assert line == "train.py:3 raised KeyError: 'no data'"
 
 
-def test_a_step_that_allocates_nothing_is_named(in_one_line, script):
+def test_a_step_that_allocates_nothing_is_named(usage_error, script):
     text = "def build(): return (lambda: None), None, None"
-    line = in_one_line("measure", "--script", script(text))
+    line = usage_error("measure", "--script", script(text))
     assert line == "the step of train.py:build allocated nothing on cpu; it must call the model"
 
 
-# ------------------------------------------------------------------ what goes wrong in it
+# ------------------------------------------------------------------ errors in the script
 
 
 @pytest.mark.parametrize(
@@ -290,35 +290,33 @@ def test_a_step_that_allocates_nothing_is_named(in_one_line, script):
     ids=lambda case: case if isinstance(case, str) else None,
 )
 @pytest.mark.parametrize("how", [[], ["--dry-run"]], ids=["real", "dry"])
-def test_what_the_script_raises_is_one_line_with_its_own_line(
-    in_one_line, script, lines, message, how
-):
-    line = in_one_line("measure", "--script", script(GOOD.replace(*lines)), *how)
+def test_an_error_is_one_line_with_the_scripts_line(usage_error, script, lines, message, how):
+    line = usage_error("measure", "--script", script(GOOD.replace(*lines)), *how)
     assert line.startswith(message)
 
 
-def test_the_line_is_the_scripts_where_the_error_is_deeper(in_one_line, script):
+def test_the_line_is_the_scripts_even_if_the_error_is_deeper(usage_error, script):
     script("def check(): raise ValueError('too deep')", name="helper_that_raises.py")
     text = GOOD.replace("optimizer.step()", "import helper_that_raises as h; h.check()")
-    line = in_one_line("measure", "--script", script(text))
+    line = usage_error("measure", "--script", script(text))
     assert line == "train.py:12 raised ValueError: too deep"
 
 
-def test_of_several_lines_of_the_script_the_innermost_is_shown(in_one_line, script):
+def test_the_innermost_of_several_script_lines_is_shown(usage_error, script):
     text = GOOD.replace("optimizer.step()", "check()") + "\ndef check():\n    raise ValueError\n"
-    line = in_one_line("measure", "--script", script(text))
+    line = usage_error("measure", "--script", script(text))
     assert line == "train.py:17 raised ValueError"
 
 
-def test_of_a_long_message_the_first_line_is_shown(in_one_line, script):
+def test_only_the_first_line_of_a_long_message_is_shown(usage_error, script):
     text = GOOD.replace("optimizer.step()", "raise ValueError('first\\nsecond')")
-    line = in_one_line("measure", "--script", script(text))
+    line = usage_error("measure", "--script", script(text))
     assert line == "train.py:12 raised ValueError: first"
 
 
-def test_a_shape_that_a_dry_run_cannot_know_is_named_once(in_one_line, script):
+def test_an_unknown_shape_in_a_dry_run_names_its_line_once(usage_error, script):
     text = GOOD.replace("model(x).sum()", "model(x[torch.rand_like(x) > 0].view(-1, 8)).sum()")
-    line = in_one_line("measure", "--dry-run", "--script", script(text))
+    line = usage_error("measure", "--dry-run", "--script", script(text))
     assert line.count("train.py:11") == 1
     assert "masked_fill" in line
 
@@ -331,24 +329,24 @@ def test_a_shape_that_a_dry_run_cannot_know_is_named_once(in_one_line, script):
         "RuntimeError('DefaultCPUAllocator: can\\'t allocate memory')",
     ],
 )
-def test_a_step_without_memory_is_told_of_the_dry_run(in_one_line, script, error):
+def test_out_of_memory_suggests_the_dry_run(usage_error, script, error):
     text = GOOD.replace("optimizer.step()", f"raise {error}")
-    line = in_one_line("measure", "--script", script(text))
+    line = usage_error("measure", "--script", script(text))
     assert line.startswith("train.py:12 raised ")
-    assert line.endswith("; --dry-run takes no memory")
+    assert line.endswith("; --dry-run allocates nothing")
 
 
-def test_a_dry_run_without_memory_is_not_told_of_the_dry_run(in_one_line, script):
+def test_out_of_memory_in_a_dry_run_does_not_suggest_it(usage_error, script):
     text = GOOD.replace("optimizer.step()", "raise MemoryError('no')")
-    line = in_one_line("measure", "--dry-run", "--script", script(text))
+    line = usage_error("measure", "--dry-run", "--script", script(text))
     assert line == "train.py:12 raised MemoryError: no"
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
 @pytest.mark.parametrize("device", ["cuda", "xpu"])
-def test_a_device_that_the_script_wants_and_that_is_not_there_is_named(in_one_line, script, device):
+def test_a_missing_device_in_a_script_is_named(usage_error, script, device):
     text = GOOD.replace("torch.ones(4, 8)", f"torch.ones(4, 8, device='{device}')")
-    line = in_one_line("measure", "--script", script(text))
+    line = usage_error("measure", "--script", script(text))
     assert line.startswith("train.py:7 raised ")
     assert line.endswith(f"; there is no {device} here, and --dry-run needs none")
 
@@ -362,18 +360,18 @@ def test_ctrl_c_in_a_script_is_one_line_and_writes_nothing(memlab_command, scrip
     assert not (tmp_path / "work").exists()
 
 
-def test_a_dry_run_that_is_interrupted_ends(memlab_command, script):
+def test_an_interrupted_dry_run_ends(memlab_command, script):
     text = GOOD.replace("optimizer.step()", "import signal; signal.raise_signal(signal.SIGINT)")
     memlab_command("measure", "--dry-run", "--script", script(text))
     assert memlab.dry_run.active is None
 
 
-def test_a_dry_run_of_a_script_for_cuda_says_whose_kernels_it_counts(memlab_command, script):
+def test_a_dry_run_of_a_cuda_script_notes_the_kernels_it_counts(memlab_command, script):
     moved = GOOD.replace("torch.ones(4, 8)", "torch.ones(4, 8).cuda()")
     for text, noted in ((GOOD, False), (moved, True)):
         outcome = memlab_command("measure", "--script", script(text), "--dry-run")
-        assert ("note: the script asks for an accelerator" in outcome.out) == noted
-        assert "nothing is computed: a loss that it prints is made up" in unfolded(outcome.out)
+        assert ("note: the script uses an accelerator" in outcome.out) == noted
+        assert "nothing is computed, so a printed loss is meaningless" in unfolded(outcome.out)
         assert all(len(line) <= 80 for line in outcome.out.splitlines())
 
 
@@ -384,43 +382,41 @@ MASKED = GOOD.replace("model(x).sum()", "model(x[torch.rand_like(x) > 0].view(-1
 @pytest.mark.parametrize(
     ("assume", "said"), [("most", "every element"), ("0.5", "a fraction of 0.5 of the elements")]
 )
-def test_an_assumption_stands_in_the_first_lines(memlab_command, script, device, assume, said):
+def test_an_assumption_is_in_the_first_lines(memlab_command, script, device, assume, said):
     how = ("--dry-run", "--device", device, "--assume", assume)
     outcome = memlab_command("measure", "--script", script(MASKED), *how)
     assert outcome.status == 0
     first, _, _ = unfolded(outcome.out).partition(" peak ")
-    assert "made up assumed where a size depends on values (train.py:11 step)" in first
+    assert "meaningless assumed where a size depends on values (train.py:11 step)" in first
     assert first.endswith(f"{said} is chosen")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as it compiles first
-def test_that_compiled_code_is_counted_uncompiled_stands_in_the_first_lines(memlab_command, script):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by torch.compile itself
+def test_compiled_code_counted_uncompiled_is_noted_in_the_first_lines(memlab_command, script):
     text = GOOD.replace("return step", "model.compile()\n    return step")
     assert text != GOOD
     outcome = memlab_command("measure", "--script", script(text), "--dry-run")
     first, _, _ = unfolded(outcome.out).partition(" peak ")
-    assert "made up what torch.compile compiles is counted as it" in first
+    assert "meaningless code under torch.compile is counted as it" in first
 
 
-def test_a_refusal_offers_an_assumption(in_one_line, script):
-    line = in_one_line("measure", "--dry-run", "--script", script(MASKED))
-    assert line.endswith(
-        "or say how much to assume: --assume most, or a fraction (assume= in Python)"
-    )
+def test_a_refusal_suggests_an_assumption(usage_error, script):
+    line = usage_error("measure", "--dry-run", "--script", script(MASKED))
+    assert line.endswith("or set an assumption: --assume most, or a fraction (assume= in Python)")
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--dry-run", "--assume", "all"), "got --assume all; give most"),
-        (("--dry-run", "--assume", "2"), "got --assume 2; give most"),
+        (("--dry-run", "--assume", "all"), "got --assume all; give 'most'"),
+        (("--dry-run", "--assume", "2"), "got --assume 2; give 'most'"),
         (("--assume", "most"), "got --assume without --dry-run"),
     ],
 )
-def test_a_wrong_assumption_is_one_line(in_one_line, script, options, said):
-    assert said in in_one_line("measure", "--script", script(GOOD), *options)
+def test_a_wrong_assumption_is_one_line(usage_error, script, options, said):
+    assert said in usage_error("measure", "--script", script(GOOD), *options)
 
 
-def test_an_assumption_needs_a_script(in_one_line):
-    assert "without --script" in in_one_line("measure", "--dry-run", "--assume", "most")
-    assert "without --script" in in_one_line("plan", "--model", "5m", "--assume", "most")
+def test_an_assumption_needs_a_script(usage_error):
+    assert "without --script" in usage_error("measure", "--dry-run", "--assume", "most")
+    assert "without --script" in usage_error("plan", "--model", "5m", "--assume", "most")

@@ -1,4 +1,4 @@
-"""Progress where there is no terminal, and tables where there is no room."""
+"""Progress without a terminal, and tables wider than the terminal."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from memlab.cli import terminal
 
 
 class Clock:
-    """Goes on by so many seconds from look to look."""
+    """Advances by a fixed time at each call."""
 
     def __init__(self, seconds):
         self._seconds, self._now = seconds, 0.0
@@ -25,7 +25,7 @@ class Clock:
     ],
 )
 def test_without_a_terminal_there_is_a_line_every_two_seconds(monkeypatch, capsys, seconds, lines):
-    monkeypatch.setattr(terminal, "SECONDS_TO_A_LINE", 2.0)
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", 2.0)
     monkeypatch.setattr(terminal, "time", Clock(seconds))
     with terminal.progress(stages=4) as announce:
         for stage in "abcd":

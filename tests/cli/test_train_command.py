@@ -1,4 +1,4 @@
-"""`memlab train`: its steps are a bare loop's on new batches, and a cap is the allocator's."""
+"""`memlab train`: its losses equal a bare loop's on new batches; --memory caps the allocator."""
 
 import math
 import re
@@ -32,13 +32,13 @@ GIB = 2**30
 
 
 def losses(printed: str) -> dict[int, float]:
-    """The loss of each step that has a line."""
+    """Parse the loss of each printed step."""
     found = re.findall(r"^step +(\d+): loss ([\d.]+)$", printed, re.M)
     return {int(number): float(loss) for number, loss in found}
 
 
-def of_a_bare_loop(technique: str, steps: int) -> list[float]:
-    """The losses of steps on new batches, each by a forward pass of its own before the step."""
+def bare_loop_losses(technique: str, steps: int) -> list[float]:
+    """Return the losses of steps on new batches, each from a separate forward pass."""
     training = build(TINY, combined(technique))
     text = batches(source_bytes(command.TEXT), TINY.batch, TINY.seq_len, SEED)
     found = []
@@ -51,23 +51,25 @@ def of_a_bare_loop(technique: str, steps: int) -> list[float]:
     return found
 
 
-# ------------------------------------------------------------------ what it shows
+# ------------------------------------------------------------------ output
 
 
 @pytest.mark.parametrize("technique", ["plain", "accumulation", "checkpointing+chunked-loss"])
 def test_the_losses_are_those_of_a_bare_loop_on_new_batches(memlab_command, technique):
     outcome = memlab_command("train", *SMALL, "--steps", "3", "--technique", technique)
     assert (outcome.status, outcome.err) == (0, "")
-    expected = of_a_bare_loop(technique, 3)
+    expected = bare_loop_losses(technique, 3)
     assert len({round(loss, 3) for loss in expected}) == 3
     assert losses(outcome.out) == pytest.approx(dict(enumerate(expected, 1)), abs=2e-4)
-    told = re.search(r"^loss: ([\d.]+) in the first step, ([\d.]+) in the last", outcome.out, re.M)
-    assert [float(loss) for loss in told.groups()] == pytest.approx(
+    output = re.search(
+        r"^loss: ([\d.]+) in the first step, ([\d.]+) in the last", outcome.out, re.M
+    )
+    assert [float(loss) for loss in output.groups()] == pytest.approx(
         [expected[0], expected[-1]], abs=2e-4
     )
 
 
-def test_a_scaled_loss_is_shown_unscaled(monkeypatch):
+def test_a_scaled_loss_is_reported_unscaled(monkeypatch):
     found = []
     training = build(TINY, combined("loss-scaling"), on_loss=found.append)
     with torch.autocast("cpu", torch.float16), torch.no_grad():
@@ -77,8 +79,8 @@ def test_a_scaled_loss_is_shown_unscaled(monkeypatch):
     assert not found[0].requires_grad
 
 
-def test_whoever_looks_at_the_loss_changes_no_byte_of_the_step():
-    """A loss that is not kept, that is: one of 4 bytes is alive until backward anyway."""
+def test_reading_the_loss_changes_no_byte_of_the_step():
+    """This holds if the caller keeps no loss: its 4 bytes live until backward anyway."""
     seen = []
     for on_loss in (None, lambda loss: seen.append(loss.item())):
         training = build(TINY, combined("plain"), on_loss=on_loss)
@@ -89,7 +91,7 @@ def test_whoever_looks_at_the_loss_changes_no_byte_of_the_step():
     assert len(seen) == 4
 
 
-def test_another_batch_is_the_one_that_the_next_step_reads():
+def test_a_step_reads_the_batch_it_is_given():
     found = []
     training = build(TINY, combined("sgd"), on_loss=found.append)
     tokens, targets = (torch.zeros_like(held) for held in training.batch)
@@ -99,21 +101,21 @@ def test_another_batch_is_the_one_that_the_next_step_reads():
     torch.testing.assert_close(found, [expected])
 
 
-def test_on_a_cpu_the_peak_is_that_of_a_metered_step(memlab_command):
+def test_on_a_cpu_the_peak_comes_from_a_metered_step(memlab_command):
     outcome = memlab_command("train", *SMALL, "--steps", "1", "--technique", "lora")
     peak = dry_trace(TINY, combined("lora")).peak_bytes
-    assert f"\npeak: {format_bytes(peak)}, of one step more under the meter" in outcome.out
+    assert f"\npeak: {format_bytes(peak)}, measured in one more step" in outcome.out
 
 
-def test_on_an_accelerator_the_peak_is_what_its_allocator_counted(monkeypatch):
+def test_on_an_accelerator_the_peak_comes_from_its_allocator(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 3 * GIB)
     monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda: 4 * GIB)
     training = SimpleNamespace(model=torch.nn.Linear(2, 2, device="meta"))
     assert command.peak(training, ()) == "3.00 GiB allocated, 4.00 GiB reserved"
 
 
-def test_of_many_steps_some_have_a_line_and_always_the_first_and_the_last(monkeypatch, capsys):
-    monkeypatch.setattr(command, "step", lambda *given: command.Step(1.0, 1.0))
+def test_some_steps_are_printed_including_the_first_and_the_last(monkeypatch, capsys):
+    monkeypatch.setattr(command, "step", lambda *given: command.StepResult(1.0, 1.0))
     monkeypatch.setattr(command, "build", lambda *given, on_loss: on_loss(torch.ones(())))
     monkeypatch.setattr(command, "peak", lambda *given: "")
     command.run(TINY, combined("plain"), 50, lambda stage: None)
@@ -121,26 +123,26 @@ def test_of_many_steps_some_have_a_line_and_always_the_first_and_the_last(monkey
 
 
 def test_the_time_is_the_median_of_the_steps_after_the_first():
-    taken = [command.Step(5.0, seconds) for seconds in (9.0, 1.0, 2.0, 4.0)]
-    assert "\ntime: 2 s a step\n" in command.summary(taken, torch.float32, "")
-    assert "\ntime: 9 s a step\n" in command.summary(taken[:1], torch.float32, "")
+    taken = [command.StepResult(5.0, seconds) for seconds in (9.0, 1.0, 2.0, 4.0)]
+    assert "\ntime: 2 s per step\n" in command.summary(taken, torch.float32, "")
+    assert "\ntime: 9 s per step\n" in command.summary(taken[:1], torch.float32, "")
 
 
-def test_a_loss_that_is_rounded_says_so(memlab_command):
-    told = memlab_command("train", *SMALL, "--steps", "1", "--dtype", "bfloat16").out
-    assert "in nats a token, rounded to bfloat16\n" in told
-    told = memlab_command("train", *SMALL, "--steps", "1").out
-    assert "in nats a token\n" in told
+def test_a_rounded_loss_is_marked(memlab_command):
+    output = memlab_command("train", *SMALL, "--steps", "1", "--dtype", "bfloat16").out
+    assert "in nats per token, rounded to bfloat16\n" in output
+    output = memlab_command("train", *SMALL, "--steps", "1").out
+    assert "in nats per token\n" in output
 
 
-def test_the_step_reads_text_that_a_model_can_learn(memlab_command):
+def test_the_model_learns_the_text(memlab_command):
     outcome = memlab_command("train", *SMALL, "--steps", "60", "--dtype", "float32")
     found = losses(outcome.out)
     assert found[1] == pytest.approx(math.log(256), abs=0.5)
     assert found[60] < found[1] - 0.5
 
 
-def test_the_examples_of_the_help_can_be_typed(memlab_command):
+def test_the_examples_of_the_help_parse(memlab_command):
     help_ = typer.main.get_command(app).commands["train"].help
     examples = re.findall(r"\[bold\]memlab train (.*?)\[/\]", help_)
     assert len(examples) == 3
@@ -152,21 +154,21 @@ def test_the_examples_of_the_help_can_be_typed(memlab_command):
         assert context.params["model"] in PRESETS
 
 
-def test_the_help_says_what_is_there_to_choose(memlab_command):
-    told = memlab_command("train", "--help").out
-    assert all(name in told for name in (*PRESETS, *TECHNIQUES, "measure --dry-run"))
+def test_the_help_lists_models_and_techniques(memlab_command):
+    output = memlab_command("train", "--help").out
+    assert all(name in output for name in (*PRESETS, *TECHNIQUES, "measure --dry-run"))
 
 
-# ------------------------------------------------------------------ what it refuses
+# ------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "got --steps 0; wanted a whole number from 1 to "),
-        (["--steps", "-3"], "got --steps -3; wanted a whole number from 1 to "),
-        (["--model", "25"], "got --model 25; did you mean 25m? There are tiny, "),
-        (["--technique", "sgdd"], "got --technique sgdd; did you mean sgd? There are plain, "),
+        (["--steps", "0"], "got --steps 0; expected an integer from 1 to "),
+        (["--steps", "-3"], "got --steps -3; expected an integer from 1 to "),
+        (["--model", "25"], "got --model 25; did you mean 25m? Choose from tiny, "),
+        (["--technique", "sgdd"], "got --technique sgdd; did you mean sgd? Choose from plain, "),
         (["--technique", "sgd+lion"], "got --technique sgd+lion: lion and sgd each bring"),
         (["--dtype", "int8"], "got --dtype int8; choose from float32, bfloat16, float16"),
         (["--model", "tiny", "--seq", "65"], "got sequences of 65 tokens; tiny takes 1 to 64"),
@@ -174,26 +176,26 @@ def test_the_help_says_what_is_there_to_choose(memlab_command):
         (["--device", "cuda"], "got --device cuda; this machine has cpu"),
         (
             ["--memory", "24GB"],
-            "got --memory 24GB on the device cpu; only CUDA's allocator takes a cap, so leave",
+            "got --memory 24GB on the device cpu; only CUDA's allocator can be capped, so leave",
         ),
     ],
 )
-def test_what_cannot_be_used_is_one_sentence(in_one_line, arguments, message):
-    assert in_one_line("train", *arguments).startswith(message)
+def test_bad_input_is_one_sentence(usage_error, arguments, message):
+    assert usage_error("train", *arguments).startswith(message)
 
 
-def test_a_step_larger_than_the_machine_is_not_begun(in_one_line, monkeypatch):
-    """Of the technique that was asked for, not of the plain step."""
+def test_a_step_larger_than_the_machine_does_not_start(usage_error, monkeypatch):
+    """The check uses the requested technique, not the plain step."""
     wanted = dry_trace(TINY, combined("sgd")).peak_bytes
     monkeypatch.setattr(choices, "memory_of", lambda device: (0, wanted - 1))
-    line = in_one_line("train", *SMALL, "--technique", "sgd")
+    line = usage_error("train", *SMALL, "--technique", "sgd")
     assert line.startswith(
-        f"a step with sgd of tiny, 2 × 16 tokens, float32, cpu takes {format_bytes(wanted)}; "
+        f"a step with sgd of tiny, 2 × 16 tokens, float32, cpu needs {format_bytes(wanted)}; "
     )
-    assert line.endswith("or use memlab measure --dry-run, which takes none")
+    assert line.endswith("or use memlab measure --dry-run, which allocates nothing")
 
 
-def test_a_step_as_large_as_the_machine_is_begun(memlab_command, monkeypatch):
+def test_a_step_as_large_as_the_machine_starts(memlab_command, monkeypatch):
     wanted = dry_trace(TINY, combined("sgd")).peak_bytes
     assert wanted < dry_trace(TINY, combined("plain")).peak_bytes
     monkeypatch.setattr(choices, "memory_of", lambda device: (0, wanted))
@@ -203,7 +205,7 @@ def test_a_step_as_large_as_the_machine_is_begun(memlab_command, monkeypatch):
 @pytest.mark.parametrize(
     "error", [MemoryError(), slow(torch.OutOfMemoryError("CUDA out of memory.\n…"))]
 )
-def test_where_memory_runs_out_one_line_says_what_it_takes(memlab_command, monkeypatch, error):
+def test_running_out_of_memory_is_one_line_with_the_need(memlab_command, monkeypatch, error):
     def run_out(*given, **more):
         raise error
 
@@ -212,44 +214,44 @@ def test_where_memory_runs_out_one_line_says_what_it_takes(memlab_command, monke
     wanted = format_bytes(dry_trace(TINY, combined("lora")).peak_bytes)
     assert outcome.status == 2
     assert outcome.err == (
-        f"memlab: lora ran out of memory with tiny, 2 × 16 tokens, float32, cpu; its tensors take "
+        f"memlab: lora ran out of memory with tiny, 2 × 16 tokens, float32, cpu; its tensors need "
         f"{wanted}; give a smaller --batch or --seq, or another technique\n"
     )
 
 
-def test_what_fails_otherwise_is_our_mistake(memlab_command, monkeypatch):
+def test_other_errors_keep_their_traceback(memlab_command, monkeypatch):
     monkeypatch.setattr(command, "build", lambda *given, on_loss: [][0])
     with pytest.raises(IndexError):
         memlab_command("train", *SMALL)
 
 
-# ------------------------------------------------------------------ a cap
+# ------------------------------------------------------------------ memory cap
 
 
 @pytest.fixture
 def card(monkeypatch):
-    """A card of 80 GiB; the fractions that its allocator was given."""
+    """Fake a GPU of 80 GiB; return the memory fractions that were set."""
     given: list[float] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", given.append)
     return given
 
 
-def test_a_cap_is_the_allocator_s_while_the_steps_run_and_no_longer(card):
-    with command.capped(24 * 10**9):
+def test_the_cap_applies_only_while_the_steps_run(card):
+    with command.memory_cap(24 * 10**9):
         assert int(card[-1] * 80 * GIB) in (24 * 10**9, 24 * 10**9 + 1)
         assert len(card) == 1
     assert card[1:] == [1.0]
 
 
-def test_ctrl_c_takes_the_cap_away(card):
-    with pytest.raises(KeyboardInterrupt), command.capped(GIB):
+def test_ctrl_c_removes_the_cap(card):
+    with pytest.raises(KeyboardInterrupt), command.memory_cap(GIB):
         raise KeyboardInterrupt
     assert card[1:] == [1.0]
 
 
 def test_without_a_cap_nothing_is_set(card):
-    with command.capped(None):
+    with command.memory_cap(None):
         pass
     assert card == []
 
@@ -271,22 +273,22 @@ def test_a_cap_is_read_with_its_unit(card, memory, cap):
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ("0B", "got --memory 0B; give more than nothing"),
-        ("81GiB", "got --memory 81GiB; .* at most the card's 80.00 GiB"),
+        ("0B", "got --memory 0B; give more than 0 bytes"),
+        ("81GiB", "got --memory 81GiB; .* at most the GPU's 80.00 GiB"),
         ("lots", "--memory: got 'lots' as a number of bytes"),
     ],
 )
-def test_a_cap_that_no_card_can_have_is_refused(card, memory, message):
+def test_a_cap_outside_the_gpus_memory_is_refused(card, memory, message):
     with pytest.raises(UsageError, match=message):
         command.choose_cap(memory, "cuda")
 
 
 @pytest.mark.parametrize(("more", "words"), [(1, "1 B more"), (-GIB, "1.00 GiB less")])
-def test_out_of_memory_on_a_card_says_by_how_much(card, more, words):
+def test_out_of_memory_on_a_gpu_says_by_how_much(card, more, words):
     setting = Setting("tiny", 2, 16, device="cuda")
     wanted = predicted_trace(setting, combined("plain")).allocated_bytes
-    told = command.why_it_ran_out(setting, combined("plain"), wanted - more)
-    assert told.startswith(
-        f"it takes {format_bytes(wanted)}, {words} than the {format_bytes(wanted - more)} there are"
+    output = command.out_of_memory_advice(setting, combined("plain"), wanted - more)
+    assert output.startswith(
+        f"it needs {format_bytes(wanted)}, {words} than the {format_bytes(wanted - more)} available"
     )
-    assert ("pieces" in told) == (more < 0)
+    assert ("fragmentation" in output) == (more < 0)

@@ -1,11 +1,11 @@
-"""What takes no torch doesn't wait for it: help, hints, a lesson to begin, and slips."""
+"""Help, hints, starting a lesson and usage errors do not import torch, which takes seconds."""
 
 import subprocess
 import sys
 
 import pytest
 
-SAY_WHETHER = """
+PRINT_WHETHER_IMPORTED = """
 import sys
 from memlab.cli import main
 sys.argv = ["memlab", *sys.argv[1:]]
@@ -39,7 +39,7 @@ finally:
 )
 def test_torch_is_not_imported(command, status, tmp_path):
     ran = subprocess.run(
-        [sys.executable, "-c", SAY_WHETHER, *command.split()],
+        [sys.executable, "-c", PRINT_WHETHER_IMPORTED, *command.split()],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -48,9 +48,9 @@ def test_torch_is_not_imported(command, status, tmp_path):
     assert ran.stderr.splitlines()[-1] == "False"
 
 
-def test_what_measures_does_import_torch(tmp_path):
+def test_measuring_does_import_torch(tmp_path):
     ran = subprocess.run(
-        [sys.executable, "-c", SAY_WHETHER, *["measure", "--model", "5x"]],
+        [sys.executable, "-c", PRINT_WHETHER_IMPORTED, *["measure", "--model", "5x"]],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Shapes by name: the published files of each family, their published counts, and bad input."""
+"""Shapes from config.json: published files and their parameter counts, and bad input."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from memlab.configs.config_json import FAMILIES, config_from, config_named, name_of
 from memlab.model import GPT, PRESETS, GPTConfig
 
-# What the published config.json files say, less what no shape needs.
+# The published config.json files, without the fields that no shape needs.
 LLAMA_2_7B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -164,7 +164,7 @@ GEMMA_3_1B = {
     "vocab_size": 262144,
 }
 
-PUBLISHED = {  # as Hugging Face counts each checkpoint, a tied matrix once
+PUBLISHED = {  # Hugging Face's parameter counts; a tied matrix counts once
     "llama-2-7b": (LLAMA_2_7B, 6_738_415_616),
     "llama-3-8b": (LLAMA_3_8B, 8_030_261_248),
     "llama-3.2-3b": (LLAMA_3_2_3B, 3_212_749_824),
@@ -207,31 +207,31 @@ def written(folder, fields):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_file_gives_the_published_count(name):
+def test_a_published_file_gives_the_published_parameter_count(name):
     fields, parameters = PUBLISHED[name]
     assert config_from(fields).parameters == parameters
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_formula_counts_what_is_built_of_a_file(name):
+def test_the_formula_counts_a_built_models_parameters(name):
     fields, parameters = PUBLISHED[name]
     with torch.device("meta"):
         model = GPT(config_from(fields))
     assert sum(weight.numel() for weight in model.parameters()) == parameters
 
 
-def test_every_family_has_a_published_file_here():
+def test_every_family_is_tested_with_a_published_file():
     assert set(ONE_OF_EACH) == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
     ("fields", "preset"), [(LLAMA_2_7B, "llama-2-7b"), (LLAMA_3_8B, "llama-3-8b")]
 )
-def test_the_file_of_a_preset_is_that_preset(fields, preset):
+def test_a_presets_file_gives_the_preset(fields, preset):
     assert config_from(fields) == PRESETS[preset]
 
 
-def test_each_number_of_a_file_is_found():
+def test_each_field_of_a_file_is_read():
     assert config_from(GEMMA_3_1B) == GPTConfig(
         vocab_size=262144,
         width=1152,
@@ -252,7 +252,7 @@ def test_each_number_of_a_file_is_found():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_file_leaves_out_is_what_its_family_does(family):
+def test_missing_fields_take_the_familys_defaults(family):
     few = without(ONE_OF_EACH[family], "tie_word_embeddings", "num_key_value_heads", "head_dim")
     config = config_from(few)
     assert config.tied == family.startswith("gemma")
@@ -265,18 +265,18 @@ def test_what_a_file_leaves_out_is_what_its_family_does(family):
     ("family", "names"),
     [
         ("llama", ("query", "key", "value", "output")),
-        ("mistral", ()),  # it has none, whatever the file says
+        ("mistral", ()),  # no biases, even if the file sets attention_bias
         ("qwen2", ("query", "key", "value")),
         ("qwen3", ("query", "key", "value", "output")),
         ("gemma", ("query", "key", "value", "output")),
     ],
 )
-def test_attention_bias_turns_on_the_biases_that_the_family_has(family, names):
+def test_attention_bias_turns_on_the_familys_biases(family, names):
     config = config_from(ONE_OF_EACH[family] | {"attention_bias": True})
     assert config.attention_biases == names
 
 
-def test_null_is_as_good_as_missing():
+def test_null_counts_as_missing():
     nulls = dict.fromkeys(("head_dim", "num_key_value_heads", "rope_theta", "attention_bias"))
     assert config_from(LLAMA_2_7B | nulls) == config_from(without(LLAMA_2_7B, *nulls))
 
@@ -288,17 +288,17 @@ def test_null_is_as_good_as_missing():
         {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}},
     ],
 )
-def test_newer_files_have_the_base_of_the_angles_one_level_deeper(parameters):
+def test_rope_theta_is_read_from_newer_files(parameters):
     fields = without(LLAMA_3_8B, "rope_theta") | {"rope_parameters": parameters}
     assert config_from(fields).rope_theta == 5e5
 
 
-def test_windows_and_scaled_angles_change_nothing():
+def test_sliding_windows_and_rope_scaling_change_nothing():
     plain = without(LLAMA_3_2_3B, "rope_scaling")
     assert config_from(LLAMA_3_2_3B) == config_from(plain | {"sliding_window": 16})
 
 
-def test_nothing_is_built_however_deep_the_model():
+def test_reading_a_file_builds_no_model():
     deep = LLAMA_3_8B | {"num_hidden_layers": 10**12}
     assert config_from(deep).parameters > 10**20
 
@@ -308,7 +308,7 @@ def test_nothing_is_built_however_deep_the_model():
 
 @pytest.mark.parametrize("more", [{}, {"head_dim": 16}, {"head_dim": 16, "attention_bias": True}])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_small_shape_has_as_many_weights_as_transformers_own(family, more):
+def test_a_small_shape_has_as_many_parameters_as_in_transformers(family, more):
     transformers = pytest.importorskip("transformers")
     fields = {"model_type": family, **SMALL, **more}
     with torch.device("meta"):
@@ -322,23 +322,23 @@ def test_a_small_shape_has_as_many_weights_as_transformers_own(family, more):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_presets_name_is_the_preset(name):
+def test_a_presets_name_gives_the_preset(name):
     assert config_named(name) is PRESETS[name]
 
 
-def test_a_file_and_its_folder_are_one_shape(tmp_path):
+def test_a_file_and_its_folder_give_the_same_shape(tmp_path):
     path = written(tmp_path, QWEN_3_8B)
     assert config_named(path) == config_named(str(tmp_path)) == config_from(QWEN_3_8B)
 
 
-def test_a_path_may_begin_at_home(tmp_path, monkeypatch):
+def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     written(tmp_path, QWEN_3_8B)
     assert config_named("~/config.json") == config_from(QWEN_3_8B)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_called_by_its_name(name):
+def test_a_preset_is_named_by_its_name(name):
     assert name_of(PRESETS[name]) == name
 
 
@@ -351,7 +351,7 @@ def test_a_preset_is_called_by_its_name(name):
         (replace(PRESETS["tiny"], layers=2), "33K: 2 layers, 32 wide"),
     ],
 )
-def test_another_shape_is_called_by_its_size(config, name):
+def test_another_shape_is_named_by_its_size(config, name):
     assert name_of(config) == name
 
 
@@ -359,7 +359,7 @@ def test_another_shape_is_called_by_its_size(config, name):
 
 
 def message_of(call, *args, **kwargs):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (each caller looks at all of it)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (each caller checks the whole message)
         call(*args, **kwargs)
     message = str(caught.value)
     assert "\n" not in message
@@ -374,12 +374,12 @@ def test_an_unknown_name_gets_the_nearest_and_how_to_give_a_file(name, nearest):
     message = message_of(config_named, name)
     assert message == (
         f"got model {name!r}; choose one of {', '.join(PRESETS)} (did you mean {nearest}?), "
-        f"or give the path of a config.json, as Hugging Face has it, that is there"
+        f"or give the path of an existing config.json in Hugging Face's format"
     )
 
 
 @pytest.mark.parametrize("name", ["nonsense", "no/such/config.json", "", "\0", "x" * 5000])
-def test_a_name_like_nothing_gets_the_list(name):
+def test_a_name_unlike_any_preset_gets_the_list(name):
     message = message_of(config_named, name)
     assert "did you mean" not in message
     assert "choose one of tiny, " in message
@@ -387,55 +387,57 @@ def test_a_name_like_nothing_gets_the_list(name):
 
 def test_a_folder_without_the_file_is_named(tmp_path):
     assert message_of(config_named, str(tmp_path)) == (
-        f"got the folder {str(tmp_path)!r} as a model; there is no config.json in it"
+        f"got the folder {str(tmp_path)!r} as a model; it contains no config.json"
     )
 
 
 @pytest.mark.parametrize(
     "text", ["", "{", "model: llama", "[" * 100_000, '{"hidden_size": ' + "9" * 5000 + "}"]
 )
-def test_a_file_that_is_no_json_is_named(tmp_path, text):
+def test_invalid_json_is_named(tmp_path, text):
     path = written(tmp_path, text)
-    assert message_of(config_named, path).startswith(f"{path} is no JSON (")
+    assert message_of(config_named, path).startswith(f"{path} is not valid JSON (")
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path):
+def test_a_binary_file_is_named(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"\xff\xfe\x00\x80" * 10)
-    assert message_of(config_named, str(path)).startswith(f"{path} is no JSON (")
+    assert message_of(config_named, str(path)).startswith(f"{path} is not valid JSON (")
 
 
 @pytest.mark.parametrize("contents", [[LLAMA_2_7B], 7, "llama", None])
-def test_json_that_is_no_object_is_named(tmp_path, contents):
+def test_json_that_is_not_an_object_is_named(tmp_path, contents):
     path = written(tmp_path, contents if not isinstance(contents, str) else f'"{contents}"')
     message = message_of(config_named, path)
     assert message.startswith(f"{path} holds ")
-    assert message.endswith(", wanted an object of fields")
+    assert message.endswith(", wanted a JSON object")
     assert len(message) < len(path) + 120
 
 
 def test_without_a_model_type_the_families_are_named():
     assert message_of(config_from, without(LLAMA_2_7B, "model_type"), source="a.json") == (
         "a.json has no model_type, which names the family; known are llama, mistral, qwen2, "
-        "qwen3, gemma, gemma3_text, and --script path.py:build plans any model"
+        "qwen3, gemma, gemma3_text; --script path.py:build plans any model"
     )
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "mamba", "mixtral", "Llama", 3, ["llama"]])
-def test_another_family_is_refused_with_what_is_known(family):
+def test_an_unknown_family_is_refused_with_the_known_ones(family):
     message = message_of(config_from, LLAMA_2_7B | {"model_type": family})
     assert message.startswith(f"config.json has model_type {json.dumps(family)}; known are llama, ")
     assert message.endswith("--script path.py:build plans any model")
 
 
-def test_gemma_2_is_refused_for_its_caps():
+def test_gemma_2_is_refused_because_of_its_caps():
     message = message_of(config_from, GEMMA_7B | {"model_type": "gemma2"})
     assert '"gemma2", and memlab.model has no caps on attention scores and logits; ' in message
 
 
-def test_a_model_in_a_model_is_refused_for_that():
+def test_a_multimodal_model_is_refused():
     message = message_of(config_from, {"model_type": "gemma3", "text_config": GEMMA_3_1B})
-    assert '"gemma3", several models in one, a text model in its text_config; known' in message
+    assert (
+        '"gemma3", which combines several models, with a text model in its text_config; ' in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -449,7 +451,7 @@ def test_a_model_in_a_model_is_refused_for_that():
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0, and memlab.model"),
     ],
 )
-def test_a_part_that_the_model_has_not_is_refused(more, part):
+def test_unsupported_parts_are_refused(more, part):
     message = message_of(config_from, LLAMA_3_8B | more)
     assert part in message
     assert message.endswith("--script path.py:build plans any model")
@@ -463,22 +465,22 @@ NEEDED = (
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_a_missing_field_is_named(name):
-    wanted = f"config.json has no {name}; a shape needs it"
+    wanted = f"config.json has no {name}, which a shape needs"
     assert message_of(config_from, without(LLAMA_3_8B, name)) == wanted
     assert message_of(config_from, LLAMA_3_8B | {name: None}) == wanted
 
 
 @pytest.mark.parametrize("value", ["4096", -8, 0, 1.5, 4096.0, True, [1], {"a": 1}])
 @pytest.mark.parametrize("name", [*NEEDED, "num_key_value_heads", "head_dim"])
-def test_a_count_that_is_none_is_shown(name, value):
+def test_an_invalid_count_is_shown(name, value):
     assert message_of(config_from, LLAMA_3_8B | {name: value}) == (
-        f"config.json has {name} {json.dumps(value)}, wanted a whole number from 1 on"
+        f"config.json has {name} {json.dumps(value)}, wanted an integer from 1"
     )
 
 
 @pytest.mark.parametrize("value", ["1e-5", 0, -1.0, True, [], float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta"])
-def test_a_number_that_is_none_is_shown(name, value):
+def test_an_invalid_number_is_shown(name, value):
     assert message_of(config_from, LLAMA_3_8B | {name: value}) == (
         f"config.json has {name} {json.dumps(value)}, wanted a number above 0"
     )
@@ -486,7 +488,7 @@ def test_a_number_that_is_none_is_shown(name, value):
 
 @pytest.mark.parametrize("value", ["true", 1, 0.0, []])
 @pytest.mark.parametrize("name", ["tie_word_embeddings", "attention_bias"])
-def test_a_flag_that_is_none_is_shown(name, value):
+def test_an_invalid_flag_is_shown(name, value):
     assert message_of(config_from, LLAMA_3_8B | {name: value}) == (
         f"config.json has {name} {json.dumps(value)}, wanted true or false"
     )
@@ -494,7 +496,7 @@ def test_a_flag_that_is_none_is_shown(name, value):
 
 @pytest.mark.parametrize("value", ["relu", 3, ["silu"], "x" * 500])
 @pytest.mark.parametrize("name", ["hidden_act", "hidden_activation"])
-def test_an_activation_that_the_model_has_not_is_refused(name, value):
+def test_an_unsupported_activation_is_refused(name, value):
     message = message_of(config_from, LLAMA_3_8B | {name: value})
     assert message.startswith(f"config.json has {name} {json.dumps(value)[:20]}"[:60])
     assert message.endswith("wanted one of silu, swish, gelu, gelu_pytorch_tanh")
@@ -506,26 +508,29 @@ def test_an_activation_that_the_model_has_not_is_refused(name, value):
     [
         ({"num_key_value_heads": 5}, "num_attention_heads 32 and num_key_value_heads 5; wanted"),
         ({"num_key_value_heads": 64}, "num_attention_heads 32 and num_key_value_heads 64; wanted"),
-        ({"head_dim": 127}, "heads of 127 numbers (its head_dim, or hidden_size 4096 over num_att"),
-        ({"num_attention_heads": 4097}, "heads of 0 numbers (its head_dim, or hidden_size 4096 o"),
-        ({"num_attention_heads": 4096}, "heads of 1 numbers (its head_dim, or hidden_size 4096 o"),
+        (
+            {"head_dim": 127},
+            "heads of 127 elements (its head_dim, or hidden_size 4096 over num_att",
+        ),
+        ({"num_attention_heads": 4097}, "heads of 0 elements (its head_dim, or hidden_size 4096 o"),
+        ({"num_attention_heads": 4096}, "heads of 1 elements (its head_dim, or hidden_size 4096 o"),
     ],
 )
-def test_numbers_that_are_no_shape_together_are_named_as_the_file_names_them(more, rest):
+def test_inconsistent_fields_are_named(more, rest):
     few = (
         without(LLAMA_3_8B, "num_key_value_heads") if "num_attention_heads" in more else LLAMA_3_8B
     )
     assert message_of(config_from, few | more).startswith(f"config.json has {rest}")
 
 
-def test_a_count_beyond_all_counting_is_refused_at_once():
-    """Whatever is then done with it: heads were once divided by all smaller numbers."""
+def test_a_huge_count_is_refused_quickly():
+    """It is refused before any loop over its divisors."""
     huge = {"num_attention_heads": 10**30, "num_key_value_heads": 7}
     assert message_of(config_from, LLAMA_3_8B | huge) == (
         f"config.json has num_attention_heads {10**30}, wanted at most {10**18:,}"
     )
 
 
-def test_a_number_that_no_float_holds_is_refused():
+def test_a_number_too_large_for_a_float_is_refused():
     message = message_of(config_from, LLAMA_3_8B | {"rms_norm_eps": 10**400})
     assert message.endswith("..., wanted a number above 0 that a float can hold")

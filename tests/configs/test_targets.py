@@ -1,4 +1,4 @@
-"""The policy of kernels: what can be chosen, and what each choice changes."""
+"""The choice of kernels on a GPU, and the effect of each choice."""
 
 from dataclasses import FrozenInstanceError
 
@@ -11,12 +11,12 @@ import memlab
 from memlab import Kernels
 
 
-def test_what_is_no_option_is_refused_with_those_there_are():
+def test_an_unknown_option_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"norms='fast'.: norms is one of 'fused', 'composite'"):
         Kernels(norms="fast")
 
 
-def test_a_policy_does_not_change():
+def test_a_policy_is_immutable():
     with pytest.raises(FrozenInstanceError):
         Kernels().norms = "composite"
 
@@ -28,7 +28,7 @@ def test_a_policy_prints_all_its_choices():
 
 
 def build():
-    """A step in which every choice matters."""
+    """Run a step in which every choice matters."""
     model = nn.Sequential(nn.RMSNorm(32), nn.Dropout(0.1), nn.Linear(32, 32)).to("cuda")
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(2, 4, 16, 32, device="cuda")
@@ -45,7 +45,7 @@ def build():
 
 
 def operators(kernels: Kernels) -> dict[str, str]:
-    """Each operator that allocates, and the dtype of its last result."""
+    """Return each allocating operator with the dtype of its last result."""
     events = memlab.predict(build, kernels=kernels).events
     return {event.operator: event.dtype for event in events if event.phase != "before"}
 
@@ -83,6 +83,6 @@ def test_each_choice_changes_its_own_operators(choice, gone, come):
         assert come not in default
 
 
-def test_the_list_of_autocast_decides_the_dtype():
+def test_the_autocast_list_decides_the_dtype():
     assert operators(Kernels())["aten.exp.default"] == "float32"
     assert operators(Kernels(autocast="cpu"))["aten.exp.default"] == "bfloat16"

@@ -1,7 +1,6 @@
-"""Answers that are the lesson's own solution with a few words replaced.
+"""Answers made by editing the lesson's solution.
 
-A table of such edits is the shortest way to write down what learners get wrong, or right in another
-way:
+A table of edits is the shortest way to write wrong answers, and right answers of another form:
 
     REFUSED = [("9.2", "sizes are forgotten", ("blocks.abs().amax(1)", "blocks.amax(1)"))]
 """
@@ -20,19 +19,18 @@ from memlab.course.exercises import Verdict
 
 SOLUTIONS = Path(__file__).resolve().parents[2] / "solutions"
 
-Edit = tuple[str, str]  # what stands in the solution, what takes its place
+Edit = tuple[str, str]  # (text in the solution, replacement)
 
 
 def each(table):
-    """The parameter `edit` of a test, from rows of an exercise, what is done to its solution, and
-    the edits."""
+    """Parametrize a test's `edit` with rows of (exercise, description, *edits)."""
     rows = [pytest.param((row[0], row[2:]), id=f"{row[0]} {row[1]}") for row in table]
     return pytest.mark.parametrize("edit", rows)
 
 
 def verdict_on(edit: tuple[str, tuple[Edit, ...]], folder: Path, *, named: bool = False) -> Verdict:
-    """As `memlab check` judges a notebook with these edits in it; unless asked for, the mistake is
-    not looked for among the named ones, which takes longer than the check."""
+    """Check a notebook with these edits as `memlab check` does. By default skip the search for the
+    named mistake, which takes longer than the check."""
     id_, changes = edit
     number = int(id_.split(".")[0])
     (source,) = SOLUTIONS.glob(f"day{number:02d}_*.ipynb")
@@ -47,16 +45,16 @@ def verdict_on(edit: tuple[str, tuple[Edit, ...]], folder: Path, *, named: bool 
 
 
 def _cell_to_edit(notebook: dict, answer: str, changes: tuple[Edit, ...]) -> dict:
-    """The one cell that has it all, or the one that defines the answer."""
+    """Return the cell with all the replaced texts, preferably the one that defines the answer."""
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     found = [cell for cell in cells if _edited("".join(cell["source"]), changes) is not None]
     own = [cell for cell in found if "".join(cell["source"]) == answer]
-    (cell,) = own or found  # an edit of several cells, or of none, is a mistake in the table
+    (cell,) = own or found  # fails if the edits fit several cells or none
     return cell
 
 
 def _edited(source: str, changes: tuple[Edit, ...]) -> str | None:
-    """None where one of the edits finds nothing."""
+    """Return the edited source; None if an edit's text is missing."""
     source += "\n"
     for before, after in changes:
         if before not in source:

@@ -1,4 +1,4 @@
-"""What is run of a notebook to find its answers, and how they are judged."""
+"""Which cells of a notebook run to find its answers, and how the answers are checked."""
 
 import json
 import linecache
@@ -53,7 +53,7 @@ BOTH = (DOUBLE, QUADRUPLE)
 
 @pytest.fixture
 def notebook(tmp_path):
-    """Writes a notebook of a heading and code cells."""
+    """Write a notebook with a heading and code cells."""
 
     def write(*sources: str) -> Path:
         found = [{"cell_type": "markdown", "source": ["# The title\n", "text"]}]
@@ -67,7 +67,7 @@ def notebook(tmp_path):
 
 @pytest.fixture
 def verdict(notebook):
-    """The one verdict on exercise 7.1 in a notebook of these cells."""
+    """Return the verdict on exercise 7.1 in a notebook with these cells."""
 
     def judge_it(*sources: str):
         [verdict] = judged(notebook(*sources), [DOUBLE])
@@ -76,13 +76,13 @@ def verdict(notebook):
     return judge_it
 
 
-# ------------------------------------------------------------------ what is run
+# ------------------------------------------------------------------ which code runs
 
 
 @pytest.mark.parametrize(
     "use", [answers, lambda path: judged(path, [DOUBLE]), lambda path: cell_of(path, "7.1")]
 )
-def test_what_is_no_notebook_is_refused_at_once(tmp_path, use):
+def test_a_file_that_is_not_a_notebook_is_refused_at_once(tmp_path, use):
     (tmp_path / "day07_test.ipynb").write_text("[1]")
     with pytest.raises(ValueError, match="cannot be read as a notebook"):
         use(tmp_path / "day07_test.ipynb")
@@ -92,7 +92,7 @@ def test_an_answer_is_the_learners_own_function(notebook):
     assert answers(notebook(RIGHT, CALL))["7.1"](5) == 10
 
 
-def test_an_answer_finds_imports_functions_classes_and_constants_of_earlier_cells(notebook):
+def test_an_answer_can_use_definitions_of_earlier_cells(notebook):
     path = notebook(
         "import math\nfrom math import floor as down",
         "SCALE = 2\nhalf, third = 0.5, -3\nSIZES = {'a': [1, 2]}\nMIB = 4 * SCALE**20\nn: int = 7",
@@ -131,7 +131,7 @@ def test_an_answer_finds_imports_functions_classes_and_constants_of_earlier_cell
         "await something",
     ],
 )
-def test_nothing_else_of_the_notebook_is_run(notebook, tmp_path, monkeypatch, statement):
+def test_other_statements_do_not_run(notebook, tmp_path, monkeypatch, statement):
     monkeypatch.chdir(tmp_path)
     path = notebook(statement, f"from memlab.course import exercise, guess\n\n{RIGHT}", CALL)
     before = set(tmp_path.iterdir())
@@ -141,20 +141,20 @@ def test_nothing_else_of_the_notebook_is_run(notebook, tmp_path, monkeypatch, st
     assert not hasattr(sys, "made")
 
 
-def test_the_calls_of_exercise_are_not_run(notebook, tmp_path, monkeypatch, capsys):
+def test_the_calls_of_exercise_do_not_run(notebook, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "progress.json").write_text("no JSON: it would be put aside")
+    (tmp_path / "progress.json").write_text("not JSON, so it would be renamed")
     answers(notebook("from memlab.course import exercise, guess, reveal", RIGHT, CALL))
     assert capsys.readouterr() == ("", "")
     assert (tmp_path / "progress.json").exists()
 
 
-def test_the_answer_is_what_it_is_where_it_is_handed_over(notebook):
+def test_the_answer_is_its_value_at_the_call_of_exercise(notebook):
     path = notebook(RIGHT, CALL, "def double(x):\n    return 'later'")
     assert answers(path)["7.1"](5) == 10
 
 
-def test_of_two_calls_for_one_exercise_the_last_counts(notebook):
+def test_the_last_of_two_calls_for_one_exercise_counts(notebook):
     path = notebook("def double(x):\n    return 'earlier'", CALL, RIGHT, CALL)
     assert answers(path)["7.1"](5) == 10
     [verdict] = judged(path, [DOUBLE])
@@ -170,11 +170,11 @@ def test_of_two_calls_for_one_exercise_the_last_counts(notebook):
         'print("before")\ndouble = exercise("7.1", double)\nprint("after")',
     ],
 )
-def test_a_call_is_found_however_it_is_written(notebook, call):
+def test_a_call_is_found_in_every_form(notebook, call):
     assert answers(notebook(RIGHT, call))["7.1"](5) == 10
 
 
-def test_what_a_call_gives_is_there_under_its_name(notebook):
+def test_the_result_of_a_call_is_bound_to_its_name(notebook):
     path = notebook(
         RIGHT,
         'twice = exercise("7.1", double)',
@@ -196,7 +196,7 @@ def test_what_a_call_gives_is_there_under_its_name(notebook):
         "print??",
     ],
 )
-def test_lines_for_ipython_are_dropped(notebook, cell):
+def test_ipython_lines_are_dropped(notebook, cell):
     assert answers(notebook(f"{cell}\n\n{RIGHT}", CALL))["7.1"](5) == 10
 
 
@@ -225,7 +225,7 @@ def test_an_optional_import_may_fail(notebook):
     assert answers(notebook(cell, answer, CALL))["7.1"](5) == 10
 
 
-def test_warnings_of_the_compiler_are_left_to_jupyter(notebook):
+def test_compiler_warnings_are_ignored(notebook):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         answers(notebook('pattern = "\\d"', "assert (RIGHT, 'always true')", RIGHT, CALL))
@@ -250,14 +250,14 @@ def test_an_answer_that_raises_names_the_learners_line(verdict):
     assert given.text.endswith("at `return math.sqrt(-x)  # mine`, where x is 3.")
 
 
-def test_lines_of_notebooks_stay_known_when_files_are_looked_up(notebook):
+def test_linecache_keeps_a_notebooks_lines(notebook):
     path = notebook("x = 1")
     answers(path)
     linecache.checkcache()
     assert linecache.getline(f"<{path}, code cell 1>", 1).strip() == "x = 1"
 
 
-def test_a_function_that_is_not_defined_is_wrong(verdict):
+def test_a_missing_function_is_wrong(verdict):
     given = verdict("x = 1", CALL)
     assert given.status == WRONG
     assert given.text == (
@@ -265,12 +265,12 @@ def test_a_function_that_is_not_defined_is_wrong(verdict):
     )
 
 
-def test_an_answer_that_is_made_by_running_something_is_not_an_old_one(verdict):
+def test_an_answer_made_by_skipped_code_does_not_keep_its_old_value(verdict):
     given = verdict(RIGHT, "double = print(double)", CALL)
     assert "No function double is defined" in given.text
 
 
-def test_an_exercise_that_the_notebook_does_not_hand_over_is_wrong(notebook):
+def test_an_exercise_without_a_call_is_wrong(notebook):
     given = list(judged(notebook(RIGHT, CALL), BOTH))
     assert [(v.exercise.id, v.status) for v in given] == [("7.1", OK), ("7.2", WRONG)]
     assert 'has no line `name = exercise("7.2", name)`' in given[1].text
@@ -296,16 +296,16 @@ def test_a_cell_that_does_not_parse_names_the_line(notebook, broken, line, numbe
     assert given["7.2"].status == OK
 
 
-def test_a_broken_cell_that_only_hands_an_answer_over_does_not_spoil_it(verdict):
+def test_a_broken_cell_that_only_calls_exercise_does_not_matter(verdict):
     assert verdict(RIGHT, f"{CALL}\n3 = x").status == OK
 
 
-def test_what_a_broken_cell_would_have_imported_is_why_an_answer_fails(verdict):
+def test_a_missing_import_of_a_broken_cell_explains_a_failure(verdict):
     given = verdict("import math\n3 = x", "def double(x):\n    return math.floor(2 * x)", CALL)
     assert given.text.startswith("Its cell cannot be read: line 2, `3 = x` is not Python (cannot")
 
 
-def test_what_cannot_be_imported_is_why_an_answer_fails(verdict):
+def test_a_failed_import_explains_a_failure(verdict):
     given = verdict("import no_such_module as m", "def double(x):\n    return m.f(x)", CALL)
     assert given.status == WRONG
     assert given.text == (
@@ -313,13 +313,13 @@ def test_what_cannot_be_imported_is_why_an_answer_fails(verdict):
     )
 
 
-def test_a_definition_that_raises_is_why_an_answer_fails(verdict):
+def test_a_definition_that_raises_explains_a_failure(verdict):
     given = verdict("def double(x, factor=1 / 0):\n    return factor * x", CALL)
     assert given.text.startswith("ZeroDivisionError: division by zero, at `def double(x, factor")
 
 
 @pytest.mark.parametrize("use", ["answer.step", "answer(1)", "answer == answer()", "answer.a.b"])
-def test_whatever_is_done_with_an_answer_that_is_not_there_says_why(use):
+def test_every_use_of_a_missing_answer_raises_the_reason(use):
     def check(answer):
         eval(use, {"answer": answer})
 
@@ -341,12 +341,12 @@ ADVICE = "`memlab check` runs only a notebook's imports, functions, classes and 
         ("factor = 3\nfor factor in (2,): pass", "def double(x):\n    return factor * x", CALL),
     ],
 )
-def test_what_only_a_whole_run_defines_is_named_with_advice(verdict, cells):
+def test_names_that_only_a_full_run_defines_get_advice(verdict, cells):
     given = verdict(*cells)
     assert given.text.startswith("NameError: name 'factor' is not defined, at `")
     assert ADVICE in given.text
     assert given.text.endswith(
-        "if another line makes factor, put that line into the function, or hand factor over as an "
+        "if another line defines factor, move that line into the function, or pass factor as an "
         "argument."
     )
 
@@ -361,7 +361,7 @@ def test_what_only_a_whole_run_defines_is_named_with_advice(verdict, cells):
         "NAMES = ['one', 'two']\nFACTORS = dict(zip(NAMES, [two] * 2))",
     ],
 )
-def test_a_table_of_functions_may_stand_before_an_answer(verdict, table):
+def test_an_answer_can_use_a_table_of_functions(verdict, table):
     cell = f"def two(x):\n    return 2 * x\n{table}\ndef double(x):\n    return FACTORS['two'](x)"
     assert verdict(cell, CALL).status == OK
 
@@ -375,18 +375,18 @@ def test_a_table_of_functions_may_stand_before_an_answer(verdict, table):
         "FACTORS = []\nFACTORS += [print(2)]",
     ],
 )
-def test_what_a_table_is_made_of_is_not_called(verdict, line, capsys):
+def test_calls_in_a_table_do_not_run(verdict, line, capsys):
     assert verdict(f"{line}\n{RIGHT}", CALL).status == OK
     assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cell", ["print([factor for factor in 'abc'])", "print.factor = 3"])
-def test_what_binds_the_name_elsewhere_takes_no_constant_away(verdict, cell):
+def test_binding_the_name_in_another_scope_keeps_the_constant(verdict, cell):
     cells = ("factor = 2", cell, "def double(x):\n    return factor * x")
     assert verdict(*cells, CALL).status == OK
 
 
-def test_other_failures_come_without_the_advice(verdict):
+def test_other_failures_get_no_advice(verdict):
     assert ADVICE not in verdict("def double(x):\n    return x.y", CALL).text
 
 
@@ -401,30 +401,30 @@ QUADRUPLE_CELLS = (
 @pytest.mark.parametrize(
     "first", [RIGHT, "def double(x):\n    return 3 * x", "def double(x)\n    return", "x = 1"]
 )
-def test_what_follows_goes_on_with_the_reference_as_in_the_notebook(notebook, first):
+def test_later_exercises_use_the_reference_after_a_wrong_answer(notebook, first):
     given = list(judged(notebook(first, CALL, *QUADRUPLE_CELLS), BOTH))
     assert [v.status for v in given] == [OK if first == RIGHT else WRONG, OK]
 
 
-def test_what_follows_a_right_answer_goes_on_with_it(notebook):
+def test_later_exercises_use_a_right_answer(notebook):
     first = "def double(x, times=1):\n    return 2**times * x"
     second = "def quadruple(x):\n    return double(x, times=2)"
     given = judged(notebook(first, CALL, second, QUADRUPLE_CELLS[1]), BOTH)
     assert [v.status for v in given] == [OK, OK]
 
 
-def test_one_exercise_alone_goes_on_with_the_reference_of_the_others(notebook):
+def test_a_single_exercise_uses_the_references_of_the_others(notebook):
     path = notebook("def double(x):\n    return 3 * x", CALL, *QUADRUPLE_CELLS)
     [given] = judged(path, BOTH, only=[QUADRUPLE])
     assert (given.exercise, given.status) == (QUADRUPLE, OK)
 
 
-def test_an_answer_that_calls_itself_calls_itself_and_not_the_reference(verdict):
+def test_a_recursive_answer_calls_itself_and_not_the_reference(verdict):
     wrong = "def double(x):\n    return 1 if x == 0 else 2 + double(x - 1)"
     assert verdict(wrong, CALL).text.startswith("double(3) gave 7, wanted 6")
 
 
-def test_each_exercise_is_announced_before_it_is_judged(notebook):
+def test_each_exercise_is_announced_before_it_is_checked(notebook):
     said = []
     path = notebook(RIGHT, CALL, *QUADRUPLE_CELLS)
     for given in judged(path, BOTH, announce=lambda exercise: said.append(exercise.id)):
@@ -435,23 +435,23 @@ def test_each_exercise_is_announced_before_it_is_judged(notebook):
 # ------------------------------------------------------------------ the cell of an answer
 
 
-def test_the_cell_of_an_answer_is_the_one_that_defines_it(notebook):
+def test_the_cell_of_an_answer_defines_it(notebook):
     path = notebook("x = 1", f"%time 3\nimport math\n{RIGHT}", CALL, *QUADRUPLE_CELLS)
     assert cell_of(path, "7.1") == f"%time 3\nimport math\n{RIGHT}"
     assert cell_of(path, "7.2") == QUADRUPLE_CELLS[0]
 
 
-def test_of_two_cells_that_define_an_answer_the_last_one_before_it_is_handed_over_counts(notebook):
+def test_the_last_definition_before_the_call_counts(notebook):
     path = notebook("def double(x): 1", RIGHT, CALL, "def double(x): 3")
     assert cell_of(path, "7.1") == RIGHT
 
 
-def test_a_cell_that_does_not_parse_is_found_all_the_same(notebook):
+def test_a_cell_with_a_syntax_error_is_found(notebook):
     broken = "def double(x):\n    return (x"
     assert cell_of(notebook(broken, CALL), "7.1") == broken
 
 
 @pytest.mark.parametrize("cells", [(RIGHT,), (CALL,), (CALL, RIGHT)])
-def test_an_answer_that_no_cell_defines_has_none(notebook, cells):
+def test_an_answer_without_a_definition_has_no_cell(notebook, cells):
     with pytest.raises(ValueError, match=r"no cell that defines the answer to exercise 7\.1"):
         cell_of(notebook(*cells), "7.1")

@@ -1,4 +1,4 @@
-"""Each day's line of the bill is measured anew, and set against the first."""
+"""Each day's line of the bill is measured, and compared with the first."""
 
 from functools import cache
 
@@ -22,7 +22,7 @@ def trace(bytes_: int) -> Trace:
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """The days that were measured, of four with peaks of 8, 6, 10 and 1 GiB; nothing is stored."""
+    """Record which of four days are measured; their peaks are 8, 6, 10 and 1 GiB, none stored."""
     found = []
     monkeypatch.setattr(bill, "STORED", tmp_path / "bill.json")
 
@@ -39,7 +39,7 @@ def measured(monkeypatch, tmp_path):
     plt.close("all")
 
 
-def test_each_day_has_a_line_and_what_it_saves_against_the_first(measured, capsys):
+def test_each_day_has_a_line_with_its_saving(measured, capsys):
     running_bill(5)
     assert capsys.readouterr().out.splitlines() == [
         "day 1: new: 8.00 GiB",
@@ -49,7 +49,7 @@ def test_each_day_has_a_line_and_what_it_saves_against_the_first(measured, capsy
     assert measured == [1, 2, 5]
 
 
-def test_a_line_that_is_stored_is_not_measured(measured, capsys):
+def test_a_stored_line_is_not_measured(measured, capsys):
     bill.store(bill.STORED)
     measured.clear()
     running_bill(5)
@@ -63,7 +63,7 @@ def test_a_line_that_is_stored_is_not_measured(measured, capsys):
 
 @cache
 def at_peak(measure):
-    """Of a line; some days' lines are measured by the same function."""
+    """Measure a line once; some days share a function."""
     return measure().at_peak
 
 
@@ -71,7 +71,7 @@ def at_peak(measure):
     "number",
     quick([1], days.numbers()),
 )
-def test_the_stored_lines_are_what_is_measured(number):
+def test_the_stored_lines_equal_the_measured_ones(number):
     of_the_day = days.day(number).bill
     stored = bill.stored(
         Bill(of_the_day.label, lambda: pytest.fail("python -m memlab.course.build --bill"))
@@ -88,7 +88,7 @@ def test_today_is_not_measured_again(measured, capsys):
     assert measured == [1]
 
 
-def test_a_day_that_changes_nothing_says_so(measured, capsys):
+def test_a_day_without_a_change_is_reported_as_the_same(measured, capsys):
     running_bill(2, today=trace(8 * GIB))
     assert capsys.readouterr().out.splitlines()[-1] == "day 2: new: 8.00 GiB, the same"
 
@@ -99,7 +99,7 @@ def test_the_first_day_saves_nothing(measured, capsys):
     assert measured == []
 
 
-def test_the_picture_has_a_bar_for_each_line(measured, monkeypatch):
+def test_the_figure_has_a_bar_for_each_line(measured, monkeypatch):
     drawn = []
     bill.store(bill.STORED)
 
@@ -113,7 +113,7 @@ def test_the_picture_has_a_bar_for_each_line(measured, monkeypatch):
     assert drawn == [({"day 1: new": 8, "day 2: new": 6}, "The running bill: 124m, 8 × 640 tokens")]
 
 
-def test_every_day_has_a_label_of_its_own():
+def test_every_day_has_a_different_label():
     labels = [days.day(number).bill.label for number in days.numbers()]
     assert len(set(labels)) == len(labels)
     assert all(
@@ -122,7 +122,7 @@ def test_every_day_has_a_label_of_its_own():
     )
 
 
-def test_the_bill_begins_with_what_the_ledger_says():
+def test_the_bill_starts_with_the_ledgers_formula():
     first = bill.stored(days.day(1).bill)
     wanted = ledger.start_of_backward_bytes(PRESETS[SETTING.model], SETTING.batch, SETTING.seq_len)
     assert first.peak_bytes == wanted == 8_522_099_136

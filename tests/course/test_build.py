@@ -1,4 +1,4 @@
-"""One source, two files: a solution as it ran, a lesson beside it; always the same bytes."""
+"""One source gives an executed solution and a lesson, always with the same bytes."""
 
 import json
 import os
@@ -41,7 +41,7 @@ import sys
 
 
 def exercise(id_, answer):
-    """Stands for the course's own: gives back the reference for a stub."""
+    """Stand in for the course's exercise: return the reference for a stub."""
     try:
         answer(5)
     except NotImplementedError as error:
@@ -101,7 +101,7 @@ print(os.path.basename(os.getcwd()))
 
 @pytest.fixture
 def course(tmp_path):
-    """Makes a course of {name of a source: its text}; gives its root."""
+    """Write a course from {file name: text} and return its root."""
 
     def make(texts: dict[str, str]) -> Path:
         (tmp_path / "solutions").mkdir(exist_ok=True)
@@ -123,12 +123,12 @@ def built_once(tmp_path_factory):
 
 @pytest.fixture
 def built(built_once, tmp_path):
-    """A course of one day, built: a copy that a test may change."""
+    """A built course of one day; each test gets a copy."""
     return shutil.copytree(built_once, tmp_path / "built")
 
 
 def files(root):
-    """{path: bytes} of all that lies below a folder."""
+    """Return {path: bytes} of all files below a folder."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*"))
@@ -177,12 +177,12 @@ def test_a_solution_is_its_source_with_outputs(built):
     assert all(set(cell["metadata"]) <= {"tags", "reason"} for cell in cells)
 
 
-def test_what_a_cell_prints_in_pieces_is_one_output(built):
+def test_printed_text_is_joined_into_one_output(built):
     streams = [out for out in solution(built)["cells"][6]["outputs"] if "name" in out]
     assert [out["text"] for out in streams] == [["first\n", "second\n"]]
 
 
-def test_an_error_that_is_meant_is_stored_in_one_line_without_paths(built):
+def test_an_expected_error_is_stored_in_one_line_without_paths(built):
     message = "unsupported operand type(s) for //: 'str' and 'int'"
     assert solution(built)["cells"][7]["outputs"] == [
         {
@@ -194,8 +194,8 @@ def test_an_error_that_is_meant_is_stored_in_one_line_without_paths(built):
     ]
 
 
-def test_the_kernel_has_one_thread_fixed_hashes_inline_figures_and_the_folder_of_solutions(built):
-    assert os.environ["MPLBACKEND"] == "Agg"  # of the tests, not of the kernel
+def test_the_kernel_has_a_reproducible_environment(built):
+    assert os.environ["MPLBACKEND"] == "Agg"  # in the tests, not in the kernel
     assert solution(built)["cells"][8]["outputs"][0]["text"] == [
         "{'OMP_NUM_THREADS': '1', 'OMP_WAIT_POLICY': 'PASSIVE', 'PYTHONHASHSEED': '0', "
         "'MPLBACKEND': 'module://matplotlib_inline.backend_inline'}\n",
@@ -203,7 +203,7 @@ def test_the_kernel_has_one_thread_fixed_hashes_inline_figures_and_the_folder_of
     ]
 
 
-def test_a_cell_that_raises_leaves_both_files_as_they_were(built, capsys):
+def test_a_cell_that_raises_leaves_both_files_unchanged(built, capsys):
     text = SOURCE + "\n# %%\nwrong = halves(\n    None\n)\n"
     (built / "solutions" / "day05_halves.py").write_text(text)
     line = SOURCE.count("\n") + 3
@@ -217,7 +217,7 @@ def test_a_cell_that_raises_leaves_both_files_as_they_were(built, capsys):
     assert files(built) == before
 
 
-def test_a_cell_that_raises_makes_no_file_and_other_days_are_built(course, capsys):
+def test_a_cell_that_raises_writes_no_file_and_other_days_are_built(course, capsys):
     root = course(
         {
             "day01_a.py": "# %%\nraise ValueError('first\\nsecond')\n",
@@ -232,7 +232,7 @@ def test_a_cell_that_raises_makes_no_file_and_other_days_are_built(course, capsy
         "solutions/day01_a.py:2: the cell \"raise ValueError('first\\\\nsecond')\" raised "
         "ValueError: first",
         "solutions/day02_b.py:5: the cell 'os._exit(1)' ended the kernel",
-        "solutions/day03_c.py:2: the cell is no Python: '(' was never closed",
+        "solutions/day03_c.py:2: the cell is not valid Python: '(' was never closed",
     ]
     assert out.startswith("day 4: 1 cells")
     made = [name for name in files(root) if name.endswith(".ipynb")]
@@ -249,7 +249,7 @@ def test_a_kernel_that_does_not_start_is_one_line(course, capfd, monkeypatch):
     assert list(files(root)) == ["solutions/day01_a.py"]
 
 
-def test_a_kernel_that_is_not_installed_is_one_line_with_the_remedy(course, capfd, monkeypatch):
+def test_a_missing_kernel_is_one_line_with_the_remedy(course, capfd, monkeypatch):
     monkeypatch.setattr(KernelSpecManager, "kernel_dirs", [])
     monkeypatch.setitem(sys.modules, "ipykernel.kernelspec", None)  # as if there were no ipykernel
     root = course({"day01_a.py": "# %%\n1\n", "day02_b.py": "# %%\n2\n"})
@@ -264,14 +264,14 @@ def test_a_kernel_that_is_not_installed_is_one_line_with_the_remedy(course, capf
 INTERRUPTIBLE = """\
 import signal, sys
 from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # even if the tests run in the background
 from memlab.course.build import main
 sys.exit(main([], root=Path(sys.argv[1])))
 """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for one process")
-def test_ctrl_c_leaves_no_kernel_and_nothing_half_written(course):
+def test_ctrl_c_leaves_no_kernel_and_no_partial_file(course):
     sleep = "# %%\nimport os, pathlib, time\n"
     sleep += "pathlib.Path('new').write_text(str(os.getpid()))\nos.rename('new', 'pid')\n"
     sleep += "time.sleep(600)\n"
@@ -284,7 +284,7 @@ def test_ctrl_c_leaves_no_kernel_and_nothing_half_written(course):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.communicate()[1] == "interrupted; the notebooks of this day are as they were\n"
+    assert process.communicate()[1] == "interrupted; the notebooks of this day are unchanged\n"
     assert process.returncode == 130
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
@@ -292,13 +292,13 @@ def test_ctrl_c_leaves_no_kernel_and_nothing_half_written(course):
     assert files(root) == before
 
 
-def test_one_line_a_day_says_how_much_of_the_limit_it_takes(course, capsys, monkeypatch):
+def test_each_day_prints_its_cpu_seconds_and_the_limit(course, capsys, monkeypatch):
     monkeypatch.setattr(build, "execute", lambda notebook, *_: (executed(notebook), 11.26))
     assert main([], root=course({"day01_a.py": "# %%\n1\n\n# %%\n2\n"})) == 0
     assert capsys.readouterr() == ("day 1: 2 cells, 11.3 CPU-seconds (limit 20)\n", "")
 
 
-def test_a_day_over_the_limit_is_a_warning_and_no_error(course, capsys, monkeypatch):
+def test_a_day_over_the_limit_is_a_warning(course, capsys, monkeypatch):
     monkeypatch.setattr(build, "execute", lambda notebook, *_: (executed(notebook), 20.1))
     assert main([], root=course({"day01_a.py": "# %%\n1\n"})) == 0
     assert capsys.readouterr() == (
@@ -308,18 +308,18 @@ def test_a_day_over_the_limit_is_a_warning_and_no_error(course, capsys, monkeypa
 
 
 def executed(notebook):
-    """What a kernel would give for cells that show nothing."""
+    """Return the notebook as executed cells without outputs."""
     cells = enumerate(notebook["cells"], 1)
     return notebook | {"cells": [cell | {"execution_count": count} for count, cell in cells]}
 
 
-def test_cpu_seconds_are_those_of_the_kernel(course):
+def test_cpu_seconds_are_the_kernels(course):
     text = "# %%\nimport time\ntime.process_time = lambda: 12.5\n"
     _, cpu_seconds = build_day(course({"day01_a.py": text}) / "solutions" / "day01_a.py")
     assert cpu_seconds == 12.5
 
 
-def test_a_bar_counts_cells_on_a_terminal(course, monkeypatch):
+def test_a_terminal_shows_a_progress_bar(course, monkeypatch):
     shown = StringIO()
     console = Console(file=shown, force_terminal=True, width=100)
     monkeypatch.setattr(build, "Console", lambda stderr: console)
@@ -328,7 +328,7 @@ def test_a_bar_counts_cells_on_a_terminal(course, monkeypatch):
     assert "2/2" in shown.getvalue()
 
 
-def test_what_the_lint_finds_is_an_error_and_the_files_are_kept(course, capsys):
+def test_a_lint_finding_is_an_error_but_the_files_are_kept(course, capsys):
     root = course({"day01_a.py": "# %%\nobject()\n"})
     assert main([], root=root) == 1
     error = capsys.readouterr().err
@@ -356,13 +356,13 @@ def test_a_check_executes_and_writes_nothing(built, monkeypatch):
 
 
 def changed(path, change):
-    """Rewrite a notebook by a function that changes it in place."""
+    """Change a notebook's file in place."""
     notebook = json.loads(path.read_bytes())
     change(notebook)
     path.write_bytes(in_bytes(nbformat.from_dict(notebook)))
 
 
-def test_a_check_leaves_outputs_to_nbval(built):
+def test_a_check_does_not_compare_outputs(built):
     path = built / "solutions" / "day05_halves.ipynb"
     changed(path, lambda notebook: notebook["cells"][2].update(outputs=[]))
     assert differences(built) == []
@@ -378,22 +378,22 @@ def test_a_check_leaves_outputs_to_nbval(built):
         (lambda n: n["cells"].pop(), "differs from its source"),
         (
             lambda n: n["cells"][2].update(execution_count=None),
-            "has cells that were not executed, or not in order",
+            "has cells that were not executed in order",
         ),
         (
             lambda n: n["cells"][2].update(execution_count=9),
-            "has cells that were not executed, or not in order",
+            "has cells that were not executed in order",
         ),
     ],
 )
-def test_a_check_names_a_solution_that_is_not_its_source_executed(built, change, complaint):
+def test_a_check_names_a_solution_that_differs_from_its_source(built, change, complaint):
     changed(built / "solutions" / "day05_halves.ipynb", change)
     assert differences(built) == [f"solutions/day05_halves.ipynb {complaint}: {REMEDY}"]
 
 
-def test_a_check_names_a_file_that_is_no_notebook(built):
+def test_a_check_names_a_file_that_is_not_a_notebook(built):
     (built / "solutions" / "day05_halves.ipynb").write_text("[1, 2")
-    assert differences(built) == [f"solutions/day05_halves.ipynb is no notebook: {REMEDY}"]
+    assert differences(built) == [f"solutions/day05_halves.ipynb is not a notebook: {REMEDY}"]
 
 
 def test_a_check_compares_the_bytes_of_a_lesson(built):
@@ -412,12 +412,12 @@ def test_a_check_after_an_edit_of_the_source_names_both_notebooks(built, capsys)
     )
 
 
-def test_a_check_names_what_is_missing_and_what_has_no_source(built, capsys):
+def test_a_check_names_missing_notebooks_and_missing_sources(built, capsys):
     for folder in ("solutions", "lessons"):
         path = built / folder / "day05_halves.ipynb"
         path.rename(path.with_name("day05_old.ipynb"))
     assert main(["--check", "5"], root=built) == 1
-    gone = "has no source solutions/day05_old.py: write one, or delete it"
+    gone = "has no source solutions/day05_old.py: write or delete it"
     assert capsys.readouterr().err.splitlines() == [
         f"solutions/day05_halves.ipynb is missing: {REMEDY}",
         f"lessons/day05_halves.ipynb is missing: {REMEDY}",
@@ -426,7 +426,7 @@ def test_a_check_names_what_is_missing_and_what_has_no_source(built, capsys):
     ]
 
 
-def test_a_check_of_one_day_says_nothing_of_another(built, course):
+def test_a_check_of_one_day_ignores_the_others(built, course):
     (built / "solutions" / "day06_new.py").write_text("# %%\n1\n")
     (built / "lessons" / "day07_old.ipynb").write_text("")
     assert differences(built, [5]) == []
@@ -434,9 +434,11 @@ def test_a_check_of_one_day_says_nothing_of_another(built, course):
     assert len(differences(built)) == 3
 
 
-def test_a_source_that_cannot_be_read_ends_a_check(course, capsys):
+def test_an_invalid_source_ends_a_check(course, capsys):
     assert main(["--check"], root=course({"day01_a.py": "# %%\nx = (\n"})) == 2
-    assert capsys.readouterr().err.startswith("solutions/day01_a.py:2: the cell is no Python")
+    assert capsys.readouterr().err.startswith(
+        "solutions/day01_a.py:2: the cell is not valid Python"
+    )
 
 
 # ------------------------------------------------------------------ the command
@@ -449,14 +451,14 @@ def test_a_course_without_sources_is_refused(tmp_path, capsys, arguments):
     assert capsys.readouterr() == ("", wanted)
 
 
-def test_a_day_that_is_not_there_is_refused(course, capsys):
+def test_an_unknown_day_is_refused(course, capsys):
     root = course({"day01_a.py": "", "day02_b.py": "", "helpers.py": ""})
     assert [path.name for path in sources(root)] == ["day01_a.py", "day02_b.py"]
     assert main(["2", "7"], root=root) == 2
     assert capsys.readouterr().err == "no source of day 7 in solutions/; there are days 1, 2\n"
 
 
-def test_help_teaches_what_a_source_looks_like(capsys):
+def test_help_explains_the_format_of_a_source(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
@@ -468,10 +470,10 @@ def test_help_teaches_what_a_source_looks_like(capsys):
 
 
 def nbval(*arguments):
-    """Run pytest on notebooks as this repository's configuration has it; its last line."""
+    """Run pytest on notebooks with this repository's configuration; return its last line."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, arguments)]
     command += ["-c", str(ROOT / "pyproject.toml")]
-    # What a kernel is started with when notebooks are built it must have when they are compared.
+    # The kernel needs the same environment as during a build.
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     environment |= build.ENVIRONMENT
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -494,7 +496,7 @@ def test_nbval_passes_the_lesson_with_its_stubs(built):
     assert (status, last.split(" in ")[0]) == (0, "8 passed")
 
 
-def test_the_bill_is_measured_when_it_is_asked_for(monkeypatch, tmp_path):
+def test_the_bill_option_measures_the_bill(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr("memlab.course.build.store", lambda: asked.append("bill"))
     assert main(["--bill"], root=tmp_path) == 0

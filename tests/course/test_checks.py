@@ -1,12 +1,12 @@
-"""Every check of every day is proven: what is right passes, and every named mistake is named.
+"""Every day's checks: the reference passes, and every named mistake is named.
 
-A new day is tested here as soon as its module is there.
+The tests include a new day as soon as its module exists.
 """
 
 import tempfile
 
 import pytest
-import torch._dynamo  # noqa: F401 - makes a folder of temporary files, once and for all
+import torch._dynamo  # noqa: F401 - its first import creates temporary files
 
 from memlab.course import days
 from memlab.course.exercises import NOT_ATTEMPTED, OK, WRONG, Exercise, Verdict, Wrong, judge
@@ -17,7 +17,7 @@ WRONG_ANSWERS = [
         exercise,
         place,
         id=f"{exercise.id}-{place}",
-        marks=[pytest.mark.slow] if place % 6 else [],  # some in make test, all in make slow
+        marks=[pytest.mark.slow] if place % 6 else [],  # make test runs some, make slow all
     )
     for exercise in EXERCISES
     for place in range(len(exercise.wrong_answers))
@@ -36,7 +36,7 @@ def remarks_in(verdict: Verdict, exercise: Exercise) -> list[str]:
 
 @pytest.fixture
 def leaving_nothing(tmp_path, monkeypatch, capfd):
-    """Fails if the check leaves a file or prints."""
+    """Fail if the check prints or leaves a file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
@@ -45,7 +45,7 @@ def leaving_nothing(tmp_path, monkeypatch, capfd):
 
 
 @each_exercise
-def test_the_reference_passes_every_time(exercise, leaving_nothing):
+def test_the_reference_passes_repeatedly(exercise, leaving_nothing):
     verdict = judge(exercise, exercise.reference)
     assert verdict.status == OK, verdict
     assert isinstance(verdict.text, str)
@@ -54,7 +54,7 @@ def test_the_reference_passes_every_time(exercise, leaving_nothing):
 
 
 @each_exercise
-def test_every_edit_of_the_solution_finds_its_place(exercise):
+def test_every_edit_of_the_solution_applies(exercise):
     assert all(callable(wrong.answer) for wrong in exercise.wrong_answers)
 
 
@@ -70,7 +70,7 @@ def test_the_stub_is_not_attempted(exercise):
 def test_a_named_wrong_answer_fails_with_its_own_remark_and_no_other(
     exercise, place, leaving_nothing
 ):
-    """Only what the check itself finds wrong is given a remark."""
+    """Only failures that the check itself finds get a remark."""
     wrong = exercise.wrong_answers[place]
     verdict = judge(exercise, wrong.answer)
     assert verdict.status == WRONG
@@ -81,7 +81,7 @@ def test_a_named_wrong_answer_fails_with_its_own_remark_and_no_other(
 
 @pytest.mark.parametrize("given", [None, 0, -1, 1.5, "", (), {}], ids=repr)
 @each_exercise
-def test_an_answer_that_gives_the_same_whatever_it_is_asked_fails_in_a_sentence(exercise, given):
+def test_a_constant_answer_fails_in_one_sentence(exercise, given):
     def constant(*args, **kwargs):
         return given
 
@@ -97,7 +97,7 @@ def assert_a_sentence(text: str) -> None:
 
 
 @each_exercise
-def test_an_error_of_the_answer_is_told_as_an_error(exercise):
+def test_an_error_of_the_answer_is_reported_as_an_error(exercise):
     def failing(*args, **kwargs):
         raise ZeroDivisionError("of mine")
 
@@ -105,7 +105,7 @@ def test_an_error_of_the_answer_is_told_as_an_error(exercise):
     assert judge(exercise, failing).text == wanted
 
 
-# ------------------------------------------------------------------ what an exercise says
+# ------------------------------------------------------------------ hints, remarks and minutes
 
 
 @each_exercise
@@ -116,7 +116,7 @@ def test_the_three_hints_differ_and_none_is_empty(exercise):
 
 
 @each_exercise
-def test_at_least_two_wrong_answers_have_remarks_of_their_own(exercise):
+def test_at_least_two_wrong_answers_have_different_remarks(exercise):
     remarks = [wrong.remark for wrong in exercise.wrong_answers]
     assert len(set(remarks)) == len(remarks) >= 2
 

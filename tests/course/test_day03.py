@@ -174,6 +174,7 @@ TWO_DIMENSIONS = "torch.addmm(self.frozen(x), x @ self.down.T, self.up.T, alpha=
 EVAL = "    model.eval()\n"
 BACK = "    for module, training in modes:\n        module.training = training\n"
 CHILDREN = "    for part in model.children():\n        part.training = {}\n"
+DROPOUT_OFF = "    [m.eval() for m in model.modules() if isinstance(m, nn.Dropout)]\n"
 WINDOW = "        for tokens, targets in window:\n"
 REFUSED = [
     ("3.1", "0 / 0 in the gradients", ("/= max(count, 1)", "/= count")),
@@ -238,6 +239,7 @@ REFUSED = [
         (EVAL, CHILDREN.format(False)),
         (BACK, CHILDREN.format(True)),
     ),
+    ("3.4", "nn.Dropout alone in eval mode", (EVAL, DROPOUT_OFF)),
 ]
 ACCEPTED = [
     (

@@ -255,6 +255,9 @@ SUBNORMAL = "torch.where(numbers.abs() >= torch.finfo(torch.float32).tiny,"
 
 RESEED = "generator.manual_seed(generator.initial_seed())"
 
+PAIRS = "zip(weights, copies, strict=True)"
+IN_ORDER = "(c for group in optimizer.param_groups for c in group['params'])"
+
 REFUSED = [
     (
         "4.2",
@@ -270,6 +273,7 @@ REFUSED = [
     ("4.2", "fine_steps on the class", ("self.fine_steps", "type(self).fine_steps")),
     ("4.2", "a floor for the scale", ("self.scale / 2, 0", "max(self.scale / 2, 1.0), 0")),
     ("4.2", "None for False", ("return False", "return")),
+    ("4.2", "graphs retained", (".backward()", ".backward(retain_graph=True)")),
     ("4.2", "never grows", ("if self.fine_steps == self.interval:", "if False:")),
     ("4.3", "the seed set again", ("    chance =", f"    {RESEED}\n    chance =")),
     (
@@ -304,6 +308,7 @@ REFUSED = [
         ),
     ),
     ("4.4", "divided twice", ("/ scale", "/ scale / scale")),
+    ("4.4", "the copies in the optimizer's order", (PAIRS, PAIRS.replace("copies", IN_ORDER))),
 ]
 ACCEPTED = [
     (

@@ -392,6 +392,7 @@ REFUSED = [
             f'        layer = name.split(".")[3]',
         ),
     ),
+    ("8.3", "any bias at the end", ('kind == "bias"', 'kind.endswith("bias")')),
     ("8.3", "bias in any word", ('kind == "bias"', '"bias" in name')),
     (
         "8.3",

@@ -1,4 +1,4 @@
-"""Day 10's checks let right answers of another make pass, and what the lesson says is so."""
+"""Day 10's checks accept correct answers and refuse wrong ones, and the lesson's claims hold."""
 
 import math
 from dataclasses import replace
@@ -26,21 +26,21 @@ from memlab.train import combined, dry_trace
 ADD, PLAN, ATTEND, FLASH = days.day(10).exercises
 
 
-# ------------------------------------------------------------------ right in another way
+# ------------------------------------------------------------------ correct answers
 
 
-def by_log_sum_exp(row_max, row_sum, acc, scores, values):
-    """The old state as one more key, whose score is what it sums to."""
+def by_concatenated_max(row_max, row_sum, acc, scores, values):
+    """The old row_max as one more score, and einsum."""
     new = torch.cat([row_max, scores], -1).amax(-1, keepdim=True)
     safe = torch.where(new.isinf(), torch.zeros_like(new), new)
     factor = torch.exp(row_max - safe)
-    weights = torch.exp(scores - safe)
-    parts = torch.einsum("...rk,...kd->...rd", weights, values)
-    return new, row_sum * factor + weights.sum(-1, True), acc * factor + parts
+    probs = torch.exp(scores - safe)
+    parts = torch.einsum("...rk,...kd->...rd", probs, values)
+    return new, row_sum * factor + probs.sum(-1, True), acc * factor + parts
 
 
 def by_pairs(queries, keys, tile, shift):
-    """Looks at the lower left corner of every tile."""
+    """Tests the lower left corner of every tile."""
     rows = []
     for first in range(0, queries, tile):
         row = slice(first, min(queries, first + tile))
@@ -50,7 +50,7 @@ def by_pairs(queries, keys, tile, shift):
 
 
 def in_base_2(q, k, v, tile, shift):
-    """Powers of 2, results joined at the end, no plan and no add_tile."""
+    """Powers of 2, results concatenated at the end, no plan and no add_tile."""
     outs, lses = [], []
     log2e, scale = math.log2(math.e), 1 / math.sqrt(q.shape[-1])
     for first in range(0, q.shape[-2], tile):
@@ -63,9 +63,9 @@ def in_base_2(q, k, v, tile, shift):
             scores = hide(queries @ k[..., column, :].transpose(-1, -2), row, column, shift)
             new = torch.maximum(row_max, scores.amax(-1, keepdim=True))
             zero = new.masked_fill(new == -math.inf, 0)
-            weights, factor = torch.exp2(scores - zero), torch.exp2(row_max - zero)
-            row_sum.mul_(factor).add_(weights.sum(-1, keepdim=True))
-            acc.mul_(factor).add_(weights @ v[..., column, :])
+            probs, factor = torch.exp2(scores - zero), torch.exp2(row_max - zero)
+            row_sum.mul_(factor).add_(probs.sum(-1, keepdim=True))
+            acc.mul_(factor).add_(probs @ v[..., column, :])
             row_max = new
         blind = row_sum == 0
         outs.append(acc / (row_sum + blind))
@@ -74,8 +74,8 @@ def in_base_2(q, k, v, tile, shift):
     return torch.cat(outs, -2), torch.cat(lses, -1)
 
 
-class ByColumns(torch.autograd.Function):
-    """Keys outside, as in production; delta by a product; scores scaled by way of q."""
+class FlashByColumns(torch.autograd.Function):
+    """The outer loop is over keys, as in production. einsum for delta, and a scaled q."""
 
     @staticmethod
     def forward(ctx, q, k, v, tile, shift):
@@ -100,9 +100,9 @@ class ByColumns(torch.autograd.Function):
                     continue
                 scaled, above = q[..., row, :] * scale, dout[..., row, :]
                 scores = hide(scaled @ keys.mT, row, column, shift)
-                weights = scores.sub_(lse[..., row].unsqueeze(-1)).exp_()
-                dv += weights.mT @ above
-                dscores = (above @ values.mT).sub_(delta[..., row, :]).mul_(weights)
+                probs = scores.sub_(lse[..., row].unsqueeze(-1)).exp_()
+                dv += probs.mT @ above
+                dscores = (above @ values.mT).sub_(delta[..., row, :]).mul_(probs)
                 dq[..., row, :] += dscores @ keys * scale
                 dk += dscores.mT @ scaled
             dks.append(dk)
@@ -113,19 +113,19 @@ class ByColumns(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("exercise", "answer"),
     [
-        (ADD, by_log_sum_exp),
+        (ADD, by_concatenated_max),
         (PLAN, by_pairs),
         (ATTEND, in_base_2),
-        (FLASH, ByColumns.apply),
+        (FLASH, FlashByColumns.apply),
     ],
     ids=["10.1", "10.2", "10.3", "10.4"],
 )
-def test_another_right_answer_passes(exercise, answer):
+def test_a_correct_answer_written_differently_passes(exercise, answer):
     verdict = judge(exercise, answer)
     assert verdict.status == OK, verdict
 
 
-# ------------------------------------------------------------------ wrong in another way
+# ------------------------------------------------------------------ wrong answers
 
 
 def through_the_library(q, k, v, tile, shift):
@@ -136,12 +136,26 @@ def through_the_library(q, k, v, tile, shift):
 
 
 def in_an_array(q, k, v, tile, shift):
-    in_an_array.kept = (q @ k.mT).numpy().copy()
+    in_an_array.kept = q.detach().numpy() @ k.detach().mT.numpy()
+    return attend(q, k, v, tile, shift)
+
+
+def through_torch(q, k, v, tile, shift):
+    out, lse = attend(q, k, v, tile, shift)
+    hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(shift + 1)
+    whole = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
+    return torch.where(lse[..., None] == torch.inf, out, whole), lse
+
+
+def through_torchs_kernel(q, k, v, tile, shift):
+    """torch's fused attention, called as an operator."""
+    if q.ndim == 4:
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     return attend(q, k, v, tile, shift)
 
 
 def by_heads(attend_by):
-    """A strip of one head is smaller than q."""
+    """One head at a time: a strip of one head is smaller than q."""
 
     def answer(q, k, v, tile, shift):
         if q.ndim == 2:
@@ -157,8 +171,8 @@ def in_tiles_if_long(q, k, v, tile, shift):
     return way(q, k, v, tile, shift)
 
 
-class Counted(Flash):
-    """Gradients by way of a flattened list of all scores, in one vector."""
+class FlattenedScores(Flash):
+    """Computes all scores in backward, and flattens them."""
 
     @staticmethod
     def backward(ctx, dout):
@@ -170,32 +184,44 @@ class Counted(Flash):
 @pytest.mark.parametrize(
     ("exercise", "answer", "told"),
     [
-        (ATTEND, through_the_library, "attend uses memlab.attention; wanted your own lines"),
-        (ATTEND, in_an_array, "attend uses numpy; wanted your own lines"),
-        (FLASH, Counted.apply, "makes a tensor of 17,328 numbers"),
+        (ATTEND, through_the_library, "calls memlab.attention."),
+        (ATTEND, through_torch, "calls torch.nn.functional.scaled_dot_product_attention, which"),
+        (ATTEND, through_torchs_kernel, "calls aten._scaled_dot_product_flash_attention_for_cpu"),
+        (PLAN, lambda *given: tiles(*given[:3], causal=True), "calls memlab.attention."),
+        (ATTEND, in_an_array, "bytes outside of tensors"),
+        (FLASH, FlattenedScores.apply, "allocates a tensor of 17,328 elements"),
         (
             ATTEND,
             by_heads(edited("10.3", body("attend", day10._BY_STRIPS))),
-            "multiplies 12 × 8 by 8 × 76 numbers; wanted tiles",
+            "multiplies 12 × 8 by 8 × 76 elements; wanted tiles",
         ),
         (ATTEND, in_tiles_if_long, "tile=4, shift=-8 (more queries than keys, bottom-right)"),
     ],
-    ids=["library", "array", "flat", "strips of a head", "tiles if long"],
+    ids=[
+        "library",
+        "torch",
+        "torch's kernel",
+        "the library's tiles",
+        "array",
+        "flat",
+        "strips of a head",
+        "tiles if long",
+    ],
 )
-def test_who_goes_round_the_meter_or_the_work_is_told_so(exercise, answer, told):
+def test_an_answer_that_evades_the_work_or_the_meter_is_refused(exercise, answer, told):
     verdict = judge(exercise, answer)
     assert verdict.status == WRONG
     assert told in verdict.text
 
 
-def test_a_tile_of_ones_own_is_told_by_what_it_visits():
-    """That is right for every value; on a diagonal larger tiles waste more."""
+def test_another_tile_size_is_refused():
+    """Its values are right, but on the diagonal larger tiles waste more."""
     verdict = judge(ATTEND, lambda q, k, v, tile, shift: attend(q, k, v, 20, shift))
     assert verdict.status == WRONG
-    assert "multiplies 20 × 8 by 8 × 20 numbers; wanted tiles" in verdict.text
+    assert "multiplies 20 × 8 by 8 × 20 elements; wanted tiles" in verdict.text
 
 
-def with_lse_of_nothing(number):
+def with_lse_of_blind_rows(number):
     def answer(q, k, v, tile, shift):
         out, lse = attend(q, k, v, tile, shift)
         return out, lse.masked_fill(lse == math.inf, number)
@@ -204,14 +230,14 @@ def with_lse_of_nothing(number):
 
 
 @pytest.mark.parametrize("number", [0, 5, 1e30, -math.inf, math.nan])
-def test_no_number_passes_for_an_infinity(number):
-    verdict = judge(ATTEND, with_lse_of_nothing(number))
+def test_the_lse_of_a_query_that_sees_nothing_must_be_infinite(number):
+    verdict = judge(ATTEND, with_lse_of_blind_rows(number))
     assert verdict.status == WRONG
-    assert "the first see nothing): lse" in verdict.text
+    assert "more queries than keys, the first see nothing): lse" in verdict.text
 
 
 @pytest.mark.parametrize("change", [lambda n: slice(n.start, n.stop, 2), lambda n: range(2)])
-def test_a_plan_is_of_slices_of_ints_without_a_step(change):
+def test_a_plan_has_slices_of_ints_without_a_step(change):
     verdict = judge(PLAN, lambda *given: [(change(row), c) for row, c in plan(*given)])
     assert "wanted slices from one int to another, without a step" in verdict.text
     of_tensors = [(slice(torch.tensor(0), torch.tensor(4)), [slice(0, 4)])]
@@ -219,7 +245,7 @@ def test_a_plan_is_of_slices_of_ints_without_a_step(change):
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_lists_and_tuples_are_alike(kind):
+def test_lists_and_tuples_are_accepted(kind):
     def rows(*given):
         return kind(kind((row, kind(columns))) for row, columns in plan(*given))
 
@@ -228,24 +254,24 @@ def test_lists_and_tuples_are_alike(kind):
     assert judge(ATTEND, lambda *given: kind(attend(*given))).status == OK
 
 
-def test_a_factor_of_two_is_not_taken_for_the_scale():
+def test_a_doubled_dk_gets_no_remark_on_the_scale():
     verdict = judge(FLASH, edited("10.4", (END, "return dq, 2 * dk, dv, None, None")))
-    assert verdict.text.endswith("Off: dk.")
+    assert verdict.text.endswith("Wrong: dk.")
 
 
-def test_who_has_written_forward_hears_that_it_is_right():
+def test_a_correct_forward_without_backward_is_told():
     still_open = body(
         "Flash.backward", 'raise NotImplementedError("exercise 10.4, about 13 lines")'
     )
     verdict = judge(FLASH, edited("10.4", still_open))
     assert verdict.status == WRONG
-    assert verdict.text == "flash: forward is right, and backward is still open."
+    assert verdict.text == "flash: forward is right; backward is not written yet."
     unscaled = ("attend(q, k, v, tile", "attend(q * q.shape[-1] ** 0.5, k, v, tile")
     wrong = judge(FLASH, edited("10.4", still_open, unscaled))
     assert "forward is right" not in wrong.text
 
 
-def test_too_much_at_once_is_told_by_its_largest_tensors():
+def test_the_largest_tensors_at_the_peak_are_told():
     def in_float64(q, k, v, tile, shift):
         return [x.to(q.dtype) for x in attend(*(x.double() for x in (q, k, v)), tile, shift)]
 
@@ -253,7 +279,7 @@ def test_too_much_at_once_is_told_by_its_largest_tensors():
     assert "of (1, 3, 76, 8) in float64" in told
 
 
-def test_a_column_more_that_carries_the_row_sum_is_no_fault(monkeypatch):
+def test_one_more_column_for_row_sum_is_accepted(monkeypatch):
     def add(row_max, row_sum, acc, scores, values):
         values = torch.cat([values, torch.ones_like(values[..., :1])], -1)
         row_max, _, both = add_tile(row_max, row_sum, torch.cat([acc, row_sum], -1), scores, values)
@@ -264,42 +290,77 @@ def test_a_column_more_that_carries_the_row_sum_is_no_fault(monkeypatch):
     assert judge(ATTEND, attend).status == OK
 
 
-def test_gradients_that_are_missing_are_told_by_name():
-    class Half(ByColumns):
+def test_missing_gradients_are_told_by_name():
+    class FlashWithoutDk(FlashByColumns):
         @staticmethod
         def backward(ctx, dout):
-            dq, _, *others = ByColumns.backward(ctx, dout)
+            dq, _, *others = FlashByColumns.backward(ctx, dout)
             return dq, None, *others
 
-    assert "there is no dk; backward gave None." in judge(FLASH, Half.apply).text
+    assert "backward gave None for dk." in judge(FLASH, FlashWithoutDk.apply).text
 
 
 ZERO = "new_max.masked_fill(new_max == -torch.inf, 0)"
 SEEN = "min(last + shift, keys)"
 END = "return dq, dk, dv, None, None"
+LOOP = "    out, lse = torch.empty_like(q)"
+SETTINGS, SAVED = "ctx.tile, ctx.shift = tile, shift", "ctx.save_for_backward(q, k, v, out, lse)"
+ROW = "rows.append((slice(first, last), "
+ONE_SLICE = f"visited = [slice(0, visited[-1].stop)] if visited else []\n        {ROW}"
 
 REFUSED = [
-    ("10.1", "a little is added to row_sum", ("probs.sum(-1", "1e-6 + probs.sum(-1")),
-    ("10.1", "-10⁴ stands for −∞", (ZERO, "new_max.clamp(min=-1e4)")),
+    ("10.1", "an epsilon in row_sum", ("probs.sum(-1", "1e-6 + probs.sum(-1")),
+    ("10.1", "−10³⁰ for −∞ in the result", ("return new_max", "return new_max.clamp(min=-1e30)")),
+    ("10.1", "written in place", ("row_sum = correction *", "row_sum[:] = correction *")),
+    ("10.1", "−10⁴ for −∞", (ZERO, "new_max.clamp(min=-1e4)")),
     ("10.2", "the last row is not cut", (SEEN, "min(first + tile + shift, keys)")),
-    ("10.2", "queries for keys", (SEEN, "min(last + shift, queries)")),
+    ("10.2", "a row in one slice", (ROW, ONE_SLICE)),
     ("10.2", "columns end at queries", ("min(n + tile, keys)", "min(n + tile, queries)")),
-    ("10.3", "a little is added to lse", ("row_sum.log()", "(row_sum + 1e-7).log()")),
-    ("10.4", "out is written over", (END, f"out *= dout\n        {END}")),
-]
-ACCEPTED = [
-    ("10.1", "the lowest number", (ZERO, "new_max.clamp(min=torch.finfo(new_max.dtype).min)")),
-    (
-        "10.2",
-        "until nothing is seen",
-        ("range(0, seen, tile)]", "range(0, keys, tile) if n < seen]"),
-    ),
+    ("10.3", "an epsilon in lse", ("row_sum.log()", "(row_sum + 1e-7).log()")),
+    ("10.3", "lse 0 where nothing is seen", ("(nothing, torch.inf)", "(nothing, 0)")),
+    ("10.3", "float32 results", ("return out, lse", "return out.float(), lse.float()")),
+    ("10.3", "zeros for long texts", ("return out, lse", "return out * (q.shape[-2] < 50), lse")),
     (
         "10.3",
-        "scores are scaled",
+        "q scaled in place",
         (" * q.shape[-1] ** -0.5", ""),
-        (".mT,", ".mT / q.shape[-1]**0.5,"),
+        (LOOP, f"    q *= q.shape[-1] ** -0.5\n{LOOP}"),
     ),
+    (
+        "10.4",
+        "settings on the class",
+        (SETTINGS, "Flash.tile, Flash.shift = tile, shift"),
+        ("ctx.tile, ctx.shift)", "Flash.tile, Flash.shift)"),
+        ("column, ctx.shift)", "column, Flash.shift)"),
+    ),
+    ("10.4", "out written over", (END, f"out *= dout\n        {END}")),
+    ("10.4", "dout written over", (END, f"dout *= out\n        {END}")),
+    ("10.4", "zeros for long texts", (END, f"dq *= q.shape[-2] < 30\n        {END}")),
+    ("10.4", "everything scaled twice", ("scale * probs *", "scale**2 * probs *")),
+    (
+        "10.4",
+        "row_max kept too",
+        (SETTINGS, f"{SETTINGS}; ctx.row_max = q.new_zeros(q.shape[:-1])"),
+    ),
+    (
+        "10.4",
+        "tensors on ctx",
+        (SAVED, "ctx.ours = q, k, v, out.clone(), lse"),
+        ("saved_tensors", "ours"),
+    ),
+]
+ACCEPTED = [
+    (
+        "10.1",
+        "the lowest float for −∞",
+        (ZERO, "new_max.clamp(min=torch.finfo(new_max.dtype).min)"),
+    ),
+    (
+        "10.2",
+        "a condition on the columns",
+        ("range(0, seen, tile)]", "range(0, keys, tile) if n < seen]"),
+    ),
+    ("10.3", "scaled scores", (" * q.shape[-1] ** -0.5", ""), (".mT,", ".mT / q.shape[-1]**0.5,")),
     (
         "10.4",
         "the scale at the end",
@@ -309,29 +370,29 @@ ACCEPTED = [
 ]
 
 
-def test_queries_in_the_place_of_keys_are_told_by_name(tmp_path):
-    """With fewer keys it looks as if shift were left out."""
+def test_columns_that_end_at_queries_are_named(tmp_path):
+    """With fewer keys this looks like an ignored shift."""
     verdict = verdict_on(("10.2", ((SEEN, "min(last + shift, queries)"),)), tmp_path, named=True)
-    assert "The number of queries stands where that of keys belongs" in verdict.text
+    assert "Columns end at the number of queries." in verdict.text
 
 
 @each(REFUSED)
-def test_what_is_wrong_is_refused(edit, tmp_path):
+def test_a_wrong_edit_is_refused(edit, tmp_path):
     assert verdict_on(edit, tmp_path).status == WRONG
 
 
 @each(ACCEPTED)
-def test_what_is_right_is_accepted(edit, tmp_path):
+def test_a_correct_edit_is_accepted(edit, tmp_path):
     verdict = verdict_on(edit, tmp_path)
     assert verdict.status == OK, verdict
 
 
-# ------------------------------------------------------------------ held against the library
+# ------------------------------------------------------------------ the library
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (3, 8), (7, 4), (1, 6)])
 @pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
-def test_the_oracle_and_the_reference_are_the_librarys(alignment, queries, keys):
+def test_the_oracle_and_the_reference_match_the_library(alignment, queries, keys):
     random = torch.Generator().manual_seed(0)
     lengths = (queries, keys, keys, queries)
     *qkv, dout = (torch.randn(2, 3, n, 4, generator=random, dtype=torch.float64) for n in lengths)
@@ -359,9 +420,9 @@ def test_the_lessons_plan_is_the_librarys(alignment, queries, keys, tile):
     assert mine == wanted
 
 
-def test_pieces_end_where_softmax_does():
+def test_tiles_give_the_result_of_softmax():
     scores, values = torch.randn(4, 10).double(), torch.randn(10, 3).double()
-    state = day10._begin((4,), 3, torch.float64)
+    state = day10._empty_state((4,), 3, torch.float64)
     for start in range(0, 10, 3):
         state = add_tile(*state, scores[:, start : start + 3], values[start : start + 3])
     row_max, row_sum, acc = state
@@ -369,11 +430,11 @@ def test_pieces_end_where_softmax_does():
     torch.testing.assert_close((row_max + row_sum.log())[:, 0], scores.logsumexp(-1))
 
 
-# ------------------------------------------------------------------ what the lesson says
+# ------------------------------------------------------------------ the lesson's claims
 
 
-def kept_and_fullest(attend_by, kv_heads=32, dtype=torch.bfloat16, T=8192):
-    """Of a layer of 32 heads of 128: with q, k and v, without dout."""
+def kept_and_peak(attend_by, kv_heads=32, dtype=torch.bfloat16, T=8192):
+    """For a layer of 32 heads of 128, with q, k and v, without dout."""
     with dry_run():
         q, k, v, dout = (
             torch.zeros(1, T, h, 128, dtype=dtype).transpose(1, 2)
@@ -386,25 +447,25 @@ def kept_and_fullest(attend_by, kv_heads=32, dtype=torch.bfloat16, T=8192):
 
 
 @pytest.mark.parametrize(("kv_heads", "mib"), [(32, 257), (8, 161)])
-def test_what_tiles_keep_of_a_7b_layer_is_the_formulas(kv_heads, mib):
+def test_the_bytes_kept_of_a_7b_layer_match_the_formula(kv_heads, mib):
     formula = 8192 * ((2 * 4096 + 2 * kv_heads * 128) * 2 + 4 * 32)
     for way in (flash_attention, scaled_dot_product_attention):
-        assert kept_and_fullest(way, kv_heads)[0] == formula == mib * 2**20
+        assert kept_and_peak(way, kv_heads)[0] == formula == mib * 2**20
 
 
-def test_a_guides_256_mb_a_head_and_8_gb_a_layer_are_one_matrix_of_float32():
+def test_the_guides_256_mb_per_head_and_8_gb_per_layer_are_one_float32_matrix():
     one = 8192**2 * 4
     assert one == 256 * 2**20
-    kept, fullest = kept_and_fullest(attention_reference, dtype=torch.float32)
+    kept, peak = kept_and_peak(attention_reference, dtype=torch.float32)
     layer = 128 * 2**20  # q, or the result
     mask = 8192**2
     assert kept - 3 * layer == 32 * one + 2 * layer + mask
-    assert 3 * 32 * one < fullest - 3 * layer < 3 * 32 * one + 4 * layer
+    assert 3 * 32 * one < peak - 3 * layer < 3 * 32 * one + 4 * layer
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_twice_the_length_is_twice_the_bytes_of_tiles(dtype):
-    one, two = (kept_and_fullest(flash_attention, dtype=dtype, T=T)[0] for T in (4096, 8192))
+def test_twice_the_length_keeps_twice_the_bytes(dtype):
+    one, two = (kept_and_peak(flash_attention, dtype=dtype, T=T)[0] for T in (4096, 8192))
     assert two == 2 * one
 
 
@@ -428,7 +489,7 @@ def test_autograd_through_the_loop_keeps_more_than_the_score_matrix():
 
 
 def first_step(attention, length=640, keep=ATTENTION):
-    """Forward and backward of today's bill, of one sequence."""
+    """The peak of forward and backward of today's bill, with one sequence."""
     with dry_run():
         config = replace(PRESETS[SETTING.model], seq_len=length)
         model = GPT(config, attention=attention, dtype=torch.bfloat16)
@@ -438,21 +499,21 @@ def first_step(attention, length=640, keep=ATTENTION):
 
 
 @pytest.mark.slow
-def test_todays_bill_is_the_same_whichever_attention_it_takes():
+def test_todays_bill_is_the_same_with_every_attention():
     by_torch = first_step(scaled_dot_product_attention)
     assert first_step(flash_attention) == first_step(attention_reference) == by_torch
     long = first_step(scaled_dot_product_attention, 5120)
     assert first_step(attention_reference, 5120) > long + 2**28
-    kept = 5120 * 768 * 2 + 12 * 5120 * 4  # the result and lse
-    assert long - first_step(flash_attention, 5120) == 12 * kept  # whose tiles run once more
+    kept = 5120 * 768 * 2 + 12 * 5120 * 4  # out and lse
+    assert long - first_step(flash_attention, 5120) == 12 * kept  # its tiles are recomputed
     assert first_step(flash_attention, 5120, ATTENTION | {flash_attention}) == long
 
 
 @pytest.mark.slow
-def test_the_first_days_bill_would_have_been_longer_by_the_weights_of_all_layers():
+def test_the_first_days_bill_would_be_larger_by_the_probabilities_of_all_layers():
     ways = ("fused-adamw", "fused-adamw+eager-attention", "fused-adamw+flash-attention")
     torchs, eager, ours = (dry_trace(SETTING, combined(way)).at_peak for way in ways)
-    weights = 12 * 8 * 12 * 640**2 * 4
-    assert 0 < eager["activations"] - torchs["activations"] - weights < 2**23
-    assert f"{weights / 2**30:.2f}" == "1.76"
+    probabilities = 12 * 8 * 12 * 640**2 * 4
+    assert 0 < eager["activations"] - torchs["activations"] - probabilities < 2**23
+    assert f"{probabilities / 2**30:.2f}" == "1.76"
     assert ours == torchs

@@ -1,4 +1,4 @@
-"""Day 11's checks let right answers of another make pass, and what the lesson says is so."""
+"""Day 11's checks accept correct answers and refuse wrong ones, and the lesson's claims hold."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ from memlab.reference.chunked_loss import ChunkedLoss, chunked_loss, loss_and_gr
 BYTES, GRADIENT, CHUNKED, ROWS = days.day(11).exercises
 chunk_rows = solution("11.4")
 
-# ------------------------------------------------------------------ right in another way
+# ------------------------------------------------------------------ correct answers
 
 
 def of_the_larger_moment(rows, width, vocab):
@@ -35,7 +35,7 @@ def of_the_larger_moment(rows, width, vocab):
 
 
 def row_by_row(x, targets):
-    """A loop, and softmax of one row at a time."""
+    """A loop over rows, with softmax of one row at a time."""
     found = torch.zeros(len(x))
     for n, target in enumerate(targets.tolist()):
         if target == -100:
@@ -49,7 +49,7 @@ def row_by_row(x, targets):
 
 
 def by_kept_rows(x, targets):
-    """Indices of the rows that count; the losses of the others are never made."""
+    """Indexes the rows that count, and computes only their losses."""
     kept = (targets != -100).nonzero().flatten()
     labels = targets[kept]
     x.sub_(x.max(dim=1).values[:, None])
@@ -64,8 +64,8 @@ def by_kept_rows(x, targets):
     return found
 
 
-class GivenAway(torch.autograd.Function):
-    """One buffer for all chunks, and gradients on ctx, until somebody asks for them."""
+class BufferedLoss(torch.autograd.Function):
+    """One buffer for all chunks, and gradients on ctx that backward removes."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk):
@@ -88,8 +88,8 @@ class GivenAway(torch.autograd.Function):
         return gradients[0].mul_(upstream), gradients.pop().mul_(upstream), None, None
 
 
-class InLists(torch.autograd.Function):
-    """Two chunks at once, and hidden's gradient in a list."""
+class ListedLoss(torch.autograd.Function):
+    """Two chunks alive at once, and hidden's gradient in a list."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk):
@@ -124,17 +124,17 @@ def by_search(rows, width, vocab, budget_bytes):
         pytest.param(BYTES, of_the_larger_moment, id="11.1-moments"),
         pytest.param(GRADIENT, row_by_row, id="11.2-rows"),
         pytest.param(GRADIENT, by_kept_rows, id="11.2-kept"),
-        pytest.param(CHUNKED, GivenAway.apply, id="11.3-given-away"),
-        pytest.param(CHUNKED, InLists.apply, id="11.3-lists"),
+        pytest.param(CHUNKED, BufferedLoss.apply, id="11.3-given-away"),
+        pytest.param(CHUNKED, ListedLoss.apply, id="11.3-lists"),
         pytest.param(ROWS, by_search, id="11.4-search"),
     ],
 )
-def test_another_right_answer_passes(exercise, answer):
+def test_a_correct_answer_written_differently_passes(exercise, answer):
     verdict = judge(exercise, answer)
     assert verdict.status == OK, verdict
 
 
-# ------------------------------------------------------------------ wrong in another way
+# ------------------------------------------------------------------ wrong answers
 
 
 @pytest.mark.parametrize(
@@ -144,26 +144,26 @@ def test_another_right_answer_passes(exercise, answer):
         (losses.cross_entropy_reference, "cross_entropy_reference"),
     ],
 )
-def test_who_asks_the_library_is_told_so(answer, name):
+def test_calling_the_library_is_refused(answer, name):
     verdict = judge(CHUNKED, lambda hidden, weight, targets, chunk: answer(hidden, weight, targets))
     assert verdict.status == WRONG
-    assert f" calls {name}; wanted your own lines." in verdict.text
+    assert "Your answer calls memlab.losses." in verdict.text
+    assert f"{name}, which this exercise rebuilds" in verdict.text
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
-def test_who_asks_torch_s_chunked_loss_is_told_so():
+def test_calling_torchs_chunked_loss_is_refused():
     def answer(hidden, weight, targets, chunk):
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
         return F.linear_cross_entropy(hidden, weight, targets, options=options)
 
-    assert " calls linear_cross_entropy; wanted your own lines." in judge(CHUNKED, answer).text
+    assert "linear_cross_entropy, which this exercise rebuilds" in judge(CHUNKED, answer).text
 
 
 def with_all_logits(hide):
-    """Right in all it does; beside it, `hide` has been handed hidden and weight, if they are
-    large."""
+    """A correct loss that also calls hide(hidden, weight) on large inputs, and keeps the result."""
 
-    class Hiding(torch.autograd.Function):
+    class HidesLogits(torch.autograd.Function):
         @staticmethod
         def forward(ctx, hidden, weight, targets, chunk):
             ctx.hidden_away = hide(hidden, weight) if len(hidden) == 200 else None
@@ -173,33 +173,36 @@ def with_all_logits(hide):
         def backward(ctx, upstream):
             return ChunkedLoss.backward(ctx, upstream)
 
-    return Hiding.apply
+    return HidesLogits.apply
 
 
 @pytest.mark.parametrize(
     ("hide", "found"),
     [
-        (lambda h, w: h @ w.mT, "makes a tensor of 100,000 numbers, as large as all"),
+        (lambda h, w: h @ w.mT, "allocates a tensor of 100,000 elements, as large as all"),
         (lambda h, w: (h @ w.mT).half().flatten(), "as large as all the logits"),
-        (lambda h, w: [part @ w.mT for part in h.split(4)], "bytes wait for backward"),
+        (lambda h, w: [part @ w.mT for part in h.split(4)], "bytes are held for backward"),
         (lambda h, w: h.float().numpy() @ w.float().numpy().T, "bytes outside of tensors"),
-        (lambda h, w: None if (h[:100] @ w.mT).any() else 0, "bytes at its fullest"),
-        (lambda h, w: None if (h[:100] @ w.mT).any() else 0, "Alive then: 1 × (100, 500), "),
-        (lambda h, w: None if any((p @ w.mT).sum() > 1e9 for p in h.split(4)) else 0, "4.0 prod"),
+        (lambda h, w: None if (h[:100] @ w.mT).any() else 0, "bytes at its peak"),
+        (lambda h, w: None if (h[:100] @ w.mT).any() else 0, "Alive at the peak: 1 × (100, 500), "),
+        (
+            lambda h, w: None if any((p @ w.mT).sum() > 1e9 for p in h.split(4)) else 0,
+            "4.0 matmuls",
+        ),
     ],
-    ids=["tensor", "half", "pieces", "numpy", "half of them", "by shape", "a fourth product"],
+    ids=["tensor", "half", "pieces", "numpy", "half of them", "by shape", "a fourth matmul"],
 )
-def test_logits_are_found_wherever_they_are(hide, found):
+def test_all_the_logits_are_found_in_every_form(hide, found):
     verdict = judge(CHUNKED, with_all_logits(hide))
     assert verdict.status == WRONG
     assert found in verdict.text
 
 
-def right_but(of_size, instead):
-    """The chunked loss, but where there are as many rows: there `instead`, as it were."""
+def correct_except(has_size, other):
+    """The chunked loss, but the other one where has_size(rows)."""
 
     def answer(hidden, weight, targets, chunk):
-        loss = instead if of_size(len(hidden)) else chunked_loss
+        loss = other if has_size(len(hidden)) else chunked_loss
         return loss(hidden, weight, targets, chunk)
 
     return answer
@@ -208,9 +211,12 @@ def right_but(of_size, instead):
 @pytest.mark.parametrize(
     ("answer", "found"),
     [
-        (right_but(lambda n: n == 200, lambda h, w, t, c: chunked_loss(h * 0, w, t, c)), "wanted"),
-        (right_but(lambda n: n < 100, day11._at_once), "as large as all the logits"),
-        (right_but(lambda n: n in (50, 90), day11._by_loop), "bytes wait for backward"),
+        (
+            correct_except(lambda n: n == 200, lambda h, w, t, c: chunked_loss(h * 0, w, t, c)),
+            "wanted",
+        ),
+        (correct_except(lambda n: n < 100, day11._at_once), "as large as all the logits"),
+        (correct_except(lambda n: n in (50, 90), day11._by_loop), "bytes are held for backward"),
         (lambda h, w, t, c: chunked_loss(h, w, t, 1), "at most 1 row of hidden at once; wanted 2."),
         (lambda h, w, t, c: chunked_loss(h, w, t, 2 * c), "at most 4 rows of hidden at once"),
         (lambda h, w, t, c: chunked_loss(h, w, t, c + c // 2), "of hidden at once; wanted 2."),
@@ -224,14 +230,14 @@ def right_but(of_size, instead):
         "a chunk and a half",
     ],
 )
-def test_the_loss_is_right_and_in_chunks_wherever_it_is_measured(answer, found):
+def test_values_are_checked_where_bytes_are_and_bytes_where_values_are(answer, found):
     with pytest.raises(Wrong) as wrong:
         CHUNKED.check(answer)
     assert found in str(wrong.value)
 
 
-def test_a_loss_in_chunks_of_which_two_are_alive_passes_and_is_told_of_the_second():
-    assert "two chunks are alive at once: del x" in CHUNKED.check(InLists.apply)
+def test_two_chunks_alive_at_once_pass_with_a_note():
+    assert "two chunks are alive at once: del x" in CHUNKED.check(ListedLoss.apply)
     assert "two chunks" not in CHUNKED.check(chunked_loss)
 
 
@@ -241,7 +247,7 @@ def garbage_at_size(x, targets):
 
 
 def with_logsumexp(x, targets):
-    """Softmax in place; the loss by a kernel that has a tensor of its own."""
+    """Softmax in place, and the loss by logsumexp, which allocates inside its kernel."""
     kept = targets != -100
     labels = targets.masked_fill(~kept, 0)[:, None]
     x.sub_(x.amax(1, keepdim=True))
@@ -257,7 +263,7 @@ def with_numpy(x, targets):
 
 
 def with_no_other_label(x, targets):
-    """Indices, and not gather: an IndexError, and not a RuntimeError."""
+    """Indexing raises an IndexError; gather raises a RuntimeError."""
     x[torch.arange(len(x)), targets] += 0
     return loss_and_gradient_(x, targets)
 
@@ -266,23 +272,23 @@ def with_no_other_label(x, targets):
     ("answer", "found"),
     [
         (garbage_at_size, "64 rows of 1,024 logits: the losses are [0.000"),
-        (with_logsumexp, "logsumexp takes 262,144 bytes at once"),
+        (with_logsumexp, "logsumexp allocates 262,144 bytes at once"),
         (with_numpy, "bytes outside of tensors"),
-        (with_no_other_label, "looks for a column -100"),
+        (with_no_other_label, "reads column -100"),
         (lambda x, t: loss_and_gradient_(x, t).half(), "gave a loss in torch.float16"),
     ],
     ids=["garbage", "logsumexp", "numpy", "no label", "half"],
 )
-def test_a_chunks_gradient_has_no_second_one_and_is_right_where_it_is_measured(answer, found):
+def test_a_second_tensor_or_a_wrong_value_of_a_chunk_is_found(answer, found):
     with pytest.raises(Wrong) as wrong:
         GRADIENT.check(answer)
     assert found in str(wrong.value)
 
 
-def of_its_own(add, multiply, dtype_of_total=torch.float32):
-    """As a learner would write it, without del x."""
+def learners_loss(add, multiply):
+    """A learner's first version, without del x."""
 
-    class Mine(torch.autograd.Function):
+    class LearnersLoss(torch.autograd.Function):
         @staticmethod
         def forward(ctx, hidden, weight, targets, chunk):
             of_hidden, of_weight = torch.zeros(hidden.shape), torch.zeros(weight.shape)
@@ -301,42 +307,42 @@ def of_its_own(add, multiply, dtype_of_total=torch.float32):
         def backward(ctx, upstream):
             return *(multiply(g, upstream / ctx.count) for g in ctx.saved_tensors), None, None
 
-    return Mine.apply
+    return LearnersLoss.apply
 
 
 @pytest.mark.parametrize(
     ("answer", "remark"),
     [
         (
-            of_its_own(lambda w, x, h: w.add_(x @ h), torch.Tensor.mul_),
+            learners_loss(lambda w, x, h: w.add_(x @ h), torch.Tensor.mul_),
             "dw.addmm_(x.mT, h) does not.",
         ),
-        (of_its_own(torch.Tensor.addmm_, torch.mul), "kept: g.mul_(factor)."),
+        (learners_loss(torch.Tensor.addmm_, torch.mul), "Use g.mul_(factor)."),
     ],
     ids=["+=", "g * upstream"],
 )
-def test_a_mistake_is_named_whatever_else_is_alive(answer, remark):
+def test_a_mistake_is_named_while_two_chunks_are_alive(answer, remark):
     assert judge(CHUNKED, answer).text.endswith(remark)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_who_writes_into_what_was_given_is_told_so(place):
+def test_writing_into_an_argument_is_refused(place):
     def answer(*given):
         loss = chunked_loss(*given)
         with torch.no_grad():
             given[place].zero_()
         return loss
 
-    assert "changed what it was given, in place." in judge(CHUNKED, answer).text
+    assert "changed its arguments in place." in judge(CHUNKED, answer).text
 
 
-def test_targets_that_are_written_over_are_found():
+def test_writing_into_the_targets_is_refused():
     def answer(x, targets):
         found = loss_and_gradient_(x, targets)
         targets.clamp_(min=0)
         return found
 
-    assert "changed the targets that it was given." in judge(GRADIENT, answer).text
+    assert "changed the targets." in judge(GRADIENT, answer).text
 
 
 def test_a_gradient_of_hidden_alone_is_not_enough():
@@ -347,18 +353,59 @@ def test_a_gradient_of_hidden_alone_is_not_enough():
 
 
 FIRST = "at_label = x.sub_(x.amax(1, keepdim=True)).gather(1, labels)"
-LATE = "top, at_label = x.amax(1, keepdim=True), x.gather(1, labels)\n    x.sub_(top)"
+ROW_MAX = "row_max = x.amax(1, keepdim=True)"
+LATE = f"{ROW_MAX}; at_label = x.gather(1, labels)\n    x.sub_(row_max)"
 PRODUCT, OF_HIDDEN = "(hidden[rows] @ weight.mT).float()", "x.to(weight.dtype) @ weight"
 COUNT, OF_ROWS = "(targets != -100).sum().clamp(min=1)", "hidden[rows].float()"
+ADDED = ("z.log() -", "z.log() + row_max -")
+LOSSES, IGNORED = "losses.masked_fill(ignored, 0)", "    ignored = targets == -100"
+RETURN = f"    return {LOSSES}"
 BEGIN, CHUNKS = "of_hidden = torch.zeros_like(hidden,", "-(-rows // most)"
 IN_FLOAT = f"whole = hidden.float()\n        {BEGIN}"
 
 REFUSED = [
     ("11.1", "two tensors and gradients", ("logits + gradients)", "2 * logits + gradients)")),
-    ("11.2", "x[y] before the subtraction", (FIRST, LATE), ("z.log() -", "z.log() + top -")),
+    ("11.2", "x[y] before the subtraction", (FIRST, LATE), ADDED),
+    (
+        "11.2",
+        "row_max added twice",
+        (FIRST, f"{ROW_MAX}; at_label = x.sub_(row_max).gather(1, labels)"),
+        ADDED,
+    ),
+    ("11.2", "labels of −100", ("targets.masked_fill(ignored, 0)", "targets")),
+    ("11.2", "a mean loss", (LOSSES, f"{LOSSES}.mean()")),
+    ("11.2", "bfloat16 losses", (LOSSES, f"{LOSSES}.bfloat16()")),
+    ("11.2", "gradients in a new tensor", (IGNORED, f"    x = x.clone()\n{IGNORED}")),
+    (
+        "11.2",
+        "a second tensor",
+        (IGNORED, f"    given, x = x, x.clone()\n{IGNORED}"),
+        (RETURN, f"    given.copy_(x)\n{RETURN}"),
+    ),
+    ("11.3", "chunks kept on ctx", ("del x ", "ctx.kept = [*getattr(ctx, 'kept', ()), x]; del x ")),
+    (
+        "11.3",
+        "one row at a time",
+        ("len(hidden), chunk)", "len(hidden))"),
+        ("start + chunk)", "start + 1)"),
+    ),
+    (
+        "11.3",
+        "a detached loss",
+        ("return total / ctx.count", "ctx.mark_non_differentiable(total); return total"),
+    ),
     ("11.3", "all of hidden in float32", (BEGIN, IN_FLOAT), (OF_ROWS, "whole[rows]")),
+    ("11.3", "the count on the class", ("ctx.count", "ChunkedLoss.count")),
+    ("11.3", "at least two rows are counted", ("clamp(min=1)", "clamp(min=2)")),
+    ("11.3", "no negative upstream", ("upstream / ctx.count", "upstream.abs() / ctx.count")),
+    ("11.3", "no large upstream", ("upstream / ctx.count", "upstream.clamp(max=1) / ctx.count")),
     ("11.3", "all rows are counted", (COUNT, "torch.tensor(len(targets)).clamp(min=1)")),
     ("11.4", "chunks rounded down", (CHUNKS, "max(1, rows // most)")),
+    (
+        "11.4",
+        "a power of two",
+        ("return -(-rows // chunks)", "return 1 << (-(-rows // chunks)).bit_length() - 1"),
+    ),
 ]
 ACCEPTED = [
     ("11.2", "two lines", (FIRST, "x.sub_(x.amax(1, True))\n    at_label = x.gather(1, labels)")),
@@ -369,19 +416,19 @@ ACCEPTED = [
 ]
 
 
-def test_chunks_rounded_down_are_told_by_name(tmp_path):
-    """Of 12 rows it looks as if hidden's gradient were forgotten."""
+def test_chunks_rounded_down_are_named(tmp_path):
+    """With 12 rows this looks like a forgotten gradient of hidden."""
     verdict = verdict_on(("11.4", ((CHUNKS, "max(1, rows // most)"),)), tmp_path, named=True)
-    assert "rows // most are too few chunks" in verdict.text
+    assert "rows // most chunks are too few" in verdict.text
 
 
 @each(REFUSED)
-def test_what_is_wrong_is_refused(edit, tmp_path):
+def test_a_wrong_edit_is_refused(edit, tmp_path):
     assert verdict_on(edit, tmp_path).status == WRONG
 
 
 @each(ACCEPTED)
-def test_what_is_right_is_accepted(edit, tmp_path):
+def test_a_correct_edit_is_accepted(edit, tmp_path):
     verdict = verdict_on(edit, tmp_path)
     assert verdict.status == OK, verdict
 
@@ -402,7 +449,7 @@ def peak(loss, given):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_lessons_loss_is_the_librarys(dtype):
+def test_the_lessons_loss_matches_the_librarys(dtype):
     found = []
     for loss in (chunked_loss, losses.chunked_cross_entropy):
         hidden, weight, targets = inputs(50, 16, 99, dtype)
@@ -418,22 +465,22 @@ def test_the_lessons_loss_is_the_librarys(dtype):
 @pytest.mark.parametrize(
     "shape", [(512, 64, 1000), (64, 128, 1024), (100, 3, 50), (1, 10, 100)], ids=str
 )
-def test_all_the_logits_take_what_the_formula_says_and_the_loss_itself(shape):
+def test_the_peak_of_all_the_logits_is_the_formula_and_the_loss(shape):
     given = inputs(*shape)
     found = peak(lambda h, w, t: F.cross_entropy(F.linear(h, w), t), given)
-    assert found - all_logits_bytes(*shape) == 8  # the loss, and how many rows count
+    assert found - all_logits_bytes(*shape) == 8  # the loss, and the number of rows
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200])
-def test_chunks_take_what_the_formula_says_and_a_few_bytes_for_each_row(chunk):
+def test_the_peak_of_chunks_is_the_formula_and_a_few_bytes_per_row(chunk):
     rows, width, vocab = shape = 200, 24, 500
     more = peak(partial(chunked_loss, chunk=chunk), inputs(*shape))
     more -= chunked_bytes(rows, width, vocab, chunk)
     assert 0 <= more <= 64 + 8 * rows
 
 
-def test_what_waits_for_backward_goes_through_hooks_for_saved_tensors():
-    """As offloading them would want it (a hook sees what ctx alone would hide)."""
+def test_hooks_for_saved_tensors_see_both_gradients():
+    """Offloading needs the hooks, which don't see tensors on ctx."""
     seen = []
 
     def pack(x):
@@ -445,7 +492,7 @@ def test_what_waits_for_backward_goes_through_hooks_for_saved_tensors():
     assert seen == [(20, 4), (30, 4)]
 
 
-def test_a_chunk_that_was_chosen_fits_its_budget_and_one_chunk_less_would_not():
+def test_the_chosen_chunk_fits_the_budget_and_one_chunk_fewer_does_not():
     for rows, width, vocab, budget in ((1000, 64, 5000, 4_000_000), (77, 8, 300, 20_000)):
         found = chunk_rows(rows, width, vocab, budget)
         chunks = -(-rows // found)
@@ -453,10 +500,10 @@ def test_a_chunk_that_was_chosen_fits_its_budget_and_one_chunk_less_would_not():
         assert chunked_bytes(rows, width, vocab, -(-rows // (chunks - 1))) > budget
 
 
-# ------------------------------------------------------------------ what the lesson says
+# ------------------------------------------------------------------ the lesson's claims
 
 
-def test_without_options_torch_s_function_saves_nothing_and_with_them_it_does():
+def test_torchs_chunked_loss_saves_memory_only_with_options():
     function = getattr(F, "linear_cross_entropy", None)
     if function is None:
         pytest.skip("torch 2.13 has it")
@@ -473,7 +520,7 @@ def test_the_mean_over_no_rows_is_nan_in_torch_and_zero_here():
     assert chunked_loss(hidden, weight, none, 2).item() == 0
 
 
-def test_torch_s_bfloat16_loss_is_off_by_a_tenth_and_the_lessons_is_not():
+def test_torchs_bfloat16_loss_is_wrong_by_a_tenth_and_the_lessons_is_exact():
     if not hasattr(F, "linear_cross_entropy"):
         pytest.skip("torch 2.13 has it")
     hidden, weight, targets = inputs(512, 64, 8192, torch.bfloat16)
@@ -486,14 +533,14 @@ def test_torch_s_bfloat16_loss_is_off_by_a_tenth_and_the_lessons_is_not():
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128, 256])
-def test_the_table_s_loop_and_checkpointed_chunks_take_what_it_says(chunk):
-    """Below the width, three of weight's gradient, when the log-softmaxes of two chunks are gone.
+def test_the_loop_and_checkpointed_chunks_need_the_tables_bytes(chunk):
+    """Below the width the peak is three times weight's gradient, after two log-softmaxes are freed.
     The tolerance is hidden's gradient."""
     rows, width, vocab = shape = 512, 64, 8192
     a_chunk, of_weight, of_hidden = 4 * chunk * vocab, 4 * vocab * width, 4 * rows * width
     loop = 4 * rows * vocab + max(2 * a_chunk, 3 * of_weight - 2 * a_chunk)
-    again = max(of_weight + 3 * a_chunk, 3 * of_weight)
-    for answer, wanted in ((day11._by_loop, loop), (day11._checkpointed, again)):
+    recomputed = max(of_weight + 3 * a_chunk, 3 * of_weight)
+    for answer, wanted in ((day11._by_loop, loop), (day11._checkpointed, recomputed)):
         found = peak(partial(answer, chunk=chunk), inputs(*shape))
         assert abs(found - wanted) <= of_hidden
 
@@ -502,7 +549,7 @@ def test_the_table_s_loop_and_checkpointed_chunks_take_what_it_says(chunk):
     ("of_the_width", "upcast_wins", "plain_wins"),
     [(0.25, True, True), (0.75, False, True), (2.0, False, False)],
 )
-def test_in_bfloat16_chunks_lose_below_half_the_width_or_all_of_it(
+def test_in_bfloat16_chunks_need_more_below_half_the_width_or_the_width(
     of_the_width, upcast_wins, plain_wins
 ):
     shape = int(64 * of_the_width), 64, 4096
@@ -515,7 +562,7 @@ def test_in_bfloat16_chunks_lose_below_half_the_width_or_all_of_it(
     assert (upcast < chunks, plain < chunks) == (upcast_wins, plain_wins)
 
 
-def test_in_llama_3_8b_the_head_s_loss_is_three_float32_tensors_of_all_the_logits():
+def test_the_loss_of_llama_3_8b_is_three_float32_tensors_of_all_the_logits():
     rows, width, vocab = 8192, 4096, 128_256
     with dry_run():
         hidden, weight = (
@@ -555,8 +602,8 @@ def test_in_llama_3_8b_chunks_break_even_at_half_the_width_or_at_the_width(
 
 
 @pytest.mark.slow
-def test_the_choices_that_the_bill_was_made_of():
-    """Day 9's line is 1.02 GiB, today's 821.07 MiB (tests/course/test_bill.py)."""
+def test_the_alternatives_to_the_bills_choices():
+    """Day 9's bill is 1.02 GiB, today's 821.07 MiB (tests/course/test_bill.py)."""
     gib, mib = 2**30, 2**20
     found = {
         "chunks alone": day11.in_chunks(ATTENTION, micro_batch=1).peak_bytes / gib,

@@ -27,6 +27,7 @@ from memlab.course.solutions import given
 from memlab.model import PRESETS
 from memlab.planner import CARDS, Recipe, measured, memory_named, training_bytes
 from memlab.planner.cards import CONTEXT_BYTES
+from memlab.train import plugs
 from memlab.units import parse_bytes
 
 EXERCISES = {exercise.id: exercise for exercise in DAY.exercises}
@@ -358,12 +359,12 @@ def test_the_bill_is_below_the_day_befores():
 def test_the_bill_includes_the_averages(monkeypatch):
     """The peak would be the same without their updates, so count the updates."""
     updates = []
-    update = train.PostHocEMA.update
+    update = plugs.PostHocEMA.update
 
     def noted(self, step):
         updates.append(step)
         return update(self, step)
 
-    monkeypatch.setattr(train.PostHocEMA, "update", noted)
+    monkeypatch.setattr(plugs.PostHocEMA, "update", noted)
     day16.everything_elsewhere()
     assert updates == [1, 2]

@@ -1,4 +1,4 @@
-"""Which days there are, and what is said of those that there are not."""
+"""Finding days, exercises and notebooks, and errors for missing ones."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from memlab.course.exercises import Day
 
 @pytest.fixture
 def checks(tmp_path, monkeypatch):
-    """A folder of empty modules in place of the course's own: makes those named."""
+    """Replace the course's checks by empty modules with the given names."""
     monkeypatch.setattr(days, "checks", SimpleNamespace(__path__=[str(tmp_path)]))
 
     def make(*names: str) -> None:
@@ -20,12 +20,12 @@ def checks(tmp_path, monkeypatch):
     return make
 
 
-def test_numbers_are_those_of_the_modules_in_order(checks):
+def test_numbers_come_from_the_modules_in_order(checks):
     checks("day11", "day02", "day01", "shapes", "__init__")
     assert days.numbers() == [1, 2, 11]
 
 
-def test_every_number_has_its_day():
+def test_every_number_has_a_day():
     assert days.numbers() == list(range(1, len(days.numbers()) + 1))
     assert all(isinstance(days.day(number), Day) for number in days.numbers())
 
@@ -34,7 +34,7 @@ def test_every_number_has_its_day():
     ("there", "words"),
     [(["day01"], "there is day 1"), (["day01", "day02"], "there are days 1, 2")],
 )
-def test_another_day_is_an_error_that_tells_which_there_are(checks, there, words):
+def test_an_unknown_day_is_an_error_that_lists_the_days(checks, there, words):
     checks(*there)
     with pytest.raises(ValueError, match=f"^got day 99; {words}$"):
         days.day(99)
@@ -45,12 +45,12 @@ def test_an_exercise_is_found_by_its_id():
 
 
 @pytest.mark.parametrize("id_", ["1.0", "1.99", "1.02", "01.2"])
-def test_another_exercise_is_an_error_that_tells_which_there_are(id_):
+def test_an_unknown_exercise_is_an_error_that_lists_the_exercises(id_):
     with pytest.raises(ValueError, match=rf"^got exercise {id_}; day 1 has 1\.1, 1\.2, 1\.3"):
         days.exercise_of(id_)
 
 
-def test_an_exercise_of_another_day_is_an_error_that_tells_which_days_there_are():
+def test_an_exercise_of_an_unknown_day_is_an_error_that_lists_the_days():
     with pytest.raises(ValueError, match=r"^got day 99; there "):
         days.exercise_of("99.1")
 
@@ -63,9 +63,9 @@ def test_an_id_begins_with_its_day(id_, number):
 @pytest.mark.parametrize(
     "id_", ["", "1", "1.", ".1", "1.a", "a.1", "1.2.3", "-1.2", "1. 2", "1,2", "1.²"]
 )
-def test_what_is_no_id_is_an_error_with_an_example(id_):
+def test_an_invalid_id_is_an_error_with_an_example(id_):
     with pytest.raises(
-        ValueError, match=r"; give a day and a number in it, such as 1\.2$"
+        ValueError, match=r"; give the number of an exercise, such as 1\.2$"
     ) as error:
         days.day_of(id_)
     assert str(error.value).startswith(f"got {id_!r}; ")
@@ -89,13 +89,13 @@ def test_a_days_notebook_is_found_by_its_number(root):
     assert days.notebook(11, "solutions") == root / "solutions" / "day11_there.ipynb"
 
 
-def test_a_notebook_that_is_not_there_is_an_error_with_the_remedy(root):
-    with pytest.raises(ValueError, match=r"^there is no notebook of day 2 in lessons/; .* `make`$"):
+def test_a_missing_notebook_is_an_error_with_the_remedy(root):
+    with pytest.raises(ValueError, match=r"^there is no notebook of day 2 in lessons/; .* `make`"):
         days.notebook(2)
 
 
 @pytest.mark.parametrize("number", days.numbers())
-def test_what_the_exercises_say_is_read_without_importing_their_checks(number):
+def test_an_exercises_text_is_read_without_importing_its_check(number):
     said = [
         (each.id, each.title, each.minutes, each.difficulty, each.hints)
         for each in days.day(number).exercises

@@ -1,4 +1,4 @@
-"""What a GPU measured stands under its own name, never as if it were the reader's."""
+"""Stored GPU results are labelled, and never presented as the reader's own."""
 
 import json
 import re
@@ -27,7 +27,7 @@ LABEL = (
 
 @pytest.fixture
 def write(tmp_path):
-    """Makes a file of results of {section: its numbers}."""
+    """Write a file of results from {section: numbers}."""
 
     def make(name: str, *, command: str = "gpu", device: str = "NVIDIA H200", **sections) -> None:
         circumstances = CIRCUMSTANCES | {"device": device}
@@ -47,7 +47,7 @@ def test_a_measurement_is_labelled_with_device_versions_and_date(tmp_path, write
     ]
 
 
-def test_every_machine_stands_under_its_own_label_in_the_order_of_the_files(tmp_path, write):
+def test_every_machine_has_its_label_in_file_order(tmp_path, write):
     write("b.json", peak={"steps": 2}, device="second")
     write("a.json", peak={"steps": 1}, device="first")
     first, second = stored_on_a_gpu("peak", tmp_path).split("\n\n")
@@ -55,12 +55,12 @@ def test_every_machine_stands_under_its_own_label_in_the_order_of_the_files(tmp_
     assert second == f"{LABEL.replace('NVIDIA H200', 'second')}\n  steps: 2"
 
 
-def test_a_section_stands_without_the_others(tmp_path, write):
+def test_a_section_is_shown_without_the_others(tmp_path, write):
     write("h200.json", peak={"steps": 1}, step={"steps": 2})
     assert stored_on_a_gpu("step", tmp_path) == f"{LABEL}\n  steps: 2"
 
 
-def test_where_none_is_stored_one_sentence_says_so(tmp_path, write):
+def test_missing_results_are_one_sentence(tmp_path, write):
     assert stored_on_a_gpu("peak", tmp_path) == NONE
     assert stored_on_a_gpu("peak", tmp_path / "absent") == NONE
     assert stored_on_a_gpu("day 4", tmp_path) == NONE_OF_A_DAY
@@ -69,25 +69,25 @@ def test_where_none_is_stored_one_sentence_says_so(tmp_path, write):
     assert stored_on_a_gpu("peak", tmp_path) == NONE
 
 
-def test_the_repositorys_own_results_can_be_read():
+def test_the_repositorys_results_are_readable():
     assert list(RESULTS.glob("*.json"))
     assert stored_on_a_gpu("a section of no benchmark").startswith("No GPU here")
 
 
-def test_a_verdict_takes_its_time_from_every_gpu_that_measured_it(tmp_path, write):
+def test_a_verdict_lists_the_time_of_every_gpu(tmp_path, write):
     write("a.json", time={"what": "a step", "bfloat16": 0.123, "autocast": 0.5}, device="first")
     write("b.json", time={"what": "a step", "bfloat16": 2}, device="second")
     assert time_on_a_gpu("bfloat16", tmp_path) == "measured: 0.12 × on first, 2.00 × on second"
     assert time_on_a_gpu("autocast", tmp_path) == "measured: 0.50 × on first"
 
 
-def test_a_verdict_says_that_no_gpu_measured_it(tmp_path, write):
+def test_a_verdict_without_gpu_times_says_so(tmp_path, write):
     write("cpu.json", command="savings", time={"bfloat16": 1})
     assert time_on_a_gpu("bfloat16", tmp_path) == "not measured: no GPU"
 
 
 @pytest.mark.parametrize("solution", SOLUTIONS, ids=lambda path: path.stem[:5])
-def test_the_made_up_gpu_has_measured_all_that_a_day_shows(solution):
+def test_the_made_up_gpu_has_results_for_every_section_in_a_day(solution):
     """`make solutions` runs the notebooks with these results: no other output may differ."""
     source = solution.read_text(encoding="utf-8")
     for section in re.findall(r"stored_on_a_gpu\((.+?)\)", source):

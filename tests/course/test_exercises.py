@@ -1,4 +1,4 @@
-"""Judging an answer: three lines, the mistake by its name, and nothing changed by it."""
+"""Checking an answer: the verdict, named mistakes, and no side effects."""
 
 import linecache
 import random
@@ -56,15 +56,15 @@ DOUBLE = Exercise(
 
 def never_ends(x):
     assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= exercises.SECONDS
-    signal.setitimer(signal.ITIMER_REAL, 0.05)  # so that it comes while this runs
+    signal.setitimer(signal.ITIMER_REAL, 0.05)  # fires while this loop runs
     while True:
         try:
             x += 1
-        except Exception:  # which does not help it
+        except Exception:  # cannot catch the time limit
             raise
 
 
-def test_an_answer_that_never_ends_is_stopped_at_its_line():
+def test_an_endless_answer_is_stopped_at_its_line():
     before = signal.getsignal(signal.SIGALRM)
     verdict = judge(DOUBLE, never_ends)
     assert verdict.status == WRONG
@@ -74,7 +74,7 @@ def test_an_answer_that_never_ends_is_stopped_at_its_line():
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_an_answer_that_switches_gradients_off_does_so_for_itself_only():
+def test_the_grad_mode_is_restored_after_an_answer():
     def without_gradients(x):
         torch.set_grad_enabled(False)
         return 0
@@ -83,12 +83,12 @@ def test_an_answer_that_switches_gradients_off_does_so_for_itself_only():
     assert torch.is_grad_enabled()
 
 
-def test_an_answer_in_time_is_not_stopped_afterwards():
+def test_the_time_limit_is_removed_after_an_answer():
     assert judge(DOUBLE, lambda x: 2 * x).status == OK
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_in_a_thread_an_answer_is_judged_without_a_limit():
+def test_in_a_thread_there_is_no_time_limit():
     with ThreadPoolExecutor() as pool:
         assert pool.submit(judge, DOUBLE, lambda x: 2 * x).result().status == OK
 
@@ -100,14 +100,14 @@ def not_implemented(message: str):
     return answer
 
 
-# ------------------------------------------------------------------ three lines
+# ------------------------------------------------------------------ verdicts
 
 
 def test_a_right_answer_is_ok_with_its_evidence():
     assert str(judge(DOUBLE, lambda x: x + x)) == "[ok] 5.2  2 cases"
 
 
-def test_a_wrong_answer_is_told_the_first_case_that_fails_and_where_a_hint_is():
+def test_a_wrong_answer_shows_the_first_failing_case_and_the_hint_command():
     verdict = judge(DOUBLE, lambda x: x + 1)
     assert str(verdict) == "[x] 5.2 double(2) gave 3, wanted 4. Hint: memlab hint 5.2"
 
@@ -125,17 +125,17 @@ def test_a_stub_is_not_attempted():
         (not_implemented("exercise 5.2, about 1 line"), NOT_ATTEMPTED),
     ],
 )
-def test_a_verdict_knows_its_exercise_and_how_it_stands(answer, status):
+def test_a_verdict_has_its_exercise_and_status(answer, status):
     verdict = judge(DOUBLE, answer)
     assert (verdict.exercise, verdict.status) == (DOUBLE, status)
 
 
-def test_evidence_is_the_checks_own():
+def test_the_evidence_comes_from_the_check():
     verdict = Verdict(DOUBLE, OK, "values equal (max difference 0) · peak 14.2 MiB")
     assert str(verdict) == "[ok] 5.2  values equal (max difference 0) · peak 14.2 MiB"
 
 
-# ------------------------------------------------------------------ mistakes by their names
+# ------------------------------------------------------------------ named mistakes
 
 
 @pytest.mark.parametrize(
@@ -143,22 +143,22 @@ def test_evidence_is_the_checks_own():
     [
         (lambda x: x * x, f"double(3) gave 9, wanted 6 bytes. {SQUARED}"),
         (lambda x: x + 0, f"double(2) gave 2, wanted 4. {SAME}"),
-        (lambda x: 4, "double(3) gave 4, wanted 6 bytes."),  # fails where the square fails
+        (lambda x: 4, "double(3) gave 4, wanted 6 bytes."),  # fails in the same case as the square
         (lambda x: 7, "double(2) gave 7, wanted 4."),
     ],
 )
-def test_a_mistake_is_named_only_where_it_fails_alike(answer, text):
+def test_a_mistake_is_named_only_if_it_fails_in_the_same_way(answer, text):
     assert judge(DOUBLE, answer) == Verdict(DOUBLE, WRONG, text)
 
 
-def test_an_error_of_the_answer_is_no_named_mistake():
+def test_an_error_is_not_a_named_mistake():
     def answer(x):
         raise ValueError("double(2) gave 2, wanted 4.")
 
     assert SAME not in judge(DOUBLE, answer).text
 
 
-# ------------------------------------------------------------------ what is no stub
+# ------------------------------------------------------------------ errors that are not stubs
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def test_an_error_of_the_answer_is_no_named_mistake():
         "",
     ],
 )
-def test_what_else_is_not_implemented_is_an_error_of_the_answer(message):
+def test_another_not_implemented_error_is_an_error_of_the_answer(message):
     verdict = judge(DOUBLE, not_implemented(message))
     assert verdict.status == WRONG
     wanted = f"NotImplementedError: {message}" if message else "NotImplementedError"
     assert verdict.text == f"{wanted}, at `raise NotImplementedError(message)`."
 
 
-def test_what_torch_has_not_implemented_is_an_error_of_the_answer():
+def test_torchs_not_implemented_error_is_an_error_of_the_answer():
     def answer(x):
         return torch.empty(2, device="meta").sum().item()
 
@@ -190,7 +190,7 @@ def test_what_torch_has_not_implemented_is_an_error_of_the_answer():
 # ------------------------------------------------------------------ errors
 
 
-def test_an_error_is_told_with_the_learners_own_line():
+def test_an_error_shows_the_learners_line():
     def answer(x):
         return x / 0
 
@@ -198,7 +198,7 @@ def test_an_error_is_told_with_the_learners_own_line():
     assert judge(DOUBLE, answer).text == wanted
 
 
-def test_an_error_is_told_with_the_values_of_its_line_that_take_a_few_words():
+def test_an_error_shows_the_short_values_of_its_line():
     def answer(x):
         names, weight, text, long = {}, torch.ones(2, 3), "names", "x" * 41
         return names[weight], text.names, long
@@ -210,9 +210,9 @@ def test_an_error_is_told_with_the_values_of_its_line_that_take_a_few_words():
     )
 
 
-def test_an_error_in_a_notebooks_cell_is_told_with_its_line():
+def test_an_error_in_a_notebooks_cell_shows_its_line():
     source = "def answer(x):\n    y = x\n    return y.shape  # of an int\n"
-    filename = "ipykernel_1/2.py"  # no such file: IPython keeps its cells in linecache alone
+    filename = "ipykernel_1/2.py"  # not a file: IPython registers its cells in linecache
     namespace = {"__name__": "__main__"}
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     try:
@@ -234,7 +234,7 @@ def test_an_error_in_a_notebooks_cell_is_told_with_its_line():
         (lambda x: statistics.mean([]), "statistics.mean([])"),
     ],
 )
-def test_an_error_inside_a_library_is_told_with_the_line_that_called_it(answer, line):
+def test_an_error_inside_a_library_shows_the_calling_line(answer, line):
     assert re.search(rf", at `.*{re.escape(line)}.*`, where x is 2\.$", judge(DOUBLE, answer).text)
 
 
@@ -242,7 +242,7 @@ def helper(x):
     return {}[x]
 
 
-def test_the_line_is_the_innermost_of_the_learners():
+def test_the_line_is_the_learners_innermost():
     assert judge(DOUBLE, lambda x: helper(x)).text == (
         "KeyError: 2, at `return {}[x]`, where x is 2."
     )
@@ -256,14 +256,14 @@ def test_the_line_is_the_innermost_of_the_learners():
         ("", "ValueError"),
     ],
 )
-def test_an_error_is_told_in_one_sentence(message, said):
+def test_an_error_is_one_sentence(message, said):
     def answer(x):
         raise ValueError(message)
 
     assert judge(DOUBLE, answer).text == f"{said}, at `raise ValueError(message)`."
 
 
-def test_an_error_that_no_line_of_the_learners_raised_has_no_line():
+def test_an_error_outside_the_learners_code_has_no_line():
     assert judge(exercise_of("1.1"), 5).text == "TypeError: 'int' object is not callable."
 
 
@@ -300,7 +300,7 @@ def seed_and_draw(outcome):
 
 
 @pytest.mark.parametrize("outcome", [2, 1, ValueError, KeyboardInterrupt])
-def test_a_check_changes_no_random_numbers(outcome):
+def test_a_check_restores_the_random_states(outcome):
     seed(3)
     wanted = draws()
     seed(3)
@@ -309,7 +309,7 @@ def test_a_check_changes_no_random_numbers(outcome):
     assert draws() == wanted
 
 
-def test_a_named_mistake_changes_no_random_numbers():
+def test_a_named_mistake_restores_the_random_states():
     named = (WrongAnswer(seed_and_draw(1), SAME),)
     drawing = replace(DOUBLE, wrong_answers=named)
     seed(3)
@@ -319,8 +319,8 @@ def test_a_named_mistake_changes_no_random_numbers():
     assert draws() == wanted
 
 
-def test_a_check_starts_no_gpu(monkeypatch):
-    """To save a GPU's random state is to start it, which takes hundreds of MB of it."""
+def test_a_check_initializes_no_gpu(monkeypatch):
+    """Saving a GPU's random state would initialize it, which takes hundreds of MB."""
     asked = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -329,7 +329,7 @@ def test_a_check_starts_no_gpu(monkeypatch):
     assert asked == []
 
 
-def test_a_gpu_in_use_keeps_its_random_numbers(monkeypatch):
+def test_a_gpu_in_use_keeps_its_random_state(monkeypatch):
     states = {0: "first", 1: "second"}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -357,7 +357,7 @@ def test_require_raises_its_message_unless_the_condition_holds():
 
 
 @pytest.mark.parametrize("value", [1, 1.5, "x", None, True, (1, 2.0), [1], {"a": (1, {"b": 2})}])
-def test_what_is_wanted_is_equal(value):
+def test_equal_values_pass(value):
     equal("f(x)", value, value)
 
 
@@ -379,24 +379,24 @@ def test_what_is_wanted_is_equal(value):
         ({"a": torch.ones(2)}, {"a": 1}, "f(x) gave {a: tensor([1., 1.])}, wanted {a: 1}."),
     ],
 )
-def test_what_is_not_equal_is_told_beside_what_is_wanted(got, wanted, text):
+def test_unequal_values_are_shown_with_the_expected_ones(got, wanted, text):
     with pytest.raises(Wrong) as wrong:
         equal("f(x)", got, wanted)
     assert str(wrong.value) == text
 
 
-def test_the_unit_is_that_of_what_is_wanted():
+def test_the_unit_follows_the_expected_value():
     with pytest.raises(Wrong, match=r"^f\(x\) gave 1, wanted 2 bytes\.$"):
         equal("f(x)", 1, 2, "bytes")
 
 
-def test_a_forgotten_return_is_asked_for():
+def test_none_suggests_a_missing_return():
     with pytest.raises(Wrong) as wrong:
         equal("f(x)", None, 2000, "bytes")
     assert str(wrong.value) == "f(x) gave nothing; wanted 2,000 bytes. Is there a return?"
 
 
-def test_a_long_value_is_told_in_one_line_and_cut():
+def test_a_long_value_is_cut_to_one_line():
     with pytest.raises(Wrong) as wrong:
         equal("f(x)", torch.eye(9), 0)
     text = str(wrong.value)
@@ -406,7 +406,7 @@ def test_a_long_value_is_told_in_one_line_and_cut():
     assert "\n" not in text
 
 
-# ------------------------------------------------------------------ what an exercise must have
+# ------------------------------------------------------------------ requirements on exercises
 
 
 @pytest.mark.parametrize("hints", [(), ("a", "b"), ("a", "b", "c", "d")])
@@ -421,7 +421,7 @@ def test_an_exercises_difficulty_is_one_to_five(difficulty):
         replace(DOUBLE, difficulty=difficulty)
 
 
-def test_an_answer_that_ends_python_is_wrong():
+def test_an_answer_that_exits_python_is_wrong():
     def leaving(x):
         raise SystemExit("done")
 

@@ -1,6 +1,6 @@
-"""A check in a process that has imported nothing yet, as `memlab check` is.
+"""Checks in a fresh process, as in `memlab check`.
 
-pytest's own process has long imported torch._dynamo, which hides what only a fresh one shows.
+pytest's own process has already imported torch._dynamo, which would hide these errors.
 """
 
 import subprocess
@@ -44,10 +44,10 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_first_answer_of_a_process_is_judged_as_any_other():
-    """Operators that torch._dynamo is just making have no name yet: no hook may ask for it."""
+def test_the_first_answer_in_a_process_is_checked_like_any_other():
+    """While torch._dynamo creates operators they have no name, so hooks must not read it."""
     run(WRONG_ANSWERS)
 
 
-def test_what_torch_imports_late_is_imported_before_the_time_limit_runs():
+def test_torch_dynamo_is_imported_before_the_time_limit_starts():
     run(TIME_LIMIT)

@@ -1,4 +1,4 @@
-"""What a notebook's calls print, give back and keep, in a learner's folder and outside of one."""
+"""What a notebook's calls print, return and record, inside and outside a learner's folder."""
 
 import json
 from contextlib import redirect_stdout
@@ -30,7 +30,7 @@ def double(x):
 DOUBLE = Exercise("7.1", "Double it", 5, 1, ("a", "b", "c"), double, check_double, ())
 OK = "[ok] 7.1  1 case\n"
 REFERENCE = (
-    "[ ] 7.1 this is the reference, with which the lesson went on; "
+    "[ ] 7.1 this is the reference, which replaced your answer; "
     "run the cell with your own answer first\n"
 )
 NOT_ATTEMPTED = "[ ] 7.1 not attempted: going on with the reference\n"
@@ -49,14 +49,14 @@ def stub(x):
 
 
 def guess(id_: str, **quantities: float) -> None:
-    """Without the line that says what was noted, which a test of its own has."""
+    """Record a guess without printing. Another test checks the printed line."""
     with redirect_stdout(StringIO()):
         guess_aloud(id_, **quantities)
 
 
 @pytest.fixture(autouse=True)
 def fresh_kernel(monkeypatch, tmp_path):
-    """No guess of another test, one exercise, and a folder that no `memlab start` made."""
+    """One exercise, no guesses, and a folder that `memlab start` did not make."""
     monkeypatch.setattr(gate, "_guesses", {})
     monkeypatch.setattr(gate, "exercise_of", {"7.1": DOUBLE}.__getitem__)
     monkeypatch.setattr(gate, "day", {7: Day((DOUBLE,), None)}.__getitem__)
@@ -65,7 +65,7 @@ def fresh_kernel(monkeypatch, tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A learner's."""
+    """A learner's folder."""
     progress.update(tmp_path, lambda p: None)
     return tmp_path
 
@@ -75,7 +75,7 @@ def restart_kernel(monkeypatch):
 
 
 def trace(*events: tuple[int, str]) -> Trace:
-    """Of (bytes, category); a free is of the storage made last."""
+    """Build a trace from (bytes, category); a free frees the last storage."""
     made = [Event(bytes_, 1, category, *PLACE) for bytes_, category in events]
     return Trace(tuple(made))
 
@@ -91,15 +91,15 @@ def trace(*events: tuple[int, str]) -> Trace:
         (stub, double, NOT_ATTEMPTED),
     ],
 )
-def test_exercise_prints_the_verdict_and_gives_what_is_right(capsys, answer, given, printed):
+def test_exercise_prints_the_verdict_and_returns_a_right_answer(capsys, answer, given, printed):
     assert exercise("7.1", answer) is given
     assert capsys.readouterr().out == printed
 
 
-def test_the_reference_is_no_answer(folder, capsys):
+def test_the_reference_does_not_count_as_an_answer(folder, capsys):
     answer = exercise("7.1", wrong)
     capsys.readouterr()
-    assert exercise("7.1", answer) is double  # the same cell once more
+    assert exercise("7.1", answer) is double  # the same cell runs again
     assert capsys.readouterr().out == REFERENCE
     assert progress.read(folder).exercise("7.1") == progress.Record("wrong", checks=1)
 
@@ -113,7 +113,7 @@ def test_an_interrupted_check_is_interrupted(folder):
     assert progress.read(folder) == progress.Progress()
 
 
-def test_exercise_knows_the_courses_exercises(monkeypatch):
+def test_exercise_finds_the_courses_exercises(monkeypatch):
     monkeypatch.setattr(gate, "exercise_of", days.exercise_of)
     with pytest.raises(ValueError, match=r"^got exercise 1\.99; day 1 has 1\.1, "):
         exercise("1.99", right)
@@ -122,7 +122,7 @@ def test_exercise_knows_the_courses_exercises(monkeypatch):
 # ------------------------------------------------------------------ guess and reveal
 
 
-def test_a_guess_stands_beside_what_was_measured(capsys):
+def test_a_guess_is_shown_beside_the_measurement(capsys):
     guess("7.1", peak_mib=24)
     assert capsys.readouterr().out == ""
     reveal("7.1", trace((int(24.5 * MIB), "activations")))
@@ -149,7 +149,7 @@ def test_a_guess_stands_beside_what_was_measured(capsys):
          "+1,048,576.00 KiB"),
     ],
 )  # fmt: skip
-def test_every_unit_is_told_in_its_own_words(capsys, quantity, guessed, measured, line):
+def test_every_unit_has_its_format(capsys, quantity, guessed, measured, line):
     guess("7.1", **{quantity: guessed})
     reveal("7.1", **{quantity: measured})
     assert capsys.readouterr().out == f"{line}\n"
@@ -164,20 +164,20 @@ def test_every_unit_is_told_in_its_own_words(capsys, quantity, guessed, measured
         ("gradients_kib", "measured 0.00 KiB · gap -1.00 KiB"),
     ],
 )
-def test_a_trace_knows_its_peak_its_end_and_its_categories(capsys, quantity, line):
+def test_a_trace_supplies_its_peak_its_end_and_its_categories(capsys, quantity, line):
     step = trace((KIB, "parameters"), (4 * KIB, "activations"), (-2 * KIB, "activations"))
     guess("7.1", **{quantity: 1})
     reveal("7.1", step)
     assert capsys.readouterr().out == f"guessed 1.00 KiB · {line}\n"
 
 
-def test_what_is_handed_over_goes_before_the_trace(capsys):
+def test_a_passed_quantity_overrides_the_trace(capsys):
     guess("7.1", peak_kib=1)
     reveal("7.1", trace((KIB, "parameters")), peak_kib=2 * KIB)
     assert "measured 2.00 KiB" in capsys.readouterr().out
 
 
-def test_several_quantities_have_a_line_each_with_their_names(capsys):
+def test_several_quantities_have_a_named_line_each(capsys):
     guess("7.1", peak_mib=1, optimizer_state_kib=..., slower_times=1.5)
     reveal("7.1", trace((MIB, "optimizer_state")), slower_times=3)
     assert capsys.readouterr().out.splitlines() == [
@@ -187,7 +187,7 @@ def test_several_quantities_have_a_line_each_with_their_names(capsys):
     ]
 
 
-def test_what_was_measured_and_not_guessed_is_told_too(capsys):
+def test_a_measurement_without_a_guess_is_shown(capsys):
     guess("7.1", peak_mib=1)
     reveal("7.1", peak_mib=MIB, live_mib=MIB)
     assert capsys.readouterr().out.splitlines() == [
@@ -197,7 +197,7 @@ def test_what_was_measured_and_not_guessed_is_told_too(capsys):
 
 
 @pytest.mark.parametrize("number", [..., None], ids=["dots", "no call"])
-def test_no_guess_is_told_as_such(capsys, number):
+def test_a_missing_guess_is_shown(capsys, number):
     if number is not None:
         guess("7.1", peak_gib=number)
     reveal("7.1", trace((GIB, "activations")))
@@ -211,7 +211,7 @@ def test_the_last_guess_counts(capsys):
     assert capsys.readouterr().out.startswith("guessed 2.00 MiB · measured 1.00 MiB")
 
 
-def test_a_guess_stands_beside_its_own_measurement_only(capsys):
+def test_a_guess_is_only_compared_with_its_own_quantity(capsys):
     guess("7.1", peak_gib=1)
     reveal("7.2", trace((GIB, "activations")))
     assert capsys.readouterr().out == "no guess · measured 1.00 GiB\n"
@@ -225,7 +225,7 @@ def test_every_kind_of_number_is_a_guess(capsys, number):
 
 
 @pytest.mark.parametrize("number", ["2", None, 2j, [2], torch.tensor(2)])
-def test_what_is_no_number_is_no_guess(number):
+def test_a_guess_must_be_a_number(number):
     with pytest.raises(TypeError, match=r"^got peak_gib=.*; give a number, such as peak_gib=1\.5"):
         guess("7.1", peak_gib=number)
 
@@ -237,12 +237,12 @@ def test_a_quantity_without_a_unit_is_an_error_that_lists_the_units(quantity):
 
 
 @pytest.mark.parametrize("call", [guess, reveal])
-def test_what_is_no_id_is_an_error(call):
-    with pytest.raises(ValueError, match=r"^got 'peak'; give a day and a number in it"):
+def test_an_invalid_id_is_an_error(call):
+    with pytest.raises(ValueError, match=r"^got 'peak'; give the number of an exercise"):
         call("peak", peak_gib=1)
 
 
-def test_a_guess_that_is_an_error_leaves_the_one_before(capsys):
+def test_an_invalid_guess_leaves_the_earlier_one(capsys):
     guess("7.1", peak_gib=1)
     with pytest.raises(TypeError):
         guess("7.1", peak_gib="2")
@@ -251,13 +251,13 @@ def test_a_guess_that_is_an_error_leaves_the_one_before(capsys):
 
 
 @pytest.mark.parametrize("measured", [None, trace((1, "activations"))])
-def test_what_was_not_measured_is_an_error_with_the_remedy(measured):
+def test_a_missing_measurement_is_an_error_with_the_remedy(measured):
     guess("7.1", slower_times=2)
     with pytest.raises(ValueError, match=r"of slower_times; give reveal\(\.\.\., slower_times="):
         reveal("7.1", measured)
 
 
-# ------------------------------------------------------------------ what is kept, and where
+# ------------------------------------------------------------------ recording progress
 
 
 def test_nothing_is_written_outside_a_learners_folder(tmp_path):
@@ -275,19 +275,19 @@ def noted(folder):
     ("answer", "status", "checks"),
     [(right, "ok", 1), (wrong, "wrong", 1), (stub, "not attempted", 0)],
 )
-def test_a_check_is_noted_in_a_learners_folder(folder, answer, status, checks):
+def test_a_check_is_recorded_in_a_learners_folder(folder, answer, status, checks):
     exercise("7.1", answer)
     assert noted(folder)["exercises"] == {"7.1": {"status": status, "checks": checks, "hints": 0}}
 
 
-def test_a_guess_is_noted_in_its_own_unit_and_then_what_was_measured(folder):
+def test_a_guess_and_its_measurement_are_recorded_in_the_guesss_unit(folder):
     guess("7.1", peak_gib=2, live_mib=...)
     assert noted(folder)["guesses"] == {"7.1": {"peak_gib": {"guessed": 2}}}
     reveal("7.1", peak_gib=3 * GIB, live_mib=MIB)
     assert noted(folder)["guesses"] == {"7.1": {"peak_gib": {"guessed": 2, "measured": 3}}}
 
 
-def test_dots_are_not_noted_and_leave_an_earlier_guess(folder):
+def test_dots_are_not_recorded_and_leave_an_earlier_guess(folder):
     guess("7.1", peak_gib=2)
     before = noted(folder)
     guess("7.1", peak_gib=...)
@@ -295,7 +295,7 @@ def test_dots_are_not_noted_and_leave_an_earlier_guess(folder):
     assert noted(folder) == before
 
 
-def test_a_guess_outlives_the_kernel(folder, monkeypatch, capsys):
+def test_a_guess_survives_a_kernel_restart(folder, monkeypatch, capsys):
     guess("7.1", peak_mib=24)
     restart_kernel(monkeypatch)
     reveal("7.1", trace((MIB, "activations")))
@@ -303,7 +303,7 @@ def test_a_guess_outlives_the_kernel(folder, monkeypatch, capsys):
     assert noted(folder)["guesses"] == {"7.1": {"peak_mib": {"guessed": 24, "measured": 1}}}
 
 
-def test_what_was_revealed_once_is_revealed_again_after_a_restart(folder, monkeypatch, capsys):
+def test_a_revealed_guess_can_be_revealed_again_after_a_restart(folder, monkeypatch, capsys):
     guess("7.1", peak_mib=24)
     for _ in range(2):
         reveal("7.1", trace((MIB, "activations")))
@@ -312,7 +312,7 @@ def test_what_was_revealed_once_is_revealed_again_after_a_restart(folder, monkey
     assert first == second
 
 
-def test_notes_go_on_after_a_file_that_could_not_be_read(folder):
+def test_recording_continues_after_an_unreadable_file(folder):
     (folder / progress.FILE).write_text("half of it")
     reveal("7.1", peak_gib=GIB)
     exercise("7.1", right)
@@ -320,28 +320,30 @@ def test_notes_go_on_after_a_file_that_could_not_be_read(folder):
     assert (folder / "progress.unreadable-1.json").read_text() == "half of it"
 
 
-def test_a_guess_in_another_unit_of_bytes_is_compared_in_its_own(capsys):
+def test_a_guess_in_another_byte_unit_is_compared_in_its_own_unit(capsys):
     guess("7.1", state_mib=2)
     reveal("7.1", state_kib=3 * MIB)
     assert capsys.readouterr().out == "guessed 2.00 MiB · measured 3.00 MiB · gap +1.00 MiB\n"
 
 
-def test_times_are_not_another_unit_of_bytes():
+def test_times_is_not_a_byte_unit():
     guess("7.1", state_times=2)
     with pytest.raises(ValueError, match="got no measurement of state_times"):
         reveal("7.1", state_kib=3 * MIB)
 
 
-def test_a_lesson_goes_on_where_nothing_can_be_noted(folder, monkeypatch, capsys):
+def test_a_lesson_continues_if_nothing_can_be_recorded(folder, monkeypatch, capsys):
     def full(*arguments) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(progress, "update", full)
     assert exercise("7.1", right) is right
-    assert capsys.readouterr().out == f"{OK}(not noted in progress.json: No space left on device)\n"
+    assert (
+        capsys.readouterr().out == f"{OK}(not recorded in progress.json: No space left on device)\n"
+    )
 
 
-def test_a_guess_is_told_in_its_unit(capsys):
+def test_a_guess_is_printed_in_its_unit(capsys):
     guess_aloud("7.1", peak_gib=6.5, live_bytes=1000, share_percent=...)
     assert capsys.readouterr().out == "noted: peak 6.50 GiB\nnoted: live 1,000 bytes\n"
 
@@ -349,12 +351,12 @@ def test_a_guess_is_told_in_its_unit(capsys):
 @pytest.mark.parametrize(
     ("numbers", "told"), [({}, "got no number; "), ({"peak_gib": -1}, "got peak_gib=-1; ")]
 )
-def test_a_guess_needs_a_number_that_can_be(numbers, told):
+def test_a_guess_needs_a_valid_number(numbers, told):
     with pytest.raises(ValueError, match=told):
         guess("7.1", **numbers)
 
 
-def test_a_guess_belongs_to_a_day_that_is_there(monkeypatch):
+def test_a_guess_needs_an_existing_day(monkeypatch):
     monkeypatch.setattr(gate, "day", days.day)
     with pytest.raises(ValueError, match="got day 99; there"):
         guess("99.1", peak_gib=1)

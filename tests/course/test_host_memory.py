@@ -1,4 +1,4 @@
-"""Anonymous memory: what a process holds that no file backs."""
+"""Anonymous memory: memory of a process without a file behind it."""
 
 import ctypes
 import gc
@@ -15,13 +15,13 @@ from memlab.data import mapped_bytes
 
 MIB = 2**20
 LARGE = 64 * MIB
-SLACK = 8 * MIB  # what the interpreter takes and gives back meanwhile
+SLACK = 8 * MIB  # the interpreter's own allocations
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 
 
 def give_back():
-    """What was let go of: the C library may keep it for the next one who asks."""
+    """Return freed memory to the system. The C library may keep it for reuse."""
     gc.collect()
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
@@ -29,7 +29,7 @@ def give_back():
 
 @pytest.fixture(autouse=True)
 def nothing_to_reuse():
-    """Memory that is there already would not be new."""
+    """Prevent the reuse of freed memory, which would not count as new."""
     give_back()
 
 
@@ -41,7 +41,7 @@ def file(tmp_path):
 
 
 @linux
-def test_memory_that_is_filled_counts_and_goes_with_the_tensor():
+def test_filled_memory_counts_until_the_tensor_is_freed():
     before = anonymous_bytes()
     filled = torch.ones(LARGE, dtype=torch.uint8)
     assert abs(anonymous_bytes() - before - LARGE) < SLACK
@@ -51,7 +51,7 @@ def test_memory_that_is_filled_counts_and_goes_with_the_tensor():
 
 
 @linux
-def test_a_mapped_file_does_not_count_though_all_of_it_was_read(file):
+def test_a_mapped_file_does_not_count_even_after_reading_it(file):
     before = anonymous_bytes()
     data = mapped_bytes(file)
     assert data.sum() > 0
@@ -62,7 +62,7 @@ def test_a_mapped_file_does_not_count_though_all_of_it_was_read(file):
 
 
 @linux
-def test_what_is_written_to_a_mapped_file_is_this_processs_own(file):
+def test_private_writes_to_a_mapped_file_count(file):
     before = anonymous_bytes()
     data = mapped_bytes(file)
     data.fill_(7)
@@ -91,7 +91,7 @@ def test_pages_shared_with_a_child_count_once_in_all():
 
 
 @pytest.mark.parametrize("content", [None, "Rss: 5 kB\n", "header\nRss: 5 kB\n"])
-def test_a_system_that_does_not_tell_gives_none(monkeypatch, tmp_path, content):
+def test_a_system_without_the_numbers_gives_none(monkeypatch, tmp_path, content):
     monkeypatch.setattr(host_memory, "PROCESSES", tmp_path)
     if content:
         (tmp_path / "17").mkdir()
@@ -99,7 +99,7 @@ def test_a_system_that_does_not_tell_gives_none(monkeypatch, tmp_path, content):
     assert anonymous_bytes(17) is None
 
 
-def test_the_three_kinds_of_its_own_are_added(monkeypatch, tmp_path):
+def test_the_three_kinds_of_own_memory_are_added(monkeypatch, tmp_path):
     (tmp_path / "17").mkdir()
     (tmp_path / "17" / "smaps_rollup").write_text(
         "55-7f ---p 00000000 00:00 0   [rollup]\nRss: 9 kB\nPss_Anon:   1 kB\nPss_File: 90 kB\n"
@@ -109,7 +109,7 @@ def test_the_three_kinds_of_its_own_are_added(monkeypatch, tmp_path):
     assert anonymous_bytes(17) == 321 * 1024
 
 
-def test_a_process_that_is_gone_gives_none():
+def test_an_ended_process_gives_none():
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     assert anonymous_bytes(gone.pid) is None

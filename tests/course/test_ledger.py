@@ -1,4 +1,4 @@
-"""The ledger against the meter: formulas to the byte, for shapes that no preset has."""
+"""The ledger's formulas equal the meter to the byte, also for unusual shapes."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ TINY = PRESETS["tiny"]
 
 @st.composite
 def configs(draw) -> GPTConfig:
-    """Small shapes with odd numbers in them, of every family and of none."""
+    """Draw small, odd shapes of every family and of none."""
     kv_heads, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * queries
     own = draw(st.sampled_from([None, 2, 6]))
@@ -43,7 +43,7 @@ def configs(draw) -> GPTConfig:
 
 
 def second_step(config: GPTConfig, batch: int, seq_len: int) -> Trace:
-    """One after another on fake tensors: other tests show that they have the real ones' bytes."""
+    """Run steps on fake tensors. Other tests show that their bytes equal the real ones."""
     with memlab.dry_run():
         model = GPT(config)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -60,7 +60,7 @@ def second_step(config: GPTConfig, batch: int, seq_len: int) -> Trace:
 
 
 def when_backward_begins(trace: Trace) -> dict[str, int]:
-    """What is alive once the logits' gradient is there."""
+    """Return the live bytes when the logits' gradient exists."""
     made = (i for i, e in enumerate(trace.events, 1) if "_log_softmax_backward" in e.operator)
     position = next(made)
     return Trace(trace.events[:position]).at_end
@@ -68,13 +68,13 @@ def when_backward_begins(trace: Trace) -> dict[str, int]:
 
 @settings(max_examples=8)
 @given(configs(), st.integers(1, 3), st.integers(1, 12))
-def test_the_ledger_is_the_meter_when_backward_begins(config, batch, seq_len):
+def test_the_ledger_equals_the_meter_at_the_start_of_backward(config, batch, seq_len):
     measured = when_backward_begins(second_step(config, batch, seq_len))
     assert ledger.start_of_backward_terms(config, batch, seq_len) == measured
 
 
 @pytest.mark.parametrize(("batch", "seq_len"), [(1, 64), (4, 64), (8, 33)])
-def test_with_many_tokens_backward_begins_at_the_peak(batch, seq_len):
+def test_with_many_tokens_the_peak_is_at_the_start_of_backward(batch, seq_len):
     trace = second_step(TINY, batch, seq_len)
     assert ledger.start_of_backward_bytes(TINY, batch, seq_len) == trace.peak_bytes
     assert trace.at_peak.get("gradients", 0) == 0
@@ -84,7 +84,7 @@ def test_with_many_tokens_backward_begins_at_the_peak(batch, seq_len):
     ("model", "batch", "seq_len"),
     quick([("25m", 4, 256)], [("25m", 4, 256), ("124m", 8, 640), ("llama-2-7b", 1, 4096)]),
 )
-def test_the_peaks_that_lessons_ask_for_are_those_of_the_meter(model, batch, seq_len):
+def test_the_lessons_peaks_equal_the_meter(model, batch, seq_len):
     peak = dry_trace(Setting(model, batch, seq_len), combined("plain")).peak_bytes
     assert ledger.start_of_backward_bytes(PRESETS[model], batch, seq_len) == peak
 
@@ -95,7 +95,7 @@ def test_with_few_tokens_the_peak_is_later():
 
 
 @given(st.integers(0, 2000), st.integers(1, 50), st.integers(0, 300))
-def test_the_largest_batch_is_the_one_that_counting_up_finds(fixed, slope, budget):
+def test_the_largest_batch_equals_a_linear_search(fixed, slope, budget):
     def bytes_at(batch: int) -> int:
         return max(100, fixed + slope * batch)  # flat at first, as the peak of few tokens
 
@@ -103,7 +103,7 @@ def test_the_largest_batch_is_the_one_that_counting_up_finds(fixed, slope, budge
     assert ledger.largest_batch(bytes_at, budget) == counted
 
 
-def test_the_largest_batch_takes_few_measurements():
+def test_the_largest_batch_needs_few_measurements():
     asked = []
     found = ledger.largest_batch(lambda batch: asked.append(batch) or batch, 1_000_000)
     assert found == 1_000_000
@@ -115,7 +115,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_state_before_the_first_step_is_the_weights_alone():
+def test_before_the_first_step_only_weights_exist():
     model = nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     wanted = {"parameters": 36, "gradients": 0, "optimizer_state": 0}
@@ -125,13 +125,13 @@ def test_state_before_the_first_step_is_the_weights_alone():
 @pytest.mark.parametrize(
     ("make", "state"),
     [
-        (torch.optim.AdamW, 2 * 36 + 2 * 4),  # a counter for each of two tensors
+        (torch.optim.AdamW, 2 * 36 + 2 * 4),  # a step counter for each of two tensors
         (lambda p: torch.optim.SGD(p, lr=0.1), 0),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 36),
-        (torch.optim.LBFGS, None),  # lists and dictionaries inside: against the meter
+        (torch.optim.LBFGS, None),  # nested state: compared with the meter
     ],
 )
-def test_state_after_a_step_is_what_the_meter_finds(make, state):
+def test_the_state_after_a_step_equals_the_meter(make, state):
     model = nn.Linear(2, 3)
     optimizer = make(model.parameters())
     if state is None:
@@ -157,7 +157,7 @@ def test_a_tied_weight_is_counted_once():
     assert ledger.state_bytes(model)["parameters"] == 4 * TINY.parameters
 
 
-def test_narrow_weights_are_counted_narrow():
+def test_bfloat16_weights_count_two_bytes():
     model = nn.Linear(2, 3, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     trained(model, optimizer)

@@ -1,4 +1,4 @@
-"""What nbval passes and a reader would see is found, and what is in order is not."""
+"""The lint finds problems that nbval accepts, and nothing else."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def raises(name="ValueError", message="no", traceback=("ValueError: no",)):
 
 
 def findings(cell, executed=True):
-    """Of a notebook of one cell, without the cell's number and first line."""
+    """Return the findings in a one-cell notebook, without the cell's number and first line."""
     found = lint({"cells": [cell]}, executed=executed)
     assert all(finding.startswith("cell 1 (") for finding in found)
     return [finding.split("): ", 1)[1] for finding in found]
@@ -49,13 +49,13 @@ def lesson(source="x = 1", **metadata):
     return code(source, count=None, **metadata)
 
 
-# ------------------------------------------------------------------ where
+# ------------------------------------------------------------------ format of findings
 
 
 def test_a_finding_names_the_cell_by_its_number_and_first_line():
     cells = [markdown("# Day 1"), code(), code("\n# why\ny = 2", count=None)]
     assert lint({"cells": cells}, executed=True) == [
-        "cell 3 (# why): never executed, which nbval passes"
+        "cell 3 (# why): never executed, which nbval accepts"
     ]
 
 
@@ -69,7 +69,7 @@ def test_texts_may_be_lists_of_lines_as_in_a_file():
     assert len(findings(cell)) == 2
 
 
-def test_a_notebook_in_order_has_no_findings():
+def test_a_good_notebook_has_no_findings():
     cells = [
         markdown("# Day 1\n\nWhat is measured: 3 × 4 bytes, i.e. 0x3f is 63."),
         code("x = 1\nx", [prints("24.0 MiB\n"), shows(plain="1", png="0x12345678")]),
@@ -83,7 +83,7 @@ def test_a_notebook_in_order_has_no_findings():
 
 
 def test_a_cell_that_was_never_executed_is_found():
-    assert findings(code(count=None)) == ["never executed, which nbval passes"]
+    assert findings(code(count=None)) == ["never executed, which nbval accepts"]
 
 
 def test_an_output_on_stderr_is_found():
@@ -93,14 +93,14 @@ def test_an_output_on_stderr_is_found():
     ]
 
 
-def test_an_error_is_found_unless_it_is_meant():
+def test_an_unexpected_error_is_found():
     assert findings(code(outputs=[raises()])) == ["an error output: ValueError"]
     assert findings(code(outputs=[raises()], tags=["raises-exception"], reason="so")) == []
 
 
-def test_a_cell_that_was_to_raise_and_did_not_is_found():
+def test_a_cell_that_should_raise_but_did_not_is_found():
     assert findings(code(outputs=[prints("fine\n")], tags=["raises-exception"], reason="so")) == [
-        "tagged raises-exception, but no error is its output; nbval passes that"
+        "tagged raises-exception, but its output has no error; nbval accepts that"
     ]
 
 
@@ -120,13 +120,13 @@ def test_an_address_is_found_in_every_kind_of_text(output):
     ]
 
 
-def test_an_address_is_found_in_an_error_that_is_meant():
+def test_an_address_is_found_in_an_expected_error():
     cell = code(outputs=[raises(message="0x7f00aa")], tags=["raises-exception"], reason="so")
     assert findings(cell) == ["an address in an output, which differs in every run: 0x7f00aa"]
 
 
 @pytest.mark.parametrize("text", ["0x7f00a", "a0x7f00aa11", "0xtensor", "#7f00aa"])
-def test_a_short_hexadecimal_number_is_no_address(text):
+def test_a_short_hexadecimal_number_is_not_an_address(text):
     assert findings(code(outputs=[prints(text)])) == []
 
 
@@ -155,12 +155,12 @@ def test_a_path_of_the_machine_is_found(text, path):
     "text",
     ["https://site.org/home/page", "memlab/home/x", "/rooted", "./tmp/x", "~/tmp/x", "a/tmp/b"],
 )
-def test_what_only_looks_like_a_path_of_the_machine_is_no_finding(text):
+def test_other_paths_are_no_finding(text):
     assert findings(code(outputs=[prints(text)])) == []
 
 
-def test_the_outputs_of_a_lesson_are_found_whatever_they_are():
-    wanted = "a lesson's cell with outputs or an execution count; the learner is to guess first"
+def test_outputs_in_a_lesson_are_found():
+    wanted = "a lesson's cell with outputs or an execution count; the learner should guess first"
     assert findings(code(count=None, outputs=[prints("1\n")]), executed=False) == [wanted]
     assert findings(code(count=1), executed=False) == [wanted]
 
@@ -173,7 +173,7 @@ def test_the_outputs_of_a_lesson_are_found_whatever_they_are():
     ["%time x = 1", "%%bash", "!ls", "  !ls", "%matplotlib inline", "x = !ls", "x?", "x = %pwd"],
 )
 def test_magics_and_shell_lines_are_found_in_both(line):
-    wanted = [f"a magic, a shell line or no Python: {line.strip()}"]
+    wanted = [f"a magic, a shell line or invalid Python: {line.strip()}"]
     assert findings(code(f"y = 1\n{line}")) == wanted
     assert findings(lesson(f"y = 1\n{line}"), executed=False) == wanted
 
@@ -188,18 +188,18 @@ def test_magics_and_shell_lines_are_found_in_both(line):
         "await f()",
     ],
 )
-def test_python_that_only_looks_like_a_magic_is_no_finding(source):
+def test_python_that_looks_like_a_magic_is_no_finding(source):
     assert findings(code(source)) == []
 
 
 def test_get_ipython_is_found():
     assert findings(code("get_ipython().run_line_magic('time', 'x')")) == [
-        "get_ipython(), which is a magic in disguise"
+        "get_ipython(), which hides a magic"
     ]
 
 
-def test_a_last_semicolon_is_found_because_nbval_shows_the_value_all_the_same():
-    wanted = ["a last ; hides a value from Jupyter, not from nbval; write _ = before the line"]
+def test_a_final_semicolon_is_found_because_nbval_shows_the_value_anyway():
+    wanted = ["a final ; hides a value from Jupyter, but not from nbval; write _ = before the line"]
     assert findings(code("plot(1);\n")) == wanted
     assert findings(code("x = 1; y = 2")) == []
 
@@ -213,7 +213,7 @@ def test_a_cell_of_more_than_25_lines_is_found():
 
 
 @pytest.mark.parametrize("tag", ["nbval-ignore-output", "nbval-skip"])
-def test_a_tag_that_steers_nbval_needs_a_reason_in_both(tag):
+def test_an_nbval_tag_needs_a_reason_in_both(tag):
     wanted = [f'the tag {tag} without a reason; add reason="..." to the cell\'s metadata']
     assert findings(code(tags=[tag])) == wanted
     assert findings(code(tags=[tag], reason="")) == wanted
@@ -229,14 +229,14 @@ def test_a_tag_that_steers_nbval_needs_a_reason_in_both(tag):
         "if torch.cuda.is_available():\n    pass",
     ],
 )
-def test_an_output_that_a_gpu_or_a_stored_one_decides_is_to_be_ignored(source):
+def test_an_output_that_depends_on_a_gpu_needs_the_ignore_tag(source):
     [finding] = findings(code(source))
     assert finding.startswith("an output that depends on a GPU, the reader's or a stored one; add")
     assert findings(code(source, tags=["nbval-ignore-output"], reason="a GPU's")) == []
     assert findings(code("from memlab.course import stored_on_a_gpu")) == []
 
 
-def test_a_cell_that_is_to_raise_needs_a_reason():
+def test_the_raises_exception_tag_needs_a_reason():
     cell = code(outputs=[raises()], tags=["raises-exception"])
     assert findings(cell) == [
         'the tag raises-exception without a reason; add reason="..." to the cell\'s metadata'
@@ -248,9 +248,9 @@ def test_other_tags_need_no_reason():
 
 
 @pytest.mark.parametrize("comment", ["NBVAL_IGNORE_OUTPUT", "NBVAL_SKIP", "NBVAL_RAISES_EXCEPTION"])
-def test_a_comment_that_steers_nbval_is_found(comment):
+def test_an_nbval_comment_is_found(comment):
     assert findings(code(f"x = 1\n  # {comment}")) == [
-        f"the comment {comment} steers nbval; use its tag, with a reason"
+        f"the comment {comment} controls nbval; use its tag, with a reason"
     ]
 
 
@@ -282,7 +282,7 @@ def test_a_prose_cell_of_more_than_90_words_is_found():
         ("", 0),
     ],
 )
-def test_headings_tables_code_and_formulas_are_no_prose(prose, count):
+def test_headings_tables_code_and_formulas_do_not_count_as_prose(prose, count):
     assert words(prose) == count
 
 
@@ -294,5 +294,5 @@ def test_emoji_are_found_in_prose_code_and_outputs(emoji):
     assert findings(code(outputs=[prints(emoji)])) == [f"an emoji in an output: {emoji[0]}"]
 
 
-def test_signs_that_a_formula_needs_are_no_emoji():
+def test_mathematical_symbols_are_not_emoji():
     assert findings(markdown("· × ÷ ≤ ≥ ≈ √ ∑ → ← ½ ² ₂ ⌈x⌉ ⟨x⟩ … – α ∂ ∞ █ ▁ ─ │")) == []

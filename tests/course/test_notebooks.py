@@ -1,4 +1,4 @@
-"""What is read of a notebook without running it: its cells and its first heading."""
+"""Reading a notebook's cells and first heading without running it."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from memlab.course.notebooks import cells, code_cells, heading, read
 
 @pytest.fixture
 def notebook(tmp_path):
-    """Writes a notebook of a heading and code cells."""
+    """Write a notebook with a heading and code cells."""
 
     def write(*sources: str) -> Path:
         found = [{"cell_type": "markdown", "source": ["# The title\n", "text"]}]
@@ -22,7 +22,7 @@ def notebook(tmp_path):
     return write
 
 
-def test_code_cells_are_in_their_order_and_no_other_cells_are_among_them(notebook):
+def test_only_code_cells_are_returned_in_order(notebook):
     assert code_cells(notebook("a = 1", "%matplotlib inline\nb = 2")) == [
         "a = 1",
         "%matplotlib inline\nb = 2",
@@ -35,7 +35,7 @@ def test_a_source_may_be_a_list_of_lines(tmp_path):
     assert code_cells(path) == ["a = 1\nb = 2"]
 
 
-def test_a_notebook_is_read_as_utf_8_with_or_without_its_mark(tmp_path):
+def test_a_notebook_is_read_as_utf_8_with_or_without_a_bom(tmp_path):
     text = '{"cells": [{"cell_type": "code", "source": "a = \'×\'"}]}'
     for encoding in ("utf-8", "utf-8-sig"):
         (tmp_path / "a.ipynb").write_bytes(text.encode(encoding))
@@ -52,13 +52,13 @@ def test_a_notebook_is_read_as_utf_8_with_or_without_its_mark(tmp_path):
         (b"{}", "it has no cells"),
         (b'{"cells": []}', "it has no cells"),
         (b'{"cells": [{"cell_type": "code"}]}', "it has no source"),
-        (b'{"cells": ["text"]}', "its parts are not those of a notebook"),
-        (b'{"cells": [{"cell_type": "code", "source": [1]}]}', "its parts are not those"),
-        (b'{"cells": [{"cell_type": null, "source": ""}]}', "its parts are not those"),
-        (b"[1]", "its parts are not those of a notebook"),
+        (b'{"cells": ["text"]}', "its structure is not a notebook's"),
+        (b'{"cells": [{"cell_type": "code", "source": [1]}]}', "its structure is not"),
+        (b'{"cells": [{"cell_type": null, "source": ""}]}', "its structure is not"),
+        (b"[1]", "its structure is not a notebook's"),
     ],
 )
-def test_what_is_no_notebook_is_one_sentence_with_a_remedy(tmp_path, text, why):
+def test_an_invalid_notebook_is_one_sentence_with_a_remedy(tmp_path, text, why):
     path = tmp_path / "day07_test.ipynb"
     path.write_bytes(text)
     for use in (read, cells, code_cells, heading):

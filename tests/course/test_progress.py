@@ -1,4 +1,4 @@
-"""Nothing that a learner has done is lost."""
+"""A learner's progress is never lost."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ def fill(p: Progress) -> None:
 
 
 def files(folder) -> list[str]:
-    """What lies there, but for the lock."""
+    """List the files except the lock."""
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
@@ -34,13 +34,13 @@ def plain(**changed) -> str:
 # ------------------------------------------------------------------ round trip
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_progress_is_read_back(tmp_path):
     assert update(tmp_path, fill) == full()
     assert read(tmp_path) == full()
     assert files(tmp_path) == [FILE]
 
 
-def test_the_file_is_this(tmp_path):
+def test_the_files_exact_content(tmp_path):
     update(tmp_path, lambda p: note_check(p, "1.1", OK))
     assert (tmp_path / FILE).read_text(encoding="utf-8") == (
         '{\n "version": 1,\n "exercises": {\n  "1.1": {\n   "status": "ok",\n   "checks": 1,\n'
@@ -48,12 +48,12 @@ def test_the_file_is_this(tmp_path):
     )
 
 
-def test_where_no_file_is_nothing_is_done_and_none_is_made(tmp_path):
+def test_without_a_file_progress_is_empty_and_no_file_is_created(tmp_path):
     assert read(tmp_path) == Progress()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_update_changes_what_is_there(tmp_path):
+def test_an_update_changes_existing_progress(tmp_path):
     update(tmp_path, fill)
     update(tmp_path, lambda p: note_check(p, "1.3", WRONG))
     wanted = full()
@@ -75,7 +75,7 @@ def test_an_update_changes_what_is_there(tmp_path):
         ([WRONG, OK, NOT_ATTEMPTED, WRONG], OK),
     ],
 )
-def test_an_exercise_that_was_right_once_stays_right(statuses, stands):
+def test_a_solved_exercise_stays_solved(statuses, stands):
     done = Progress()
     for status in statuses:
         note_check(done, "1.1", status)
@@ -83,14 +83,14 @@ def test_an_exercise_that_was_right_once_stays_right(statuses, stands):
     assert done.exercises == {"1.1": Record(stands, checks=attempts)}
 
 
-def test_forgetting_a_day_leaves_the_others():
+def test_deleting_a_day_leaves_the_others():
     ids = ("1.1", "1.12", "11.1", "2.1")
     done = Progress({id_: Record(OK) for id_ in ids}, {id_: {} for id_ in ids})
     done.forget(1)
     assert list(done.exercises) == list(done.guesses) == ["11.1", "2.1"]
 
 
-# ------------------------------------------------------------------ files that cannot be read
+# ------------------------------------------------------------------ unreadable files
 
 UNREADABLE = {
     "empty": "",
@@ -125,25 +125,25 @@ def write(folder, text: str) -> bytes:
 
 
 @unreadable
-def test_a_file_that_cannot_be_read_is_put_aside_and_a_new_one_begun(tmp_path, capsys, text):
+def test_an_unreadable_file_is_renamed_and_a_new_one_started(tmp_path, capsys, text):
     unread = write(tmp_path, text)
     assert read(tmp_path) == Progress()
     assert (tmp_path / "progress.unreadable-1.json").read_bytes() == unread
     assert (tmp_path / FILE).read_text(encoding="utf-8").startswith('{\n "version": 1,')
     assert capsys.readouterr().out == (
-        "progress.json could not be read; it is now progress.unreadable-1.json, and a new one "
-        "begins\n"
+        "progress.json could not be read; it was renamed to progress.unreadable-1.json, and a new "
+        "file was started\n"
     )
 
 
 @unreadable
-def test_an_update_of_a_file_that_cannot_be_read_begins_a_new_one(tmp_path, text):
+def test_an_update_of_an_unreadable_file_starts_a_new_one(tmp_path, text):
     unread = write(tmp_path, text)
     assert update(tmp_path, fill) == read(tmp_path) == full()
     assert (tmp_path / "progress.unreadable-1.json").read_bytes() == unread
 
 
-def test_every_file_that_cannot_be_read_is_kept(tmp_path):
+def test_every_unreadable_file_is_kept(tmp_path):
     for number in range(3):
         write(tmp_path, f"file {number}")
         read(tmp_path)
@@ -152,40 +152,40 @@ def test_every_file_that_cannot_be_read_is_kept(tmp_path):
     assert files(tmp_path) == [FILE, *(path.name for path in kept)]
 
 
-def test_a_file_is_not_put_aside_where_the_machine_is_at_fault(tmp_path):
+def test_a_file_is_not_renamed_after_an_os_error(tmp_path):
     (tmp_path / FILE).mkdir()
     with pytest.raises(OSError, match=FILE):
         read(tmp_path)
     assert files(tmp_path) == [FILE]
 
 
-# ------------------------------------------------------------------ several at once
+# ------------------------------------------------------------------ concurrency
 
 
 @pytest.fixture
 def many_turns():
-    """Threads take turns after every few instructions."""
+    """Switch threads after every few instructions."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
 
 
-def test_updates_at_the_same_time_lose_nothing(tmp_path, many_turns):
+def test_concurrent_updates_lose_nothing(tmp_path, many_turns):
     ids = [f"1.{number}" for number in range(40)]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda id_: update(tmp_path, lambda p: note_check(p, id_, OK)), ids))
     assert read(tmp_path).exercises == {id_: Record(OK, checks=1) for id_ in ids}
 
 
-def test_checks_of_one_exercise_at_the_same_time_are_all_counted(tmp_path, many_turns):
+def test_concurrent_checks_of_one_exercise_are_all_counted(tmp_path, many_turns):
     with ThreadPoolExecutor(8) as threads:
         for _ in range(40):
             threads.submit(update, tmp_path, lambda p: note_check(p, "1.1", WRONG))
     assert read(tmp_path).exercises == {"1.1": Record(WRONG, checks=40)}
 
 
-def test_reading_at_the_same_time_puts_a_file_aside_once(tmp_path, many_turns):
+def test_concurrent_reads_rename_a_file_once(tmp_path, many_turns):
     write(tmp_path, "half of it")
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(read, [tmp_path] * 8))
@@ -193,7 +193,7 @@ def test_reading_at_the_same_time_puts_a_file_aside_once(tmp_path, many_turns):
     assert files(tmp_path) == [FILE, "progress.unreadable-1.json"]
 
 
-def test_a_file_that_another_has_put_right_meanwhile_is_not_put_aside(tmp_path, monkeypatch):
+def test_a_file_repaired_in_the_meantime_is_not_renamed(tmp_path, monkeypatch):
     write(tmp_path, "half of it")
     lock = progress.FileLock
 
@@ -211,7 +211,7 @@ def test_a_file_that_another_has_put_right_meanwhile_is_not_put_aside(tmp_path, 
 # ------------------------------------------------------------------ whole or not at all
 
 
-def test_a_change_that_raises_leaves_the_file_as_it_was(tmp_path):
+def test_a_change_that_raises_leaves_the_file_unchanged(tmp_path):
     def half(p: Progress) -> None:
         p.exercise("1.1").checks += 1
         raise KeyboardInterrupt
@@ -225,7 +225,7 @@ def test_a_change_that_raises_leaves_the_file_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
-def test_a_failure_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch, failure):
+def test_a_failure_while_writing_leaves_the_file_unchanged(tmp_path, monkeypatch, failure):
     def write_half(path, text, **how):
         path.write_bytes(text[: len(text) // 2].encode())
         raise failure
@@ -239,14 +239,14 @@ def test_a_failure_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch
     assert files(tmp_path) == [FILE]
 
 
-def test_what_cannot_be_written_leaves_the_file_as_it_was(tmp_path):
+def test_unserializable_progress_leaves_the_file_unchanged(tmp_path):
     update(tmp_path, fill)
     with pytest.raises(TypeError):
         update(tmp_path, lambda p: p.guesses.update({"1.3": {"peak_gib": {"guessed": ...}}}))
     assert read(tmp_path) == full()
 
 
-def test_an_update_goes_on_after_one_that_failed(tmp_path):
+def test_an_update_works_after_a_failed_one(tmp_path):
     with pytest.raises(ZeroDivisionError):
         update(tmp_path, lambda p: 1 / 0)
     assert update(tmp_path, fill) == read(tmp_path) == full()

@@ -1,4 +1,4 @@
-"""The properties that checks ask for: what keeps them passes, each way to break one is told."""
+"""Properties that checks require: valid answers pass, and each violation has its message."""
 
 import re
 from functools import partial
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from memlab.course import ledger
+from memlab.course.cells import Unusable
 from memlab.course.exercises import OK, WRONG, Exercise, Wrong, WrongAnswer, judge, require
 from memlab.course.ownwork import is_rebuilt
 from memlab.course.properties import (
@@ -20,6 +21,7 @@ from memlab.course.properties import (
     gradients,
     is_tensor,
     limited,
+    limited_outside_of_tensors,
     new_bytes,
     parameters,
     peaks,
@@ -38,7 +40,7 @@ def model_of_three() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.BatchNorm1d(5)).train()
 
 
-# ------------------------------------------------------------------ arguments stay as they are
+# ------------------------------------------------------------------ arguments stay unchanged
 
 
 def in_place_and_back(x: Tensor) -> None:
@@ -84,7 +86,7 @@ TENSOR_CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "text"), TENSOR_CHANGES.values(), ids=TENSOR_CHANGES)
-def test_a_change_of_a_tensor_is_told(change, text):
+def test_a_change_of_a_tensor_is_reported(change, text):
     x = torch.zeros(3)
     with pytest.raises(Wrong) as wrong, unchanged("f", x=x):
         change(x)
@@ -117,14 +119,14 @@ MODEL_CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "text"), MODEL_CHANGES.values(), ids=MODEL_CHANGES)
-def test_a_change_of_a_module_is_told(change, text):
+def test_a_change_of_a_module_is_reported(change, text):
     model = model_of_three()
     model[2].register_forward_pre_hook(lambda *_: None)
     with pytest.raises(Wrong, match=re.escape(text)), unchanged("f", model=model):
         change(model)
 
 
-def test_what_may_change_may():
+def test_allowed_changes_pass():
     model, x = model_of_three(), torch.ones(4, 3)
     optimizer = torch.optim.Adam(model.parameters())
     may = {"values", "gradients", "state"}
@@ -156,7 +158,7 @@ OTHER_CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "text"), OTHER_CHANGES.values(), ids=OTHER_CHANGES)
-def test_a_change_of_anything_else_is_told(change, text):
+def test_other_changes_are_reported(change, text):
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     rows, generator = [[1], [2, 3]], torch.Generator()
@@ -169,19 +171,19 @@ def test_a_change_of_anything_else_is_told(change, text):
         torch.set_default_dtype(torch.float32)
 
 
-def test_drawing_is_told_where_that_is_asked():
+def test_drawing_random_numbers_is_reported_on_request():
     with unchanged("f"):
         torch.rand(1)
     with pytest.raises(Wrong, match="torch's random state"), unchanged("f", rng=True):
         torch.rand(1)
 
 
-# ------------------------------------------------------------------ read once
+# ------------------------------------------------------------------ iterables read once
 
 PAIRS = [(torch.full((2,), i), torch.full((3,), i)) for i in range(5)]
 
 
-def test_a_loop_has_two_items_for_a_moment_and_reads_all():
+def test_a_loop_briefly_holds_two_items_and_reads_all():
     rows = ReadOnce("f", PAIRS, alive_at_most=2)
     assert [int(a[0] + b[0]) for a, b in rows] == [0, 2, 4, 6, 8]
     rows.finished()
@@ -217,7 +219,7 @@ def read_some(rows):
         (read_some, "f read 1 of the 5 items of rows; wanted all of them."),
     ],
 )
-def test_what_is_not_read_once_is_told(answer, text):
+def test_violations_of_reading_once_are_reported(answer, text):
     rows = ReadOnce("f", PAIRS, alive_at_most=2, name="rows")
 
     def whole() -> None:
@@ -228,7 +230,7 @@ def test_what_is_not_read_once_is_told(answer, text):
         whole()
 
 
-def test_an_answer_that_catches_the_complaint_is_told_in_the_end():
+def test_an_answer_that_catches_the_error_fails_at_the_end():
     rows = ReadOnce("f", PAIRS, alive_at_most=2)
     with pytest.raises(Wrong):
         list(rows)
@@ -256,7 +258,7 @@ def layer() -> nn.Linear:
         ),
     ],
 )
-def test_a_gradient_that_is_missing_or_wrong_is_told(wrong, text):
+def test_a_missing_or_wrong_gradient_is_reported(wrong, text):
     inputs = {"x": elements(7, 3), "y": elements(7, 5, seed=1)}
     own, reference = layer(), layer()
     wanted = gradients(lambda x, y: reference(x) * y, module=reference, **inputs)
@@ -278,7 +280,7 @@ def test_a_gradient_that_is_missing_or_wrong_is_told(wrong, text):
         ([1.0, 2.0], r"f gave a list; wanted a tensor"),
     ],
 )
-def test_a_value_that_is_not_the_same_is_told(got, text):
+def test_a_different_value_is_reported(got, text):
     wanted = torch.tensor([1.0, 2.0])
     assert same_values("f", torch.tensor([1.0, 2.05]), wanted, tolerance=0.1) > 0
     with pytest.raises(Wrong, match=text):
@@ -301,15 +303,15 @@ UNITS = {"numbers a token": 24, "numbers in all": 4}
         (None, "f gave nothing; wanted 48 bytes. Is there a return?"),
     ],
 )
-def test_bytes_that_are_off_are_told_in_what_divides_the_difference(got, text):
+def test_a_wrong_byte_count_is_reported_in_a_unit_that_divides_the_difference(got, text):
     with pytest.raises(Wrong) as wrong:
         same_bytes("f", got, 48, UNITS)
     assert str(wrong.value) == text
 
 
-def test_the_peak_of_each_pass_is_beside_the_arguments():
+def test_the_peak_of_each_pass_excludes_the_arguments():
     x = torch.ones(1000, requires_grad=True)
-    # forward: two results, of which exp's is saved; backward: the first gradient of 4,000 bytes
+    # forward: two results, exp's is saved; backward: the first gradient of 4,000 bytes
     measured = peaks(lambda: x.exp().sum())
     assert measured.forward == 4000 + 4
     assert measured.backward >= 2 * 4000
@@ -332,7 +334,7 @@ def test_more_bytes_than_the_limit_are_refused_with_both_counts():
         at_most_bytes("f: a temporary", 1025, 1024)
 
 
-def test_views_and_layouts_are_told_apart():
+def test_views_and_layouts_are_distinguished():
     x = torch.ones(4, 3)
     shares_storage("f", x[1:], x=x)
     shares_no_storage("f", x.clone(), x=x)
@@ -348,7 +350,7 @@ def test_views_and_layouts_are_told_apart():
 # ------------------------------------------------------------------ data without symmetry
 
 
-def test_sizes_are_unlike_and_no_multiples():
+def test_sizes_differ_and_are_no_multiples():
     assert not any(a % b == 0 for a in SIZES for b in SIZES if a != b)
 
 
@@ -371,7 +373,7 @@ def test_parameters_have_shapes_and_dtypes_in_turn():
     assert all(setting[key] != defaults[key] for setting in ADAM_SETTINGS for key in setting)
 
 
-# ------------------------------------------------------------------ one's own work
+# ------------------------------------------------------------------ own work
 
 
 def check_doubled(answer) -> str:
@@ -432,19 +434,19 @@ CALLS = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("call", "name"), CALLS.values(), ids=CALLS)
-def test_a_call_of_what_is_rebuilt_is_told(call, name):
+def test_a_call_of_a_rebuilt_function_is_reported(call, name):
     verdict = judge(OWN, calling(call))
     assert verdict.status == WRONG
     assert verdict.text.startswith(f"Your answer calls {name}")
     assert verdict.text.endswith(", which this exercise rebuilds: write those lines yourself.")
 
 
-def test_the_checks_own_calls_and_all_others_are_allowed():
+def test_calls_by_the_check_and_other_calls_are_allowed():
     others = calling(lambda: torch.log_softmax(torch.ones(2), 0).tan())
     assert judge(OWN, others).status == OK
 
 
-def test_a_private_function_may_be_called_by_what_the_learner_calls():
+def test_a_private_function_may_be_called_indirectly():
     def clipping(x):
         weight = nn.Parameter(torch.ones(2))
         weight.grad = torch.ones(2)
@@ -457,12 +459,40 @@ def test_a_private_function_may_be_called_by_what_the_learner_calls():
 @pytest.mark.parametrize(
     "answer", [ledger.largest_batch, partial(ledger.largest_batch, budget_bytes=3)]
 )
-def test_the_library_itself_is_no_answer(answer):
+def test_the_library_function_itself_is_not_an_answer(answer):
     text = judge(OWN, answer).text
     assert text.startswith(
         "Your answer is memlab.course.ledger.largest_batch, which this exercise reb"
     )
-    assert is_rebuilt(test_the_library_itself_is_no_answer, FORBIDDEN) is None
+    assert is_rebuilt(test_the_library_function_itself_is_not_an_answer, FORBIDDEN) is None
+
+
+class DerivedSGD(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        (torch.optim.SGD, "torch.optim.sgd.SGD"),
+        (DerivedSGD, "torch.optim.sgd.SGD"),
+        (Unusable(Wrong("Its cell cannot be read.")), None),
+    ],
+    ids=["class of a module", "derived class", "cell that cannot be read"],
+)
+def test_an_answer_from_a_rebuilt_module_is_reported(answer, name):
+    assert is_rebuilt(answer, FORBIDDEN) == name
+
+
+def test_memory_of_python_objects_is_limited():
+    def kept(bytes_):
+        return lambda: bytearray(bytes_)
+
+    limited_outside_of_tensors("f()", kept(1000), 50_000)
+    with pytest.raises(
+        Wrong, match=r"f\(\) takes .* bytes outside of tensors; wanted less than 50"
+    ):
+        limited_outside_of_tensors("f()", kept(100_000), 50_000)
 
 
 # ------------------------------------------------------------------ naming a mistake
@@ -491,7 +521,7 @@ AREA = Exercise(
     [
         (lambda w, h: 2 * w + 2 * h, " That is the length around it."),
         (lambda w, h: w * 4, " Both sides count."),
-        (lambda w, h: 4, ""),  # the first failure is everyone's
+        (lambda w, h: 4, ""),  # all mistakes share the first failure
         (lambda w, h: 4 * h, ""),  # two named mistakes explain it
         (lambda w, h: 4 if w == 1 else 4 * w if w == 3 else 7, ""),
     ],
@@ -500,7 +530,7 @@ def test_a_mistake_is_named_only_if_it_alone_explains_every_case(answer, remark)
     assert judge(AREA, answer).text == f"area(1, 1) gave 4.{remark}"
 
 
-def test_evidence_in_place_of_the_message_is_what_a_mistake_shares():
+def test_mistakes_are_compared_by_evidence_if_it_is_given():
     def check(answer) -> str:
         got = answer()
         require(got <= 10, f"took {got} bytes.", evidence="too many bytes")

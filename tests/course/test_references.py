@@ -57,7 +57,7 @@ def code(notebook):
     return [cell["source"] for cell in notebook["cells"]]
 
 
-def test_a_region_is_filled_with_what_the_reference_does_after_the_lines_that_are_given(root):
+def test_a_region_is_filled_with_the_reference_after_the_given_lines(root):
     mean, double, _ = code(solution_notebook(with_references(SOURCE, root)))
     assert mean.split("\n")[2:] == [
         '        """Of all x so far."""',
@@ -70,13 +70,13 @@ def test_a_region_is_filled_with_what_the_reference_does_after_the_lines_that_ar
     assert double == "def double(x):\n    return 2 * x"
 
 
-def test_a_filled_source_stays_as_it_is(root):
+def test_filling_twice_changes_nothing(root):
     filled = with_references(SOURCE, root)
     assert filled != SOURCE
     assert with_references(filled, root) == filled
 
 
-def test_the_lesson_has_a_stub_and_no_name_of_a_reference(root):
+def test_the_lesson_has_a_stub_without_the_references_name(root):
     mean, double, _ = code(lesson_notebook(with_references(SOURCE, root)))
     assert mean.endswith("self.count += 1\n        return ...")
     assert double == 'def double(x):\n    raise NotImplementedError("exercise 5.1, about 1 line")'
@@ -91,7 +91,7 @@ def test_the_lesson_has_a_stub_and_no_name_of_a_reference(root):
         (("self.count += 1", "self.count += 2"), "Mean.add does not begin with the line"),
     ],
 )
-def test_a_region_that_no_reference_fits_is_an_error_with_its_line(root, edit, said):
+def test_a_region_without_a_fitting_reference_is_an_error_with_its_line(root, edit, said):
     with pytest.raises(SourceError, match=said) as error:
         with_references(SOURCE.replace(*edit), root)
     assert "### BEGIN SOLUTION" in SOURCE.split("\n")[error.value.line - 1]

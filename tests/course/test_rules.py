@@ -1,4 +1,4 @@
-"""A verdict says what was measured, and the words that the measurement decides."""
+"""Verdicts on rules of thumb: their text, and the table of rules."""
 
 import re
 from itertools import groupby
@@ -11,7 +11,7 @@ from memlab.course.rules import RULES, Rule, Verdict
 
 @pytest.fixture(autouse=True)
 def reached(monkeypatch):
-    """The verdicts of one test, on two rules."""
+    """Two rules, and the verdicts reached in one test."""
     verdicts = []
     monkeypatch.setattr(rules, "verdicts", verdicts)
     monkeypatch.setattr(
@@ -22,7 +22,7 @@ def reached(monkeypatch):
     return verdicts
 
 
-def test_a_rule_that_holds_is_told_with_its_condition(reached, capsys):
+def test_a_rule_that_holds_is_printed_with_its_condition(reached, capsys):
     verdict("1a", True, "0.50 ×", condition="if all is kept", otherwise="never said")
     assert capsys.readouterr().out.splitlines() == [
         "Rule 1a. Half is gone. (A guide)",
@@ -32,7 +32,7 @@ def test_a_rule_that_holds_is_told_with_its_condition(reached, capsys):
     assert reached == [Verdict("1a", "holds if all is kept", "0.50 ×")]
 
 
-def test_a_rule_that_is_wrong_is_told_with_what_is_true(reached, capsys):
+def test_a_wrong_rule_is_printed_with_the_truth(reached, capsys):
     verdict("1a", False, "0.90 ×", condition="never said", otherwise="a tenth is")
     assert capsys.readouterr().out.endswith("\nVerdict: wrong: a tenth is\n")
     assert reached == [Verdict("1a", "wrong: a tenth is", "0.90 ×")]
@@ -44,14 +44,14 @@ def test_a_rule_that_holds_without_a_condition_just_holds(reached, capsys):
     assert reached[0].words == "holds"
 
 
-def test_verdicts_are_kept_in_the_order_they_were_reached(reached):
+def test_verdicts_are_kept_in_order(reached):
     verdict("2", True, "first")
     verdict("1a", False, "second", otherwise="x")
     verdict("2", True, "third")
     assert [v.measured for v in reached] == ["first", "second", "third"]
 
 
-def test_long_sentences_are_broken_and_kept_whole(reached, capsys):
+def test_long_sentences_are_wrapped_without_losing_text(reached, capsys):
     verdict("2", True, "much " * 50, condition="if " * 80)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 9
@@ -60,7 +60,7 @@ def test_long_sentences_are_broken_and_kept_whole(reached, capsys):
 
 
 @pytest.mark.parametrize("rule", ["1", "3", 2, "1A"])
-def test_a_rule_that_is_not_there_is_an_error_that_tells_which_are(reached, rule):
+def test_an_unknown_rule_is_an_error_that_lists_the_rules(reached, rule):
     with pytest.raises(ValueError, match=f"^got rule {rule}; RULES has 1a, 2$"):
         verdict(rule, True, "0.50 ×")
     assert reached == []
@@ -73,7 +73,7 @@ def test_every_rule_has_a_claim_and_a_day_of_the_course():
     assert all(rule.claim.endswith(".") and 1 <= rule.day <= 16 for rule in RULES.values())
 
 
-def test_rules_stand_in_order_and_their_parts_have_letters_from_a():
+def test_rules_are_sorted_and_their_parts_have_letters_from_a():
     parts = [re.fullmatch(r"([1-9]\d*)([a-z]?)", id_).groups() for id_ in RULES]
     assert parts == sorted(parts, key=lambda part: (int(part[0]), part[1]))
     for number, of_one in groupby(parts, key=lambda part: part[0]):

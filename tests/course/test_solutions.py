@@ -22,11 +22,11 @@ def of_these_cells(monkeypatch):
     solutions._ran.cache_clear()
 
 
-def test_the_solution_is_what_is_handed_over():
+def test_the_solution_is_the_answer_passed_to_exercise():
     assert solution("5.1")(2) == 7
 
 
-def test_what_a_lesson_gives_is_there_by_its_name():
+def test_a_lessons_definitions_are_available_by_name():
     assert given(5, "SCALE") == 3
     scale, helped = given(5, "SCALE", "helped")
     assert helped(2) == 2 * scale
@@ -37,21 +37,21 @@ def test_an_edit_changes_the_answer_and_nothing_else():
     assert solution("5.1")(2) == 7
 
 
-def test_an_edit_of_what_an_answer_calls_changes_what_it_gives():
+def test_an_edit_of_a_helper_changes_the_answers_result():
     assert edited("5.1", ("SCALE * x", "SCALE + x"))(2) == 6
     assert given(5, "helped")(2) == 6
 
 
-def test_another_body_stands_below_the_docstring():
+def test_a_replaced_body_keeps_the_docstring():
     one = edited("5.1", body("answer", "if x:\n    return 5\nreturn 6"))
     assert (one(0), one(1), one.__doc__) == (6, 5, "Doc.")
 
 
-def test_edits_follow_each_other():
+def test_edits_apply_in_order():
     assert edited("5.1", ("+ 1", "+ 10"), ("10", "20"))(2) == 26
 
 
-def test_what_is_edited_must_be_there_in_one_cell():
+def test_edited_text_must_be_in_exactly_one_cell():
     with pytest.raises(LookupError, match="0 cells"):
         edited("5.1", ("there is no such line", ""))
     with pytest.raises(LookupError, match="0 cells"):
@@ -62,7 +62,7 @@ def test_what_is_edited_must_be_there_in_one_cell():
         edited("5.1", body("no_function", "pass"))
 
 
-def test_the_answers_own_cell_goes_before_others_with_the_same_text():
+def test_the_answers_own_cell_is_preferred():
     assert edited_source(["a = 1", "b = 1"], [(" = 1", " = 2")]) == (1, "b = 2")
 
 

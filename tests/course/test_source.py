@@ -1,4 +1,4 @@
-"""One source, two notebooks: a solution and a lesson without it, before anything is run."""
+"""One source gives a solution and a lesson, before execution."""
 
 import pytest
 
@@ -59,21 +59,21 @@ def code(notebook):
 # ------------------------------------------------------------------ regions
 
 
-def test_a_lesson_raises_with_the_exercise_and_the_lines_of_code_it_takes():
+def test_a_lesson_raises_with_the_exercise_and_its_number_of_lines():
     assert code(lesson_notebook(SOURCE))[1] == (
         'def halves(n):\n    """Two whole numbers that add up to n."""\n'
         '    raise NotImplementedError("exercise 5.1, about 2 lines")'
     )
 
 
-def test_one_line_is_no_plural():
+def test_one_line_is_singular():
     text = "# %%\ndef f():\n  ### BEGIN SOLUTION\n  return 1\n  ### END SOLUTION\n"
     text += 'f = exercise("5.3", f)\n'
     [cell] = code(lesson_notebook(text))
     assert cell.split("\n")[1] == '  raise NotImplementedError("exercise 5.3, about 1 line")'
 
 
-def test_a_stub_block_stands_in_the_lesson_without_its_comment_signs():
+def test_a_stub_block_is_uncommented_in_the_lesson():
     assert code(lesson_notebook(SOURCE))[3] == (
         "def larger(n):\n    pair = halves(n)\n    if n:\n"
         "        return pair[0]  # is it the larger?\n\n    raise NotImplementedError"
@@ -88,7 +88,7 @@ def test_a_solution_has_neither_markers_nor_stubs():
     ]
 
 
-def test_no_line_of_a_solution_stands_in_the_lesson():
+def test_no_line_of_a_solution_is_in_the_lesson():
     lesson = in_bytes(lesson_notebook(SOURCE)).decode()
     hidden = ("smaller = n // 2", "what is left", "return smaller, n - smaller", "max(halves(n))")
     assert [line for line in hidden if line in SOURCE] == list(hidden)
@@ -135,7 +135,7 @@ def test_a_region_in_a_method_belongs_to_the_nearest_exercise_of_its_class():
     ]
 
 
-def test_an_exercise_above_a_region_is_not_its_own():
+def test_an_exercise_above_a_region_does_not_count():
     text = '# %%\nf = exercise("5.1", f)\n\n# %%\n' + IN_FUNCTION
     with pytest.raises(SourceError, match="neither an exercise nor a stub; add f = exercise"):
         lesson_notebook(text)
@@ -150,7 +150,7 @@ IN_FUNCTION = "def f():\n    ### BEGIN SOLUTION\n    return 1\n    ### END SOLUT
         (IN_FUNCTION, 5, "a region with neither an exercise nor a stub; add f = exercise(..., f)"),
         (IN_FUNCTION + 'g = exercise("5.1", f)\n', 5, "a region with neither"),
         (IN_FUNCTION + 'f = exercise("5.1", g)\n', 5, "a region with neither"),
-        (IN_FUNCTION.replace("return 1", "# 1"), 7, "the cell is no Python"),
+        (IN_FUNCTION.replace("return 1", "# 1"), 7, "the cell is not valid Python"),
         (IN_FUNCTION.replace("return 1", "# 1") + "    x = 1\n", 5, "a region without code"),
         ("f = 1\n### BEGIN SOLUTION\nf = 2\n### END SOLUTION\n", 5, "a region outside a function"),
         (
@@ -170,14 +170,22 @@ IN_FUNCTION = "def f():\n    ### BEGIN SOLUTION\n    return 1\n    ### END SOLUT
             "### BEGIN STUB without ### END STUB",
         ),
         (IN_FUNCTION + "    ### BEGIN STUB\n    pass\n    ### END STUB\n", 9, "must be a comment"),
-        (IN_FUNCTION + "    ### BEGIN STUB\n    # if:\n    ### END STUB\n", 4, "is no Python"),
-        (IN_FUNCTION.replace("### BEGIN", "# BEGIN"), 5, "'# BEGIN SOLUTION' is no marker"),
-        (IN_FUNCTION.replace("### END SOL", "### end sol"), 7, "'### end solUTION' is no marker"),
-        ("x = 1\ny = (\n", 5, "the cell is no Python"),
-        ("%time x = 1\n", 4, "the cell is no Python"),
+        (
+            IN_FUNCTION + "    ### BEGIN STUB\n    # if:\n    ### END STUB\n",
+            4,
+            "is not valid Python",
+        ),
+        (IN_FUNCTION.replace("### BEGIN", "# BEGIN"), 5, "'# BEGIN SOLUTION' is not a marker"),
+        (
+            IN_FUNCTION.replace("### END SOL", "### end sol"),
+            7,
+            "'### end solUTION' is not a marker",
+        ),
+        ("x = 1\ny = (\n", 5, "the cell is not valid Python"),
+        ("%time x = 1\n", 4, "the cell is not valid Python"),
     ],
 )
-def test_what_cannot_be_stripped_is_refused_with_its_file_and_line(cell, line, message):
+def test_an_invalid_region_is_refused_with_its_file_and_line(cell, line, message):
     text = f"# %%\nx = 0\n# %%\n{cell}"
     with pytest.raises(SourceError) as refused:
         lesson_notebook(text, "solutions/day05_x.py")
@@ -189,12 +197,12 @@ def test_what_cannot_be_stripped_is_refused_with_its_file_and_line(cell, line, m
 @pytest.mark.parametrize(
     ("options", "line", "message"),
     [
-        ('tags=["a"] reason=a "time"', 4, "options of a cell that cannot be read"),
+        ('tags=["a"] reason=a "time"', 4, "a cell's options cannot be read"),
         ('tags=["a"], reason="b"', 1, "jupytext cannot read this file"),
         ('tags="a"', 1, "jupytext cannot read this file"),
     ],
 )
-def test_options_that_jupytext_would_drop_are_refused(options, line, message):
+def test_options_that_jupytext_drops_are_refused(options, line, message):
     with pytest.raises(SourceError, match=f"day05.py:{line}: .*{message}"):
         solution_notebook(f"# %%\nx = 0\n# %% {options}\nx = 0\n", "day05.py")
 
@@ -207,13 +215,13 @@ def test_a_cell_without_code_is_refused():
 # ------------------------------------------------------------------ notebooks
 
 
-def test_the_ids_of_cells_are_their_places_and_the_same_in_both_notebooks():
+def test_cell_ids_are_positions_and_equal_in_both_notebooks():
     ids = [f"day05-{place:02}" for place in range(1, 6)]
     for make in (solution_notebook, lesson_notebook):
         assert [cell["id"] for cell in make(SOURCE, "solutions/day05_x.py")["cells"]] == ids
 
 
-def test_no_version_and_nothing_of_jupytext_stands_in_the_metadata():
+def test_the_metadata_has_no_version_and_no_jupytext_fields():
     for make in (solution_notebook, lesson_notebook):
         assert make(SOURCE)["metadata"] == {
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -1,7 +1,6 @@
-"""A lesson whose exercises nobody has done runs to its end: each goes on with its reference.
+"""A lesson with its stubs runs to its end, because each exercise continues with its reference.
 
-The cells of a lesson, stubs and all, are run as they stand, one after another, in a process of
-their own and without Jupyter; `make lessons` runs them in Jupyter.
+A separate process runs the cells in order without Jupyter. `make lessons` runs them in Jupyter.
 """
 
 import json
@@ -28,13 +27,13 @@ for number, source in enumerate(json.load(sys.stdin), 1):
 
 
 def cells(lesson: Path) -> list[str]:
-    """The code of the lesson, cell by cell."""
+    """Return the lesson's code cells."""
     notebook = json.loads(lesson.read_text(encoding="utf-8"))
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def run(sources: list[str], folder: Path) -> subprocess.CompletedProcess:
-    """One after another, in one namespace."""
+    """Run the cells in order in one namespace."""
     return subprocess.run(
         [sys.executable, "-c", RUN],
         input=json.dumps(sources),

@@ -1,4 +1,4 @@
-"""A learner's copies: made once, never overwritten, never lost."""
+"""A learner's copies are made once and never overwritten or lost."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def one_day(number: int) -> SimpleNamespace:
 
 @pytest.fixture
 def copy(root) -> Path:
-    """A copy that a learner has written into."""
+    """A copy with a learner's edits."""
     workspace.start(7)
     path = root / "work" / NAME
     path.write_text(MINE)
@@ -45,7 +45,7 @@ def copy(root) -> Path:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """What lies in the folder and below, but for locks, which stay."""
+    """List the files below the folder except locks, which stay."""
     return {
         path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
         for path in sorted(folder.rglob("*"))
@@ -64,18 +64,18 @@ def test_start_copies_the_lesson_into_work(root):
     assert made == json.loads(lesson_text())
 
 
-def test_start_leaves_the_lesson_as_it_is(root):
+def test_start_does_not_change_the_lesson(root):
     workspace.start(7)
     assert (root / "lessons" / NAME).read_text(encoding="utf-8") == lesson_text()
 
 
-def test_start_makes_the_folder_one_that_the_gate_knows(root):
+def test_start_makes_a_folder_that_the_gate_recognizes(root):
     workspace.start(7)
     assert progress.read(root / "work") == progress.Progress()
     assert (root / "work" / progress.FILE).exists()
 
 
-def test_start_keeps_the_progress_that_is_there(root):
+def test_start_keeps_existing_progress(root):
     workspace.start(7)
     progress.update(root / "work", lambda p: progress.note_check(p, "7.1", "ok"))
     before = (root / "work" / progress.FILE).read_bytes()
@@ -88,7 +88,7 @@ def test_start_works_below_another_root(root, tmp_path):
     assert workspace.folder(tmp_path) == tmp_path / "work"
 
 
-def test_a_copy_that_is_there_is_never_overwritten(root):
+def test_an_existing_copy_is_never_overwritten(root):
     first = workspace.start(7)
     before = first.path.read_bytes()
     assert workspace.start(7).state == KEPT
@@ -96,13 +96,13 @@ def test_a_copy_that_is_there_is_never_overwritten(root):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"cells": []}', "\0"])
-def test_a_copy_that_cannot_be_read_is_kept(copy, text):
+def test_an_unreadable_copy_is_kept(copy, text):
     copy.write_text(text)
     assert workspace.start(7).state == UNREADABLE
     assert copy.read_text() == text
 
 
-def test_a_link_that_leads_nowhere_is_kept(copy, root):
+def test_a_dangling_link_is_kept(copy, root):
     copy.unlink()
     copy.symlink_to(root / "elsewhere.ipynb")
     assert workspace.start(7).state == UNREADABLE
@@ -110,7 +110,7 @@ def test_a_link_that_leads_nowhere_is_kept(copy, root):
     assert not (root / "elsewhere.ipynb").exists()
 
 
-def test_a_lesson_that_has_changed_since_is_told(root):
+def test_a_changed_lesson_is_detected(root):
     path = workspace.start(7).path
     before = path.read_bytes()
     (root / "lessons" / NAME).write_text(lesson_text("theirs, better"), encoding="utf-8")
@@ -118,13 +118,13 @@ def test_a_lesson_that_has_changed_since_is_told(root):
     assert path.read_bytes() == before
 
 
-def test_a_lesson_that_has_only_another_layout_has_not_changed(root):
+def test_another_file_layout_is_not_a_change(root):
     workspace.start(7)
     (root / "lessons" / NAME).write_text(lesson_text(indent=4) + "\r\n", encoding="utf-8")
     assert workspace.start(7).state == KEPT
 
 
-def test_the_lesson_of_a_copy_is_known_after_jupyter_has_saved_it(root):
+def test_a_copys_lesson_is_known_after_saving_in_jupyter(root):
     path = workspace.start(7).path
     made = json.loads(path.read_text(encoding="utf-8"))
     made["metadata"]["language_info"] = {"name": "python", "version": "3.11.7"}
@@ -136,21 +136,21 @@ def test_the_lesson_of_a_copy_is_known_after_jupyter_has_saved_it(root):
 
 
 @pytest.mark.parametrize("metadata", [None, [], {}, {"memlab": 3}, {"memlab": {}}])
-def test_a_copy_that_tells_no_lesson_is_kept(copy, metadata):
+def test_a_copy_without_a_hash_is_kept(copy, metadata):
     cells = json.loads(MINE)["cells"]
     copy.write_text(json.dumps({"cells": cells, "metadata": metadata}))
     assert workspace.start(7).state == KEPT
 
 
 @pytest.mark.parametrize("command", [workspace.start, workspace.reset, workspace.copy_of])
-def test_a_day_that_is_not_there_is_refused(root, command):
+def test_an_unknown_day_is_refused(root, command):
     with pytest.raises(ValueError, match="got day 8; there is day 7"):
         command(8)
     assert not (root / "work").exists()
 
 
 @pytest.mark.parametrize("name", [NAME, "day07_other_name"])
-def test_a_lesson_that_cannot_be_read_leaves_the_copy_where_it_is(copy, root, name):
+def test_an_unreadable_lesson_leaves_the_copy_in_place(copy, root, name):
     (root / "lessons" / NAME).write_text("{")
     (root / "lessons" / NAME).rename(root / "lessons" / name)
     before = files(root / "work")
@@ -162,7 +162,7 @@ def test_a_lesson_that_cannot_be_read_leaves_the_copy_where_it_is(copy, root, na
 # ------------------------------------------------------------------ reset
 
 
-def test_reset_moves_the_copy_aside_and_makes_a_fresh_one(copy, root):
+def test_reset_backs_up_the_copy_and_makes_a_fresh_one(copy, root):
     backup = workspace.reset(7)
     assert backup == root / "work" / "backups" / "day07_test.1.ipynb"
     assert backup.read_text() == MINE
@@ -184,12 +184,12 @@ def test_reset_never_overwrites_a_backup(copy, root):
 
 
 @pytest.mark.parametrize("text", ["", "{", "\0"])
-def test_reset_moves_aside_also_what_cannot_be_read(copy, text):
+def test_reset_backs_up_an_unreadable_copy(copy, text):
     copy.write_text(text)
     assert workspace.reset(7).read_text() == text
 
 
-def test_reset_of_a_link_leaves_alone_what_it_leads_to(copy, root):
+def test_reset_of_a_link_keeps_its_target(copy, root):
     copy.rename(root / "elsewhere.ipynb")
     copy.symlink_to(root / "elsewhere.ipynb")
     assert workspace.reset(7).read_text() == MINE
@@ -197,7 +197,7 @@ def test_reset_of_a_link_leaves_alone_what_it_leads_to(copy, root):
     assert notebooks.code_cells(copy) == ["theirs"]
 
 
-def test_reset_forgets_the_progress_of_its_day_and_of_no_other(copy):
+def test_reset_deletes_only_its_days_progress(copy):
     def note(p: progress.Progress) -> None:
         for id_ in ("7.1", "8.1", "70.1"):
             progress.note_check(p, id_, "ok")
@@ -216,21 +216,21 @@ def test_reset_without_a_copy_makes_one(root):
 
 
 @pytest.mark.parametrize("command", [workspace.start, workspace.reset])
-def test_progress_that_cannot_be_read_is_not_lost(copy, root, command):
+def test_unreadable_progress_is_not_lost(copy, root, command):
     (root / "work" / progress.FILE).write_text("half of it")
     command(7)
     progress.read(root / "work")
     assert "half of it" in files(root / "work").values()
 
 
-# ------------------------------------------------------------------ what goes wrong while writing
+# ------------------------------------------------------------------ errors while writing
 
 FULL = OSError(28, "No space left on device")
 
 
 @pytest.fixture
 def failing(monkeypatch):
-    """From now on, the text of a notebook is written by half, and then this is raised."""
+    """Make writing a notebook fail halfway with the given error."""
 
     def fail_with(failure: BaseException) -> None:
         write_text = Path.write_text
@@ -247,7 +247,7 @@ def failing(monkeypatch):
 
 
 @pytest.mark.parametrize("failure", [FULL, KeyboardInterrupt()])
-def test_a_copy_is_whole_or_not_there(root, failing, failure):
+def test_a_copy_is_complete_or_missing(root, failing, failure):
     failing(failure)
     with pytest.raises(type(failure)):
         workspace.start(7)
@@ -255,7 +255,7 @@ def test_a_copy_is_whole_or_not_there(root, failing, failure):
 
 
 @pytest.mark.parametrize("failure", [FULL, KeyboardInterrupt()])
-def test_a_reset_that_fails_leaves_everything_as_it_was(copy, failing, failure):
+def test_a_failed_reset_changes_nothing(copy, failing, failure):
     progress.update(copy.parent, lambda p: progress.note_check(p, "7.1", "ok"))
     before = files(copy.parent)
     failing(failure)
@@ -274,7 +274,7 @@ def test_a_reset_that_fails_after_the_fresh_copy_keeps_the_old_one(copy, monkeyp
     assert (copy.parent / "backups" / "day07_test.1.ipynb").read_text() == MINE
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_the_system(root):
+def test_a_folder_that_cannot_be_created_is_an_os_error(root):
     (root / "work").write_text("a file")
     with pytest.raises(OSError, match="work"):
         workspace.start(7)

@@ -1,4 +1,4 @@
-"""Sizes that depend on values, under an assumption."""
+"""Assumed sizes for results that depend on values."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def positive(x: torch.Tensor) -> torch.Tensor:
     return x > 0
 
 
-WAYS = {  # and how many elements there are when every one, and when a half of them, is chosen
+WAYS = {  # with the number of elements if all, or half of them, are chosen
     "mask": (lambda x: x[positive(x)], 48, 24),
     "mask of a dimension": (lambda x: x[positive(x[:, 0])], 48, 24),
     "masked_select": (lambda x: x.masked_select(positive(x[0])), 48, 24),
@@ -28,12 +28,12 @@ WAYS = {  # and how many elements there are when every one, and when a half of t
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("assume", ["most", 0.5, "0.5"])
-def test_so_many_are_chosen(name, assume):
+def test_the_assumed_fraction_is_chosen(name, assume):
     choose, most, half = WAYS[name]
     with memlab.dry_run(assume=assume):
         chosen = choose(torch.randn(6, 8))
     assert chosen.numel() == (most if assume == "most" else half)
-    real = choose(torch.rand(6, 8))  # all of them are above 0, and different
+    real = choose(torch.rand(6, 8))  # all are positive and different
     assert (real.numel(), real.dtype, real.dim()) == (most, chosen.dtype, chosen.dim())
 
 
@@ -48,7 +48,7 @@ def step_with(mask: torch.Tensor):
     return step, model
 
 
-def test_the_upper_bound_is_the_real_step_in_which_every_element_is_chosen():
+def test_the_upper_bound_equals_a_real_step_that_chooses_every_element():
     step, model = step_with(torch.ones(16, dtype=torch.bool))
     real = memlab.measure(step, model=model)
     with memlab.dry_run(assume="most"):
@@ -57,7 +57,7 @@ def test_the_upper_bound_is_the_real_step_in_which_every_element_is_chosen():
     assert dry.peak_bytes == real.peak_bytes
 
 
-def test_a_loss_by_ctc_has_the_longest_target():
+def test_ctc_loss_assumes_the_longest_target():
     def loss(lengths: torch.Tensor, targets: torch.Tensor) -> tuple[int, ...]:
         log_probs = torch.randn(10, 2, 5).log_softmax(-1)
         result = F.ctc_loss(log_probs.requires_grad_(), targets, torch.full((2,), 10), lengths)
@@ -67,10 +67,10 @@ def test_a_loss_by_ctc_has_the_longest_target():
     with memlab.dry_run(assume="most"):
         unknown = torch.randint(1, 5, (2,))
         assert loss(unknown, torch.randint(1, 5, (2, 4))) == (2, 10, 9)
-        assert loss(unknown, torch.randint(1, 5, (8,))) == (2, 10, 9)  # in one row: half each
+        assert loss(unknown, torch.randint(1, 5, (8,))) == (2, 10, 9)  # concatenated: half each
 
 
-def test_the_notes_begin_with_what_is_assumed_and_where():
+def test_the_first_note_has_the_assumption_and_its_line():
     step, model = step_with(torch.ones(16, dtype=torch.bool))
     with memlab.dry_run(assume=0.25):
         assert not memlab.measure(step, model=model).notes  # these values are known
@@ -82,7 +82,7 @@ def test_the_notes_begin_with_what_is_assumed_and_where():
     assert note.endswith("a fraction of 0.25 of the elements is chosen")
 
 
-def test_a_prediction_assumes_as_well():
+def test_a_prediction_uses_the_assumption_too():
     def build():
         step, model = step_with(torch.rand(16) > 0.5)
         return step, model, None
@@ -93,7 +93,7 @@ def test_a_prediction_assumes_as_well():
         memlab.predict(build)
 
 
-def test_what_has_no_bound_is_refused_with_and_without():
+def test_results_without_an_upper_bound_raise_with_and_without_an_assumption():
     for assume in (None, "most"):
         with memlab.dry_run(assume=assume), pytest.raises(ValueError, match="bincount") as error:
             torch.randint(9, (4,)).bincount()
@@ -101,6 +101,6 @@ def test_what_has_no_bound_is_refused_with_and_without():
 
 
 @pytest.mark.parametrize("wrong", ["all", "", 0, -0.5, 1.5, "nan", [1]])
-def test_a_wrong_assumption_is_one_sentence(wrong):
-    with pytest.raises(ValueError, match=r'give "most" .* or a fraction above 0, up to 1'):
+def test_an_invalid_assumption_raises(wrong):
+    with pytest.raises(ValueError, match=r'use "most" .* or a fraction above 0 and at most 1'):
         fraction_of(wrong)

@@ -1,4 +1,4 @@
-"""Distributed training in one process: dry runs hold the bytes of real ones."""
+"""Distributed training in one process: dry runs have the bytes of real runs."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ import memlab
 from memlab.trace import Event
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch compiles these by torch.jit.script
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch uses torch.jit.script here
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
@@ -74,7 +74,7 @@ def measured(
 
 
 def of_tensors(trace: memlab.Trace) -> list[Event]:
-    """The events, less the few bytes of ranks' numbers and the optimizer's counters."""
+    """Return the events without small integers, such as ranks and step counters."""
     return [event._replace(storage=0) for event in renumbered(trace) if abs(event.bytes) > 16]
 
 
@@ -86,8 +86,8 @@ def test_a_dry_run_equals_the_real_step(wrap):
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_the_gradients_of_sharded_weights_die_where_they_are_zeroed():
-    """A DTensor made in the dry run is no tensor from outside, whose gradient has to be kept."""
+def test_sharded_gradients_are_freed_by_zero_grad():
+    """A DTensor from inside the dry run is not mistaken for one from outside."""
     real, dry = (
         measured(fsdp, is_dry=is_dry, steps_before=1, zero_first=True) for is_dry in (False, True)
     )
@@ -97,16 +97,16 @@ def test_the_gradients_of_sharded_weights_die_where_they_are_zeroed():
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("is_dry", [False, True])
 @pytest.mark.parametrize(("wrap", "copies"), [(ddp, 4), (zero, 4), (fsdp, 3)])
-def test_between_steps_a_bucket_is_alive_and_no_gathered_weight(wrap, copies, is_dry):
-    """The weights, AdamW's two moments, the batch; and DDP's bucket, which no Python object has."""
+def test_between_steps_the_bucket_is_alive_but_no_gathered_weight(wrap, copies, is_dry):
+    """Weights, AdamW's two moments, the batch and DDP's bucket, which only C++ owns."""
     before = [e for e in measured(wrap, is_dry=is_dry).events if e.phase == "before"]
     weights = sum(event.bytes for event in before if event.category == "parameters")
     assert sum(e.bytes for e in before if e.bytes > 16) == copies * weights + 4 * 32 * 128
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_the_fake_tensors_on_which_a_step_learns_shapes_take_no_memory():
-    """DTensor runs each of the optimizer's operators on fake tensors, the first time."""
+def test_fake_tensors_for_shape_inference_do_not_count():
+    """DTensor runs each optimizer operator on fake tensors the first time."""
     for is_dry in (False, True):
         first, later = (measured(fsdp, is_dry=is_dry, steps_before=count) for count in (0, 1))
         assert abs(first.peak_bytes - later.peak_bytes) <= 64

@@ -1,4 +1,4 @@
-"""Dry runs: what training loops do besides calling operators, and equality with real runs."""
+"""Dry runs of training loops, compared with real runs."""
 
 import copy
 import gc
@@ -17,7 +17,7 @@ import memlab
 
 
 def linear_training(after_backward=lambda loss, model, optimizer: None, convert=lambda m: m):
-    """A builder for `same_in_a_dry_run`: one linear layer, and what a test adds to its loop."""
+    """Return a builder for `same_in_a_dry_run`: one linear layer with a test's additions."""
 
     def make():
         model = convert(nn.Linear(32, 48))
@@ -36,7 +36,7 @@ def linear_training(after_backward=lambda loss, model, optimizer: None, convert=
     return make
 
 
-# ------------------------------------------------------------------ what loops do
+# ------------------------------------------------------------------ training loops
 
 
 def test_a_dry_run_computes_nothing():
@@ -58,21 +58,21 @@ def test_a_dry_run_computes_nothing():
     ],
     ids=["item", "format", "float", "bool", "tolist", "int"],
 )
-def test_reading_a_number_works(read):
+def test_reading_a_value_works(read):
     same_in_a_dry_run(linear_training(read))
 
 
-def test_a_number_read_is_finite_and_no_singular_point():
+def test_an_unknown_value_is_finite_and_not_singular():
     with memlab.dry_run():
         loss = torch.randn(3).sum()
         assert loss.item() == 0.5
         assert f"{loss:.2f}" == "0.50"
         assert loss.long().item() == 1
         assert loss.isnan().item() is False
-        assert torch.tensor(7).item() == 7  # a literal is known even here
+        assert torch.tensor(7).item() == 7  # literals are known
 
 
-def test_a_condition_on_infinite_gradients_goes_the_finite_way():
+def test_gradients_are_assumed_finite():
     def clip(loss, model, optimizer):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
@@ -96,10 +96,10 @@ def test_a_gradient_scaler_steps():
         return step, model
 
     trace = same_in_a_dry_run(make)
-    assert trace.at_end["optimizer_state"] == (32 * 48 + 48) * 4  # it did step: momenta exist
+    assert trace.at_end["optimizer_state"] == (32 * 48 + 48) * 4  # it stepped, so momenta exist
 
 
-def test_a_guard_against_losses_that_are_not_finite_lets_them_pass():
+def test_a_guard_against_non_finite_losses_passes():
     with memlab.dry_run():
         loss = torch.randn(3).sum()
         assert torch.isfinite(loss)
@@ -109,7 +109,7 @@ def test_a_guard_against_losses_that_are_not_finite_lets_them_pass():
         assert not torch.isinf(loss)
 
 
-def test_an_array_has_the_shape_and_made_up_numbers():
+def test_an_unknown_array_has_the_right_shape():
     with memlab.dry_run():
         assert torch.randn(2, 3).numpy().tolist() == [[0.5] * 3] * 2
         assert torch.randint(9, (2,)).numpy().tolist() == [1, 1]
@@ -117,7 +117,7 @@ def test_an_array_has_the_shape_and_made_up_numbers():
         assert np.asarray(torch.randn(2, 3), dtype=np.float64).tolist() == [[0.5] * 3] * 2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's, within inductor
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch, within Inductor
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_code_runs_uncompiled(backend):
     with memlab.dry_run():
@@ -146,7 +146,7 @@ WORKERS = {"num_workers": 2, "persistent_workers": True, "timeout": 60, "prefetc
 
 
 @pytest.mark.parametrize("settings", [{"num_workers": 2}, WORKERS])
-def test_the_work_of_a_data_loader_s_processes_is_done_in_this_one(settings):
+def test_a_data_loader_with_workers_loads_in_this_process(settings):
     with memlab.dry_run():
         data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
         batch, trace = second_batch(data, **settings)
@@ -190,7 +190,7 @@ def test_a_converted_parameter_stays_the_same_object():
         assert weight.dtype == torch.bfloat16
 
 
-def test_devices_are_answered_by_the_cpu():
+def test_the_cpu_replaces_devices():
     with memlab.dry_run():
         model = nn.Linear(4, 4).to("cuda")
         x = torch.randn(2, 4, device="cuda").cuda().to("cuda:1")
@@ -198,7 +198,7 @@ def test_devices_are_answered_by_the_cpu():
         assert model.weight.grad.device.type == "cpu"
 
 
-def test_one_hot_takes_the_memory_of_the_real_one():
+def test_one_hot_has_the_real_memory():
     tokens = torch.arange(5)
     real = memlab.measure(lambda: F.one_hot(tokens, 9))
     with memlab.dry_run():
@@ -218,15 +218,17 @@ def test_one_hot_takes_the_memory_of_the_real_one():
     ],
     ids=["mask", "nonzero", "unique", "one-hot", "sparse", "jagged"],
 )
-def test_a_shape_that_depends_on_values_is_one_sentence_that_names_the_line(use):
+def test_a_shape_that_depends_on_values_raises_with_the_line(use):
     with memlab.dry_run(), pytest.raises(ValueError, match=r"^\S*test_dry_run.py:\d+ ") as caught:
         use(torch.randn(3))
     assert "\n" not in str(caught.value)
 
 
-def test_a_dry_run_of_a_function_is_told_to_stand_around_it():
-    with pytest.raises(TypeError, match=r"got dry_run\(function\); it takes no function: build"):
-        memlab.dry_run(test_devices_are_answered_by_the_cpu)
+def test_dry_run_with_a_function_argument_raises():
+    with pytest.raises(
+        TypeError, match=r"got dry_run\(function\); it takes no positional arguments"
+    ):
+        memlab.dry_run(test_the_cpu_replaces_devices)
 
 
 def test_boolean_masks_that_keep_the_shape_work():
@@ -246,7 +248,7 @@ def test_tensors_from_outside_are_converted():
     assert trace.at_peak["inputs"] == 16 * 32 * 4
 
 
-def test_a_storage_that_a_tensor_was_set_to_dies_with_the_tensor():
+def test_a_storage_set_on_a_tensor_dies_with_the_tensor():
     with memlab.dry_run():
         x = torch.ones(100)
         storage = x.untyped_storage()
@@ -266,7 +268,7 @@ def test_two_views_from_outside_share_their_storage():
     assert [e.bytes for e in trace.events if e.phase == "before"] == [16 * 32 * 4]
 
 
-def test_a_model_from_outside_is_measured_and_left_as_it_was():
+def test_a_model_from_outside_is_measured_and_unchanged():
     make = linear_training()
     step, model = make()
     step()
@@ -281,7 +283,7 @@ def test_a_model_from_outside_is_measured_and_left_as_it_was():
     step()  # the optimizer's state is real again
 
 
-def test_the_state_of_an_optimizer_from_outside_is_put_back():
+def test_the_state_of_an_optimizer_from_outside_is_restored():
     model = nn.Linear(32, 48)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(16, 32)).sum().backward()
@@ -296,7 +298,7 @@ def test_the_state_of_an_optimizer_from_outside_is_put_back():
     assert state["step"].item() == 1
 
 
-def test_converting_a_model_from_outside_is_refused():
+def test_converting_a_model_from_outside_raises():
     model = nn.Linear(4, 4)
     with memlab.dry_run(), pytest.raises(ValueError, match="built outside the dry run"):
         model.half()
@@ -306,7 +308,7 @@ def test_converting_a_model_from_outside_is_refused():
 # ------------------------------------------------------------------ begin and end
 
 
-def test_everything_is_as_before_afterwards():
+def test_everything_is_restored():
     apply = nn.Module._apply
     with memlab.dry_run():
         pass
@@ -315,7 +317,7 @@ def test_everything_is_as_before_afterwards():
     assert memlab.dry_run.active is None
 
 
-def test_everything_is_as_before_after_an_exception():
+def test_everything_is_restored_after_an_exception():
     apply = nn.Module._apply
     with pytest.raises(ZeroDivisionError), memlab.dry_run(), memlab.meter():
         raise ZeroDivisionError
@@ -323,8 +325,8 @@ def test_everything_is_as_before_after_an_exception():
     assert type(torch.randn(2)) is torch.Tensor
 
 
-def test_a_dry_run_inside_a_dry_run_is_refused():
-    with memlab.dry_run(), pytest.raises(RuntimeError, match="active already"):
+def test_a_dry_run_inside_a_dry_run_raises():
+    with memlab.dry_run(), pytest.raises(RuntimeError, match="already active"):
         memlab.dry_run().__enter__()
 
 
@@ -334,7 +336,7 @@ def test_a_meter_around_a_dry_run_counts_fake_bytes_too():
     assert running.trace.peak_bytes == 4096
 
 
-def test_a_dry_run_goes_on_after_a_meter():
+def test_a_dry_run_continues_after_a_meter():
     with memlab.dry_run():
         memlab.measure(lambda: torch.zeros(4))
         assert torch.randn(3).sum().item() == 0.5
@@ -351,16 +353,16 @@ def test_real_and_dry_runs_of_one_model_do_not_count_each_others_storages():
     assert real.peak_bytes == dry.peak_bytes == again.peak_bytes
 
 
-# ------------------------------------------------------------------ whole numbers
+# ------------------------------------------------------------------ integers
 
 
 def batches_by_slices(data, indices):
-    """As nanoGPT has it: where a batch begins is drawn, how long it is is not."""
+    """Random start and fixed length, as in nanoGPT."""
     return torch.stack([torch.as_tensor(data[i : i + 16]).float() for i in indices])
 
 
 @pytest.mark.parametrize("data", [torch.zeros(1000), torch.zeros(1000).numpy()])
-def test_a_slice_that_begins_where_nobody_knows_is_as_long_as_it_is(data):
+def test_a_slice_with_an_unknown_start_has_the_right_length(data):
     def make():
         model = nn.Linear(16, 8)
 
@@ -395,12 +397,12 @@ def test_a_slice_that_begins_where_nobody_knows_is_as_long_as_it_is(data):
         (lambda i: torch.arange(9).sum() - i, 35),
     ],
 )
-def test_what_is_reckoned_from_a_whole_number_is_reckoned_from_1(reckon, wanted):
+def test_arithmetic_on_unknown_integers_starts_from_1(reckon, wanted):
     with memlab.dry_run():
         assert reckon(torch.randint(9, (4,))[2]).item() == wanted
 
 
-def test_a_note_names_the_lines_that_read_a_whole_number():
+def test_a_note_names_the_lines_that_read_an_integer():
     def of(read) -> tuple[str, ...]:
         model, x = nn.Linear(4, 4), torch.zeros(9, 4)
         with memlab.dry_run():
@@ -409,7 +411,7 @@ def test_a_note_names_the_lines_that_read_a_whole_number():
 
     [note] = of(lambda lengths: lengths.max().item())
     assert note.startswith("test_dry_run.py:") or note.startswith("tests/dry_runs/test_dry_run.py:")
-    assert "reads an integer from a tensor whose values a dry run does not know" in note
+    assert "reads an integer from a tensor whose values are unknown in a dry run" in note
     assert of(lambda lengths: len(lengths)) == ()
     assert of(lambda lengths: 3 if lengths.sum().float().item() > 0 else 2) == ()
 
@@ -417,7 +419,7 @@ def test_a_note_names_the_lines_that_read_a_whole_number():
 # ------------------------------------------------------------------ functions in backward
 
 
-def test_hooks_may_do_in_backward_what_a_step_may():
+def test_hooks_in_backward_can_use_the_same_functions_as_a_step():
     said = []
 
     class Doubled(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The absent accelerator: scripts written for one, in a dry run, against the CPU's real steps."""
+"""Dry runs of scripts for an accelerator, compared with real steps on the CPU."""
 
 import sys
 from collections.abc import Callable
@@ -21,13 +21,13 @@ OLD_NAMES = pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.*deprecated:Futu
 
 @pytest.fixture(autouse=True)
 def without_an_accelerator(monkeypatch) -> None:
-    """The same answers on every machine."""
+    """Make every machine look like one without an accelerator."""
     for module in (torch.cuda, torch.xpu, torch.mps):
         monkeypatch.setattr(module, "is_available", lambda: False)
 
 
 def same_as_on_the_cpu(make: Callable[[str], tuple[Callable[[], None], nn.Module]]) -> memlab.Trace:
-    """Asserts that the second step of `make` has the same events for CUDA, dry, as on the CPU."""
+    """Assert that the second step of `make` has equal events on CUDA, dry, and on the CPU."""
     step, model = make("cpu")
     step()
     real = memlab.measure(step, model=model)
@@ -40,7 +40,7 @@ def same_as_on_the_cpu(make: Callable[[str], tuple[Callable[[], None], nn.Module
 
 
 def training(forward: Callable[..., torch.Tensor], scaler=None, optimizer=torch.optim.SGD):
-    """A builder of steps on a device: forward(device, model, x) is what a test is about."""
+    """Return a builder of steps on a device that call forward(device, model, x)."""
 
     def make(device: str):
         model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 64)).to(device)
@@ -72,13 +72,13 @@ def entered(autocast):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_autocast_for_cuda_allocates_what_that_of_the_cpu_does(dtype):
+def test_autocast_for_cuda_allocates_like_the_cpus(dtype):
     trace = same_as_on_the_cpu(training(entered(lambda device: torch.autocast(device, dtype))))
     plain = same_as_on_the_cpu(training(lambda device, model, x: model(x)))
     assert renumbered(trace) != renumbered(plain)
 
 
-def test_autocast_as_a_decorator_acts():
+def test_autocast_works_as_a_decorator():
     def forward(device, model, x):
         return torch.autocast(device, torch.bfloat16)(model)(x)
 
@@ -87,7 +87,7 @@ def test_autocast_as_a_decorator_acts():
 
 @OLD_NAMES
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_old_name_of_autocast_acts(dtype):
+def test_autocasts_old_name_works(dtype):
     def autocast(device):
         old = torch.cuda.amp.autocast if device == "cuda" else torch.cpu.amp.autocast
         return old(dtype=dtype)
@@ -106,7 +106,7 @@ def test_a_checkpoint_recomputes_under_autocast(use_reentrant):
 
 
 @pytest.mark.parametrize("cast_inputs", [None, torch.bfloat16, torch.float32])
-def test_a_function_of_the_users_own_runs_under_autocast(cast_inputs):
+def test_a_custom_function_runs_under_autocast(cast_inputs):
     def of(device):
         class Square(torch.autograd.Function):
             @staticmethod
@@ -134,25 +134,25 @@ def product(x: torch.Tensor) -> torch.dtype:
     return (x @ x).dtype
 
 
-def test_the_dtype_that_is_not_given_is_the_one_it_has_on_cuda():
+def test_the_default_dtype_is_cudas():
     with memlab.dry_run():
         x = torch.ones(2, 2)
         with torch.autocast("cuda"):
             assert product(x) == torch.float16
         with torch.autocast("cuda", torch.bfloat16), torch.autocast("cuda"):
-            assert product(x) == torch.bfloat16  # that of the region around it
+            assert product(x) == torch.bfloat16  # the enclosing region's dtype
             assert torch.is_autocast_enabled("cuda")
             assert torch.get_autocast_dtype("cuda") == torch.bfloat16
 
 
-def test_autocast_that_is_not_wanted_is_off():
+def test_disabled_autocast_is_off():
     with memlab.dry_run(), torch.autocast("cuda", torch.bfloat16):
         with torch.autocast("cuda", enabled=False):
             assert product(torch.ones(2, 2)) == torch.float32
         assert product(torch.ones(2, 2)) == torch.bfloat16
 
 
-def test_autocast_ends_where_it_ends_also_after_an_exception():
+def test_autocast_ends_after_an_exception():
     with memlab.dry_run():
         x = torch.ones(2, 2)
         with torch.autocast("cpu", torch.bfloat16):
@@ -172,11 +172,11 @@ def test_one_autocast_object_can_be_entered_again():
                     assert product(x) == torch.bfloat16
                 assert product(x) == torch.bfloat16
             assert product(x) == torch.float32
-    torch.set_autocast_enabled("cuda", False)  # what one object entered twice leaves on, in torch
+    torch.set_autocast_enabled("cuda", False)  # torch leaves it on if one object is entered twice
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_autocast_that_torch_switched_off_before_the_dry_run_is_refused():
+def test_autocast_that_torch_disabled_before_the_dry_run_raises():
     outside = torch.autocast("cuda", torch.bfloat16)
     with memlab.dry_run():
         with pytest.raises(
@@ -186,7 +186,7 @@ def test_autocast_that_torch_switched_off_before_the_dry_run_is_refused():
         assert product(torch.ones(2, 2)) == torch.float32
 
 
-def test_normalizations_and_softmax_keep_the_dtype_that_cuda_would_widen():
+def test_norms_and_softmax_keep_the_dtype_that_cuda_would_widen():
     has_rule = torch._C._dispatch_has_kernel_for_dispatch_key
     with memlab.dry_run(), torch.autocast("cuda", torch.bfloat16):
         x = torch.ones(2, 4, dtype=torch.bfloat16)
@@ -203,7 +203,7 @@ def test_normalizations_and_softmax_keep_the_dtype_that_cuda_would_widen():
         assert not has_rule(f"aten::{name}", "AutocastCPU")
 
 
-def test_autocast_of_the_cpu_may_be_made_before():
+def test_the_cpus_autocast_may_be_made_before():
     outside = torch.autocast("cpu", torch.bfloat16)
     with memlab.dry_run(), outside:
         assert product(torch.ones(2, 2)) == torch.bfloat16
@@ -227,7 +227,7 @@ def test_a_gradient_scaler_for_cuda_scales(fused):
 
 
 @OLD_NAMES
-def test_the_old_name_of_the_gradient_scaler_is_enabled():
+def test_the_gradient_scalers_old_name_is_enabled():
     with memlab.dry_run():
         with pytest.warns(FutureWarning, match="deprecated"):
             assert torch.cuda.amp.GradScaler().is_enabled()
@@ -236,7 +236,7 @@ def test_the_old_name_of_the_gradient_scaler_is_enabled():
 
 
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
-def test_a_scaler_that_torch_switched_off_before_the_dry_run_is_refused():
+def test_a_scaler_that_torch_disabled_before_the_dry_run_raises():
     outside = torch.amp.GradScaler("cuda")
     with memlab.dry_run(), pytest.raises(ValueError, match="GradScaler for CUDA was made before"):
         outside.scale(torch.ones(2))
@@ -263,18 +263,18 @@ def test_a_scaler_that_torch_switched_off_before_the_dry_run_is_refused():
         lambda: torch.randn(3, generator=torch.Generator()),
     ],
 )
-def test_every_device_is_the_cpu_however_it_is_named(make):
+def test_every_way_to_name_a_device_gives_the_cpu(make):
     with memlab.dry_run():
         assert make().device.type == "cpu"
 
 
-def test_a_number_that_is_no_device_stays_a_number():
+def test_a_number_that_is_not_a_device_is_unchanged():
     with memlab.dry_run():
         assert torch.ones(2).to(torch.float64, True, False).dtype == torch.float64
         assert torch.full((3,), 7).shape == (3,)
 
 
-def test_a_model_made_on_meta_is_as_large_as_a_real_one():
+def test_a_model_from_meta_has_the_real_size():
     def make(device: str):
         model = nn.Linear(32, 48, device="meta").to_empty(device=device)
         x = torch.randn(16, 32, device=device)
@@ -283,7 +283,7 @@ def test_a_model_made_on_meta_is_as_large_as_a_real_one():
     same_as_on_the_cpu(make)
 
 
-def test_what_is_pinned_is_what_it_was():
+def test_pin_memory_returns_its_input():
     with memlab.dry_run():
         x = torch.ones(3)
         assert x.pin_memory() is x
@@ -293,11 +293,11 @@ def test_what_is_pinned_is_what_it_was():
 
 
 @pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}, {"amsgrad": True}])
-def test_a_capturable_optimizer_allocates_what_it_does_on_a_device(settings, monkeypatch):
+def test_a_capturable_optimizer_allocates_as_on_a_device(settings, monkeypatch):
     def optimizer(parameters):
         return torch.optim.Adam(parameters, capturable=True, **settings)
 
-    module = sys.modules["torch.optim.adam"]  # torch.optim.adam is gone; for the real step
+    module = sys.modules["torch.optim.adam"]  # torch.optim has no attribute adam; for the real step
     monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **kwargs: ["cpu"])
     same_as_on_the_cpu(training(lambda device, model, x: model(x), optimizer=optimizer))
 
@@ -312,7 +312,7 @@ def test_capturable_optimizers_step(kind):
         assert len(optimizer.state) == 2
 
 
-def test_nothing_is_written_over_a_checkpoint(tmp_path):
+def test_a_checkpoint_is_not_overwritten(tmp_path):
     path = tmp_path / "model.pt"
     torch.save(torch.ones(2), path)
     with memlab.dry_run():
@@ -320,7 +320,7 @@ def test_nothing_is_written_over_a_checkpoint(tmp_path):
     assert torch.load(path).tolist() == [1, 1]
 
 
-# ------------------------------------------------------------------ torch.cuda and its kin
+# ------------------------------------------------------------------ torch.cuda and other backends
 
 
 @pytest.mark.parametrize(
@@ -344,12 +344,12 @@ def test_nothing_is_written_over_a_checkpoint(tmp_path):
         (lambda: torch.cuda.Event(enable_timing=True).query(), True),
     ],
 )
-def test_what_only_waits_or_counts_is_answered(call, answer):
+def test_functions_that_wait_or_count_do_nothing(call, answer):
     with memlab.dry_run():
         assert call() == answer
 
 
-def test_streams_and_events_are_done_at_once():
+def test_streams_and_events_finish_at_once():
     with memlab.dry_run():
         side, x = torch.cuda.Stream(), torch.ones(3)
         side.wait_stream(torch.cuda.current_stream())
@@ -374,7 +374,7 @@ def test_streams_and_events_are_done_at_once():
         ("elapsed_time", lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event())),
     ],
 )
-def test_what_only_a_device_knows_is_one_sentence_that_names_the_line(name, ask):
+def test_functions_that_need_a_device_raise_with_the_line(name, ask):
     with (
         memlab.dry_run(),
         pytest.raises(ValueError, match=rf"^\S*test_fake_accelerator.py:\d+ .*{name}") as e,
@@ -391,7 +391,7 @@ def everything() -> list[object]:
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])
-def test_everything_is_as_before_afterwards(error):
+def test_everything_is_restored(error):
     before = everything()
     with suppress(ZeroDivisionError), memlab.dry_run():
         during = everything()
@@ -399,10 +399,10 @@ def test_everything_is_as_before_afterwards(error):
             raise error
     assert all(new is not old for new, old in zip(during, before, strict=True))
     assert everything() == before
-    assert "record_stream" not in vars(torch.Tensor)  # it is inherited
+    assert "record_stream" not in vars(torch.Tensor)  # inherited
 
 
-def test_what_is_replaced_before_an_error_is_put_back():
+def test_replacements_before_an_error_are_undone():
     class Thing:
         there = also = 1
 
@@ -414,7 +414,7 @@ def test_what_is_replaced_before_an_error_is_put_back():
     assert Thing.there == 1
 
 
-def test_a_machines_own_accelerator_answers_for_itself(monkeypatch):
+def test_a_real_accelerators_functions_are_not_replaced(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a real one")
     with memlab.dry_run():

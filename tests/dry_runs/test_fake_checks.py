@@ -1,4 +1,4 @@
-"""Libraries that ask whether a tensor is fake: they hear no, and torch learns the truth."""
+"""Checks for fake tensors: False in libraries, the truth in torch."""
 
 import sys
 from types import ModuleType
@@ -36,7 +36,7 @@ def library(monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_library_hears_that_no_tensor_is_fake(library, way):
+def test_in_a_library_no_tensor_is_fake(library, way):
     answers = []
     with memlab.dry_run():
         answers.append(getattr(library, way)(torch.zeros(2)))
@@ -44,21 +44,21 @@ def test_a_library_hears_that_no_tensor_is_fake(library, way):
     assert answers == [False, False]
 
 
-def test_torch_learns_the_truth():
+def test_in_torch_the_check_is_true():
     with memlab.dry_run():
         x = torch.zeros(1, 1, 4, 4)
         assert torch._meta_registrations.device_hint(x) == "cpu"
         assert isinstance(x, fake_tensor.FakeTensor)
 
 
-def test_all_names_are_put_back(library):
+def test_all_names_are_restored(library):
     with memlab.dry_run():
         assert library.FakeTensor is not fake_tensor.FakeTensor
     assert library.FakeTensor is torch._subclasses.FakeTensor is fake_tensor.FakeTensor
 
 
-def test_transformers_hears_what_it_would_in_a_real_run():
-    """Every function of transformers that asks whether something traces, compiles or records."""
+def test_transformers_checks_give_the_answers_of_a_real_run():
+    """Call every function in transformers that checks for tracing, compiling or recording."""
     checks = pytest.importorskip("transformers.utils.import_utils")
     words = ("tracing", "fake_tensor", "fx_proxy", "compiling", "exporting", "capturing", "jitting")
     asked = {

@@ -1,4 +1,4 @@
-"""Operators whose fake version in torch is incomplete: dry runs equal real ones to the byte."""
+"""Operators with an incomplete fake version in torch: dry runs equal real runs exactly."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from memlab.dry_runs.fake_kernels import lstm_workspace_bytes
 @pytest.mark.parametrize("T", [1, 7])
 @pytest.mark.parametrize("B", [1, 5])
 @pytest.mark.parametrize(("input_size", "hidden_size"), [(1, 1), (33, 65), (256, 64), (70, 512)])
-def test_an_lstms_workspace_has_the_size_that_torch_returns(T, B, input_size, hidden_size):
+def test_an_lstms_workspace_has_the_real_size(T, B, input_size, hidden_size):
     x, state = torch.zeros(T, B, input_size), torch.zeros(B, hidden_size)
     weights = [torch.zeros(4 * hidden_size, size) for size in (input_size, hidden_size)]
     biases = 2 * [torch.zeros(4 * hidden_size)]
@@ -56,13 +56,13 @@ def test_a_dry_run_of_an_lstm_in_evaluation_is_exact(mode):
     assert_a_dry_run_is_exact(build)
 
 
-# ------------------------------------------------------------------ grouped products
+# ------------------------------------------------------------------ grouped matmul
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def experts(dtype: torch.dtype, out_features: int = 40, device: str = "cpu"):
-    """A builder: 24 tokens sent to three experts of 16 inputs each."""
+    """Return a builder: 24 tokens routed to three experts with 16 inputs."""
 
     def build():
         weight = nn.Parameter(torch.zeros(3, out_features, 16, dtype=dtype, device=device))
@@ -93,7 +93,7 @@ def test_a_prediction_of_a_mixture_of_experts_has_the_same_storages(dtype):
     assert peak_of_storages(memlab.predict(build)) == dry.peak_bytes
 
 
-SHAPES = [  # groups of the first matrix's rows, its columns, the second's columns, and of a batch
+SHAPES = [  # groups of rows, of the inner dimension, of columns, and a batch
     ((8, 16), (3, 16, 8), True),
     ((16, 8), (8, 32), True),
     ((3, 4, 16), (16, 8), True),
@@ -102,7 +102,7 @@ SHAPES = [  # groups of the first matrix's rows, its columns, the second's colum
 
 
 @pytest.mark.parametrize(("first", "second", "has_groups"), SHAPES)
-def test_grouped_products_have_the_layout_of_the_real_ones(first, second, has_groups):
+def test_grouped_matmuls_have_the_real_layout(first, second, has_groups):
     def product():
         ends = torch.tensor([3, 7, 8], dtype=torch.int32) if has_groups else None
         return F.grouped_mm(torch.zeros(first), torch.zeros(second), offs=ends)
@@ -113,7 +113,7 @@ def test_grouped_products_have_the_layout_of_the_real_ones(first, second, has_gr
         assert (dry.shape, dry.stride()) == (real.shape, real.stride())
 
 
-def test_rows_of_a_grouped_product_are_padded_to_16_bytes():
+def test_rows_of_a_grouped_matmul_are_padded_to_16_bytes():
     def product():
         ends = torch.tensor([3, 7, 8], dtype=torch.int32)
         return F.grouped_mm(torch.zeros(8, 16), torch.zeros(3, 5, 16).mT, offs=ends)
@@ -126,13 +126,13 @@ def test_rows_of_a_grouped_product_are_padded_to_16_bytes():
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (torch.zeros(3, 16, 5), "rows of the second matrix of a grouped product are 20 bytes"),
+        (torch.zeros(3, 16, 5), "rows of the second matrix of a grouped matmul are 20 bytes"),
         (torch.zeros(3, 12, 8), "as many columns as the second has rows"),
-        (torch.zeros(1).expand(3, 16, 8), "has strides .0, 0, 0.; torch wants rows or columns"),
-        (torch.zeros(3, 16, 8).double(), "torch takes float32, float16 and bfloat16"),
+        (torch.zeros(1).expand(3, 16, 8), "has strides .0, 0, 0.; make its rows or columns"),
+        (torch.zeros(3, 16, 8).double(), "use float32, float16 or bfloat16"),
     ],
 )
-def test_what_the_real_grouped_product_refuses_is_refused_with_the_line(second, message):
+def test_an_invalid_grouped_matmul_raises_with_the_line(second, message):
     ends = torch.tensor([3, 7, 8], dtype=torch.int32)
     with pytest.raises(RuntimeError):
         F.grouped_mm(torch.zeros(8, 16), second, offs=ends)
@@ -143,8 +143,8 @@ def test_what_the_real_grouped_product_refuses_is_refused_with_the_line(second, 
 # ------------------------------------------------------------------ layer norm
 
 
-def test_the_gradient_to_a_layer_norms_input_is_contiguous():
-    """Swin's end: its permuted gradient would be copied before the product."""
+def test_the_gradient_of_a_layer_norms_input_is_contiguous():
+    """The end of Swin, where a permuted gradient would be copied before the matmul."""
 
     def build():
         model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))

@@ -1,4 +1,4 @@
-"""Dry runs know the values that depend on nothing random and on no absent data."""
+"""Values that do not depend on random numbers or missing data are known in dry runs."""
 
 import gc
 import weakref
@@ -38,7 +38,7 @@ def written_through_numpy():
 
 
 def position_buckets():
-    """T5's, shortened."""
+    """A short version of T5's position buckets."""
     distance = torch.arange(9)[None] - torch.arange(5)[:, None]
     far = (distance.abs().float() / 2).clamp(min=1).log().to(torch.int64) + 2
     return torch.where(distance.abs() < 2, distance.abs(), far.clamp(max=3))
@@ -87,7 +87,7 @@ READS = {
     "equal": lambda: (torch.equal(LENGTHS, LENGTHS), torch.equal(LENGTHS, LENGTHS + 1)),
     "one-hot": lambda: F.one_hot(LENGTHS).tolist(),
     "a batch's mask": lambda: (torch.arange(4)[None] < LENGTHS[:, None]).sum(1).tolist(),
-    # what is computed with unknown values still has the real size
+    # results computed with unknown values still have the real size
     "size of a mask's choice": lambda: torch.randn(4, 2)[MASK].shape,
     "size of columns": lambda: torch.randn(2, 4)[:, MASK].shape,
     "size of two masks": lambda: torch.randn(2, 4)[torch.tensor([True, False]), MASK[0]].shape,
@@ -104,7 +104,7 @@ READS = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_what_is_known_is_read_as_it_is(name):
+def test_known_values_are_read(name):
     wanted = READS[name]()
     with memlab.dry_run() as run:
         assert READS[name]() == wanted
@@ -154,12 +154,12 @@ def another_library():
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_depends_on_something_unknown_is_made_up(name, another_library):
+def test_values_that_depend_on_unknown_ones_are_unknown(name, another_library):
     with memlab.dry_run():
         assert UNKNOWN[name]().double().tolist() in ([0.5, 0.5], [1, 1])
 
 
-def test_what_was_unknown_is_known_when_it_is_overwritten():
+def test_overwriting_an_unknown_tensor_makes_it_known():
     with memlab.dry_run():
         assert torch.rand(2).zero_().tolist() == [0, 0]
         assert torch.rand(2).fill_(3).tolist() == [3, 3]
@@ -168,7 +168,7 @@ def test_what_was_unknown_is_known_when_it_is_overwritten():
         assert x.tolist() == [0.5] * 4
 
 
-def test_a_tensor_from_outside_is_read_and_left_as_it_was():
+def test_a_tensor_from_outside_is_read_but_not_changed():
     lengths, mask = torch.tensor([3, 1, 2]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     with memlab.dry_run():
         assert (lengths + 1).tolist() == [4, 2, 3]
@@ -203,7 +203,7 @@ def test_values_live_as_long_as_the_tensor():
         assert values() is None
 
 
-def test_the_random_numbers_of_a_script_are_left_alone():
+def test_a_scripts_random_numbers_do_not_change():
     state = torch.get_rng_state()
     with memlab.dry_run():
         torch.zeros(9).bernoulli_(0.5)
@@ -215,7 +215,7 @@ def test_the_random_numbers_of_a_script_are_left_alone():
 
 
 class Staged(nn.Module):
-    """Widths computed from a tensor, as RegNet has them, and rates of drop path, as timm has."""
+    """Widths computed from a tensor, as in RegNet, and drop path rates, as in timm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def staged_step():
 
 
 def masked_step():
-    """A batch that the script made itself, padded, and a loss of the real tokens only."""
+    """A padded batch from Python lists, with a loss on the real tokens only."""
     embedding, head = nn.Embedding(11, 6), nn.Linear(6, 11)
     model = nn.Sequential(embedding, head)
     sequences = [[1, 2, 3, 4], [5], [6, 7]]
@@ -263,7 +263,7 @@ def masked_step():
 
 
 def packed_step(batch_first, layer=nn.GRU):
-    """What torch reads the lengths for: sequences are packed, and their gradient unpacked."""
+    """Pack sequences, and unpack their gradient; torch reads the lengths for both."""
     model = nn.ModuleList([nn.Embedding(9, 3), layer(3, 4, batch_first=batch_first)])
     lengths = torch.tensor([5, 3, 3, 1])
 
@@ -300,7 +300,7 @@ def one_hot_step():
 
 
 def rollout_step():
-    """Arrays share the memory of tensors, and keep it: reinforcement learning stores them."""
+    """Store arrays that share a tensor's memory, as in reinforcement learning."""
     model = nn.Linear(3, 4)
 
     def step() -> None:
@@ -320,7 +320,7 @@ def test_a_step_whose_sizes_come_from_known_values_is_exact(make):
 
 @pytest.mark.parametrize("options", [(True,), (False,), (True, nn.LSTM)])
 def test_a_step_of_packed_sequences_is_exact(options):
-    """The operators are torch's, the names of two differ: it writes the lengths in C++."""
+    """Two operators have other names, because torch writes the lengths in C++."""
 
     def bytes_of(trace):
         return [event.bytes for event in renumbered(trace)]
@@ -346,12 +346,12 @@ def test_a_step_of_packed_sequences_is_exact(options):
     ],
     ids=["packed", "tensor_split", "one-hot", "ctc"],
 )
-def test_lengths_that_nobody_knows_are_refused_with_the_line(read):
+def test_unknown_lengths_raise_with_the_line(read):
     with memlab.dry_run(), pytest.raises(ValueError, match=r"test_known_values\.py:\d+ <lambda>: "):
         read()
 
 
-def test_known_values_cost_no_memory_that_a_step_is_charged_for():
+def test_known_values_do_not_count_as_memory_of_the_step():
     def make():
         model = nn.Linear(4, 4)
 

@@ -1,4 +1,4 @@
-"""Results that lie in a storage larger than they are."""
+"""Results smaller than their storage."""
 
 import pytest
 import torch
@@ -36,5 +36,5 @@ def test_a_dry_run_has_the_storages_of_the_real_kernels(operator):
     assert births(dry) == births(real)
 
 
-def test_the_scalar_of_mse_loss_holds_as_much_as_its_input():
+def test_the_scalar_from_mse_loss_keeps_the_bytes_of_its_input():
     assert F.mse_loss(X, Y).untyped_storage().nbytes() == 50 * 60 * 4

@@ -1,4 +1,4 @@
-"""Dry runs see the samples that a real run would draw."""
+"""Dry runs draw the samples of a real run."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_samples_are_those_that_a_real_sampler_draws(name):
+def test_samples_equal_a_real_samplers(name):
     def drawn():
         torch.manual_seed(0)
         return list(SAMPLERS[name]())
@@ -27,7 +27,7 @@ def test_samples_are_those_that_a_real_sampler_draws(name):
         assert drawn() == wanted
 
 
-def test_batches_of_a_shuffled_data_set_hold_each_sample_once_and_need_no_note():
+def test_a_shuffled_data_set_gives_each_sample_once_without_a_note():
     with memlab.dry_run() as run:
         loader = data.DataLoader(SAMPLES, batch_size=8, shuffle=True)
         batches = [batch.tolist() for batch in loader]
@@ -36,7 +36,7 @@ def test_batches_of_a_shuffled_data_set_hold_each_sample_once_and_need_no_note()
     assert run.notes() == ()
 
 
-def test_random_number_generators_are_left_as_they_were():
+def test_random_number_generators_are_restored():
     generator = torch.Generator().manual_seed(3)
     loader = data.DataLoader(SAMPLES, shuffle=True, generator=generator)
     states = torch.get_rng_state(), generator.get_state()
@@ -46,7 +46,7 @@ def test_random_number_generators_are_left_as_they_were():
     assert torch.equal(generator.get_state(), states[1])
 
 
-def test_indices_that_a_dry_run_made_are_drawn_from_as_well():
+def test_sampling_from_indices_made_in_the_dry_run_works():
     with memlab.dry_run():
         drawn = list(data.SubsetRandomSampler(torch.arange(4)))
     assert sorted(drawn) == [0, 1, 2, 3]

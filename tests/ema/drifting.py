@@ -1,4 +1,4 @@
-"""A model whose weights tell what an average is made of, and runs of it."""
+"""Models whose weights reveal the composition of an average, and runs of them."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from memlab.ema import PostHocEMA
 
 
 class OneHot(nn.Module):
-    """At step k its weight k is 1, all others 0: an average of it says what each step counts."""
+    """At step k, weight k is 1 and all others 0, so an average shows each step's contribution."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class OneHot(nn.Module):
 
 
 def responses(steps: int, sigmas, every: int, folder) -> list[Tensor]:
-    """How much each step counts in each average, by what the tracker has."""
+    """Return each step's contribution to each average."""
     model = OneHot(steps)
     ema = PostHocEMA(model, folder, sigmas, every=every)
     for step in range(1, steps + 1):
@@ -29,7 +29,7 @@ def responses(steps: int, sigmas, every: int, folder) -> list[Tensor]:
 
 
 class Small(nn.Module):
-    """Weights, one of them with two names; a frozen one; buffers of floats, integers and flags."""
+    """Weights (one of them tied), a frozen weight, and buffers of floats, integers and bools."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Small(nn.Module):
 
 @torch.no_grad()
 def drift(model: nn.Module, step: int) -> None:
-    """What training does to a model, as far as an average can see."""
+    """Change the model as training would."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -59,7 +59,7 @@ def drift(model: nn.Module, step: int) -> None:
 
 
 def trained(model: nn.Module, folder, steps: int, first: int = 1, **settings) -> PostHocEMA:
-    """A run of so many steps, with a snapshot at every tenth."""
+    """Run `steps` updates, with a snapshot at every tenth."""
     ema = PostHocEMA(model, folder, **{"snapshot_every": 10, **settings})
     go_on(model, ema, first, steps)
     return ema

@@ -1,4 +1,4 @@
-"""Prints how much anonymous memory this process takes while it synthesizes: `… FOLDER`."""
+"""Print the anonymous memory that synthesis takes in this process: `… FOLDER`."""
 
 import re
 import sys
@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from memlab.ema import Snapshot, synthesize
-from memlab.ema.snapshots import about_snapshot, file_name
-from memlab.ema.tensor_files import written
+from memlab.ema.snapshots import file_name, snapshot_metadata
+from memlab.ema.tensor_files import create_file
 
 SHAPES = {f"layers.{number}.weight": (2048, 2048) for number in range(8)}  # 128 MiB in float32
-STEPS = range(100, 1001, 100)  # of two averages: 20 snapshots
+STEPS = range(100, 1001, 100)  # for two averages: 20 snapshots
 SIGMAS = (0.06, 0.07, 0.08, 0.12)
 
 
@@ -23,12 +23,12 @@ def anonymous() -> int:
 
 
 def empty_snapshot(folder: Path, step: int, sigma: float) -> Snapshot:
-    """All zeros: a file of holes, whose pages are mapped as others are."""
+    """A file of zeros without disk blocks, whose pages are mapped normally."""
     path = folder / file_name(step, sigma)
-    about = about_snapshot(
+    about = snapshot_metadata(
         run="a", clock="steps", step=step, sigma=sigma, model="b", followed=(), tied={}
     )
-    with written(path, {name: (torch.float16, shape) for name, shape in SHAPES.items()}, about):
+    with create_file(path, {name: (torch.float16, shape) for name, shape in SHAPES.items()}, about):
         pass
     return Snapshot.open(path)
 

@@ -1,4 +1,4 @@
-"""A flipped bit in a snapshot is noticed, named, and costs no more than the tensor that has it."""
+"""A flipped bit in a snapshot is an error that names it, and only its tensor is lost."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 from memlab.ema import PostHocEMA, synthesize
 from memlab.ema.snapshots import Snapshot
-from memlab.ema.tensor_files import TensorFile, written
+from memlab.ema.tensor_files import TensorFile, create_file
 
 KINDS = {"a": (torch.float32, (5, 3)), "b": (torch.float16, (7,)), "empty": (torch.float32, (0,))}
 
@@ -14,7 +14,7 @@ KINDS = {"a": (torch.float32, (5, 3)), "b": (torch.float16, (7,)), "empty": (tor
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "file.safetensors"
-    with written(path, KINDS, {"about": "a test"}) as file:
+    with create_file(path, KINDS, {"about": "a test"}) as file:
         file.write("b", 0, torch.arange(4.0).half())
         file.write("a", 0, torch.arange(15.0))
         file.write("b", 4, torch.arange(3.0).half())
@@ -22,7 +22,7 @@ def path(tmp_path):
     return path
 
 
-def test_what_was_written_is_read(path):
+def test_a_written_file_reads_back(path):
     file = TensorFile(path)
     assert file.metadata == {"about": "a test"}
     assert file.tensor("a").tolist() == list(range(15))
@@ -30,7 +30,7 @@ def test_what_was_written_is_read(path):
     assert file.tensor("empty").numel() == 0
 
 
-def test_no_bit_can_be_flipped_without_an_error_that_names_the_file(path):
+def test_every_flipped_bit_is_an_error_that_names_the_file(path):
     content = path.read_bytes()
     for at in range(len(content)):
         flipped = bytearray(content)
@@ -40,7 +40,7 @@ def test_no_bit_can_be_flipped_without_an_error_that_names_the_file(path):
             [TensorFile(path).tensor(name) for name in KINDS]
 
 
-def test_what_is_intact_is_still_read_and_verify_false_reads_all(path):
+def test_intact_tensors_stay_readable_and_verify_false_reads_all(path):
     content = bytearray(path.read_bytes())
     content[TensorFile(path).places["b"].offset] ^= 1
     path.write_bytes(content)
@@ -53,7 +53,7 @@ def test_what_is_intact_is_still_read_and_verify_false_reads_all(path):
     assert TensorFile(path, verify=False).tensor("b").numel() == 7
 
 
-def test_a_file_of_others_has_no_checksums_and_is_read(tmp_path):
+def test_files_without_checksums_are_readable(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(3)}, tmp_path / "theirs.safetensors")
@@ -61,9 +61,7 @@ def test_a_file_of_others_has_no_checksums_and_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("snapshot_dtype", [torch.float16, "int8"])
-def test_a_damaged_snapshot_stops_a_synthesis_unless_it_is_told_not_to_look(
-    tmp_path, snapshot_dtype
-):
+def test_a_damaged_snapshot_stops_synthesis_unless_verify_is_false(tmp_path, snapshot_dtype):
     model = nn.Linear(80, 80)
     ema = PostHocEMA(model, tmp_path, sigmas=(0.05, 0.1), every=1, snapshot_dtype=snapshot_dtype)
     for step in range(1, 9):

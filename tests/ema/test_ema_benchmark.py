@@ -1,4 +1,4 @@
-"""The benchmark of post-hoc EMA computes what it prints."""
+"""The post-hoc EMA benchmark measures correctly."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from scripts import script
 
 from memlab.ema import power_profile, profile_error
-from memlab.ema.synthesis import PIECE, ROWS
+from memlab.ema.synthesis import CHUNK, ROWS
 
 benchmark = script("ema")
 QUICK = benchmark.QUICK
@@ -17,7 +17,7 @@ FUSED = benchmark.FUSED
 
 @pytest.fixture
 def quick(monkeypatch):
-    """The full plan is as small as the quick one, so that something is written."""
+    """Shrink the full plan to the quick one, so that results are written."""
     monkeypatch.setattr(benchmark, "FULL", QUICK)
 
 
@@ -45,14 +45,16 @@ def found_with(ours, outer, theirs, peak):
         (2.0, 2.0, 2**26, 12 * 2**20 + 1, ["buffers"]),
     ],
 )
-def test_the_aims_are_half_the_time_and_so_many_bytes(outer, theirs, peak, buffers, missed):
+def test_the_aims_are_half_the_time_and_the_bytes_of_the_buffers(
+    outer, theirs, peak, buffers, missed
+):
     found = found_with(1.0, outer, theirs, peak)
     aims = benchmark.aims(found, {benchmark.TASKS[0]: buffers})
     assert len(aims) == 4
     assert [what.split(": ")[1] for what, *_, verdict in aims if verdict == "missed"] == missed
 
 
-def test_tasks_are_said_in_words():
+def test_tasks_are_described_in_words():
     assert list(map(str, benchmark.TASKS)) == [
         "1 average into a model",
         "4 averages into models",
@@ -69,8 +71,8 @@ def folder():
 @pytest.mark.parametrize(
     ("place", "way"), [(p, w) for p in benchmark.WAYS for w in benchmark.WAYS[p]]
 )
-def test_each_way_makes_the_same(place, way, folder):
-    """Nearly, of ema-pytorch: its β begins a step late."""
+def test_every_method_gives_the_same_average(place, way, folder):
+    """ema-pytorch only approximately: its β is one step late."""
     own = folder / ("theirs" if way == THEIRS else "ours")
     wanted = [benchmark.synthesize(folder / "ours", s)["0.weight"] for s in benchmark.WANTED[:2]]
     made = benchmark.WAYS[place][way](QUICK, own, 2)()
@@ -88,23 +90,23 @@ def test_each_way_makes_the_same(place, way, folder):
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_buffers_are_a_piece_each_and_eight_more(count, folder):
+def test_buffers_are_a_chunk_per_average_and_eight_more(count, folder):
     shares = count * 20 * 4
-    largest = min(PIECE, QUICK.width * (QUICK.width - 1))
+    largest = min(CHUNK, QUICK.width * (QUICK.width - 1))
     assert (
         benchmark.buffer_bytes(QUICK, folder / "ours", count) - shares
         == (count + ROWS) * largest * 4
     )
 
 
-def test_a_loop_that_differs_shows_up(folder, monkeypatch):
+def test_a_wrong_loop_is_reported(folder, monkeypatch):
     assert benchmark.largest_difference(QUICK, folder / "ours") < 1e-6
     monkeypatch.setattr(benchmark, "solve_weights", lambda p, t: torch.ones(len(p)) / len(p))
     assert benchmark.largest_difference(QUICK, folder / "ours") > 1e-3
 
 
 @pytest.mark.slow
-def test_processes_of_their_own_answer_with_seconds_and_bytes(quick, tmp_path, capsys):
+def test_separate_processes_return_seconds_and_bytes(quick, tmp_path, capsys):
     section = run(tmp_path, "--section", "synthesis")["synthesis"]
     printed = capsys.readouterr().out
     assert "\n| 1 average into a model | memlab | " in printed
@@ -114,10 +116,10 @@ def test_processes_of_their_own_answer_with_seconds_and_bytes(quick, tmp_path, c
         assert min(seconds) > 0
 
 
-# ------------------------------------------------------------------ the rest
+# ------------------------------------------------------------------ other sections
 
 
-def test_errors_are_those_of_profiles_and_have_slopes(quick, tmp_path):
+def test_errors_equal_profile_error_and_have_slopes(quick, tmp_path):
     section = run(tmp_path, "--section", "profiles")["profiles"]
     assert section["counts"] == [16, 64]
     row = section["(0.05, 0.1) → 0.15"]
@@ -148,7 +150,7 @@ def test_files_have_the_bytes_of_their_encodings(quick, tmp_path):
     assert section["errors"]["float32"] == 0 < section["errors"]["float16"] < 5e-4
 
 
-def test_a_relative_error_is_of_all_tensors():
+def test_a_relative_error_covers_all_tensors():
     wanted = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
     found = {"a": torch.tensor([3.0, 0.3]), "b": torch.tensor([4.4])}
     assert benchmark.relative_error(found, wanted) == pytest.approx(0.1)

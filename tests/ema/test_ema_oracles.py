@@ -1,4 +1,4 @@
-"""Beside ema-pytorch: the same where it is right, and how wide its average is where it is not."""
+"""Comparison with ema-pytorch: equal where it is right, and the width of its average elsewhere."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ STEPS = 1000
 
 
 def width_of_theirs(sigma, **settings):
-    """Of its average after 1000 calls of update; and the mean time of what it counts."""
+    """Return the width of its average after 1000 updates, and the mean time of its profile."""
     model = OneHot(STEPS).float()
     theirs = ema_pytorch.KarrasEMA(model, sigma_rel=sigma, **settings)
     for step in range(1, STEPS + 1):
@@ -32,27 +32,27 @@ def width_of_ours(sigma, every, folder):
     return relative_width(range(1, STEPS + 1), ours.averages[sigma]["weight"])
 
 
-def test_with_updates_at_every_step_both_have_the_width_that_was_asked_for(tmp_path):
+def test_with_updates_at_every_step_both_have_the_requested_width(tmp_path):
     assert width_of_theirs(0.05, update_every=1)[0] == pytest.approx(0.05, rel=0.02)
     assert width_of_ours(0.05, 1, tmp_path) == pytest.approx(0.05, rel=0.02)
 
 
-def test_with_updates_at_every_tenth_theirs_is_five_times_as_wide(tmp_path):
-    """β is that of a step of 1, and taken at every tenth step: 0.245, and a mean of 0.64 of the
-    training, not 0.948."""
+def test_with_updates_at_every_tenth_step_ema_pytorch_is_five_times_as_wide(tmp_path):
+    """It applies the β of one step at every tenth step. This gives a width of 0.245, and a mean
+    time of 0.64 of the training instead of 0.948."""
     width, mean = width_of_theirs(0.05, update_every=10)
     assert width == pytest.approx(0.245, abs=0.001)
     assert mean == pytest.approx(0.64, abs=0.005)
     assert width_of_ours(0.05, 10, tmp_path) == pytest.approx(0.05, rel=0.02)
 
 
-def test_at_its_default_of_every_hundredth_the_first_weights_count_most():
+def test_with_ema_pytorchs_default_interval_the_first_weights_count_most():
     _, mean = width_of_theirs(0.05)
     assert mean == pytest.approx(0.14, abs=0.01)
 
 
-def test_called_at_every_tenth_step_only_it_is_right():
-    """Its clock are its calls: 100 of them have the width in hundredths of the training."""
+def test_ema_pytorch_is_right_if_called_only_at_every_tenth_step():
+    """It counts calls: 100 of them have the requested width in hundredths of the training."""
     model = OneHot(100).float()
     theirs = ema_pytorch.KarrasEMA(model, sigma_rel=0.05, update_every=1)
     for call in range(1, 101):
@@ -63,8 +63,8 @@ def test_called_at_every_tenth_step_only_it_is_right():
 
 
 def test_with_updates_at_every_step_both_synthesize_the_same(tmp_path):
-    """As far as float16's snapshots and its β, which is one step late, allow: the weights move by
-    0.1 a step, and the averages lie 0.02 apart where two widths lie more than 0.3."""
+    """The tolerance covers float16 snapshots and its β, which is one step late. Weights move by
+    0.1 per step. The averages differ by 0.02, and two widths by more than 0.3."""
     model = nn.Linear(20, 20)
     ours = PostHocEMA(model, tmp_path / "ours", snapshot_every=100)
     theirs = ema_pytorch.PostHocEMA(

@@ -20,7 +20,7 @@ from memlab.ema import (
 
 
 def integral(function, to, parts=200_000):
-    """By the middle of each part."""
+    """Integrate with the midpoint rule."""
     middles = (np.arange(parts) + 0.5) * to / parts
     return np.sum(function(middles)) * to / parts
 
@@ -41,7 +41,7 @@ def snapshots(times, sigmas=(0.05, 0.10)):
     ("sigma", "gamma"),
     [(0.05, 16.9722), (0.10, 6.9372), (0.15, 3.5579), (0.20, 1.8262), (0.25, 0.7198)],
 )
-def test_gamma_is_that_of_the_paper(sigma, gamma):
+def test_gamma_equals_the_papers(sigma, gamma):
     assert gamma_from_sigma(sigma) == pytest.approx(gamma, abs=1e-4)
 
 
@@ -59,14 +59,14 @@ def test_sigma_is_the_standard_deviation_of_the_profile(gamma):
 
 
 @pytest.mark.parametrize("sigma", [1 / math.sqrt(12), 0.2887, 0.3, 0.5, 0.0, -0.1, math.nan, "0.1"])
-def test_a_width_that_no_profile_has_is_refused_with_the_reason(sigma):
-    with pytest.raises(ValueError, match=r"0\.2887, which is the plain mean of all steps"):
+def test_an_impossible_width_is_an_error_with_the_reason(sigma):
+    with pytest.raises(ValueError, match=r"0\.2887, the plain mean of all steps"):
         gamma_from_sigma(sigma)
 
 
 @pytest.mark.parametrize("gamma", [-0.1, math.inf, math.nan])
-def test_a_gamma_that_counts_early_weights_most_is_refused(gamma):
-    with pytest.raises(ValueError, match="the first weights would count most"):
+def test_a_negative_gamma_is_an_error(gamma):
+    with pytest.raises(ValueError, match="would count the first weights most"):
         sigma_from_gamma(gamma)
 
 
@@ -79,8 +79,8 @@ def test_gamma_0_is_the_plain_mean():
 
 
 @pytest.mark.parametrize("times", [[1, 2, 3, 4], [10, 20, 30], [1, 3, 10, 100]])
-def test_products_of_decays_come_to_the_closed_form(times):
-    """Of uneven steps, too."""
+def test_products_of_decays_equal_the_closed_form(times):
+    """Uneven steps included."""
     gamma, counts, before = 6.9, [], 0
     for t in times:
         beta = decay(gamma, t - before, t)
@@ -89,13 +89,13 @@ def test_products_of_decays_come_to_the_closed_form(times):
     assert impulse_response(times, gamma) == pytest.approx(counts, abs=1e-15)
 
 
-def test_the_first_update_forgets_all_that_was_before():
+def test_the_first_update_discards_the_initial_weights():
     assert decay(6.9, 10, 10) == 0
 
 
 @pytest.mark.parametrize("every", [1, 10, 100])
 @pytest.mark.parametrize("sigma", [0.05, 0.10, 0.15])
-def test_the_closed_form_has_the_width_that_was_asked_for(sigma, every):
+def test_the_closed_form_has_the_requested_width(sigma, every):
     times = range(every, 10_001, every)
     response = impulse_response(times, gamma_from_sigma(sigma))
     assert relative_width(times, response) == pytest.approx(sigma, rel=0.02)
@@ -113,8 +113,8 @@ def test_the_inner_product_is_the_integral(a, b):
     assert inner_product(b, a) == pytest.approx(inner_product(a, b), rel=1e-14)
 
 
-def test_times_as_large_as_tokens_of_a_training_overflow_nothing():
-    """10¹³ to the power of a γ of 10⁴ is no float64."""
+def test_times_counted_in_tokens_do_not_overflow():
+    """10¹³ to the power of γ = 10⁴ would overflow float64."""
     a, b = Profile(1e13, 1e4), Profile(0.9e13, 1e4)
     assert inner_product(a, a) == pytest.approx(10001**2 / 20001 / 1e13, rel=1e-12)
     assert 0 <= inner_product(a, b) < 1e-300
@@ -124,7 +124,7 @@ def test_times_as_large_as_tokens_of_a_training_overflow_nothing():
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.10])
-def test_a_width_that_was_tracked_takes_its_own_snapshot_alone(sigma):
+def test_a_tracked_width_uses_only_its_own_snapshot(sigma):
     profiles, target = snapshots(range(1, 21)), power_profile(sigma, 20)
     wanted = np.array([profile == target for profile in profiles], dtype=float)
     assert solve_weights(profiles, target) == pytest.approx(wanted, abs=1e-9)
@@ -133,7 +133,7 @@ def test_a_width_that_was_tracked_takes_its_own_snapshot_alone(sigma):
 
 @pytest.mark.parametrize("sigma", [0.03, 0.07, 0.15, 0.25])
 @pytest.mark.parametrize("count", [1, 2, 8, 64])
-def test_weights_sum_to_one(sigma, count):
+def test_coefficients_sum_to_one(sigma, count):
     profiles = snapshots(range(1, count + 1))
     weights = solve_weights(profiles, power_profile(sigma, count))
     assert weights.dtype == np.float64
@@ -141,9 +141,9 @@ def test_weights_sum_to_one(sigma, count):
 
 
 @pytest.mark.parametrize("sigma", [0.07, 0.15, 0.25])
-def test_no_other_weights_that_sum_to_one_are_nearer(sigma):
-    """Steps that keep the sum, in every direction; and the solution without the condition, scaled
-    to one, as others take it."""
+def test_no_other_coefficients_that_sum_to_one_are_nearer(sigma):
+    """Perturbations in every direction that keep the sum are worse, and so is the unconstrained
+    solution scaled to a sum of one, as in other libraries."""
     profiles, target = snapshots([1, 2, 3, 4]), power_profile(sigma, 4)
     best = solve_weights(profiles, target)
     least = profile_error(profiles, target, best)
@@ -159,8 +159,8 @@ def test_no_other_weights_that_sum_to_one_are_nearer(sigma):
 
 
 @pytest.mark.parametrize("count", [8, 20, 64])
-def test_rounding_of_snapshots_is_hardly_magnified_but_below_what_was_tracked(count):
-    """Errors of snapshots that are independent add up as √Σxᵢ²."""
+def test_rounding_errors_of_snapshots_grow_only_for_widths_below_the_tracked_ones(count):
+    """Independent errors of snapshots add up to √Σxᵢ²."""
 
     def gain(sigma):
         profiles = snapshots(range(1, count + 1))
@@ -171,7 +171,7 @@ def test_rounding_of_snapshots_is_hardly_magnified_but_below_what_was_tracked(co
     assert 2.9 < gain(0.03) < 6
 
 
-def test_weights_do_not_depend_on_the_clocks_unit():
+def test_coefficients_do_not_depend_on_the_clocks_unit():
     in_steps = solve_weights(snapshots(range(1, 9)), power_profile(0.07, 8))
     in_tokens = solve_weights(snapshots(range(10**9, 9 * 10**9, 10**9)), power_profile(0.07, 8e9))
     assert in_tokens == pytest.approx(in_steps, abs=1e-9)
@@ -194,20 +194,20 @@ def test_the_error_is_the_integral_of_the_square():
 
 @pytest.mark.parametrize("sigma", [0.06, 0.07, 0.08, 0.12, 0.15])
 def test_the_error_falls_with_the_fourth_power_of_the_number_of_snapshots(sigma):
-    """A slope from 16 to 64; the paper's figure."""
+    """The slope from 16 to 64 snapshots, as in the paper's figure."""
     errors = [profile_error(snapshots(range(1, n + 1)), power_profile(sigma, n)) for n in (16, 64)]
     assert 3.7 <= -math.log(errors[1] / errors[0]) / math.log(4) <= 4.1
 
 
-def test_snapshots_after_the_target_count_nothing():
+def test_snapshots_after_the_target_get_coefficient_zero():
     target = power_profile(0.15, 5)
     weights = solve_weights(snapshots(range(1, 9)), target)
     assert np.all(weights[10:] == 0)
     assert weights[:10] == pytest.approx(solve_weights(snapshots(range(1, 6)), target), abs=1e-15)
 
 
-def test_a_target_between_two_snapshots_lacks_what_nobody_has_seen():
-    """At σ = 0.05 and 5 % after the last snapshot, 58 % of the profile is beyond it."""
+def test_a_target_after_the_last_snapshot_lacks_the_weights_since():
+    """At σ = 0.05 and 5 % after the last snapshot, 58 % of the profile is missing."""
     target = power_profile(0.05, 105)
     beyond = 1 - (100 / 105) ** (target.gamma + 1)
     assert beyond == pytest.approx(0.58, abs=0.005)
@@ -219,6 +219,6 @@ def test_without_a_snapshot_before_the_target_there_is_nothing_to_sum():
         solve_weights(snapshots([4, 5]), power_profile(0.1, 3))
 
 
-def test_two_snapshots_of_the_same_profile_are_refused():
+def test_two_snapshots_of_the_same_profile_are_an_error():
     with pytest.raises(ValueError, match=r"two snapshots at 4 with gamma 16\.9722"):
         solve_weights(snapshots([4, 5, 4]), power_profile(0.07, 5))

@@ -1,4 +1,4 @@
-"""Pruning: which snapshots are kept, and what error that leaves."""
+"""Pruning: the kept snapshots and the remaining error."""
 
 from itertools import pairwise
 
@@ -35,7 +35,7 @@ def test_the_last_are_the_last():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 20, 99, 100, 150])
-def test_log_spaced_are_as_many_from_the_first_to_the_last(count):
+def test_log_spaced_has_the_requested_count_and_ends_with_the_last(count):
     kept = log_spaced(HUNDRED, count)
     assert len(set(kept)) == min(count, 100)
     assert kept == sorted(kept)
@@ -43,7 +43,7 @@ def test_log_spaced_are_as_many_from_the_first_to_the_last(count):
     assert count == 1 or kept[0] == 1
 
 
-def test_log_spaced_gaps_grow_towards_the_begin():
+def test_log_spaced_gaps_grow_towards_the_start():
     kept = log_spaced(HUNDRED, 20)
     gaps = [b - a for a, b in pairwise(kept)]
     assert gaps == sorted(gaps, reverse=True)
@@ -51,13 +51,13 @@ def test_log_spaced_gaps_grow_towards_the_begin():
 
 
 @pytest.mark.parametrize("choose", [last_n, log_spaced, every_kth])
-def test_a_count_below_one_is_refused(choose):
+def test_a_count_below_one_is_an_error(choose):
     with pytest.raises(ValueError, match="give 1 or more"):
         choose(HUNDRED, 0)
 
 
 def errors_of_twenty(sigmas):
-    """Of 100 snapshots, by how 20 of them are chosen."""
+    """Return the errors for 20 of 100 snapshots, by selection method."""
     return {
         "even": errors_at_end(at(every_kth(HUNDRED, 5)), sigmas),
         "last": errors_at_end(at(last_n(HUNDRED, 20)), sigmas),
@@ -73,7 +73,7 @@ def test_for_long_averages_every_fifth_is_best(sigma):
 
 
 @pytest.mark.parametrize("sigma", [0.06, 0.07, 0.085])
-def test_for_short_averages_at_the_end_what_is_dense_there_is_best(sigma):
+def test_for_short_averages_at_the_end_a_dense_end_is_best(sigma):
     found = {name: errors[sigma] for name, errors in errors_of_twenty([sigma]).items()}
     assert found["log"] < found["even"] < 1e-5
 
@@ -84,7 +84,7 @@ def test_for_all_widths_together_every_fifth_is_best_by_far():
 
 
 @pytest.mark.parametrize("error", [1e-2, 1e-3, 1e-4])
-def test_the_fewest_are_kept_that_meet_the_error(error):
+def test_prune_keeps_the_fewest_that_meet_the_error(error):
     pruned = prune(at(HUNDRED), (0.07, 0.15), error=error)
     assert [p.t for p in pruned.kept[::2]] == every_kth(HUNDRED, pruned.every)
     assert pruned.errors == errors_at_end(pruned.kept, (0.07, 0.15))
@@ -100,11 +100,11 @@ def test_all_are_kept_or_dropped():
     assert len(pruned.kept) == 2 * len(every_kth(HUNDRED, pruned.every))
 
 
-def test_the_error_that_is_reported_is_that_of_what_is_kept():
+def test_the_reported_error_is_the_kept_snapshots():
     pruned = prune(at(HUNDRED), [0.15], error=1e-3)
     assert pruned.errors[0.15] == profile_error(pruned.kept, power_profile(0.15, 100))
 
 
-def test_an_error_that_no_choice_meets_is_refused():
+def test_an_unreachable_error_is_an_error():
     with pytest.raises(ValueError, match=r"even all 4 times leave 0\.15 at sigma 0\.25"):
         prune(at([1, 2, 3, 4]), (0.07, 0.25), error=1e-3)

@@ -1,4 +1,4 @@
-"""Snapshot files: what others read in them, what rounding costs, and what is refused."""
+"""Snapshot files: compatibility, rounding, and errors."""
 
 import json
 import struct
@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from memlab.ema import PostHocEMA, Snapshot, find_snapshots, synthesize
-from memlab.ema.tensor_files import TensorFile, written
+from memlab.ema.tensor_files import TensorFile, create_file
 
-STEP = 10**9 + 1  # beyond float32's whole numbers, and far beyond float16's
+STEP = 10**9 + 1  # too large for exact float32 or float16
 
 
 def last_of(folder, sigma=0.05):
@@ -22,7 +22,7 @@ def last_of(folder, sigma=0.05):
 # ------------------------------------------------------------------ the format
 
 
-def test_the_safetensors_library_reads_what_is_written(tmp_path):
+def test_the_safetensors_library_reads_our_files(tmp_path):
     model = Small()
     ema = trained(model, tmp_path, 10, snapshot_dtype=torch.float32)
     found = load_file(last_of(tmp_path).path)
@@ -34,7 +34,7 @@ def test_the_safetensors_library_reads_what_is_written(tmp_path):
     assert last_of(tmp_path).tied == {"head.weight": "embedding.weight"}
 
 
-def test_what_the_safetensors_library_writes_is_read(tmp_path):
+def test_files_of_the_safetensors_library_are_readable(tmp_path):
     tensors = {
         str(dtype): torch.arange(7).to(dtype).view(1, 7)
         for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
@@ -47,9 +47,9 @@ def test_what_the_safetensors_library_writes_is_read(tmp_path):
         assert torch.equal(file.tensor(name), tensor.view(-1))
 
 
-def test_tensors_of_no_numbers_and_of_no_dimensions_have_their_place(tmp_path):
+def test_empty_and_zero_dimensional_tensors_are_stored(tmp_path):
     specs = {"none": (torch.float32, (0, 3)), "one": (torch.int64, ()), "flag": (torch.bool, (1,))}
-    with written(tmp_path / "x.safetensors", specs, {}) as file:
+    with create_file(tmp_path / "x.safetensors", specs, {}) as file:
         file.write("one", 0, torch.tensor([7]))
         file.write("none", 0, torch.empty(0))
         file.write("flag", 0, torch.tensor([True]))
@@ -60,7 +60,7 @@ def test_tensors_of_no_numbers_and_of_no_dimensions_have_their_place(tmp_path):
 
 
 @pytest.mark.parametrize("step", [STEP, 0.1 + 0.2])
-def test_the_clock_loses_no_digit(step, tmp_path):
+def test_the_clock_keeps_full_precision(step, tmp_path):
     ema = PostHocEMA(nn.Linear(2, 2), tmp_path, every=0.1)
     ema.update(step)
     ema.snapshot()
@@ -80,7 +80,7 @@ def test_files_sort_by_time(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "step"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-8), (torch.float32, 0.0)]
 )
-def test_a_dtype_rounds_by_half_its_step(dtype, step, tmp_path):
+def test_rounding_is_at_most_half_a_step_of_the_dtype(dtype, step, tmp_path):
     ema = trained(nn.Linear(200, 100), tmp_path, 10, snapshot_dtype=dtype)
     exact = ema.averages[0.05]["weight"]
     found = load_file(last_of(tmp_path).path)["weight"]
@@ -101,7 +101,7 @@ def test_int8_is_off_by_a_510th_of_a_blocks_range(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, "int8"])
-def test_a_tensor_of_more_than_a_piece_is_whole(dtype, tmp_path):
+def test_a_tensor_of_several_chunks_is_complete(dtype, tmp_path):
     ema = trained(nn.Linear(600, 500), tmp_path, 10, snapshot_dtype=dtype)
     exact = ema.averages[0.05]["weight"].view(-1)
     found = last_of(tmp_path).read("weight", 0, 300_000)
@@ -125,7 +125,7 @@ def test_a_file_has_the_bytes_of_the_formula_and_a_header(dtype, bytes_of_averag
     assert path.stat().st_size == header + bytes_of_average
 
 
-def test_a_weight_beyond_float16_is_refused_and_one_that_is_infinite_is_kept(tmp_path):
+def test_a_weight_beyond_float16_is_an_error_but_infinity_is_kept(tmp_path):
     model = nn.Linear(2, 2)
     with torch.no_grad():
         model.weight[0, 0] = 1e5
@@ -142,7 +142,7 @@ def test_a_weight_beyond_float16_is_refused_and_one_that_is_infinite_is_kept(tmp
 
 
 @pytest.mark.parametrize("dtype", ["float16", torch.int64, None])
-def test_a_dtype_that_no_snapshot_has_is_refused(dtype, tmp_path):
+def test_an_unsupported_dtype_is_an_error(dtype, tmp_path):
     with pytest.raises(ValueError, match="for snapshots; give"):
         PostHocEMA(nn.Linear(2, 2), tmp_path, snapshot_dtype=dtype)
 
@@ -150,7 +150,7 @@ def test_a_dtype_that_no_snapshot_has_is_refused(dtype, tmp_path):
 # ------------------------------------------------------------------ atomic
 
 
-def test_an_interrupted_snapshot_leaves_what_was_there(tmp_path, monkeypatch):
+def test_an_interrupted_snapshot_leaves_the_old_file(tmp_path, monkeypatch):
     ema = trained(nn.Linear(2, 2), tmp_path, 10)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -163,20 +163,20 @@ def test_an_interrupted_snapshot_leaves_what_was_there(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])
-def test_a_snapshot_that_is_cut_short_is_refused(kept, tmp_path):
+def test_a_truncated_snapshot_is_an_error(kept, tmp_path):
     trained(nn.Linear(20, 20), tmp_path, 10)
     path = last_of(tmp_path).path
     content = path.read_bytes()
     path.write_bytes(content[:kept])
-    with pytest.raises(ValueError, match=r"cut short.* put back a copy"):
+    with pytest.raises(ValueError, match=r"truncated.* restore a copy"):
         synthesize(tmp_path, 0.05)
 
 
-def test_a_snapshot_that_is_too_long_is_refused(tmp_path):
+def test_a_snapshot_with_extra_bytes_is_an_error(tmp_path):
     trained(nn.Linear(20, 20), tmp_path, 10)
     with open(last_of(tmp_path).path, "ab") as file:
         file.write(b"?")
@@ -193,14 +193,14 @@ def test_a_snapshot_that_is_too_long_is_refused(tmp_path):
         [1, 2],
     ],
 )
-def test_a_header_that_is_none_is_refused(entry, tmp_path):
+def test_an_invalid_header_is_an_error(entry, tmp_path):
     text = json.dumps({"x": entry}).encode()
     (tmp_path / "x").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     with pytest.raises(ValueError, match="no safetensors header"):
         TensorFile(tmp_path / "x")
 
 
-def test_a_file_that_is_no_snapshot_is_refused(tmp_path):
+def test_another_kind_of_file_is_an_error(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "ema-1.safetensors")
     with pytest.raises(ValueError, match="of format None, wanted 'memlab ema 1'"):
         synthesize(tmp_path, 0.05)
@@ -208,7 +208,7 @@ def test_a_file_that_is_no_snapshot_is_refused(tmp_path):
         synthesize([tmp_path / "nothing.safetensors"], 0.05)
 
 
-def test_an_empty_folder_is_refused(tmp_path):
+def test_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="got no snapshots in "):
         synthesize(tmp_path, 0.05)
 
@@ -217,7 +217,7 @@ def mixed(one, other):
     return [*find_snapshots(one), *find_snapshots(other)]
 
 
-def test_snapshots_of_two_models_are_refused(tmp_path):
+def test_snapshots_of_two_models_are_an_error(tmp_path):
     trained(nn.Linear(2, 2), tmp_path / "a", 10)
     trained(nn.Linear(2, 3), tmp_path / "b", 20)
     with pytest.raises(
@@ -226,7 +226,7 @@ def test_snapshots_of_two_models_are_refused(tmp_path):
         synthesize(mixed(tmp_path / "a", tmp_path / "b"), 0.05)
 
 
-def test_snapshots_of_a_model_of_which_less_is_trained_are_refused(tmp_path):
+def test_snapshots_with_fewer_trained_weights_are_an_error(tmp_path):
     trained(nn.Linear(2, 2), tmp_path / "a", 10)
     frozen = nn.Linear(2, 2)
     frozen.bias.requires_grad_(False)
@@ -235,14 +235,14 @@ def test_snapshots_of_a_model_of_which_less_is_trained_are_refused(tmp_path):
         synthesize(mixed(tmp_path / "a", tmp_path / "b"), 0.05)
 
 
-def test_snapshots_of_two_runs_are_refused(tmp_path):
+def test_snapshots_of_two_runs_are_an_error(tmp_path):
     trained(nn.Linear(2, 2), tmp_path / "a", 10)
     trained(nn.Linear(2, 2), tmp_path / "b", 20)
     with pytest.raises(ValueError, match=r"is of another run than .* give snapshots of one run"):
         synthesize(mixed(tmp_path / "a", tmp_path / "b"), 0.05)
 
 
-def test_snapshots_by_two_clocks_are_refused(tmp_path):
+def test_snapshots_with_two_clocks_are_an_error(tmp_path):
     model = nn.Linear(2, 2)
     ema = trained(model, tmp_path, 10)
     ema.clock = "images"

@@ -1,4 +1,4 @@
-"""Averages that live in a store: the same to the bit, and two tensors of them here."""
+"""Averages in a store: equal to the bit, with at most two tensors in memory."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from memlab.offload import DiskStore, HostStore
 from memlab.offload.stores import StoreError
 
 WIDTH, LAYERS = 64, 5
-WEIGHT = 4 * WIDTH * WIDTH  # bytes of an average of one layer
+WEIGHT = 4 * WIDTH * WIDTH  # bytes of one layer's average
 
 
 def a_model(dtype=torch.float32):
@@ -35,7 +35,7 @@ def run(folder, steps=(1, 2, 5, 9), dtype=torch.float32, **settings):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("store", [DiskStore, HostStore])
-def test_they_are_those_in_memory_to_the_bit(tmp_path, store, dtype):
+def test_stored_averages_equal_those_in_memory_to_the_bit(tmp_path, store, dtype):
     here, away = (
         run(tmp_path / "here", dtype=dtype),
         run(tmp_path / "away", dtype=dtype, store=store()),
@@ -49,7 +49,7 @@ def test_they_are_those_in_memory_to_the_bit(tmp_path, store, dtype):
             assert torch.equal(one.read(name, 0, numbers), other.read(name, 0, numbers))
 
 
-def test_two_tensors_are_here_at_a_time_and_none_between_updates(tmp_path):
+def test_at_most_two_tensors_are_in_memory_and_none_between_updates(tmp_path):
     store, model = DiskStore(), a_model()
     kept = []
     trace = memlab.measure(
@@ -66,7 +66,7 @@ def test_two_tensors_are_here_at_a_time_and_none_between_updates(tmp_path):
     assert trace.peak_bytes == weights + 2 * WEIGHT
     moved = 2 * LAYERS * WEIGHT
     assert (store.traffic.read, store.traffic.written) == (moved, moved)
-    assert store.traffic.prefetched == moved - 2 * WEIGHT  # all but the first of each average
+    assert store.traffic.prefetched == moved - 2 * WEIGHT  # all except each average's first tensor
 
 
 def test_a_dry_run_has_the_bytes_of_the_real_one(tmp_path):
@@ -100,24 +100,24 @@ def test_a_run_is_resumed_from_a_file_and_from_a_dict(tmp_path):
         assert all(map(torch.equal, averages(ema), averages(whole))), how
 
 
-def test_two_cannot_have_one_store(tmp_path):
+def test_two_trackers_cannot_share_a_store(tmp_path):
     store = DiskStore()
     first = PostHocEMA(a_model(), tmp_path / "a", store=store)
-    with pytest.raises(StoreError, match="give each a store of its own"):
+    with pytest.raises(StoreError, match="use a separate store for each"):
         PostHocEMA(a_model(), tmp_path / "b", store=store)
     del first
     PostHocEMA(a_model(), tmp_path / "b", store=store)
 
 
-def test_weights_that_are_away_are_named(tmp_path):
+def test_sharded_weights_are_an_error_that_names_them(tmp_path):
     model = a_model()
     ema = PostHocEMA(model, tmp_path)
     model[0].weight.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match=r"got '0\.weight' without its numbers.* before update"):
+    with pytest.raises(ValueError, match=r"got '0\.weight' without its elements.* before update"):
         ema.update(1)
 
 
-def test_what_is_no_store_is_refused(tmp_path):
+def test_anything_else_than_a_store_is_an_error(tmp_path):
     with pytest.raises(TypeError, match=r"as the store; give a memlab\.offload\.DiskStore\(\)"):
         PostHocEMA(a_model(), tmp_path, store=str(tmp_path))
 

@@ -1,4 +1,4 @@
-"""Synthesis: what comes out, where it goes, how many bytes it takes, and what interrupts leave."""
+"""Synthesis: values, outputs, memory, and interrupts."""
 
 import copy
 import io
@@ -27,14 +27,14 @@ from memlab.ema import (
     synthesize,
 )
 from memlab.ema import synthesis as module
-from memlab.ema.synthesis import PIECE, ROWS, chosen
+from memlab.ema.synthesis import CHUNK, ROWS, chosen
 
 STEPS = 200
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A folder of exact snapshots, the model, and the weights at each step."""
+    """Yield a folder of exact snapshots, the model, and the weights at each step."""
     torch.manual_seed(0)
     folder, model, seen = tmp_path_factory.mktemp("run"), Small(), []
     ema = PostHocEMA(model, folder, snapshot_every=10, snapshot_dtype=torch.float32)
@@ -46,13 +46,13 @@ def run(tmp_path_factory):
 
 
 def straight(seen, sigma):
-    """The average of all weights that were seen, with no snapshot in between."""
+    """Average all weights seen, without snapshots."""
     counts = impulse_response(range(1, len(seen) + 1), gamma_from_sigma(sigma))
     return sum(count * weight for count, weight in zip(counts, seen, strict=True))
 
 
 def outer_loop(folder, sigma, at=STEPS):
-    """All of a snapshot at a time, by the safetensors library and in float64."""
+    """Sum whole snapshots with the safetensors library in float64."""
     found = [s for s in find_snapshots(folder) if s.step <= at]
     weights = solve_weights([s.profile for s in found], power_profile(sigma, at))
     loaded = [load_file(s.path) for s in found]
@@ -64,7 +64,7 @@ def outer_loop(folder, sigma, at=STEPS):
 
 
 def close(a, b):
-    """As far as the order of sums goes."""
+    """Compare up to the order of sums."""
     return torch.allclose(a, b, atol=1e-6)
 
 
@@ -74,8 +74,8 @@ def close(a, b):
 @pytest.mark.parametrize(
     ("sigma", "within"), [(0.05, 1e-6), (0.10, 1e-6), (0.07, 1e-3), (0.15, 1e-3)]
 )
-def test_it_is_the_average_of_all_weights_that_were_seen(run, sigma, within):
-    """Exactly of a width that was tracked, nearly of others: a random walk of steps of 0.1."""
+def test_it_approximates_the_average_of_all_weights(run, sigma, within):
+    """Tracked widths are exact. Others are approximate: a random walk with steps of 0.1."""
     folder, _, seen = run
     found = synthesize(folder, sigma)["hidden.weight"]
     assert found.dtype == torch.float32
@@ -83,13 +83,13 @@ def test_it_is_the_average_of_all_weights_that_were_seen(run, sigma, within):
 
 
 @pytest.mark.parametrize("sigma", [0.06, 0.12, 0.2])
-def test_it_is_what_the_loop_over_snapshots_gives(run, sigma):
+def test_it_equals_a_simple_loop_over_snapshots(run, sigma):
     found, wanted = synthesize(run[0], sigma), outer_loop(run[0], sigma)
     for name, tensor in wanted.items():
         assert (found[name] - tensor).abs().max() < 3e-6
 
 
-def test_an_earlier_time_is_as_if_training_had_ended_there(run):
+def test_an_earlier_time_equals_training_that_ended_there(run):
     folder, _, seen = run
     found = synthesize(folder, 0.07, at=100)
     assert (found["hidden.weight"] - straight(seen[:100], 0.07)).abs().max() < 3e-3
@@ -97,12 +97,12 @@ def test_an_earlier_time_is_as_if_training_had_ended_there(run):
     assert torch.equal(found["norm.running_mean"], torch.full((16,), 100 / 3))
 
 
-def test_a_time_that_is_no_snapshots_is_refused(run):
-    with pytest.raises(ValueError, match=r"got at=104, when no snapshot was taken: .* such as 100"):
+def test_a_time_without_a_snapshot_is_an_error(run):
+    with pytest.raises(ValueError, match=r"got at=104, when no snapshot was taken.* such as 100"):
         synthesize(run[0], 0.07, at=104)
 
 
-def test_what_is_not_averaged_is_the_live_models(run):
+def test_tensors_that_are_not_averaged_equal_the_live_models(run):
     folder, model, _ = run
     found = synthesize(folder, 0.07)
     for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "seen"):
@@ -118,7 +118,7 @@ def test_new_tensors_are_a_state_dict_with_tied_weights_as_one(run):
     assert found["head.weight"] is found["embedding.weight"]
 
 
-def test_several_widths_are_as_one_after_another(run):
+def test_several_widths_equal_separate_calls(run):
     sigmas = (0.06, 0.07, 0.10, 0.2)
     for sigma, found in zip(sigmas, synthesize(run[0], sigmas), strict=True):
         alone = synthesize(run[0], sigma)
@@ -126,10 +126,10 @@ def test_several_widths_are_as_one_after_another(run):
             assert torch.allclose(found[name], tensor, atol=1e-6)
 
 
-def test_tensors_of_many_pieces_are_as_those_of_one(tmp_path, monkeypatch):
+def test_the_chunk_size_does_not_change_the_result(tmp_path, monkeypatch):
     trained(nn.Linear(100, 99), tmp_path, 40, snapshot_dtype="int8")
     whole = synthesize(tmp_path, 0.07)
-    monkeypatch.setattr(module, "PIECE", 512)
+    monkeypatch.setattr(module, "CHUNK", 512)
     cut = synthesize(tmp_path, 0.07)
     assert all(torch.allclose(whole[name], cut[name], atol=1e-6) for name in whole)
 
@@ -146,7 +146,7 @@ def test_rounded_snapshots_give_nearly_the_same(dtype, within, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_sums_are_exact_whatever_training_rounds_its_products_to(precision, run, monkeypatch):
+def test_sums_are_exact_for_any_matmul_precision_of_training(precision, run, monkeypatch):
     wanted, seen = outer_loop(run[0], 0.07), []
     products = torch.backends.mkldnn.matmul
     proper = module._weighted_sums
@@ -175,13 +175,13 @@ def test_pruned_snapshots_give_nearly_the_same(run):
     assert (whole - few).abs().max() < 0.1
 
 
-def test_a_width_out_of_reach_is_warned_of(tmp_path):
+def test_a_width_out_of_reach_is_a_warning(tmp_path):
     trained(nn.Linear(2, 2), tmp_path, 20)
-    with pytest.warns(UserWarning, match=r"sigma 0\.25 that 4 snapshots come .* off by 0\.53"):
+    with pytest.warns(UserWarning, match=r"4 snapshots approximate sigma 0\.25 with .* of 0\.53"):
         synthesize(tmp_path, 0.25)
 
 
-# ------------------------------------------------------------------ where it goes
+# ------------------------------------------------------------------ outputs
 
 
 def test_a_model_is_written_in_place(run):
@@ -194,7 +194,7 @@ def test_a_model_is_written_in_place(run):
         assert torch.equal(model.state_dict()[name], tensor)
 
 
-def test_a_model_of_16_bits_or_in_another_layout_keeps_its_own(tmp_path):
+def test_a_model_keeps_its_dtype_and_layout(tmp_path):
     trained(nn.Conv2d(4, 6, 3), tmp_path, 30)
     wanted = synthesize(tmp_path, 0.07)["weight"]
     half = synthesize(tmp_path, 0.07, out=nn.Conv2d(4, 6, 3).bfloat16())
@@ -214,7 +214,7 @@ def test_given_tensors_are_written_in_place(run):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_file_has_the_same(run, dtype, tmp_path):
+def test_a_file_has_the_same_tensors(run, dtype, tmp_path):
     path = tmp_path / "average.safetensors"
     assert synthesize(run[0], 0.07, out=path, dtype=dtype) == path
     found, wanted = load_file(path), synthesize(run[0], 0.07, dtype=dtype)
@@ -224,7 +224,7 @@ def test_a_file_has_the_same(run, dtype, tmp_path):
         assert torch.equal(tensor, wanted[name])
 
 
-def test_each_width_goes_to_its_own_place(run, tmp_path):
+def test_each_width_goes_to_its_own_output(run, tmp_path):
     model, path = Small(), tmp_path / "x.safetensors"
     found = synthesize(run[0], (0.06, 0.07, 0.2), out=(path, model, None))
     assert found[:2] == [path, model]
@@ -235,12 +235,12 @@ def test_each_width_goes_to_its_own_place(run, tmp_path):
     assert close(found[2]["hidden.weight"], synthesize(run[0], 0.2)["hidden.weight"])
 
 
-def test_too_few_places_are_refused(run):
+def test_too_few_outputs_are_an_error(run):
     with pytest.raises(ValueError, match="got 1 of out for 2 sigmas"):
         synthesize(run[0], (0.06, 0.07), out=[Small()])
 
 
-def test_a_model_of_other_shapes_is_refused_before_anything_is_written(run):
+def test_a_model_of_other_shapes_is_an_error_before_anything_is_written(run):
     other = Small()
     other.hidden = nn.Linear(16, 8)
     before = copy.deepcopy(other.state_dict())
@@ -283,7 +283,7 @@ def test_only_chooses_by_name_by_module_and_by_pattern(only, wanted):
         assert chosen(NAMES, only) == [NAMES[i] for i in wanted]
 
 
-def test_only_what_was_chosen_is_written(run):
+def test_only_selected_tensors_are_written(run):
     model = Small()
     before = copy.deepcopy(model.state_dict())
     synthesize(run[0], 0.07, out=model, only="hidden")
@@ -291,7 +291,7 @@ def test_only_what_was_chosen_is_written(run):
     assert changed == {"hidden.weight", "hidden.bias"}
 
 
-def test_new_tensors_are_only_those_that_were_chosen(run):
+def test_new_tensors_are_only_the_selected_ones(run):
     assert synthesize(run[0], 0.07, only=["norm", "embedding"]).keys() == {
         *("norm.weight", "norm.bias", "norm.running_mean", "norm.running_var"),
         *("norm.num_batches_tracked", "embedding.weight", "head.weight"),
@@ -302,7 +302,7 @@ def test_new_tensors_are_only_those_that_were_chosen(run):
 
 
 def buffers(folder, targets, out):
-    """Of synthesis alone: what it makes, without the files that it maps and what it is given."""
+    """Return the memory of synthesis alone, without mapped files and given tensors."""
     snapshots = find_snapshots(folder)
     mapped = sum(snapshot.nbytes for snapshot in snapshots)
     sigmas = [0.06, 0.07, 0.08, 0.1][:targets]
@@ -313,28 +313,26 @@ def buffers(folder, targets, out):
 
 @pytest.mark.parametrize("targets", [1, 4])
 @pytest.mark.parametrize("steps", [40, 50, 120])
-def test_it_takes_a_piece_for_each_width_and_eight_more_whatever_the_snapshots(
-    targets, steps, tmp_path
-):
+def test_the_buffers_are_a_chunk_per_width_and_eight_more(targets, steps, tmp_path):
     trained(nn.Linear(1000, 300, bias=False), tmp_path, steps)
     out = [nn.Linear(1000, 300, bias=False) for _ in range(targets)]
     shares = targets * 2 * (steps // 10) * 4  # in float32
-    assert buffers(tmp_path, targets, out) == (targets + ROWS) * PIECE * 4 + shares
+    assert buffers(tmp_path, targets, out) == (targets + ROWS) * CHUNK * 4 + shares
 
 
-def test_int8_takes_what_decoding_a_piece_takes_beside(tmp_path):
-    """The codes are mapped; decoded they are a piece, and on the way to that some more."""
+def test_int8_adds_the_memory_for_decoding_one_chunk(tmp_path):
+    """Codes are mapped. Decoding a chunk takes temporaries."""
     for steps in (40, 120):
         folder = tmp_path / str(steps)
         trained(nn.Linear(1000, 300, bias=False), folder, steps, snapshot_dtype="int8")
-        beside = buffers(folder, 1, [nn.Linear(1000, 300, bias=False)]) - (1 + ROWS) * PIECE * 4
-        assert 0 < beside <= 4 * PIECE * 4
+        beside = buffers(folder, 1, [nn.Linear(1000, 300, bias=False)]) - (1 + ROWS) * CHUNK * 4
+        assert 0 < beside <= 4 * CHUNK * 4
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system tells no such thing")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc/self/status")
 def test_four_widths_of_a_model_of_128_mib_take_less_than_64_mib_of_anonymous_memory(tmp_path):
-    """In a process of its own, to four files, of 20 snapshots: 12 MiB at most are buffers."""
+    """A separate process writes four files from 20 snapshots; its buffers take at most 12 MiB."""
     script = Path(__file__).with_name("large_synthesis.py")
     done = subprocess.run(
         [sys.executable, script, tmp_path], capture_output=True, text=True, check=True
@@ -346,7 +344,7 @@ def test_four_widths_of_a_model_of_128_mib_take_less_than_64_mib_of_anonymous_me
 
 
 def interrupting(monkeypatch, target, calls):
-    """Ctrl-C at a call of something."""
+    """Raise KeyboardInterrupt at the given call of a function."""
     owner, name = target
     proper, count = getattr(owner, name), iter(range(10**6))
 
@@ -369,19 +367,19 @@ def test_ctrl_c_leaves_files_as_they_were(calls, run, tmp_path, monkeypatch):
     assert out[0].read_bytes() == b"what was there"
 
 
-def test_ctrl_c_while_a_model_is_written_says_so_and_a_second_call_mends_it(run, monkeypatch):
+def test_ctrl_c_while_writing_a_model_adds_a_note_and_a_second_call_completes_it(run, monkeypatch):
     model = Small()
     with monkeypatch.context() as patched:
         interrupting(patched, (module._ToTensors, "write"), 3)
         with pytest.raises(KeyboardInterrupt) as caught:
             synthesize(run[0], 0.07, out=model)
-    assert "were being written" in caught.value.__notes__[0]
+    assert "only partly written" in caught.value.__notes__[0]
     wanted = synthesize(run[0], 0.07)
     synthesize(run[0], 0.07, out=model)
     assert all(torch.equal(model.state_dict()[name], wanted[name]) for name in wanted)
 
 
-# ------------------------------------------------------------------ how far it is
+# ------------------------------------------------------------------ progress
 
 
 @pytest.mark.parametrize(
@@ -399,7 +397,7 @@ def test_a_bar_shows_on_a_terminal_when_it_takes_long(
     assert ("averaging" in screen.getvalue()) == shown
 
 
-# ------------------------------------------------------------------ what users do
+# ------------------------------------------------------------------ common mistakes
 
 
 @pytest.fixture
@@ -408,7 +406,7 @@ def three(tmp_path):
     return trained(Small(), tmp_path / "three", 30).folder
 
 
-def test_no_snapshot_is_written_over_and_nothing_that_looks_like_one_beside_them(three):
+def test_an_output_cannot_have_a_snapshots_name_in_their_folder(three):
     [first, *_] = find_snapshots(three)
     before = first.path.read_bytes()
     for path in (first.path, three / "ema-15.safetensors"):
@@ -419,27 +417,27 @@ def test_no_snapshot_is_written_over_and_nothing_that_looks_like_one_beside_them
     assert len(find_snapshots(three)) == 6
 
 
-def test_several_averages_want_a_list_of_places(three, tmp_path):
+def test_several_averages_need_a_list_of_outputs(three, tmp_path):
     with pytest.raises(ValueError, match="got no sigma"):
         synthesize(three, [])
     for out in ("xy", tmp_path / "a.safetensors", Small(), [None]):
         with pytest.raises(ValueError, match="got 1 of out for 2 sigmas; give a list"):
             synthesize(three, [0.06, 0.07], out=out)
-    with pytest.raises(ValueError, match="twice; give each average a file of its own"):
+    with pytest.raises(ValueError, match="twice; give each average its own file"):
         synthesize(three, [0.06, 0.07], out=[tmp_path / "a.safetensors"] * 2)
-    with pytest.raises(ValueError, match="whose folder is not there"):
+    with pytest.raises(ValueError, match="whose folder does not exist"):
         synthesize(three, 0.07, out=tmp_path / "none" / "a.safetensors")
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_a_file_that_is_cut_after_it_was_found_is_named(three):
+def test_a_file_truncated_after_it_was_found_is_an_error(three):
     found = find_snapshots(three)
     os.truncate(found[2].path, found[2].nbytes - 100)
-    with pytest.raises(ValueError, match="is cut short: got"):
+    with pytest.raises(ValueError, match="is truncated: got"):
         synthesize(found, 0.07)
 
 
-def test_prune_wants_snapshots_and_takes_one_width(three):
+def test_prune_requires_snapshots_and_accepts_a_single_width(three):
     with pytest.raises(TypeError, match="give find_snapshots"):
         prune(three, [0.07], error=0.1)
     assert prune(find_snapshots(three), 0.07, error=0.1).errors.keys() == {0.07}

@@ -1,4 +1,4 @@
-"""The tracker: what its averages are made of, its clock, its bytes, and how it resumes."""
+"""The tracker: its averages, clock, memory, and resuming."""
 
 import copy
 
@@ -34,18 +34,18 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("every", [1, 10, 100])
-def test_each_step_counts_as_the_closed_form_says(every, tmp_path):
+def test_each_step_counts_as_in_the_closed_form(every, tmp_path):
     steps, seen = 1000, slice(every - 1, None, every)
     for sigma, found in zip(SIGMAS, responses(steps, SIGMAS, every, tmp_path), strict=True):
         times = range(every, steps + 1, every)
         wanted = impulse_response(times, gamma_from_sigma(sigma))
         assert found.dtype == torch.float64
         assert found[seen].numpy() == pytest.approx(wanted, abs=1e-12)
-        assert found.sum() == pytest.approx(1, abs=1e-12)  # and no other step counts at all
+        assert found.sum() == pytest.approx(1, abs=1e-12)  # so no other step counts
 
 
 @pytest.mark.parametrize("every", [1, 10, 100])
-def test_an_average_has_the_width_that_was_asked_for(every, tmp_path):
+def test_an_average_has_the_requested_width(every, tmp_path):
     steps = 10_000 if every == 100 else 1000
     for sigma, found in zip(SIGMAS, responses(steps, SIGMAS, every, tmp_path), strict=True):
         assert relative_width(range(1, steps + 1), found) == pytest.approx(sigma, rel=0.02)
@@ -92,8 +92,8 @@ def test_between_updates_nothing_happens(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_16_bits_have_averages_of_32(dtype, tmp_path):
-    """As if the weights had been float32 all along: 300,000 numbers are more than one piece."""
+def test_16_bit_weights_have_32_bit_averages(dtype, tmp_path):
+    """Compare with float32 weights; 300,000 elements take more than one chunk."""
     model = nn.Linear(600, 500).to(dtype)
     exact = copy.deepcopy(model).float()
     ema, wanted = PostHocEMA(model, tmp_path), PostHocEMA(exact, tmp_path)
@@ -106,7 +106,7 @@ def test_weights_of_16_bits_have_averages_of_32(dtype, tmp_path):
     assert same(ema, wanted)
 
 
-def test_weights_that_are_no_run_of_numbers_are_averaged(tmp_path):
+def test_noncontiguous_weights_are_averaged(tmp_path):
     for dtype in (torch.float32, torch.bfloat16):
         plain = nn.Conv2d(4, 6, 3).to(dtype)
         last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
@@ -120,7 +120,7 @@ def test_weights_that_are_no_run_of_numbers_are_averaged(tmp_path):
         assert same(one, other)
 
 
-def test_tied_weights_are_once_and_all_else_follows_the_model(tmp_path):
+def test_tied_weights_count_once_and_other_tensors_follow_the_model(tmp_path):
     ema = PostHocEMA(Small(), tmp_path)
     assert set(ema.averages[0.05]) == {
         *("embedding.weight", "hidden.weight", "hidden.bias", "norm.weight", "norm.bias"),
@@ -131,15 +131,15 @@ def test_tied_weights_are_once_and_all_else_follows_the_model(tmp_path):
 
 
 @pytest.mark.parametrize("step", [10, 9, 0, -1, float("nan"), float("inf")])
-def test_a_clock_that_stands_still_or_goes_back_is_refused(step, tmp_path):
+def test_a_clock_that_does_not_advance_is_an_error(step, tmp_path):
     ema = PostHocEMA(nn.Linear(2, 2), tmp_path)
     ema.update(10)
-    with pytest.raises(ValueError, match="wanted one above 10, the last update's"):
+    with pytest.raises(ValueError, match="wanted a step above the last update's, 10"):
         ema.update(step)
 
 
 @pytest.mark.parametrize("step", [True, "3", None])
-def test_a_step_that_is_no_number_is_refused(step, tmp_path):
+def test_a_step_that_is_not_a_number_is_an_error(step, tmp_path):
     with pytest.raises(TypeError, match="wanted a number"):
         PostHocEMA(nn.Linear(2, 2), tmp_path).update(step)
 
@@ -148,7 +148,7 @@ def test_a_step_that_is_no_number_is_refused(step, tmp_path):
 
 
 @pytest.mark.parametrize("sigmas", [(0.05, 0.10), (0.05, 0.10, 0.2)])
-def test_k_averages_take_4_k_bytes_a_weight_and_an_update_nothing_beside(sigmas, tmp_path):
+def test_k_averages_take_4_k_bytes_per_weight_and_updates_no_temporaries(sigmas, tmp_path):
     model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 7))
     P = sum(p.numel() for p in model.parameters())
     ema = PostHocEMA(model, tmp_path, sigmas)
@@ -157,15 +157,15 @@ def test_k_averages_take_4_k_bytes_a_weight_and_an_update_nothing_beside(sigmas,
     assert trace.peak_bytes == 4 * P + 4 * len(sigmas) * P
 
 
-def test_of_16_bit_weights_an_update_takes_a_piece(tmp_path):
+def test_an_update_of_16_bit_weights_takes_one_chunk(tmp_path):
     model = nn.Linear(1000, 1000, bias=False).bfloat16()
     ema = PostHocEMA(model, tmp_path)
     trace = memlab.measure(lambda: ema.update(1), model=model)
     assert trace.peak_bytes == 2 * 10**6 + ema.nbytes + 4 * CHUNK_SIZE
 
 
-def test_a_snapshot_takes_two_pieces_whatever_the_model(tmp_path):
-    """One that is written, and the next one."""
+def test_a_snapshot_takes_two_chunks_for_any_model(tmp_path):
+    """The chunk being written and the next one."""
     model = nn.Linear(2000, 1000, bias=False)
     ema = PostHocEMA(model, tmp_path)
     ema.update(1)
@@ -184,13 +184,13 @@ def test_a_dry_run_has_the_same_bytes_and_writes_nothing(tmp_path):
         dry = run(tmp_path / "dry")
     assert not (tmp_path / "dry").exists()
     real = run(tmp_path / "real")
-    assert abs(real - dry) <= 8  # of a check for infinities, which has no numbers to look at
+    assert abs(real - dry) <= 8  # from a check for infinities, which a dry run skips
     assert len(find_snapshots(tmp_path / "real")) == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_an_update_takes_nothing_beside_or_a_piece(dtype, tmp_path):
+def test_on_a_gpu_an_update_takes_no_temporary_or_one_chunk(dtype, tmp_path):
     model = nn.Linear(4096, 4096, bias=False, device="cuda", dtype=dtype)
     ema = PostHocEMA(model, tmp_path, snapshot_every=3)
     ema.update(1)
@@ -206,11 +206,11 @@ def test_on_a_gpu_an_update_takes_nothing_beside_or_a_piece(dtype, tmp_path):
     assert torch.allclose(found.float(), ema.averages[0.05]["weight"], rtol=2**-7)
 
 
-# ------------------------------------------------------------------ to resume
+# ------------------------------------------------------------------ resuming
 
 
 @pytest.mark.parametrize("by", ["file", "dict"])
-def test_a_run_that_was_resumed_is_the_same_to_the_bit(by, tmp_path):
+def test_a_resumed_run_is_the_same_to_the_bit(by, tmp_path):
     model = Small()
     ema = trained(model, tmp_path / "whole", 25)
     weights = copy.deepcopy(model.state_dict())
@@ -229,7 +229,7 @@ def test_a_run_that_was_resumed_is_the_same_to_the_bit(by, tmp_path):
     assert [s.step for s in find_snapshots(tmp_path / "again")] == [30, 30, 40, 40, 50, 50]
 
 
-def test_snapshots_of_a_future_that_was_undone_are_removed(tmp_path):
+def test_resuming_removes_later_snapshots(tmp_path):
     model = nn.Linear(2, 2)
     ema = trained(model, tmp_path, 20)
     ema.save()
@@ -238,7 +238,7 @@ def test_snapshots_of_a_future_that_was_undone_are_removed(tmp_path):
 
     resumed = PostHocEMA(model, tmp_path, snapshot_every=25)
     resumed.load()
-    assert {s.step for s in find_snapshots(tmp_path)} == {10, 20, 30, 40}  # nothing went on yet
+    assert {s.step for s in find_snapshots(tmp_path)} == {10, 20, 30, 40}  # before any update
     go_on(model, resumed, 21, 26)
     assert {s.step for s in find_snapshots(tmp_path)} == {10, 20, 25}
 
@@ -253,9 +253,9 @@ def test_the_same_tracker_can_go_back_too(tmp_path):
     assert {s.step for s in find_snapshots(tmp_path)} == {10, 20}
 
 
-def test_a_snapshot_is_no_state(tmp_path):
+def test_a_snapshot_cannot_be_loaded_as_a_state(tmp_path):
     ema = trained(nn.Linear(2, 2), tmp_path, 10)
-    with pytest.raises(ValueError, match="a snapshot is rounded, and training can't go on from it"):
+    with pytest.raises(ValueError, match="a snapshot is rounded and cannot resume training"):
         ema.load(find_snapshots(tmp_path)[0].path)
 
 
@@ -268,7 +268,7 @@ def test_a_snapshot_is_no_state(tmp_path):
     ],
 )
 @pytest.mark.parametrize("by", ["file", "dict"])
-def test_a_state_of_something_else_is_refused(by, changed, named, tmp_path):
+def test_a_state_of_another_model_or_setting_is_an_error(by, changed, named, tmp_path):
     ema = trained(nn.Linear(2, 2), tmp_path, 1)
     path = ema.save()
     other = PostHocEMA(**{"model": nn.Linear(2, 2), "folder": tmp_path, **changed})
@@ -276,68 +276,68 @@ def test_a_state_of_something_else_is_refused(by, changed, named, tmp_path):
         other.load(path) if by == "file" else other.load_state_dict(ema.state_dict())
 
 
-def test_a_folder_of_another_run_is_refused_before_anything_is_written(tmp_path):
+def test_a_folder_of_another_run_is_an_error_before_anything_is_written(tmp_path):
     trained(nn.Linear(2, 2), tmp_path, 10)
     before = [(s.path, s.path.stat().st_mtime_ns) for s in find_snapshots(tmp_path)]
     other = PostHocEMA(nn.Linear(2, 2), tmp_path, snapshot_every=1)
-    with pytest.raises(ValueError, match=r"is of another run: got .* load its state to go on"):
+    with pytest.raises(ValueError, match=r"is of another run: got .* load its state to resume"):
         other.update(1)
     assert other.step == 0
     assert [(s.path, s.path.stat().st_mtime_ns) for s in find_snapshots(tmp_path)] == before
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize("sigmas", [(), (0.1,), (0.1, 0.1)])
-def test_fewer_than_two_widths_are_refused(sigmas, tmp_path):
-    with pytest.raises(ValueError, match="wanted two or more that differ"):
+def test_fewer_than_two_widths_are_an_error(sigmas, tmp_path):
+    with pytest.raises(ValueError, match="wanted two or more different ones"):
         PostHocEMA(nn.Linear(2, 2), tmp_path, sigmas)
 
 
 @pytest.mark.parametrize("setting", [{"every": 0}, {"snapshot_every": -1}, {"every": True}])
-def test_an_interval_that_is_none_is_refused(setting, tmp_path):
+def test_an_invalid_interval_is_an_error(setting, tmp_path):
     with pytest.raises(ValueError, match="wanted a number above 0"):
         PostHocEMA(nn.Linear(2, 2), tmp_path, **setting)
 
 
-def test_a_model_without_trained_weights_is_refused(tmp_path):
+def test_a_model_without_trained_weights_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="nothing to average"):
         PostHocEMA(nn.Linear(2, 2).requires_grad_(False), tmp_path)
 
 
-def test_complex_weights_are_refused(tmp_path):
+def test_complex_weights_are_an_error(tmp_path):
     with pytest.raises(TypeError, match=r"'weight' of torch\.complex64, wanted floats"):
         PostHocEMA(nn.Linear(2, 2, dtype=torch.complex64), tmp_path)
 
 
-def test_weights_that_are_unfrozen_later_are_refused(tmp_path):
+def test_weights_that_are_unfrozen_later_are_an_error(tmp_path):
     model = Small()
     ema = PostHocEMA(model, tmp_path)
     model.frozen.requires_grad_(True)
-    with pytest.raises(ValueError, match="'frozen' to be trained, which was frozen"):
+    with pytest.raises(ValueError, match="'frozen', which is trained now but was frozen"):
         ema.update(1)
 
 
-def test_a_snapshot_before_the_first_update_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"call update\(step\) before"):
+def test_a_snapshot_before_the_first_update_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"call update\(step\) first"):
         PostHocEMA(nn.Linear(2, 2), tmp_path).snapshot()
 
 
-# ------------------------------------------------------------------ what users do
+# ------------------------------------------------------------------ common mistakes
 
 
-def test_a_run_that_forgot_to_load_does_not_write_over_the_state_of_another(tmp_path):
+def test_saving_does_not_overwrite_the_state_of_another_run(tmp_path):
     trained(Small(), tmp_path, 20).save()
     forgot = PostHocEMA(Small(), tmp_path)
-    with pytest.raises(ValueError, match=r"is of another run: .*; load\(\) it to go on"):
+    with pytest.raises(ValueError, match=r"is of another run: .*; load\(\) it to resume"):
         forgot.save()
     forgot.load()
     assert forgot.step == 20
     forgot.save()
 
 
-def test_after_an_interrupted_update_comes_no_other(tmp_path, monkeypatch):
+def test_an_update_after_an_interrupted_one_is_an_error(tmp_path, monkeypatch):
     model = Small()
     ema = trained(model, tmp_path, 20)
     ema.save()
@@ -367,6 +367,6 @@ def test_tenths_of_an_epoch_are_counted_as_tenths(tmp_path):
     assert [tenth for tenth in range(1, 31) if rare.update(tenth / 10)] == [*range(3, 31, 3)]
 
 
-def test_one_width_is_too_few_and_says_so(tmp_path):
-    with pytest.raises(ValueError, match="wanted two or more that differ"):
+def test_a_single_width_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="wanted two or more different ones"):
         PostHocEMA(nn.Linear(2, 2), tmp_path, 0.1)

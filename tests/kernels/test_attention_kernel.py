@@ -369,7 +369,7 @@ def test_float64_and_mixed_dtypes_are_refused():
     q, k, v = (torch.zeros(1, 2, 3, 4) for _ in range(3))
     with pytest.raises(ValueError, match=r"got torch.float64.*memlab.attention.flash_attention"):
         flash_attention(*in_float64((q, k, v)))
-    with pytest.raises(ValueError, match=r"v in torch.bfloat16; give all of them in one dtype"):
+    with pytest.raises(ValueError, match=r"v in torch.bfloat16; give all of them in one"):
         flash_attention(q, k, v.bfloat16())
 
 

@@ -13,7 +13,7 @@ import memlab
 from memlab import losses
 from memlab.kernels.launching import launch
 from memlab.kernels.losses import _tanh, chunked_cross_entropy, rows_
-from memlab.losses import Terms, cross_entropy_reference, losses_of_rows_
+from memlab.losses import LossTerms, cross_entropy_reference, row_losses_
 from memlab.model import GPT, PRESETS
 
 N, C, V = 20, 8, 33
@@ -130,15 +130,15 @@ def test_the_loss_matches_torch(device):
 def rows_and_reference(x, labels, factors, **options):
     """Return (losses, gradients) of the kernel, and of memlab.losses in float64."""
     result = []
-    for function, dtype in ((rows_, torch.float32), (losses_of_rows_, torch.float64)):
+    for function, dtype in ((rows_, torch.float32), (row_losses_, torch.float64)):
         logits = x.to(dtype).clone()
         by_row = None if factors is None else factors.to(dtype)
-        result.append((function(logits, labels, by_row, Terms(**options)), logits))
+        result.append((function(logits, labels, by_row, LossTerms(**options)), logits))
     return result
 
 
-def column(upstream, device, dtype=torch.float32):
-    return torch.tensor(upstream, device=device, dtype=dtype).view(-1, 1)
+def column(values, device, dtype=torch.float32):
+    return torch.tensor(values, device=device, dtype=dtype).view(-1, 1)
 
 
 @every_option
@@ -212,18 +212,18 @@ def test_an_invalid_target_only_makes_its_row_nan(label, device):
     labels, factors = column([0, label, 2], device, torch.int64), column([1.0] * 3, device)
     right = column([0, 1, 2], device, torch.int64)
     gradient, expected = x.clone(), x.clone()
-    result = rows_(gradient, labels, factors, Terms())
-    inputs_with_gradients = rows_(expected, right, factors, Terms())
+    result = rows_(gradient, labels, factors, LossTerms())
+    expected_losses = rows_(expected, right, factors, LossTerms())
     assert result[1].isnan()
     assert gradient[1].isnan().all()
-    assert torch.equal(result[[0, 2]], inputs_with_gradients[[0, 2]])
+    assert torch.equal(result[[0, 2]], expected_losses[[0, 2]])
     assert torch.equal(gradient[[0, 2]], expected[[0, 2]])
 
 
 def test_a_row_with_a_factor_of_zero_is_not_read(device):
     x = torch.full((2, 3000), math.nan, device=device)
     x[0] = 0.0
-    result = rows_(x, column([1, 1], device, torch.int64), column([1.0, 0.0], device), Terms())
+    result = rows_(x, column([1, 1], device, torch.int64), column([1.0, 0.0], device), LossTerms())
     assert result[0].item() == pytest.approx(math.log(3000), rel=1e-6)
     assert result[1] == 0
     assert not x[1].any()
@@ -232,7 +232,7 @@ def test_a_row_with_a_factor_of_zero_is_not_read(device):
 def test_without_factors_the_logits_are_unchanged(device):
     x = torch.randn(4, 100, device=device)
     before = x.clone()
-    result = rows_(x, column([0, 1, 2, 3], device, torch.int64), None, Terms())
+    result = rows_(x, column([0, 1, 2, 3], device, torch.int64), None, LossTerms())
     assert torch.equal(x, before)
     assert_close(
         [result[:, 0]], [F.cross_entropy(x, torch.arange(4, device=device), reduction="none")]
@@ -340,17 +340,17 @@ SMALL = (48, 16, 300)
 
 
 def peak_bytes(
-    function, rows, width, vocab, chunk, inputs_with_gradients=(True, True), dtype=None, **options
+    function, rows, width, vocab, chunk, requires_grad=(True, True), dtype=None, **options
 ):
     """Return peak bytes beyond the inputs in a dry run, of forward and backward if trained."""
     with memlab.dry_run():
-        hidden = torch.zeros(rows, width, dtype=dtype, requires_grad=inputs_with_gradients[0])
-        weight = torch.zeros(vocab, width, dtype=dtype, requires_grad=inputs_with_gradients[1])
+        hidden = torch.zeros(rows, width, dtype=dtype, requires_grad=requires_grad[0])
+        weight = torch.zeros(vocab, width, dtype=dtype, requires_grad=requires_grad[1])
         targets = torch.zeros(rows, dtype=torch.long)
 
         def step():
             loss = function(hidden, weight, targets, chunk=chunk, **options)
-            if any(inputs_with_gradients):
+            if any(requires_grad):
                 loss.backward(torch.ones_like(loss))
 
         result = memlab.measure(step).peak_bytes
@@ -374,8 +374,8 @@ def test_the_kernel_allocates_4_bytes_per_row():
     common = 4 * chunk * vocab + 17 * rows
     for options in OPTIONS.values():
         peak = partial(peak_bytes, chunked_cross_entropy, *SMALL, chunk, **options)
-        assert peak(inputs_with_gradients=(False, False)) == common + 4 * chunk
-        assert peak(inputs_with_gradients=(False, True)) == common + 4 * chunk + 4 * vocab * width
+        assert peak(requires_grad=(False, False)) == common + 4 * chunk
+        assert peak(requires_grad=(False, True)) == common + 4 * chunk + 4 * vocab * width
 
 
 @every_reduction
@@ -429,14 +429,15 @@ def test_an_invalid_target_is_named_on_a_cpu():
 
 COMPILED = """
 from memlab.kernels.losses import rows_
-from memlab.losses import Terms
+from memlab.losses import LossTerms
 found = []
 for capability in (80, 89):
     with compiled_for(capability) as made:
         for vocab in (32_000, 50_257):
             x = torch.empty(64, vocab, device="meta")
             labels = torch.empty(64, 1, dtype=torch.int64, device="meta")
-            for terms in (Terms(), Terms(label_smoothing=0.1), Terms(-100, 0.1, 1e-4, 30.0)):
+            every = LossTerms(-100, 0.1, 1e-4, 30.0)
+            for terms in (LossTerms(), LossTerms(label_smoothing=0.1), every):
                 rows_(x, labels, torch.empty(64, 1, device="meta"), terms)
     found += made
 report(found)

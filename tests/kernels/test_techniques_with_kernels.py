@@ -111,8 +111,8 @@ def test_measure_shows_kernels(tmp_path, capsys):
 
 
 def test_a_message_says_when_no_technique_has_a_kernel():
-    assert choices.taken_by_kernels(["plain", "lora+sgd"]).endswith("no technique here has one")
-    assert choices.taken_by_kernels(["lora+adam8bit"]) == "by Triton's kernels: adam8bit"
+    assert choices.list_kernels(["plain", "lora+sgd"]).endswith("no technique here has one")
+    assert choices.list_kernels(["lora+adam8bit"]) == "by Triton's kernels: adam8bit"
 
 
 def test_a_dry_run_needs_no_gpu_or_interpreter(tmp_path, capsys, monkeypatch):

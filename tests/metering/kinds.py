@@ -1,12 +1,11 @@
-"""Kinds of training steps: what the meter is held against, one small realistic step for each.
+"""Kinds of training steps for testing the meter: one small realistic step for each kind.
 
-A builder returns `(step, model, optimizer)`, built afresh from seed 0. `step()` can be called
-again and again; the first call makes the optimizer's state, so the second is the typical one.
+A builder returns a new `(step, model, optimizer)` from seed 0. `step()` can be called repeatedly;
+the first call allocates the optimizer's state, so the second is typical.
 
-The kinds differ in what could mislead an observer: gradients that meet (fan-in), formulas of
-autograd that write in place unless they are watched, kernels with scratch, recomputation,
-several optimizers' loops, dtypes, modules that aren't ours. Sizes are odd on purpose: two
-storages of one size are seldom the same thing.
+The kinds cover hard cases: accumulated gradients (fan-in), autograd formulas that
+write in place without a dispatch mode, kernels with scratch, recomputation, optimizer loops, dtypes
+and third-party modules. Sizes are odd so that few storages have the same size.
 """
 
 import os
@@ -29,22 +28,14 @@ Family = Callable[[Tensor], Iterator[Tensor]]
 
 KINDS: dict[str, Builder] = {}
 
-# Where a meter of operators and the step itself part, and why.
-OUTSIDE_THE_PROMISE = {
-    "formulas_beyond_the_promise": "watched, their gradients come from other operators",
-}
-
-# Every storage is seen, but the real peak is higher by what a kernel takes for itself.
-KERNELS_WITH_LARGE_SCRATCH = {
-    "lstm": "the workspace of a fused recurrent layer",
-    "unet": "the workspace of a convolution",
-    "autoencoder": "the workspace of a transposed convolution",
-    "linear_algebra": "the expanded product inside a bilinear form",
+# Kinds without an exact trace, and why.
+INEXACT = {
+    "formulas_beyond_the_promise": "their gradients run other operators under a mode",
 }
 
 
 def kind(builder: Builder) -> Builder:
-    """Enter a builder into KINDS under its own name, and give it a seed."""
+    """Register a builder in KINDS under its own name, and seed it."""
 
     def build() -> Built:
         torch.manual_seed(0)
@@ -55,7 +46,7 @@ def kind(builder: Builder) -> Builder:
 
 
 def training(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> Built:
-    """The plain step: clear the gradients, forward, backward, update."""
+    """A basic step: zero the gradients, forward, backward, update."""
 
     def step() -> None:
         optimizer.zero_grad()
@@ -69,7 +60,7 @@ def training(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor])
 
 
 def perceptron(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model of three layers with a batch for it: (B, 40) in, 10 classes out."""
+    """Return a three-layer model and its batch: (B, 40) in, 10 classes out."""
     layers = (nn.Linear(40, 96), nn.ReLU(), nn.Linear(96, 72), nn.GELU(), nn.Linear(72, 10))
     return nn.Sequential(*layers).to(dtype), torch.randn(24, 40, dtype=dtype), labels(24, 10)
 
@@ -127,7 +118,7 @@ def autoencoder() -> Built:
 
 
 class UNet(nn.Module):
-    """Two levels with a skip connection, pooling down and resampling up."""
+    """Two levels with a skip connection, pooling and upsampling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +145,7 @@ def unet() -> Built:
 
 @kind
 def recommender() -> Built:
-    """Embedding tables of which a batch touches few rows; a bag is a sum of rows."""
+    """Embedding tables; a batch uses few rows, and a bag sums rows."""
     users, items = nn.Embedding(50, 12), nn.EmbeddingBag(80, 12, mode="mean")
     model = nn.ModuleList((users, items, nn.Linear(12, 12)))
     user, item, liked = torch.arange(18) % 7, torch.arange(36).view(18, 2), labels(18, 2).float()
@@ -186,18 +177,18 @@ def lstm() -> Built:
     return training(model, AdamW(model.parameters()), loss)
 
 
-# ------------------------------------------------------------------ gradients that meet
+# ------------------------------------------------------------------ accumulated gradients
 
 
 @kind
 def fan_out() -> Built:
-    """One activation read many times: autograd adds up what comes back, in place where it may."""
+    """One activation used many times: autograd adds its gradients, in place if possible."""
     model = nn.Linear(30, 40)
     x = torch.randn(25, 30)
 
     def loss() -> Tensor:
         h = model(x).tanh()
-        h = h + h  # both gradients are one tensor, so they are not added in place
+        h = h + h  # both gradients are the same tensor, so they are not added in place
         mixed = h * h + h.sin() + h.cos() * h
         views = h[:, :20] * h[:, 20:] + h.view(25, 2, 20)[:, 0] + h.t().t()[:, :20]
         spread = h.mean(0).expand(25, 40) + h.mean(1, keepdim=True).expand_as(h)
@@ -208,7 +199,7 @@ def fan_out() -> Built:
 
 @kind
 def shared_gradients() -> Built:
-    """Sums hand one gradient tensor to several inputs: it has more than one owner for a while."""
+    """A sum's gradient goes to several inputs, so the tensor has several owners for a while."""
     first, second, third = nn.Linear(20, 33), nn.Linear(20, 33), nn.Linear(33, 33)
     model = nn.ModuleList((first, second, third))
     x = torch.randn(18, 20)
@@ -223,7 +214,7 @@ def shared_gradients() -> Built:
 
 @kind
 def pieces() -> Built:
-    """cat, stack, split, chunk, unbind: gradients that are views of one storage."""
+    """cat, stack, split, chunk, unbind: gradients are views of one storage."""
     model = nn.Linear(24, 36)
     x = torch.randn(10, 24)
 
@@ -243,7 +234,7 @@ def pieces() -> Built:
 
 @kind
 def tied_weights() -> Built:
-    """One matrix embeds and scores: its two gradients meet at a leaf."""
+    """One matrix embeds and scores: its two gradients are added at a leaf."""
     embedding, body = nn.Embedding(60, 28), nn.Linear(28, 28)
     model = nn.ModuleList((embedding, body))
     tokens = torch.arange(45).view(3, 15) % 60
@@ -274,7 +265,7 @@ def residual_with_dropout() -> Built:
 
 @kind
 def gradient_of_a_gradient() -> Built:
-    """A gradient penalty: the first backward pass is itself recorded, and adds out of place."""
+    """A gradient penalty: the first backward pass is recorded, so it adds out of place."""
     model, x, _ = perceptron()
 
     def loss() -> Tensor:
@@ -286,7 +277,7 @@ def gradient_of_a_gradient() -> Built:
 
 
 class SquareInFloat16(torch.autograd.Function):
-    """A formula of one's own, in Python: it saves half the bytes, and adds out of place."""
+    """A custom function that saves half the bytes and adds out of place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -312,7 +303,7 @@ def custom_function() -> Built:
 
 @kind
 def hooks() -> Built:
-    """Activations packed into bfloat16, a hook that scales a gradient, one that replaces one."""
+    """Saved tensors packed into bfloat16, and hooks that scale or replace a gradient."""
     model, x, y = perceptron()
     model[0].weight.register_hook(lambda gradient: gradient * 0.5)
 
@@ -342,7 +333,7 @@ def transformer_encoder() -> Built:
 
 @kind
 def generator_and_critic() -> Built:
-    """Two optimizers, two backward passes, a graph that is cut and one that is kept."""
+    """Two optimizers and two backward passes, with a detached and a retained graph."""
     generator, critic = nn.Linear(8, 30), nn.utils.parametrizations.spectral_norm(nn.Linear(30, 1))
     model = nn.ModuleList((generator, critic))
     first, second = AdamW(generator.parameters()), AdamW(critic.parameters())
@@ -362,7 +353,7 @@ def generator_and_critic() -> Built:
 
 @kind
 def teacher_student_and_average() -> Built:
-    """Distillation from a running average of the weights, which is updated after each step."""
+    """Distillation from an average of the weights, updated after each step."""
     student, x, _ = perceptron()
     teacher, _, _ = perceptron()
     model, optimizer = nn.ModuleList((student, teacher)), AdamW(student.parameters())
@@ -380,14 +371,14 @@ def teacher_student_and_average() -> Built:
     return step, model, optimizer
 
 
-# ------------------------------------------------------------------ formulas of autograd
+# ------------------------------------------------------------------ autograd formulas
 
 
 def formulas(family: Family) -> Builder:
-    """A step over a family of operators: the gradient of each alone, then of all together."""
+    """A step over a family of operators: each gradient alone, then all together."""
 
     def build() -> Built:
-        model = nn.Linear(21, 34)  # its weight is what the operators are applied to
+        model = nn.Linear(21, 34)  # the operators are applied to its weight
         optimizer = SGD(model.parameters(), lr=0.01)
 
         def step() -> None:
@@ -435,7 +426,7 @@ def scatters(x: Tensor) -> Iterator[Tensor]:
     yield x.slice_scatter(x[:3], 0, 0, 3)
     yield x.select_scatter(x[0], 0, 5)
     yield zeros.scatter_add(0, columns.expand(34, 21), x)
-    yield x.scatter(1, columns, 0.5)  # from here on nothing but x has a gradient
+    yield x.scatter(1, columns, 0.5)  # from here on only x has a gradient
     yield x.scatter(1, columns, zeros)
     yield x.scatter_add(1, columns, zeros)
     yield x.index_put((rows,), zeros[:3])
@@ -497,7 +488,7 @@ def reductions(x: Tensor) -> Iterator[Tensor]:
 
 @formulas
 def formulas_beyond_the_promise(x: Tensor) -> Iterator[Tensor]:
-    """Watched, they run other operators: most look for zeros or NaNs in the values otherwise."""
+    """Under a mode they run other operators; without one, most check for zeros or NaNs."""
     mask, square = (x > 0).detach(), x[:6, :6] + 3 * torch.eye(6)
     yield (x / 9 + 1).prod()
     yield (x / 9 + 1).prod(dim=1)
@@ -514,7 +505,7 @@ def formulas_beyond_the_promise(x: Tensor) -> Iterator[Tensor]:
 
 @formulas
 def elementary_functions(x: Tensor) -> Iterator[Tensor]:
-    """Formulas that add, multiply and compare intermediate results, out of place, of their own."""
+    """Formulas that combine intermediate results out of place, even without a mode."""
     y = x.flip(0) + 3
     yield x.atan()
     yield x.atan2(y)
@@ -771,7 +762,7 @@ def gpt_checkpointed_reentrant() -> Built:
 
 @kind
 def gpt_checkpointed_nested() -> Built:
-    """Two segments of two blocks, each block checkpointed once more inside its segment."""
+    """Two segments of two blocks; each block is checkpointed again inside its segment."""
     model = GPT(PRESETS["tiny"])
     x, y = tokens_for(model)
 
@@ -824,7 +815,7 @@ def gpt_clips_and_schedules() -> Built:
 
 @kind
 def gpt_steps_in_backward() -> Built:
-    """Each weight is updated as soon as its gradient is there, which then goes."""
+    """Each weight is updated and its gradient freed as soon as the gradient is accumulated."""
     model = GPT(PRESETS["tiny"])
     optimizers = {p: SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
     x, y = tokens_for(model)
@@ -942,13 +933,13 @@ def handwritten_adam() -> Built:
     return step, model, None
 
 
-# ------------------------------------------------------------------ models of Hugging Face
+# ------------------------------------------------------------------ Hugging Face models
 
 
 def hugging_face(config_name: str, model_name: str, attention: str, **sizes: Any) -> Built:
-    """A model made from its configuration alone; nothing is downloaded."""
+    """A model built from its configuration, without a download."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import transformers  # seconds to import: only where it is asked for
+    import transformers  # takes seconds, so only where it is used
 
     config = getattr(transformers, config_name)(**sizes, attn_implementation=attention)
     model = getattr(transformers, model_name)(config).train()

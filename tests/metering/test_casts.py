@@ -1,4 +1,4 @@
-"""Autocast inside compositions that the meter takes apart: as it is unwatched."""
+"""Autocast inside decomposed composite operators acts as it does without the meter."""
 
 from contextlib import ExitStack
 
@@ -10,38 +10,38 @@ from memlab.metering.casts import Casts
 
 aten = torch.ops.aten
 
-# Under inference mode each reaches a dispatch mode whole, and consists of products that the CPU's
-# autocast lowers.
-COMPOSITIONS = {
+# Under inference mode each of these reaches a dispatch mode undecomposed. The CPU's autocast lowers
+# the matmuls inside.
+COMPOSITES = {
     "einsum": lambda x: torch.einsum("bij,bkj->bik", x, x),
     "tensordot": lambda x: torch.tensordot(x, x, ([2], [2])),
     "multi_dot": lambda x: torch.linalg.multi_dot([x[0], x[0].T, x[0]]),
 }
 
 
-@pytest.fixture(params=COMPOSITIONS)
-def composition(request):
-    return COMPOSITIONS[request.param]
+@pytest.fixture(params=COMPOSITES)
+def composite(request):
+    return COMPOSITES[request.param]
 
 
 def births(trace: memlab.Trace) -> list[tuple[str, tuple[int, ...]]]:
     return [(e.dtype, e.shape) for e in trace.events if e.bytes > 0 and e.phase != "before"]
 
 
-def test_a_metered_composition_computes_what_it_does_unwatched(composition):
+def test_a_metered_composite_has_the_same_result_as_without_the_meter(composite):
     x = torch.randn(4, 16, 64, generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-        unwatched = composition(x)
+        unwatched = composite(x)
         with memlab.meter():
-            watched = composition(x)
+            watched = composite(x)
     assert unwatched.dtype == torch.bfloat16
     assert torch.equal(watched, unwatched)
 
 
-def test_autocast_may_begin_inside_the_metering(composition):
+def test_autocast_may_begin_while_metering(composite):
     def step() -> torch.Tensor:
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-            return composition(torch.ones(4, 16, 64))
+            return composite(torch.ones(4, 16, 64))
 
     trace = memlab.measure(step)
     with memlab.dry_run():
@@ -49,37 +49,37 @@ def test_autocast_may_begin_inside_the_metering(composition):
     assert "bfloat16" in {dtype for dtype, _ in births(trace)}
 
 
-def test_autocast_may_end_inside_the_metering(composition):
+def test_autocast_may_end_while_metering(composite):
     x = torch.ones(4, 16, 64)
     lowered, not_lowered = (
         torch.autocast("cpu", torch.bfloat16, enabled=on) for on in (True, False)
     )
     with torch.inference_mode(), lowered, memlab.meter() as running, not_lowered:
-        composition(x)
+        composite(x)
     assert {dtype for dtype, _ in births(running.trace)} == {"float32"}
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("tensordot", "float32"), ("einsum", "bfloat16")])
-def test_inside_what_autocast_has_cast_nothing_is_cast_again(name, dtype):
-    """CUDA's autocast takes tensordot in the widest dtype of its inputs, einsum in the lower."""
+def test_operators_inside_a_cast_composite_are_not_cast_again(name, dtype):
+    """CUDA's autocast runs tensordot in the widest input dtype, einsum in the lower one."""
 
     def step() -> torch.Tensor:
         x = torch.ones(4, 16, 64, device="cuda")
         with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
-            return COMPOSITIONS[name](x)
+            return COMPOSITES[name](x)
 
     found = births(memlab.predict(lambda: (step, None, None), steps=1))
     assert [got for got, _ in found if got != "uint8"][-1] == dtype  # bytes are workspaces
 
 
-# ------------------------------------------------------------------ as a mode is called
+# ------------------------------------------------------------------ with a mode's dispatch keys
 
 CPU_KEY = torch._C.DispatchKey.AutocastCPU
 ON_NO_LIST, ON_BOTH, ON_THE_CPUS = aten.expand_as.default, aten.matmul.default, aten.inverse.default
 
 
 def lowers(casts: Casts, *around) -> bool:
-    """Whether autocast sees what is inside these compositions, the outermost first."""
+    """Return whether autocast applies inside these nested composites, outermost first."""
     with torch.autocast("cpu", torch.bfloat16), ExitStack() as stack:
         casts.start()
         stack.callback(casts.stop)
@@ -89,19 +89,19 @@ def lowers(casts: Casts, *around) -> bool:
         return not torch._C._dispatch_tls_is_dispatch_key_excluded(CPU_KEY)
 
 
-def test_what_autocast_names_is_cast_once_however_deep_its_parts_lie():
+def test_a_listed_composite_is_cast_once_at_any_nesting_depth():
     assert lowers(Casts(), ON_NO_LIST)
     assert lowers(Casts(), ON_NO_LIST, ON_NO_LIST)
     assert not lowers(Casts(), ON_BOTH)
     assert not lowers(Casts(), ON_BOTH, ON_NO_LIST)
 
 
-def test_the_list_is_the_devices_own():
+def test_each_device_has_its_own_list():
     assert not lowers(Casts("cpu"), ON_THE_CPUS)
     assert lowers(Casts("cuda"), ON_THE_CPUS)
 
 
-def test_torch_has_its_own_function_back():
+def test_stop_restores_torchs_function():
     before = torch.set_autocast_enabled
     with memlab.meter():
         assert torch.set_autocast_enabled is not before

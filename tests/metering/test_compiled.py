@@ -1,4 +1,4 @@
-"""A compiled step is metered as it runs compiled, against the allocator's own record."""
+"""Compiled steps are metered as they run compiled; the oracle is the allocator's recording."""
 
 import warnings
 from collections import Counter
@@ -15,20 +15,20 @@ from memlab.model import GPT, PRESETS
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler(tmp_path_factory):
-    """A place of its own for what is compiled: the one of all is for the CPU that used it first."""
+    """Use a fresh cache directory: a shared one may have code for another CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         try:
             with warnings.catch_warnings(action="ignore"):
                 torch.compile(torch.sin)(torch.ones(4))
         except Exception as error:
-            pytest.skip(f"nothing can be compiled here: {str(error).strip().splitlines()[0]}")
+            pytest.skip(f"torch.compile does not work here: {str(error).strip().splitlines()[0]}")
         yield
         torch._dynamo.reset()
 
 
 class Pointwise(nn.Module):
-    """Between two layers a dozen operators that compiled code does in one loop."""
+    """A dozen pointwise operators between two layers, which compile into one loop."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Pointwise(nn.Module):
 
 
 class Broken(Pointwise):
-    """Something in the middle that Dynamo cannot compile."""
+    """A graph break in the middle."""
 
     def forward(self, x):
         h = self.up(x).sin().cos()
@@ -51,7 +51,7 @@ class Broken(Pointwise):
 
 
 def trained(model, *inputs, **settings):
-    """A step of SGD on the compiled model."""
+    """Return an SGD step on the compiled model."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = torch.compile(model, **settings)
 
@@ -101,7 +101,7 @@ def a_function():
 @pytest.mark.parametrize(
     "build", [pointwise, gpt, graph_break, dynamic, without_gradients, a_function]
 )
-def test_every_allocation_is_that_of_compiled_code(build):
+def test_every_allocation_equals_the_compiled_codes(build):
     step, model, optimizer = compiled(build)
     before = record(step, warm_up=step)
     trace = memlab.measure(step, model=model, optimizer=optimizer)
@@ -110,13 +110,13 @@ def test_every_allocation_is_that_of_compiled_code(build):
     assert (found.missing, found.unseen, found.excess) == ({}, {}, scratch)
     assert found.real_peak_difference == 0
     assert any(event.operator == "compiled code" for event in trace.events)
-    after = record(step, warm_up=step)  # nothing of the meter stays behind
+    after = record(step, warm_up=step)  # the meter leaves nothing behind
     assert [e._replace(address=0) for e in after.events] == [
         e._replace(address=0) for e in before.events
     ]
 
 
-def test_what_it_holds_is_told_apart():
+def test_compiled_buffers_have_categories():
     step, model, optimizer = compiled(pointwise)
     trace = memlab.measure(step, model=model, optimizer=optimizer)
     weights = sum(p.nbytes for p in model.parameters())
@@ -126,7 +126,7 @@ def test_what_it_holds_is_told_apart():
 
 
 @pytest.mark.parametrize("build", [pointwise, graph_break])
-def test_a_function_that_is_compiled_while_it_is_measured_counts_as_it_does_later(build):
+def test_compiling_during_a_measurement_does_not_change_it(build):
     torch._dynamo.reset()
     with warnings.catch_warnings(action="ignore"):
         step, model, optimizer = build()
@@ -136,8 +136,8 @@ def test_a_function_that_is_compiled_while_it_is_measured_counts_as_it_does_late
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])
-def test_a_dry_run_says_that_it_counts_uncompiled(is_compiled):
-    """In every allocation: as without torch.compile."""
+def test_a_dry_run_notes_that_it_runs_uncompiled(is_compiled):
+    """Every allocation is as without torch.compile."""
     with memlab.dry_run():
         model, x = Pointwise(), torch.randn(512, 32)
         called = torch.compile(model) if is_compiled else model
@@ -147,13 +147,13 @@ def test_a_dry_run_says_that_it_counts_uncompiled(is_compiled):
     assert trace.peak_bytes == memlab.measure(lambda: plain(x).backward(), model=plain).peak_bytes
 
 
-def test_a_prediction_says_so_as_well():
+def test_a_prediction_notes_it_too():
     trace = memlab.predict(pointwise)
     assert UNCOMPILED in trace.notes
 
 
 def compiled(build):
-    """The step, compiled; what the compiler warns of is not the meter's."""
+    """Compile the step, ignoring the compiler's warnings."""
     torch._dynamo.reset()
     with warnings.catch_warnings(action="ignore"):
         made = build()

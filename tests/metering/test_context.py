@@ -1,4 +1,4 @@
-"""Which module runs, and in which phase."""
+"""The module and phase of each operator."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from memlab.metering.context import Context, ModuleNames
 
 
 def phases_of(step) -> list[tuple[str, str, str]]:
-    """(operator, phase, module) of every operator that `step` runs."""
+    """Return (operator, phase, module) for every operator in `step`."""
     seen = []
     context = Context(
         on_root=lambda module: None,
@@ -31,7 +31,7 @@ def phases_of(step) -> list[tuple[str, str, str]]:
     return seen
 
 
-def test_a_step_goes_forward_backward_optimizer():
+def test_a_step_has_the_phases_forward_backward_optimizer():
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -55,7 +55,7 @@ def test_each_micro_batch_has_a_forward_and_a_backward():
     assert names.count("backward starts") == names.count("backward ends") == 3
 
 
-def test_clipping_and_an_update_by_hand_are_the_optimizers_phase():
+def test_clipping_and_a_manual_update_are_in_the_optimizer_phase():
     model = nn.Linear(3, 3)
 
     def step() -> None:
@@ -81,7 +81,7 @@ def test_validation_after_training_is_forward():
     assert phases_of(step)[-1] == ("addmm", "forward", "Linear")
 
 
-def test_a_step_within_backward_is_the_optimizers_phase():
+def test_a_step_within_backward_is_in_the_optimizer_phase():
     model = nn.Linear(3, 3, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.weight.register_post_accumulate_grad_hook(lambda weight: optimizer.step())
@@ -94,12 +94,12 @@ def test_a_backward_operator_belongs_to_the_module_that_made_its_node():
     x = torch.ones(1, 3, requires_grad=True)
     operators = phases_of(lambda: model(x).exp().sum().backward())
     backward = [(name, module) for name, phase, module in operators if phase == "backward"]
-    assert ("mul", "") in backward  # of exp, outside every module
+    assert ("mul", "") in backward  # exp's gradient; exp is outside every module
     assert ("sigmoid_backward", "1") in backward
     assert [module for name, module in backward if name == "mm"] == ["2", "2", "0", "0"]
 
 
-def test_a_module_that_raises_is_left():
+def test_a_module_that_raises_is_no_longer_running():
     class Failing(nn.Module):
         def forward(self, x):
             raise ZeroDivisionError
@@ -113,17 +113,17 @@ def test_a_module_that_raises_is_left():
     assert phases_of(step)[-1] == ("ones", "forward", "")
 
 
-def test_a_module_is_named_as_its_first_root_has_it():
+def test_a_module_has_its_name_in_its_first_root():
     inner = nn.Linear(2, 2)
     outer = nn.Sequential(nn.Sequential(inner))
     names = ModuleNames()
     names.add_root(outer)
     assert names.of(inner) == "0.0"
-    assert names.owning(inner.weight) == "0.0"
+    assert names.owner_of(inner.weight) == "0.0"
     assert names.of(outer) == "Sequential"
 
 
-def test_a_second_root_is_told_apart_by_its_class():
+def test_names_in_a_second_root_start_with_its_class():
     names, second = ModuleNames(), nn.Sequential(nn.Linear(2, 2))
     names.add_root(nn.Sequential(nn.Linear(2, 2)))
     names.add_root(second)

@@ -1,4 +1,4 @@
-"""The collector of cycles, kept waiting."""
+"""Pausing the cyclic garbage collector."""
 
 import gc
 
@@ -7,19 +7,19 @@ import pytest
 from memlab.metering.cycles import no_cycle_collection
 
 
-def test_the_collector_waits_inside_and_goes_on_afterwards():
+def test_the_collector_is_off_inside_and_on_afterwards():
     with no_cycle_collection():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
-def test_the_collector_goes_on_after_an_exception():
+def test_the_collector_is_on_again_after_an_exception():
     with pytest.raises(ZeroDivisionError), no_cycle_collection():
         raise ZeroDivisionError
     assert gc.isenabled()
 
 
-def test_a_collector_that_was_off_stays_off():
+def test_a_disabled_collector_stays_off():
     with no_cycle_collection():
         with no_cycle_collection():
             pass

@@ -1,8 +1,8 @@
-"""Every byte that a device counts gets a name. The device is replaced: no GPU is needed.
+"""Every byte that a device counts gets a category. A fake device replaces the GPU.
 
-FakeCuda is a caching allocator of its own, with segments, splitting and merging, a history and
-addresses that are used again. A Step drives it as a training step would, tells the meter's side
-of the story, and keeps the truth beside it: which bytes are alive, by category, at each moment.
+FakeCuda is a caching allocator with segments, splitting, merging, a history and reused addresses. A
+Step uses it like a training step, produces the meter's changes, and records the true live bytes by
+category at each moment.
 """
 
 from collections import Counter
@@ -17,10 +17,10 @@ from kinds import KINDS
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from memlab.metering.answers import AllocatorWatch, Answers, Block
-from memlab.metering.cuda import Blocks, Cuda, CudaWatch, allocated, read
-from memlab.metering.devices import WATCHES, WORKSPACE_BYTES, complete, watch
-from memlab.metering.registry import REGISTRY, Registry, Sighting, Storage
+from memlab.metering.cuda import BlockTracker, Cuda, CudaMonitor, allocated_blocks, read_history
+from memlab.metering.device_stats import AllocatorMonitor, BlockSize, DeviceStats
+from memlab.metering.devices import MONITORS, WORKSPACE_BYTES, complete, monitor_for
+from memlab.metering.registry import REGISTRY, KnownAddress, Registry, Storage
 from memlab.metering.storages import Change, StorageMeter
 from memlab.trace import CATEGORIES, Trace
 
@@ -28,24 +28,24 @@ MIB = 2**20
 CUDA = torch.device("cuda", 0)
 
 
-# ------------------------------------------------------------------ a device to replace
+# ------------------------------------------------------------------ a fake device
 
 
 @dataclass
-class Piece:
-    """A block: free, if nothing was asked for."""
+class FakeBlock:
+    """A block; it is free if `requested` is None."""
 
     segment: int
     address: int
     size: int
-    asked: int | None = None
+    requested: int | None = None
 
 
 class FakeCuda(Cuda):
-    """The caching allocator by its rules, and what torch says about it."""
+    """A caching allocator and the torch functions that report on it."""
 
     def __init__(self, keeps_history: bool = True, longest_history: int | None = None) -> None:
-        self.pieces: list[Piece] = []
+        self.blocks: list[FakeBlock] = []
         self.history: list[dict[str, Any]] = []
         self.recording = False
         self.text = ""
@@ -53,79 +53,75 @@ class FakeCuda(Cuda):
         self.elsewhere: list[dict[str, Any]] = []  # segments of another device
         self._keeps_history, self._longest_history = keeps_history, longest_history
 
-    # what a step does
-
-    def allocate(self, asked: int) -> int:
-        size = -(-asked // 512) * 512
-        free = [p for p in self.pieces if p.asked is None and p.size >= size]
+    def allocate(self, requested: int) -> int:
+        size = -(-requested // 512) * 512
+        free = [p for p in self.blocks if p.requested is None and p.size >= size]
         fitting = [p for p in free if self.is_small(p) == (size <= MIB)]
-        piece = min(fitting, key=lambda p: (p.size, p.address), default=None)
-        piece = piece or self.new_segment(size)
-        rest = piece.size - size
+        block = min(fitting, key=lambda p: (p.size, p.address), default=None)
+        block = block or self.new_segment(size)
+        rest = block.size - size
         if rest >= 512 if size <= MIB else rest > MIB:
-            self.pieces.append(Piece(piece.segment, piece.address + size, rest))
-            piece.size = size
-        piece.asked = asked
+            self.blocks.append(FakeBlock(block.segment, block.address + size, rest))
+            block.size = size
+        block.requested = requested
         self.peak = max(self.peak, self.allocated)
-        self.note("alloc", piece.address, asked)
-        return piece.address
+        self.note("alloc", block.address, requested)
+        return block.address
 
     def free(self, address: int) -> None:
-        piece = next(p for p in self.pieces if p.address == address)
-        self.note("free_requested", address, piece.asked)
-        self.note("free_completed", address, piece.asked)
-        piece.asked = None
-        for other in [p for p in self.pieces if p.asked is None and p.segment == piece.segment]:
-            if other.address == piece.address + piece.size:
-                piece.size += other.size
-                self.pieces.remove(other)
-            elif other.address + other.size == piece.address:
-                other.size += piece.size
-                self.pieces.remove(piece)
-                piece = other
+        block = next(p for p in self.blocks if p.address == address)
+        self.note("free_requested", address, block.requested)
+        self.note("free_completed", address, block.requested)
+        block.requested = None
+        for other in [p for p in self.blocks if p.requested is None and p.segment == block.segment]:
+            if other.address == block.address + block.size:
+                block.size += other.size
+                self.blocks.remove(other)
+            elif other.address + other.size == block.address:
+                other.size += block.size
+                self.blocks.remove(block)
+                block = other
 
-    def new_segment(self, size: int) -> Piece:
-        """Segments lie side by side, so that only what a segment is keeps them apart."""
+    def new_segment(self, size: int) -> FakeBlock:
+        """Add an adjacent segment, so that only segment boundaries prevent merging."""
         room = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else size
         room = -(-room // (2 * MIB)) * 2 * MIB
         address = 2**40
-        for piece in sorted(self.pieces, key=lambda p: p.address):
-            if piece.address - address >= room:
+        for block in sorted(self.blocks, key=lambda p: p.address):
+            if block.address - address >= room:
                 break
-            address = piece.address + piece.size
-        piece = Piece(self.segments, address, room)
+            address = block.address + block.size
+        block = FakeBlock(self.segments, address, room)
         self.segments += 1
-        self.pieces.append(piece)
-        self.note("segment_alloc", piece.address, room)
-        return piece
+        self.blocks.append(block)
+        self.note("segment_alloc", block.address, room)
+        return block
 
     def empty_cache(self) -> None:
-        for number in {p.segment for p in self.pieces}:
-            pieces = [p for p in self.pieces if p.segment == number]
-            if all(p.asked is None for p in pieces):
-                self.pieces.remove(pieces[0])  # merged, so there is but one
-                self.note("segment_free", pieces[0].address, pieces[0].size)
+        for number in {p.segment for p in self.blocks}:
+            blocks = [p for p in self.blocks if p.segment == number]
+            if all(p.requested is None for p in blocks):
+                self.blocks.remove(blocks[0])  # merged, so there is only one
+                self.note("segment_free", blocks[0].address, blocks[0].size)
 
-    def is_small(self, piece: Piece) -> bool:
-        return sum(p.size for p in self.pieces if p.segment == piece.segment) == 2 * MIB
+    def is_small(self, block: FakeBlock) -> bool:
+        return sum(p.size for p in self.blocks if p.segment == block.segment) == 2 * MIB
 
     def note(self, action: str, address: int, size: int) -> None:
         if self.recording:
             entry = {"action": action, "addr": address, "size": size, "user_metadata": self.text}
             self.history = [*self.history, entry][-(self._longest_history or 10**9) :]
 
-    def taken(self, address: int) -> int:
-        return next(p.size for p in self.pieces if p.address == address)
+    def size_of(self, address: int) -> int:
+        return next(p.size for p in self.blocks if p.address == address)
 
     @property
     def allocated(self) -> int:
-        return sum(p.size for p in self.pieces if p.asked is not None)
+        return sum(p.size for p in self.blocks if p.requested is not None)
 
     @property
     def reserved(self) -> int:
-        return sum(p.size for p in self.pieces)
-
-    # what torch says
+        return sum(p.size for p in self.blocks)
 
     def synchronize(self, device):
         pass
@@ -156,7 +152,7 @@ class FakeCuda(Cuda):
         self.recording = on
         self.history = self.history if on else []
 
-    def set_mark(self, text):
+    def set_tag(self, text):
         self.text = text
 
     def snapshot(self):
@@ -164,11 +160,11 @@ class FakeCuda(Cuda):
             {
                 "address": p.address,
                 "size": p.size,
-                "requested_size": p.asked or 0,
-                "state": "inactive" if p.asked is None else "active_allocated",
+                "requested_size": p.requested or 0,
+                "state": "inactive" if p.requested is None else "active_allocated",
                 "segment": p.segment,
             }
-            for p in sorted(self.pieces, key=lambda p: p.address)
+            for p in sorted(self.blocks, key=lambda p: p.address)
         ]
         numbers = sorted({b["segment"] for b in blocks})
         segments = [[b for b in blocks if b["segment"] == n] for n in numbers]
@@ -180,53 +176,52 @@ class FakeCuda(Cuda):
 
 
 class Step:
-    """What a step does to the allocator, what the meter notes of it, and the truth."""
+    """A step's allocations, the meter's changes, and the true live bytes."""
 
     def __init__(self, cuda: FakeCuda | None = None) -> None:
         self.cuda = cuda or FakeCuda()
-        self.watch = CudaWatch(torch.device("cuda"), self.cuda)
+        self.monitor = CudaMonitor(torch.device("cuda"), self.cuda)
         self.changes: list[Change] = []
         self.phase = "before"
-        self.alive: dict[int, tuple[str, int, int]] = {}  # by address: category, asked, taken
+        self.alive: dict[int, tuple[str, int, int]] = {}  # by address: category, requested, size
         self.moments: list[Counter[str]] = [Counter()]  # bytes by category
 
     def start(self) -> None:
-        self.watch.start()
+        self.monitor.start()
         self.phase = "forward"
 
     def storage(self, count: int, category: str = "activations", op: str = "aten.mm") -> Storage:
-        """An operator returns a tensor, and the meter sees it."""
+        """Allocate an operator's result, which the meter sees."""
         address = self.allocate(count, category, op)
-        REGISTRY.count += 1
-        record = Storage(REGISTRY.count, torch.empty(0), count, None)
-        record.device, record.sightings = CUDA, (Sighting(record.number, address),)
+        REGISTRY.last_number += 1
+        record = Storage(REGISTRY.last_number, torch.empty(0), count, None)
+        record.device, record.addresses = CUDA, (KnownAddress(record.number, address),)
         record.category = category
         self.changes.append(Change(record, count, self.phase))
         return record
 
     def scratch(self, count: int, op: str = "aten.mm") -> int:
-        """The allocator hands out what no tensor holds; before the step, to no one we know, but
-        by its size."""
+        """Allocate a block without a tensor. Before the step, only its size identifies it."""
         known = self.phase != "before" or count in WORKSPACE_BYTES
         category = "workspace" if known else "unattributed"
         return self.allocate(count, category, op)
 
     def drop(self, thing: Storage | int) -> None:
-        address = thing if isinstance(thing, int) else thing.sightings[-1].address
+        address = thing if isinstance(thing, int) else thing.addresses[-1].address
         self.cuda.free(address)
         del self.alive[address]
         self.note_moment()
-        if self.phase == "before":  # the meter never knows
+        if self.phase == "before":  # the meter does not see it
             self.changes = [change for change in self.changes if change.record is not thing]
         elif isinstance(thing, Storage):
             self.changes.append(Change(thing, -thing.bytes, self.phase))
 
     def resize(self, record: Storage, count: int) -> None:
-        """As `resize_` does: new memory, a copy, and only then is the old freed."""
-        old = record.sightings[-1].address
+        """Allocate the new block before freeing the old one, as `resize_` does."""
+        old = record.addresses[-1].address
         address = self.allocate(count, record.category, "aten.resize_")
-        REGISTRY.count += 1
-        record.sightings += (Sighting(REGISTRY.count, address),)
+        REGISTRY.last_number += 1
+        record.addresses += (KnownAddress(REGISTRY.last_number, address),)
         self.cuda.free(old)
         del self.alive[old]
         self.note_moment()
@@ -234,38 +229,38 @@ class Step:
         record.bytes = count
 
     def add_to(self, old: Storage) -> None:
-        """Autograd adds to a gradient: out of place, as it is watched. In truth, in place."""
+        """Accumulate a gradient: out of place under the meter, in place without it."""
         self.mark("aten.add")
         new = self.cuda.allocate(old.bytes)
-        REGISTRY.count += 1
-        self.cuda.free(old.sightings[-1].address)
-        self.alive[new] = self.alive.pop(old.sightings[-1].address)
-        old.sightings += (Sighting(REGISTRY.count, new, in_place=True),)
+        REGISTRY.last_number += 1
+        self.cuda.free(old.addresses[-1].address)
+        self.alive[new] = self.alive.pop(old.addresses[-1].address)
+        old.addresses += (KnownAddress(REGISTRY.last_number, new, in_place=True),)
 
     def allocate(self, count: int, category: str, op: str) -> int:
         self.mark(op)
         address = self.cuda.allocate(count)
-        self.alive[address] = category, count, self.cuda.taken(address)
+        self.alive[address] = category, count, self.cuda.size_of(address)
         self.note_moment()
         return address
 
     def mark(self, op: str) -> None:
         if self.phase != "before" and self.cuda.keeps_history():
-            self.watch.mark(op, self.phase, "blocks.0")
+            self.monitor.tag(op, self.phase, "blocks.0")
 
     def note_moment(self) -> None:
         moment: Counter[str] = Counter()
-        for category, asked, taken in self.alive.values():
+        for category, requested, size in self.alive.values():
             if category == "unattributed":
-                moment[category] += taken
+                moment[category] += size
             else:
-                moment.update({category: asked, "rounding": taken - asked})
+                moment.update({category: requested, "rounding": size - requested})
         self.moments.append(moment)
         if self.phase == "before":
             self.moments = [moment]  # the step starts from here
 
     def end(self) -> Trace:
-        done = complete(self.changes, self.watch.stop())
+        done = complete(self.changes, self.monitor.stop())
         return Trace(done.events, "cuda", memory=done.memory, notes=done.notes)
 
     @property
@@ -283,7 +278,7 @@ def started(cuda: FakeCuda | None = None) -> Step:
 # ------------------------------------------------------------------ with a history
 
 
-def test_nothing_is_unattributed_where_every_block_holds_a_storage():
+def test_nothing_is_unattributed_if_every_block_has_a_storage():
     step = Step()
     step.storage(4 * MIB, "parameters")
     step.start()
@@ -295,7 +290,7 @@ def test_nothing_is_unattributed_where_every_block_holds_a_storage():
 
 
 @pytest.mark.parametrize("size", [8_519_680, 32 * MIB])
-def test_what_cublas_kept_of_an_earlier_step_is_workspace(size):
+def test_a_cublas_buffer_from_an_earlier_step_is_workspace(size):
     step = Step()
     step.storage(4 * MIB, "parameters")
     for _ in "forward", "backward":
@@ -304,21 +299,21 @@ def test_what_cublas_kept_of_an_earlier_step_is_workspace(size):
     step.start()
     trace = step.end()
     assert trace.at_peak == step.true_peak
-    assert trace.at_peak["unattributed"] == step.cuda.taken(unknown)
+    assert trace.at_peak["unattributed"] == step.cuda.size_of(unknown)
     kept = [event for event in trace.events if event.category == "workspace"]
     assert [(e.operator, e.bytes) for e in kept] == [("cuBLAS, before the step", size)] * 2
     assert len({event.storage for event in trace.events}) == 4
 
 
-def test_a_block_that_holds_no_storage_is_workspace_of_the_operator_that_took_it():
+def test_a_block_without_a_storage_is_workspace_of_its_operator():
     step = started()
-    step.scratch(8_519_680, op="aten.addmm.default")  # what cuBLAS keeps for itself
+    step.scratch(8_519_680, op="aten.addmm.default")  # cuBLAS's workspace
     workspace = next(e for e in step.end().events if e.category == "workspace")
     assert (workspace.bytes, workspace.operator) == (8_519_680, "aten.addmm.default")
     assert (workspace.module, workspace.phase) == ("blocks.0", "forward")
 
 
-def test_scratch_that_is_freed_inside_an_operator_counts_at_the_peak():
+def test_scratch_freed_inside_an_operator_counts_at_the_peak():
     step = started()
     step.storage(2 * MIB)
     step.drop(step.scratch(5 * MIB))
@@ -326,30 +321,30 @@ def test_scratch_that_is_freed_inside_an_operator_counts_at_the_peak():
     assert step.end().at_peak == {"activations": 2 * MIB, "workspace": 5 * MIB}
 
 
-def test_rounding_is_what_a_block_has_beyond_what_was_asked_for():
+def test_rounding_is_the_block_size_minus_the_requested_size():
     step = started()
     step.storage(1)
     step.storage(1000)
     assert step.end().at_peak == {"activations": 1001, "rounding": 511 + 24}
 
 
-def test_a_free_block_is_handed_out_whole_where_no_more_than_a_mebibyte_would_remain():
+def test_a_free_block_is_not_split_if_the_rest_is_at_most_one_mebibyte():
     step = started()
     step.drop(step.storage(12 * MIB))
     step.storage(11 * MIB)
     assert step.end().at_end == {"activations": 11 * MIB, "rounding": MIB}
 
 
-def test_free_neighbours_are_one_block_again():
+def test_adjacent_free_blocks_merge():
     step = started()
     left, right, _ = step.storage(5 * MIB), step.storage(6 * MIB), step.storage(9 * MIB)
     step.drop(left)
     step.drop(right)
-    step.storage(10 * MIB + 512)  # of 11 MiB
+    step.storage(10 * MIB + 512)  # out of 11 MiB
     assert step.end().at_end["rounding"] == MIB - 512
 
 
-def test_what_was_there_before_the_step_and_nobody_knows_is_unattributed():
+def test_unknown_memory_from_before_the_step_is_unattributed():
     step = Step()
     step.scratch(3 * MIB)
     step.start()
@@ -360,7 +355,7 @@ def test_what_was_there_before_the_step_and_nobody_knows_is_unattributed():
     assert "3.00 MiB at the peak are unattributed" in trace.notes
 
 
-def test_what_was_unknown_before_the_step_can_be_freed_in_it():
+def test_unknown_memory_from_before_the_step_can_be_freed_in_it():
     step = Step()
     unknown = step.scratch(3 * MIB)
     step.start()
@@ -368,46 +363,46 @@ def test_what_was_unknown_before_the_step_can_be_freed_in_it():
     assert step.end().live_bytes == 0
 
 
-def test_scratch_before_a_storage_of_the_same_address_and_size_is_told_from_it():
+def test_scratch_before_a_storage_at_the_same_address_is_distinguished():
     step = started()
     address = step.scratch(MIB, op="aten.sum")
     step.drop(address)
     record = step.storage(MIB)
-    assert record.sightings[0].address == address
+    assert record.addresses[0].address == address
     assert [e.category for e in step.end().events] == ["workspace", "workspace", "activations"]
 
 
-def test_scratch_after_a_storage_of_the_same_address_and_size_is_told_from_it():
+def test_scratch_after_a_storage_at_the_same_address_is_distinguished():
     step = started()
     record = step.storage(MIB)
     step.drop(record)
-    assert step.scratch(MIB) == record.sightings[0].address
+    assert step.scratch(MIB) == record.addresses[0].address
     assert [e.category for e in step.end().events] == ["activations", "activations", "workspace"]
 
 
-def test_scratch_before_the_first_operator_is_told_from_a_storage_that_lay_there():
+def test_scratch_before_the_first_operator_is_distinguished_from_an_old_storage():
     step = Step()
     parameter = step.storage(MIB, "parameters")
     step.start()
     step.drop(parameter)
-    assert step.cuda.allocate(MIB) == parameter.sightings[0].address
+    assert step.cuda.allocate(MIB) == parameter.addresses[0].address
     categories = [event.category for event in step.end().events]
     assert categories == ["parameters", "parameters", "workspace"]
 
 
-def test_an_old_mark_of_another_thread_does_not_move_a_storage_to_a_later_block():
+def test_an_old_tag_from_another_thread_does_not_move_a_storage():
     step = started()
     idle_thread = step.cuda.text
     record = step.storage(MIB)
     step.mark("aten.relu")
     step.drop(record)
-    step.cuda.set_mark(idle_thread)
+    step.cuda.set_tag(idle_thread)
     step.cuda.free(step.cuda.allocate(MIB))
     categories = [e.category for e in step.end().events]
     assert categories == ["activations", "activations", "workspace", "workspace"]
 
 
-def test_a_sum_that_is_in_place_unwatched_takes_no_workspace():
+def test_a_gradient_sum_that_is_in_place_without_the_meter_is_no_workspace():
     step = started()
     gradient = step.storage(2 * MIB, "gradients")
     step.add_to(gradient)
@@ -415,10 +410,10 @@ def test_a_sum_that_is_in_place_unwatched_takes_no_workspace():
     trace = step.end()
     assert trace.at_peak == {"gradients": 2 * MIB}
     assert trace.memory.allocated_peak_bytes == 4 * MIB
-    assert any("2.00 MiB higher" in note and "watched" in note for note in trace.notes)
+    assert any("2.00 MiB higher" in note and "under the meter" in note for note in trace.notes)
 
 
-def test_a_gradient_that_was_added_to_dies_with_its_last_block():
+def test_an_accumulated_gradient_dies_with_its_last_block():
     step = started()
     gradient = step.storage(2 * MIB, "gradients")
     step.add_to(gradient)
@@ -426,7 +421,7 @@ def test_a_gradient_that_was_added_to_dies_with_its_last_block():
     assert [e.bytes for e in step.end().events] == [2 * MIB, -2 * MIB]
 
 
-def test_a_resized_storage_holds_its_old_and_its_new_bytes_for_a_moment():
+def test_resizing_a_storage_needs_its_old_and_new_bytes_at_once():
     step = started()
     step.resize(step.storage(2 * MIB), 3 * MIB)
     trace = step.end()
@@ -434,7 +429,7 @@ def test_a_resized_storage_holds_its_old_and_its_new_bytes_for_a_moment():
     assert trace.at_end == {"activations": 3 * MIB}
 
 
-def test_a_storage_that_is_first_seen_as_an_input_was_born_where_the_history_says():
+def test_a_storage_first_seen_as_an_input_has_its_allocation_in_the_history():
     step = started()
     step.storage(4 * MIB)
     late = step.storage(3 * MIB, "inputs")
@@ -442,17 +437,17 @@ def test_a_storage_that_is_first_seen_as_an_input_was_born_where_the_history_say
     assert [e.category for e in step.end().events] == ["activations", "inputs"]
 
 
-def test_storages_in_memory_of_somebody_else_are_not_counted_but_said():
+def test_storages_outside_the_allocator_are_not_counted_but_noted():
     step = started()
     step.storage(2 * MIB)
     shared = step.storage(3 * MIB)
-    shared.sightings = (Sighting(shared.number, 12345),)
+    shared.addresses = (KnownAddress(shared.number, 12345),)
     trace = step.end()
     assert trace.at_peak == {"activations": 2 * MIB, "workspace": 3 * MIB}
     assert any(note.startswith("3.00 MiB are in storages") for note in trace.notes)
 
 
-def test_a_count_that_the_step_resets_does_not_lower_the_peak():
+def test_resetting_the_peak_statistic_in_the_step_does_not_lower_the_peak():
     step = started()
     step.drop(step.storage(4 * MIB))
     step.cuda.reset_peak(CUDA)
@@ -460,7 +455,7 @@ def test_a_count_that_the_step_resets_does_not_lower_the_peak():
     assert trace.peak_bytes == trace.memory.allocated_peak_bytes == 4 * MIB
 
 
-def test_what_the_device_counts_and_its_history_does_not_show_is_unattributed():
+def test_memory_that_is_not_in_the_history_is_unattributed():
     step = started()
     step.storage(4 * MIB)
     step.cuda.peak += 12345
@@ -477,7 +472,7 @@ def test_storages_on_another_device_are_left_out():
     assert step.end().at_peak == {"activations": 4 * MIB, "workspace": 5 * MIB}
 
 
-def test_blocks_on_another_device_are_neither_counted_nor_missed():
+def test_blocks_on_another_device_are_ignored():
     step = Step()
     block = {"address": 5, "size": MIB, "requested_size": MIB, "state": "active_allocated"}
     step.cuda.elsewhere = [{"device": 1, "address": 5, "blocks": [block]}]
@@ -488,71 +483,75 @@ def test_blocks_on_another_device_are_neither_counted_nor_missed():
     assert step.end().at_peak == {"activations": MIB, "workspace": MIB}
 
 
-# ------------------------------------------------------------------ how large a block is
+# ------------------------------------------------------------------ block sizes
 
 
-def taken(*entries: tuple[str, int, float], segments: Any = (), **settings: Any) -> list[float]:
-    """The MiB that each allocation takes, of entries and segments in MiB."""
+def rounded(*entries: tuple[str, int, float], segments: Any = (), **settings: Any) -> list[float]:
+    """Return the block size of each allocation; all sizes are in MiB."""
     snapshot = {"segments": segments, "allocator_settings": settings}
     history = [
         {"action": action, "addr": address * MIB, "size": int(size * MIB)}
         for action, address, size in entries
     ]
-    return [e.block.taken / MIB for e in read(history, Blocks(snapshot, 0)) if not e.is_free]
+    return [
+        e.block.rounded / MIB
+        for e in read_history(history, BlockTracker(snapshot, 0))
+        if not e.is_free
+    ]
 
 
 def segment(address: int, state: str, expandable: bool = False) -> dict[str, Any]:
-    """Twenty MiB, all one block."""
+    """Return a segment of 20 MiB with one block."""
     size, start = 20 * MIB, address * MIB
     block = {"address": start, "size": size, "requested_size": size, "state": state}
     return {"device": 0, "address": start, "is_expandable": expandable, "blocks": [block]}
 
 
-def test_a_rest_of_a_mebibyte_is_split_off_in_expandable_segments_alone():
+def test_a_rest_of_one_mebibyte_is_split_off_only_in_expandable_segments():
     history = ("segment_alloc", 0, 20), ("alloc", 0, 19)
-    assert taken(*history) == [20]
-    assert taken(*history, expandable_segments=True) == [19]
+    assert rounded(*history) == [20]
+    assert rounded(*history, expandable_segments=True) == [19]
 
 
-def test_requests_from_the_largest_size_to_split_take_the_whole_block():
+def test_requests_of_max_split_size_or_more_use_the_whole_block():
     history = ("segment_alloc", 0, 40), ("alloc", 0, 30)
-    assert taken(*history) == [30]
-    assert taken(*history, max_split_size=30 * MIB) == [40]
-    assert taken(*history, max_split_size=31 * MIB) == [30]
+    assert rounded(*history) == [30]
+    assert rounded(*history, max_split_size=30 * MIB) == [40]
+    assert rounded(*history, max_split_size=31 * MIB) == [30]
 
 
 def test_an_expandable_segment_grows_at_both_ends():
-    assert taken(("segment_map", 0, 20), ("segment_map", 20, 20), ("alloc", 0, 39.5)) == [40]
+    assert rounded(("segment_map", 0, 20), ("segment_map", 20, 20), ("alloc", 0, 39.5)) == [40]
     known = [segment(20, "inactive", expandable=True)]
-    assert taken(("segment_map", 40, 20), ("alloc", 20, 39.5), segments=known) == [40]
-    assert taken(("segment_map", 0, 20), ("alloc", 0, 39.5), segments=known) == [40]
+    assert rounded(("segment_map", 40, 20), ("alloc", 20, 39.5), segments=known) == [40]
+    assert rounded(("segment_map", 0, 20), ("alloc", 0, 39.5), segments=known) == [40]
 
 
-def test_segments_side_by_side_stay_apart():
+def test_adjacent_segments_do_not_merge():
     both = ("alloc", 0, 19.5), ("alloc", 20, 19.5)
-    assert taken(("segment_alloc", 0, 20), ("segment_alloc", 20, 20), *both) == [20, 20]
-    assert taken(("segment_alloc", 20, 20), *both, segments=[segment(0, "inactive")]) == [20, 20]
-    assert taken(("segment_alloc", 0, 20), *both, segments=[segment(20, "inactive")]) == [20, 20]
+    assert rounded(("segment_alloc", 0, 20), ("segment_alloc", 20, 20), *both) == [20, 20]
+    assert rounded(("segment_alloc", 20, 20), *both, segments=[segment(0, "inactive")]) == [20, 20]
+    assert rounded(("segment_alloc", 0, 20), *both, segments=[segment(20, "inactive")]) == [20, 20]
 
 
-def test_the_middle_of_an_expandable_segment_can_be_given_back():
+def test_the_middle_of_an_expandable_segment_can_be_unmapped():
     history = ("segment_map", 0, 40), ("segment_unmap", 10, 10)
-    assert taken(*history, ("alloc", 0, 9.5), ("alloc", 20, 19.5)) == [10, 20]
+    assert rounded(*history, ("alloc", 0, 9.5), ("alloc", 20, 19.5)) == [10, 20]
 
 
-def test_memory_that_was_given_back_comes_again_in_other_segments():
+def test_freed_segments_can_be_allocated_again_with_other_sizes():
     small = ("segment_alloc", 0, 20), ("segment_alloc", 20, 20)
     given_back = ("segment_free", 0, 20), ("segment_free", 20, 20)
     large = ("segment_alloc", 0, 40), ("alloc", 0, 20), ("free_completed", 0, 20)
-    assert taken(*small, *given_back, *large, ("alloc", 0, 39.5)) == [20, 40]
+    assert rounded(*small, *given_back, *large, ("alloc", 0, 39.5)) == [20, 40]
 
 
-def test_a_block_that_another_stream_still_uses_comes_back_when_that_is_done():
+def test_a_block_in_use_by_another_stream_is_freed_when_that_is_done():
     pending = {"segments": [segment(0, "active_pending_free")]}
-    assert allocated(pending, 0) == {}
-    assert Blocks(pending, 0).in_use == {0: Block(20 * MIB, 20 * MIB)}
+    assert allocated_blocks(pending, 0) == {}
+    assert BlockTracker(pending, 0).in_use == {0: BlockSize(20 * MIB, 20 * MIB)}
     history = ("free_completed", 0, 20), ("alloc", 0, 19.5)
-    assert taken(*history, segments=pending["segments"]) == [20]
+    assert rounded(*history, segments=pending["segments"]) == [20]
 
 
 # ------------------------------------------------------------------ any step
@@ -594,7 +593,7 @@ def played(cuda: FakeCuda, script: tuple[list[Any], list[Any]]) -> Step:
 
 
 @given(STEPS)
-def test_with_a_history_the_peak_is_the_true_one_in_every_category(script):
+def test_with_a_history_the_peak_is_exact_in_every_category(script):
     step = played(FakeCuda(), script)
     trace = step.end()
     assert trace.at_peak == step.true_peak
@@ -602,7 +601,7 @@ def test_with_a_history_the_peak_is_the_true_one_in_every_category(script):
 
 
 @given(STEPS)
-def test_with_a_history_what_is_alive_at_the_end_is_the_truth_in_every_category(script):
+def test_with_a_history_the_live_bytes_at_the_end_are_exact_in_every_category(script):
     step = played(FakeCuda(), script)
     at_end = step.moments[-1]
     assert step.end().at_end == {c: at_end[c] for c in CATEGORIES if at_end[c]}
@@ -618,7 +617,7 @@ def test_without_a_history_the_categories_still_sum_to_the_devices_peak(script):
 # ------------------------------------------------------------------ without a history
 
 
-def test_without_a_history_a_hidden_block_is_unattributed_to_the_byte():
+def test_without_a_history_a_hidden_block_is_exactly_unattributed():
     step = started(FakeCuda(keeps_history=False))
     step.storage(2 * MIB)
     step.scratch(3 * MIB)
@@ -637,7 +636,7 @@ def test_without_a_history_rounding_is_to_512_bytes():
     assert trace.at_end == {"activations": 1000, "rounding": 24}
 
 
-def test_without_a_history_what_the_meter_knows_from_before_the_step_is_not_unattributed():
+def test_without_a_history_known_memory_from_before_is_not_unattributed():
     step = Step(FakeCuda(keeps_history=False))
     step.storage(1000, "parameters")
     step.start()
@@ -646,7 +645,7 @@ def test_without_a_history_what_the_meter_knows_from_before_the_step_is_not_unat
     assert categories == ["parameters", "rounding", "activations"]
 
 
-def test_without_a_history_unknown_bytes_before_the_step_stand_apart_from_hidden_ones():
+def test_without_a_history_unknown_bytes_from_before_are_separate_from_hidden_ones():
     step = Step(FakeCuda(keeps_history=False))
     step.scratch(3 * MIB)
     step.start()
@@ -654,11 +653,11 @@ def test_without_a_history_unknown_bytes_before_the_step_stand_apart_from_hidden
     events = step.end().events
     assert {e.operator: e.bytes for e in events} == {
         "there before the step": 3 * MIB,
-        "seen by the device alone": 2 * MIB,
+        "counted by the device only": 2 * MIB,
     }
 
 
-def test_a_device_that_counts_less_than_was_alive_makes_unattributed_negative_and_says_so():
+def test_unattributed_is_negative_if_the_device_counts_less_than_was_alive():
     step = started(FakeCuda(keeps_history=False))
     step.drop(step.storage(4 * MIB))
     step.cuda.reset_peak(CUDA)
@@ -668,30 +667,30 @@ def test_a_device_that_counts_less_than_was_alive_makes_unattributed_negative_an
     assert "-3.00 MiB at the peak are unattributed" in trace.notes
 
 
-def test_a_history_of_somebody_else_that_keeps_too_little_is_not_used():
+def test_an_existing_history_with_too_few_entries_is_not_used():
     step = started(FakeCuda(longest_history=3))
     for _ in range(5):
         step.storage(4 * MIB)
     trace = step.end()
     assert trace.at_peak == {"activations": 20 * MIB}
-    assert any("keeps too little" in note for note in trace.notes)
+    assert any("keeps too few entries" in note for note in trace.notes)
 
 
-# ------------------------------------------------------------------ what is asked of the device
+# ------------------------------------------------------------------ device statistics
 
 
-def test_the_device_says_allocated_reserved_and_what_nvidia_smi_shows():
+def test_a_trace_reports_allocated_reserved_and_used_memory():
     step = started()
     step.storage(3 * MIB)
     printed = str(step.end()).splitlines()
-    assert "the device says: allocated peak 3.00 MiB" in printed
-    assert "the device says: reserved peak 20.00 MiB" in printed
-    assert "the device says: used 320.00 MiB" in printed
+    assert "device: allocated peak 3.00 MiB" in printed
+    assert "device: reserved peak 20.00 MiB" in printed
+    assert "device: used 320.00 MiB" in printed
     assert "note: 0 B at the peak are unattributed" in printed
     assert any("nvidia-smi" in line for line in printed)
 
 
-def test_a_peak_before_the_step_is_not_the_steps():
+def test_a_peak_before_the_step_does_not_count():
     step = Step()
     step.drop(step.scratch(9 * MIB))
     step.start()
@@ -707,7 +706,7 @@ def test_recording_ends_with_the_step():
     assert step.cuda.text == ""
 
 
-def test_a_recording_of_somebody_else_goes_on_and_is_used_from_the_start_of_the_step():
+def test_an_existing_recording_continues_and_is_read_from_the_start_of_the_step():
     cuda = FakeCuda()
     cuda.record(on=True)
     step = Step(cuda)
@@ -720,29 +719,29 @@ def test_a_recording_of_somebody_else_goes_on_and_is_used_from_the_start_of_the_
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_where_nobody_counts_the_meters_events_stand_as_they_are(device):
-    watcher = watch(torch.device(device))
-    watcher.start()
+def test_without_device_statistics_the_meters_events_are_unchanged(device):
+    monitor = monitor_for(torch.device(device))
+    monitor.start()
     record = Registry().add(torch.zeros(100, device=device), None)
     record.mark("inputs")
     changes = [Change(record, 400, "before"), Change(record, -400, "forward")]
-    done = complete(changes, watcher.stop())
+    done = complete(changes, monitor.stop())
     assert done.events == tuple(record.event(c.bytes, c.phase) for c in changes)
     assert (done.memory.allocated_peak_bytes, done.memory.used_bytes) == (None, None)
     assert done.notes == ()
-    assert watcher.mark is None
+    assert monitor.tag is None
 
 
-def test_every_accelerator_has_a_watch():
-    kinds = {kind: type(watch(torch.device(kind))) for kind in ("cuda", "mps", "xpu")}
-    assert kinds == {"cuda": CudaWatch, "mps": AllocatorWatch, "xpu": AllocatorWatch}
+def test_every_accelerator_has_a_monitor():
+    kinds = {kind: type(monitor_for(torch.device(kind))) for kind in ("cuda", "mps", "xpu")}
+    assert kinds == {"cuda": CudaMonitor, "mps": AllocatorMonitor, "xpu": AllocatorMonitor}
 
 
 # ------------------------------------------------------------------ MPS
 
 
 def metal_answers(monkeypatch, *, allocated: int, driver: int, stats: dict[str, int] | None):
-    """The answers of a Mac whose torch has an allocator that counts (stats), or none (None)."""
+    """Return the statistics on a Mac. `stats` is None for a torch without MPS statistics."""
 
     def memory_stats(device):
         if stats is None:
@@ -755,9 +754,9 @@ def metal_answers(monkeypatch, *, allocated: int, driver: int, stats: dict[str, 
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: allocated)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: driver)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 16 * 2**30)
-    watcher = WATCHES["mps"](torch.device("mps"))
-    watcher.start()
-    return watcher.stop()
+    monitor = MONITORS["mps"](torch.device("mps"))
+    monitor.start()
+    return monitor.stop()
 
 
 def on_mps(count: int) -> list[Change]:
@@ -767,9 +766,9 @@ def on_mps(count: int) -> list[Change]:
     return [Change(record, count, "forward")]
 
 
-def test_mps_never_shows_the_drivers_bytes_as_a_peak(monkeypatch):
-    answers = metal_answers(monkeypatch, allocated=0, driver=11 * 2**30, stats=None)
-    done = complete(on_mps(1500 * MIB), answers)
+def test_mps_never_reports_the_drivers_bytes_as_a_peak(monkeypatch):
+    stats = metal_answers(monkeypatch, allocated=0, driver=11 * 2**30, stats=None)
+    done = complete(on_mps(1500 * MIB), stats)
     assert Trace(done.events).peak_bytes == 1500 * MIB
     assert done.memory.allocated_peak_bytes is None
     assert done.memory.reserved_peak_bytes is None
@@ -777,101 +776,98 @@ def test_mps_never_shows_the_drivers_bytes_as_a_peak(monkeypatch):
     assert "not a peak" in done.notes[0]
 
 
-def test_mps_without_a_counted_peak_knows_what_was_allocated_before_the_step(monkeypatch):
-    answers = metal_answers(monkeypatch, allocated=7 * MIB, driver=2**30, stats=None)
-    done = complete(on_mps(3 * MIB), answers)
+def test_mps_without_a_peak_has_the_memory_allocated_before_the_step(monkeypatch):
+    stats = metal_answers(monkeypatch, allocated=7 * MIB, driver=2**30, stats=None)
+    done = complete(on_mps(3 * MIB), stats)
     assert Trace(done.events).at_peak == {"activations": 3 * MIB, "unattributed": 7 * MIB}
 
 
-def test_mps_shows_the_peak_that_its_allocator_counts(monkeypatch):
+def test_mps_reports_its_allocators_peak(monkeypatch):
     stats = {"allocated_bytes.all.current": 0, "allocated_bytes.all.peak": 4 * MIB}
-    answers = metal_answers(monkeypatch, allocated=0, driver=2**30, stats=stats)
-    done = complete(on_mps(3 * MIB), answers)
+    stats = metal_answers(monkeypatch, allocated=0, driver=2**30, stats=stats)
+    done = complete(on_mps(3 * MIB), stats)
     assert done.memory.allocated_peak_bytes == 4 * MIB
     assert Trace(done.events).at_peak == {"activations": 3 * MIB, "unattributed": MIB}
 
 
-def test_a_peak_of_0_is_no_answer(monkeypatch):
+def test_a_peak_of_0_means_none(monkeypatch):
     stats = {"allocated_bytes.all.current": 0, "allocated_bytes.all.peak": 0}
-    answers = metal_answers(monkeypatch, allocated=0, driver=2**30, stats=stats)
-    assert answers.allocated_peak_bytes is None
+    stats = metal_answers(monkeypatch, allocated=0, driver=2**30, stats=stats)
+    assert stats.allocated_peak_bytes is None
 
 
-# ------------------------------------------------------------------ what the registry sees
+# ------------------------------------------------------------------ addresses in the registry
 
 
-def test_a_storage_is_sighted_at_its_address_with_its_number():
+def test_a_new_storage_has_its_address_and_number():
     registry, x = Registry(), torch.zeros(4)
-    assert registry.add(x, None).sightings == (Sighting(1, x.data_ptr()),)
+    assert registry.add(x, None).addresses == (KnownAddress(1, x.data_ptr()),)
 
 
-def test_a_resized_storage_is_sighted_again_behind_all_numbers():
+def test_a_resized_storage_gets_a_new_address_and_a_new_number():
     registry, x = Registry(), torch.zeros(4)
     record = registry.add(x, None)
     x.untyped_storage().resize_(2**20)
     registry.check_size(x.untyped_storage())
-    assert record.sightings[1] == Sighting(2, x.data_ptr())
+    assert record.addresses[1] == KnownAddress(2, x.data_ptr())
     assert registry.add(torch.zeros(4), None).number == 3
 
 
-def test_a_storage_whose_bytes_did_not_move_is_not_sighted_again():
+def test_a_storage_that_did_not_move_has_one_address():
     registry, x = Registry(), torch.zeros(4)
     record = registry.add(x, None)
     record.bytes = 12
     registry.check_size(x.untyped_storage())
-    assert (record.bytes, len(record.sightings)) == (16, 1)
+    assert (record.bytes, len(record.addresses)) == (16, 1)
 
 
-def test_a_continued_storage_has_the_address_of_its_successor_only_because_it_is_watched():
+def test_a_continued_storage_marks_its_successors_address_as_in_place():
     registry, old, new = Registry(), torch.zeros(4), torch.zeros(4)
     first, second = registry.add(old, None), registry.add(new, None)
     registry.continue_as(first, second)
-    assert first.sightings[1] == Sighting(2, new.data_ptr(), in_place=True)
+    assert first.addresses[1] == KnownAddress(2, new.data_ptr(), in_place=True)
 
 
-def test_a_fake_storage_is_nowhere():
+def test_a_fake_storage_has_no_address():
     with torch._subclasses.fake_tensor.FakeTensorMode():
         x = torch.zeros(4)
-    assert Registry().add(x, None).sightings == ()
+    assert Registry().add(x, None).addresses == ()
 
 
-# ------------------------------------------------------------------ real steps, real addresses
+# ------------------------------------------------------------------ real steps and addresses
 
 
 class ProfiledCpu(FakeCuda):
-    """The CPU's own allocator in the role of CUDA's: torch's profiler records what it does.
+    """Replay the CPU allocator's events from torch's profiler, with real scratch and addresses."""
 
-    Kernels take the scratch that they take, and malloc uses addresses again as it likes.
-    """
-
-    def set_mark(self, text):
+    def set_tag(self, text):
         self.text = text
         with record_function(f"mark {text}"):
             pass
 
-    def replay(self, history: list[tuple[int, str, int, int]]) -> Answers:
-        """Do again what the profiler saw; the step starts with the first mark."""
-        watcher = None
+    def replay(self, history: list[tuple[int, str, int, int]]) -> DeviceStats:
+        """Replay the profiler's events; the step starts with the first mark."""
+        monitor = None
         for _, text, address, count in history:
             if text:
-                if watcher is None:
-                    watcher = CudaWatch(torch.device("cpu", 0), self)
-                    watcher.start()
+                if monitor is None:
+                    monitor = CudaMonitor(torch.device("cpu", 0), self)
+                    monitor.start()
                 self.text = text
             elif count > 0:
                 self.note("segment_alloc", address, -(-count // 512) * 512)
-                self.pieces.append(Piece(address, address, -(-count // 512) * 512, count))
+                self.blocks.append(FakeBlock(address, address, -(-count // 512) * 512, count))
                 self.peak = max(self.peak, self.allocated)
                 self.note("alloc", address, count)
-            elif piece := next((p for p in self.pieces if p.address == address), None):
+            elif block := next((p for p in self.blocks if p.address == address), None):
                 for action in ("free_requested", "free_completed", "segment_free"):
-                    self.note(action, address, piece.size)
-                self.pieces.remove(piece)
-        return watcher.stop()
+                    self.note(action, address, block.size)
+                self.blocks.remove(block)
+        return monitor.stop()
 
 
 def allocations_and_marks(events: list[Any]) -> list[tuple[int, str, int, int]]:
-    """(time, mark, address, bytes ±) of a profile, unordered."""
+    """Return (time, mark, address, change in bytes) for a profile, unordered."""
     found = []
     for event in events:
         kind, details = event.typed
@@ -884,22 +880,22 @@ def allocations_and_marks(events: list[Any]) -> list[tuple[int, str, int, int]]:
 
 
 class MarkingMeter(StorageMeter):
-    """Tells the device's watch which operator is about to run."""
+    """A meter that tags the device's history with each operator."""
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.watch.mark(func, self.context.last_phase, self.context.module())
+        self.monitor.tag(func, self.context.last_phase, self.context.module())
         return super()._execute(func, args, kwargs)
 
 
-def profiled_second_step(name: str) -> tuple[list[Change], Answers]:
-    """What the meter saw, and what the allocator recorded, of one real step on the CPU."""
-    watcher = CudaWatch(torch.device("cpu", 0), ProfiledCpu())
+def profiled_second_step(name: str) -> tuple[list[Change], DeviceStats]:
+    """Return the meter's changes and the allocator's recording of a real step on the CPU."""
+    monitor = CudaMonitor(torch.device("cpu", 0), ProfiledCpu())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step, model, optimizer = KINDS[name]()
         step()
         meter = MarkingMeter(model, optimizer)
-        meter.watch = watcher
-        watcher.start()
+        meter.monitor = monitor
+        monitor.start()
         with meter:
             step()
     tree = profiler.profiler.kineto_results.experimental_event_tree()
@@ -913,28 +909,28 @@ REAL_STEPS = [
 
 
 @pytest.mark.parametrize("name", REAL_STEPS)
-def test_in_a_real_step_every_storage_finds_its_block_and_every_other_block_is_scratch(name):
-    changes, answers = profiled_second_step(name)
-    done = complete(changes, answers)
+def test_in_a_real_step_every_block_is_a_storages_or_scratch(name):
+    changes, stats = profiled_second_step(name)
+    done = complete(changes, stats)
     of_the_meter = Counter((c.record.number, c.bytes) for c in changes)
     assert Counter((e.storage, e.bytes) for e in done.events if e.storage > 0) == of_the_meter
     assert {e.category for e in done.events if e.storage <= 0} <= {"workspace", "rounding"}
-    assert done.memory.allocated_peak_bytes == answers.allocated_peak_bytes
+    assert done.memory.allocated_peak_bytes == stats.allocated_peak_bytes
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_every_byte_of_a_step_has_a_name():
-    torch._C._cuda_clearCublasWorkspaces()  # what earlier tests left is of no step
+def test_on_a_gpu_every_byte_of_a_step_has_a_category():
+    torch._C._cuda_clearCublasWorkspaces()  # from earlier tests
     model = torch.nn.Sequential(torch.nn.Linear(1000, 3000), torch.nn.Linear(3000, 10)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    watcher = watch(torch.device("cuda"))
+    monitor = monitor_for(torch.device("cuda"))
     meter = MarkingMeter(model, optimizer)
-    meter.watch = watcher
-    watcher.start()
+    meter.monitor = monitor
+    monitor.start()
     with meter:
         model(torch.randn(777, 1000, device="cuda")).square().mean().backward()
         optimizer.step()
-    done = complete(meter.changes(), watcher.stop())
+    done = complete(meter.changes(), monitor.stop())
     trace = Trace(done.events, "cuda", memory=done.memory)
     assert trace.peak_bytes == trace.memory.allocated_peak_bytes
     assert "unattributed" not in trace.at_peak

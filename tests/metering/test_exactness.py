@@ -1,10 +1,10 @@
-"""Every kind of step: the meter against the step unwatched, and dry runs against real ones."""
+"""For every kind of step, compare the meter with a recording, and dry runs with real runs."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
-from kinds import KINDS, OUTSIDE_THE_PROMISE
+from kinds import INEXACT, KINDS
 from quick import quick
 from traces import renumbered
 
@@ -13,18 +13,18 @@ from memlab.metering.cycles import no_cycle_collection
 from memlab.metering.profiler_recording import compare, record, with_workspace
 from memlab.trace import Trace
 
-QUICK = list(KINDS)[::3]  # in make test
-PROMISED = [name for name in KINDS if name not in OUTSIDE_THE_PROMISE]
+QUICK = list(KINDS)[::3]  # for make test
+EXACT = [name for name in KINDS if name not in INEXACT]
 DRY_RUN_REFUSES = {
     "recommender_sparse_gradients": "sparse gradients",
-    "formulas_beyond_the_promise": "least squares, whose rank is a value",
-    "lbfgs": "how often it evaluates the loss depends on the loss",
+    "formulas_beyond_the_promise": "least squares, whose rank depends on values",
+    "lbfgs": "its number of evaluations depends on the loss",
 }
 
 
 @pytest.fixture(autouse=True)
 def _no_cycle_collection() -> Iterator[None]:
-    """Two runs of one step would free a cycle of Python objects at different moments."""
+    """Two runs of one step would free reference cycles at different moments."""
     with no_cycle_collection():
         yield
 
@@ -38,19 +38,17 @@ def second_step(name: str) -> Trace:
     return memlab.measure(step, model=model, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("name", quick(QUICK, PROMISED))
-def test_the_meter_sees_exactly_what_happens_unwatched(name):
-    """Each result of an operator is one allocation of the stream, and nothing else is; live bytes
-    at the end and the peak are equal to the byte."""
+@pytest.mark.parametrize("name", quick(QUICK, EXACT))
+def test_the_meter_equals_a_recording_without_it(name):
+    """Allocations are exactly the operators' results; the peak and the live bytes are equal."""
     step, _, _ = KINDS[name]()
     comparison = compare(second_step(name), record(step, warm_up=step))
     assert comparison.exact, comparison
 
 
-@pytest.mark.parametrize("name", quick(QUICK, [name for name in PROMISED if name != "lstm"]))
-def test_with_the_kernels_scratch_the_peak_is_the_real_one(name):
-    """Not for `lstm`: of 160 bytes that it frees around its peak, Python decides which die first,
-    and watched it decides otherwise."""
+@pytest.mark.parametrize("name", quick(QUICK, [name for name in EXACT if name != "lstm"]))
+def test_with_kernel_scratch_the_peak_is_the_real_peak(name):
+    """Except `lstm`: Python frees 160 bytes near its peak in another order under the meter."""
     step, _, _ = KINDS[name]()
     recording = record(step, warm_up=step)
     trace = second_step(name)
@@ -70,21 +68,21 @@ def test_a_dry_run_equals_the_real_run(name):
 
 
 @pytest.mark.parametrize("name", DRY_RUN_REFUSES)
-def test_a_dry_run_refuses_what_depends_on_values_in_one_sentence(name):
+def test_a_dry_run_raises_for_kinds_that_depend_on_values(name):
     with (
         memlab.dry_run(),
-        pytest.raises(ValueError, match=r"^\S*\w+.py:\d+ .* a dry run (has|does)"),
+        pytest.raises(ValueError, match=r"^\S*\w+.py:\d+ .* depends? on .*values"),
     ):
         second_step(name)
 
 
-@pytest.mark.parametrize("name", OUTSIDE_THE_PROMISE)
-def test_what_is_outside_the_promise_is_so_for_a_reason_that_still_holds(name):
+@pytest.mark.parametrize("name", INEXACT)
+def test_kinds_listed_as_inexact_are_still_inexact(name):
     step, _, _ = KINDS[name]()
     assert not compare(second_step(name), record(step, warm_up=step)).exact
 
 
-IN_ANOTHER_WAY = {  # operators whose gradients take other operators while they are watched
+OTHER_FORMULAS = {  # operators whose gradients run other operators under a mode
     "prod": lambda x: (x / 9 + 1).prod(),
     "prod of a dimension": lambda x: (x / 9 + 1).prod(dim=1),
     "cumprod": lambda x: (x / 9 + 1).cumprod(dim=1),
@@ -100,7 +98,7 @@ IN_ANOTHER_WAY = {  # operators whose gradients take other operators while they 
     "qr": lambda x: torch.linalg.qr(x)[0],
     "householder_product": lambda x: torch.linalg.householder_product(x, x[0]),
 }
-IN_THE_SAME_WAY = {
+SAME_FORMULAS = {
     "amax": lambda x: x.amax(),
     "max of a dimension": lambda x: x.max(dim=1).values,
     "masked_fill by a number": lambda x: x.masked_fill((x > 0).detach(), 0.0),
@@ -109,19 +107,19 @@ IN_THE_SAME_WAY = {
 }
 
 
-@pytest.mark.parametrize("name", IN_ANOTHER_WAY | IN_THE_SAME_WAY)
-def test_a_note_names_a_gradient_that_is_computed_in_another_way_while_watched(name):
-    """It is there exactly if the meter and the step unwatched differ."""
+@pytest.mark.parametrize("name", OTHER_FORMULAS | SAME_FORMULAS)
+def test_a_note_names_a_gradient_that_is_computed_differently_under_the_meter(name):
+    """The note exists exactly if the meter and a recording differ."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(8, 8))
 
     def step() -> None:
         weight.grad = None
-        (IN_ANOTHER_WAY | IN_THE_SAME_WAY)[name](weight * 1).sum().backward()
+        (OTHER_FORMULAS | SAME_FORMULAS)[name](weight * 1).sum().backward()
 
     step()
     trace = memlab.measure(step)
-    note = [note for note in trace.notes if "in another way" in note]
-    assert bool(note) == (name in IN_ANOTHER_WAY)
+    note = [note for note in trace.notes if "differently under the meter" in note]
+    assert bool(note) == (name in OTHER_FORMULAS)
     assert all(name.removesuffix(" of a dimension") in each for each in note)
     assert compare(trace, record(step, warm_up=step)).exact == (not note)

@@ -1,4 +1,4 @@
-"""Whose call an operator is."""
+"""Finding an operator's caller."""
 
 import pytest
 import torch
@@ -19,21 +19,21 @@ def through_a_module(x):
 
 @pytest.fixture
 def user(tmp_path, monkeypatch):
-    """The functions of USER_CODE, as if they stood in train.py, and this file a part of torch."""
-    monkeypatch.setattr(frames, "_MACHINERY", (*frames._MACHINERY, __file__))
+    """Run USER_CODE as if it were in train.py, and this file as if it belonged to torch."""
+    monkeypatch.setattr(frames, "_INTERNAL_FRAMES", (*frames._INTERNAL_FRAMES, __file__))
     functions = {"torch": torch}
     exec(compile(USER_CODE, str(tmp_path / "train.py"), "exec"), functions)
     return functions
 
 
 def seen_while(step, *args) -> dict[str, tuple[bool, str]]:
-    """For each operator's last call: whether it came from the engine, and the user's line."""
+    """Return, for each operator's last call, whether the engine made it, and the user's line."""
     seen = {}
 
     class Watch(LightMode):
         def handle(self, func, types, args, kwargs):
             line = frames.user_line()
-            seen[func.overloadpacket.__name__] = (frames.comes_from_the_engine(), line)
+            seen[func.overloadpacket.__name__] = (frames.called_by_engine(), line)
             return func(*args, **kwargs)
 
     with Watch():
@@ -41,7 +41,7 @@ def seen_while(step, *args) -> dict[str, tuple[bool, str]]:
     return seen
 
 
-def test_a_formula_of_autograds_comes_from_the_engine_and_a_users_hook_does_not(user):
+def test_the_engine_calls_autograd_formulas_but_not_user_hooks(user):
     seen = seen_while(user["with_a_hook"], torch.ones(3, requires_grad=True))
     came = {name: from_engine for name, (from_engine, _) in seen.items()}
     assert came["cos"]
@@ -49,18 +49,18 @@ def test_a_formula_of_autograds_comes_from_the_engine_and_a_users_hook_does_not(
     assert not came["tanh"]
 
 
-def test_the_line_is_the_users_and_not_torchs(user):
+def test_the_line_is_in_user_code_not_in_torch(user):
     seen = seen_while(user["through_a_module"], torch.ones(1, 3))
     assert seen["addmm"][1] == "train.py:8 through_a_module"
 
 
-def test_a_line_below_the_working_directory_is_told_with_its_folder(user, monkeypatch, tmp_path):
+def test_a_file_below_the_working_directory_has_a_relative_path(user, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path.parent)
     seen = seen_while(user["through_a_module"], torch.ones(1, 3))
     assert seen["addmm"][1] == f"{tmp_path.name}/train.py:8 through_a_module"
 
 
-def test_called_by_knows_the_function():
+def test_called_by_checks_the_calling_function():
     def outer() -> tuple[bool, bool]:
         return frames.called_by("outer"), frames.called_by("inner")
 

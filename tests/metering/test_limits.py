@@ -1,4 +1,4 @@
-"""`budget`: a limit on what a piece of code allocates."""
+"""`budget`: a memory limit for a block of code."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ import memlab
 KIB = 1024
 
 
-def test_code_within_its_budget_runs_and_says_how_much_it_took():
+def test_code_within_its_budget_runs_and_reports_its_peak():
     with memlab.budget("8 KiB") as spent:
         torch.zeros(KIB)
         torch.zeros(KIB)
-    assert spent.peak_bytes == 4 * KIB  # the first is dead before the second is made
+    assert spent.peak_bytes == 4 * KIB  # the first is freed before the second is allocated
 
 
-def test_what_was_alive_before_counts_for_nothing():
+def test_tensors_from_before_do_not_count():
     x = torch.zeros(100 * KIB)
     with memlab.budget(4 * KIB):
         x.add_(1)
@@ -31,7 +31,7 @@ def test_the_limit_itself_is_allowed_and_one_byte_more_is_not():
         torch.zeros(KIB)
 
 
-def test_it_raises_at_the_line_that_passes_it():
+def test_it_raises_at_the_line_that_exceeds_it():
     reached = []
 
     def step() -> None:
@@ -72,14 +72,14 @@ def test_at_most_five_tensors_are_named():
     assert str(caught.value).split("Largest alive: ")[1].count("aten.zeros") == 5
 
 
-def test_a_gradient_with_two_sources_needs_no_third_buffer():
-    """Watched, autograd makes one; the budget is on what the step takes unwatched."""
+def test_a_gradient_with_two_sources_does_not_count_twice():
+    """Autograd allocates the second buffer only under the meter, so the budget ignores it."""
     x = torch.randn(KIB, requires_grad=True)
     with memlab.budget("1 MiB") as spent:
         (torch.exp(x).sum() + torch.exp(-x).sum()).backward()
     x.grad = None
     trace = memlab.measure(lambda: (torch.exp(x).sum() + torch.exp(-x).sum()).backward())
-    assert spent.peak_bytes == trace.peak_bytes - 4 * KIB  # x itself was there before
+    assert spent.peak_bytes == trace.peak_bytes - 4 * KIB  # without x, which is from before
 
 
 def test_it_is_a_memory_error():
@@ -99,6 +99,6 @@ def test_a_budget_within_a_measurement_changes_nothing():
     assert memlab.measure(step).peak_bytes == 8 * KIB
 
 
-def test_a_budget_that_is_no_number_of_bytes_is_refused():
+def test_a_budget_that_is_not_a_number_of_bytes_raises():
     with pytest.raises(ValueError, match="'6 MiB'"):
         memlab.budget("lots")

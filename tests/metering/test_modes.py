@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 
 import memlab
-from memlab.metering.modes import LightMode, flags_restored
+from memlab.metering.modes import LightMode, restore_mode_flags
 from memlab.metering.registry import Registry
 from memlab.metering.storages import StorageMeter
 
@@ -29,7 +29,7 @@ def test_every_operator_is_handled():
     assert recorder.operators == ["aten.ones.default", "aten.add.Tensor"]
 
 
-def test_asking_a_fake_tensor_for_its_device_is_no_operator():
+def test_a_fake_tensors_device_query_is_not_handled():
     with FakeTensorMode(), Recorder() as recorder:
         x = torch.ones(2)
         device = torch.nn.functional.linear(x, torch.ones(3, 2)).device
@@ -37,9 +37,11 @@ def test_asking_a_fake_tensor_for_its_device_is_no_operator():
     assert not any("prim" in operator for operator in recorder.operators)
 
 
-@pytest.mark.parametrize("function", [StorageMeter.handle, StorageMeter._born, Registry._died])
-def test_torch_compile_leaves_the_meters_functions_alone(function):
-    """In a handler the mode is off: Dynamo took it for a part of the compiled function."""
+@pytest.mark.parametrize(
+    "function", [StorageMeter.handle, StorageMeter._record_birth, Registry._died]
+)
+def test_torch_compile_skips_the_meters_functions(function):
+    """Inside a handler the mode is off, so Dynamo would otherwise compile the handler."""
     step = torch.compile(lambda x: x.sin().cos().tan(), backend="eager")
     memlab.measure(lambda: step(torch.ones(2)))
     compiled = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
@@ -47,7 +49,7 @@ def test_torch_compile_leaves_the_meters_functions_alone(function):
 
 
 def modes_that_overlap():
-    """One thread's mode begins within another's and ends after it."""
+    """Start one thread's mode within another's, and end it later."""
     begun, ended = threading.Event(), threading.Event()
 
     def outer():
@@ -69,9 +71,9 @@ def modes_that_overlap():
     second.join()
 
 
-def test_modes_of_threads_leave_no_sign_that_one_is_on():
-    """torch's own flags stay set, and nothing would be compiled any more."""
-    with flags_restored():
+def test_modes_in_threads_leave_no_flag_set():
+    """With a flag left set, torch would compile nothing any more."""
+    with restore_mode_flags():
         modes_that_overlap()
         assert _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
     assert not _python_dispatch.is_in_torch_dispatch_mode()

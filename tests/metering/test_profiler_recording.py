@@ -1,4 +1,4 @@
-"""The unwatched run: every block by size, order and kind, and what an observer makes of it."""
+"""Recordings: each block's size, order and kind, and comparisons with a meter."""
 
 import gc
 import os
@@ -14,31 +14,31 @@ from quick import quick
 from torch import Tensor
 
 from memlab.metering.profiler_recording import (
-    Made,
+    AllocatorRecording,
     MemoryEvent,
-    Recording,
+    OperatorResult,
     _in_order,
-    _Note,
+    _LogEntry,
     compare,
+    dispatch_mode_effects,
     record,
-    what_watching_changes,
 )
 from memlab.trace import Event, Trace
 
 
-def sizes(recording: Recording) -> list[int]:
+def sizes(recording: AllocatorRecording) -> list[int]:
     return [event.bytes for event in recording.events]
 
 
-def kinds(recording: Recording) -> list[tuple[int, str, str]]:
-    """(bytes, kind, operator) of the allocations."""
+def kinds(recording: AllocatorRecording) -> list[tuple[int, str, str]]:
+    """Return (bytes, kind, operator) for each allocation."""
     return [(e.bytes, e.kind, e.operator) for e in recording.events if e.bytes > 0]
 
 
 # ------------------------------------------------------------------ sizes and order
 
 
-def test_blocks_are_recorded_to_the_byte_in_the_order_of_their_births_and_deaths() -> None:
+def test_blocks_are_recorded_exactly_in_order_of_allocation_and_free() -> None:
     def step() -> None:
         first = torch.empty(2)
         second = torch.empty(5, dtype=torch.bfloat16)
@@ -48,7 +48,7 @@ def test_blocks_are_recorded_to_the_byte_in_the_order_of_their_births_and_deaths
     assert sizes(record(step)) == [8, 10, 8000, -10, -8, -8000]
 
 
-def test_a_free_carries_the_address_of_its_block() -> None:
+def test_a_free_has_the_address_of_its_block() -> None:
     def step() -> None:
         blocks = [torch.empty(n) for n in (3, 4, 5)]
         del blocks[1]
@@ -79,7 +79,7 @@ def test_the_peak_is_the_largest_running_sum() -> None:
     assert record(step).peak_bytes == 2 * 30 * 4
 
 
-def test_live_bytes_are_those_of_what_the_step_keeps() -> None:
+def test_live_bytes_are_the_tensors_that_the_step_keeps() -> None:
     kept: list[Tensor] = []
 
     def step() -> None:
@@ -97,7 +97,7 @@ def test_allocations_are_counted_by_size() -> None:
     assert record(step).allocations == {40: 2, 12: 1}
 
 
-def test_two_threads_of_a_kernel_leave_the_order_provable() -> None:
+def test_a_kernel_with_two_threads_is_recorded_in_order() -> None:
     threads = torch.get_num_threads()
     x = torch.randn(400, 400)
     torch.set_num_threads(2)
@@ -108,13 +108,13 @@ def test_two_threads_of_a_kernel_leave_the_order_provable() -> None:
     assert recording.live_bytes == 0  # an event lost or out of order would have raised
 
 
-def test_a_lost_event_of_the_allocator_is_an_error() -> None:
-    first, third = (_Note(8, at, total, at, None, "") for at, total in ((1, 8), (3, 24)))
-    with pytest.raises(RuntimeError, match=r"after 8 bytes and a block of 8, .* at 24"):
+def test_a_lost_allocator_event_raises() -> None:
+    first, third = (_LogEntry(8, at, total, at, None, "") for at, total in ((1, 8), (3, 24)))
+    with pytest.raises(RuntimeError, match=r"from 8 to 24 bytes with a block of 8"):
         _in_order([third, first])
 
 
-def test_another_thread_of_the_step_is_not_seen() -> None:
+def test_another_thread_of_the_step_is_not_recorded() -> None:
     def step() -> None:
         thread = Thread(target=lambda: torch.empty(50))
         thread.start()
@@ -123,7 +123,7 @@ def test_another_thread_of_the_step_is_not_seen() -> None:
     assert record(step).events == ()
 
 
-# ------------------------------------------------------------------ where a recording begins
+# ------------------------------------------------------------------ the start of a recording
 
 
 def test_the_free_of_an_older_block_is_left_out() -> None:
@@ -131,13 +131,13 @@ def test_the_free_of_an_older_block_is_left_out() -> None:
     assert record(kept.clear).events == ()
 
 
-def test_the_free_of_a_block_of_an_earlier_recording_is_left_out() -> None:
+def test_the_free_of_a_block_from_an_earlier_recording_is_left_out() -> None:
     kept: list[Tensor] = []
     record(lambda: kept.append(torch.empty(25)))
     assert record(kept.clear).events == ()
 
 
-def test_warming_up_is_not_recorded_but_its_blocks_are_freed() -> None:
+def test_the_warm_up_is_not_recorded_but_frees_of_its_blocks_are() -> None:
     kept: list[Tensor] = []
     recording = record(kept.clear, warm_up=lambda: kept.append(torch.empty(25)))
     assert sizes(recording) == [-100]
@@ -175,7 +175,7 @@ def test_the_collector_runs_again_after_a_step_that_raised() -> None:
     assert gc.isenabled()
 
 
-def test_a_collector_that_was_off_stays_off() -> None:
+def test_a_disabled_collector_stays_off() -> None:
     gc.disable()
     try:
         record(lambda: None)
@@ -187,42 +187,42 @@ def test_a_collector_that_was_off_stays_off() -> None:
 # ------------------------------------------------------------------ kinds of blocks
 
 
-def test_what_outlives_its_operator_is_a_result() -> None:
+def test_a_block_that_outlives_its_operator_is_a_result() -> None:
     x = torch.ones(100)
     assert kinds(record(lambda: x * x)) == [(400, "result", "aten::mul")]
 
 
-def test_what_an_operator_frees_before_it_returns_is_scratch() -> None:
+def test_a_block_freed_before_its_operator_returns_is_scratch() -> None:
     x, integers = torch.ones(100), torch.arange(100)
     recording = record(lambda: x.add_(integers))  # a float32 copy of the integers is added
     assert kinds(recording) == [(400, "scratch", "aten::add_")]
 
 
-def test_results_of_the_operators_below_a_kernel_are_its_scratch() -> None:
+def test_results_of_operators_inside_a_kernel_are_its_scratch() -> None:
     images, filters = torch.randn(1, 2, 9, 9), torch.randn(3, 2, 3, 3)
     recording = record(lambda: F.conv_transpose2d(images, filters.transpose(0, 1), stride=2))
     assert recording.allocated_by("result") == {"aten::convolution": 3 * 19 * 19 * 4}
     assert set(recording.allocated_by("scratch")) == {"aten::convolution"}
 
 
-def test_an_operator_written_in_terms_of_others_is_looked_through() -> None:
+def test_a_composite_operator_is_replaced_by_the_operators_inside_it() -> None:
     condition = torch.tensor([True, False])
     recording = record(lambda: torch.where(condition, 1.0, 2.0))
     number = (4, "result", "aten::scalar_tensor")
     assert kinds(recording) == [number, number, (8, "result", "aten::where")]
 
 
-def test_a_python_number_on_its_way_into_an_operator_is_a_stray() -> None:
+def test_a_python_scalar_argument_is_a_stray() -> None:
     x = torch.ones(100)
     assert kinds(record(lambda: x.mul_(3)))[0] == (8, "stray", "")
 
 
-def test_the_state_of_a_generator_is_a_stray() -> None:
+def test_a_generators_state_is_a_stray() -> None:
     state_bytes = torch.get_rng_state().nbytes
     assert kinds(record(torch.get_rng_state)) == [(state_bytes, "stray", "")]
 
 
-def test_a_result_of_backward_names_the_node_of_the_graph() -> None:
+def test_a_result_in_backward_names_its_autograd_node() -> None:
     x = torch.ones(100, requires_grad=True)
     results = [e for e in record(lambda: x.sin().sum().backward()).events if e.bytes == 400]
     assert [(e.node, e.operator) for e in results] == [
@@ -232,52 +232,52 @@ def test_a_result_of_backward_names_the_node_of_the_graph() -> None:
     ]
 
 
-# ------------------------------------------------------------------ an observer that sees too much
+# ------------------------------------------------------------------ effects of a dispatch mode
 
 
 def fan_in() -> None:
-    """y is read twice: two gradients of 400 bytes meet, and one is added to the other."""
+    """y is used twice, so its two gradients of 400 bytes are added."""
     x = torch.ones(100, requires_grad=True)
     y = x.exp()
     (y.sin() + y.cos()).sum().backward()
 
 
-def test_recording_leaves_autograd_to_add_in_place() -> None:
+def test_under_a_recording_autograd_still_adds_in_place() -> None:
     unwatched = record(fan_in)
-    assert "aten::add" in unwatched.allocated_by("result")  # of the forward pass
+    assert "aten::add" in unwatched.allocated_by("result")  # in forward
     assert not [e for e in unwatched.events if e.node and e.operator == "aten::add"]
 
 
-def test_a_mode_that_does_nothing_makes_autograd_add_out_of_place() -> None:
-    changes = what_watching_changes(lambda: fan_in)
-    (added,) = changes.added.items()  # the node is the one whose gradient comes second
-    assert added == (Made("SinBackward0", "aten::add", 400), 1)
+def test_a_no_op_mode_makes_autograd_add_out_of_place() -> None:
+    changes = dispatch_mode_effects(lambda: fan_in)
+    (added,) = changes.added.items()  # the node whose gradient comes second
+    assert added == (OperatorResult("SinBackward0", "aten::add", 400), 1)
     assert not changes.removed
 
 
-def test_watched_the_gradient_of_gather_is_scattered_out_of_place() -> None:
+def test_under_a_mode_the_gradient_of_gather_is_scattered_out_of_place() -> None:
     def step() -> None:
         x = torch.ones(10, 10, requires_grad=True)
         x.gather(1, torch.zeros(10, 1, dtype=torch.int64)).sum().backward()
 
-    changes = what_watching_changes(lambda: step)
-    assert changes.added == {Made("GatherBackward0", "aten::scatter_add", 400): 1}
+    changes = dispatch_mode_effects(lambda: step)
+    assert changes.added == {OperatorResult("GatherBackward0", "aten::scatter_add", 400): 1}
 
 
-def test_watched_the_gradient_of_prod_runs_other_operators() -> None:
+def test_under_a_mode_the_gradient_of_prod_runs_other_operators() -> None:
     def step() -> None:
         torch.ones(10, requires_grad=True).prod().backward()
 
-    removed = {made.operator for made in what_watching_changes(lambda: step).removed}
-    assert "aten::div" in removed  # of the whole product by each factor, as none is zero
+    removed = {made.operator for made in dispatch_mode_effects(lambda: step).removed}
+    assert "aten::div" in removed  # the product is divided by each factor, as none is zero
 
 
-# ------------------------------------------------------------------ against an observer
+# ------------------------------------------------------------------ comparing a trace
 
 
-def recording_of(*blocks: tuple[int, int, str]) -> Recording:
-    """Of (bytes ±, address, kind)."""
-    return Recording(tuple(MemoryEvent(*block, operator="", node="") for block in blocks))
+def recording_of(*blocks: tuple[int, int, str]) -> AllocatorRecording:
+    """Make a recording of (change in bytes, address, kind) events."""
+    return AllocatorRecording(tuple(MemoryEvent(*block, operator="", node="") for block in blocks))
 
 
 TWO_RESULTS_AND_SCRATCH = recording_of(
@@ -291,7 +291,7 @@ TWO_RESULTS_AND_SCRATCH = recording_of(
 )
 
 
-def test_an_observer_that_saw_the_results_and_nothing_else_is_exact() -> None:
+def test_a_trace_with_exactly_the_results_is_exact() -> None:
     assert compare([400, 40, -400], TWO_RESULTS_AND_SCRATCH).exact
 
 
@@ -309,27 +309,27 @@ def test_the_real_peak_is_higher_by_the_scratch_at_the_peak() -> None:
     assert comparison.peak_bytes == 1399
 
 
-def test_an_allocation_that_never_was_is_missing() -> None:
+def test_an_allocation_that_is_not_in_the_recording_is_missing() -> None:
     comparison = compare([400, 400, -400, 40, -400], TWO_RESULTS_AND_SCRATCH)
     assert comparison.missing == {400: 1}
     assert comparison.peak_difference == 360
     assert not comparison.exact
 
 
-def test_a_result_that_was_not_seen_is_unseen() -> None:
+def test_a_result_that_was_not_observed_is_unseen() -> None:
     comparison = compare([400, -400], TWO_RESULTS_AND_SCRATCH)
     assert comparison.unseen == {40: 1}
     assert comparison.missing == {}
     assert not comparison.exact
 
 
-def test_a_block_held_too_long_shows_in_the_live_bytes() -> None:
+def test_a_block_that_is_never_freed_changes_the_live_bytes() -> None:
     comparison = compare([400, 40], TWO_RESULTS_AND_SCRATCH)
     assert comparison.live_difference == 400
     assert not comparison.exact
 
 
-def test_a_block_freed_too_late_shows_in_the_peak() -> None:
+def test_a_block_that_is_freed_too_late_changes_the_peak() -> None:
     recording = recording_of((400, 1, "result"), (-400, 1, "result"), (40, 2, "result"))
     comparison = compare([400, 40, -400], recording)
     assert comparison.live_difference == 0
@@ -337,20 +337,20 @@ def test_a_block_freed_too_late_shows_in_the_peak() -> None:
     assert not comparison.exact
 
 
-def test_scratch_is_no_excuse_for_an_allocation_of_its_size() -> None:
+def test_an_allocation_never_matches_scratch_of_its_size() -> None:
     comparison = compare([400, 999, -999, 40, -400], TWO_RESULTS_AND_SCRATCH)
     assert comparison.missing == {999: 1}
     assert comparison.peak_difference == 1399 - 440
 
 
-def test_a_stray_that_an_observer_saw_is_no_difference() -> None:
+def test_an_observed_stray_is_not_a_difference() -> None:
     recording = recording_of((8, 4, "stray"), (400, 1, "result"), (-8, 4, "stray"), (8, 4, "stray"))
     comparison = compare([8, 400, -8], recording)
     assert comparison.exact
     assert comparison.excess == {8: 1}
 
 
-def test_a_trace_is_compared_without_what_it_found_but_with_the_frees_of_that() -> None:
+def test_storages_from_before_are_left_out_but_their_frees_are_compared() -> None:
     def event(count: int, storage: int, phase: str) -> Event:
         return Event(count, storage, "activations", "", "", phase, "float32", (1,))
 
@@ -361,24 +361,24 @@ def test_a_trace_is_compared_without_what_it_found_but_with_the_frees_of_that() 
     assert compare(trace, recording).exact
 
 
-def test_an_empty_step_compares_with_nothing() -> None:
-    comparison = compare([], Recording(()))
+def test_an_empty_step_is_exact() -> None:
+    comparison = compare([], AllocatorRecording(()))
     assert comparison.exact
     assert comparison.excess_share == 0
 
 
-def test_a_comparison_says_what_is_wrong() -> None:
+def test_a_comparison_prints_the_differences() -> None:
     text = str(compare([400, 400, -400, 12], TWO_RESULTS_AND_SCRATCH))
     assert "exact: no" in text
-    assert "seen, but never allocated: 1 × 400 B, 1 × 12 B" in text
-    assert "results not seen: 1 × 40 B" in text
+    assert "observed, but not allocated: 1 × 400 B, 1 × 12 B" in text
+    assert "results not observed: 1 × 40 B" in text
 
 
-# ------------------------------------------------------------------ the catalogue of kinds
+# ------------------------------------------------------------------ the kinds of steps
 
 
 @pytest.mark.parametrize("name", quick(list(KINDS)[::4], KINDS))
-def test_a_kind_built_again_repeats_itself_to_the_byte(name: str) -> None:
+def test_a_rebuilt_kind_has_the_same_recording(name: str) -> None:
     def events() -> list[tuple[int, str, str]]:
         step, _, _ = KINDS[name]()
         recording = record(step, warm_up=step)
@@ -389,11 +389,11 @@ def test_a_kind_built_again_repeats_itself_to_the_byte(name: str) -> None:
     assert first
 
 
-def test_a_recording_says_nothing_of_the_profiler_and_all_that_the_step_says(capfd):
+def test_a_recording_hides_the_profilers_messages_but_not_the_steps(capfd):
     held = [torch.ones(1000)]
 
     def step() -> None:
-        held.clear()  # a block from before: the profiler remarks that it does not know its size
+        held.clear()  # from before: the profiler warns that the size is unknown
         os.write(2, b"from below\n")
         print("from Python", file=sys.stderr)
 
@@ -401,7 +401,7 @@ def test_a_recording_says_nothing_of_the_profiler_and_all_that_the_step_says(cap
     assert sorted(capfd.readouterr().err.splitlines()) == ["from Python", "from below"]
 
 
-def test_what_the_warm_up_leaves_in_a_cycle_is_not_there_at_the_start():
+def test_cycles_from_the_warm_up_are_freed_before_the_step():
     def warm_up():
         cycle = [torch.ones(1024)]
         cycle.append(cycle)
@@ -409,7 +409,7 @@ def test_what_the_warm_up_leaves_in_a_cycle_is_not_there_at_the_start():
     assert record(lambda: torch.ones(4), warm_up=warm_up).bytes_at_start == 0
 
 
-def test_what_the_warm_up_leaves_alive_is_there_at_the_start():
+def test_tensors_kept_by_the_warm_up_are_alive_at_the_start():
     kept = []
     recording = record(lambda: torch.ones(4), warm_up=lambda: kept.append(torch.ones(1024)))
     assert recording.bytes_at_start == 4096

@@ -1,4 +1,4 @@
-"""What is alive before a step and that the step does not touch."""
+"""Tensors alive during a step but not used by it."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ LEFT_OVER = torch.zeros(256)
 
 
 def before(trace: memlab.Trace) -> dict[str, int]:
-    """The bytes that were there when the step began, by category."""
+    """Return the bytes alive at the start of the step, by category."""
     found: dict[str, int] = {}
     for event in trace.events:
         if event.phase == "before":
@@ -23,7 +23,7 @@ def before(trace: memlab.Trace) -> dict[str, int]:
 
 
 class Trainer:
-    """Keeps what trainers keep: the model, its optimizer, the data."""
+    """An object with a model, its optimizer and data."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -35,15 +35,15 @@ class Trainer:
         self.optimizer.step()
 
 
-def test_batches_that_wait_for_their_turn_are_inputs():
+def test_unused_batches_are_inputs():
     batches = [torch.zeros(KIB) for _ in range(4)]
     trace = memlab.measure(lambda: batches[0] + 1)
     assert before(trace) == {"inputs": 4 * 4 * KIB}
 
 
-def test_the_state_of_an_earlier_optimizer_of_the_model_counts():
+def test_the_state_of_the_models_earlier_optimizer_counts():
     model = nn.Linear(4, 4, bias=False)  # 64 bytes
-    model.trainer = [Trainer(model)]  # in a list: no module of the model
+    model.trainer = [Trainer(model)]  # in a list, so not a submodule
     model.trainer[0].step()
     model.zero_grad()
     model.trainer.append(Trainer(model))
@@ -62,13 +62,13 @@ def test_a_dry_run_counts_the_same(is_dry):
     assert before(trace) == {"parameters": 80, "inputs": 3 * 1024}
 
 
-def test_a_teacher_that_rests_is_parameters_and_buffers():
+def test_an_unused_teacher_is_parameters_and_buffers():
     teacher = nn.BatchNorm1d(256)  # two weights, two statistics, a counter
     trace = memlab.measure(lambda: teacher)
     assert before(trace) == {"parameters": 2 * KIB, "buffers": 2 * KIB + 8}
 
 
-def test_what_the_step_does_touch_is_known_by_that():
+def test_the_first_use_decides_the_category():
     weight, momentum = torch.zeros(256, requires_grad=True), torch.zeros(256)
 
     def step() -> None:
@@ -79,7 +79,7 @@ def test_what_the_step_does_touch_is_known_by_that():
     assert before(memlab.measure(step)) == {"parameters": KIB, "optimizer_state": KIB}
 
 
-def test_no_tensor_of_an_earlier_dry_run_counts():
+def test_tensors_of_an_earlier_dry_run_do_not_count():
     with memlab.dry_run():
         fake = torch.zeros(KIB)
     assert before(memlab.measure(lambda: fake)) == {}
@@ -97,24 +97,24 @@ def calls_one_that_does() -> torch.Tensor:
     "step",
     [names_a_global, calls_one_that_does, partial(torch.add, LEFT_OVER), lambda x=LEFT_OVER: x],
 )
-def test_of_a_function_its_closure_its_defaults_and_its_globals_are_reached(step):
+def test_a_functions_closure_defaults_and_globals_are_reached(step):
     assert any(found is LEFT_OVER for found in reachable([step]))
 
 
-def test_what_belongs_to_everybody_is_not_reached():
+def test_python_modules_and_classes_are_not_searched():
     assert list(reachable([lambda: (torch, pytest, nn.Linear)])) == []
 
 
-def test_an_attribute_is_no_global_of_the_same_name():
+def test_an_attribute_is_not_a_global_of_the_same_name():
     assert list(reachable([lambda trainer: trainer.LEFT_OVER])) == []
 
 
-def test_a_global_of_a_function_within_the_function_is_reached():
+def test_a_global_of_an_inner_function_is_reached():
     assert list(reachable([lambda: [LEFT_OVER + row for row in range(3)]])) == [LEFT_OVER]
 
 
-def test_what_a_hook_holds_is_its_owners():
-    """One rank of a simulation has hooks that lead to all others."""
+def test_hooks_are_not_searched():
+    """The hooks of one simulated rank lead to all other ranks."""
     others = torch.zeros(5)
     model = nn.Linear(2, 2)
     model.register_forward_hook(lambda *args: others)

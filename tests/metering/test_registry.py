@@ -1,4 +1,4 @@
-"""Numbers and records of storages."""
+"""Records and numbers of storages."""
 
 import torch
 
@@ -19,7 +19,7 @@ def test_a_storage_is_found_through_any_of_its_tensors():
     assert registry.find(x.clone()) is None
 
 
-def test_the_dead_are_told_to_listeners_and_forgotten():
+def test_a_death_notifies_listeners_and_removes_the_record():
     registry, told = Registry(), []
     listener = lambda record, change: told.append((record.number, change))  # noqa: E731
     registry.listen(listener)
@@ -43,7 +43,7 @@ def test_a_storage_can_continue_another():
     assert first.alive
 
 
-def test_resizing_is_watched_only_while_somebody_listens():
+def test_resizing_is_wrapped_only_while_there_are_listeners():
     registry, told = Registry(), []
     x = torch.zeros(4)
     registry.add(x, None)
@@ -55,7 +55,7 @@ def test_resizing_is_watched_only_while_somebody_listens():
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
-def test_of_several_categories_the_first_in_order_stays():
+def test_the_first_category_in_order_wins():
     record = Registry().add(torch.zeros(4), None)
     for category in ("activations", "gradients", "inputs"):
         record.mark(category)

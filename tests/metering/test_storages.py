@@ -1,4 +1,4 @@
-"""The meter on steps whose bytes can be counted by hand."""
+"""The meter on steps whose bytes can be computed by hand."""
 
 import gc
 import threading
@@ -24,12 +24,12 @@ KIB = 1024
 
 
 def allocations(trace: Trace) -> list[int]:
-    """The bytes of each allocation after the start, in order."""
+    """Return the bytes of each allocation after the start, in order."""
     return [e.bytes for e in trace.events if e.bytes > 0 and e.phase != "before"]
 
 
 def sizes(trace: Trace) -> list[int]:
-    """The bytes of every event after the start, in order."""
+    """Return the bytes of each event after the start, in order."""
     return [event.bytes for event in trace.events if event.phase != "before"]
 
 
@@ -49,7 +49,7 @@ STEP_COUNTERS = FLOAT * 4  # AdamW counts steps once per parameter
 
 @pytest.fixture
 def training():
-    """(step, model, optimizer) of a perceptron on one batch."""
+    """Return (step, model, optimizer) for a perceptron on one batch."""
     model = Perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     x = torch.randn(ROWS, NARROW)
@@ -65,14 +65,14 @@ def training():
 # ------------------------------------------------------------------ storages, not tensors
 
 
-def test_a_view_is_no_allocation():
+def test_a_view_does_not_allocate():
     x = torch.zeros(KIB)
     trace = memlab.measure(lambda: x.view(2, -1)[0].t().unsqueeze(0))
     assert allocations(trace) == []
     assert trace.peak_bytes == KIB * FLOAT
 
 
-def test_an_in_place_operator_is_no_allocation():
+def test_an_in_place_operator_does_not_allocate():
     x = torch.zeros(KIB)
     assert allocations(memlab.measure(lambda: x.add_(1).mul_(2).relu_())) == []
 
@@ -83,7 +83,7 @@ def test_a_slice_keeps_the_whole_storage_alive():
     assert trace.live_bytes == KIB * FLOAT
 
 
-def test_an_empty_tensor_is_no_event():
+def test_an_empty_tensor_has_no_event():
     assert memlab.measure(lambda: torch.zeros(0)).events == ()
 
 
@@ -92,7 +92,7 @@ def test_a_storage_is_freed_when_its_last_tensor_dies():
         x = torch.zeros(KIB)
         view = x.view(2, -1)
         del x
-        torch.ones(1)  # the view still holds all of x here
+        torch.ones(1)  # the view keeps all of x alive here
         del view
 
     assert sizes(memlab.measure(step)) == [KIB * FLOAT, FLOAT, -FLOAT, -KIB * FLOAT]
@@ -103,7 +103,7 @@ def test_resize_counts_the_difference():
     assert sizes(memlab.measure(lambda: x.resize_(3 * KIB))) == [2 * KIB * FLOAT]
 
 
-def test_resizing_a_storage_past_the_dispatcher_is_seen():
+def test_resizing_a_storage_outside_the_dispatcher_is_seen():
     x = torch.zeros(KIB)
     with memlab.meter() as running:
         x.add_(1)
@@ -136,7 +136,7 @@ def test_a_sparse_gradient_is_its_indices_and_its_values():
 # ------------------------------------------------------------------ categories
 
 
-def test_the_first_step_makes_the_optimizers_state(training):
+def test_the_first_step_allocates_the_optimizer_state(training):
     step, model, optimizer = training
     first = memlab.measure(step, model=model, optimizer=optimizer)
     second = memlab.measure(step, model=model, optimizer=optimizer)
@@ -147,8 +147,8 @@ def test_the_first_step_makes_the_optimizers_state(training):
 
 
 def test_a_step_by_categories(training):
-    """The peak is in AdamW's loop: a weight's denominator is made in two operators, and the one
-    of the bias before it still has a name."""
+    """The peak is in AdamW's loop, where a weight's denominator takes two operators and the
+    previous bias's denominator is still alive."""
     step, model, optimizer = training
     step()
     trace = memlab.measure(step, model=model, optimizer=optimizer)
@@ -162,7 +162,7 @@ def test_a_step_by_categories(training):
     }
 
 
-def test_activations_are_what_is_alive_when_backward_starts():
+def test_activations_are_alive_when_backward_starts():
     model, x = Perceptron(), torch.randn(ROWS, NARROW)
     trace = memlab.measure(lambda: model(x).square().mean().backward(), model=model)
     before_and_after_gelu = 2 * ROWS * WIDE * FLOAT
@@ -185,8 +185,8 @@ def test_setting_gradients_to_none_frees_them(training):
     assert trace.peak_bytes - trace.live_bytes == PARAMETERS
 
 
-def test_a_gradient_is_one_from_its_birth_in_backward():
-    """It is a temporary of backward's when it is made, and `.grad` takes it over as it is."""
+def test_a_gradient_has_its_category_from_its_allocation():
+    """It is allocated as a backward temporary, and becomes `.grad` without a copy."""
     model = nn.Linear(NARROW, WIDE, bias=False)
     x = torch.randn(ROWS, NARROW)
     trace = memlab.measure(lambda: model(x).sum().backward())
@@ -195,7 +195,7 @@ def test_a_gradient_is_one_from_its_birth_in_backward():
     assert gradient.bytes == NARROW * WIDE * FLOAT
 
 
-def test_a_gradient_that_dies_within_backward_is_a_gradient():
+def test_a_gradient_freed_within_backward_is_a_gradient():
     model = nn.Linear(NARROW, WIDE, bias=False)
     model.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     trace = memlab.measure(lambda: model(torch.randn(ROWS, NARROW)).sum().backward())
@@ -205,7 +205,7 @@ def test_a_gradient_that_dies_within_backward_is_a_gradient():
     ]
 
 
-def test_gradients_handed_out_by_autograd_grad_are_gradients():
+def test_results_of_autograd_grad_are_gradients():
     model, kept = nn.Linear(NARROW, WIDE), []
     x = torch.randn(ROWS, NARROW)
 
@@ -223,7 +223,7 @@ def test_a_second_backward_adds_to_the_gradient_in_place():
     assert trace.at_end["gradients"] == NARROW * WIDE * FLOAT
 
 
-def test_the_state_of_an_optimizer_written_by_hand_is_optimizer_state():
+def test_a_handwritten_optimizers_state_is_optimizer_state():
     model, momenta = nn.Linear(NARROW, WIDE), {}
     x = torch.randn(ROWS, NARROW)
 
@@ -240,7 +240,7 @@ def test_the_state_of_an_optimizer_written_by_hand_is_optimizer_state():
     assert first.at_end["optimizer_state"] == second.at_end["optimizer_state"] == weights
 
 
-def test_a_batch_made_inside_the_step_is_input():
+def test_a_batch_made_inside_the_step_is_an_input():
     model = nn.Linear(NARROW, WIDE)
 
     def step() -> None:
@@ -256,7 +256,7 @@ def test_a_batch_made_inside_the_step_is_input():
     ]
 
 
-def test_a_leaf_that_wants_a_gradient_is_a_parameter_without_any_module():
+def test_a_leaf_that_requires_a_gradient_is_a_parameter_without_a_module():
     image = torch.zeros(KIB, requires_grad=True)
     trace = memlab.measure(lambda: image.square().sum().backward())
     assert trace.at_end == {"parameters": KIB * FLOAT, "gradients": KIB * FLOAT}
@@ -268,7 +268,7 @@ def test_buffers_are_buffers():
     assert trace.at_end["buffers"] == 2 * 16 * FLOAT + 8  # running mean, variance; int64 counter
 
 
-def test_recomputed_activations_are_temporaries_of_backward():
+def test_recomputed_activations_are_backward_temporaries():
     model, x = Perceptron(), torch.randn(ROWS, NARROW, requires_grad=True)
 
     def step():
@@ -285,7 +285,7 @@ def test_categories_sum_to_the_peak(training):
     assert sum(trace.at_peak.values()) == trace.peak_bytes
 
 
-def test_a_model_that_is_not_handed_over_is_found(training):
+def test_a_model_that_is_not_passed_is_found(training):
     step, model, optimizer = training
     step()
     handed = memlab.measure(step, model=model, optimizer=optimizer)
@@ -313,7 +313,7 @@ def test_by_module_gives_each_gradient_to_the_module_of_its_parameter(training):
     assert by_module["down"]["optimizer_state"] == 2 * (WIDE * NARROW + NARROW) * FLOAT + 2 * FLOAT
 
 
-def test_lines_are_the_users_lines_and_only_on_request():
+def test_lines_are_in_user_code_and_optional():
     model, x = Perceptron(), torch.randn(ROWS, NARROW)
     assert all(e.line is None for e in memlab.measure(lambda: model(x), model=model).events)
     trace = memlab.measure(lambda: model(x), model=model, lines=True)
@@ -322,7 +322,7 @@ def test_lines_are_the_users_lines_and_only_on_request():
     assert "test_storages.py:" in line
 
 
-# ------------------------------------------------------------------ what else happens in a step
+# ------------------------------------------------------------------ threads, exceptions, lifetimes
 
 
 def test_tensors_freed_by_another_threads_backward_are_freed():
@@ -337,19 +337,19 @@ def test_tensors_freed_by_another_threads_backward_are_freed():
     assert alive > 2 * ROWS * WIDE * FLOAT
     assert trace.at_end == {
         "parameters": PARAMETERS,
-        "gradients": PARAMETERS,  # made in a thread that no meter sees, and found at the end
+        "gradients": PARAMETERS,  # from an unmetered thread, found at the end
         "inputs": ROWS * NARROW * FLOAT,
-        "activations": FLOAT,  # the loss, which has a name
+        "activations": FLOAT,  # the loss, which has a reference
     }
-    assert "in a thread that the step started" in str(trace)
+    assert "in its own thread" in str(trace)
 
 
 def memlab_events(running: memlab.meter):
-    """The events so far, of a meter that still runs."""
+    """Return the events so far of a running meter."""
     return [c.record.event(c.bytes, c.phase) for c in running._storages.changes()]
 
 
-def test_an_exception_in_mid_step_leaves_a_trace_and_nothing_behind():
+def test_an_exception_in_the_step_leaves_a_trace_and_no_side_effects():
     model, x = Perceptron(), torch.randn(ROWS, NARROW)
     hooks = (
         len(module_hooks._global_forward_hooks),
@@ -371,7 +371,7 @@ def test_an_exception_in_mid_step_leaves_a_trace_and_nothing_behind():
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
-def test_a_trace_cannot_be_read_before_its_end():
+def test_reading_a_trace_too_early_raises():
     with memlab.meter() as running, pytest.raises(RuntimeError, match="after the `with` block"):
         running.trace  # noqa: B018 - the property raises
 
@@ -398,7 +398,7 @@ def test_a_measurement_keeps_neither_the_model_nor_the_data_alive():
         take(step, model, optimizer)
         return [weakref.ref(held) for held in (model, data[0], optimizer, step)]
 
-    references(lambda step, model, optimizer: step())  # torch itself keeps the first of a process
+    references(lambda step, model, optimizer: step())  # torch keeps the first in a process alive
     with no_cycle_collection():
         kept = references(lambda step, *of: memlab.measure(step, model=of[0], optimizer=of[1]))
         assert [reference() for reference in kept] == [None] * 4
@@ -415,7 +415,7 @@ def test_one_meter_inside_another_sees_the_same(training):
 # ------------------------------------------------------------------ several steps
 
 
-def test_two_equal_steps_differ_by_nothing(training):
+def test_two_equal_steps_have_equal_traces(training):
     step, model, optimizer = training
     step()
     first = memlab.measure(step, model=model, optimizer=optimizer)
@@ -423,7 +423,7 @@ def test_two_equal_steps_differ_by_nothing(training):
     assert not first.diff(second)
 
 
-def test_a_leak_of_a_loss_with_its_graph_is_what_differs(training):
+def test_the_difference_of_two_steps_is_a_leaked_loss_with_its_graph(training):
     _, model, _ = training
     x, losses = torch.randn(ROWS, NARROW), []
 
@@ -432,19 +432,19 @@ def test_a_leak_of_a_loss_with_its_graph_is_what_differs(training):
 
     first = memlab.measure(step, model=model, lines=True)
     second = memlab.measure(step, model=model, lines=True)
-    leaked = 2 * ROWS * WIDE * FLOAT + FLOAT  # what gelu and the layer after it save; the loss
+    leaked = 2 * ROWS * WIDE * FLOAT + FLOAT  # saved by gelu and the next layer; the loss
     assert first.diff(second).bytes == leaked
     assert second.live_bytes - first.live_bytes == leaked
     assert "test_storages.py" in str(first.diff(second))
 
 
-def test_a_graph_that_no_backward_has_taken_yet_is_activations():
+def test_the_saved_tensors_of_an_unused_graph_are_activations():
     model, x, kept = Perceptron(), torch.randn(ROWS, NARROW), []
     trace = memlab.measure(lambda: kept.append(model(x).sum()), model=model)
     assert trace.at_end["activations"] == 2 * ROWS * WIDE * FLOAT + FLOAT
 
 
-def test_another_model_still_alive_counts_for_nothing(training):
+def test_another_living_model_does_not_count(training):
     step, model, optimizer = training
     step()
     alone = memlab.measure(step, model=model, optimizer=optimizer)
@@ -454,7 +454,7 @@ def test_another_model_still_alive_counts_for_nothing(training):
     assert beside.at_peak == alone.at_peak
 
 
-# ------------------------------------------------------------------ the observer's effect
+# ------------------------------------------------------------------ effects of the meter
 
 
 def test_a_gradient_with_two_sources_is_added_in_place():
@@ -475,7 +475,7 @@ def test_gathers_backward_scatters_in_place():
     assert whole == ["aten.new_zeros.default"]
 
 
-def test_a_sum_that_the_user_writes_in_a_hook_is_an_allocation():
+def test_a_sum_in_a_users_hook_is_an_allocation():
     x = torch.randn(KIB, requires_grad=True)
 
     def step() -> None:
@@ -487,9 +487,9 @@ def test_a_sum_that_the_user_writes_in_a_hook_is_an_allocation():
     assert operators.count("aten.add.Tensor") >= 2
 
 
-def test_a_storage_that_dies_meanwhile_leaves_the_correction_right(monkeypatch):
-    """Python collects cycles whenever it likes, also while an operator is looked at."""
-    judge = folding.is_in_place_unwatched
+def test_folding_is_correct_if_another_storage_dies_meanwhile(monkeypatch):
+    """Python may collect cycles at any time, even while the meter handles an operator."""
+    judge = folding.is_in_place_without_mode
 
     def collecting(*arguments) -> bool:
         gc.collect()
@@ -503,15 +503,15 @@ def test_a_storage_that_dies_meanwhile_leaves_the_correction_right(monkeypatch):
         del cycle
         x.gather(0, index).sum().backward()
 
-    monkeypatch.setattr(folding, "is_in_place_unwatched", collecting)
+    monkeypatch.setattr(folding, "is_in_place_without_mode", collecting)
     with no_cycle_collection():
         trace = memlab.measure(step)
     changes = [e.bytes for e in trace.events if e.phase == "backward" and abs(e.bytes) > 4 * KIB]
     assert changes == [8 * KIB * 4, -3 * KIB * 4]
 
 
-def test_a_storage_that_was_empty_and_unknown_when_the_step_began_is_new():
-    """FSDP2 empties the storage of a gathered weight, and fills it in the next step."""
+def test_an_unknown_storage_that_was_empty_before_the_step_is_new():
+    """FSDP2 resizes a gathered weight's storage to 0, and back in the next step."""
     gathered = torch.zeros(KIB)
     gathered.untyped_storage().resize_(0)
 

@@ -1,4 +1,4 @@
-"""The plain tensors among everything that a step hands around."""
+"""Finding the plain tensors in arguments, results and state."""
 
 import pytest
 import torch
@@ -26,12 +26,12 @@ def test_an_opaque_tensor_has_no_plain_parts():
     assert tensors_among((torch.zeros(2, 2).to_mkldnn(),)) == []
 
 
-def test_state_is_searched_however_nested():
+def test_nested_state_is_searched():
     found = list(tensors_within({"step": A, "groups": [{"m": B}, (C, 1.5)]}))
     assert [id(tensor) for tensor in found] == [id(A), id(B), id(C)]
 
 
-def test_a_wrapper_subclass_is_what_it_wraps():
+def test_a_wrapper_subclass_is_replaced_by_its_inner_tensors():
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(5)], layout=torch.jagged)
     sizes = sorted(tensor.numel() for tensor in plain_tensors(nested))
     assert sizes[-1] == 7

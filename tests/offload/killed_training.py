@@ -1,12 +1,12 @@
-"""A training on the disk that is killed again and again: run as a script, it prints what it found.
+"""Kill a training on disk again and again; run as a script, it prints the results.
 
     python killed_training.py FOLDER SEED KILLS
 
-It imports torch once and forks: each training, each kill and each restart is a child of its own. A
-child counts what it asks of the disk (writes, fsyncs, renames, removals), and kills itself with
-SIGKILL before the n-th. A kill leaves alone what the system holds of files that were not forced to
-the disk; a power failure does not, so before some kills that is taken away: what was written and
-not forced to the disk is cut off, and a rename whose folder was not is undone.
+The script imports torch once and forks: each training, kill and restart is a child process. A child
+counts its disk operations (writes, fsyncs, renames, removals) and kills itself with SIGKILL before
+the n-th. A kill keeps data that the system has cached; a power failure does not. So before some
+kills, a power failure is simulated: unsynced data is truncated, and renames in an unsynced folder
+are undone.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def rate(step: int) -> float:
 
 
 def a_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """All that is drawn follows from the step's number: the data, and dropout."""
+    """Run one step; the seed makes data and dropout depend only on the step's number."""
     torch.manual_seed(step)
     inputs = torch.randn(5, 6)
     optimizer.param_groups[0]["lr"] = rate(step)
@@ -58,7 +58,7 @@ def weights_of(model: nn.Module) -> Weights:
 
 
 def without_offloading() -> list[Weights]:
-    """The weights before the first step and after each."""
+    """Return the weights before the first step and after each step."""
     model = a_model()
     optimizer = an_optimizer(model)
     found = [weights_of(model)]
@@ -69,7 +69,7 @@ def without_offloading() -> list[Weights]:
 
 
 def train(folder: Path, right: list[Weights], done=lambda step: None) -> dict:
-    """From where the folder ends; where it began, and whether all of it was right."""
+    """Resume from the folder; return the first step and whether all weights were right."""
     model = a_model()
     with DiskStore(folder) as store:
         optimizer = OffloadedOptimizer(an_optimizer(model), store, sub_group=64, weights=True)
@@ -88,11 +88,11 @@ def same(some: Weights, others: Weights) -> bool:
     return all(map(torch.equal, some, others))
 
 
-# ------------------------------------------------------------------ the disk, watched
+# ------------------------------------------------------------------ counting disk operations
 
 
 class Disk:
-    """Counts what is asked of it, and kills the process before operation `kill_at`."""
+    """Count disk operations, and kill the process before operation `kill_at`."""
 
     def __init__(self, kill_at: int | None, power_fails: bool) -> None:
         self.kill_at, self.power_fails = kill_at, power_fails
@@ -114,7 +114,7 @@ class Disk:
             self.log.append((name, Path(path).name))
             if name == "write":
                 self.not_forced.add(path)
-                self._look(path)
+                self._update_most_bytes(path)
             if name == "fsync":
                 self.forced.add(path)
                 self.not_forced.discard(path)
@@ -136,10 +136,10 @@ class Disk:
     def _path(self, of) -> str:
         return os.readlink(f"/proc/self/fd/{of}") if isinstance(of, int) else os.fspath(of)
 
-    def _look(self, path: str) -> None:
-        there = Path(path).parent.glob("state.*")
+    def _update_most_bytes(self, path: str) -> None:
+        files = Path(path).parent.glob("state.*")
         sizes = 0
-        for file in there:
+        for file in files:
             with contextlib.suppress(FileNotFoundError):
                 sizes += file.stat().st_size
         self.most_bytes = max(self.most_bytes, sizes)
@@ -158,8 +158,10 @@ class Disk:
 
 
 def child(work) -> tuple[int, int, dict]:
-    """A forked process: its status, the steps that it completed, and what it found, which is
-    nothing if it was killed."""
+    """Run `work` in a forked process; return its status, its completed steps and its result.
+
+    The result is empty if the process was killed.
+    """
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         status = 1
@@ -180,7 +182,7 @@ def child(work) -> tuple[int, int, dict]:
 
 
 def killed_from_outside(folder: Path, right: list[Weights]) -> int:
-    """A training that nobody stops, killed as soon as its first step is committed."""
+    """Kill a training from outside as soon as its first step is committed."""
     if (pid := os.fork()) == 0:
         with contextlib.suppress(BaseException):
             train(folder, right)
@@ -194,7 +196,7 @@ def killed_from_outside(folder: Path, right: list[Weights]) -> int:
 
 def main(folder: Path, seed: int, kills: int) -> dict:
     torch.set_num_threads(1)
-    an_optimizer(a_model())  # imports what torch puts off, once for all children
+    an_optimizer(a_model())  # triggers torch's lazy imports once for all children
     with contextlib.suppress(FileNotFoundError):
         os.remove(folder / "right.pt")
 
@@ -211,7 +213,7 @@ def main(folder: Path, seed: int, kills: int) -> dict:
 
     _, _, found = child(whole)
     draw = random.Random(seed)
-    last = len(found["log"]) - 8  # the thread and the process take turns: a few more or less
+    last = len(found["log"]) - 8  # the number of operations varies by a few, because of the thread
     points = sorted(draw.sample(range(last), kills))
     rows = []
     for n, point in enumerate(points):

@@ -1,5 +1,4 @@
-"""Offloaded activations: the gradients of the run without them to the bit, each storage moved once
-each way, and nothing left behind."""
+"""Offloaded activations: gradients do not change, and each storage moves once each way."""
 
 import gc
 from contextlib import nullcontext
@@ -47,7 +46,7 @@ def same(some, others):
 
 
 class Tanhs(nn.Module):
-    """Each layer saves its output, a storage of its own."""
+    """A chain in which each tanh saves its output, a separate storage."""
 
     def forward(self, x):
         for _ in range(LAYERS):
@@ -64,7 +63,7 @@ def an_input():
 
 
 @pytest.mark.parametrize("minimum", [1, 4096])
-def test_the_gradients_are_those_without_it(store, minimum):
+def test_gradients_do_not_change(store, minimum):
     plain, ours = gpt(), gpt()
     plain(*a_batch()).backward()
     with offloaded_activations(store, minimum=minimum) as report:
@@ -75,7 +74,7 @@ def test_the_gradients_are_those_without_it(store, minimum):
     assert store.keys() == []
 
 
-def test_backward_may_run_twice_and_finds_everything_both_times(store):
+def test_backward_may_run_twice(store):
     x = an_input()
     with offloaded_activations(store, minimum=1):
         loss = Tanhs()(x)
@@ -88,7 +87,7 @@ def test_backward_may_run_twice_and_finds_everything_both_times(store):
     assert store.keys() == []
 
 
-def test_what_is_written_to_later_comes_back_as_it_was(store):
+def test_a_tensor_modified_later_is_loaded_with_its_original_values(store):
     x = torch.randn(100, requires_grad=True)
     with offloaded_activations(store, minimum=1):
         y = x * 3
@@ -119,7 +118,7 @@ def test_around_checkpoints_their_inputs_are_offloaded(store, every):
 
 
 @pytest.mark.parametrize("checkpointed", [partial(torchs, use_reentrant=False), checkpoint])
-def test_inside_of_a_checkpoint_it_is_offloaded_and_not_computed_again(store, checkpointed):
+def test_inside_a_checkpoint_tensors_are_offloaded_and_not_recomputed(store, checkpointed):
     x, calls = an_input(), []
 
     def inside(x):
@@ -135,7 +134,7 @@ def test_inside_of_a_checkpoint_it_is_offloaded_and_not_computed_again(store, ch
     assert len(calls) == 1
 
 
-def test_of_two_hooks_the_inner_one_has_the_tensor(store):
+def test_the_inner_one_of_two_hooks_applies(store):
     x = an_input()
     with offloaded_activations(store, minimum=1) as report, compressed_activations(bits=8):
         Tanhs()(x)
@@ -148,13 +147,13 @@ def test_of_two_hooks_the_inner_one_has_the_tensor(store):
 # ------------------------------------------------------------------ bytes
 
 
-def test_each_storage_is_moved_once_each_way_however_many_operators_save_it(store):
+def test_each_storage_moves_once_each_way_however_many_operators_save_it(store):
     x = an_input()
     with offloaded_activations(store, minimum=1) as report:
         y = x.exp()  # saves its result
         loss = (y * y.T.contiguous().T).sum() + y.square().sum() + y.view(-1).sin().sum()
     loss.backward()
-    assert (report.storages, report.bytes) == (2, 2 * STORAGE)  # y, and its copy in another order
+    assert (report.storages, report.bytes) == (2, 2 * STORAGE)  # y and its transposed copy
     assert store.traffic.written == report.bytes
     (wanted,) = torch.autograd.grad(
         ((y := x.exp()) * y.T.contiguous().T).sum() + y.square().sum() + y.sin().sum(), x
@@ -162,7 +161,7 @@ def test_each_storage_is_moved_once_each_way_however_many_operators_save_it(stor
     torch.testing.assert_close(x.grad, wanted, rtol=1e-6, atol=0)
 
 
-def test_all_but_the_first_that_backward_wants_are_prefetched(store):
+def test_all_storages_but_the_first_are_prefetched(store):
     x = an_input()
     with offloaded_activations(store, minimum=1):
         loss = Tanhs()(x)
@@ -172,7 +171,7 @@ def test_all_but_the_first_that_backward_wants_are_prefetched(store):
     assert store.traffic.prefetched == moved - STORAGE
 
 
-def test_a_storage_that_operators_far_apart_saved_is_on_its_way_each_time(store):
+def test_a_storage_saved_by_distant_operators_is_prefetched_each_time(store):
     x = an_input()
     with offloaded_activations(store, minimum=1):
         y = z = x.tanh()
@@ -182,7 +181,7 @@ def test_a_storage_that_operators_far_apart_saved_is_on_its_way_each_time(store)
     del y, z
     loss.backward()
     assert store.traffic.written == LAYERS * STORAGE
-    # z is held from the product to the tanh next to it; y is let go of, and comes again at the end.
+    # z is held from the mul to the adjacent tanh; y is released and loaded again at the end.
     assert store.traffic.read == (LAYERS + 1) * STORAGE
     assert store.traffic.prefetched == LAYERS * STORAGE
     (wanted,) = torch.autograd.grad(_tanhs_times_the_first(x), x)
@@ -196,7 +195,7 @@ def _tanhs_times_the_first(x):
     return (z * y).sum()
 
 
-def test_what_one_operator_saved_comes_one_ahead_of_the_other(store):
+def test_tensors_saved_by_one_operator_are_prefetched_one_after_another(store):
     x = an_input()
     with offloaded_activations(store, minimum=1):
         loss = (x.sin() * x.cos()).sum()
@@ -204,7 +203,7 @@ def test_what_one_operator_saved_comes_one_ahead_of_the_other(store):
     assert (store.traffic.read, store.traffic.prefetched) == (2 * STORAGE, STORAGE)
 
 
-def test_a_graph_that_was_dropped_is_not_asked_for(store):
+def test_a_dropped_graph_is_not_prefetched(store):
     x = an_input()
     with offloaded_activations(store, minimum=1):
         Tanhs()(x)
@@ -214,32 +213,32 @@ def test_a_graph_that_was_dropped_is_not_asked_for(store):
     assert store.keys() == []
 
 
-def test_what_was_held_goes_with_its_graph():
+def test_a_held_storage_is_freed_with_its_graph():
     x, store, others = an_input(), DiskStore(), []
 
     def half_a_backward():
         with offloaded_activations(store, minimum=1):
             y = x.tanh()
             loss = (y * y).sum()
-            others.append(Tanhs()(x))  # whose graph lives on
+            others.append(Tanhs()(x))  # keeps its graph alive
         torch.autograd.grad(loss, y)
 
     assert memlab.measure(half_a_backward).live_bytes == x.nbytes + others[0].nbytes
 
 
-def test_one_that_backward_passes_by_is_let_go_of_and_others_come_ahead_of_it(store):
+def test_a_storage_that_backward_skips_is_cancelled_and_others_are_prefetched(store):
     x, half = an_input(), LAYERS // 2
     with offloaded_activations(store, minimum=1):
         y = x
         for _ in range(half):
             y = y.tanh()
-        aside = y.exp()  # saves its result, and the loss has nothing of it
+        aside = y.exp()  # saves its result, which the loss does not use
         for _ in range(half):
             y = y.tanh()
         loss = y.sum()
     del y
     loss.backward()
-    assert store.traffic.read == (LAYERS + 1) * STORAGE  # aside, too, and in vain
+    assert store.traffic.read == (LAYERS + 1) * STORAGE  # including aside, unused
     assert store.traffic.prefetched == (LAYERS - 1) * STORAGE  # not the first, nor the one after it
     assert store.coming() == []
     del aside
@@ -247,7 +246,7 @@ def test_one_that_backward_passes_by_is_let_go_of_and_others_come_ahead_of_it(st
 
 
 def alive_before_backward(around_forward):
-    """Bytes, beyond the input, when there is the loss of `Tanhs` and no gradient yet."""
+    """Return the bytes alive beyond the input, between forward and backward of `Tanhs`."""
     x, kept = an_input(), []
 
     def forward():
@@ -257,27 +256,27 @@ def alive_before_backward(around_forward):
     return memlab.measure(forward).live_bytes - x.nbytes
 
 
-def test_on_the_disk_all_of_them_leave_the_device():
+def test_a_disk_store_frees_all_activations_from_the_device():
     assert alive_before_backward(nullcontext()) == LAYERS * STORAGE + 4
     assert alive_before_backward(offloaded_activations(DiskStore(), minimum=1)) == 4
 
 
-def test_on_the_host_without_a_gpu_nothing_is_saved_and_the_meter_says_so():
-    """It is the same memory: copies stand in the place of the originals."""
+def test_without_a_gpu_a_host_store_saves_no_metered_memory():
+    """The copies are in the same memory as the originals were."""
     in_memory = offloaded_activations(HostStore(), minimum=1)
     assert alive_before_backward(in_memory) == LAYERS * STORAGE + 4
 
 
-def test_in_backward_two_of_them_are_there_at_once_and_the_gradients_at_work():
+def test_backward_has_two_storages_and_two_gradients_at_once():
     x, store = an_input(), DiskStore()
     with offloaded_activations(store, minimum=1):
         loss = Tanhs()(x)
     trace = memlab.measure(loss.backward)
-    # The one at work and the one on its way; the gradient that comes and the one that goes.
+    # The used storage and the prefetched one; the incoming and the outgoing gradient.
     assert trace.peak_bytes == 2 * STORAGE + 2 * STORAGE + loss.nbytes + 4  # its gradient
 
 
-def test_a_gpt_s_activations_leave_but_for_the_loss():
+def test_all_activations_of_a_gpt_are_offloaded_but_the_loss():
     model, store, kept = gpt(), DiskStore(), []
     tokens, targets = a_batch()
 
@@ -288,7 +287,7 @@ def test_a_gpt_s_activations_leave_but_for_the_loss():
     assert memlab.measure(forward, model=model).at_end["activations"] == 4
 
 
-def test_small_storages_stay(store):
+def test_small_storages_are_not_offloaded(store):
     x = an_input()
     with offloaded_activations(store, minimum=ROWS * WIDTH + 1) as report:
         Tanhs()(x)
@@ -299,7 +298,7 @@ def test_small_storages_stay(store):
 
 
 class Scaled(nn.Module):
-    """A frozen layer, whose result is multiplied by a buffer: backward wants both."""
+    """A frozen layer whose result is multiplied by a buffer: backward needs both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +309,7 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-def test_frozen_weights_stay_and_buffers_do_if_the_model_is_given(store):
+def test_frozen_weights_are_not_offloaded_nor_buffers_if_the_model_is_given(store):
     model, x = Scaled(), torch.randn(8, 64, requires_grad=True)
     moved = {}
     for name, given in (("without", None), ("with", model)):
@@ -320,7 +319,7 @@ def test_frozen_weights_stay_and_buffers_do_if_the_model_is_given(store):
     assert moved == {"without": model.scale.nbytes, "with": 0}
 
 
-def test_a_graph_that_is_never_walked_leaves_nothing_in_the_store(store):
+def test_a_graph_without_backward_leaves_nothing_in_the_store(store):
     x = an_input()
     with offloaded_activations(store, minimum=1):
         loss = Tanhs()(x)
@@ -330,7 +329,7 @@ def test_a_graph_that_is_never_walked_leaves_nothing_in_the_store(store):
     assert store.keys() == []
 
 
-def test_a_dry_run_has_the_bytes_of_the_real_one():
+def test_a_dry_run_has_the_same_bytes():
     def measured():
         model, store = gpt(), DiskStore()
         tokens, targets = torch.zeros(2, B, T, dtype=torch.int64)
@@ -347,18 +346,18 @@ def test_a_dry_run_has_the_bytes_of_the_real_one():
         assert measured() == real
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
 def test_a_minimum_below_1_is_refused(store):
     with (
-        pytest.raises(ValueError, match="got minimum=0 numbers; give at least 1"),
+        pytest.raises(ValueError, match="got minimum=0 elements; pass at least 1"),
         offloaded_activations(store, minimum=0),
     ):
         pass
 
 
-def test_torch_s_own_check_of_what_was_written_to_is_kept_for_what_stays(store):
+def test_modified_tensors_that_are_not_offloaded_still_raise_torchs_error(store):
     x = torch.randn(3, requires_grad=True)
     with offloaded_activations(store, minimum=100):
         y = x * 2
@@ -370,7 +369,7 @@ def test_torch_s_own_check_of_what_was_written_to_is_kept_for_what_stays(store):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [HostStore, DiskStore])
-def test_on_a_gpu_the_gradients_are_those_without_it(kind):
+def test_gradients_do_not_change_on_a_gpu(kind):
     with torch.device("cuda"):
         plain, ours = gpt(), gpt()
     ours.load_state_dict(plain.state_dict())

@@ -1,4 +1,4 @@
-"""A store on a disk: what was committed is there, or one sentence says why not."""
+"""Disk stores: committed values survive, or an error explains why not."""
 
 import errno
 import json
@@ -14,12 +14,12 @@ from torch import nn
 
 from memlab.offload import DiskStore, HostStore, OffloadedOptimizer, StoreError, disk
 
-THIS = sys.modules[__name__]  # who claims a store
+THIS = sys.modules[__name__]  # the owner of claimed stores
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """One with a commit in it: two tensors, of step 3."""
+    """A folder with a commit of step 3: two tensors."""
     with DiskStore(tmp_path / "state") as store:
         store.put("a", torch.arange(1000.0), lasting=True, about={"name": "a"})
         store.put("b", [torch.ones(3), torch.zeros(2)], lasting=True)
@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 def is_intact(folder):
-    """Whether the commit is there as it was made."""
+    """Return whether the commit is unchanged."""
     with DiskStore(folder) as store:
         return (
             (store.step, store.notes, store.keys()) == (3, {"seed": 5}, ["a", "b"])
@@ -48,11 +48,11 @@ def file_of(folder, key):
 # ------------------------------------------------------------------ commits
 
 
-def test_a_commit_is_there_at_the_next_start_and_what_is_not_lasting_is_gone(folder):
+def test_the_next_start_has_the_commit_without_values_that_are_not_lasting(folder):
     assert is_intact(folder)
 
 
-def test_what_was_put_after_the_commit_is_gone_at_the_next_start_and_so_are_its_files(folder):
+def test_the_next_start_drops_values_and_files_after_the_commit(folder):
     with DiskStore(folder) as store:
         store.put("a", torch.zeros(1000), lasting=True)
         store.put("d", torch.zeros(1000), lasting=True)
@@ -63,7 +63,7 @@ def test_what_was_put_after_the_commit_is_gone_at_the_next_start_and_so_are_its_
     assert len(list(folder.glob("state.*"))) == 2
 
 
-def test_a_rollback_is_the_same_without_a_new_start(folder):
+def test_a_rollback_drops_values_after_the_commit(folder):
     with DiskStore(folder) as store:
         store.put("a", torch.zeros(1000), lasting=True)
         store.prefetch("a")
@@ -74,7 +74,7 @@ def test_a_rollback_is_the_same_without_a_new_start(folder):
     assert is_intact(folder)
 
 
-def test_a_second_commit_takes_the_place_of_the_first(folder):
+def test_a_second_commit_replaces_the_first(folder):
     with DiskStore(folder) as store:
         store.put("a", torch.zeros(2), lasting=True)
         store.delete("b")
@@ -84,7 +84,7 @@ def test_a_second_commit_takes_the_place_of_the_first(folder):
     assert len(list(folder.glob("state.*"))) == 1
 
 
-def test_other_files_in_the_folder_stay(folder):
+def test_other_files_in_the_folder_are_kept(folder):
     (folder / "notes.txt").write_text("mine")
     (folder / "state.of.affairs").write_text("mine")
     assert is_intact(folder)
@@ -92,7 +92,7 @@ def test_other_files_in_the_folder_stay(folder):
     assert (folder / "state.of.affairs").exists()
 
 
-# ------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------ errors
 
 
 def test_a_store_in_use_by_this_process_is_refused(folder):
@@ -117,27 +117,27 @@ def test_a_store_in_use_by_another_process_is_refused(folder):
     assert is_intact(folder)
 
 
-def test_a_file_that_is_cut_short_is_noticed_at_the_start(folder):
+def test_a_truncated_file_is_detected_at_the_start(folder):
     path = file_of(folder, "a")
     os.truncate(path, 3999)
     with pytest.raises(StoreError, match=r"'a' in .* is cut short: got 3,999 bytes of 4,000"):
         DiskStore(folder)
     path.unlink()
-    with pytest.raises(StoreError, match=r"'a' should be in .*, which is missing; put back"):
+    with pytest.raises(StoreError, match=r"'a' should be in .*, which is missing; restore"):
         DiskStore(folder)
 
 
-def test_a_short_read_is_noticed(folder):
+def test_a_file_truncated_later_is_detected_on_read(folder):
     with DiskStore(folder) as store:
         os.truncate(file_of(folder, "a"), 100)
         with pytest.raises(StoreError, match=r"'a' in .* is cut short: got 100 bytes of 4,000"):
             store.get("a")
         file_of(folder, "b").unlink()
-        with pytest.raises(StoreError, match=r"'b' should be in .*, which is missing; put back"):
+        with pytest.raises(StoreError, match=r"'b' should be in .*, which is missing; restore"):
             store.get("b")
 
 
-def test_a_closed_store_says_so(folder):
+def test_a_closed_store_raises_an_error(folder):
     store = DiskStore(folder)
     committed = store.step
     store.close()
@@ -149,7 +149,7 @@ def test_a_closed_store_says_so(folder):
     ):
         with pytest.raises(StoreError, match=r"the store in .* is closed; make another DiskStore"):
             use()
-    store.delete("a")  # whoever lets go of it late
+    store.delete("a")  # still allowed, as in late garbage collection
     store.flush()
     store.close()
     assert is_intact(folder)
@@ -158,7 +158,7 @@ def test_a_closed_store_says_so(folder):
 
 
 @pytest.mark.parametrize("byte", [0, 1999, 3999])
-def test_one_wrong_bit_is_noticed(folder, byte):
+def test_a_flipped_bit_is_detected(folder, byte):
     path = file_of(folder, "a")
     content = bytearray(path.read_bytes())
     content[byte] ^= 1
@@ -171,10 +171,10 @@ def test_one_wrong_bit_is_noticed(folder, byte):
 
 @pytest.mark.parametrize("damage", [lambda t: t.replace('"step": 3', '"step": 4'),
                                     lambda t: t[:-20], lambda t: ""])  # fmt: skip
-def test_a_damaged_manifest_is_noticed(folder, damage):
+def test_a_damaged_manifest_is_detected(folder, damage):
     path = folder / "manifest.json"
     path.write_text(damage(path.read_text()))
-    with pytest.raises(StoreError, match="is damaged: its checksum is another"):
+    with pytest.raises(StoreError, match="is damaged: its checksum differs"):
         DiskStore(folder)
 
 
@@ -189,76 +189,74 @@ def test_the_store_of_another_training_is_refused(folder):
 
 
 @pytest.mark.parametrize("kind", [DiskStore, HostStore])
-def test_two_optimizers_do_not_share_a_store(kind):
+def test_two_optimizers_cannot_share_a_store(kind):
     store = kind()
     first, second = (torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2))
     kept = OffloadedOptimizer(first, store)
-    with pytest.raises(StoreError, match="has the optimizer of another OffloadedOptimizer; give"):
+    with pytest.raises(StoreError, match="has the optimizer of another OffloadedOptimizer; use"):
         OffloadedOptimizer(second, store)
     kept.remove()
     del kept
     OffloadedOptimizer(second, store)
 
 
-def test_who_gives_a_folder_in_place_of_a_store_is_told(tmp_path):
-    with pytest.raises(TypeError, match=r"give a memlab\.offload\.DiskStore\(folder\)"):
+def test_a_path_instead_of_a_store_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"pass a memlab\.offload\.DiskStore\(folder\)"):
         OffloadedOptimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["state.000123", "manifest.json", ".manifest.7.json"])
-def test_a_folder_with_files_of_others_is_left_alone(tmp_path, name):
+def test_a_folder_with_foreign_files_is_refused_and_unchanged(tmp_path, name):
     (tmp_path / name).write_text("somebody's")
-    with pytest.raises(StoreError, match=f"has a {name} that no store has written; give an empty"):
+    with pytest.raises(StoreError, match=f"has a {name} that no store has written; pass an empty"):
         DiskStore(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "somebody's"
 
 
-def test_a_file_is_no_folder(tmp_path):
+def test_a_file_instead_of_a_folder_is_refused(tmp_path):
     (tmp_path / "state").write_text("somebody's")
-    with pytest.raises(StoreError, match="is a file; give a folder"):
+    with pytest.raises(StoreError, match="is a file; pass a folder"):
         DiskStore(tmp_path / "state")
 
 
 @pytest.fixture
-def files_of_at_most():
-    """Sets the largest file that this process may write: a limit that the system keeps."""
+def limit_file_size():
+    """Return a function that sets the largest file that this process may write."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_where_there_is_no_room_the_last_commit_is_intact(folder, files_of_at_most):
+def test_a_full_disk_leaves_the_last_commit_intact(folder, limit_file_size):
     with DiskStore(folder) as store:
-        files_of_at_most(2000)
+        limit_file_size(2000)
         store.put("a", torch.zeros(1000), lasting=True)
         with pytest.raises(StoreError, match=r"no room left; step 3 is intact. Free some space"):
             store.commit(4)
         with pytest.raises(StoreError, match="could not write 'a'"):
-            store.commit(4)  # not by asking twice
-        assert len(list(folder.glob("state.*"))) == 2  # nothing half written
-        files_of_at_most(10**6)
+            store.commit(4)  # a second attempt fails too
+        assert len(list(folder.glob("state.*"))) == 2  # no partial file
+        limit_file_size(10**6)
         store.rollback()
         assert torch.equal(store.get("a"), torch.arange(1000.0))
     assert is_intact(folder)
 
 
-def test_where_there_is_no_room_for_the_manifest_the_last_commit_is_intact(
-    folder, files_of_at_most
-):
+def test_a_disk_too_full_for_the_manifest_leaves_the_last_commit_intact(folder, limit_file_size):
     with DiskStore(folder) as store:
         store.put("a", torch.zeros(2), lasting=True)
         store.flush()
-        files_of_at_most(100)
+        limit_file_size(100)
         with pytest.raises(StoreError, match=r"could not write the manifest .* step 3 is intact"):
             store.commit(4)
-        files_of_at_most(10**6)
+        limit_file_size(10**6)
     assert is_intact(folder)
 
 
 @pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "there is no room left"),
                                                (errno.EIO, "Input/output error")])  # fmt: skip
-def test_what_the_disk_says_is_told(folder, monkeypatch, number, words):
+def test_errors_of_the_disk_are_reported(folder, monkeypatch, number, words):
     def fails(*_):
         raise OSError(number, os.strerror(number))
 
@@ -272,7 +270,7 @@ def test_what_the_disk_says_is_told(folder, monkeypatch, number, words):
     assert is_intact(folder)
 
 
-# ------------------------------------------------------------------ a step that breaks off
+# ------------------------------------------------------------------ failed steps
 
 
 def a_training(store, hidden=40):
@@ -293,19 +291,17 @@ def weights_of(model):
     return [weight.detach().clone() for weight in model.parameters()]
 
 
-def test_a_step_that_breaks_off_for_want_of_room_is_taken_back_by_resume(
-    tmp_path, files_of_at_most
-):
+def test_resume_undoes_a_step_that_fails_on_a_full_disk(tmp_path, limit_file_size):
     with DiskStore(tmp_path, buffers=1) as store:
         model, optimizer = a_training(store)
         a_step(model, optimizer)
         before = weights_of(model)
-        files_of_at_most(2000)
+        limit_file_size(2000)
         with pytest.raises(StoreError, match="no room left; step 1 is intact"):
             a_step(model, optimizer)
-        with pytest.raises(StoreError, match=r"a step broke off \(StoreError\).* call resume\(\)"):
+        with pytest.raises(StoreError, match=r"a step failed \(StoreError\).* call resume\(\)"):
             optimizer.step()
-        files_of_at_most(10**6)
+        limit_file_size(10**6)
         assert optimizer.resume() == 1
         assert all(map(torch.equal, weights_of(model), before))
         a_step(model, optimizer)
@@ -317,7 +313,7 @@ def test_a_step_that_breaks_off_for_want_of_room_is_taken_back_by_resume(
         assert all(map(torch.equal, weights_of(model), after_two))
 
 
-def test_a_folder_with_a_training_wants_to_be_resumed(tmp_path):
+def test_a_folder_with_a_training_must_be_resumed(tmp_path):
     with DiskStore(tmp_path) as store:
         a_step(*a_training(store))
     with DiskStore(tmp_path) as store:
@@ -335,7 +331,7 @@ def test_a_folder_with_the_training_of_another_model_is_refused(tmp_path):
         assert store.step == 1
 
 
-def test_commits_may_be_rarer_than_steps(tmp_path):
+def test_commit_every_makes_commits_rarer_than_steps(tmp_path):
     with DiskStore(tmp_path) as store:
         model, optimizer = a_training(store)
         optimizer.commit_every = 3
@@ -353,10 +349,10 @@ def test_commits_may_be_rarer_than_steps(tmp_path):
         assert all(map(torch.equal, weights_of(model), weights[2]))
 
 
-# ------------------------------------------------------------------ damaged, and killed
+# ------------------------------------------------------------------ damaged files and leftovers
 
 
-def test_verify_false_reads_what_is_there(tmp_path):
+def test_verify_false_skips_the_checksums(tmp_path):
     with DiskStore(tmp_path / "store") as store:
         store.put("a", torch.arange(100.0), lasting=True)
         store.commit(1)
@@ -370,11 +366,9 @@ def test_verify_false_reads_what_is_there(tmp_path):
         assert (store.get("a") == torch.arange(100.0)).sum() == 99
 
 
-@pytest.mark.skipif(os.name == "nt", reason="killed by a signal of POSIX")
-def test_the_temporary_folder_of_a_killed_process_is_removed_by_the_next_store(
-    tmp_path, monkeypatch
-):
-    lasting = DiskStore(tmp_path / "memlab-mine")  # of the same beginning, and not temporary
+@pytest.mark.skipif(os.name == "nt", reason="sends a POSIX signal")
+def test_the_next_store_removes_the_temporary_folder_of_a_killed_process(tmp_path, monkeypatch):
+    lasting = DiskStore(tmp_path / "memlab-mine")  # has the prefix, but is not temporary
     lasting.close()
     code = (
         "import os, signal, torch; from memlab.offload import DiskStore\n"

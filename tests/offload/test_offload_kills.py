@@ -1,5 +1,7 @@
-"""A training on the disk loses nothing when it is killed: not at any of twenty random points, and
-not from outside. In killed_training.py is the training, and who kills it."""
+"""A training on disk loses nothing when it is killed, at random points or from outside.
+
+killed_training.py contains the training and the kills.
+"""
 
 import json
 import subprocess
@@ -15,7 +17,7 @@ SIGKILL = 9
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Of a process of its own, which forks before torch has threads."""
+    """Run the script in its own process, which forks before torch starts threads."""
     folder = tmp_path_factory.mktemp("killed")
     script = Path(__file__).with_name("killed_training.py")
     arguments = [sys.executable, str(script), str(folder), str(SEED), str(KILLS)]
@@ -25,28 +27,28 @@ def found(tmp_path_factory):
     return json.loads(result.stdout)
 
 
-def test_undisturbed_the_training_is_the_one_without_offloading(found):
+def test_without_kills_the_training_equals_the_one_without_offloading(found):
     assert (found["whole"]["began"], found["whole"]["right"]) == (0, True)
 
 
-def test_killed_at_twenty_random_points_it_goes_on_from_the_last_completed_step_to_the_bit(found):
+def test_a_training_killed_at_random_points_resumes_bit_for_bit_from_the_last_step(found):
     assert len(found["killed"]) == KILLS
     for row in found["killed"]:
         assert row["status"] == SIGKILL
-        # Killed after the rename and before the call returned, a step is complete all the same.
+        # A step is complete after its rename, even if the process is killed before step() returns.
         assert row["completed"] <= row["began"] <= row["completed"] + 1, row
         assert row["right"], row
     assert {row["began"] for row in found["killed"]} >= set(range(STEPS))
 
 
-def test_killed_from_outside_it_goes_on_too(found):
+def test_a_training_killed_from_outside_resumes(found):
     for row in found["outside"]:
         assert row["status"] == SIGKILL
         assert row["began"] >= 1
         assert row["right"], row
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(found):
+def test_only_the_leftovers_of_a_killed_process_are_removed(found):
     assert found["left"] == [".store", "lock", "manifest.json", *found["files"]]
 
 
@@ -54,10 +56,8 @@ def test_the_disk_never_holds_more_than_two_generations(found):
     assert found["state_bytes"] < found["whole"]["most_bytes"] <= 2 * found["state_bytes"]
 
 
-def test_every_step_is_forced_to_the_disk_before_it_is_named_and_named_before_the_last_is_removed(
-    found,
-):
-    """By the log of what was asked of the disk. The process and its thread write to one log."""
+def test_files_are_synced_before_the_manifest_names_them_and_removed_after(found):
+    """Check the log of disk operations, which the process and its thread share."""
     log = [tuple(row) for row in found["whole"]["log"]]
     renames = [at for at, (what, _) in enumerate(log) if what == "replace"]
     assert len(renames) == STEPS

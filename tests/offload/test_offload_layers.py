@@ -1,5 +1,5 @@
-"""Streamed layers: two layers' weights on the device and no more, each read twice a step, and the
-gradients and weights of the run without."""
+"""Streamed layers: at most two layers' weights are on the device, each is read twice a step, and
+gradients and weights do not change."""
 
 import gc
 import weakref
@@ -70,7 +70,7 @@ def weights_of(streamed, model):
 
 
 def most(trace, category):
-    """The most bytes of the category that are alive at once."""
+    """Return the peak bytes of one category."""
     alive = peak = 0
     for event in trace.events:
         alive += event.bytes * (event.category == category)
@@ -84,7 +84,7 @@ def bytes_of(modules):
 
 SCHEDULES = {
     "no checkpoint": lambda model: None,
-    "each block again": lambda model: checkpoint_blocks(model, uniform_schedule(L, every=1)),
+    "checkpoint each block": lambda model: checkpoint_blocks(model, uniform_schedule(L, every=1)),
     "segments of √L": lambda model: checkpoint_blocks(model, sqrt_schedule(L)),
 }
 
@@ -92,7 +92,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_gradients_are_those_without_it(store, schedule):
+def test_gradients_do_not_change(store, schedule):
     plain, ours = gpt(), gpt()
     for model in (plain, ours):
         SCHEDULES[schedule](model)
@@ -103,7 +103,7 @@ def test_the_gradients_are_those_without_it(store, schedule):
     assert same(gradients(ours), gradients(plain))
 
 
-def test_without_a_graph_too(store):
+def test_layers_are_streamed_without_a_graph(store):
     plain, ours = gpt(), gpt()
     streamed = stream_layers(ours, store)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_without_a_graph_too(store):
     assert len(streamed.layer_bytes) == L
 
 
-def test_a_broken_off_step_does_not_disturb_the_next(store):
+def test_a_failed_backward_does_not_disturb_the_next_step(store):
     plain, ours = gpt(), gpt()
     stream_layers(ours, store)
 
@@ -131,7 +131,7 @@ def test_a_broken_off_step_does_not_disturb_the_next(store):
     assert [p.untyped_storage().nbytes() for p in ours.blocks.parameters()] == [0] * (9 * L)
 
 
-def test_gradients_are_added_over_micro_batches(store):
+def test_gradients_accumulate_over_micro_batches(store):
     plain, ours = gpt(), gpt()
     stream_layers(ours, store)
     for model in (plain, ours):
@@ -140,7 +140,7 @@ def test_gradients_are_added_over_micro_batches(store):
     assert same(gradients(ours), gradients(plain))
 
 
-def test_stepped_in_backward_its_weights_are_those_without_it(store):
+def test_weights_do_not_change_when_stepping_in_backward(store):
     plain, ours = gpt(), gpt()
     streamed = stream_layers(ours, store)
     unwrapped = torch.optim.AdamW(plain.parameters(), foreach=False)
@@ -153,9 +153,7 @@ def test_stepped_in_backward_its_weights_are_those_without_it(store):
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("dtype", quick([torch.float32], [torch.float32, torch.bfloat16]))
-def test_stepped_by_an_offloaded_optimizer_its_weights_are_those_without_it(
-    store, dtype, gradients
-):
+def test_weights_do_not_change_with_an_offloaded_optimizer(store, dtype, gradients):
     plain, ours = gpt(dtype), gpt(dtype)
     streamed = stream_layers(ours, store)
 
@@ -170,7 +168,7 @@ def test_stepped_by_an_offloaded_optimizer_its_weights_are_those_without_it(
     assert same(weights_of(streamed, ours), plain.parameters())
 
 
-def test_all_offloaded_at_once_the_weights_are_still_those_of_the_plain_run():
+def test_weights_do_not_change_with_all_offloading_techniques_at_once():
     plain, ours = gpt(), gpt()
     store = DiskStore()
     streamed = stream_layers(ours, store)
@@ -190,8 +188,8 @@ def test_all_offloaded_at_once_the_weights_are_still_those_of_the_plain_run():
 # ------------------------------------------------------------------ bytes
 
 
-@pytest.mark.parametrize("schedule", ["no checkpoint", "each block again"])
-def test_the_peak_of_parameters_is_the_rest_and_two_layers(schedule):
+@pytest.mark.parametrize("schedule", ["no checkpoint", "checkpoint each block"])
+def test_the_peak_of_parameters_is_two_layers_plus_the_rest(schedule):
     model = gpt()
     SCHEDULES[schedule](model)
     rest = bytes_of([model]) - L * LAYER_BYTES
@@ -203,7 +201,7 @@ def test_the_peak_of_parameters_is_the_rest_and_two_layers(schedule):
     assert trace.at_end["parameters"] == rest
 
 
-def test_layers_of_several_sizes_have_a_peak_of_the_two_largest_neighbours():
+def test_the_peak_for_different_layer_sizes_is_the_two_largest_neighbours():
     torch.manual_seed(0)
     sizes = [10, 30, 20, 50, 10]
     model = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
@@ -217,8 +215,8 @@ def test_layers_of_several_sizes_have_a_peak_of_the_two_largest_neighbours():
     assert most(memlab.measure(step, model=model), "parameters") == 4 * (600 + 1000)
 
 
-def test_on_the_host_without_a_gpu_nothing_is_saved_and_the_meter_says_so():
-    """It is the same memory: what left the model's tensors is in the store's."""
+def test_without_a_gpu_a_host_store_saves_no_metered_memory():
+    """Emptied storages and the store's copies are in the same memory."""
 
     def streamed(kept):
         model = gpt()
@@ -229,11 +227,11 @@ def test_on_the_host_without_a_gpu_nothing_is_saved_and_the_meter_says_so():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "times"), [("no checkpoint", 2), ("each block again", 2), ("segments of √L", 3)]
+    ("schedule", "times"),
+    [("no checkpoint", 2), ("checkpoint each block", 2), ("segments of √L", 3)],
 )
-def test_each_layer_is_read_for_the_forward_and_for_the_backward_pass(store, schedule, times):
-    """And once more where backward runs segments of several layers again: but for the last of each
-    segment, whose backward pass comes next."""
+def test_each_layer_is_read_once_for_forward_and_once_for_backward(store, schedule, times):
+    """Recomputed segments of several layers read all but their last layer once more."""
     model = gpt()
     SCHEDULES[schedule](model)
     stream_layers(model, store)
@@ -242,10 +240,10 @@ def test_each_layer_is_read_for_the_forward_and_for_the_backward_pass(store, sch
     assert 2 * L * LAYER_BYTES <= store.traffic.read <= times * L * LAYER_BYTES
     if times == 2:
         assert store.traffic.read == 2 * L * LAYER_BYTES
-    assert store.traffic.written == 0  # nobody changed a weight
+    assert store.traffic.written == 0  # no weight changed
 
 
-def test_all_but_the_first_layer_are_asked_for_ahead(store):
+def test_all_layers_but_the_first_are_prefetched(store):
     model = gpt()
     stream_layers(model, store)
     store.traffic.reset()
@@ -253,7 +251,7 @@ def test_all_but_the_first_layer_are_asked_for_ahead(store):
     assert store.traffic.read - store.traffic.prefetched == LAYER_BYTES
 
 
-def test_stepped_in_backward_each_layer_is_written_back_once(store):
+def test_each_layer_is_written_back_once_when_stepping_in_backward(store):
     model = gpt()
     stream_layers(model, store)
     optimizer = step_in_backward(torch.optim.AdamW(model.parameters(), foreach=False))
@@ -265,7 +263,7 @@ def test_stepped_in_backward_each_layer_is_written_back_once(store):
     assert store.nbytes == L * LAYER_BYTES
 
 
-def test_with_everything_on_the_disk_the_peak_has_no_state_and_two_layers_of_weights():
+def test_with_everything_on_disk_only_the_rest_and_step_counters_stay_on_the_device():
     model, store = gpt(), DiskStore()
     rest = bytes_of([model]) - bytes_of(model.blocks)
     streamed = stream_layers(model, store)
@@ -280,7 +278,7 @@ def test_with_everything_on_the_disk_the_peak_has_no_state_and_two_layers_of_wei
     assert streamed.layer_bytes == [LAYER_BYTES] * L
 
 
-def test_a_dry_run_has_the_bytes_of_the_real_one():
+def test_a_dry_run_has_the_same_bytes():
     def measured():
         model = gpt()
         stream_layers(model, DiskStore())
@@ -298,10 +296,10 @@ def test_a_dry_run_has_the_bytes_of_the_real_one():
         assert measured() == real
 
 
-# ------------------------------------------------------------------ there and away
+# ------------------------------------------------------------------ present and remove
 
 
-def test_inside_present_all_are_there_and_what_is_changed_stays_changed(store):
+def test_changes_inside_present_are_kept(store):
     model, other = gpt(), gpt()
     streamed = stream_layers(model, store)
     with torch.no_grad(), streamed.present():
@@ -313,7 +311,7 @@ def test_inside_present_all_are_there_and_what_is_changed_stays_changed(store):
     assert same(gradients(model), gradients(other))
 
 
-def test_saved_and_loaded_inside_present_the_weights_are_the_same(store):
+def test_weights_can_be_saved_and_loaded_inside_present(store):
     model, other = gpt(), gpt()
     with torch.no_grad():
         for weight in other.parameters():
@@ -325,7 +323,7 @@ def test_saved_and_loaded_inside_present_the_weights_are_the_same(store):
         assert same(model.state_dict().values(), other.state_dict().values())
 
 
-def test_removed_the_model_is_what_it_was(store):
+def test_remove_restores_the_model(store):
     model, other = gpt(), gpt()
     streamed = stream_layers(model, store)
     forward_and_backward(model)
@@ -338,7 +336,7 @@ def test_removed_the_model_is_what_it_was(store):
     assert same(model.parameters(), other.parameters())
 
 
-def test_a_model_that_goes_takes_its_stream_along():
+def test_the_stream_is_freed_with_its_model():
     model = gpt()
     streamed = stream_layers(model, DiskStore())
     forward_and_backward(model)
@@ -348,16 +346,18 @@ def test_a_model_that_goes_takes_its_stream_along():
     assert gone() is None
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
-def test_an_optimizer_that_finds_the_weights_away_is_refused(store):
+def test_an_optimizer_that_would_step_offloaded_weights_is_refused(store):
     model = gpt()
     streamed = stream_layers(model, store)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     forward_and_backward(model)
     before = weights_of(streamed, model)
-    with pytest.raises(RuntimeError, match=r"is in its store; step in backward \(step_in_backw"):
+    with pytest.raises(
+        RuntimeError, match=r"a step of an offloaded weight of shape .*; step in backward"
+    ):
         optimizer.step()
     assert same(weights_of(streamed, model), before)
     with streamed.present():
@@ -370,11 +370,11 @@ def test_an_offloaded_optimizer_without_weights_is_refused(store):
     stream_layers(model, store)
     optimizer = OffloadedOptimizer(torch.optim.AdamW(model.parameters()), DiskStore())
     forward_and_backward(model)
-    with pytest.raises(RuntimeError, match="that is in its store"):
+    with pytest.raises(RuntimeError, match="a step of an offloaded weight"):
         optimizer.step()
 
 
-def test_saved_or_loaded_while_they_are_away_they_are_refused(store):
+def test_saving_or_loading_offloaded_weights_is_refused(store):
     model = gpt()
     state = gpt().state_dict()
     stream_layers(model, store)
@@ -383,14 +383,14 @@ def test_saved_or_loaded_while_they_are_away_they_are_refused(store):
             use()
 
 
-def test_layers_that_cannot_be_found_are_asked_for():
-    with pytest.raises(ValueError, match=r"got a model with 0 nn.ModuleLists; give its layers"):
+def test_layers_must_be_given_if_they_cannot_be_found():
+    with pytest.raises(ValueError, match=r"got a model with 0 nn.ModuleLists; pass its layers"):
         stream_layers(nn.Linear(2, 2), DiskStore())
     with pytest.raises(ValueError, match="got no layers to stream"):
         stream_layers(nn.Linear(2, 2), DiskStore(), [])
 
 
-def test_weights_of_two_layers_or_of_the_rest_are_refused():
+def test_weights_shared_between_layers_or_with_the_rest_are_refused():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     model = nn.Sequential(first, second)
@@ -400,7 +400,7 @@ def test_weights_of_two_layers_or_of_the_rest_are_refused():
         stream_layers(model, DiskStore(), [first])
 
 
-def test_a_damaged_layer_is_an_error_and_no_wrong_gradient():
+def test_a_damaged_layer_raises_an_error():
     model, store = gpt(), DiskStore()
     stream_layers(model, store)
     store.flush()
@@ -414,7 +414,7 @@ def test_a_damaged_layer_is_an_error_and_no_wrong_gradient():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [HostStore, DiskStore])
-def test_on_a_gpu_the_weights_are_those_without_it(kind):
+def test_weights_do_not_change_on_a_gpu(kind):
     with torch.device("cuda"):
         plain, ours = gpt(), gpt()
     ours.load_state_dict(plain.state_dict())

@@ -1,5 +1,4 @@
-"""The offloaded optimizer: the weights of the run without it to the bit, two sub-groups of state on
-the device, and as much traffic as the formulas say."""
+"""The offloaded optimizer: weights do not change, and memory and traffic equal the formulas."""
 
 from functools import partial
 
@@ -10,13 +9,13 @@ from torch import nn
 
 import memlab
 from memlab.offload import DiskStore, HostStore, OffloadedOptimizer, StoreError
-from memlab.offload.sub_groups import Place, sub_groups
+from memlab.offload.sub_groups import WeightIndex, sub_groups
 from memlab.optim import Adam8bit, AdamW, Lion
 from memlab.precision import MasterWeights
 
 STEPS = 10
 CLIPPED_TO = 0.005
-SUB_GROUP = 5000  # numbers; the largest weight has 4,800
+SUB_GROUP = 5000  # elements; the largest weight has 4,800
 OPTIMIZERS = {
     "AdamW, one by one": partial(torch.optim.AdamW, lr=0.01, foreach=False),
     "AdamW, all at once": partial(torch.optim.AdamW, lr=0.01, foreach=True),
@@ -37,7 +36,7 @@ ADAMW = OPTIMIZERS["AdamW, one by one"]
 
 
 def a_model(dtype=torch.float32):
-    """Four matrices of 4,800 numbers, four biases; one weight that gets no gradient."""
+    """Four matrices of 4,800 elements, four biases, and one weight without a gradient."""
     torch.manual_seed(0)
     layers = [nn.Linear(60, 80), nn.Linear(80, 60), nn.Linear(60, 80), nn.Linear(80, 60)]
     model = nn.Sequential(*(module for layer in layers for module in (layer, nn.Tanh())))
@@ -46,7 +45,7 @@ def a_model(dtype=torch.float32):
 
 
 def two_groups(model):
-    """With settings of their own."""
+    """Return two groups with different settings."""
     weights = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() == 1]
     return [{"params": weights}, {"params": others, "weight_decay": 0.0, "lr": 0.02}]
@@ -59,7 +58,7 @@ def loss_of(model, seed):
 
 
 def trained(model, optimizer, clip, *, steps=STEPS, micro_batches=2, scheduler=None):
-    """The norms that were clipped, with a schedule that changes the rate in every step."""
+    """Train with a learning rate that changes in every step; return the norms."""
     schedule = scheduler or torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     norms = []
     for step in range(steps):
@@ -73,7 +72,7 @@ def trained(model, optimizer, clip, *, steps=STEPS, micro_batches=2, scheduler=N
 
 
 def clipped(optimizer):
-    """In the order of the groups: a norm of many numbers depends on their order in its last bit."""
+    """Clip in the order of the groups, because the last bit of a norm depends on the order."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     return partial(nn.utils.clip_grad_norm_, weights, CLIPPED_TO)
 
@@ -83,7 +82,7 @@ def same(some, others):
 
 
 def most(trace, category):
-    """The most bytes of the category that are alive at once."""
+    """Return the peak bytes of one category."""
     alive = peak = 0
     for event in trace.events:
         alive += event.bytes * (event.category == category)
@@ -91,14 +90,14 @@ def most(trace, category):
     return peak
 
 
-# ------------------------------------------------------------------ the plan
+# ------------------------------------------------------------------ sub-groups
 
 
-def test_a_sub_group_is_a_run_of_one_group_and_no_larger_than_asked_unless_one_weight_is():
+def test_a_sub_group_is_within_one_group_and_within_the_limit_unless_one_weight_is_larger():
     runs = sub_groups([[3, 3, 9, 1], [2, 2]], 6)
     assert [[place.number for place in run] for run in runs] == [[0, 1], [2], [3], [4, 5]]
-    assert runs[3] == [Place(1, 0, 4), Place(1, 1, 5)]
-    assert sub_groups([[], [1]], 6) == [[Place(1, 0, 0)]]
+    assert runs[3] == [WeightIndex(1, 0, 4), WeightIndex(1, 1, 5)]
+    assert sub_groups([[], [1]], 6) == [[WeightIndex(1, 0, 0)]]
 
 
 # ------------------------------------------------------------------ values
@@ -106,7 +105,7 @@ def test_a_sub_group_is_a_run_of_one_group_and_no_larger_than_asked_unless_one_w
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", quick(list(OPTIMIZERS)[::3], OPTIMIZERS))
-def test_clipped_accumulated_and_scheduled_its_weights_are_those_without_it(name, place):
+def test_weights_do_not_change_with_clipping_accumulation_and_schedules(name, place):
     plain, ours = a_model(), a_model()
     made = OPTIMIZERS[name]
     inner = made(two_groups(ours))
@@ -118,7 +117,7 @@ def test_clipped_accumulated_and_scheduled_its_weights_are_those_without_it(name
     assert same(plain.parameters(), ours.parameters())
 
 
-def test_clipped_twice_it_is_scaled_by_both():
+def test_clipping_twice_applies_both_factors():
     plain, ours = a_model(), a_model()
     optimizer = OffloadedOptimizer(ADAMW(ours.parameters()), DiskStore(), gradients=True)
     unwrapped = ADAMW(plain.parameters())
@@ -141,7 +140,7 @@ def test_clipped_twice_it_is_scaled_by_both():
 @pytest.mark.parametrize("store", [DiskStore, HostStore])
 @pytest.mark.parametrize("on", ["device", "host"])
 @pytest.mark.parametrize("gradients", [False, True])
-def test_a_bfloat16_model_is_stepped_by_float32_weights_as_master_weights_do(store, on, gradients):
+def test_a_bfloat16_model_is_stepped_like_with_master_weights(store, on, gradients):
     plain, ours = a_model(torch.bfloat16), a_model(torch.bfloat16)
     master = MasterWeights(plain.parameters(), ADAMW, gather_at_once=False)
     optimizer = OffloadedOptimizer(ADAMW(ours.parameters()), store(), sub_group=SUB_GROUP,
@@ -158,7 +157,7 @@ def test_a_bfloat16_model_is_stepped_by_float32_weights_as_master_weights_do(sto
     assert same(masters, master.weights)
 
 
-def test_a_closure_is_called_once_with_a_graph():
+def test_a_closure_is_called_once_with_grad_enabled():
     plain, ours = a_model(), a_model()
     unwrapped = ADAMW(plain.parameters())
     optimizer = OffloadedOptimizer(ADAMW(ours.parameters()), DiskStore(), sub_group=SUB_GROUP)
@@ -175,7 +174,7 @@ def test_a_closure_is_called_once_with_a_graph():
     assert same(plain.parameters(), ours.parameters())
 
 
-def test_torch_s_gradient_scaler_takes_it_for_an_optimizer():
+def test_torchs_gradient_scaler_accepts_it():
     ours = a_model()
     optimizer = OffloadedOptimizer(ADAMW(ours.parameters()), DiskStore(), sub_group=SUB_GROUP)
     scaler = torch.amp.GradScaler("cpu")
@@ -191,8 +190,8 @@ def test_torch_s_gradient_scaler_takes_it_for_an_optimizer():
 
 @pytest.mark.parametrize("name", ["AdamW, all at once", "SGD with momentum", "Adam8bit"])
 @pytest.mark.parametrize("place", quick(["all"], ["state", "all"]))
-def test_its_state_dict_is_the_optimizer_s_own_and_is_taken_by_both(name, place):
-    """Five steps with, five without; and the other way round."""
+def test_state_dicts_are_interchangeable_with_the_inner_optimizer(name, place):
+    """Five steps with offloading and five without, and the reverse."""
     made = OPTIMIZERS[name]
 
     def offloaded(model):
@@ -227,7 +226,7 @@ def test_its_state_dict_is_the_optimizer_s_own_and_is_taken_by_both(name, place)
         assert same(right.parameters(), model.parameters())
 
 
-def test_the_state_of_other_groups_is_refused():
+def test_a_state_of_other_groups_is_refused():
     ours = a_model()
     optimizer = OffloadedOptimizer(ADAMW(ours.parameters()), DiskStore())
     other = ADAMW(list(ours.parameters())[:2])
@@ -238,11 +237,11 @@ def test_the_state_of_other_groups_is_refused():
 # ------------------------------------------------------------------ bytes
 
 MATRIX = 60 * 80
-GROUP_BYTES = 2 * 4 * MATRIX  # both moments of one
+GROUP_BYTES = 2 * 4 * MATRIX  # both moments of one matrix
 
 
 def offloaded_step(**settings):
-    """A training whose sub-groups are four matrices of one size, and its next step."""
+    """Return a training whose sub-groups are four matrices of one size, after its first step."""
     torch.manual_seed(0)
     matrices = [nn.Parameter(torch.randn(60, 80)) for _ in range(4)]
     store = DiskStore()
@@ -258,10 +257,10 @@ def offloaded_step(**settings):
     return store, optimizer, step
 
 
-COUNTS = 4 * 4  # of steps: a float32 for each weight
+COUNTS = 4 * 4  # step counters: one float32 for each weight
 
 
-def test_two_sub_groups_of_state_are_on_the_device_at_most_and_none_between_steps():
+def test_at_most_two_sub_groups_of_state_are_on_the_device_and_none_between_steps():
     _, optimizer, step = offloaded_step()
     trace = memlab.measure(step, optimizer=optimizer)
     assert most(trace, "optimizer_state") == 2 * GROUP_BYTES + COUNTS
@@ -269,7 +268,7 @@ def test_two_sub_groups_of_state_are_on_the_device_at_most_and_none_between_step
     assert optimizer.state == {}
 
 
-def test_the_first_step_makes_one_sub_group_s_state_at_a_time():
+def test_the_first_step_creates_the_state_of_one_sub_group_at_a_time():
     torch.manual_seed(0)
     matrices = [nn.Parameter(torch.randn(60, 80)) for _ in range(4)]
     optimizer = OffloadedOptimizer(ADAMW(matrices), DiskStore(), sub_group=MATRIX)
@@ -278,8 +277,8 @@ def test_the_first_step_makes_one_sub_group_s_state_at_a_time():
     assert most(trace, "optimizer_state") == GROUP_BYTES + COUNTS
 
 
-def test_with_weights_two_sub_groups_of_weights_and_state_are_there_beside_the_model_s():
-    """By an optimizer that makes nothing on the way."""
+def test_with_weights_two_sub_groups_of_weights_and_state_are_on_the_device():
+    """Use an optimizer without temporaries."""
     torch.manual_seed(0)
     matrices = [nn.Parameter(torch.randn(60, 80)) for _ in range(4)]
     inner = torch.optim.SGD(matrices, lr=0.1, momentum=0.9, foreach=False)
@@ -292,7 +291,7 @@ def test_with_weights_two_sub_groups_of_weights_and_state_are_there_beside_the_m
     assert trace.live_bytes == weights_and_gradients
 
 
-def test_with_gradients_two_are_on_the_device_at_most():
+def test_with_gradients_at_most_two_are_on_the_device():
     _, optimizer, step = offloaded_step(gradients=True)
     trace = memlab.measure(step, optimizer=optimizer)
     assert "gradients" not in trace.at_end
@@ -304,18 +303,18 @@ def test_with_gradients_two_are_on_the_device_at_most():
     [({}, 8), ({"weights": True}, 12), ({"gradients": True}, 8 + 4),
      ({"weights": True, "gradients": True}, 12 + 4)],
 )  # fmt: skip
-def test_the_disk_s_traffic_is_that_of_the_formulas(settings, bytes_a_weight):
-    """8Ψ each way for two moments, 12Ψ with the weights, and 4Ψ for gradients in float32."""
+def test_the_traffic_of_a_disk_store_equals_the_formulas(settings, bytes_a_weight):
+    """8Ψ bytes each way for two moments, 12Ψ with the weights, 4Ψ more for float32 gradients."""
     store, _, step = offloaded_step(**settings)
     step()
     moved = bytes_a_weight * 4 * MATRIX
     assert (store.traffic.written, store.traffic.read) == (moved, moved)
-    # All but what the first sub-group's step wants at once is asked for a sub-group ahead.
+    # The first sub-group is prefetched too, just before its step.
     assert store.traffic.prefetched == moved
 
 
-def test_a_tensor_that_several_weights_states_share_is_moved_once_and_comes_back_shared():
-    """Adam8bit's two codes of 256 numbers."""
+def test_a_tensor_shared_by_several_states_moves_once_and_stays_shared():
+    """Adam8bit has two codebooks of 256 elements."""
     weights = [nn.Parameter(torch.ones(64, 64)) for _ in range(3)]
     optimizer = OffloadedOptimizer(Adam8bit(weights), store := DiskStore())
     for _ in range(2):
@@ -331,8 +330,8 @@ def test_a_tensor_that_several_weights_states_share_is_moved_once_and_comes_back
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_stepped_on_the_host_2_bytes_of_gradient_go_down_and_2_of_weight_up(gradients):
-    """ZeRO-Offload's 4Ψ."""
+def test_a_step_on_the_host_moves_2_bytes_of_gradient_down_and_2_of_weight_up(gradients):
+    """ZeRO-Offload moves 4Ψ bytes."""
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(60, 80, dtype=torch.bfloat16)) for _ in range(3)]
     store = HostStore()
@@ -347,7 +346,7 @@ def test_stepped_on_the_host_2_bytes_of_gradient_go_down_and_2_of_weight_up(grad
         assert (store.traffic.written, store.traffic.read) == (moved, moved)
 
 
-def test_accumulated_on_the_host_a_gradient_only_goes_down():
+def test_gradients_accumulated_on_the_host_only_move_down():
     weight = nn.Parameter(torch.ones(60, 80, dtype=torch.bfloat16))
     store = HostStore()
     OffloadedOptimizer(ADAMW([weight]), store, weights=True, gradients=True, on="host")
@@ -359,7 +358,7 @@ def test_accumulated_on_the_host_a_gradient_only_goes_down():
     assert torch.equal(store.lend("gradient/0")[0], torch.full((60, 80), 3.0, dtype=torch.bfloat16))
 
 
-def test_gradients_that_were_made_by_hand_are_taken_too():
+def test_gradients_set_by_hand_are_used():
     plain, ours = a_model(), a_model()
     optimizer = OffloadedOptimizer(ADAMW(ours.parameters()), DiskStore(), gradients=True)
     unwrapped = ADAMW(plain.parameters())
@@ -371,7 +370,7 @@ def test_gradients_that_were_made_by_hand_are_taken_too():
     assert all(weight.grad is None for weight in ours.parameters())
 
 
-def test_gradients_that_are_dropped_are_dropped_in_the_store():
+def test_zero_grad_drops_gradients_in_the_store():
     model = a_model()
     store = DiskStore()
     optimizer = OffloadedOptimizer(ADAMW(model.parameters()), store, gradients=True)
@@ -384,7 +383,7 @@ def test_gradients_that_are_dropped_are_dropped_in_the_store():
     assert same(before, model.parameters())
 
 
-def test_a_dry_run_has_the_bytes_of_the_real_step_and_leaves_the_real_one_alone():
+def test_a_dry_run_has_the_same_bytes_and_does_not_change_the_real_state():
     _, optimizer, step = offloaded_step()
     real = memlab.measure(step, optimizer=optimizer)
     steps, state = optimizer.steps, optimizer.state_dict()
@@ -398,7 +397,7 @@ def test_a_dry_run_has_the_bytes_of_the_real_step_and_leaves_the_real_one_alone(
     step()
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ errors
 
 
 class SomethingInTheState(torch.optim.SGD):
@@ -416,35 +415,35 @@ class ChangesItsGroup(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("made", "settings", "error", "words"),
     [
-        (ADAMW, {"sub_group": 0}, ValueError, "got sub-groups of 0 numbers; give at least 1"),
-        (ADAMW, {"commit_every": 0}, ValueError, "got commit_every=0; give at least 1"),
-        (ADAMW, {"on": "moon"}, ValueError, "got on='moon'; give 'device' or 'host'"),
+        (ADAMW, {"sub_group": 0}, ValueError, "got sub-groups of 0 elements; pass at least 1"),
+        (ADAMW, {"commit_every": 0}, ValueError, "got commit_every=0; pass at least 1"),
+        (ADAMW, {"on": "moon"}, ValueError, "got on='moon'; pass 'device' or 'host'"),
         (ADAMW, {"on": "host"}, ValueError, "a step on the host needs weights there"),
         (torch.optim.LBFGS, {}, TypeError, "got LBFGS, whose step needs a closure"),
-        (partial(MasterWeights, optimizer=ADAMW), {}, TypeError, "is no torch.optim.Optimizer"),
+        (partial(MasterWeights, optimizer=ADAMW), {}, TypeError, "is not a torch.optim.Optimizer"),
     ],
 )
-def test_what_cannot_be_offloaded_is_refused(made, settings, error, words):
+def test_invalid_optimizers_and_settings_are_refused(made, settings, error, words):
     with pytest.raises(error, match=words):
         OffloadedOptimizer(made(a_model().parameters()), DiskStore(), **settings)
 
 
 @pytest.mark.parametrize(
     ("made", "words"),
-    [(SomethingInTheState, "'history' of list; tensors and numbers can be stored"),
-     (ChangesItsGroup, "whose step changes its group's lr, once for all of its weights")],
+    [(SomethingInTheState, "'history' of list; only tensors and numbers can be stored"),
+     (ChangesItsGroup, "whose step changes its group's lr for all weights at once")],
 )  # fmt: skip
-def test_an_optimizer_that_does_not_step_weight_by_weight_is_refused_at_its_step(made, words):
+def test_an_optimizer_that_does_not_step_weights_separately_is_refused_in_its_step(made, words):
     model = a_model()
     optimizer = OffloadedOptimizer(made(model.parameters(), lr=0.1), DiskStore())
     loss_of(model, 0).backward()
     with pytest.raises(TypeError, match=words):
         optimizer.step()
-    with pytest.raises(StoreError, match=r"a step broke off \(TypeError\)"):
+    with pytest.raises(StoreError, match=r"a step failed \(TypeError\)"):
         optimizer.step()
 
 
-def test_an_optimizer_that_has_stepped_is_refused_and_so_is_another_group():
+def test_an_optimizer_that_has_stepped_and_new_groups_are_refused():
     model = a_model()
     inner = ADAMW(model.parameters())
     loss_of(model, 0).backward()
@@ -452,15 +451,15 @@ def test_an_optimizer_that_has_stepped_is_refused_and_so_is_another_group():
     with pytest.raises(ValueError, match="got AdamW that has stepped already"):
         OffloadedOptimizer(inner, DiskStore())
     optimizer = OffloadedOptimizer(ADAMW(model.parameters()), DiskStore())
-    with pytest.raises(ValueError, match="takes no more groups"):
+    with pytest.raises(ValueError, match="cannot add groups"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-def test_resumed_without_a_commit_it_begins_and_after_steps_it_refuses():
+def test_resume_without_a_commit_starts_at_0_and_is_refused_after_steps():
     model = a_model()
     optimizer = OffloadedOptimizer(ADAMW(model.parameters()), HostStore())
     assert optimizer.resume() == 0
     loss_of(model, 0).backward()
     optimizer.step()
-    with pytest.raises(ValueError, match="there is no commit to go back to"):
+    with pytest.raises(ValueError, match="there is no commit to return to"):
         optimizer.resume()

@@ -1,4 +1,4 @@
-"""Stores: what is put comes back to the bit, and what moves is counted to the byte."""
+"""Stores: values come back bit for bit, and traffic is counted exactly."""
 
 import gc
 
@@ -8,47 +8,47 @@ from torch import nn
 
 import memlab
 from memlab.offload import DiskStore, HostStore, StoreError
-from memlab.offload.records import ALIGNMENT, Record, listed, record_of
-from memlab.offload.stores import was_written_to
+from memlab.offload.records import ALIGNMENT, Record, contiguous_tensors, make_record
+from memlab.offload.stores import was_modified
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
 
 @pytest.fixture(params=[HostStore, DiskStore])
 def store(request):
-    """One of each kind; those of the disk in temporary folders."""
+    """One store of each kind; disk stores use temporary folders."""
     return request.param()
 
 
 # ------------------------------------------------------------------ records
 
 
-def test_each_tensor_of_a_record_begins_at_a_multiple_of_the_alignment():
+def test_each_tensor_of_a_record_starts_at_a_multiple_of_the_alignment():
     tensors = [torch.empty(3), torch.empty(0), torch.empty(17, dtype=torch.uint8), torch.empty(1)]
-    record = record_of(tensors, tensors)
-    assert [piece.offset for piece in record.pieces] == [0, 64, 64, 128]
+    record = make_record(tensors, tensors)
+    assert [spec.offset for spec in record.specs] == [0, 64, 64, 128]
     assert ALIGNMENT == 64
     assert (record.bytes, record.extent) == (12 + 17 + 4, 132)
 
 
-def test_a_record_is_the_same_after_a_way_through_plain_data():
+def test_a_record_survives_conversion_to_plain_data():
     tensors = [torch.empty(3, 2, dtype=torch.bfloat16), torch.empty((), dtype=torch.int64)]
-    record = record_of(tensors, tensors)
+    record = make_record(tensors, tensors)
     assert Record.from_json(record.to_json()) == record
 
 
-def test_what_is_no_run_of_numbers_is_listed_as_one():
+def test_a_non_contiguous_tensor_is_made_contiguous():
     transposed = torch.arange(6.0).view(2, 3).T
-    (tensor,) = listed(transposed)
+    (tensor,) = contiguous_tensors(transposed)
     assert tensor.is_contiguous()
     assert torch.equal(tensor, transposed)
 
 
-# ------------------------------------------------------------------ there and back
+# ------------------------------------------------------------------ put and get
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tensor_comes_back_to_the_bit(store, dtype):
+def test_a_tensor_comes_back_bit_for_bit(store, dtype):
     tensor = torch.randint(2, (7, 3)).to(dtype)
     store.put("x", tensor)
     back = store.get("x")
@@ -57,13 +57,13 @@ def test_a_tensor_comes_back_to_the_bit(store, dtype):
     assert back.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
 
-def test_special_numbers_come_back_to_the_bit(store):
+def test_special_values_come_back_bit_for_bit(store):
     tensor = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
     store.put("x", tensor)
     assert torch.equal(store.get("x").view(torch.int32), tensor.view(torch.int32))
 
 
-def test_a_list_comes_back_as_a_list_and_an_empty_tensor_as_one(store):
+def test_lists_and_empty_tensors_come_back(store):
     tensors = [torch.randn(5), torch.empty(0, 4), torch.randn(2, 2, dtype=torch.float64)]
     store.put("xs", tensors)
     store.put("none", [])
@@ -73,14 +73,14 @@ def test_a_list_comes_back_as_a_list_and_an_empty_tensor_as_one(store):
     assert store.get("none") == []
 
 
-def test_a_view_comes_back_with_its_own_numbers_only(store):
+def test_only_the_elements_of_a_view_are_stored(store):
     whole = torch.arange(12.0).view(3, 4)
     store.put("column", whole[:, 1])
     assert torch.equal(store.get("column"), torch.tensor([1.0, 5.0, 9.0]))
     assert store.traffic.written == 12
 
 
-def test_what_is_put_is_what_it_was_at_that_moment(store):
+def test_put_copies_the_current_values(store):
     tensor = torch.ones(1000)
     for number in range(5):
         store.put(f"{number}", tensor.fill_(number))
@@ -89,7 +89,7 @@ def test_what_is_put_is_what_it_was_at_that_moment(store):
         assert torch.equal(store.get(f"{number}"), torch.full((1000,), float(number)))
 
 
-def test_what_is_put_twice_is_what_was_put_last(store):
+def test_a_second_put_replaces_the_first(store):
     store.put("x", torch.zeros(3))
     store.prefetch("x")
     store.put("x", torch.ones(4))
@@ -97,29 +97,29 @@ def test_what_is_put_twice_is_what_was_put_last(store):
     assert store.nbytes == 16
 
 
-def test_the_store_keeps_what_it_gives(store):
+def test_modifying_a_loaded_tensor_does_not_change_the_store(store):
     store.put("x", torch.zeros(3))
     store.get("x").fill_(5)
     assert torch.equal(store.get("x"), torch.zeros(3))
 
 
-def test_what_is_asked_for_can_be_put_where_one_wants_it(store):
+def test_values_can_be_loaded_into_given_tensors(store):
     store.put("x", torch.arange(4.0))
     here = torch.empty(4)
     version = here._version
     store.prefetch("x", [here])
     assert store.get("x") is here
     assert torch.equal(here, torch.arange(4.0))
-    assert here._version == version  # past autograd
+    assert here._version == version  # bypasses autograd
 
 
-def test_a_place_of_another_shape_is_refused(store):
+def test_a_given_tensor_of_another_shape_is_refused(store):
     store.put("x", torch.arange(4.0))
     with pytest.raises(ValueError, match=r"got tensors of .*\(5,\).* wanted .*\(4,\)"):
         store.get("x", [torch.empty(5)])
 
 
-def test_keys_go_when_they_are_deleted(store):
+def test_deleted_keys_are_gone(store):
     for key in "abc":
         store.put(key, torch.ones(2))
     store.delete("b")
@@ -133,14 +133,14 @@ def test_keys_go_when_they_are_deleted(store):
         store.get("b")
 
 
-# ------------------------------------------------------------------ what moves
+# ------------------------------------------------------------------ traffic and memory
 
 
-def test_traffic_is_what_moves_and_nothing_else(store):
+def test_traffic_counts_each_move_once(store):
     store.put("x", [torch.empty(10), torch.empty(1, dtype=torch.uint8)])
     assert (store.traffic.written, store.traffic.read, store.traffic.prefetched) == (41, 0, 0)
     store.prefetch("x")
-    store.prefetch("x")  # is on its way
+    store.prefetch("x")  # already prefetched
     assert (store.traffic.read, store.traffic.prefetched) == (41, 41)
     store.get("x")
     assert store.traffic.read == 41
@@ -151,13 +151,7 @@ def test_traffic_is_what_moves_and_nothing_else(store):
     assert (store.traffic.written, store.traffic.read, store.traffic.prefetched) == (0, 0, 0)
 
 
-def live_beyond(step, what):
-    """Bytes alive at the end of a step, and at its peak, beyond those of the tensors given."""
-    trace = memlab.measure(step)
-    return trace.live_bytes - what, trace.peak_bytes - what
-
-
-def test_a_disk_takes_bytes_out_of_the_memory_that_is_metered():
+def test_a_disk_store_frees_metered_memory():
     store, kept = DiskStore(), []
 
     def step():
@@ -171,20 +165,20 @@ def test_a_disk_takes_bytes_out_of_the_memory_that_is_metered():
     assert (trace.live_bytes, trace.peak_bytes) == (0, 4000)
 
 
-def test_the_host_without_a_gpu_is_the_same_memory_and_the_meter_says_so():
+def test_without_a_gpu_a_host_store_is_metered_memory():
     store = HostStore()
     trace = memlab.measure(lambda: store.put("x", torch.ones(1000)))
     assert (trace.live_bytes, trace.peak_bytes) == (4000, 8000)
 
 
-def test_what_is_on_its_way_counts_from_the_moment_it_was_asked_for():
+def test_a_prefetched_tensor_uses_memory_from_the_prefetch_on():
     store = DiskStore()
     store.put("x", torch.ones(1000))
     assert memlab.measure(lambda: store.prefetch("x")).live_bytes == 4000
 
 
 @pytest.mark.parametrize("buffers", [1, 3])
-def test_a_disk_has_no_more_buffers_than_it_was_given(buffers):
+def test_a_disk_store_has_at_most_its_number_of_buffers(buffers):
     store = DiskStore(buffers=buffers)
     for number in range(10):
         store.put(f"{number}", torch.full((1000,), float(number)))
@@ -197,12 +191,12 @@ def test_a_disk_has_no_more_buffers_than_it_was_given(buffers):
 
 
 @pytest.mark.parametrize("kind", [HostStore, DiskStore])
-def test_no_buffers_are_refused(kind):
-    with pytest.raises(ValueError, match="got 0 buffers; give at least 1"):
+def test_zero_buffers_are_refused(kind):
+    with pytest.raises(ValueError, match="got 0 buffers; pass at least 1"):
         kind(buffers=0)
 
 
-def test_the_host_lends_and_takes_tensors_as_they_are():
+def test_a_host_store_lends_and_keeps_tensors_without_copying():
     store, tensor = HostStore(), torch.ones(3)
     store.keep("x", [tensor])
     assert store.lend("x")[0] is tensor
@@ -213,7 +207,7 @@ def test_the_host_lends_and_takes_tensors_as_they_are():
 # ------------------------------------------------------------------ dry runs
 
 
-def test_a_dry_run_counts_and_moves_nothing(store, tmp_path):
+def test_a_dry_run_counts_traffic_and_moves_nothing(store, tmp_path):
     with memlab.dry_run():
         store.put("x", torch.ones(1000))
         assert store.keys() == ["x"]
@@ -227,7 +221,7 @@ def test_a_dry_run_counts_and_moves_nothing(store, tmp_path):
         assert store._folder is None
 
 
-def test_what_a_dry_run_puts_does_not_take_the_place_of_what_is_there(store):
+def test_a_dry_run_does_not_replace_real_values(store):
     store.put("x", torch.ones(3))
     with memlab.dry_run():
         store.put("x", torch.zeros(3))
@@ -236,27 +230,27 @@ def test_what_a_dry_run_puts_does_not_take_the_place_of_what_is_there(store):
     assert torch.equal(store.get("x"), torch.ones(3))
 
 
-def test_what_only_a_dry_run_put_has_no_numbers(store):
+def test_a_value_put_only_in_a_dry_run_cannot_be_loaded(store):
     with memlab.dry_run():
         store.put("x", torch.zeros(3))
-    with pytest.raises(KeyError, match="was put in a dry run, which has no numbers"):
+    with pytest.raises(KeyError, match="was put in a dry run, which has no values"):
         store.get("x")
 
 
-# ------------------------------------------------------------------ written to on the way
+# ------------------------------------------------------------------ modified sources
 
 
-def test_a_source_that_is_written_to_is_noticed():
+def test_a_modified_source_is_detected():
     tensor = torch.ones(3)
     sources = [(tensor, tensor._version)]
-    assert not was_written_to(sources)
+    assert not was_modified(sources)
     tensor.mul_(2)
-    assert was_written_to(sources)
+    assert was_modified(sources)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [HostStore, DiskStore])
-def test_from_a_gpu_a_tensor_comes_back_to_the_bit_and_a_spoiled_one_not_at_all(kind):
+def test_from_a_gpu_tensors_come_back_bit_for_bit_and_modified_ones_raise(kind):
     store = kind()
     tensor = torch.randn(2**20, device="cuda")
     store.put("x", tensor)
@@ -270,10 +264,10 @@ def test_from_a_gpu_a_tensor_comes_back_to_the_bit_and_a_spoiled_one_not_at_all(
     assert torch.equal(store.get("z"), tensor)
 
 
-# ------------------------------------------------------------------ the end
+# ------------------------------------------------------------------ temporary folders
 
 
-def test_a_temporary_folder_goes_with_its_store():
+def test_a_temporary_folder_is_removed_with_its_store():
     store = DiskStore()
     store.put("x", nn.Parameter(torch.ones(2)))
     folder = store.folder

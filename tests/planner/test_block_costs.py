@@ -1,4 +1,4 @@
-"""A model's chain: predictions to the byte and to the operation, for any schedule."""
+"""Block costs predict bytes and operations exactly for any schedule."""
 
 import random
 from dataclasses import replace
@@ -64,7 +64,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 class Classifier(nn.Module):
-    """Whatever blocks, between an embedding and a loss."""
+    """An embedding, arbitrary blocks, and a loss."""
 
     def __init__(self, blocks: list[nn.Module], first: int, last: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def with_lora() -> nn.Module:
     return model
 
 
-# Of a block of these, the input dies once the block has run.
+# These blocks' inputs are freed once the block has run.
 MODELS_THAT_KEEP_NO_INPUT = {
     "bfloat16": lambda: GPT(SMALL, dtype=torch.bfloat16),  # the norm keeps a float32 copy
     "frozen, with LoRA": with_lora,  # nothing before the first block has a gradient
@@ -109,15 +109,15 @@ MODELS = {
 # ------------------------------------------------------------------ bytes
 
 
-ONE_GPT = [  # for all of them, in a quick run
+ONE_GPT = [  # stands for all GPTs in a quick run
     slow(name) if name in ("untied", "score matrix") else name for name in MODELS
 ]
 
 
 @pytest.mark.parametrize("shape", [(1, 3), slow(((4, 48),))])
 @pytest.mark.parametrize("name", ONE_GPT)
-def test_the_predicted_peak_is_the_meters_to_the_byte(name, shape):
-    """Few tokens: the peak is among gradients; many: among activations."""
+def test_the_predicted_peak_equals_the_measured_peak(name, shape):
+    """With few tokens gradients dominate the peak, with many activations."""
     with memlab.dry_run():
         model = MODELS[name]()
         tokens, targets = batch(50, *shape)
@@ -128,7 +128,7 @@ def test_the_predicted_peak_is_the_meters_to_the_byte(name, shape):
 
 
 @pytest.mark.parametrize("name", quick(["bfloat16"], MODELS_THAT_KEEP_NO_INPUT))
-def test_where_blocks_keep_no_input_the_peak_is_below_by_at_most_their_inputs(name):
+def test_if_blocks_save_no_input_the_peak_is_overestimated_by_at_most_the_inputs(name):
     with memlab.dry_run():
         model = MODELS_THAT_KEEP_NO_INPUT[name]()
         tokens, targets = batch(50, 2, 16)
@@ -140,7 +140,7 @@ def test_where_blocks_keep_no_input_the_peak_is_below_by_at_most_their_inputs(na
             assert predicted - inputs <= peak <= predicted, schedule
 
 
-def test_on_real_tensors_the_costs_are_the_same_and_so_is_the_peak():
+def test_real_tensors_have_the_same_costs_and_peak():
     with memlab.dry_run():
         dry = chain_costs(GPT(SMALL), *batch(50, 2, 32))
     model, (tokens, targets) = GPT(SMALL), batch(50, 2, 32)
@@ -161,7 +161,7 @@ def test_equal_blocks_have_equal_costs():
 
 
 @pytest.mark.slow
-def test_every_optimal_schedule_takes_what_it_was_given():
+def test_every_optimal_schedule_uses_its_whole_budget():
     with memlab.dry_run():
         model, (tokens, targets) = GPT(replace(SMALL, layers=6)), batch(50, 4, 48)
         chain = chain_costs(model, tokens, targets)
@@ -172,7 +172,7 @@ def test_every_optimal_schedule_takes_what_it_was_given():
 
 
 @pytest.mark.slow
-def test_a_model_of_a_billion_is_planned_without_being_there():
+def test_a_billion_parameter_model_is_planned_without_allocating_it():
     with memlab.dry_run():
         model = GPT(PRESETS["1b"])
         tokens, targets = batch(50, 4, 2048)
@@ -190,7 +190,7 @@ def test_a_model_of_a_billion_is_planned_without_being_there():
 
 
 @pytest.mark.parametrize("name", quick(list(MODELS)[:1], MODELS))
-def test_as_many_operations_run_again_as_predicted(name):
+def test_the_recomputed_operations_match_the_prediction(name):
     with memlab.dry_run():
         model, (tokens, targets) = MODELS[name](), batch(50, 2, 16)
         chain = chain_costs(model, tokens, targets)
@@ -200,7 +200,7 @@ def test_as_many_operations_run_again_as_predicted(name):
             assert counter.total == chain.operations + recomputed(schedule, chain), schedule
 
 
-def test_a_blocks_operations_are_those_of_its_products():
+def test_a_blocks_operations_are_its_matmuls():
     B, T = 2, 32
     with memlab.dry_run():
         chain = chain_costs(GPT(SMALL), *batch(50, B, T))
@@ -225,7 +225,7 @@ def test_a_model_with_gradients_is_an_error():
         metered_peak_bytes(model, tokens, targets, plain_schedule(LAYERS))
 
 
-def test_afterwards_the_model_is_as_it_was():
+def test_the_model_is_restored():
     model, (tokens, targets) = GPT(SMALL), batch(50, 1, 4)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     attributes = set(model.__dict__)

@@ -1,4 +1,4 @@
-"""The table of cards against what cards are sold with, and memory as people type it."""
+"""The table of cards against advertised memory, and parsing of memory sizes."""
 
 import pytest
 
@@ -24,7 +24,7 @@ SOLD_WITH_GIB = {
 
 
 def message_of(call, *given):
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 (each caller looks at all of it)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (each caller checks the whole message)
         call(*given)
     message = str(caught.value)
     assert "\n" not in message
@@ -36,29 +36,29 @@ def message_of(call, *given):
 
 
 @pytest.mark.parametrize("name", SOLD_WITH_GIB)
-def test_a_card_reports_a_little_less_than_it_is_sold_with(name):
+def test_a_card_has_a_little_less_than_its_advertised_memory(name):
     share = CARDS[name].total_bytes / (SOLD_WITH_GIB[name] * GIB)
     assert 0.9 < share < 1
 
 
-def test_every_card_is_looked_at_here():
+def test_every_card_is_tested_here():
     assert set(CARDS) == set(SOLD_WITH_GIB)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_speeds_stand_in_the_order_of_nature(card):
+def test_speeds_have_a_plausible_order(card):
     assert card.flops > 10e12  # tensor cores
     assert card.memory_bandwidth > card.link_bandwidth >= card.host_bandwidth
     assert card.host_bandwidth in (PCIE_3, PCIE_4, PCIE_5)
 
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
-def test_every_card_has_a_class_that_predictions_know(card):
+def test_every_card_has_a_known_prediction_target(card):
     assert card.target in TARGETS
     assert (card.target == "cuda:hopper") == (card.name in ("h100", "h200", "b200"))
 
 
-def test_16_lanes_carry_two_bytes_a_transfer_less_their_encoding():
+def test_pcie_speeds_follow_from_16_lanes_and_their_encoding():
     for pcie, gigatransfers in ((PCIE_3, 8e9), (PCIE_4, 16e9), (PCIE_5, 32e9)):
         assert pcie == pytest.approx(16 * gigatransfers / 8 * 128 / 130, rel=0.001)
 
@@ -77,7 +77,7 @@ def test_16_lanes_carry_two_bytes_a_transfer_less_their_encoding():
         ("A100 80 GB", "a100-80"),
         ("a100_40gb", "a100-40"),
         ("a10040", "a100-40"),
-        # As torch.cuda.get_device_name() has it.
+        # as torch.cuda.get_device_name() returns it
         ("NVIDIA GeForce RTX 3060", "rtx3060"),
         ("Tesla T4", "t4"),
         ("Tesla V100-SXM2-16GB", "v100-16"),
@@ -94,12 +94,12 @@ def test_16_lanes_carry_two_bytes_a_transfer_less_their_encoding():
         ("AMD Instinct MI300X", "mi300x"),
     ],
 )
-def test_a_card_is_known_however_it_is_written(text, name):
+def test_a_card_is_found_by_any_spelling(text, name):
     assert card_named(text) is CARDS[name]
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_a_cards_own_name_is_its_own(name):
+def test_a_card_is_found_by_its_own_name(name):
     assert card_named(name) is CARDS[name]
 
 
@@ -110,19 +110,19 @@ def test_a_cards_own_name_is_its_own(name):
         ("a100", "a100-40 or a100-80"),
         ("v100", "v100-16 or v100-32"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090"),  # another chip, with 16 GB
-        ("NVIDIA H100 PCIe", "h100"),  # three quarters as fast
+        ("NVIDIA H100 PCIe", "h100"),  # 3/4 of the speed
     ],
 )
 def test_an_unknown_card_gets_the_nearest(text, nearest):
     assert message_of(card_named, text) == (
-        f"got card {text!r}, of which nothing is known (did you mean {nearest}?); give its "
+        f"got unknown card {text!r} (did you mean {nearest}?); give its "
         f"memory, such as 24GiB, or one of {', '.join(CARDS)}"
     )
     assert f"(did you mean {nearest}?)" in message_of(memory_named, text)
 
 
 @pytest.mark.parametrize("text", ["xyzzy", "", "gpu", "NVIDIA"])
-def test_a_name_like_nothing_gets_the_list(text):
+def test_a_name_unlike_any_card_gets_the_list(text):
     message = message_of(card_named, text)
     assert "did you mean" not in message
     assert message.endswith(", ".join(CARDS))
@@ -142,37 +142,37 @@ def test_a_name_like_nothing_gets_the_list(text):
         ("25_769_803_776", 24 * 2**30),
     ],
 )
-def test_a_number_with_a_unit_is_so_many_bytes_of_no_card(text, total):
+def test_a_number_with_a_unit_is_a_number_of_bytes(text, total):
     assert memory_named(text) == Memory(text, total)
 
 
-def test_a_cards_name_is_its_memory():
+def test_a_cards_name_gives_its_memory():
     card = CARDS["rtx4090"]
     assert memory_named(" GeForce RTX 4090") == Memory("rtx4090", card.total_bytes, card)
 
 
-def test_4090_is_a_card_and_not_so_few_bytes():
+def test_4090_is_a_card_and_not_4090_bytes():
     assert memory_named("4090").card is CARDS["rtx4090"]
 
 
 @pytest.mark.parametrize("text", ["24GB", "rtx4090", "h200"])
-def test_the_budget_is_what_cuda_itself_leaves(text):
+def test_the_budget_excludes_the_cuda_context(text):
     memory = memory_named(text)
     assert memory.total_bytes - memory.budget_bytes == 616 * MIB == max(CONTEXT_BYTES)
 
 
 @pytest.mark.parametrize("text", ["lots", "twenty-four GB", "", "GB", "GiB 24"])
-def test_words_are_no_memory(text):
+def test_words_are_not_a_memory(text):
     assert message_of(memory_named, text) == (
         f"got {text!r} as a memory, which is neither a number with a unit, such as 24GB or 24GiB, "
-        f"nor a card that is known: {', '.join(CARDS)}"
+        f"nor a known card: {', '.join(CARDS)}"
     )
 
 
 @pytest.mark.parametrize(
     "text", ["-24GB", "-1", "+24GB", "24 gigabytes", "1.5", "24GB free", ".5GB"]
 )
-def test_a_quantity_that_is_none_is_quoted(text):
+def test_an_invalid_quantity_is_quoted(text):
     message = message_of(memory_named, text)
     assert message.startswith(f"got {text!r} as a number of bytes; give a number and a unit")
 
@@ -180,14 +180,14 @@ def test_a_quantity_that_is_none_is_quoted(text):
 @pytest.mark.parametrize(
     ("text", "size"), [("24", "24 B"), ("0", "0 B"), ("0GB", "0 B"), ("616MiB", "616.00 MiB")]
 )
-def test_what_cuda_alone_would_fill_is_no_memory(text, size):
+def test_memory_that_only_fits_the_cuda_context_is_refused(text, size):
     assert message_of(memory_named, text) == (
-        f"got {text!r} as a memory, which is {size}, and CUDA itself takes up to 616.00 MiB; "
+        f"got {text!r} as a memory, which is {size}, and the CUDA context needs up to 616.00 MiB; "
         f"give more, with a unit, such as 24GB or 24GiB"
     )
 
 
-def test_of_a_machine_without_a_gpu_all_is_there_from_1_mib():
+def test_without_a_gpu_all_memory_is_available_from_1_mib():
     assert memory_named("1MiB", "cpu").total_bytes == MIB
     assert message_of(memory_named, "24", "cpu") == (
         "got '24' as a memory, which is 24 B, and no training fits; give more, with a unit, such "
@@ -195,7 +195,7 @@ def test_of_a_machine_without_a_gpu_all_is_there_from_1_mib():
     )
 
 
-def test_a_byte_more_than_cuda_takes_is_a_memory():
+def test_one_byte_more_than_the_cuda_context_is_accepted():
     assert memory_named(str(616 * MIB + 1)).budget_bytes == 1
 
 
@@ -211,12 +211,12 @@ def test_a_byte_more_than_cuda_takes_is_a_memory():
         ("9999GiB", "mi300x"),
     ],
 )
-def test_mere_bytes_cost_what_the_card_nearest_in_memory_costs(text, name):
+def test_a_number_of_bytes_uses_the_speeds_of_the_nearest_card(text, name):
     assert memory_named(text).card_for_costs is CARDS[name]
 
 
-def test_of_two_cards_as_near_the_first_of_the_table_counts():
+def test_of_two_equally_near_cards_the_first_in_the_table_counts():
     less, more = CARDS["rtx4090"], CARDS["rtx3090"]
     middle = (less.total_bytes + more.total_bytes) // 2
     assert middle - less.total_bytes == more.total_bytes - middle
-    assert Memory("between", middle).card_for_costs is more  # an older card stands before
+    assert Memory("between", middle).card_for_costs is more  # the older card comes first

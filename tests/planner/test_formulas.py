@@ -1,4 +1,4 @@
-"""Bytes by formula: near the predicted ones for every recipe, each term what it says."""
+"""Bytes by formula are near the predicted ones for every recipe, and each term is right."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ import pytest
 from quick import quick
 
 from memlab.model import PRESETS, GPTConfig
-from memlab.planner.formulas import MOMENTS, Step, training_bytes
+from memlab.planner.formulas import MOMENTS, StepFormula, training_bytes
 from memlab.planner.recipes import Recipe, usual_kinds
 from memlab.train import Setting, combined, predicted_trace
 from memlab.zero import model_state_bytes
 
-# Grouped heads, an odd MLP, and a vocabulary that is large beside the width, as in real models.
+# Grouped heads, an odd MLP, and a large vocabulary relative to the width, as in real models.
 SMALL = GPTConfig(8_192, 512, 5, 8, 2, 1_376, 1_024, tied=False)
 SEVEN_BILLION = PRESETS["llama-2-7b"]
 FOUND = Recipe(
@@ -39,7 +39,7 @@ RECIPES = [
 
 
 def error(config: GPTConfig, recipe: Recipe, batch: int, seq_len: int) -> float:
-    """How much more the formula has than the prediction, as a share."""
+    """Return the formula's relative error against the prediction."""
     setting = Setting(config, batch, seq_len, recipe.dtype, "cuda")
     predicted = predicted_trace(setting, combined(recipe.techniques)).allocated_bytes
     return training_bytes(config, recipe, batch, seq_len).peak_bytes / predicted - 1
@@ -48,19 +48,19 @@ def error(config: GPTConfig, recipe: Recipe, batch: int, seq_len: int) -> float:
 @pytest.mark.parametrize(
     "recipe", quick(RECIPES[:1], [*RECIPES[:6:2], *RECIPES[7:9], RECIPES[14]]), ids=str
 )
-def test_the_formula_is_near_the_predicted_peak_of_a_small_model(recipe):
-    """What it leaves out weighs most here: 4,096 tokens at once, and weights of 40 MiB."""
+def test_the_formula_is_near_the_prediction_for_a_small_model(recipe):
+    """The formula's omissions matter most here: 4,096 tokens, and weights of 40 MiB."""
     assert abs(error(replace(SMALL, layers=3), recipe, 4, 1_024)) < 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_the_formula_is_within_3_percent_for_matrices_of_7b(recipe):
+def test_the_formula_is_within_3_percent_for_a_7b_model(recipe):
     config = replace(SEVEN_BILLION, layers=4)
     assert abs(error(config, recipe, 2, 2_048)) < 0.03
 
 
-def test_the_terms_of_the_highest_moment_are_the_peak():
+def test_the_peak_is_the_sum_of_the_highest_moment():
     estimate = training_bytes(SEVEN_BILLION, FOUND, 1, 2_048)
     assert tuple(estimate.moments) == MOMENTS
     sums = {moment: sum(terms.values()) for moment, terms in estimate.moments.items()}
@@ -68,7 +68,7 @@ def test_the_terms_of_the_highest_moment_are_the_peak():
     assert f"{estimate.peak_bytes:,}" in str(estimate)
 
 
-def test_adamw_in_float32_holds_sixteen_bytes_a_weight_and_two_of_its_largest_tensors():
+def test_adamw_in_float32_holds_16_bytes_per_weight_and_two_copies_of_the_largest():
     N = SEVEN_BILLION.parameters
     terms = training_bytes(SEVEN_BILLION, Recipe("float32"), 1, 64).moments["optimizer"]
     states = terms["weights"] + terms["gradients"] + terms["optimizer_state"]
@@ -84,13 +84,13 @@ def test_the_guides_recipe_for_24_gb_needs_37_8_gib_before_any_activation():
     assert states / 2**30 == pytest.approx(37.85, abs=0.01)
 
 
-def test_the_recipe_found_fits_where_the_guides_does_not():
+def test_memlabs_recipe_fits_although_the_guides_does_not():
     assert training_bytes(SEVEN_BILLION, FOUND, 1, 2_048).peak_bytes / 2**30 == pytest.approx(
         20.28, abs=0.1
     )
 
 
-def test_activations_grow_with_the_batch_and_states_do_not():
+def test_activations_grow_with_the_batch_but_model_states_do_not():
     one, four = (training_bytes(SMALL, Recipe(), batch, 512).moments["loss"] for batch in (1, 4))
     assert four["blocks_kept"] == 4 * one["blocks_kept"]
     assert four["optimizer_state"] == one["optimizer_state"]
@@ -106,7 +106,7 @@ def test_accumulation_keeps_one_sequence_and_all_gradients():
     assert whole["gradients"] == 0
 
 
-def test_float32_with_grouped_heads_pays_for_score_matrices():
+def test_float32_with_grouped_heads_stores_score_matrices():
     grouped = training_bytes(SMALL, Recipe("float32"), 1, 1_024).moments["loss"]
     alone = training_bytes(replace(SMALL, kv_heads=8), Recipe("float32"), 1, 1_024).moments["loss"]
     scores = 4 * SMALL.layers * SMALL.heads * 1_024 * 1_024
@@ -114,16 +114,16 @@ def test_float32_with_grouped_heads_pays_for_score_matrices():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ranks_hold_what_zero_says(stage):
+def test_ranks_hold_zeros_model_states(stage):
     recipe = Recipe("master-weights", zero_stage=stage)
-    step = Step.of(replace(SMALL, tied=True), recipe, 1, 64, gpus=8)
+    step = StepFormula.of(replace(SMALL, tied=True), recipe, 1, 64, gpus=8)
     held = step.optimizer()
     states = held["weights"] + held["optimizer_state"]
     wanted = model_state_bytes(
         replace(SMALL, tied=True).parameters, ranks=8, stage=stage, gradient_bytes=0
     )
     gathered = 0
-    if stage == 3:  # beside its shards, the units at work
+    if stage == 3:  # the gathered units, in addition to the shards
         weights = step.weights
         gathered = 2 * max(2 * weights.block, weights.ends + weights.block)
     assert states == pytest.approx(wanted + gathered, abs=16)
@@ -135,8 +135,8 @@ def test_tensor_and_pipeline_parts_divide_weights_and_activations():
     assert halves.moments["loss"]["weights"] == pytest.approx(whole["weights"] / 2, rel=1e-6)
     assert halves.moments["loss"]["blocks_kept"] == whole["blocks_kept"] // 2
     staged = training_bytes(SEVEN_BILLION, Recipe(pipeline_parallel=4), 1, 512, gpus=4)
-    blocks = 32 // 4 * Step.of(SEVEN_BILLION, Recipe(), 1, 512).weights.block
-    ends = Step.of(SEVEN_BILLION, Recipe(), 1, 512).weights.ends
+    blocks = 32 // 4 * StepFormula.of(SEVEN_BILLION, Recipe(), 1, 512).weights.block
+    ends = StepFormula.of(SEVEN_BILLION, Recipe(), 1, 512).weights.ends
     assert staged.moments["loss"]["weights"] == 2 * (blocks + ends)
     assert staged.moments["loss"]["blocks_kept"] == whole["blocks_kept"]  # 4 batches in flight
 
@@ -144,14 +144,14 @@ def test_tensor_and_pipeline_parts_divide_weights_and_activations():
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"batch": 0}, "got batch=0; give a number from 1"),
-        ({"seq_len": -1}, "got seq_len=-1; give a number from 1"),
+        ({"batch": 0}, "got batch=0; give an integer from 1"),
+        ({"seq_len": -1}, "got seq_len=-1; give an integer from 1"),
         ({"gpus": 0}, "got 0 GPUs; give at least 1"),
         ({"gpus": 3, "recipe": Recipe(tensor_parallel=2)}, "3 GPUs don't split into groups of 2"),
         ({"gpus": 3, "recipe": Recipe(tensor_parallel=3)}, "8 heads and 5 layers don't split"),
     ],
 )
-def test_what_is_no_number_of_anything_is_refused_in_a_sentence(wrong, sentence):
+def test_invalid_sizes_are_refused_in_one_sentence(wrong, sentence):
     given = {"recipe": Recipe(), "batch": 1, "seq_len": 64, "gpus": 1} | wrong
     with pytest.raises(ValueError, match=sentence):
         training_bytes(SMALL, given["recipe"], given["batch"], given["seq_len"], gpus=given["gpus"])

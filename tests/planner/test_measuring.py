@@ -1,4 +1,4 @@
-"""What a deep model's step takes, out of shallow runs, beside the deep model's own run."""
+"""A deep model's bytes from shallow runs, compared with a full run."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def setting(blocks: int, device: str = "cpu", **changes: object) -> Setting:
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The settings that are run whole, in order."""
+    """Record the settings that run, in order."""
     found = []
     for name in ("dry_trace", "predicted_trace"):
         real = getattr(measuring.train, name)
@@ -38,58 +38,58 @@ def runs(monkeypatch):
             return real(setting, technique)
 
         monkeypatch.setattr(measuring.train, name, noted)
-    measuring.forget()
+    measuring.clear_cache()
     yield found
-    measuring.forget()
+    measuring.clear_cache()
 
 
 def test_a_deep_model_is_measured_by_runs_of_three_and_four_blocks(runs):
     found = measured(setting(9), "plain")
     assert [run.config.layers for run in runs] == [3, 4]
-    assert found.stretched
+    assert found.extrapolated
     whole = dry_trace(setting(9), combined("plain"))
     assert found.allocated_bytes == whole.peak_bytes
     assert found.reserved_bytes is None
     assert (found.at_peak, found.peak_phase) == (whole.at_peak, whole.peak_phase)
 
 
-def test_a_card_is_measured_with_what_its_allocator_reserves():
+def test_a_gpu_is_measured_with_its_reserved_bytes():
     card = setting(6, "cuda:hopper")
     found, whole = measured(card, "plain"), predicted_trace(card, combined("plain"))
-    assert found.stretched
+    assert found.extrapolated
     assert found.reserved_bytes == whole.reserved_bytes
     assert found.allocated_bytes == whole.allocated_bytes
     assert found.at_peak == whole.at_peak
-    assert found.at_peak["workspace"] > 2 * 2**23  # not that of most cards
+    assert found.at_peak["workspace"] > 2 * 2**23  # larger than on most cards
 
 
 @pytest.mark.slow
-def test_what_cannot_be_stretched_runs_whole(runs):
+def test_a_step_that_cannot_be_extrapolated_runs_in_full(runs):
     found = measured(setting(9), "sqrt-checkpointing")
     assert [run.config.layers for run in runs] == [3, 4, 9]
-    assert not found.stretched
+    assert not found.extrapolated
     whole = dry_trace(setting(9), combined("sqrt-checkpointing"))
     assert (found.allocated_bytes, found.at_peak) == (whole.peak_bytes, whole.at_peak)
 
 
-def test_a_shallow_model_runs_whole(runs):
-    assert not measured(setting(4), "plain").stretched
+def test_a_shallow_model_runs_in_full(runs):
+    assert not measured(setting(4), "plain").extrapolated
     assert [run.config.layers for run in runs] == [4]
 
 
-def test_the_same_shallow_runs_serve_every_depth(runs):
+def test_shallow_runs_are_reused_for_every_depth(runs):
     first, second = measured(setting(9), "plain"), measured(setting(12), "plain")
     assert [run.config.layers for run in runs] == [3, 4]
     block = (PRESETS["tiny"].parameters - replace(PRESETS["tiny"], layers=3).parameters) * 4
-    assert second.allocated_bytes - first.allocated_bytes >= 3 * 4 * block  # with what AdamW keeps
+    assert second.allocated_bytes - first.allocated_bytes >= 3 * 4 * block  # with AdamW's state
 
 
-def test_the_same_question_is_answered_once(runs):
+def test_results_are_cached(runs):
     assert measured(setting(9), "plain") is measured(setting(9), "plain")
 
 
 @pytest.mark.slow
-def test_another_setting_is_another_measurement():
+def test_another_setting_is_measured_again():
     short, long = measured(setting(6), "plain"), measured(setting(6, batch=8, seq_len=64), "plain")
     assert short.allocated_bytes < long.allocated_bytes
 
@@ -112,10 +112,10 @@ def test_units_of_blocks_stay_whole(blocks, unit, wanted):
         pytest.param("lora+selective-checkpointing+bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_frozen_blocks_are_stretched_where_the_first_is_unlike_the_others(names):
+def test_frozen_blocks_are_extrapolated_although_the_first_differs(names):
     wanted = setting(9, "cuda", dtype=torch.bfloat16)
     found, whole = measured(wanted, names), predicted_trace(wanted, combined(names))
-    assert found.stretched
+    assert found.extrapolated
     assert found.allocated_bytes == whole.allocated_bytes
     assert found.reserved_bytes == whole.reserved_bytes
     assert found.at_peak == whole.at_peak
@@ -127,11 +127,11 @@ def test_a_unit_of_no_blocks_is_an_error():
 
 
 @pytest.mark.slow
-def test_llama_2_7b_takes_what_it_takes_run_whole():
+def test_llama_2_7b_matches_a_full_run():
     names = "checkpointing+lion8bit+step-in-backward+chunked-loss"
     wanted = Setting("llama-2-7b", 1, 2048, torch.bfloat16, "cuda")
     found, whole = measured(wanted, names), predicted_trace(wanted, combined(names))
-    assert found.stretched
+    assert found.extrapolated
     assert found.allocated_bytes == whole.allocated_bytes
     assert found.reserved_bytes == whole.reserved_bytes
     assert found.at_peak == whole.at_peak
@@ -142,18 +142,18 @@ def test_llama_2_7b_takes_what_it_takes_run_whole():
 
 
 @pytest.mark.parametrize("stage", quick([3], [1, 3]))
-def test_each_of_several_ranks_takes_what_it_takes_run_whole(stage):
+def test_each_of_several_ranks_matches_a_full_run(stage):
     wanted = setting(6, "cuda", dtype=torch.bfloat16)
     found = measured(wanted, "checkpointing", ranks=4, stage=stage)
     whole = predicted_rank_trace(wanted, combined("checkpointing"), 4, stage)
     assert found.allocated_bytes == whole.allocated_bytes
     assert found.reserved_bytes == whole.reserved_bytes
-    assert found.stretched == (stage == 3)
+    assert found.extrapolated == (stage == 3)
     alone = measured(wanted, "checkpointing")
     assert found.allocated_bytes < alone.allocated_bytes
 
 
-def test_a_rank_on_the_cpu_is_the_dry_step_of_it():
+def test_a_rank_on_the_cpu_matches_its_dry_run():
     wanted = setting(6)
     step = rank_step(wanted, combined("plain"), 4, 2)
     assert measured(wanted, "plain", ranks=4, stage=2).allocated_bytes == step.traces[0].peak_bytes

@@ -1,4 +1,4 @@
-"""Techniques around somebody else's training: what is learned, and what it takes."""
+"""Techniques applied to a user's training: equal results and fewer bytes."""
 
 from functools import partial
 from itertools import chain, pairwise
@@ -71,17 +71,17 @@ def trace_of(change=lambda *parts: parts):
 
 
 @pytest.mark.parametrize("change", [checkpointed, kept_on_disk])
-def test_where_activations_are_changes_no_weight(change):
+def test_moving_activations_changes_no_weight(change):
     for ours, theirs in zip(trained(change), trained(), strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_another_optimizer_takes_the_steps_at_the_same_rate():
+def test_a_replaced_optimizer_uses_the_same_learning_rate():
     for ours, theirs in zip(trained(stepped_by(AdamW, adams_groups)), trained(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
 
 
-def test_a_step_in_backward_learns_what_the_step_after_it_does():
+def test_a_step_in_backward_equals_a_step_after_it():
     after, inside = (
         trained(stepped_by(Adam8bit, adams_groups, in_backward=each)) for each in (False, True)
     )
@@ -90,7 +90,7 @@ def test_a_step_in_backward_learns_what_the_step_after_it_does():
 
 
 def in_groups(*, lr: float = 0.01, **settings):
-    """A training of two groups with settings of their own."""
+    """Build a training with two parameter groups."""
     step, model, optimizer = build(lr)
     first, *others = optimizer.param_groups[0]["params"]
     optimizer.param_groups[0]["params"] = [first]
@@ -98,7 +98,7 @@ def in_groups(*, lr: float = 0.01, **settings):
     return step, model, optimizer
 
 
-def test_another_optimizer_has_the_groups_settings_of_the_first():
+def test_a_replaced_optimizer_keeps_the_groups_settings():
     _, model, optimizer = stepped_by(Adam8bit, adams_groups)(
         *in_groups(betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
     )
@@ -109,7 +109,7 @@ def test_another_optimizer_has_the_groups_settings_of_the_first():
     assert [*first["params"], *second["params"]] == list(model.parameters())
 
 
-def test_lions_rate_is_a_fifth_and_its_decay_five_times():
+def test_lions_rate_is_a_fifth_and_its_weight_decay_five_times_adams():
     _, _, optimizer = LION.change(*in_groups(weight_decay=0.3))
     assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
         (0.01 / 5, 0.01 * 5),
@@ -118,7 +118,7 @@ def test_lions_rate_is_a_fifth_and_its_decay_five_times():
 
 
 @pytest.mark.slow
-def test_each_attempt_saves():
+def test_each_attempt_saves_memory():
     _, model, optimizer = build()
     plain = trace_of()
     peaks = {}
@@ -132,12 +132,12 @@ def test_each_attempt_saves():
             N = sum(p.numel() for p in model.parameters())
             counters = 4 * len(list(model.parameters()))
             assert plain.at_end["optimizer_state"] == 8 * N + counters
-            assert trace.at_end["optimizer_state"] < 3 * N + 2**18  # and the table of codes
+            assert trace.at_end["optimizer_state"] < 3 * N + 2**18  # and the codebook
     assert len(peaks) == len(ORDER)
     assert all(trace.peak_bytes < plain.peak_bytes for trace in peaks.values())
 
 
-# ------------------------------------------------------------------ where layers are
+# ------------------------------------------------------------------ finding layers
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -164,14 +164,14 @@ class Holding(nn.Module):
         (nn.Linear(2, 2), []),
         (mlp(4, 4), []),  # one layer with weights
         (Holding(few=nn.ModuleList([nn.Linear(2, 2)] * 2), many=mlp(2, 2, 2)), ["few", "many"]),
-        # The list of blocks, not what is inside of one of them.
+        # The list of blocks, not a list inside a block.
         (
             Holding(inner=Holding(blocks=nn.Sequential(mlp(2, 2, 2), mlp(2, 2, 2)))),
             ["inner.blocks"],
         ),
-        # An embedding, a deep encoder, a head: not around the encoder as a whole.
+        # An embedding, a deep encoder and a head: the encoder's layers, not the whole encoder.
         (nn.Sequential(nn.Embedding(9, 4), Deep(), nn.Linear(4, 9)), ["1.layers"]),
-        # What a checkpoint keeps would be written over, or the weights are others by then.
+        # Layers that overwrite the checkpoint's input, or whose weights change before recomputing.
         (nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(inplace=True)), []),
         (nn.Sequential(*(spectral_norm(nn.Linear(4, 4)) for _ in range(3))), []),
         (Holding(bad=nn.Sequential(Conv(), nn.ReLU(True), Conv()), good=mlp(4, 4, 4)), ["good"]),
@@ -182,7 +182,7 @@ def test_lists_of_layers_are_found(model, paths):
     assert find(model, None) == Places(tuple(paths), False)
 
 
-def test_where_there_is_no_place_no_attempt_has_the_technique_and_a_sentence_says_so():
+def test_a_technique_without_a_place_is_not_attempted_and_raises_if_applied():
     assert [attempt.name for attempt in attempts(Places((), is_adam=True))] == [
         "adam8bit",
         "offloaded-activations",
@@ -209,7 +209,7 @@ WEIGHTS = [torch.zeros(1)]
     [
         (torch.optim.AdamW(WEIGHTS), True),
         (torch.optim.Adam(WEIGHTS), True),
-        (torch.optim.Adam(WEIGHTS, weight_decay=0.1), False),  # in the gradient
+        (torch.optim.Adam(WEIGHTS, weight_decay=0.1), False),  # weight decay in the gradient
         (torch.optim.Adam(WEIGHTS, weight_decay=0.1, decoupled_weight_decay=True), True),
         (torch.optim.AdamW(WEIGHTS, amsgrad=True), False),
         (torch.optim.AdamW(WEIGHTS, maximize=True), False),
@@ -219,15 +219,15 @@ WEIGHTS = [torch.zeros(1)]
         (None, False),
     ],
 )
-def test_another_takes_the_place_of_an_adam_alone(optimizer, is_it):
+def test_only_adam_can_be_replaced(optimizer, is_it):
     assert find(None, optimizer).is_adam == is_it
 
 
-# ------------------------------------------------------------------ the lines to add
+# ------------------------------------------------------------------ the code to add
 
 
 def with_the_lines(attempt, made=build):
-    """The weights after three steps of a training into which an attempt's lines were pasted."""
+    """Paste an attempt's code into a training; return the weights after three steps."""
     _, model, optimizer = made()
     names = {"model": model, "optimizer": optimizer, "inputs": inputs(), "targets": None}
     names["loss_of"] = lambda model, inputs, targets: model(inputs).square().mean()
@@ -242,7 +242,7 @@ def with_the_lines(attempt, made=build):
 
 
 def with_the_attempt(attempt, made=build):
-    """Those that the attempt itself comes to."""
+    """Apply the attempt; return the weights after three steps."""
     step, model, _ = attempt.applied(*made())
     for _ in range(3):
         step()
@@ -251,7 +251,7 @@ def with_the_attempt(attempt, made=build):
 
 @pytest.mark.parametrize("made", [build, partial(in_groups, betas=(0.8, 0.95), weight_decay=0.3)])
 @pytest.mark.parametrize("number", range(len(ORDER)))
-def test_the_lines_of_an_attempt_do_what_the_attempt_does(number, made):
+def test_an_attempts_code_equals_the_attempt(number, made):
     _, model, optimizer = made()
     attempt = attempts(find(model, optimizer))[number]
     ours, theirs = with_the_lines(attempt, made), with_the_attempt(attempt, made)
@@ -260,7 +260,7 @@ def test_the_lines_of_an_attempt_do_what_the_attempt_does(number, made):
     assert same_as_plain == (not any("8bit" in each.name for each in attempt.wrappers))
 
 
-def test_the_lines_reach_a_list_wherever_it_is():
+def test_the_code_addresses_nested_lists():
     model = nn.Sequential(nn.Linear(4, 32), Deep(), Holding(**{"a-b": mlp(4, 4, 4)}))
     attempt = attempts(find(model, None))[0]
     exec("\n".join(attempt.lines), {"model": model})
@@ -269,13 +269,13 @@ def test_the_lines_reach_a_list_wherever_it_is():
     assert "model[1].layers:" in attempt.lines[-2]
 
 
-def test_what_is_no_optimizer_cannot_be_replaced():
+def test_a_missing_optimizer_cannot_be_replaced():
     step, model, _ = build()
     with pytest.raises(ValueError, match=r"build\(\) returned nothing as optimizer"):
         stepped_by(Adam8bit, adams_groups)(step, model, None)
 
 
-def test_a_scheduler_sees_the_step_of_the_optimizer_that_was_replaced(recwarn):
+def test_a_scheduler_accepts_the_replaced_optimizers_step(recwarn):
     step, model, optimizer = build()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
     stepped_by(Adam8bit, adams_groups)(step, model, optimizer)

@@ -1,5 +1,4 @@
-"""Estimated seconds of any step: what each operator computes and moves, and that nobody sees it
-being counted."""
+"""Estimated seconds of a step: compute and traffic of each operator, without side effects."""
 
 from dataclasses import replace
 
@@ -18,11 +17,11 @@ from memlab.planner.outside import find as places_of
 from memlab.planner.roofline import Roofline, moved_bytes
 
 CARD = CARDS["rtx4090"]
-ONLY_PRODUCTS = replace(CARD, memory_bandwidth=1e40)
+COMPUTE_BOUND = replace(CARD, memory_bandwidth=1e40)
 
 
 def moved_by(run) -> int:
-    """Bytes, by the operators that it calls."""
+    """Return the bytes moved by the operators that `run` calls."""
     counts = []
     with memlab.dry_run() as dry, dry.observed(lambda *call: counts.append(moved_bytes(*call))):
         run()
@@ -52,7 +51,7 @@ ROWS = 4 * 8 * 4  # bytes
         (lambda: TABLE[PLACES], 32 + 2 * ROWS),
     ],
 )
-def test_an_operator_moves_what_it_reads_and_what_it_writes(run, wanted):
+def test_an_operator_moves_its_inputs_and_outputs(run, wanted):
     assert moved_by(run) == wanted
 
 
@@ -67,7 +66,7 @@ def test_an_operator_moves_what_it_reads_and_what_it_writes(run, wanted):
         (lambda x, y: x.index_add_(0, torch.arange(0), y[:0]), 0),
     ],
 )
-def test_what_is_written_in_place_is_written_once(run, wanted):
+def test_an_in_place_write_counts_once(run, wanted):
     assert moved_by(lambda: run(X.clone(), Y)) == 2 * 400 + wanted
 
 
@@ -90,25 +89,25 @@ def seconds_of(run, card) -> dict[str, float]:
         (torch.float16, True, CARD.flops),
     ],
 )
-def test_a_product_takes_its_operations_at_half_of_the_dtypes_peak(dtype, tf32, peak):
+def test_a_matmul_runs_at_half_of_the_dtypes_peak(dtype, tf32, peak):
     a, b = torch.empty(64, 128, dtype=dtype), torch.empty(128, 256, dtype=dtype)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
-        found = seconds_of(lambda: a @ b, ONLY_PRODUCTS)
+        found = seconds_of(lambda: a @ b, COMPUTE_BOUND)
     finally:
         torch.set_float32_matmul_precision(before)
-    assert found["products"] == pytest.approx(2 * 64 * 128 * 256 / (UTILIZATION * peak), rel=1e-6)
+    assert found["compute"] == pytest.approx(2 * 64 * 128 * 256 / (UTILIZATION * peak), rel=1e-6)
 
 
-def test_an_operator_takes_the_longer_of_computing_and_moving():
+def test_an_operator_takes_the_longer_of_compute_and_memory_time():
     small, large = torch.empty(2, 2), torch.empty(4096, 4096)
     moving, computing = (
         seconds_of(lambda: small @ small, CARD),
         seconds_of(lambda: large @ large, CARD),
     )
     assert moving == {"memory": 3 * 16 / CARD.memory_bandwidth}
-    assert computing == {"products": 2 * 4096**3 / (UTILIZATION * CARD.float32_flops)}
+    assert computing == {"compute": 2 * 4096**3 / (UTILIZATION * CARD.float32_flops)}
 
 
 class Block(nn.Module):
@@ -133,7 +132,7 @@ def build():
 
 
 def roofline_of(change, card, target="cuda") -> tuple[Roofline, memlab.Trace]:
-    """Of the second step."""
+    """Count the second step."""
     roofline = Roofline(card)
 
     def changed():
@@ -147,16 +146,16 @@ def unchanged(*parts):
     return parts
 
 
-def test_what_a_checkpoint_computes_again_is_counted_again():
+def test_recomputation_is_counted():
     product = 2 * 4096 * 64 * 64 / (UTILIZATION * CARD.float32_flops)
-    plain, _ = roofline_of(unchanged, ONLY_PRODUCTS)
-    again, _ = roofline_of(checkpointed, ONLY_PRODUCTS)
-    assert plain.seconds["products"] == pytest.approx((8 + 8 + 7) * product, rel=1e-6)
-    # A block's first product; what the second one saved is there when it would begin.
-    assert again.seconds["products"] == pytest.approx((8 + 8 + 7 + 4) * product, rel=1e-6)
+    plain, _ = roofline_of(unchanged, COMPUTE_BOUND)
+    again, _ = roofline_of(checkpointed, COMPUTE_BOUND)
+    assert plain.seconds["compute"] == pytest.approx((8 + 8 + 7) * product, rel=1e-6)
+    # Only a block's first matmul is recomputed: the second one's saved input exists by then.
+    assert again.seconds["compute"] == pytest.approx((8 + 8 + 7 + 4) * product, rel=1e-6)
 
 
-def test_what_waits_on_the_disk_goes_there_and_back():
+def test_offloaded_activations_are_written_and_read():
     steps = []
 
     def change(*parts):
@@ -164,14 +163,14 @@ def test_what_waits_on_the_disk_goes_there_and_back():
         return steps[0]
 
     roofline, _ = roofline_of(change, CARD)
-    traffic = steps[0][0].store.traffic  # of both steps
+    traffic = steps[0][0].store.traffic  # for both steps
     assert traffic.written > 4096 * 64 * 4
     moved = (traffic.written + traffic.read) / 2
     assert roofline.seconds["disk"] == pytest.approx(moved / DISK_BANDWIDTH, rel=1e-9)
 
 
 class Moved(TorchDispatchMode):
-    """Counts what moves in a step that is taken."""
+    """Counts the traffic of a real step."""
 
     bytes = 0
 
@@ -182,7 +181,7 @@ class Moved(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("numbers", [256, 5 * 256, 5 * 256 + 7])
-def test_pieces_that_a_dry_run_passes_over_are_counted(numbers):
+def test_chunks_that_a_dry_run_skips_are_counted(numbers):
     def step() -> None:
         optimizer = Adam8bit([weight], chunk=256)
         optimizer.step()
@@ -195,7 +194,7 @@ def test_pieces_that_a_dry_run_passes_over_are_counted(numbers):
     assert found["memory"] == pytest.approx(moved.bytes / CARD.memory_bandwidth, rel=1e-9)
 
 
-def test_a_step_is_counted_anew_each_time():
+def test_each_step_starts_a_new_count():
     x = torch.ones(100)
     roofline = Roofline(CARD)
     step = roofline.counted(lambda: x + 1)
@@ -206,14 +205,14 @@ def test_a_step_is_counted_anew_each_time():
     assert first == roofline.total > 0
 
 
-# ------------------------------------------------------------------ nobody sees it
+# ------------------------------------------------------------------ no side effects
 
 
 ATTEMPTS = (AS_IT_IS, *attempts(places_of(*build()[1:])))
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.name)
-def test_the_bytes_of_a_step_that_is_counted_are_those_of_one_that_is_not(attempt):
+def test_counting_does_not_change_a_steps_bytes(attempt):
     _, counted = roofline_of(attempt.applied, CARD)
     alone = memlab.predict(lambda: attempt.applied(*build()))
     assert counted.memory == alone.memory

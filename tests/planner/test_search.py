@@ -1,4 +1,4 @@
-"""The search: what it tries, in which order, and what it says. Measuring is another file's."""
+"""The search: recipes tried, their order, and the result. test_measuring tests measuring."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,7 @@ GIB = 2**30
 
 @pytest.fixture
 def by_formula(monkeypatch):
-    """In place of a prediction the formula, and reserved a twentieth more; a list of what is
-    measured."""
+    """Replace predictions by formulas, with 5 % more reserved; record the measurements."""
     asked = []
 
     def answer(setting, names, ranks=1, stage=0):
@@ -47,18 +46,18 @@ def everything(sequences):
 # ------------------------------------------------------------------ recipes
 
 
-def test_every_recipe_is_one_that_a_training_can_be_built_of():
+def test_every_recipe_can_be_built():
     for recipe in everything(4):
         combined(recipe.techniques)
 
 
-def test_recipes_of_one_kind_learn_the_same():
+def test_recipes_of_one_kind_train_the_same():
     for learned in usual_kinds():
         assert {recipe.learned for recipe in recipes(learned, sequences=4)} == {learned}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "adam8bit", "adam-mini", "lion8bit"])
-def test_several_ranks_get_the_optimizers_that_zero_can_shard(optimizer):
+def test_several_ranks_only_get_optimizers_that_zero_can_shard(optimizer):
     learned, tiny = Recipe(optimizer=optimizer), PRESETS["tiny"]
     is_searched = any(recipes(learned, sequences=1, gpus=4))
     setting = Setting(tiny, 1, 8, learned.dtype)
@@ -95,7 +94,7 @@ def test_several_ranks_get_the_optimizers_that_zero_can_shard(optimizer):
         ({"tensor_parallel": 0}, "got tensor_parallel=0 in a recipe"),
     ],
 )
-def test_words_that_are_unknown_or_exclude_each_other_are_refused(words, sentence):
+def test_unknown_or_conflicting_choices_are_refused(words, sentence):
     with pytest.raises(ValueError, match=sentence):
         Recipe(**words)
 
@@ -108,10 +107,10 @@ seconds_of = partial(
 )
 
 
-def test_products_take_six_operations_for_each_weight_and_token():
+def test_matmuls_take_six_operations_per_weight_and_token():
     weights = SEVEN_BILLION.parameters - 32_000 * 4_096 - 65 * 4_096  # no embedding, no norms
     wanted = 6 * weights * 2_048 / (0.5 * 165.2e12)
-    assert seconds_of(recipe=Recipe())["products"] == pytest.approx(wanted)
+    assert seconds_of(recipe=Recipe())["matmuls"] == pytest.approx(wanted)
 
 
 def test_checkpointing_recomputes_the_forward_pass_of_the_blocks():
@@ -120,17 +119,17 @@ def test_checkpointing_recomputes_the_forward_pass_of_the_blocks():
     )
     assert "recomputed" not in plain
     head = 32_000 * 4_096 / (SEVEN_BILLION.parameters - 32_000 * 4_096 - 65 * 4_096)
-    forward = plain["products"] * (1 - head) / 3 + plain["attention"] / 3
+    forward = plain["matmuls"] * (1 - head) / 3 + plain["attention"] / 3
     assert checkpointed["recomputed"] == pytest.approx(forward)
 
 
-def test_each_technique_costs_what_it_moves_and_no_more():
+def test_each_technique_costs_only_its_own_traffic():
     plain = seconds_of(recipe=Recipe())
-    assert set(plain) == {"products", "attention", "optimizer"}
+    assert set(plain) == {"matmuls", "attention", "optimizer"}
     assert set(seconds_of(recipe=Recipe(activation_bits=8))) - set(plain) == {"compression"}
     assert set(seconds_of(recipe=Recipe(offload="streamed-layers"))) - set(plain) == {"disk"}
     lora = seconds_of(recipe=Recipe(lora=True))
-    assert lora["products"] == pytest.approx(plain["products"] * 4 / 6)
+    assert lora["matmuls"] == pytest.approx(plain["matmuls"] * 4 / 6)
     ranks = step_seconds(SEVEN_BILLION, Recipe(zero_stage=3), 1, 2_048, gpus=8, card=CARDS["h100"])
     assert ranks["network"] == pytest.approx(
         3 * 7 / 8 * 2 * SEVEN_BILLION.parameters / 450e9, rel=1e-6
@@ -140,32 +139,32 @@ def test_each_technique_costs_what_it_moves_and_no_more():
 # ------------------------------------------------------------------ the search
 
 
-def test_what_fits_is_the_fastest_and_what_is_faster_does_not(by_formula):
+def test_the_fastest_fitting_recipe_is_found(by_formula):
     found = search.plan("llama-2-7b", "24GB", learned=FULL, count=1)
     assert found.best.fits
     assert found.miss.candidate.step_seconds < found.best.candidate.step_seconds
     assert found.miss.missing_bytes > 0
     faster = [
         c
-        for c in search._Search(_asked(found), False, print).kinds(FULL)[0]
+        for c in search._Search(_query(found), False, print).kinds(FULL)[0]
         if c.step_seconds < found.best.candidate.step_seconds
     ]
     budget = found.budget_bytes
     assert all(1.05 * c.estimate.peak_bytes > 0.95 * budget for c in faster)
 
 
-def _asked(found):
-    return search._Asked(
+def _query(found):
+    return search._Query(
         *(found.model, found.config, found.memory, found.gpus, found.batch, found.seq_len),
         *((1, 1), found.target),
     )
 
 
-def test_reserved_bytes_decide_not_allocated_ones(by_formula):
+def test_reserved_bytes_decide_instead_of_allocated_bytes(by_formula):
     found = search.plan("llama-2-7b", "24GB", learned=FULL, count=1)
     allocated = found.best.measured.allocated_bytes
     context = found.memory.total_bytes - found.budget_bytes
-    between = allocated + context + 2**20  # enough for what is allocated
+    between = allocated + context + 2**20  # enough for the allocated bytes
     less = search.plan("llama-2-7b", between, learned=FULL, count=1)
     assert less.best is None or less.best.recipe != found.best.recipe
 
@@ -175,12 +174,12 @@ def test_gb_are_not_gib(by_formula):
     assert gib.budget_bytes - gb.budget_bytes == 24 * GIB - 24 * 10**9
 
 
-def test_few_are_measured(by_formula):
+def test_few_recipes_are_measured(by_formula):
     search.plan("llama-2-7b", "24GB", count=2)
     assert len(by_formula) <= 2 * search.TRIES
 
 
-def test_exact_growth_stops_at_the_first_that_does_not_fit(by_formula):
+def test_exact_limits_stop_at_the_first_size_that_does_not_fit(by_formula):
     found = search.plan("llama-2-7b", "24GB", learned=(Recipe(lora=True),), count=1, exact=True)
     option, recipe = found.best, found.best.recipe
 
@@ -193,14 +192,14 @@ def test_exact_growth_stops_at_the_first_that_does_not_fit(by_formula):
     assert longest == 4_096 or needed(1, longest + search.TOKENS) > found.budget_bytes
 
 
-def test_growth_by_formula_leaves_some_memory(by_formula):
+def test_limits_by_formula_leave_some_memory(by_formula):
     found = search.plan("llama-2-7b", "24GB", learned=(Recipe(lora=True),), count=1)
     exact = search.plan("llama-2-7b", "24GB", learned=(Recipe(lora=True),), count=1, exact=True)
     assert 1 <= found.best.largest_batch <= exact.best.largest_batch
     assert found.best.longest <= SEVEN_BILLION.seq_len
 
 
-def test_where_nothing_fits_the_smallest_is_named(by_formula):
+def test_if_nothing_fits_the_smallest_is_named(by_formula):
     found = search.plan("llama-3-405b", "24GB")
     assert found.best is None
     assert found.options == ()
@@ -210,7 +209,7 @@ def test_where_nothing_fits_the_smallest_is_named(by_formula):
         found.command()
 
 
-def test_what_cannot_be_measured_is_told_and_the_next_is_tried(monkeypatch):
+def test_a_failing_recipe_is_reported_and_the_next_is_tried(monkeypatch):
     def broken(setting, names, **of):
         raise RuntimeError("no such\noperator")
 
@@ -220,7 +219,7 @@ def test_what_cannot_be_measured_is_told_and_the_next_is_tried(monkeypatch):
     assert any("no such operator" in line for line in found.failures)
 
 
-def test_parallel_parts_are_by_formula_alone(by_formula):
+def test_tensor_and_pipeline_parallelism_are_by_formula_only(by_formula):
     found = search.plan("llama-3-70b", "a100-80", gpus=8, tensor_parallel=8, seq_len=1_024, count=1)
     assert by_formula == []
     assert found.options == () or found.best.measured is None
@@ -248,7 +247,7 @@ def test_a_plan_is_plain_data(by_formula):
         ({"memory": "plenty"}, "got 'plenty' as a memory"),
         ({"memory": "24"}, "24"),
         ({"gpus": 0}, "got 0 GPUs; give at least 1"),
-        ({"batch": 0}, "got batch=0; give a number from 1"),
+        ({"batch": 0}, "got batch=0; give an integer from 1"),
         ({"seq_len": 100_000}, "got sequences of 100000 tokens; 25m takes 1 to 512"),
         ({"count": 0}, "got count=0"),
     ],
@@ -260,11 +259,11 @@ def test_bad_input_is_one_sentence(given, sentence):
     assert "\n" not in str(error.value)
 
 
-# ------------------------------------------------------------------ for real
+# ------------------------------------------------------------------ real measurements
 
 
-def test_a_plan_for_the_cpu_says_what_the_step_takes_there():
-    """Held against a real step: the meter's peak of the recipe that is named."""
+def test_a_plan_for_the_cpu_gives_the_real_steps_bytes():
+    """Compare it with the measured peak of a real step with the recipe."""
     tiny = replace(PRESETS["tiny"], layers=6)
     found = search.plan(tiny, 640 * 2**20, learned=FULL, count=1, seq_len=64, batch=2, target="cpu")
     recipe = found.best.recipe
@@ -275,14 +274,14 @@ def test_a_plan_for_the_cpu_says_what_the_step_takes_there():
 
 
 @pytest.mark.slow
-def test_workers_find_what_one_process_finds():
+def test_several_workers_find_the_same_plan():
     tiny = replace(PRESETS["tiny"], layers=6)
     asked = partial(search.plan, tiny, 2**30, learned=usual_kinds()[2:4], seq_len=32, target="cpu")
     assert asked(workers=2) == asked(workers=1)
 
 
-def test_measuring_again_runs_nothing():
-    measuring.forget()
+def test_repeated_measurements_are_cached():
+    measuring.clear_cache()
     tiny = replace(PRESETS["tiny"], layers=5)
     for _ in range(2):
         search.plan(tiny, 2**30, learned=FULL, count=1, seq_len=32, target="cpu")

@@ -1,4 +1,4 @@
-"""What pictures are drawn of, and what is read off them: for all tests of memlab.plot."""
+"""Helpers to build traces for plots and to read the drawn figures."""
 
 import os
 from itertools import combinations
@@ -12,7 +12,7 @@ from memlab.trace import Event, Trace
 
 
 class Recorder:
-    """Writes a trace by hand: allocations and frees in the order of the calls."""
+    """Builds a trace by hand: allocations and frees in the order of the calls."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -30,7 +30,7 @@ class Recorder:
 
 
 def of(*changes: tuple[int, str, str]) -> Trace:
-    """A trace of (bytes, category, phase); a free names what it takes from."""
+    """Build a trace from (bytes, category, phase); frees name the category that they reduce."""
     return Trace(
         tuple(
             Event(size, index, category, "", "", phase, "float32", ())
@@ -40,9 +40,9 @@ def of(*changes: tuple[int, str, str]) -> Trace:
 
 
 def texts(figure: Figure) -> dict[str, list[Bbox]]:
-    """All that is written in the figure, and where, in dots."""
+    """Return all texts of the figure with their boxes, in pixels."""
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()  # what stands beside an axis finds its place only now
+    canvas.draw()  # places the texts beside an axis
     renderer = canvas.get_renderer()
     found = list(figure.texts)
     for axes in figure.axes:
@@ -56,7 +56,7 @@ def texts(figure: Figure) -> dict[str, list[Bbox]]:
 
 
 def lines_of_text(figure: Figure) -> list[str]:
-    """The texts that stand at one height, joined from left to right; from the top down."""
+    """Join texts at the same height from left to right; return lines from top to bottom."""
     rows: dict[int, list[tuple[float, str]]] = {}
     for text, boxes in texts(figure).items():
         for box in boxes:
@@ -65,13 +65,13 @@ def lines_of_text(figure: Figure) -> list[str]:
 
 
 def image(figure: Figure, **how) -> np.ndarray:
-    """The figure's dots: (height, width, colour)."""
+    """Return the figure's pixels: (height, width, colour)."""
     canvas = FigureCanvasAgg(figure)
     canvas.print_figure(os.devnull, format="png", **how)
     return np.asarray(canvas.buffer_rgba())
 
 
-def check_that_no_two_texts_meet(figure: Figure) -> None:
+def check_that_no_texts_overlap(figure: Figure) -> None:
     boxes = [(text, box) for text, found in texts(figure).items() for box in found]
     for (one, box), (other, box_of_other) in combinations(boxes, 2):
         assert not box.overlaps(box_of_other), f"{one!r} meets {other!r}"

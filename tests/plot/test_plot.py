@@ -1,4 +1,4 @@
-"""Pictures of Traces: what is drawn is what was traced, nothing is lost, and no texts meet."""
+"""Plots of traces show exactly the traced bytes, and labels never overlap."""
 
 import itertools
 import subprocess
@@ -13,7 +13,7 @@ import pytest
 from drawn import (
     Recorder,
     check_that_every_text_is_on_the_page,
-    check_that_no_two_texts_meet,
+    check_that_no_texts_overlap,
     image,
     lines_of_text,
     of,
@@ -32,7 +32,7 @@ from memlab.plot import breakdown, save, timeline
 from memlab.plot.labels import Span, place_names
 from memlab.plot.page import GAP
 from memlab.plot.phases import phase_spans
-from memlab.plot.timelines import skyline
+from memlab.plot.timelines import stack_columns
 from memlab.trace import CATEGORIES, Trace
 from memlab.units import format_bytes
 
@@ -43,7 +43,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def training_step(*, layers=6, unit=MIB, batch=4, scratch=()) -> Trace:
-    """A first step: activations grow, then shrink while gradients grow; AdamW's state appears."""
+    """A first step: activations grow, then shrink as gradients grow; AdamW's state appears."""
     step = Recorder()
     for _ in range(layers):
         step.allocate(3 * unit, "parameters", "before")
@@ -71,7 +71,7 @@ def training_step(*, layers=6, unit=MIB, batch=4, scratch=()) -> Trace:
 
 
 def accumulation(*, micro_batches: int) -> Trace:
-    """Forward and backward in turns, and one step of an optimizer without state."""
+    """Alternating forward and backward passes, and a step of an optimizer without state."""
     run = Recorder()
     run.allocate(8 * MIB, "parameters", "before")
     for _ in range(micro_batches):
@@ -83,7 +83,7 @@ def accumulation(*, micro_batches: int) -> Trace:
 
 
 def spiked(events: int, spike_at: int) -> Trace:
-    """A long trace of small steps with one allocation of 1 GiB that dies at once."""
+    """A long trace of small steps with one briefly allocated GiB."""
     run = Recorder()
     for index in range(events // 2):
         size = GIB if index == spike_at // 2 else 1000 + index % 7
@@ -103,7 +103,7 @@ SAMPLES = {
         (-100, "gradients", "optimizer"),
     ),
     "one byte": of((1, "inputs", "forward")),
-    "only what was there before": of((MIB, "parameters", "before"), (MIB, "buffers", "before")),
+    "only memory from before": of((MIB, "parameters", "before"), (MIB, "buffers", "before")),
     "peak first": of(
         (GIB, "inputs", "before"),
         (-GIB, "inputs", "forward"),
@@ -126,13 +126,13 @@ def sample(request) -> Trace:
     return SAMPLES[request.param]
 
 
-# ------------------------------------------------------------------ reading a picture
+# ------------------------------------------------------------------ reading a plot
 
 
 def layers(figure: Figure) -> dict[str, np.ndarray]:
-    """Bytes by category in each column of a drawn timeline.
+    """Return bytes by category in each column of a drawn timeline.
 
-    The layers reach down to 0, the whole stack first: each shows what the next doesn't cover.
+    Every layer reaches down to 0, the whole stack first, so differences give the categories.
     """
     steps = [patch for patch in figure.axes[0].patches if isinstance(patch, StepPatch)]
     reach = [patch.get_data().values for patch in steps] + [0]
@@ -141,7 +141,7 @@ def layers(figure: Figure) -> dict[str, np.ndarray]:
 
 
 def bars(figure: Figure) -> list[dict[str, int]]:
-    """Bytes by category of each bar of a drawn breakdown, the top one first."""
+    """Return bytes by category of each bar of a drawn breakdown, from the top."""
     rows: dict[float, dict[str, int]] = {}
     for patch in figure.axes[0].patches:
         row = rows.setdefault(patch.get_y(), {})
@@ -151,7 +151,7 @@ def bars(figure: Figure) -> list[dict[str, int]]:
 
 
 def peak_table(figure: Figure) -> list[tuple[str, str]]:
-    """(category, size) of the rows under "at the peak", from the top down."""
+    """Return (category, size) of the rows under "at the peak", from the top."""
     boxes = texts(figure)
     left = boxes["at the peak"][0].x0
     right = [(box, text) for text in boxes for box in boxes[text] if box.x0 >= left]
@@ -160,7 +160,7 @@ def peak_table(figure: Figure) -> list[tuple[str, str]]:
     return list(zip(words[::2], words[1::2], strict=True))
 
 
-# ------------------------------------------------------------------ timeline: the stack
+# ------------------------------------------------------------------ timeline: stack
 
 
 def test_the_stack_at_the_peak_is_the_trace_at_the_peak(sample):
@@ -195,7 +195,7 @@ def test_a_short_trace_is_drawn_moment_by_moment():
         assert {c: drawn[c][column] for c in drawn} == {c: alive[c] for c in drawn}
 
 
-def test_a_timeline_begins_with_what_was_alive_before_the_step():
+def test_a_timeline_begins_with_the_memory_alive_before_the_step():
     trace = of(
         (60, "parameters", "before"), (40, "parameters", "before"), (1, "activations", "forward")
     )
@@ -221,24 +221,24 @@ def test_a_peak_of_one_event_among_200_000_is_drawn_in_full(spike_at):
     assert sum(layers(timeline(trace)).values()).max() == GIB
 
 
-def test_a_long_trace_has_no_more_columns_than_asked_for():
-    assert len(skyline(spiked(200_000, 0), columns=1000).totals) == 1000
+def test_a_long_trace_has_at_most_the_requested_columns():
+    assert len(stack_columns(spiked(200_000, 0), columns=1000).totals) == 1000
 
 
-def test_a_column_of_a_long_trace_is_the_fullest_moment_of_its_share():
+def test_a_column_of_a_long_trace_is_the_maximum_of_its_events():
     trace = training_step(layers=40)
-    city = skyline(trace, columns=50)
+    stack = stack_columns(trace, columns=50)
     alive = np.cumsum([0, *(event.bytes for event in trace.events)])
-    fullest = [max(alive[p:q]) for p, q in itertools.pairwise(city.edges)]
-    assert city.totals.tolist() == fullest
+    fullest = [max(alive[p:q]) for p, q in itertools.pairwise(stack.edges)]
+    assert stack.totals.tolist() == fullest
 
 
-def test_a_column_of_a_long_trace_splits_one_moment_that_was():
+def test_a_column_of_a_long_trace_shows_one_actual_moment():
     trace = training_step(layers=40)
     moments = {tuple(trace_at(trace, n).values()) for n in range(len(trace.events) + 1)}
-    city = skyline(trace, columns=50)
+    stack = stack_columns(trace, columns=50)
     for column in range(50):
-        assert tuple(city.heights.get(c, np.zeros(50))[column] for c in CATEGORIES) in moments
+        assert tuple(stack.heights.get(c, np.zeros(50))[column] for c in CATEGORIES) in moments
 
 
 def trace_at(trace: Trace, moment: int) -> dict[str, int]:
@@ -248,16 +248,16 @@ def trace_at(trace: Trace, moment: int) -> dict[str, int]:
     return {category: alive[category] for category in CATEGORIES}
 
 
-# ------------------------------------------------------------------ timeline: the words
+# ------------------------------------------------------------------ timeline: labels
 
 
-def test_the_table_says_what_the_peak_is_made_of(sample):
+def test_the_table_lists_the_peak_by_category(sample):
     rows = peak_table(timeline(sample))
     sizes = {words: size for words, size in rows if size != "0 B"}
     assert sizes == {c.replace("_", " "): format_bytes(n) for c, n in sample.at_peak.items()}
 
 
-def test_the_table_lists_what_is_drawn_from_the_top_of_the_stack_down(sample):
+def test_the_table_lists_the_stack_from_top_to_bottom(sample):
     figure = timeline(sample)
     drawn = [category.replace("_", " ") for category in reversed(layers(figure))]
     assert [words for words, _ in peak_table(figure)] == drawn
@@ -286,7 +286,7 @@ def test_the_peak_is_labelled_with_its_size_and_phase(phase, words):
 
 
 @pytest.mark.parametrize("name", ["peak first", "peak last", "a step"])
-def test_the_label_stands_above_the_peak_and_as_near_as_the_sides_allow(name):
+def test_the_label_is_above_the_peak_and_as_near_as_the_sides_allow(name):
     figure = timeline(SAMPLES[name])
     [[label]] = [boxes for text, boxes in texts(figure).items() if text.startswith("peak ")]
     axes = figure.axes[0]
@@ -306,17 +306,17 @@ def test_the_label_stands_above_the_peak_and_as_near_as_the_sides_allow(name):
         (90 * GIB, ["0 GiB", "20 GiB", "40 GiB", "60 GiB", "80 GiB"]),
     ],
 )
-def test_the_byte_axis_has_round_numbers_of_the_largest_unit_that_the_peak_fills(peak, ticks):
+def test_the_byte_axis_has_round_numbers_of_the_largest_fitting_unit(peak, ticks):
     axes = timeline(of((peak, "inputs", "forward"))).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ticks
 
 
-def test_the_ticks_of_the_byte_axis_stand_at_their_bytes():
+def test_the_ticks_of_the_byte_axis_are_at_their_bytes():
     axes = timeline(of((2 * MIB, "inputs", "forward"))).axes[0]
     assert axes.get_yticks().tolist() == [0, MIB / 2, MIB, 3 * MIB / 2, 2 * MIB]
 
 
-# ------------------------------------------------------------------ timeline: the phases
+# ------------------------------------------------------------------ timeline: phases
 
 
 def test_a_phase_spans_the_moments_after_its_events():
@@ -336,7 +336,7 @@ def test_a_short_phase_between_long_ones_keeps_its_own_span():
     assert [span.name for span in phase_spans(trace)] == ["forward", "backward", "optimizer"]
 
 
-def test_short_neighbours_are_joined_under_both_names():
+def test_short_adjacent_phases_are_joined_under_both_names():
     trace = of(
         *[(1, "activations", "forward")] * 500,
         *[(1, "optimizer_state", "optimizer"), (1, "gradients", "backward")] * 250,
@@ -344,12 +344,12 @@ def test_short_neighbours_are_joined_under_both_names():
     assert phase_spans(trace) == [Span("forward", 1, 501), Span("backward + optimizer", 501, 1001)]
 
 
-def test_phases_in_turns_are_named_once_each_where_there_is_no_room_for_more():
+def test_alternating_phases_are_named_once_if_there_is_no_room_for_more():
     boxes = texts(timeline(SAMPLES["many micro-batches"]))
     assert [len(boxes[phase]) for phase in ("forward", "backward", "optimizer")] == [1, 1, 1]
 
 
-def test_phases_in_turns_are_named_each_time_where_there_is_room():
+def test_alternating_phases_are_named_each_time_if_there_is_room():
     spans = [Span(name, i, i + 1) for i, name in enumerate(("forward", "backward") * 3)]
     placed = place_names(spans, {"forward": 0.5, "backward": 0.5}, Span("", 0, 6))
     assert {text.left: text.name for text in placed} == {
@@ -357,27 +357,27 @@ def test_phases_in_turns_are_named_each_time_where_there_is_room():
     }
 
 
-def test_phases_in_turns_without_room_are_named_where_they_begin():
+def test_alternating_phases_without_room_are_named_at_their_start():
     spans = [Span(name, i, i + 1) for i, name in enumerate(("forward", "backward") * 3)]
     placed = place_names(spans, {"forward": 1.2, "backward": 1.2}, Span("", 0, 6))
     assert [text.left for text in placed] == [0, 1.2 + GAP]
 
 
-def test_phases_in_turns_are_written_in_the_order_in_which_they_begin():
-    # forward comes back last: its name still stands before that of backward
+def test_alternating_phases_are_named_in_order_of_their_start():
+    # forward comes back last, but its name stays before backward's
     spans = [Span("forward", 0, 1), Span("backward", 1, 2), Span("forward", 2, 3)]
     placed = place_names(spans, {"forward": 1.2, "backward": 1.2}, Span("", 0, 3))
     assert [text.name for text in placed] == ["forward", "backward"]
     assert placed[0].right < placed[1].left
 
 
-def test_a_phase_that_has_the_room_has_its_name_in_its_middle():
+def test_a_wide_phase_has_its_name_in_the_middle():
     spans = [Span("forward", 0, 4), Span("backward", 4, 10)]
     placed = place_names(spans, {"forward": 1, "backward": 2}, Span("", 0, 10))
     assert placed == [Span("forward", 1.5, 2.5), Span("backward", 6, 8)]
 
 
-def test_a_name_is_pushed_off_the_end_of_the_page_and_pushes_the_one_before_it():
+def test_a_name_at_the_end_of_the_page_shifts_left_and_shifts_the_previous_name():
     spans = [Span("backward", 7, 9.8), Span("optimizer", 9.8, 10)]
     placed = place_names(spans, {"backward": 2, "optimizer": 1}, Span("", 0, 10))
     assert placed == [Span("backward", 7 - GAP, 9 - GAP), Span("optimizer", 9, 10)]
@@ -388,7 +388,7 @@ WIDTHS = {"forward": 0.5, "backward": 0.7, "optimizer": 0.7, "backward + optimiz
 
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.floats(0.001, 3)), min_size=1, max_size=30))
-def test_names_of_phases_stay_on_the_page_apart_and_none_is_missing(runs):
+def test_all_names_of_phases_are_on_the_page_without_overlap(runs):
     scale = 5 / sum(width for _, width in runs)
     edges = [0, *itertools.accumulate(width * scale for _, width in runs)]
     spans = [
@@ -424,7 +424,7 @@ def test_each_part_of_a_bar_has_the_colour_of_its_category():
         assert patch.get_facecolor()[:3] == to_rgb(plot.COLOURS[patch.get_label()])
 
 
-def test_the_end_of_a_bar_says_its_total_and_what_it_saves():
+def test_the_text_after_a_bar_gives_its_total_and_savings():
     half, double = of((GIB, "inputs", "forward")), of((4 * GIB, "inputs", "forward"))
     base = of((2 * GIB, "inputs", "forward"))
     figure = breakdown({"base": base, "half": half, "again": base, "twice": double})
@@ -436,7 +436,7 @@ def test_the_end_of_a_bar_says_its_total_and_what_it_saves():
     ]
 
 
-def test_the_key_shows_what_is_present_at_a_peak_and_nothing_else_in_the_order_of_the_stack():
+def test_the_legend_shows_only_categories_present_at_a_peak_in_stack_order():
     first = of((1, "activations", "forward"), (1, "buffers", "forward"))
     second = of(
         (1, "parameters", "before"), (-1, "parameters", "forward"), (2, "inputs", "forward")
@@ -456,7 +456,7 @@ def test_a_size_inside_a_bar_stays_inside_its_part():
                 assert box.x1 < part.x1
 
 
-def test_the_names_stand_left_of_the_bars():
+def test_the_names_are_left_of_the_bars():
     figure = breakdown({"base": BASE, "a longer name of two lines": SMALL})
     for name in ("base", "a longer name of two lines"):
         [box] = texts(figure)[name]
@@ -468,11 +468,11 @@ def test_a_long_name_leaves_the_bars_a_third_of_the_page():
     assert figure.axes[0].bbox.width > figure.bbox.width / 3
 
 
-def test_a_trace_alone_is_one_bar():
+def test_a_single_trace_is_one_bar():
     assert bars(breakdown(BASE)) == [BASE.at_peak]
 
 
-# ------------------------------------------------------------------ both: legible
+# ------------------------------------------------------------------ timeline and breakdown
 
 
 def pictures():
@@ -485,15 +485,15 @@ def pictures():
         "three": {"base": BASE, "small": SMALL, "large": LARGE},
         "long names": {"base": BASE, long: SMALL, long + "!": LARGE},
         "every sample": SAMPLES,
-        "a giant and a dwarf": {"giant": SAMPLES["every category, GiB"], "dwarf": SMALL},
+        "very different sizes": {"giant": SAMPLES["every category, GiB"], "dwarf": SMALL},
     }
     for name, traces in sets.items():
         yield pytest.param(lambda traces=traces: breakdown(traces, title=long * 2), id=name)
 
 
 @pytest.mark.parametrize("draw", list(pictures()))
-def test_no_two_texts_meet(draw):
-    check_that_no_two_texts_meet(draw())
+def test_no_texts_overlap(draw):
+    check_that_no_texts_overlap(draw())
 
 
 @pytest.mark.parametrize("draw", list(pictures()))
@@ -502,14 +502,14 @@ def test_every_text_is_on_the_page(draw):
 
 
 @pytest.mark.parametrize("draw", [timeline, breakdown])
-def test_a_title_is_written_as_it_is_given(draw):
+def test_a_title_is_not_parsed_as_math(draw):
     figure = draw(BASE, title="costs $5, not $6")
     [written] = [text for text in figure.texts if text.get_text() == "costs $5, not $6"]
     assert not written.get_parse_math()
 
 
 @pytest.mark.parametrize("draw", [timeline, breakdown])
-def test_a_picture_is_900_dots_wide(draw):
+def test_a_picture_is_900_pixels_wide(draw):
     assert draw(BASE).bbox.width == 900
 
 
@@ -517,7 +517,7 @@ def test_every_category_has_a_colour():
     assert tuple(plot.COLOURS) == CATEGORIES
 
 
-# Linear RGB as people with full dichromacy see it: Machado, Oliveira & Fernandes 2009, table 1.
+# Linear RGB as seen with full dichromacy: Machado, Oliveira & Fernandes 2009, table 1.
 VISION = {
     "full": np.eye(3),
     "no long cones": [
@@ -544,7 +544,7 @@ XYZ_OF_RGB = [
 
 
 def as_seen(colour: str, vision) -> np.ndarray:
-    """CIE L*a*b* of a colour: equal distances look about equally different, 2 is just seen."""
+    """Return CIE L*a*b* of a colour: equal distances look about equal, and 2 is just visible."""
     encoded = np.array(to_rgb(colour))
     linear = np.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
     seen = np.clip(np.asarray(vision) @ linear, 0, 1)
@@ -553,42 +553,40 @@ def as_seen(colour: str, vision) -> np.ndarray:
 
 
 @pytest.mark.parametrize("vision", VISION)
-def test_any_two_colours_are_told_apart_by_every_kind_of_colour_vision(vision):
+def test_any_two_colours_differ_for_every_kind_of_colour_vision(vision):
     seen = {category: as_seen(plot.COLOURS[category], VISION[vision]) for category in CATEGORIES}
     for one, other in itertools.combinations(CATEGORIES, 2):
         assert np.linalg.norm(seen[one] - seen[other]) > 20, f"{one} looks like {other}"
 
 
 @pytest.mark.parametrize("vision", VISION)
-def test_every_colour_is_told_from_the_page(vision):
+def test_every_colour_differs_from_the_page(vision):
     page = as_seen("white", VISION[vision])
     for category, colour in plot.COLOURS.items():
         assert np.linalg.norm(as_seen(colour, VISION[vision]) - page) > 20, category
 
 
-# ------------------------------------------------------------------ both: errors
+# ------------------------------------------------------------------ errors
 
 
 EMPTY = {"no events": of(), "nothing but empty tensors": of((0, "inputs", "forward"))}
 
 
 @pytest.mark.parametrize("trace", EMPTY.values(), ids=EMPTY)
-def test_a_timeline_of_nothing_says_what_it_wants_and_how_to_get_it(trace):
-    with pytest.raises(
-        ValueError, match=r"got a trace in which nothing .* wants .* memlab\.measure"
-    ):
+def test_a_timeline_of_nothing_is_an_error_with_a_remedy(trace):
+    with pytest.raises(ValueError, match=r"got a trace without any allocation; .* memlab\.measure"):
         timeline(trace)
 
 
 @pytest.mark.parametrize("trace", EMPTY.values(), ids=EMPTY)
-def test_a_breakdown_names_the_trace_that_holds_nothing(trace):
+def test_a_breakdown_with_an_empty_trace_is_an_error_that_names_it(trace):
     with pytest.raises(
-        ValueError, match=r"got the trace 'second' in which nothing .* memlab\.measure"
+        ValueError, match=r"got the trace 'second' without any allocation; .* memlab\.measure"
     ):
         breakdown({"first": BASE, "second": trace})
 
 
-def test_a_breakdown_of_no_traces_says_what_it_wants():
+def test_a_breakdown_of_no_traces_is_an_error():
     with pytest.raises(ValueError, match="got no traces; give at least one"):
         breakdown({})
 
@@ -607,7 +605,7 @@ def test_an_svg_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["step.jpg", "step", "step.png.gz"])
-def test_another_kind_of_file_is_refused_with_the_kinds_there_are(tmp_path, name):
+def test_another_kind_of_file_is_an_error_that_lists_the_kinds(tmp_path, name):
     with pytest.raises(ValueError, match=rf"got '{name}' .* \.png or \.svg"):
         save(timeline(BASE), tmp_path / name)
 
@@ -640,7 +638,7 @@ def old(tmp_path) -> Path:
     return path
 
 
-def test_a_failure_while_drawing_leaves_the_old_file_and_nothing_else(old, monkeypatch):
+def test_a_failure_while_drawing_leaves_only_the_old_file(old, monkeypatch):
     def half_a_picture(figure, file, **how):
         file.write(b"half a picture")
         raise OSError("no space left")
@@ -652,7 +650,7 @@ def test_a_failure_while_drawing_leaves_the_old_file_and_nothing_else(old, monke
 
 
 @pytest.mark.parametrize("method", ["write_bytes", "replace"])
-def test_a_failure_while_writing_leaves_the_old_file_and_nothing_else(old, monkeypatch, method):
+def test_a_failure_while_writing_leaves_only_the_old_file(old, monkeypatch, method):
     def fail_after_a_part(self, *_):
         with self.open("wb") as file:
             file.write(b"half a picture")
@@ -674,7 +672,7 @@ def test_a_notebook_gets_an_image_at_twice_the_size_it_shows():
     assert (width, height) == (2 * shown["width"], 2 * shown["height"])
 
 
-def test_a_notebook_shows_our_image_even_where_pyplot_has_a_printer_of_its_own():
+def test_a_notebook_shows_our_image_even_if_pyplot_registers_a_printer():
     shells = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
     capture_output = pytest.importorskip("IPython.utils.capture").capture_output
     formatter = shells.instance().display_formatter
@@ -689,7 +687,7 @@ def test_a_notebook_shows_our_image_even_where_pyplot_has_a_printer_of_its_own()
     assert shown.metadata["image/png"]["width"] == 900
 
 
-def test_pictures_with_room_for_the_same_traces_have_one_scale():
+def test_plots_with_the_same_room_for_have_the_same_scale():
     traces = {"a": BASE, "a name of some length, and of two lines": LARGE}
     alone, both = breakdown({"a": BASE}, room_for=traces), breakdown(traces)
     assert scale(alone) == pytest.approx(scale(both))
@@ -705,7 +703,7 @@ def scale(figure: Figure) -> float:
 
 @pytest.mark.parametrize("draw", [timeline, breakdown])
 def test_a_cropped_figure_is_a_part_of_the_whole(draw):
-    # Notebooks crop as they draw; whatever is placed in dots would stay behind.
+    # Notebooks crop while drawing; anything placed in pixels would not move along.
     figure = draw(BASE)
     height = round(figure.bbox.height)
     inner = Bbox([[0.5, 0.5], [8.5, (height - 20) / 100]])
@@ -714,14 +712,14 @@ def test_a_cropped_figure_is_a_part_of_the_whole(draw):
 
 
 @pytest.mark.parametrize("draw", [timeline, breakdown])
-def test_a_users_style_changes_nothing(tmp_path, draw):
+def test_a_users_style_has_no_effect(tmp_path, draw):
     save(draw(BASE), tmp_path / "plain.png")
     with matplotlib.style.context(["dark_background", {"savefig.bbox": "tight", "font.size": 30}]):
         save(draw(BASE), tmp_path / "styled.png")
     assert (tmp_path / "plain.png").read_bytes() == (tmp_path / "styled.png").read_bytes()
 
 
-def test_drawing_and_saving_leave_the_users_settings_alone(tmp_path):
+def test_drawing_and_saving_do_not_change_the_users_settings(tmp_path):
     before = dict(matplotlib.rcParams)
     save(timeline(BASE), tmp_path / "step.svg")
     save(breakdown(BASE), tmp_path / "step.png")

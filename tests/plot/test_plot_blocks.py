@@ -1,4 +1,4 @@
-"""Pictures of the allocator: every reserved byte is drawn once, and every peak at its height."""
+"""Plots of the allocator show every reserved byte once, and every peak at its height."""
 
 import itertools
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 from drawn import (
     Recorder,
     check_that_every_text_is_on_the_page,
-    check_that_no_two_texts_meet,
+    check_that_no_texts_overlap,
     image,
     lines_of_text,
     of,
@@ -24,8 +24,8 @@ from matplotlib.transforms import Bbox
 from quick import quick
 
 from memlab import plot
-from memlab.allocator import Blocks, Piece, Segment, simulate
-from memlab.plot.addresses import BAR, ROWS, held, lay_out
+from memlab.allocator import Blocks, Segment, SegmentBlock, simulate
+from memlab.plot.addresses import BAR, ROWS, bytes_by_use, lay_out
 from memlab.plot.fragmentation import (
     highest_bytes,
     levels,
@@ -46,7 +46,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 def fragmented() -> Trace:
-    """Every second activation dies; the gradients then find no room in the holes."""
+    """Every second activation is freed; then the gradients do not fit into the gaps."""
     run = Recorder()
     for _ in range(4):
         run.allocate(3 * MIB, "parameters", "before")
@@ -62,7 +62,7 @@ def fragmented() -> Trace:
 
 
 def variable_lengths(steps: int) -> Trace:
-    """Sequences of another length in each step, so that nothing fits where the last one was."""
+    """Sequences of another length in each step, so that freed blocks never fit."""
     run = Recorder()
     for _ in range(12):
         run.allocate(7 * MIB, "parameters", "before")
@@ -84,7 +84,7 @@ def variable_lengths(steps: int) -> Trace:
 
 def many_segments(count: int) -> Trace:
     run = Recorder()
-    for index in range(2 * count):  # two of them fill a small segment
+    for index in range(2 * count):  # two blocks fill a small segment
         run.allocate(MIB - index % 3 * 512, "activations", "forward")
     run.allocate(GIB, "gradients", "backward")
     return run.trace()
@@ -117,7 +117,7 @@ def sample(request) -> Blocks:
     return SAMPLES[request.param]
 
 
-# ------------------------------------------------------------------ reading a picture
+# ------------------------------------------------------------------ reading a plot
 
 
 def drawn_levels(figure: Figure) -> dict[str, np.ndarray]:
@@ -127,15 +127,15 @@ def drawn_levels(figure: Figure) -> dict[str, np.ndarray]:
 
 
 def drawn_marks(figure: Figure) -> dict[str, tuple[float, float]]:
-    """Words, and the (moment, bytes) that the arrow's tip stands at."""
+    """Return words and the (moment, bytes) of each arrow's tip."""
     lines = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
     return {line.get_label(): tuple(line.get_xydata()[0]) for line in lines}
 
 
 def drawn_boxes(figure: Figure) -> tuple[list[Bbox], list[str]]:
-    """Where the parts of segments are, in inches, and their colours."""
+    """Return the boxes of the parts of segments, in inches, and their colours."""
     found = [artist for artist in figure.artists if isinstance(artist, PolyCollection)]
-    parts = found[0]  # what follows stands in the key
+    parts = found[0]  # the rest is in the legend
     boxes = [Bbox([path.vertices.min(0), path.vertices.max(0)]) for path in parts.get_paths()]
     return boxes, [to_hex(colour) for colour in parts.get_facecolors()]
 
@@ -155,7 +155,7 @@ def test_the_moment_at_which_memory_ran_out_is_drawn_last():
     run = SAMPLES["variable lengths, out of memory"]
     refused = run.out_of_memory
     drawn = levels(run, columns=10**6)
-    assert drawn.edges[-1] == len(run.reserved) + 2  # before all, after each, and the refusal
+    assert drawn.edges[-1] == len(run.reserved) + 2  # the start, each event, and the refusal
     assert drawn.reserved[-1] == refused.reserved_bytes
     assert drawn.allocated[-1] == refused.allocated_bytes
     assert drawn.largest_free[-1] == refused.free_piece_bytes[0]
@@ -178,7 +178,7 @@ def test_a_peak_of_one_event_among_20_000_is_drawn_in_full(spike_at):
     assert drawn.allocated.max() == GIB
 
 
-def test_a_column_of_a_long_run_is_the_highest_of_its_share():
+def test_a_column_of_a_long_run_is_the_maximum_of_its_events():
     run = SAMPLES["variable lengths"]
     drawn = levels(run, columns=37)
     assert (drawn.edges[0], drawn.edges[-1]) == (0, len(run.reserved) + 1)
@@ -192,7 +192,7 @@ def test_a_column_of_a_long_run_is_the_highest_of_its_share():
         assert shown.tolist() == wanted
 
 
-def test_after_a_history_the_picture_begins_with_the_step():
+def test_after_a_history_the_plot_begins_with_the_step():
     run = Recorder()
     kept = [run.allocate(size * MIB, "parameters", "before") for size in (30, 2)]
     run.free(run.allocate(4 * MIB, "activations", "forward"), "forward")
@@ -208,7 +208,7 @@ def test_after_a_history_the_picture_begins_with_the_step():
     assert axes.get_xlim()[0] == 0
 
 
-def test_phases_too_short_to_be_named_have_a_key():
+def test_phases_too_short_for_names_have_a_legend():
     phases = ("forward", "backward", "optimizer")
     events = [
         Event(MIB * sign, 3 * step + place, "activations", "", "", phase, "uint8", ())
@@ -225,7 +225,7 @@ def test_phases_too_short_to_be_named_have_a_key():
 
 
 def test_the_peaks_are_marked_at_their_moment_and_height_with_their_bytes():
-    # the twelfth allocation is the first that does not fit into a hole
+    # the twelfth allocation is the first that does not fit into a free block
     figure = plot.blocks(SAMPLES["fragmented"])
     run = SAMPLES["fragmented"]
     assert drawn_marks(figure) == {
@@ -234,11 +234,11 @@ def test_the_peaks_are_marked_at_their_moment_and_height_with_their_bytes():
     }
 
 
-def test_what_was_refused_is_marked_where_it_would_have_reached():
-    # 20 + 20 + 2 MiB are reserved, and 4 MiB want another segment of 20
+def test_a_refused_request_is_marked_at_the_height_it_needed():
+    # 20 + 20 + 2 MiB are reserved, and 4 MiB need another segment of 20 MiB
     run = SAMPLES["out of memory"]
     assert drawn_marks(plot.blocks(run))["out of memory"] == (12 + 1.5, 62 * MIB)
-    assert run_table(run, moment_of(run)).rows[-1].name == "asked for"
+    assert run_table(run, moment_of(run)).rows[-1].name == "requested"
     assert run_table(run, moment_of(run)).rows[-1].bytes == 4 * MIB
 
 
@@ -248,7 +248,7 @@ def test_marks_stay_inside_the_picture(sample):
     assert highest >= sample.reserved_bytes
 
 
-def test_a_run_of_nothing_but_a_refusal_reaches_to_what_was_asked():
+def test_a_run_with_only_a_refusal_extends_to_the_requested_bytes():
     run = SAMPLES["out of memory at the first event"]
     assert [mark.words for mark in marks(run)] == ["out of memory"]
     assert highest_bytes(run) == 20 * MIB
@@ -269,7 +269,7 @@ def test_a_limit_far_above_the_peak_is_only_named():
     assert (last.name, last.bytes) == ("limit, far above", 24 * GIB)
 
 
-def test_the_limit_is_what_the_process_may_reserve():
+def test_the_limit_is_the_bytes_that_the_process_may_reserve():
     trace = of((MIB, "inputs", "forward"))
     occupied = simulate(trace, capacity_bytes=GIB, occupied_bytes=300 * MIB)
     fraction = simulate(trace, capacity_bytes=GIB, memory_fraction=0.5)
@@ -278,10 +278,10 @@ def test_the_limit_is_what_the_process_may_reserve():
     assert limit_bytes(simulate(trace)) is None
 
 
-# ------------------------------------------------------------------ the keys
+# ------------------------------------------------------------------ legends
 
 
-def test_the_key_to_the_run_has_the_bytes_of_the_reserved_peak():
+def test_the_legend_of_the_run_has_the_bytes_at_the_reserved_peak():
     run = SAMPLES["fragmented"]
     index = run.reserved.index(82 * MIB)
     table = run_table(run, moment_of(run))
@@ -292,7 +292,7 @@ def test_the_key_to_the_run_has_the_bytes_of_the_reserved_peak():
     ]
 
 
-def test_the_key_to_the_segments_sums_to_what_is_reserved(sample):
+def test_the_legend_of_the_segments_sums_to_the_reserved_bytes(sample):
     table = segments_table(moment_of(sample))
     assert sum(row.bytes for row in table.rows) == table.bytes == reserved_then(sample)
 
@@ -301,7 +301,7 @@ def reserved_then(run: Blocks) -> int:
     return run.reserved_bytes if run.fits else run.out_of_memory.reserved_bytes
 
 
-def test_the_key_has_what_is_alive_by_category_and_the_rest_is_rounding_and_free(sample):
+def test_the_legend_has_bytes_by_category_plus_rounding_and_free(sample):
     refused = sample.out_of_memory
     position = refused.position if refused else sample.peak_position
     alive = Counter()
@@ -310,19 +310,19 @@ def test_the_key_has_what_is_alive_by_category_and_the_rest_is_rounding_and_free
     allocated = refused.allocated_bytes if refused else sample.allocated[position - 1]
     alive["rounding"] = allocated - alive.total()
     alive["free"] = reserved_then(sample) - allocated
-    assert held(moment_of(sample).segments) == {k: n for k, n in alive.items() if n}
+    assert bytes_by_use(moment_of(sample).segments) == {k: n for k, n in alive.items() if n}
 
 
-def test_the_key_counts_the_free_pieces():
+def test_the_legend_counts_the_free_blocks():
     last = segments_table(moment_of(SAMPLES["fragmented"])).rows[-1]
-    assert last.name == "free, in 7 pieces"
+    assert last.name == "free, in 7 blocks"
     only = segments_table(moment_of(SAMPLES["one byte"])).rows[-1]
-    assert (only.name, only.bytes) == ("free, in 1 piece", 2 * MIB - 512)
+    assert (only.name, only.bytes) == ("free, in 1 block", 2 * MIB - 512)
 
 
-def test_the_keys_are_written_beside_the_picture():
+def test_the_legends_are_written_beside_the_plot():
     written = lines_of_text(plot.blocks(SAMPLES["one byte"]))
-    for words in ("inputs 1 B", "rounding 511 B", "free, in 1 piece 2.00 MiB"):
+    for words in ("inputs 1 B", "rounding 511 B", "free, in 1 block 2.00 MiB"):
         assert any(line.endswith(words) for line in written), words
 
 
@@ -352,7 +352,7 @@ def test_the_drawn_lengths_are_the_bytes_to_one_scale(sample):
     assert all(box.height == pytest.approx(BAR) for box in boxes)
 
 
-def test_what_is_free_is_striped_and_nothing_else():
+def test_only_free_blocks_are_striped():
     figure = plot.blocks(SAMPLES["fragmented"])
     boxes, colours = drawn_boxes(figure)
     free = [box for box, colour in zip(boxes, colours, strict=True) if colour == PALE]
@@ -364,22 +364,24 @@ def test_what_is_free_is_striped_and_nothing_else():
     assert {index for [index] in homes} == set(range(7))
 
 
-def test_pieces_that_touch_are_parted_by_a_line_where_both_are_long_enough_to_see():
+def test_adjacent_blocks_are_separated_by_a_line_if_both_are_wide_enough():
     figure = plot.blocks(SAMPLES["fragmented"])
     boxes, _ = drawn_boxes(figure)
     [_, seams, *_] = [a for a in figure.artists if isinstance(a, LineCollection)]
-    # four parameters, a hole, an activation | five in turns | activation, gradient, hole; the 212 B
-    # of rounding behind the last gradient part it from the hole
+    # four parameters, a hole, an activation | five alternating | activation, gradient, hole; the
+    # 212 B of rounding after the last gradient separate it from the hole
     assert len(seams.get_segments()) == 5 + 4 + 2
     for (x, bottom), (_, top) in seams.get_segments():
         assert any(np.allclose((box.x0, box.y0, box.y1), (x, bottom, top)) for box in boxes)
 
 
 def segment(address: int, size: int, pool: str, stream: int = 0, cuts=()) -> Segment:
-    """A segment with pieces between the cuts, free and allocated in turns."""
+    """A segment with alternating free and allocated blocks between the cuts."""
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < size}), size]
     pieces = [
-        Piece(address + p, q - p, 0 if index % 2 else q - p, "free" if index % 2 else "allocated")
+        SegmentBlock(
+            address + p, q - p, 0 if index % 2 else q - p, "free" if index % 2 else "allocated"
+        )
         for index, (p, q) in enumerate(itertools.pairwise(edges))
     ]
     return Segment(address, size, stream, pool, tuple(pieces))
@@ -410,7 +412,7 @@ def test_every_byte_of_every_segment_is_laid_out_once_in_a_bounded_height(segmen
     for part in layout.parts:
         sums[part.what] += part.bytes
         rows.setdefault(part.row, []).append((part.left, part.left + part.bytes))
-    assert sums == held(segments)
+    assert sums == bytes_by_use(segments)
     assert sorted(rows) == list(range(layout.rows))
     assert layout.rows <= ROWS
     for found in rows.values():
@@ -419,7 +421,7 @@ def test_every_byte_of_every_segment_is_laid_out_once_in_a_bounded_height(segmen
 
 
 @given(SEGMENTS)
-def test_a_segment_no_longer_than_a_row_is_never_broken(segments):
+def test_a_segment_that_fits_a_row_is_never_split(segments):
     layout = lay_out(segments)
     parts = iter(layout.parts)
     for segment_ in sorted(segments, key=lambda s: (s.pool, s.stream, s.address)):
@@ -439,7 +441,7 @@ def test_a_few_segments_have_a_row_as_long_as_the_longest():
     ]
 
 
-def test_a_long_segment_of_many_pieces_fills_whole_rows():
+def test_a_long_segment_of_many_blocks_fills_whole_rows():
     layout = lay_out([segment(0, GIB, "large", cuts=range(0, GIB, 4 * MIB))])
     filled = Counter()
     for part in layout.parts:
@@ -447,7 +449,7 @@ def test_a_long_segment_of_many_pieces_fills_whole_rows():
     assert list(filled.values())[:-1] == [layout.row_bytes] * (ROWS - 1)
 
 
-def test_two_segments_in_one_row_stand_apart_and_their_pieces_touch():
+def test_segments_in_a_row_have_gaps_and_their_blocks_do_not():
     segments = [segment(0, 64 * MIB, "large")] + [
         segment(GIB + n * GIB, 20 * MIB, "large", cuts=[8 * MIB]) for n in range(2)
     ]
@@ -461,7 +463,7 @@ def test_each_pool_begins_a_row_under_its_name():
         segment(0, 2 * MIB, "small", stream=7),
         segment(GIB, 20 * MIB, "large"),
         segment(2 * GIB, 2 * MIB, "small"),
-        segment(3 * GIB, 10 * MIB, "large"),  # the small ones would have room beside it
+        segment(3 * GIB, 10 * MIB, "large"),  # the small ones would fit beside it
     ]
     layout = lay_out(segments)
     assert layout.headings == {
@@ -471,8 +473,10 @@ def test_each_pool_begins_a_row_under_its_name():
     assert [part.row for part in layout.parts] == [0, 1, 2, 2]
 
 
-def test_what_a_block_wastes_lies_at_its_end():
-    piece = Piece(0, 2 * MIB, 2 * MIB - 512, "allocated", of((1, "inputs", "forward")).events[0])
+def test_wasted_bytes_are_at_the_end_of_a_block():
+    piece = SegmentBlock(
+        0, 2 * MIB, 2 * MIB - 512, "allocated", of((1, "inputs", "forward")).events[0]
+    )
     layout = lay_out([Segment(0, 2 * MIB, 0, "large", (piece,))])
     assert [(part.what, part.left, part.bytes) for part in layout.parts] == [
         ("inputs", 0, 2 * MIB - 512),
@@ -481,34 +485,34 @@ def test_what_a_block_wastes_lies_at_its_end():
 
 
 @pytest.mark.parametrize("count", [20, 200, 20_000])
-def test_as_many_segments_as_there_may_be_fill_the_rows_there_are(count):
+def test_many_segments_fill_the_available_rows(count):
     layout = lay_out([segment(n * GIB, 20 * MIB, "large") for n in range(count)])
     assert ROWS - 4 <= layout.rows <= ROWS
 
 
-def test_one_heading_stands_above_each_pool():
+def test_each_pool_has_one_heading():
     run = SAMPLES["many segments"]
     [small] = [words for words in texts(plot.blocks(run)) if words.startswith("small: ")]
     assert small == "small: 2,000 segments, 3.91 GiB"
 
 
-# ------------------------------------------------------------------ legible, and the same each time
+# ------------------------------------------------------------------ legible and deterministic
 
 
-def test_the_caption_is_what_the_run_says_of_itself(sample):
+def test_the_caption_is_the_runs_text(sample):
     written = " ".join(lines_of_text(plot.blocks(sample)))
     assert " ".join(str(sample).split()) in written
 
 
-def test_no_two_texts_meet(sample):
-    check_that_no_two_texts_meet(plot.blocks(sample, title="a long title " * 10))
+def test_no_texts_overlap(sample):
+    check_that_no_texts_overlap(plot.blocks(sample, title="a long title " * 10))
 
 
 def test_every_text_is_on_the_page(sample):
     check_that_every_text_is_on_the_page(plot.blocks(sample, title="a long title " * 10))
 
 
-def test_no_text_stands_on_a_segment(sample):
+def test_no_text_overlaps_a_segment(sample):
     figure = plot.blocks(sample)
     boxes = [Bbox(box.get_points() * figure.dpi) for box in drawn_boxes(figure)[0]]
     for text, found in texts(figure).items():
@@ -532,6 +536,6 @@ def test_a_cropped_figure_is_a_part_of_the_whole():
 
 
 @pytest.mark.parametrize("events", [(), ((0, "inputs", "forward"),)])
-def test_a_run_of_nothing_says_what_it_wants_and_how_to_get_it(events):
-    with pytest.raises(ValueError, match=r"got a run in which nothing .* wants .* simulate"):
+def test_a_run_of_nothing_is_an_error_with_a_remedy(events):
+    with pytest.raises(ValueError, match=r"got a run without any allocation; .* simulate"):
         plot.blocks(simulate(of(*events)))

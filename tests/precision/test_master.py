@@ -1,4 +1,4 @@
-"""Master weights: float32 training of a low-precision model, and the byte table of such models."""
+"""Master weights: float32 training of a low-precision model, and its bytes."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def batch(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("gather_at_once", [False, True])
-def test_the_copies_are_trained_as_a_float32_model_with_these_gradients(dtype, gather_at_once):
+def test_the_copies_are_trained_like_a_float32_model_with_the_same_gradients(dtype, gather_at_once):
     model, x = model_of(dtype), batch(dtype)
     master = MasterWeights(model.parameters(), adamw, gather_at_once=gather_at_once)
     twin = [nn.Parameter(p.detach().float()) for p in model.parameters()]
@@ -58,7 +58,7 @@ def test_updates_below_a_step_of_bfloat16_add_up():
     assert torch.equal(weight, torch.full((4,), 1.1).bfloat16())
 
 
-def test_gathered_at_once_several_backward_passes_are_added_in_float32():
+def test_with_gather_at_once_several_backward_passes_accumulate_in_float32():
     weight = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
     master = MasterWeights([weight], adamw, gather_at_once=True)
     parts = [torch.rand(1000).bfloat16() for _ in range(256)]
@@ -69,7 +69,7 @@ def test_gathered_at_once_several_backward_passes_are_added_in_float32():
     assert weight.grad is None
 
 
-def test_a_loss_scaler_takes_it_for_an_optimizer():
+def test_a_loss_scaler_accepts_it_as_an_optimizer():
     model, x = model_of(torch.float16), batch(torch.float16)
     master = MasterWeights(model.parameters(), adamw)
     plain = MasterWeights((twin := model_of(torch.float16)).parameters(), adamw)
@@ -98,7 +98,7 @@ def test_a_step_that_overflows_changes_nothing():
     assert all(map(torch.equal, before, (*master.weights, *model.parameters())))
 
 
-def test_training_goes_on_from_a_state():
+def test_training_resumes_from_a_state():
     def trained(steps: int, state=None) -> tuple[MasterWeights, nn.Module]:
         model, x = model_of(torch.bfloat16), batch(torch.bfloat16)
         master = MasterWeights(model.parameters(), adamw)
@@ -123,8 +123,8 @@ def test_training_goes_on_from_a_state():
 N = 3 * 32 * 32
 
 
-def bytes_a_weight(step, model, optimizer, moment: str) -> dict[str, float]:
-    """Parameters, gradients and state for each weight, at the end of backward or of the step."""
+def bytes_per_weight(step, model, optimizer, moment: str) -> dict[str, float]:
+    """Return parameters, gradients and state per weight, at the end of backward or of the step."""
     step()
     trace = memlab.measure(step, model=model, optimizer=optimizer)
     events = trace.events
@@ -148,7 +148,7 @@ def stepping(model, optimizer):
 
 
 def test_the_byte_table_of_precisions():
-    """Bytes a weight when backward has ended: weights and copies, gradients, state."""
+    """Bytes per weight after backward: weights and copies, gradients, state."""
     table = {}
     for name, dtype, make in (
         ("float32", torch.float32, None),
@@ -161,7 +161,7 @@ def test_the_byte_table_of_precisions():
         optimizer = adamw(parameters) if make is None else MasterWeights(parameters, adamw, **make)
         inner = optimizer if make is None else optimizer.optimizer
         step = stepping(model, optimizer)
-        found = bytes_a_weight(step, model, inner, "backward")
+        found = bytes_per_weight(step, model, inner, "backward")
         table[name] = tuple(found.values())
     assert table == {
         "float32": (4, 4, 8),  # 16
@@ -171,16 +171,16 @@ def test_the_byte_table_of_precisions():
     }
 
 
-# ------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------ errors
 
 
-def test_nothing_to_train_is_refused():
+def test_no_trainable_weights_is_an_error():
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="got no weights to train"):
         MasterWeights(frozen.parameters(), adamw)
 
 
-def test_the_state_of_another_model_is_refused():
+def test_the_state_of_another_model_is_an_error():
     state = MasterWeights(model_of(torch.bfloat16, 2).parameters(), adamw).state_dict()
     master = MasterWeights(model_of(torch.bfloat16).parameters(), adamw)
     with pytest.raises(ValueError, match="got a state of 2 weights for 3"):

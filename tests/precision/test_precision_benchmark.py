@@ -1,4 +1,4 @@
-"""The benchmark of precision computes what it prints: a lost gradient and a wrong byte show up."""
+"""The precision benchmark measures correctly: a lost gradient and a wrong byte are reported."""
 
 import json
 
@@ -13,7 +13,7 @@ benchmark = script("precision")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_s_bytes_are_those_of_the_formula(policy):
+def test_the_bytes_of_a_policy_equal_the_formula(policy):
     wanted = held_bytes(PRESETS["tiny"], policy)
     found = benchmark.bytes_of(policy)
     assert {kind: found[kind] for kind in benchmark.KINDS} == {
@@ -21,13 +21,13 @@ def test_a_policy_s_bytes_are_those_of_the_formula(policy):
     }
 
 
-def test_what_float16_loses_is_counted_by_kind():
+def test_elements_lost_in_float16_are_counted_by_kind():
     gradient = torch.tensor([0.0, 1.0, 2.0**-14, 2.0**-15, 2.0**-24, 2.0**-26, 70_000.0, -1e-9])
     assert benchmark.lost(gradient, 1.0) == {"zero": 2 / 8, "subnormal": 2 / 8, "infinite": 1 / 8}
     assert benchmark.lost(gradient, 2.0**16) == {"zero": 0, "subnormal": 0, "infinite": 2 / 8}
 
 
-def test_the_first_run_is_set_against_each_of_the_others():
+def test_the_first_run_is_compared_with_each_other_run():
     seconds = {"ours": 3.0, "theirs": 2.0, "another": 6.0}
     runs = {name: lambda name=name: seconds[name] for name in seconds}
     found = benchmark.compared(runs, rounds=2)

@@ -1,4 +1,4 @@
-"""The loss scaler against torch.amp.GradScaler, decision for decision."""
+"""The loss scaler makes the same decisions as torch.amp.GradScaler."""
 
 import random
 
@@ -26,7 +26,7 @@ def weights(optimizers) -> list[float]:
 
 
 def iteration(scaler, optimizers, gradients, unscaled) -> None:
-    """One training step in which each optimizer finds this gradient, times the scale."""
+    """Run one training step in which each optimizer gets this gradient, times the scale."""
     for optimizer, gradient, early in zip(optimizers, gradients, unscaled, strict=True):
         [weight] = optimizer.param_groups[0]["params"]
         weight.grad = torch.tensor([1.0, gradient, 2.0]) * scaler.get_scale()
@@ -43,12 +43,12 @@ def trackers(ours: LossScaler, theirs: torch.amp.GradScaler) -> list[tuple[float
 
 @pytest.mark.filterwarnings("ignore:.*lazily")
 @pytest.mark.parametrize("seed", quick(range(1), range(10)))
-def test_it_decides_as_torchs_own_over_random_overflows(seed):
-    """A thousand patterns a seed, of four steps and two optimizers."""
+def test_it_decides_like_torchs_scaler_over_random_overflows(seed):
+    """A thousand patterns per seed, with four steps and two optimizers."""
     numbers = random.Random(seed)
     for _ in range(1000):
         ours, theirs = pair(2.0 ** numbers.randint(0, 16), growth_interval=numbers.randint(1, 3))
-        theirs.scale(torch.ones(()))  # it makes its state when it is first used
+        theirs.scale(torch.ones(()))  # creates its state on first use
         our_optimizers, their_optimizers = two_optimizers(), two_optimizers()
         for _ in range(4):
             gradients = numbers.choices([0.5, torch.inf, -torch.inf, torch.nan], (6, 1, 1, 1), k=2)
@@ -61,7 +61,7 @@ def test_it_decides_as_torchs_own_over_random_overflows(seed):
 
 
 @pytest.mark.parametrize("factors", [(1.7, 0.3), (1.001, 0.999), (3.0, 0.1)])
-def test_its_scale_is_rounded_as_torchs(factors):
+def test_its_scale_is_rounded_like_torchs(factors):
     growth, backoff = factors
     ours, theirs = pair(1000.1, growth_factor=growth, backoff_factor=backoff)
     theirs.scale(torch.ones(()))
@@ -73,7 +73,7 @@ def test_its_scale_is_rounded_as_torchs(factors):
 
 
 def test_the_scale_follows_the_rule_step_by_step():
-    """Interval 3, an overflow in the first step and in the fifth."""
+    """Interval 3, with overflows in the first and fifth step."""
     scaler, _ = pair(2.0**17)
     optimizers = two_optimizers()
     seen = []
@@ -92,7 +92,7 @@ def test_the_scale_follows_the_rule_step_by_step():
     ]
 
 
-def test_it_grows_only_as_far_as_float32_reaches():
+def test_it_grows_only_within_float32():
     scaler, _ = pair(2.0**127, growth_interval=1)
     [optimizer] = two_optimizers()[:1]
     optimizer.param_groups[0]["params"][0].grad = torch.zeros(3)
@@ -102,7 +102,7 @@ def test_it_grows_only_as_far_as_float32_reaches():
 
 
 @pytest.mark.filterwarnings("ignore:.*lazily")
-def test_states_are_loaded_both_ways():
+def test_states_can_be_exchanged_with_torchs_scaler():
     ours, theirs = pair()
     theirs.scale(torch.ones(()))
     for gradient in (0.5, torch.inf, 0.5, 0.5):
@@ -115,7 +115,7 @@ def test_states_are_loaded_both_ways():
     assert fresh.state_dict() == ours.state_dict()
 
 
-def test_a_state_that_is_not_one_is_refused():
+def test_an_invalid_state_is_an_error():
     with pytest.raises(ValueError, match="got a state without _growth_tracker, backoff_factor"):
         LossScaler().load_state_dict({"scale": 1.0, "growth_factor": 2.0, "growth_interval": 1})
 
@@ -123,7 +123,7 @@ def test_a_state_that_is_not_one_is_refused():
 # ------------------------------------------------------------------ values
 
 
-def test_without_an_overflow_the_weights_are_those_of_unscaled_training():
+def test_without_an_overflow_the_weights_equal_unscaled_training():
     runs = []
     for scaler in (LossScaler(), None):
         torch.manual_seed(0)
@@ -143,7 +143,7 @@ def test_without_an_overflow_the_weights_are_those_of_unscaled_training():
     assert torch.equal(*runs)  # a power of two only moves the exponent
 
 
-def test_gradients_that_float16_loses_come_through():
+def test_gradients_that_underflow_in_float16_are_preserved():
     weight = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.SGD([weight], lr=1.0)
 
@@ -153,21 +153,21 @@ def test_gradients_that_float16_loses_come_through():
         return weight.grad
 
     assert gradient(lambda loss: loss).count_nonzero() == 0
-    scaler = LossScaler(2.0**15)  # the gradient of a loss in float16 is the scale: 2**16 is inf
+    scaler = LossScaler(2.0**15)  # a float16 loss has the scale as its gradient; 2**16 is inf
     gradient(scaler.scale)
     scaler.unscale_(optimizer)
     torch.testing.assert_close(weight.grad, torch.full((4,), 1e-8), rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((), torch.float32), ((3,), torch.float16)])
-def test_a_loss_of_float16_is_scaled_as_by_torch(shape, dtype):
+def test_a_float16_loss_is_scaled_as_in_torch(shape, dtype):
     ours, theirs = pair()
     loss = torch.ones(shape, dtype=torch.float16)
     assert ours.scale(loss).dtype == theirs.scale(loss).dtype == dtype
     assert torch.equal(ours.scale(loss), theirs.scale(loss))
 
 
-def test_what_the_step_returns_is_handed_on_and_a_skipped_step_returns_none():
+def test_step_returns_the_optimizers_result_or_none_if_skipped():
     scaler, _ = pair()
     [optimizer, other] = two_optimizers()
     optimizer.step = lambda *args: args
@@ -177,10 +177,10 @@ def test_what_the_step_returns_is_handed_on_and_a_skipped_step_returns_none():
     assert scaler.step(other) is None
 
 
-# ------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------ errors
 
 
-def test_it_says_where_training_is_dead_and_torchs_own_does_not():
+def test_a_scale_below_the_floor_is_an_error_unlike_in_torch():
     ours, theirs = pair(1.0)
     theirs.scale(torch.ones(()))
     optimizers, their_optimizers = two_optimizers(), two_optimizers()
@@ -197,11 +197,11 @@ def test_it_says_where_training_is_dead_and_torchs_own_does_not():
     assert theirs.get_scale() == 0.0
 
 
-def test_gradients_in_float16_are_refused_as_by_torch():
+def test_float16_gradients_are_an_error_as_in_torch():
     weight = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.grad = torch.ones(3, dtype=torch.float16)
-    with pytest.raises(ValueError, match="would vanish; keep the weights in float32"):
+    with pytest.raises(ValueError, match="unscaled values underflow; keep the weights in float32"):
         LossScaler().unscale_(optimizer)
 
 
@@ -213,7 +213,7 @@ def test_gradients_in_float16_are_refused_as_by_torch():
         (["step", "unscale_"], "unscale_.. was called already"),
     ],
 )
-def test_calls_out_of_turn_are_refused_as_by_torch(calls, message):
+def test_calls_out_of_order_are_errors_as_in_torch(calls, message):
     for scaler, error in zip(pair(), (message, "."), strict=True):
         scaler.scale(torch.ones(()))
         [optimizer] = two_optimizers()[:1]
@@ -223,7 +223,7 @@ def test_calls_out_of_turn_are_refused_as_by_torch(calls, message):
             getattr(scaler, calls[1])(optimizer)
 
 
-def test_an_update_before_any_step_is_refused():
+def test_an_update_before_any_step_is_an_error():
     with pytest.raises(RuntimeError, match=r"call step\(optimizer\)"):
         LossScaler().update()
 
@@ -239,14 +239,14 @@ def test_an_update_before_any_step_is_refused():
         {"scale": float("nan")},
     ],
 )
-def test_settings_that_cannot_be_are_refused(wrong):
+def test_invalid_settings_are_errors(wrong):
     with pytest.raises(ValueError, match="; give"):
         LossScaler(**wrong)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("place", [0, 517, 999])
-def test_one_number_that_is_not_finite_is_found_wherever_it_is(value, place):
+def test_one_nonfinite_element_is_found_in_any_position(value, place):
     for weight in (nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(1000).bfloat16())):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(0)), weight], lr=1.0)
         for parameter in optimizer.param_groups[0]["params"]:
@@ -258,7 +258,7 @@ def test_one_number_that_is_not_finite_is_found_wherever_it_is(value, place):
         assert (scaler.get_scale(), weight.count_nonzero()) == (4.0, 0)
 
 
-def test_the_largest_numbers_of_float32_are_no_overflow():
+def test_the_largest_float32_values_are_no_overflow():
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3e38, -3e38])
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -269,7 +269,7 @@ def test_the_largest_numbers_of_float32_are_no_overflow():
     assert weight.count_nonzero() == 2
 
 
-def test_looking_at_gradients_takes_no_memory():
+def test_checking_gradients_takes_no_memory():
     import memlab
 
     weight = nn.Parameter(torch.zeros(2**20))
@@ -279,7 +279,7 @@ def test_looking_at_gradients_takes_no_memory():
     assert trace.peak_bytes <= 2 * 4 * 2**20 + 64
 
 
-def test_an_optimizer_that_has_stepped_in_backward_is_refused():
+def test_an_optimizer_that_steps_in_backward_is_an_error():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), LossScaler()
     scaler.scale(weight.sum()).backward()

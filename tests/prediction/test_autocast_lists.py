@@ -1,4 +1,4 @@
-"""CUDA's autocast on tensors of the CPU: by torch's own header, and by dtypes."""
+"""CUDA's autocast rules on CPU tensors, compared with torch's header and with dtypes."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
 
 def listed(macro: str) -> set[str]:
-    """The operators of a list in torch's header, as `name` or `name.overload`."""
+    """Return a list in torch's header, as `name` or `name.overload`."""
     body = re.search(rf"#define AT_FORALL_{macro}\(_\)(.*?)\n\n", HEADER.read_text(), re.DOTALL)[1]
     return {".".join(re.split(r",\s*", entry)) for entry in re.findall(r"_\(([\w, ]+)\)", body)}
 
@@ -31,7 +31,7 @@ def listed(macro: str) -> set[str]:
         ("PROMOTE", autocast_lists.PROMOTE),
     ],
 )
-def test_the_lists_are_those_of_torch(macro, names):
+def test_the_lists_equal_torchs(macro, names):
     assert set(names) == listed(macro)
 
 
@@ -39,7 +39,7 @@ def test_every_operator_with_a_rule_for_cuda_is_on_a_list():
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     ours = {
         *(*autocast_lists.LOWER, *autocast_lists.FLOAT32, *autocast_lists.FLOAT32_DTYPE),
-        *(*autocast_lists.APPENDS_DTYPE, *autocast_lists.PROMOTE, *autocast_lists.REFUSED),
+        *(*autocast_lists.APPENDS_DTYPE, *autocast_lists.PROMOTE, *autocast_lists.UNSUPPORTED),
         *autocast_lists.PACKED,
     }
     theirs = {
@@ -51,7 +51,7 @@ def test_every_operator_with_a_rule_for_cuda_is_on_a_list():
     assert theirs - ours == below_others
 
 
-DTYPES = {  # of the result for bfloat16 inputs, and for float32 ones
+DTYPES = {  # the result's dtype for bfloat16 and for float32 inputs
     "exp": (torch.exp, "float32", "float32"),
     "power": (lambda x: x**2, "float32", "float32"),
     "sum": (lambda x: x.sum(), "float32", "float32"),
@@ -68,9 +68,9 @@ DTYPES = {  # of the result for bfloat16 inputs, and for float32 ones
     "add": (lambda x: x + x, "bfloat16", "float32"),
     "promoted": (lambda x: torch.addcmul(x, x, x.float()), "float32", "float32"),
     "grid": (lambda x: F.avg_pool1d(x, 2), "bfloat16", "float32"),
-    "of the CPU's list alone": (lambda x: torch.trace(x), "bfloat16", "float32"),
-    "a promoted product": (lambda x: torch.inner(x, x), "bfloat16", "float32"),
-    "a composition of products": (
+    "only on the CPU's list": (lambda x: torch.trace(x), "bfloat16", "float32"),
+    "a promoted matmul": (lambda x: torch.inner(x, x), "bfloat16", "float32"),
+    "a composite of matmuls": (
         lambda x: torch.linalg.matrix_power(x, 3),
         "bfloat16",
         "bfloat16",
@@ -81,7 +81,7 @@ DTYPES = {  # of the result for bfloat16 inputs, and for float32 ones
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("case", DTYPES)
-def test_results_have_the_dtypes_of_cuda(case, mode):
+def test_results_have_cudas_dtypes(case, mode):
     function, *expected = DTYPES[case]
     got = []
 
@@ -96,7 +96,7 @@ def test_results_have_the_dtypes_of_cuda(case, mode):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_inference_takes_the_same_bytes_in_either_mode(mode):
+def test_inference_allocates_the_same_bytes_in_either_mode(mode):
     def step(mode):
         def run(device):
             x = torch.zeros(4, 8, device=device)
@@ -111,7 +111,7 @@ def test_inference_takes_the_same_bytes_in_either_mode(mode):
     assert births(predicted(step(mode))) == births(predicted(step(torch.no_grad)))
 
 
-def test_a_weights_cast_is_kept_until_autocast_ends():
+def test_a_weights_cast_is_cached_until_autocast_ends():
     def step(device):
         weight = nn.Parameter(torch.zeros(8, 8, device=device))
         x = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
@@ -124,7 +124,7 @@ def test_a_weights_cast_is_kept_until_autocast_ends():
     assert births(predicted(step), "_to_copy") == [(128, "bfloat16")] * 2
 
 
-def test_it_is_not_kept_where_the_cache_is_off():
+def test_it_is_not_cached_if_the_cache_is_off():
     def step(device):
         weight = nn.Parameter(torch.zeros(8, 8, device=device))
         x = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
@@ -136,7 +136,7 @@ def test_it_is_not_kept_where_the_cache_is_off():
 
 
 def _by_einsum(x: torch.Tensor, weight: torch.Tensor) -> None:
-    torch.einsum("ti,io->to", x, weight)  # on CUDA's list alone
+    torch.einsum("ti,io->to", x, weight)  # only on CUDA's list
 
 
 WEIGHTS = {
@@ -154,15 +154,15 @@ WEIGHTS = {
 @pytest.mark.parametrize("cache_enabled", [True, False])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("weight", WEIGHTS)
-def test_casts_are_cached_where_torch_caches_them(weight, mode, cache_enabled):
-    """The oracle is the CPU's own autocast, which has the same cache for its own list."""
+def test_the_same_casts_are_cached_as_in_torch(weight, mode, cache_enabled):
+    """The oracle is the CPU's own autocast, which uses the same cache rules."""
 
     def step(function, device):
         tensor = WEIGHTS[weight]()
         x = torch.zeros(8, 8, dtype=torch.bfloat16)
         with mode(), torch.autocast(device, torch.bfloat16, cache_enabled=cache_enabled):
             function(x, tensor)
-            with torch.autocast(device, torch.bfloat16):  # its end is not the end of the cache
+            with torch.autocast(device, torch.bfloat16):  # the cache outlives it
                 function(x, tensor)
             with torch.autocast(device, enabled=False):
                 pass
@@ -176,7 +176,7 @@ def test_casts_are_cached_where_torch_caches_them(weight, mode, cache_enabled):
         assert casts(predicted(lambda device, f=function: step(f, device))) == real
 
 
-def test_operators_of_both_lists_share_one_cache():
+def test_operators_on_both_lists_share_one_cache():
     def step(device):
         weight = nn.Parameter(torch.zeros(8, 8, device=device))
         x = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
@@ -187,7 +187,7 @@ def test_operators_of_both_lists_share_one_cache():
     assert births(predicted(step), "_to_copy") == [(128, "bfloat16")]
 
 
-def test_a_weight_whose_cast_no_grad_cached_still_gets_its_gradient():
+def test_a_cast_cached_under_no_grad_still_gets_a_gradient():
     def step(device):
         weight = nn.Parameter(torch.zeros(8, 8, device=device))
         x = torch.zeros(4, 8, dtype=torch.bfloat16, device=device)
@@ -201,7 +201,7 @@ def test_a_weight_whose_cast_no_grad_cached_still_gets_its_gradient():
     predicted(step)
 
 
-def test_inference_holds_one_cast_at_a_time():
+def test_inference_keeps_one_cast_at_a_time():
     def step(device):
         first, second = (nn.Parameter(torch.zeros(256, 256, device=device)) for _ in range(2))
         x = torch.zeros(1, 256, dtype=torch.bfloat16, device=device)
@@ -213,7 +213,7 @@ def test_inference_holds_one_cast_at_a_time():
     assert predicted(step).peak_bytes - WORKSPACE == weights + cast + 2 * row
 
 
-def test_the_cpus_list_is_there_to_compare():
+def test_the_cpus_list_can_be_selected():
     def step(device):
         with torch.autocast(device, torch.bfloat16):
             torch.zeros(8, dtype=torch.bfloat16, device=device).exp()
@@ -222,16 +222,18 @@ def test_the_cpus_list_is_there_to_compare():
     assert births(predicted(step, kernels=Kernels(autocast="cpu")), "exp") == [(16, "bfloat16")]
 
 
-def test_what_autocast_refuses_on_cuda_is_refused_with_the_line():
+def test_operators_that_cudas_autocast_rejects_raise_with_the_line():
     def step(device):
         with torch.autocast(device, torch.bfloat16):
             F.binary_cross_entropy(torch.ones(3, device=device), torch.ones(3, device=device))
 
-    with pytest.raises(ValueError, match=r"test_autocast_lists.py:\d+ step: autocast refuses"):
+    with pytest.raises(
+        ValueError, match=r"test_autocast_lists.py:\d+ step: autocast does not support"
+    ):
         predicted(step)
 
 
-def test_outside_of_autocast_nothing_is_cast():
+def test_outside_autocast_nothing_is_cast():
     def step(device):
         torch.zeros(8, dtype=torch.bfloat16, device=device).exp()
         with torch.autocast(device, torch.bfloat16, enabled=False):

@@ -1,4 +1,4 @@
-"""Predictions for CUDA, by what can be computed by hand, and against the dry run below them."""
+"""Predictions for CUDA, compared with hand computations and with dry runs."""
 
 import math
 from collections import Counter
@@ -24,12 +24,12 @@ B, H, T, D = 2, 4, 64, 32
 
 
 def rounded(count: int) -> int:
-    """What the allocator hands out for so many bytes."""
+    """Return the block size for `count` bytes."""
     return -(-count // 512) * 512
 
 
 def linear_training(optimizer=torch.optim.AdamW, device="cuda", after=lambda model: None):
-    """A builder: one linear layer without a bias, 32 × 48."""
+    """Return a builder: one linear layer without a bias, 32 × 48."""
 
     def build():
         model = nn.Linear(32, 48, bias=False, device=device)
@@ -47,11 +47,11 @@ def linear_training(optimizer=torch.optim.AdamW, device="cuda", after=lambda mod
     return build
 
 
-# ------------------------------------------------------------------ eager, by hand
+# ------------------------------------------------------------------ eager training
 
 
 class EagerBlock(nn.Module):
-    """Attention written out, normalization written out, a gated feed-forward part."""
+    """Eager attention and normalization, and a gated feed-forward layer."""
 
     def __init__(self, C: int, H: int, device: str) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class EagerBlock(nn.Module):
 
 
 class PlainAdamW(torch.optim.Optimizer):
-    """AdamW as the paper writes it, a state of two tensors a parameter."""
+    """AdamW as in the paper, with two state tensors per parameter."""
 
     def __init__(self, parameters) -> None:
         super().__init__(parameters, {"lr": 1e-3})
@@ -117,13 +117,13 @@ def of_the_dry_run(build) -> memlab.Trace:
 
 
 def kinds(events) -> list[tuple]:
-    """All but the storages' numbers; what made those from before is left out."""
+    """Return sorted events without storage numbers, and without operators for old storages."""
     from_before = {event.storage for event in events if event.phase == "before"}
     known = [e._replace(operator="", shape=()) if e.storage in from_before else e for e in events]
     return sorted(event[:1] + event[2:] for event in known)
 
 
-def test_eager_training_takes_what_the_dry_run_does_and_rounding_and_workspaces():
+def test_eager_training_equals_the_dry_run_plus_rounding_and_workspaces():
     trace, dry = memlab.predict(eager_training("cuda")), of_the_dry_run(eager_training("cpu"))
     own = [e for e in trace.events if e.category not in ("rounding", "workspace")]
     assert kinds(own) == kinds(dry.events)
@@ -136,7 +136,7 @@ def test_eager_training_takes_what_the_dry_run_does_and_rounding_and_workspaces(
     assert trace.peak_bytes == peak + 2 * WORKSPACE
 
 
-def test_the_trace_is_a_dry_one_of_cuda_and_sums_up():
+def test_the_trace_is_dry_for_cuda_and_its_categories_sum_to_the_peak():
     trace = memlab.predict(eager_training("cuda"))
     assert (trace.device, trace.dry) == ("cuda", True)
     assert sum(trace.at_peak.values()) == trace.peak_bytes
@@ -144,11 +144,11 @@ def test_the_trace_is_a_dry_one_of_cuda_and_sums_up():
     assert trace.notes[0].startswith("predicted for most cards, by these kernels: attention")
 
 
-# ------------------------------------------------------------------ what came before
+# ------------------------------------------------------------------ history
 
 
 def whole_run(build, steps: int):
-    """The builder of one step that builds, and takes all steps."""
+    """Return a builder whose single step builds the training and runs all steps."""
 
     def run() -> None:
         step, *_ = build()
@@ -159,7 +159,7 @@ def whole_run(build, steps: int):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_memory_is_reserved_as_by_the_whole_process_not_by_a_fresh_one(steps):
+def test_reserved_memory_includes_earlier_steps(steps):
     build = eager_training("cuda")
     trace, whole = memlab.predict(build, steps=steps), memlab.predict(whole_run(build, steps))
     of_the_run = simulate(Trace(whole.events))
@@ -173,7 +173,7 @@ def of_the_step(trace: memlab.Trace) -> list:
     return [event for event in trace.events if event.phase != "before"]
 
 
-def test_what_the_history_leaves_alive_is_what_the_step_begins_with():
+def test_the_step_starts_with_the_storages_that_the_history_leaves_alive():
     trace = memlab.predict(eager_training("cuda"))
     left = Trace(trace.history).alive()
     before = [e for e in trace.events if e.phase == "before" and e.category != "rounding"]
@@ -182,7 +182,7 @@ def test_what_the_history_leaves_alive_is_what_the_step_begins_with():
     )
 
 
-def test_what_an_earlier_step_left_alive_and_this_one_never_touches_counts():
+def test_unused_storages_from_an_earlier_step_count():
     def build():
         kept = []
 
@@ -196,7 +196,7 @@ def test_what_an_earlier_step_left_alive_and_this_one_never_touches_counts():
     assert trace.live_bytes == 3 * 1024
 
 
-def test_parameters_and_states_of_no_module_and_no_optimizer_are_known_by_their_use():
+def test_parameters_and_state_without_module_and_optimizer_are_found_by_use():
     def build():
         weight = torch.randn(32, 32, device="cuda", requires_grad=True)
         moment = torch.zeros(32, 32, device="cuda")
@@ -222,7 +222,7 @@ def test_parameters_and_states_of_no_module_and_no_optimizer_are_known_by_their_
     }
 
 
-def test_every_block_and_its_rounding_are_a_multiple_of_512():
+def test_every_block_with_its_rounding_is_a_multiple_of_512():
     events = memlab.predict(eager_training("cuda")).events
     alive = 0
     for event, following in pairwise(events):
@@ -230,10 +230,10 @@ def test_every_block_and_its_rounding_are_a_multiple_of_512():
         assert following.category == "rounding" or alive % 512 == 0
 
 
-# ------------------------------------------------------------------ what counts as CUDA's
+# ------------------------------------------------------------------ tensors on CUDA
 
 
-def test_what_stays_on_the_cpu_does_not_count_and_its_copy_does():
+def test_cpu_tensors_do_not_count_but_their_copies_on_cuda_do():
     def step(device):
         data = torch.zeros(1000, 64)
         return data[:10].to(device) * 2
@@ -270,7 +270,7 @@ def test_every_way_to_move_a_tensor_copies_it_once(moved):
         lambda anchor: anchor.new_tensor([1.0, 2.0]),
     ],
 )
-def test_values_are_copied_to_where_they_are_wanted(make):
+def test_literals_are_copied_to_their_device(make):
     def step(device):
         anchor = torch.zeros(1, device=device)
         made = make(anchor)
@@ -281,7 +281,7 @@ def test_values_are_copied_to_where_they_are_wanted(make):
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-def test_a_single_value_is_copied_as_well(mode):
+def test_a_single_value_is_copied_too(mode):
     def step():
         with mode():
             one = torch.tensor(1.0, device="cuda") * 2
@@ -291,13 +291,13 @@ def test_a_single_value_is_copied_as_well(mode):
     assert births(trace) == [(4, "float32"), (4, "float32"), (8, "float32")]
 
 
-def test_a_copy_to_the_cpu_takes_nothing():
+def test_a_copy_to_the_cpu_does_not_count():
     assert births(predicted(lambda device: torch.zeros(100, device=device).cpu())) == [
         (400, "float32")
     ]
 
 
-def test_a_model_that_is_moved_counts_once():
+def test_a_moved_model_counts_once():
     def build():
         model = nn.Linear(8, 16).to("cuda")
         return lambda: model(torch.zeros(4, 8, device="cuda")), model, None
@@ -305,25 +305,25 @@ def test_a_model_that_is_moved_counts_once():
     assert memlab.predict(build).at_end["parameters"] == (8 * 16 + 16) * 4
 
 
-def test_tensors_of_both_devices_in_one_operator_are_refused_with_the_line():
+def test_tensors_on_both_devices_in_one_operator_raise_with_the_line():
     def step(device):
         return torch.zeros(3, device=device) + torch.zeros(3)
 
-    with pytest.raises(ValueError, match=r"test_prediction.py:\d+ step: aten.add.Tensor is given"):
+    with pytest.raises(ValueError, match=r"test_prediction.py:\d+ step: aten.add.Tensor got"):
         predicted(step)
 
 
-def test_a_number_on_the_cpu_may_meet_a_tensor_of_cuda():
+def test_a_cpu_scalar_works_with_a_tensor_on_cuda():
     trace = predicted(lambda device: torch.zeros(300, device=device) * torch.tensor(2.0))
     assert births(trace) == [(1200, "float32")] * 2
 
 
-def test_step_counters_of_optimizers_stay_on_the_cpu():
+def test_optimizer_step_counters_stay_on_the_cpu():
     state = memlab.predict(linear_training()).at_end["optimizer_state"]
     assert state == 2 * 32 * 48 * 4
 
 
-def test_capturable_step_counters_do_not():
+def test_capturable_step_counters_are_on_cuda():
     def optimizer(parameters):
         return torch.optim.AdamW(parameters, capturable=True)
 
@@ -331,7 +331,7 @@ def test_capturable_step_counters_do_not():
     assert state == 2 * 32 * 48 * 4 + 4
 
 
-def test_a_script_that_names_no_accelerator_is_counted_whole_but_for_step_counters():
+def test_a_script_without_an_accelerator_counts_fully_except_step_counters():
     trace, named = memlab.predict(linear_training(device="cpu")), memlab.predict(linear_training())
     assert trace.peak_bytes == named.peak_bytes
     assert trace.at_end == named.at_end
@@ -339,7 +339,7 @@ def test_a_script_that_names_no_accelerator_is_counted_whole_but_for_step_counte
     assert "puts nothing on an accelerator" not in named.notes[0]
 
 
-def test_there_too_capturable_step_counters_count():
+def test_without_an_accelerator_capturable_step_counters_count_too():
     def optimizer(parameters):
         return torch.optim.AdamW(parameters, capturable=True)
 
@@ -350,7 +350,7 @@ def test_there_too_capturable_step_counters_count():
 # ------------------------------------------------------------------ steps
 
 
-def test_the_first_step_makes_the_state_and_the_workspaces():
+def test_the_first_step_allocates_the_state_and_the_workspaces():
     first = memlab.predict(linear_training(), steps=1)
     second = memlab.predict(linear_training())
     before = [e.category for e in first.events if e.phase == "before"]
@@ -370,11 +370,11 @@ def test_without_a_backward_pass_there_is_one_workspace():
     assert predicted(step).at_end["workspace"] == WORKSPACE
 
 
-def test_without_a_matrix_product_there_is_none():
+def test_without_a_matmul_there_is_no_workspace():
     assert "workspace" not in predicted(lambda device: torch.zeros(9, device=device) * 2).at_end
 
 
-def test_workspaces_on_hopper_are_larger():
+def test_hopper_workspaces_are_larger():
     trace = memlab.predict(linear_training(), target="cuda:hopper")
     assert trace.at_peak["workspace"] == 2 * 32 * 2**20
 
@@ -383,7 +383,7 @@ def test_workspaces_on_hopper_are_larger():
 
 
 def gathered(choice: str, optimizer=torch.optim.AdamW) -> int:
-    """The optimizer's temporaries at the end of a step of one linear layer and a bias."""
+    """Return the peak of the optimizer's temporaries for a linear layer with a bias."""
 
     def build():
         model = nn.Linear(32, 48, device="cuda")
@@ -404,18 +404,18 @@ def gathered(choice: str, optimizer=torch.optim.AdamW) -> int:
     return most
 
 
-def test_adamw_takes_one_temporary_for_each_parameter_at_once():
+def test_adamw_has_one_temporary_per_parameter_at_once():
     assert gathered("auto") == gathered("foreach") == (32 * 48 + 48) * 4
 
 
-def test_the_loop_takes_them_one_after_another():
+def test_the_loop_has_one_temporary_at_a_time():
     def one_at_a_time(parameters):
         return torch.optim.AdamW(parameters, foreach=False)
 
     assert gathered("loop") == gathered("auto", one_at_a_time) == 2 * 32 * 48 * 4
 
 
-def test_the_fused_kernel_takes_none():
+def test_the_fused_kernel_has_no_temporaries():
     def fused(parameters):
         return torch.optim.AdamW(parameters, fused=True)
 
@@ -429,10 +429,10 @@ def test_clipping_works_on_all_gradients_at_once():
     assert births(trace, "_foreach_norm") == [(4, "float32")]
 
 
-# ------------------------------------------------------------------ kernels' results and notes
+# ------------------------------------------------------------------ kernels and notes
 
 
-def test_layer_norm_keeps_its_statistics_in_float32():
+def test_layer_norm_saves_its_statistics_in_float32():
     def step(device):
         x = torch.zeros(6, 8, device=device, dtype=torch.bfloat16)
         return F.layer_norm(x, (8,))
@@ -444,7 +444,7 @@ def test_layer_norm_keeps_its_statistics_in_float32():
     ]
 
 
-def test_the_scratch_of_a_large_reduction_is_taken_beside_its_result():
+def test_a_large_reduction_has_scratch_besides_its_result():
     def step(device):
         return torch.zeros(8192, 4096, device=device).sum(0)
 
@@ -454,7 +454,7 @@ def test_the_scratch_of_a_large_reduction_is_taken_beside_its_result():
     assert trace.peak_bytes == 8192 * 4096 * 4 + 4096 * 4 + 4 * 4096 * 54 * 128 + 512
 
 
-def test_unknown_scratch_is_named():
+def test_a_note_names_unknown_scratch():
     def step(device):
         return F.conv2d(torch.zeros(1, 1, 8, 8, device=device), torch.zeros(1, 1, 3, 3).cuda())
 
@@ -462,7 +462,7 @@ def test_unknown_scratch_is_named():
     assert not any("scratch" in note for note in memlab.predict(linear_training()).notes)
 
 
-def test_kernels_that_no_gpu_has_confirmed_are_named():
+def test_a_note_names_unconfirmed_kernels():
     def step(device):
         return F.dropout(torch.zeros(8, device=device), 0.5)
 
@@ -472,11 +472,11 @@ def test_kernels_that_no_gpu_has_confirmed_are_named():
     assert len(memlab.predict(eager_training("cuda")).notes) == 2  # an embedding's sort is unknown
 
 
-def test_gradients_from_other_threads_are_told():
+def test_a_note_mentions_gradients_from_other_threads():
     assert THREADS_NOTE not in memlab.predict(linear_training()).notes
 
 
-def test_a_checkpoint_recomputes_with_the_same_kernels():
+def test_recomputation_in_a_checkpoint_uses_the_same_kernels():
     def step(device):
         q = torch.zeros(B, H, T, D, dtype=torch.bfloat16, device=device, requires_grad=True)
 
@@ -494,7 +494,7 @@ def test_a_checkpoint_recomputes_with_the_same_kernels():
     ]
 
 
-# ------------------------------------------------------------------ errors, and what is left behind
+# ------------------------------------------------------------------ errors and side effects
 
 
 @pytest.mark.parametrize(
@@ -503,18 +503,18 @@ def test_a_checkpoint_recomputes_with_the_same_kernels():
         ({"build": 3}, TypeError, "got a int to predict"),
         ({"build": lambda: None}, TypeError, "returned a NoneType; return .step, model, optim"),
         ({"build": lambda: (1, None, None)}, TypeError, "returned a tuple"),
-        ({"target": "cuda:turing"}, ValueError, "'cuda:turing'; known are 'cuda', 'cuda:hopper'"),
-        ({"steps": 0}, ValueError, "got steps=0; at least one"),
-        ({"kernels": "flash"}, TypeError, r"got a str as kernels; give memlab.Kernels"),
+        ({"target": "cuda:turing"}, ValueError, "'cuda:turing'; use one of 'cuda', 'cuda:hopper'"),
+        ({"steps": 0}, ValueError, "got steps=0; pass 1 or more"),
+        ({"kernels": "flash"}, TypeError, r"got a str as kernels; pass memlab.Kernels"),
     ],
 )
-def test_what_cannot_be_predicted_is_refused(arguments, error, message):
+def test_invalid_arguments_raise(arguments, error, message):
     with pytest.raises(error, match=message):
         memlab.predict(**{"build": linear_training(), **arguments})
 
 
 def answers_of_the_cpu() -> list:
-    """What depends on everything that a prediction puts in the place of something else."""
+    """Return results that depend on everything that a prediction replaces."""
 
     def step() -> None:
         q = torch.zeros(B, H, T, D, requires_grad=True)
@@ -546,12 +546,12 @@ def test_nothing_is_left_behind():
     assert StandIn.device == "cpu"
 
 
-def test_the_prediction_starts_from_what_torch_says_now():
-    answers_of_the_cpu()  # where RMSNorm is a composition
+def test_a_prediction_clears_cached_answers_first():
+    answers_of_the_cpu()  # where RMSNorm is composite
     assert len(births(predicted(normalizing_without_gradients), "_fused_rms_norm")) == 2
 
 
-def test_an_optimizer_from_outside_is_asked_for_nothing_afterwards():
+def test_an_outside_optimizers_options_are_restored():
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -564,7 +564,7 @@ def test_an_optimizer_from_outside_is_asked_for_nothing_afterwards():
     assert not optimizer.state
 
 
-def test_nothing_is_left_behind_by_a_step_that_fails():
+def test_nothing_is_left_behind_by_a_failing_step():
     before = answers_of_the_cpu()
 
     def step(device):
@@ -576,7 +576,7 @@ def test_nothing_is_left_behind_by_a_step_that_fails():
     assert answers_of_the_cpu() == before
 
 
-def test_all_targets_have_a_workspace_of_whole_blocks():
+def test_all_target_workspaces_are_a_multiple_of_the_block_size():
     assert all(target.workspace_bytes % 512 == 0 for target in TARGETS.values())
 
 
@@ -584,7 +584,7 @@ def test_all_targets_have_a_workspace_of_whole_blocks():
 
 
 def transformed(kind: str):
-    """A builder: torch.func's transforms of a small model, whose sizes are multiples of 512."""
+    """Return a builder: torch.func transforms of a small model with sizes in multiples of 512."""
 
     def build(device="cuda"):
         model = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)).to(device)
@@ -613,7 +613,7 @@ def transformed(kind: str):
     "kind",
     ["per-sample gradients", "jacobian", "hessian", "forward mode", "a module under vmap"],
 )
-def test_transforms_of_torch_func_take_what_they_take_in_a_dry_run(kind):
+def test_torch_func_transforms_have_the_bytes_of_a_dry_run(kind):
     with memlab.dry_run():
         step, model, _ = transformed(kind)("cpu")
         step()

@@ -1,4 +1,4 @@
-"""Recurrent layers in a prediction: one call of cuDNN, by what torch's own code does around it."""
+"""Recurrent layers in a prediction: one cuDNN call, as in torch's code."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ KEPT = {nn.RNN: 1, nn.LSTM: 5, nn.GRU: 6}
 
 
 @pytest.mark.parametrize(("mode", "reported"), [(2, 736_000_000), (3, 864_000_000)])
-def test_the_reserve_is_what_cudnn_reported(mode, reported):
-    """In pytorch's issue 2895: 25,000 cells, H = 320, four layers, float32."""
+def test_the_reserve_has_the_size_that_cudnn_reported(mode, reported):
+    """PyTorch issue 2895: 25,000 cells, H = 320, four layers, float32."""
     assert reserve_bytes(25_000, 320, 4, 1, mode, 4) == reported
 
 
 def training(kind, *, amp=False, mode=torch.enable_grad, train=True, **options):
-    """A function of a device: one step of one recurrent layer."""
+    """Return a function of a device: one step of one recurrent layer."""
 
     def step(device):
         layer = kind(C, H, device=device, **options).train(train)
@@ -38,7 +38,7 @@ def by_cudnn(trace) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", GATES)
-def test_a_training_step_keeps_the_output_and_the_reserve_and_makes_one_buffer_of_gradients(kind):
+def test_a_training_step_saves_output_and_reserve_and_has_one_gradient_buffer(kind):
     output, state = 4 * T * B * H, 4 * B * H
     states = [state] * (2 if kind is nn.LSTM else 1)
     weights = 4 * GATES[kind] * (H * C + H * H + 2 * H)
@@ -50,7 +50,7 @@ def test_a_training_step_keeps_the_output_and_the_reserve_and_makes_one_buffer_o
     assert trace.at_peak["gradients"] == weights
 
 
-def test_packed_sequences_are_one_call_whose_reserve_has_all_steps_of_all_sequences():
+def test_packed_sequences_are_one_call_with_a_padded_reserve():
     lengths = [7, 7, 6, 5, 4, 3, 2, 1]
 
     def step(device):
@@ -77,15 +77,15 @@ def test_evaluation_has_no_reserve(mode):
     assert by_cudnn(trace) == [4 * T * B * H, 4 * B * H, 4 * B * H]
 
 
-def test_autocast_lowers_the_layer_and_casts_its_weights_anew():
+def test_autocast_lowers_the_layer_without_caching_its_weights():
     trace = predicted(training(nn.GRU, amp=True))
     assert by_cudnn(trace)[:3] == [2 * T * B * H, 2 * B * H, 2 * T * B * H * 6]
     weights = [2 * count for count in (3 * H * C, 3 * H * H, 3 * H, 3 * H)]
     assert {size for size, dtype in births(trace, "_to_copy") if dtype == "float16"} >= {*weights}
 
 
-def test_bfloat16_takes_step_by_step():
+def test_bfloat16_runs_step_by_step():
     trace = predicted(training(nn.LSTM, dtype=torch.bfloat16))
     assert by_cudnn(trace) == []
     assert births(trace, "mkldnn") == []
-    assert trace.peak_bytes > WORKSPACE  # products of cuBLAS
+    assert trace.peak_bytes > WORKSPACE  # matmuls by cuBLAS

@@ -1,4 +1,4 @@
-"""The scratch of kernels, by hand: what torch's rules give for sizes that were recorded."""
+"""Kernel scratch computed by hand from torch's rules."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ HOPPER = 132  # multiprocessors
 @pytest.mark.parametrize(
     ("shape", "strides", "accumulator_bytes", "expected"),
     [
-        # A maximum with its index, then a sum, over a vocabulary of 10,000 for 4 × 128 tokens that
-        # lie side by side: 128 threads on 128 outputs, 157 blocks for each, 16 values a thread.
+        # A maximum with its index, then a sum, over a vocabulary of 10,000 for 4 × 128 contiguous
+        # tokens: 128 threads on 128 outputs, 157 blocks for each, 16 values per thread.
         ((4, 128, 10_000), (128, 1, 512), 16, (16 * 512 * 157 * 128, 4 * 4)),
         ((4, 128, 10_000), (128, 1, 512), 4, (4 * 512 * 157 * 128, 4 * 4)),
         ((4, 128, 2_560), (128, 1, 512), 4, (4 * 512 * 40 * 128, 4 * 4)),
-        # Along the fastest dimension, one block of threads does it.
+        # Along the fastest dimension, one thread block is enough.
         ((4, 128, 10_000), (1_280_000, 10_000, 1), 4, ()),
         ((4, 128, 1_000), (128, 1, 512), 4, ()),
         # Sizes of 1 and gaps between rows change nothing.
@@ -27,7 +27,7 @@ HOPPER = 132  # multiprocessors
         ((4, 128, 0), (0, 0, 1), 4, ()),
     ],
 )
-def test_partial_results_of_a_reduction_over_the_last_dimension(
+def test_buffers_of_a_reduction_over_the_last_dimension(
     shape, strides, accumulator_bytes, expected
 ):
     got = reduction_bytes(
@@ -36,12 +36,12 @@ def test_partial_results_of_a_reduction_over_the_last_dimension(
     assert got == expected
 
 
-def test_a_sum_of_everything_takes_one_number_for_each_block():
+def test_a_full_sum_has_one_partial_result_per_block():
     blocks = -(-1_000_000 // (512 * 16))
     assert reduction_bytes((1_000_000,), (1,), [0], 4) == (4 * blocks, 4)
 
 
-def test_outputs_at_an_odd_place_are_computed_one_by_one():
+def test_outputs_at_an_odd_offset_are_computed_one_by_one():
     even = reduction_bytes((8192, 4096), (4096, 1), [0], 4)
     odd = reduction_bytes((8192, 4096), (4096, 1), [0], 4, offset=1)
     assert even == (4 * 4096 * 54 * 32 * 4, 4 * 32)
@@ -63,13 +63,13 @@ def test_many_outputs_need_no_second_block():
         (lambda x: torch.linalg.vector_norm(x, dim=0), 4),
     ],
 )
-def test_each_reduction_takes_its_own(reduce, accumulator_bytes):
+def test_each_reduction_has_its_accumulator_size(reduce, accumulator_bytes):
     trace = predicted(lambda device: reduce(torch.zeros(8192, 4096, device=device)))
     scratch = [e.bytes for e in trace.events if e.category == "workspace" and e.bytes > 0]
     assert scratch == [accumulator_bytes * 4096 * 54 * 128, 128]
 
 
-def test_sums_of_bfloat16_are_carried_in_float32():
+def test_bfloat16_sums_accumulate_in_float32():
     def step(device):
         torch.zeros(8192, 4096, dtype=torch.bfloat16, device=device).sum(0)
 
@@ -97,7 +97,7 @@ def test_flash_backward_accumulates_in_float32(key_heads, T, D):
 
 
 def softmax_scratch(function, *, forward_strides=(1024, 64, 1), expanded=False) -> list[int]:
-    """The scratch of a softmax's forward and backward pass over (2, 16, 64) float32 numbers."""
+    """Return the scratch of softmax's forward and backward over a (2, 16, 64) float32 tensor."""
 
     def step(device):
         x = torch.empty_strided((2, 16, 64), forward_strides, device=device, requires_grad=True)
@@ -117,12 +117,12 @@ def test_softmax_backward_multiplies_gradient_and_output_first(dim):
     assert softmax_scratch(lambda x: x.log_softmax(dim)) == []
 
 
-def test_the_product_has_the_dtype_of_the_output():
+def test_softmax_backwards_temporary_has_the_dtype_of_the_output():
     assert softmax_scratch(lambda x: x.bfloat16().softmax(-1)) == [SCORES // 2]
     assert softmax_scratch(lambda x: x.half().softmax(-1, dtype=torch.float32)) == [SCORES]
 
 
-def test_softmax_copies_what_is_not_contiguous():
+def test_softmax_copies_non_contiguous_inputs():
     transposed = {"forward_strides": (1024, 1, 16)}
     assert softmax_scratch(lambda x: x.log_softmax(-1), **transposed)[:1] == [SCORES]
     assert softmax_scratch(lambda x: x.log_softmax(-1), expanded=True) == [SCORES]
@@ -130,7 +130,7 @@ def test_softmax_copies_what_is_not_contiguous():
     assert softmax_scratch(lambda x: x.softmax(-1), expanded=True) == [SCORES]
 
 
-def test_the_scratch_of_softmax_lies_beside_both_gradients():
+def test_softmax_scratch_is_alive_with_both_gradients():
     def step(device):
         scores = torch.zeros(64, 1024, device=device, requires_grad=True)
         y = scores.softmax(-1)

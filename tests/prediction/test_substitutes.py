@@ -1,4 +1,4 @@
-"""Compositions as CUDA takes them apart: which kernel of attention, and what each one keeps."""
+"""CUDA's choice of kernels for composite operators, and the tensors that each kernel saves."""
 
 import pytest
 import torch
@@ -78,14 +78,14 @@ def test_a_transposed_head_rules_out_the_fused_kernels():
     assert policy.choose(*tensors, None, 0.0, False, False) == "math"
 
 
-def test_what_the_user_switched_off_is_not_chosen():
+def test_disabled_kernels_are_not_chosen():
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         assert chosen() == "efficient"
     with sdpa_kernel(SDPBackend.MATH):
         assert chosen() == "math"
 
 
-# ------------------------------------------------------------------ what each kernel takes
+# ------------------------------------------------------------------ attention kernels
 
 
 def attending(dtype=BF16, *, T=T, D=D, backward=False, **options):
@@ -103,7 +103,7 @@ def attending(dtype=BF16, *, T=T, D=D, backward=False, **options):
     return step
 
 
-def test_flash_keeps_a_row_of_statistics_and_two_seeds():
+def test_flash_saves_a_row_of_statistics_and_two_seeds():
     assert births(predicted(attending(is_causal=True)), "attention") == [
         (B * H * T * D * 2, "bfloat16"),
         (B * H * T * 4, "float32"),
@@ -117,24 +117,24 @@ def test_flash_never_stores_the_scores():
     assert max(count for count, _ in births(trace)) == B * H * 1024 * D * 2
 
 
-def test_math_stores_them():
+def test_math_stores_the_scores():
     trace = predicted(attending(T=1024), kernels=Kernels(attention="math"))
     assert max(count for count, _ in births(trace)) >= B * H * 1024 * 1024 * 2
 
 
-def test_flash_pads_heads_to_a_multiple_of_8():
+def test_flash_pads_the_head_dimension_to_a_multiple_of_8():
     padded = births(predicted(attending(D=20)), "constant_pad_nd")
     assert padded == 3 * [(B * H * T * 24 * 2, "bfloat16")]
 
 
-def test_efficient_keeps_statistics_for_a_multiple_of_32_rows_and_its_seeds_on_the_cpu():
+def test_efficient_saves_statistics_for_a_multiple_of_32_rows_and_seeds_on_the_cpu():
     assert births(predicted(attending(F32, T=50)), "attention") == [
         (B * H * 50 * D * 4, "float32"),
         (B * H * 64 * 4, "float32"),
     ]
 
 
-def test_efficient_keeps_no_statistics_without_gradients():
+def test_efficient_saves_no_statistics_without_gradients():
     def step(device):
         with torch.no_grad():
             q = torch.zeros(B, H, T, D, device=device)
@@ -143,12 +143,12 @@ def test_efficient_keeps_no_statistics_without_gradients():
     assert births(predicted(step), "attention") == [(B * H * T * D * 4, "float32")]
 
 
-def test_a_mask_of_bools_becomes_one_in_the_dtype_of_the_query():
+def test_a_bool_mask_is_converted_to_the_query_dtype():
     made = births(predicted(attending(mask=True)))
     assert (T * T * 2, "bfloat16") in made
 
 
-def test_cudnn_keeps_a_row_of_statistics_and_two_seeds():
+def test_cudnn_saves_a_row_of_statistics_and_two_seeds():
     assert births(predicted(attending(), target="cuda:hopper"), "attention") == [
         (B * H * T * D * 2, "bfloat16"),
         (B * H * T * 4, "float32"),
@@ -175,7 +175,7 @@ def test_the_same_kernels_run_in_inference_mode():
 # ------------------------------------------------------------------ norms, dropout, softmax
 
 
-def test_rms_norm_keeps_one_number_for_each_row():
+def test_rms_norm_saves_one_element_per_row():
     def step(device):
         x = torch.zeros(6, 8, dtype=BF16, device=device, requires_grad=True)
         F.rms_norm(x, (8,), torch.ones(8, dtype=BF16, device=device)).sum().backward()
@@ -189,7 +189,7 @@ def test_rms_norm_keeps_one_number_for_each_row():
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-def test_rms_norm_with_a_weight_of_another_dtype_is_a_composition():
+def test_rms_norm_with_a_weight_of_another_dtype_is_composite():
     def step(device):
         F.rms_norm(torch.zeros(6, 8, dtype=BF16, device=device), (8,), torch.ones(8, device=device))
 
@@ -197,7 +197,7 @@ def test_rms_norm_with_a_weight_of_another_dtype_is_a_composition():
     assert births(predicted(step), "rsqrt") == [(6 * 4, "float32")]
 
 
-def test_a_mask_of_dropout_takes_one_byte_an_element():
+def test_a_dropout_mask_has_one_byte_per_element():
     def step(device):
         F.dropout(torch.zeros(100, device=device), 0.5)
 
@@ -205,7 +205,7 @@ def test_a_mask_of_dropout_takes_one_byte_an_element():
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.5, False), (0.0, True)])
-def test_dropout_that_drops_nothing_takes_no_mask(p, training):
+def test_dropout_that_drops_nothing_has_no_mask(p, training):
     def step(device):
         F.dropout(torch.zeros(100, device=device), p, training)
 

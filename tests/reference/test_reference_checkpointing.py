@@ -1,4 +1,4 @@
-"""The reference checkpoint: what its lines do, and each thing that they say they cannot do."""
+"""The reference checkpoint: its behaviour and each documented limitation."""
 
 import weakref
 
@@ -24,7 +24,7 @@ def batch() -> Tensor:
     return torch.randn(4, 8, requires_grad=True)
 
 
-# ------------------------------------------------------------------ what it does
+# ------------------------------------------------------------------ behaviour
 
 
 def observed(call) -> list[Tensor]:
@@ -35,7 +35,7 @@ def observed(call) -> list[Tensor]:
     return [y, torch.rand(3), x.grad, *(p.grad for p in model.parameters())]
 
 
-def test_values_gradients_and_later_random_numbers_are_those_of_the_plain_call():
+def test_values_gradients_and_later_random_numbers_equal_a_plain_call():
     assert all(map(torch.equal, observed(forget), observed(plainly)))
 
 
@@ -50,17 +50,17 @@ def test_several_inputs_each_get_their_gradients():
     assert all(map(torch.equal, found(forget), found(plainly)))
 
 
-def test_it_keeps_its_inputs_and_nothing_else():
+def test_it_keeps_only_its_inputs():
     blocks, x = [net() for _ in range(4)], batch()
     with memlab.meter() as running:
         y = x
         for block in blocks:
             y = forget(block, y)
     between = 4 * 8 * 4
-    assert running.trace.at_end["activations"] == (3 + 1) * between  # and the result
+    assert running.trace.at_end["activations"] == (3 + 1) * between  # including the result
 
 
-def test_activations_die_with_backward():
+def test_activations_are_freed_after_backward():
     storages = []
 
     def fn(x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def test_activations_die_with_backward():
     assert [storage() for storage in storages] == [None, None]
 
 
-# ------------------------------------------------------------------ what it cannot do
+# ------------------------------------------------------------------ limitations
 
 
 def test_it_takes_no_keyword_arguments():
@@ -92,7 +92,7 @@ def test_it_takes_no_tensors_in_a_list():
 
 
 @pytest.mark.parametrize(("call", "has_graph"), [(forget, False), (checkpoint, True)])
-def test_weights_get_no_gradient_where_no_input_wants_one(call, has_graph):
+def test_weights_get_no_gradient_if_no_input_requires_one(call, has_graph):
     assert call(net(), batch().detach()).requires_grad == has_graph
 
 
@@ -130,7 +130,7 @@ def test_batch_norm_counts_its_batch_twice(call, counted):
     assert norm.num_batches_tracked == counted
 
 
-def test_autocast_is_forgotten():
+def test_autocast_is_not_restored():
     dtypes = []
 
     def fn(x: Tensor) -> Tensor:

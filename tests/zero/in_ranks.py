@@ -1,4 +1,4 @@
-"""What the tests run in real ranks: each function is one launch's, and returns what is compared."""
+"""Code that the tests run in real ranks: one function per launch, which returns its results."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import memlab
 from memlab.precision import LossScaler
 from memlab.zero import joining, processes
-from memlab.zero.collectives import Traffic
+from memlab.zero.collectives import CollectiveTraffic
 
 TIME_OUT = 60
 STAGES = (0, 1, 2, 3)
@@ -28,36 +28,36 @@ HOW = [(stage, overlap) for stage in STAGES for overlap in (False, True)]
 
 
 def mine(batches: list[Any], group: Any = None) -> list[Any]:
-    """Those of all ranks, as a simulation deals them out."""
+    """Return this rank's micro-batches, dealt out as in a simulation."""
     return batches[dist.get_rank(group) :: dist.get_world_size(group)]
 
 
 def where() -> tuple[int, int]:
-    """The process, and the port of the store that it came by."""
+    """Return the process id and the port of the store where the ranks met."""
     return os.getpid(), int(os.environ["MASTER_PORT"])
 
 
-def pieces(zero: processes.Zero, of: Callable[[Tensor], Tensor]) -> dict[Any, Tensor]:
-    """What this rank has, by weight and place: `of` each tensor that its optimizer steps."""
+def chunks(zero: processes.Zero, of: Callable[[Tensor], Tensor]) -> dict[Any, Tensor]:
+    """Return `of` each tensor that this rank's optimizer steps, by weight and start."""
     found = {}
-    for number, span, parameter in zero.rank.stepped:
-        for piece in zero.rank.pieces(number):
-            start = max(piece.at, span.start)
-            stop = min(piece.at + piece.stop - piece.start, span.stop)
+    for number, span, parameter in zero.rank.optimizer_shards:
+        for chunk in zero.rank.chunks(number):
+            start = max(chunk.at, span.start)
+            stop = min(chunk.at + chunk.stop - chunk.start, span.stop)
             if start < stop:
-                numbers = of(parameter)[start - span.start : stop - span.start]
-                found[piece.weight.name, piece.start + start - piece.at] = numbers.detach().clone()
+                part = of(parameter)[start - span.start : stop - span.start]
+                found[chunk.weight.name, chunk.start + start - chunk.at] = part.detach().clone()
     return found
 
 
 def weights(zero: processes.Zero) -> dict[Any, Tensor]:
-    return pieces(zero, lambda parameter: parameter)
+    return chunks(zero, lambda parameter: parameter)
 
 
 @contextmanager
 def calls_counted():
-    """What torch.distributed is really asked for, with tensors of more than one number."""
-    from memlab.zero import group_wire
+    """Count the calls of torch.distributed with tensors of more than one element."""
+    from memlab.zero import process_group
 
     counts: Counter[str] = Counter()
 
@@ -68,21 +68,21 @@ def calls_counted():
 
         return counted
 
-    kept = group_wire._reduce_scatter, group_wire._all_gather, dist.all_reduce
+    kept = process_group._reduce_scatter, process_group._all_gather, dist.all_reduce
     names = "reduce_scatter", "all_gather", "all_reduce"
     replaced = [counting(name, call) for name, call in zip(names, kept, strict=True)]
-    group_wire._reduce_scatter, group_wire._all_gather, dist.all_reduce = replaced
+    process_group._reduce_scatter, process_group._all_gather, dist.all_reduce = replaced
     try:
         yield counts
     finally:
-        group_wire._reduce_scatter, group_wire._all_gather, dist.all_reduce = kept
+        process_group._reduce_scatter, process_group._all_gather, dist.all_reduce = kept
 
 
-# ------------------------------------------------------------------ two ranks, many claims
+# ------------------------------------------------------------------ two and four ranks
 
 
 def two_ranks(folder: str) -> dict[str, Any]:
-    """One launch for all that two ranks can show and survive."""
+    """Run all cases for two ranks in one launch."""
     with processes.joined("gloo", timeout=TIME_OUT):
         return {
             "where": where(),
@@ -108,7 +108,7 @@ def two_ranks(folder: str) -> dict[str, Any]:
 
 
 def four_ranks(folder: str) -> dict[str, Any]:
-    """Beside FSDP2, and in two groups, of three ranks and one, that resume what two have saved."""
+    """Compare with FSDP2, then resume two ranks' checkpoints in groups of three ranks and one."""
     with processes.joined("gloo", timeout=TIME_OUT) as rank:
         three, one = dist.new_group([0, 1, 2]), dist.new_group([3])
         group, stages = (three, (3, 1)) if rank < 3 else (one, (1, 3))
@@ -132,7 +132,7 @@ def figures(trace: memlab.Trace) -> dict[str, Any]:
 
 
 def metered(stage: int, overlap: bool) -> dict[str, Any]:
-    """The second step, from weights that differ until they are shared."""
+    """Meter the second step; the ranks' weights differ until rank 0's are copied."""
     torch.manual_seed(dist.get_rank())
     zero = sharded(stage, overlap)
     for number in range(2):
@@ -148,8 +148,10 @@ def metered(stage: int, overlap: bool) -> dict[str, Any]:
     }
 
 
-def accumulated(stage: int, overlap: bool) -> tuple[dict[Any, Tensor], list[float], Traffic]:
-    """Three micro-batches a rank, clipped, in float64."""
+def accumulated(
+    stage: int, overlap: bool
+) -> tuple[dict[Any, Tensor], list[float], CollectiveTraffic]:
+    """Step in float64 with three micro-batches per rank and clipping."""
     zero, norms = sharded(stage, overlap, model=model_of().double()), []
     for number in range(3):
         batches = mine(micro_batches(3 * dist.get_world_size(), seed=number))
@@ -178,7 +180,7 @@ def under_autocast(stage: int) -> dict[Any, Tensor]:
 
 
 class Wide(nn.Module):
-    """Three units of known sizes, of which the second is by far the largest; no root."""
+    """Three units of known sizes, the second by far the largest; no root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +210,7 @@ def wide(stage: int, overlap: bool) -> dict[str, Any]:
 
 
 class Fickle(nn.Module):
-    """Its layers come in another order each time: what is gathered ahead is not always wanted."""
+    """A model that runs its layers in a different order each time, so that prefetches go unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +242,7 @@ def inputs_of(number: int) -> list[Tensor]:
 
 
 def spoil(weight: nn.Parameter, by: float, when: Callable[[], bool]) -> None:
-    """One number of its gradient is no number of any use."""
+    """Set one element of the weight's gradient to `by`."""
 
     def spoiled(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
@@ -251,7 +253,7 @@ def spoil(weight: nn.Parameter, by: float, when: Callable[[], bool]) -> None:
 
 
 def overflowing(stage: int) -> dict[str, Any]:
-    """The gradient of one number is inf, on rank 1."""
+    """Step while one element of rank 1's gradient is inf."""
     zero, scaler, stepped = sharded(stage), LossScaler(), []
     if dist.get_rank() == 1:
         spoil(zero.model.norm.weight, torch.inf, lambda: not stepped)
@@ -266,8 +268,7 @@ def overflowing(stage: int) -> dict[str, Any]:
 
 
 def plain_loop(stage: int) -> dict[str, Any]:
-    """A loop as for one process, with a mean loss; the schedule is made before the optimizer is
-    taken over."""
+    """Run a plain training loop with a mean loss; the schedule is made before `shard`."""
     model = model_of().double()
     optimizer = adamw(two_groups(model))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -284,7 +285,7 @@ def plain_loop(stage: int) -> dict[str, Any]:
 
 
 def accumulated_in_a_loop(sync: bool) -> tuple[dict[Any, Tensor], int]:
-    """Stage 1, two backward passes a step; the first may send nothing."""
+    """Run stage 1 with two backward passes per step, the first with or without sync."""
     zero = sharded(1, model=model_of().double())
     for number in range(2):
         first, second = mine(micro_batches(4, seed=number))
@@ -300,7 +301,7 @@ def accumulated_in_a_loop(sync: bool) -> tuple[dict[Any, Tensor], int]:
 
 
 def refused() -> dict[str, str]:
-    """What each sees; all of them go on afterwards."""
+    """Return the error of each invalid call; all ranks continue afterwards."""
     rank, found = dist.get_rank(), {}
 
     def note(name: str, do: Callable[[], Any]) -> None:
@@ -324,7 +325,7 @@ def refused() -> dict[str, str]:
     note("rate", another_rate)
     note("optimizer", another_optimizer)
     zero = sharded(1)
-    note("lonely step", zero.optimizer.step)
+    note("direct step", zero.optimizer.step)
     note("no gradients", zero.step)
     for stage in (2, 3):
         step = partial(sharded(stage).step, mine(micro_batches(2)) * (1 + rank), sum_of_losses)
@@ -333,7 +334,7 @@ def refused() -> dict[str, str]:
 
 
 def not_finite(stage: int, where: str) -> tuple[str, bool]:
-    """What each rank says, and whether it trains on as if nothing had been."""
+    """Return this rank's error, and whether it trains normally afterwards."""
     zero, steps = sharded(stage), []
     before = weights(zero)
     if dist.get_rank() == 1 and where == "gradient":
@@ -348,18 +349,17 @@ def not_finite(stage: int, where: str) -> tuple[str, bool]:
     except FloatingPointError as error:
         said = str(error)
     steps.append(said)
-    unchanged = all(torch.equal(numbers, before[key]) for key, numbers in weights(zero).items())
+    unchanged = all(torch.equal(weight, before[key]) for key, weight in weights(zero).items())
     zero.step(mine(micro_batches(2)), sum_of_losses)
-    trained = any(not torch.equal(numbers, before[key]) for key, numbers in weights(zero).items())
+    trained = any(not torch.equal(weight, before[key]) for key, weight in weights(zero).items())
     return said, unchanged and trained
 
 
 def order(stage: int, overlap: bool) -> list[str]:
-    """What happens one after the other in the second step: when collectives begin and are waited
-    for, gradients are there, and blocks have run."""
+    """Return the order of events in the second step: collectives, gradients, forward passes."""
     zero, events = sharded(stage, overlap), []
     zero.step(mine(micro_batches(2)), sum_of_losses)
-    begin, complete = zero.wire._begin, zero.wire._complete
+    begin, complete = zero.comm._start, zero.comm._wait
 
     def noted_begin(doing: str, *rest: Any) -> Any:
         events.append(f"begin {doing}")
@@ -369,7 +369,7 @@ def order(stage: int, overlap: bool) -> list[str]:
         events.append(f"wait for {doing}")
         complete(doing, *rest)
 
-    zero.wire._begin, zero.wire._complete = noted_begin, noted_complete
+    zero.comm._start, zero.comm._wait = noted_begin, noted_complete
     for name, weight in zero.model.named_parameters():
         weight.register_post_accumulate_grad_hook(
             lambda _, name=name: events.append(f"gradient of {name}")
@@ -397,7 +397,7 @@ def to_save(label: str, stage: int | None = None, group: Any = None) -> processe
 
 
 def saved(folder: str) -> dict[str, Any]:
-    """What the ranks go on to when they just go on."""
+    """Save, then step with the original and with the loaded state."""
     found = {}
     for label in SAVED:
         zero = to_save(label)
@@ -406,7 +406,7 @@ def saved(folder: str) -> dict[str, Any]:
         for group in zero.optimizer.param_groups:
             group["lr"] /= 2
         zero.save(f"{folder}/{label}", steps=-1)
-        zero.save(f"{folder}/{label}", steps=2)  # in place of the first
+        zero.save(f"{folder}/{label}", steps=2)  # replaces the first one
         zero.step(mine(micro_batches(12, seed=2)), sum_of_losses)
         again = to_save(label)
         also = again.load(f"{folder}/{label}")
@@ -416,7 +416,7 @@ def saved(folder: str) -> dict[str, Any]:
 
 
 def resumed(folder: str, stages: dict[str, int], group: Any) -> dict[str, Any]:
-    """The same by another number of ranks, in another stage."""
+    """Load with another number of ranks, in another stage, and step."""
     found: dict[str, Any] = {}
     for label, stage in stages.items():
         zero = to_save(label, stage, group)
@@ -436,11 +436,14 @@ def resumed(folder: str, stages: dict[str, int], group: Any) -> dict[str, Any]:
 
 
 def load_damaged(folder: str, stage: int, group: Any) -> tuple[str, bool, bool]:
-    """(the error of a flipped bit, whether nothing had changed, whether it can be read all the
-    same); each group of ranks has a copy of its own."""
+    """Load a checkpoint with a flipped bit.
+
+    Returns (the error, whether nothing changed, whether it loads with verify=False). Each group of
+    ranks has its own copy.
+    """
     zero = to_save("stage 2", stage, group)
-    copy = Path(f"{folder}, damaged for {zero.wire.ranks}")
-    if zero.wire.index == 0:
+    copy = Path(f"{folder}, damaged for {zero.comm.ranks}")
+    if zero.comm.index == 0:
         shutil.copytree(folder, copy)
         file = max(copy.glob("*.distcp"))
         content = bytearray(file.read_bytes())
@@ -448,7 +451,7 @@ def load_damaged(folder: str, stage: int, group: Any) -> tuple[str, bool, bool]:
         file.write_bytes(content)
     before = weights(zero)
     try:
-        zero.load(copy)  # whose first act is one that all ranks wait for
+        zero.load(copy)  # starts with a collective, so all ranks wait for the copy
         said = "nothing"
     except ValueError as error:
         said = str(error)
@@ -458,11 +461,11 @@ def load_damaged(folder: str, stage: int, group: Any) -> tuple[str, bool, bool]:
     return said, unchanged, zero.optimizer.state != {}
 
 
-# ------------------------------------------------------------------ beside FSDP2
+# ------------------------------------------------------------------ comparison with FSDP2
 
 
 def beside_fsdp2() -> dict[str, Any]:
-    warnings.simplefilter("ignore")  # it hooks a module whose inputs, tokens, need no gradient
+    warnings.simplefilter("ignore")  # FSDP2 hooks a module whose inputs, tokens, need no gradient
     theirs, calls = fsdp2_steps(torch.float64, 10)
     ours, traffic = {}, {}
     for stage in (1, 2, 3):
@@ -494,7 +497,7 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 
 def fsdp2_backward(model: nn.Module, number: int) -> None:
-    """It takes the mean over ranks, so the mean over all tokens is R times their sum, divided."""
+    """Scale the loss: FSDP2 averages over ranks, and the tests need the mean over all tokens."""
     ranks = dist.get_world_size()
     tokens = sum((targets >= 0).sum() for _, targets in micro_batches(ranks, seed=number))
     [batch] = batches_of(number)
@@ -507,7 +510,7 @@ def fsdp2_steps(dtype: torch.dtype, steps: int) -> tuple[dict[str, Tensor], dict
     model = fsdp2(model_of().to(dtype))
     optimizer = adamw(two_groups(model))
     for number in range(steps):
-        # Of the last step: counting takes longer than the step.
+        # Count only in the last step, because counting is slow.
         with CommDebugMode() if number == steps - 1 else nullcontext() as counted:
             fsdp2_backward(model, number)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -530,7 +533,7 @@ def our_gradients() -> dict[int, dict[Any, Tensor]]:
         [batch] = batches_of(0)
         zero.backward(*sum_of_losses(zero, batch))
         zero.clip_grad_norm_(1e9)
-        found[stage] = pieces(zero, lambda parameter: parameter.grad)
+        found[stage] = chunks(zero, lambda parameter: parameter.grad)
         zero.zero_grad()
     return found
 
@@ -544,22 +547,21 @@ def fsdp2_held() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # a meter knows of a storage from the first time it is used
+    for _ in range(2):  # a meter sees a storage from its first use
         trace = memlab.measure(step, model=model, optimizer=optimizer)
     return figures(trace)
 
 
 def our_held() -> dict[str, Any]:
-    """And how many tensors the optimizer counts the steps of, and how many numbers of its shards
-    are padding."""
+    """Also count the stepped tensors and the padding elements of this rank's shards."""
     zero = sharded(3)
     for _ in range(2):
         with memlab.meter(zero.model, zero.optimizer) as running:
             zero.step(batches_of(0), sum_of_losses)
-    owned = sum(numbers.numel() for numbers in weights(zero).values())
+    owned = sum(part.numel() for part in weights(zero).values())
     return {
         **figures(running.trace),
-        "stepped": len(zero.rank.stepped),
+        "stepped": len(zero.rank.optimizer_shards),
         "padding": zero.plan.shard_elements - owned,
     }
 
@@ -571,7 +573,7 @@ CASES = {"raises": TIME_OUT, "leaves": TIME_OUT, "sleeps": 10, "goes on": 10, "d
 
 
 def failures(folder: str) -> None:
-    """Three ranks, of which rank 1 fails in one way after the other, and is killed at last."""
+    """Run three ranks; rank 1 fails in one way after another and is killed in the end."""
     joining.GRACE_SECONDS = 5
     rank, said = int(os.environ["RANK"]), {"where": where()}
     for how, time_out in CASES.items():
@@ -581,7 +583,7 @@ def failures(folder: str) -> None:
         except Exception as error:
             said[how] = f"{type(error).__name__}: {error}"
         Path(folder, f"{rank}.txt").write_text(repr(said))
-    raise RuntimeError("all that could fail did")
+    raise RuntimeError("end of all cases")
 
 
 def one_fails(how: str, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the ranks share: a small model of odd sizes, its data, and one process."""
+"""Shared by the ZeRO tests: a small model of odd sizes, its data, and one process to compare."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ def model_of(config: GPTConfig = TIED, **settings) -> GPT:
 
 
 def micro_batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Two sequences each, of which more or fewer tokens are masked."""
+    """Return micro-batches of two sequences, with different numbers of masked tokens."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number in range(count):
@@ -46,22 +46,22 @@ def sgd(parameters) -> torch.optim.Optimizer:
 
 
 def two_groups(model: nn.Module) -> list[dict]:
-    """Matrices decay, vectors don't; they are interleaved in the model."""
+    """Return two groups, matrices with decay and vectors without; the model interleaves them."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 class OneProcess:
-    """Trains a copy of the model by itself, on the micro-batches of all ranks."""
+    """Train a copy of the model in one process, on the micro-batches of all ranks."""
 
     def __init__(self, model: nn.Module, optimizer: Callable, groups=two_groups) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = optimizer(groups(self.model))
 
     def gradients(self, batches: Sequence, ranks: int, stage: int, summed=sum_of_losses) -> None:
-        """Leave in `.grad` the gradient of the mean loss, added up in the order of the stage."""
-        if stage >= 2:  # as they are dealt out
+        """Set `.grad` to the gradient of the mean loss, accumulated in the order of the stage."""
+        if stage >= 2:  # in the order of the micro-batches
             accumulate(batches, lambda b: summed(self.model, b), self.model.parameters())
             return
         total: dict[nn.Parameter, Tensor] = {}
@@ -87,6 +87,6 @@ class OneProcess:
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The names of weights that are not equal, bit for bit."""
+    """Return the names of weights that differ in any bit."""
     assert found.keys() == expected.keys()
     return [name for name in expected if not torch.equal(found[name], expected[name])]

@@ -1,4 +1,4 @@
-"""The benchmark of ZeRO prints what one rank holds and sends, and writes it down."""
+"""The ZeRO benchmark prints and writes what one rank stores and sends."""
 
 import json
 
@@ -14,14 +14,14 @@ benchmark = script("zero")
 
 
 @pytest.mark.parametrize(("stage", "count"), [(1, 4 + 12 / 4), (2, 2 + 14 / 4), (3, 16 / 4)])
-def test_the_formula_stands_beside_a_peak_that_is_more(stage, count):
+def test_the_measured_peak_exceeds_the_formula_and_the_traffic_equals_it(stage, count):
     row = benchmark.row_of("tiny", 4, stage, seq_len=16)
     assert row["formula_bytes"] == PRESETS["tiny"].parameters * count
     assert row["peak_bytes"] > row["formula_bytes"]
     assert row["sent_bytes"] == row["ring_bytes"]
 
 
-def test_the_table_has_a_line_for_each_stage_and_so_has_the_file(tmp_path, capsys):
+def test_the_table_and_the_file_have_a_row_per_stage(tmp_path, capsys):
     words = ["--sections", "one_rank"]
     words += ["--runs", "tiny:2", "--stages", "1", "3", "--seq-len", "16"]
     assert benchmark.main([*words, "--results", str(tmp_path)]) == 0
@@ -32,7 +32,7 @@ def test_the_table_has_a_line_for_each_stage_and_so_has_the_file(tmp_path, capsy
 
 
 @pytest.mark.distributed
-def test_a_line_for_each_way_to_run_real_processes(tmp_path, capsys):
+def test_the_table_has_a_row_for_each_way_to_run_real_processes(tmp_path, capsys):
     words = ["--sections", "processes", "--model", "tiny", "--tokens", "8", "--rounds", "1"]
     assert benchmark.main([*words, "--results", str(tmp_path)]) == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What each rank holds and sends, to the byte, against the formulas with padding."""
+"""Bytes that each rank stores and sends, compared exactly with the formulas plus padding."""
 
 from dataclasses import replace
 from functools import cache
@@ -6,9 +6,9 @@ from itertools import accumulate
 
 import pytest
 import torch
+from in_ranks import Wide, mean_square
 from quick import quick
 from ranked import TIED, adamw, micro_batches, model_of, sgd, sum_of_losses, two_groups
-from torch import nn
 
 import memlab
 from memlab.checkpointing import checkpoint_blocks, uniform_schedule
@@ -26,7 +26,7 @@ REDUCE_SCATTER = Collective("reduce_scatter", "gradients")
 
 @cache
 def metered(ranks: int, stage: int, optimizer=adamw, *, micro: int = 1):
-    """(the simulation, its second step)"""
+    """Return (the simulation, its second step)."""
     return metered_of(model_of(), ranks, stage, optimizer, micro=micro)
 
 
@@ -39,7 +39,7 @@ def metered_of(model, ranks: int, stage: int, optimizer=adamw, *, micro: int = 1
 
 
 def after_backward(trace: Trace) -> dict[str, int]:
-    """Bytes alive by category when the last backward pass has ended."""
+    """Return the bytes alive by category at the end of the last backward pass."""
     last = max(n for n, event in enumerate(trace.events, 1) if event.phase == "backward")
     held: dict[str, int] = {}
     for event in trace.events[:last]:
@@ -48,10 +48,10 @@ def after_backward(trace: Trace) -> dict[str, int]:
 
 
 def counters_of(plan: Partition) -> int:
-    """AdamW counts the steps of each tensor that it steps: in stage 0 of each weight."""
+    """Return the number of AdamW's step counters: one per stepped tensor."""
     if plan.stage == 0:
         return sum(len(bucket.slots) for bucket in plan.buckets)
-    return sum(len(bucket.stepped()) for bucket in plan.buckets)
+    return sum(len(bucket.optimizer_spans()) for bucket in plan.buckets)
 
 
 def model_states(held: dict[str, int]) -> int:
@@ -59,16 +59,16 @@ def model_states(held: dict[str, int]) -> int:
 
 
 def most(trace: Trace, category: str) -> int:
-    """The most bytes of a category at one moment."""
+    """Return the peak bytes of one category."""
     return max(accumulate(e.bytes for e in trace.events if e.category == category))
 
 
-# ------------------------------------------------------------------ bytes held
+# ------------------------------------------------------------------ memory
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ranks", quick([1, 2], [1, 2, 5]))
-def test_every_rank_holds_what_the_formula_says_with_padding(ranks, stage):
+def test_every_rank_stores_what_the_formula_says_with_padding(ranks, stage):
     zero, step = metered(ranks, stage)
     whole, shard = zero.plan.padded_elements, zero.plan.shard_elements
     counters = counters_of(zero.plan)
@@ -85,16 +85,16 @@ def test_every_rank_holds_what_the_formula_says_with_padding(ranks, stage):
 
 
 @pytest.mark.parametrize("stage", quick([3], STAGES))
-def test_on_the_way_the_optimizer_takes_three_times_what_it_steps_at_once(stage, monkeypatch):
-    """torch's AdamW: a root and its quotient, while those of the run before are still there."""
+def test_optimizer_temporaries_are_three_times_the_sub_group(stage, monkeypatch):
+    """torch's AdamW has a square root and a quotient, while the previous ones are still alive."""
     monkeypatch.setattr("memlab.zero.ranks.SUB_GROUP", 64)
-    _, step = metered_of(model_of(), 2, stage)  # not the cached one, whose steps are larger
+    _, step = metered_of(model_of(), 2, stage)  # not cached: the cached runs use another SUB_GROUP
     temporaries = [most(trace, "optimizer_temporaries") for trace in step.traces]
     assert temporaries == [3 * FLOAT * 64] * 2
 
 
-def test_a_shard_is_more_than_the_weights_divided_by_the_ranks():
-    """7 divides no group and no number of rows: padding is held too, and more of it by rows."""
+def test_a_shard_is_larger_than_the_weights_divided_by_the_ranks():
+    """7 divides neither the groups nor the rows. Padding is stored too, and more of it by rows."""
     model, ranks = model_of(), 7
     matrices, vectors = (group["params"] for group in two_groups(model))
     counts = sum(p.numel() for p in matrices), sum(p.numel() for p in vectors)
@@ -107,7 +107,7 @@ def test_a_shard_is_more_than_the_weights_divided_by_the_ranks():
 
 
 @pytest.mark.parametrize("stage", quick([3], STAGES))
-def test_between_steps_there_are_no_gradients_and_nothing_is_gathered(stage):
+def test_between_steps_there_are_no_gradients_and_no_gathered_weights(stage):
     zero, step = metered(3, stage)
     whole, shard = zero.plan.padded_elements, zero.plan.shard_elements
     for trace in step.traces:
@@ -122,9 +122,12 @@ def test_sgd_without_momentum_keeps_no_state():
     assert step.traces[0].at_end["optimizer_state"] == FLOAT * zero.plan.shard_elements
 
 
-def test_stage_2_drops_the_gradients_of_a_block_when_they_are_reduced():
-    """The most there are when the first block is reduced, which is the last: its gradients one by
-    one and put together, the shards of the other blocks, and the final norm's, which waits."""
+def test_stage_2_frees_the_gradients_of_a_block_after_reducing_them():
+    """The peak is in the last reduction, which is the first block's.
+
+    Alive then: its gradients one by one and in a bucket, the shards of the other blocks, and the
+    final norm's gradient.
+    """
     model = model_of()
     zero = simulate(model, adamw(model.parameters()), 2, 2, meter=memlab.meter)
     [trace, _] = zero.step(micro_batches(2), sum_of_losses).traces
@@ -134,8 +137,8 @@ def test_stage_2_drops_the_gradients_of_a_block_when_they_are_reduced():
     assert most(trace, "gradients") == FLOAT * expected
 
 
-def test_a_small_shard_costs_less_than_a_whole_model_at_the_peak():
-    """Unsharded, every rank would hold as much at each stage."""
+def test_each_stage_has_a_lower_peak_than_the_one_before():
+    """Without sharding, the peak would be the same in each stage."""
     peaks = [metered(3, stage)[1].traces[0].peak_bytes for stage in STAGES]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == len(peaks)
@@ -144,26 +147,8 @@ def test_a_small_shard_costs_less_than_a_whole_model_at_the_peak():
 # ------------------------------------------------------------------ the gathered unit
 
 
-class Wide(nn.Module):
-    """Three units, of which the second is by far the largest; no root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [(6, 8), (8, 500), (500, 2)]
-        self.layers = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def mean_square(model, x):
-    return model(x).square().sum(), 1
-
-
-def test_the_peak_of_stage_3_is_the_steady_state_and_the_largest_unit():
-    """Gathered, and with its gradient as backward has just made it."""
+def test_the_peak_of_stage_3_is_the_steady_state_plus_the_largest_unit():
+    """The largest unit counts twice: its gathered weights and their new gradient."""
     model = Wide()
     zero = simulate(model, adamw(model.parameters()), 2, 3, meter=memlab.meter)
     for _ in range(2):
@@ -174,12 +159,12 @@ def test_the_peak_of_stage_3_is_the_steady_state_and_the_largest_unit():
         assert step.gathered_at_peak(rank) == {"layers.1": FLOAT * largest}
         shards = FLOAT * zero.plan.shard_elements
         assert trace.at_peak["parameters"] == shards + FLOAT * largest
-        of_the_last = FLOAT * 500 * 2 // 2  # the shard of the unit that came before
+        of_the_last = FLOAT * 500 * 2 // 2  # the shard of the unit whose backward ran before
         assert trace.at_peak["gradients"] == FLOAT * largest + of_the_last
         assert trace.at_peak["optimizer_state"] == 2 * shards + 3 * FLOAT
 
 
-def test_only_one_block_is_gathered_at_a_time_and_the_root():
+def test_only_the_root_and_one_block_are_gathered_at_a_time():
     zero, step = metered(2, 3)
     blocks = [b.elements for b in zero.plan.buckets if b.unit == "blocks.0"]
     root = [b.elements for b in zero.plan.buckets if b.unit == "root"]
@@ -188,8 +173,8 @@ def test_only_one_block_is_gathered_at_a_time_and_the_root():
     assert set(step.gathered_at_peak()) <= {"root", "blocks.0", "blocks.1", "blocks.2"}
 
 
-def test_units_can_be_named():
-    """The whole model as one unit is gathered whole."""
+def test_units_can_be_chosen():
+    """With the whole model as one unit, all weights are gathered at once."""
     zero, step = metered_of(model_of(), 2, 3, units=[])
     assert {bucket.unit for bucket in zero.plan.buckets} == {"root"}
     expected = FLOAT * (zero.plan.shard_elements + zero.plan.elements)
@@ -202,7 +187,7 @@ def test_below_stage_3_nothing_is_gathered(stage):
     assert metered(2, stage)[1].gathered_at_peak() == {}
 
 
-# ------------------------------------------------------------------ bytes sent
+# ------------------------------------------------------------------ traffic
 
 
 @pytest.mark.parametrize("micro", quick([2], [1, 2]))
@@ -227,11 +212,14 @@ def test_every_rank_sends_what_the_ring_formula_says(ranks, stage, micro):
     ],
 )
 def test_the_collectives_of_each_stage(stage, calls):
-    """Four units, two groups, two micro-batches. Stages 1 and 2 reduce, and never all-reduce
-    gradients; stage 3 gathers a unit twice in each pass and scatters it once."""
+    """Four units, two groups, two micro-batches.
+
+    Stages 1 and 2 never all-reduce gradients. Stage 3 gathers a unit twice in each pass and
+    reduce-scatters it once.
+    """
     _, step = metered(2, stage, micro=2)
     for traffic in step.traffic:
-        assert {c: n for c, n in traffic.calls.items() if c.of != "numbers"} == calls
+        assert {c: n for c, n in traffic.calls.items() if c.payload != "numbers"} == calls
 
 
 def test_a_checkpointed_block_is_not_gathered_a_third_time():
@@ -242,15 +230,15 @@ def test_a_checkpointed_block_is_not_gathered_a_third_time():
 
 
 @pytest.mark.parametrize(("stage", "numbers"), [(0, 2), (1, 3), (2, 3), (3, 3)])
-def test_a_norm_costs_one_number_where_gradients_are_in_shards(stage, numbers):
-    """Beside the sums of losses and of tokens."""
+def test_the_norm_costs_one_scalar_if_gradients_are_sharded(stage, numbers):
+    """The sums of losses and of tokens cost two more."""
     model = model_of()
     zero = simulate(model, adamw(model.parameters()), 2, stage)
     step = zero.step(micro_batches(2), sum_of_losses, clip_norm=1.0)
     assert step.traffic[0].calls[Collective("all_reduce", "numbers")] == numbers
 
 
-def test_bytes_count_by_the_dtype_of_what_is_sent():
+def test_bytes_depend_on_the_dtype_sent():
     single, double = (
         simulate(model, adamw(model.parameters()), 2, 3).step(micro_batches(2), sum_of_losses)
         for model in (model_of(), model_of().double())
@@ -273,7 +261,7 @@ def alone(ranks: int, stage: int, config=TIED, **settings):
 
 @pytest.mark.parametrize("stage", quick([1, 3], STAGES))
 @pytest.mark.parametrize("ranks", quick([3], [1, 3]))
-def test_one_rank_on_fake_tensors_holds_and_sends_what_a_real_one_does(ranks, stage):
+def test_one_rank_on_fake_tensors_stores_and_sends_what_a_real_one_does(ranks, stage):
     found, [expected, *_] = alone(ranks, stage), metered(ranks, stage)[1:]
     assert found.traffic == expected.traffic[:1]
     [trace] = found.traces
@@ -285,7 +273,7 @@ def test_one_rank_on_fake_tensors_holds_and_sends_what_a_real_one_does(ranks, st
 
 
 @pytest.mark.parametrize("stage", quick([3], STAGES))
-def test_it_does_with_float32_copies_of_shards(stage):
+def test_one_rank_on_fake_tensors_matches_with_float32_copies_of_shards(stage):
     model = model_of(dtype=torch.bfloat16)
     _, expected = metered_of(model, 3, stage, master_weights=True)
     [trace] = alone(3, stage, dtype=torch.bfloat16, master_weights=True).traces
@@ -294,8 +282,8 @@ def test_it_does_with_float32_copies_of_shards(stage):
 
 
 @pytest.mark.parametrize("stage", quick([2], STAGES))
-def test_with_float32_copies_a_rank_holds_the_papers_16_bytes(stage):
-    """2 + 2 + 12: all that is held when backward ends, for an R that divides everything."""
+def test_with_float32_copies_a_rank_stores_the_papers_16_bytes_per_weight(stage):
+    """2 + 2 + 12 bytes when backward ends, for an R that divides every size."""
     config = replace(TIED, vocab_size=36, hidden=12)
     with memlab.dry_run():
         model = GPT(config, dtype=torch.bfloat16)
@@ -308,7 +296,7 @@ def test_with_float32_copies_a_rank_holds_the_papers_16_bytes(stage):
     assert model_states(after_backward(trace)) == expected + counters
 
 
-def test_one_rank_of_real_numbers_is_refused():
+def test_one_rank_refuses_real_tensors():
     model = model_of()
-    with pytest.raises(ValueError, match="a model of real numbers"):
+    with pytest.raises(ValueError, match="a model with real values"):
         one_rank(model, adamw(model.parameters()), 2, 3)

@@ -1,4 +1,4 @@
-"""The formulas against the figures of the ZeRO paper, and against counting by hand."""
+"""The formulas, compared with the figures of the ZeRO paper and with counting by hand."""
 
 import pytest
 
@@ -9,8 +9,8 @@ BILLION = 10**9
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_the_figure_of_the_paper(stage, gigabytes):
-    """Rajbhandari et al., figure 1: 7.5 billion weights on 64 ranks, in GB of 10⁹ bytes."""
+def test_the_formula_gives_the_figures_of_the_paper(stage, gigabytes):
+    """Rajbhandari et al., figure 1: 7.5 billion weights on 64 ranks, in GB."""
     found = model_state_bytes(15 * BILLION // 2, ranks=64, stage=stage) / BILLION
     assert round(found, 1) == gigabytes
 
@@ -18,26 +18,26 @@ def test_the_figure_of_the_paper(stage, gigabytes):
 @pytest.mark.parametrize(
     ("stage", "count"), [(0, 16 * 10), (1, 4 * 10 + 12 * 3), (2, 2 * 10 + 14 * 3), (3, 16 * 3)]
 )
-def test_what_does_not_divide_is_rounded_up_on_every_rank(stage, count):
+def test_shards_are_rounded_up_on_every_rank(stage, count):
     """10 weights on 4 ranks are shards of 3."""
     assert model_state_bytes(10, ranks=4, stage=stage) == count
 
 
-def test_other_recipes_are_other_bytes_a_weight():
+def test_bytes_per_weight_can_be_set():
     recipe = {"parameter_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8}
     assert model_state_bytes(10, ranks=1, stage=3, **recipe) == 160
     assert model_state_bytes(10, ranks=5, stage=2, **recipe) == 40 + 2 * 12
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_one_rank_holds_everything_and_sends_nothing(stage):
+def test_a_single_rank_stores_everything_and_sends_nothing(stage):
     assert model_state_bytes(10, ranks=1, stage=stage) == 160
     assert communication_bytes(10, ranks=1, stage=stage) == 0
 
 
 @pytest.mark.parametrize(("stage", "passes"), [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_a_step_sends_so_many_times_the_weights(stage, passes):
-    """(R−1)/R of them, 2 bytes each."""
+def test_the_passes_of_one_step(stage, passes):
+    """Each pass sends (R−1)/R of the weights, 2 bytes each."""
     assert communication_bytes(1000, ranks=4, stage=stage) == passes * 750 * 2
 
 
@@ -49,7 +49,7 @@ def test_with_5_micro_batches_stage_3_sends_everything_15_times(stage, passes):
 
 
 def by_hand(elements: int, ranks: int) -> list[int]:
-    """What each rank of a ring sends until every rank has every shard."""
+    """Return how many elements each rank sends until every rank has every shard."""
     shard = -(-elements // ranks)
     has = [{rank} for rank in range(ranks)]
     latest = list(range(ranks))
@@ -69,12 +69,12 @@ def test_a_ring_sends_all_shards_but_one(elements, ranks):
     assert by_hand(elements, ranks) == [ring_elements(elements, ranks)] * ranks
 
 
-def test_no_micro_batch_is_refused():
+def test_zero_micro_batches_are_refused():
     with pytest.raises(ValueError, match="got 0 micro-batches"):
         communication_bytes(10, ranks=2, stage=3, micro_batches=0)
 
 
 @pytest.mark.parametrize("formula", [model_state_bytes, communication_bytes])
 def test_unknown_stages_are_refused(formula):
-    with pytest.raises(ValueError, match="got stage 5; give one of 0, data parallel"):
+    with pytest.raises(ValueError, match="got stage 5; pass one of 0, data parallel"):
         formula(10, ranks=2, stage=5)

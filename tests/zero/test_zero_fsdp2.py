@@ -1,4 +1,4 @@
-"""Stage 3 beside FSDP2, under a process group that sends nothing, in this one process."""
+"""Compare stage 3 with FSDP2 in one process, under a fake process group that sends nothing."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ fully_shard = pytest.importorskip("torch.distributed.fsdp", reason="FSDP2").full
 
 RANKS = 4
 pytestmark = [
-    # FSDP2 hooks a module whose inputs, tokens, need no gradient.
+    # FSDP2 hooks a module whose inputs, tokens, need no gradient, and torch warns about that.
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -42,7 +42,7 @@ def loss_of(model, batch):
 
 
 def fsdp2(mesh, config, batch, schedule=None):
-    """(the trace of the second step, its collectives) of rank 0."""
+    """Return (the trace of the second step, its collectives) of rank 0."""
     with memlab.dry_run():
         model = GPT(config)
         for module in (*model.blocks, model):
@@ -57,8 +57,8 @@ def fsdp2(mesh, config, batch, schedule=None):
             optimizer.step()
             optimizer.zero_grad()
 
-        # The first step is metered too: a meter knows of a storage from the first time it is used,
-        # and FSDP2 has filled it by then.
+        # Meter the first step too: a meter sees a storage from its first use, and FSDP2 fills its
+        # storages in the first step.
         memlab.measure(step, model=model, optimizer=optimizer)
         trace = memlab.measure(step, model=model, optimizer=optimizer)
         with CommDebugMode() as collectives:
@@ -76,10 +76,10 @@ def ours(config, batch, schedule=None):
         return zero, zero.step([(tokens, tokens)], loss_of)
 
 
-def test_it_holds_what_fsdp2_holds_between_steps_but_for_the_optimizers_counters(mesh):
-    """FSDP2 steps each weight by itself, the simulation a unit's shard as one.
+def test_between_steps_the_memory_is_fsdp2s_but_for_the_optimizers_counters(mesh):
+    """FSDP2 steps each weight separately, the simulation a unit's shard at once.
 
-    Its mesh holds the ranks in a tensor.
+    FSDP2's mesh stores the ranks in a tensor.
     """
     trace, _ = fsdp2(mesh, UNTIED, (2, 16))
     zero, step = ours(UNTIED, (2, 16))
@@ -90,7 +90,7 @@ def test_it_holds_what_fsdp2_holds_between_steps_but_for_the_optimizers_counters
     assert found == trace.at_end
 
 
-def test_it_calls_the_collectives_that_fsdp2_calls(mesh):
+def test_it_calls_the_same_collectives_as_fsdp2(mesh):
     _, collectives = fsdp2(mesh, UNTIED, (2, 16))
     _, step = ours(UNTIED, (2, 16))
     calls = step.traffic[0].calls
@@ -100,7 +100,7 @@ def test_it_calls_the_collectives_that_fsdp2_calls(mesh):
     }
 
 
-def test_rows_are_padded_as_fsdp2_pads_them(mesh):
+def test_rows_are_padded_as_in_fsdp2(mesh):
     """3 rows of keys and values, 7 of the MLP, on 4 ranks."""
     odd = GPTConfig(37, 6, 2, 3, 1, 7, 16, tied=False)
     trace, _ = fsdp2(mesh, odd, (1, 8))
@@ -109,8 +109,8 @@ def test_rows_are_padded_as_fsdp2_pads_them(mesh):
 
 
 @pytest.mark.parametrize(("batch", "share"), [((1, 128), 0.1), slow(((4, 256), 0.05))])
-def test_its_peak_is_near_that_of_fsdp2(mesh, batch, share):
-    """FSDP2 gathers the next block ahead, while the last is at work: that is beyond ours."""
+def test_its_peak_is_close_to_fsdp2s(mesh, batch, share):
+    """FSDP2 prefetches the next block while the previous one runs; the simulation does not."""
     config, schedule = PRESETS["25m"], uniform_schedule(PRESETS["25m"].layers, 1)
     trace, _ = fsdp2(mesh, config, batch, schedule)
     _, step = ours(config, batch, schedule)

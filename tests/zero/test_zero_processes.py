@@ -1,6 +1,6 @@
-"""ZeRO in real processes, against the simulation, FSDP2, and what goes wrong.
+"""ZeRO in real processes: compared with the simulation and FSDP2, and with failing ranks.
 
-Each number of ranks is one launch, of which many tests read the results (tests/zero/in_ranks.py).
+One launch serves many tests, which read its results (tests/zero/in_ranks.py).
 """
 
 import ast
@@ -43,7 +43,7 @@ from ranked import (
 import memlab
 from memlab.model import GPT
 from memlab.zero import processes, simulate
-from memlab.zero.joining import Note, sentence
+from memlab.zero.joining import Note, explain
 from memlab.zero.launch import RanksFailed, run_ranks
 
 pytestmark = [
@@ -82,7 +82,7 @@ def beside(request):
 
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
-    """(the error, what each rank noted) of three ranks, of which rank 1 is killed at last."""
+    """Return (the error, the notes of each rank) of three ranks; rank 1 is killed in the end."""
     folder = tmp_path_factory.mktemp("failures")
     with pytest.raises(RanksFailed) as failed:
         run_ranks(f"{IN_RANKS}:failures", 3, str(folder), timeout=TIME_OUT)
@@ -90,15 +90,15 @@ def failed(tmp_path_factory):
 
 
 def assembled(by_rank, model):
-    """Whole weights, of the pieces of all ranks; every number of them once, or the same twice."""
+    """Join the chunks of all ranks to whole weights, and check that no element is missing."""
     found = {}
     for name, weight in model.named_parameters():
-        dtypes = [numbers.dtype for of in by_rank for key, numbers in of.items() if key[0] == name]
+        dtypes = [chunk.dtype for of in by_rank for key, chunk in of.items() if key[0] == name]
         flat = torch.full((weight.numel(),), torch.nan, dtype=dtypes[0])
         for of in by_rank:
-            for (owner, start), numbers in of.items():
+            for (owner, start), chunk in of.items():
                 if owner == name:
-                    flat[start : start + len(numbers)] = numbers
+                    flat[start : start + len(chunk)] = chunk
         assert not flat.isnan().any(), name
         found[name] = flat.view(weight.shape)
     return found
@@ -110,7 +110,7 @@ def simulated(stage, overlap, model, ranks=2, optimizer=adamw, **settings):
     return simulate(model, given, ranks, stage, by_unit=by_unit, **settings)
 
 
-# ------------------------------------------------------------------ the simulation
+# ------------------------------------------------------------------ comparison with the simulation
 
 
 @cache
@@ -123,7 +123,7 @@ def metered(stage, overlap):
 
 @pytest.mark.parametrize("how", HOW)
 def test_two_ranks_have_the_weights_of_the_simulation_bit_for_bit(two, how):
-    """From rank 0's values: rank 1's model began with others."""
+    """All ranks start from rank 0's values, although rank 1's model has other ones."""
     found = assembled([rank["metered"][how]["weights"] for rank in two], model_of())
     expected, step = metered(*how)
     assert differing(found, expected) == []
@@ -131,23 +131,23 @@ def test_two_ranks_have_the_weights_of_the_simulation_bit_for_bit(two, how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_each_sends_what_the_simulation_sends(two, how):
+def test_each_rank_sends_what_the_simulation_sends(two, how):
     _, step = metered(*how)
     for rank, traffic in zip(two, step.traffic, strict=True):
         assert rank["metered"][how]["traffic"] == (traffic,)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_is_counted_is_what_torch_was_asked_for(two, how):
-    """Stage 1 that all-reduced its gradients, too, would send half as much again."""
+def test_the_traffic_counters_match_the_calls_of_torch(two, how):
+    """Stage 1 would send 1.5× as much if it all-reduced its gradients."""
     for rank in two:
         counted = Counter()
         for collective, calls in rank["metered"][how]["traffic"][0].calls.items():
-            counted[collective.kind] += calls if collective.of != "numbers" else 0
+            counted[collective.kind] += calls if collective.payload != "numbers" else 0
         assert +rank["metered"][how]["calls"] == +counted
 
 
-def test_stage_3_gathers_a_unit_twice_and_scatters_it_once(two):
+def test_stage_3_gathers_a_unit_twice_and_reduce_scatters_it_once(two):
     for overlap in (False, True):
         calls = two[0]["metered"][3, overlap]["calls"]
         units = TIED.layers + 1
@@ -155,9 +155,9 @@ def test_stage_3_gathers_a_unit_twice_and_scatters_it_once(two):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_each_holds_what_the_simulation_holds(two, how):
-    """With overlap too: of equal blocks, the bucket that is put together is more than the one that
-    waits."""
+def test_each_rank_stores_what_the_simulation_stores(two, how):
+    """Also with overlap: blocks are equal, and the bucket being filled peaks above the pending
+    one."""
     _, step = metered(*how)
     for rank, trace in zip(two, step.traces, strict=True):
         held = rank["metered"][how]
@@ -178,17 +178,20 @@ def wide(stage, overlap):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_overlap_the_peak_is_the_simulations(two, stage):
+def test_without_overlap_the_peak_equals_the_simulations(two, stage):
     for rank, trace in zip(two, wide(stage, False), strict=True):
         assert rank["wide"][stage, False]["peak"] == trace.peak_bytes
         assert rank["wide"][stage, False]["at_peak"] == trace.at_peak
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_overlap_costs_a_unit_ahead_and_a_bucket_that_is_under_way(two, stage):
-    """At the peak of stage 3, the largest unit's backward, the first unit is on its way (8 × 6),
-    and of the last the gradients are not a shard yet, but whole (500 × 2). Below stage 3 nothing is
-    gathered ahead, and at the peak, when a bucket is put together, the one before has landed."""
+def test_overlap_costs_a_prefetched_unit_and_a_pending_bucket(two, stage):
+    """The peak of stage 3 is in the largest unit's backward.
+
+    The first unit (8 × 6) is prefetched, and the gradients of the last one (500 × 2) are still
+    whole. Below stage 3 nothing is prefetched, and the previous reduction has finished by the time
+    the next bucket is filled.
+    """
     more = FLOAT * (8 * 6 + 500 * 2 - 500 * 2 // 2) if stage == 3 else 0
     for rank, trace in zip(two, wide(stage, True), strict=True):
         assert rank["wide"][stage, True]["peak"] == trace.peak_bytes + more
@@ -196,8 +199,8 @@ def test_overlap_costs_a_unit_ahead_and_a_bucket_that_is_under_way(two, stage):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_accumulated_and_clipped_they_agree_within_float64(two, how):
-    """Tokens that count alike however they are dealt out, and a norm over all shards."""
+def test_accumulated_and_clipped_steps_agree_within_float64(two, how):
+    """Every token counts the same on every rank, and the norm is over all shards."""
     zero, norms = simulated(*how, model_of().double()), []
     for number in range(3):
         step = zero.step(micro_batches(6, seed=number), sum_of_losses, clip_norm=0.1)
@@ -211,19 +214,19 @@ def test_accumulated_and_clipped_they_agree_within_float64(two, how):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_float32_copies_of_bfloat16_are_stepped_as_in_the_simulation(two, stage):
+def test_float32_copies_of_bfloat16_step_as_in_the_simulation(two, stage):
     model = model_of(dtype=torch.bfloat16)
     zero = simulated(stage, True, model, master_weights=True)
     for number in range(3):
         zero.step(micro_batches(2, seed=number), sum_of_losses)
     found = assembled([rank["low precision"][stage] for rank in two], model)
-    assert {numbers.dtype for numbers in found.values()} == {torch.float32}
-    rounded = {name: numbers.bfloat16() for name, numbers in found.items()}
+    assert {weight.dtype for weight in found.values()} == {torch.float32}
+    rounded = {name: weight.bfloat16() for name, weight in found.items()}
     assert differing(rounded, zero.weights()) == []
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_autocast_is_as_in_the_simulation(two, stage):
+def test_autocast_gives_the_weights_of_the_simulation(two, stage):
     zero = simulated(stage, True, model_of())
     for number in range(3):
         zero.step(micro_batches(2, seed=number), autocast_sum)
@@ -232,7 +235,7 @@ def test_autocast_is_as_in_the_simulation(two, stage):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_was_gathered_ahead_in_vain_changes_nothing(two, overlap):
+def test_unused_prefetches_change_nothing(two, overlap):
     model = Fickle()
     zero = simulate(model, adamw(model.parameters()), 2, 3)
     for number in range(4):
@@ -242,16 +245,16 @@ def test_what_was_gathered_ahead_in_vain_changes_nothing(two, overlap):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_overflows_on_one_rank_is_skipped_by_all(two, stage):
+def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(two, stage):
     expected = {"stepped": [False, True], "unchanged": [True, False], "scale": 2.0**15}
     assert [rank["scaled"][stage] for rank in two] == [expected] * 2
 
 
-# ------------------------------------------------------------------ a loop of one's own
+# ------------------------------------------------------------------ plain training loops
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_plain_loop_steps_by_the_mean_of_the_ranks_gradients(two, stage):
+def test_a_plain_loop_steps_with_the_mean_of_the_ranks_gradients(two, stage):
     alone, norms = OneProcess(model_of().double(), adamw), []
     schedule = torch.optim.lr_scheduler.StepLR(alone.optimizer, 1, 0.5)
     for number in range(3):
@@ -269,7 +272,7 @@ def test_a_plain_loop_steps_by_the_mean_of_the_ranks_gradients(two, stage):
         assert rank["plain"][stage]["lr"] == alone.optimizer.param_groups[0]["lr"]
 
 
-def test_without_sync_stage_1_sends_once_and_steps_the_same(two):
+def test_no_sync_sends_once_and_steps_the_same_in_stage_1(two):
     model = model_of().double()
     zero = simulated(1, True, model)
     for number in range(2):
@@ -282,7 +285,7 @@ def test_without_sync_stage_1_sends_once_and_steps_the_same(two):
         assert [rank["no sync"][sync][1] for rank in two] == [sent] * 2
 
 
-# ------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------ errors and failing ranks
 
 
 @pytest.mark.parametrize(
@@ -291,17 +294,17 @@ def test_without_sync_stage_1_sends_once_and_steps_the_same(two):
         ("model", r"rank 1 has \[blocks\.0\.mlp\.gate\.weight 12x12 .* rank 0 has .* 10x12"),
         ("settings", r"rank 1 has \[overlap=False\] where rank 0 has \[overlap=True\]"),
         ("rate", r"rank 1 has \[SGD, group 0: lr=2\.0\] where rank 0 has .*lr=1\.0"),
-        ("optimizer", r"Adafactor keeps row_var, which several numbers share"),
-        ("lonely step", r"the ranks have to step together; call zero\.step\(\)"),
-        ("no gradients", r"no gradients to step by; call loss\.backward\(\)"),
-        ("micro-batches 2", r"rank 1 has 2 micro-batches where rank 0 has 1; give each rank as"),
-        ("micro-batches 3", r"rank 1 has 2 micro-batches where rank 0 has 1; give each rank as"),
+        ("optimizer", r"Adafactor keeps row_var, which several elements share"),
+        ("direct step", r"all ranks have to step together; call zero\.step\(\)"),
+        ("no gradients", r"no gradients to step with; call loss\.backward\(\)"),
+        ("micro-batches 2", r"rank 1 has 2 micro-batches where rank 0 has 1; pass the same"),
+        ("micro-batches 3", r"rank 1 has 2 micro-batches where rank 0 has 1; pass the same"),
     ],
 )
-def test_every_rank_is_told_what_another_does_otherwise(two, case, words):
+def test_every_rank_gets_an_error_that_shows_the_difference(two, case, words):
     for rank in two:
         assert re.search(words, rank["refused"][case])
-    if case != "optimizer":  # whose owner is told by its own error
+    if case != "optimizer":  # the rank with that optimizer raises its own error
         assert two[0]["refused"][case] == two[1]["refused"][case]
 
 
@@ -313,12 +316,12 @@ def test_every_rank_is_told_what_another_does_otherwise(two, case, words):
         ("gradient", "the gradient of blocks.1.mlp_norm.weight of rank 1"),
     ],
 )
-def test_what_is_not_finite_on_one_rank_is_the_same_error_on_all(two, stage, where, words):
-    """Before the step; and the next one is as if nothing had been."""
+def test_a_non_finite_value_on_one_rank_raises_the_same_error_on_all(two, stage, where, words):
+    """The error comes before the step, and the next step works."""
     said = [rank["not finite"][stage, where] for rank in two]
     assert said[0] == said[1]
-    sentence, fine_afterwards = said[0]
-    assert sentence.startswith(f"not finite: {words}; no rank has stepped")
+    message, fine_afterwards = said[0]
+    assert message.startswith(f"not finite: {words}; no rank has stepped")
     assert fine_afterwards
 
 
@@ -328,16 +331,16 @@ def test_what_is_not_finite_on_one_rank_is_the_same_error_on_all(two, stage, whe
     [
         ("raises", "rank 1 of 3 stopped before the reduce-scatter of root, with OSError: the disk"),
         ("leaves", "rank 1 of 3 stopped before the reduce-scatter of root, with no error: it has"),
-        ("sleeps", "rank 1 of 3 did not come in time: the reduce-scatter of root waits in vain"),
+        ("sleeps", "rank 1 of 3 did not come in time: the reduce-scatter of root cannot finish"),
         (
             "goes on",
-            "the ranks wait for each other, rank 0 in the sum of a number over all ranks, ",
+            "the ranks wait for each other, rank 0 in the all-reduce of a scalar, ",
         ),
-        ("dies", "rank 1 of 3 ended without a word: the reduce-scatter of root waits in vain"),
+        ("dies", "rank 1 of 3 ended without a word: the reduce-scatter of root cannot finish"),
     ],
 )
-def test_a_rank_that_stops_hangs_or_dies_is_named_by_the_others(failed, how, words):
-    """One after the other, and each time they join anew."""
+def test_the_other_ranks_name_a_rank_that_stops_hangs_or_dies(failed, how, words):
+    """The ranks fail in one way after another, and join again each time."""
     _, said = failed
     for rank in (0, 2):
         assert said[rank][how].startswith(f"RankLost: {words}")
@@ -346,40 +349,40 @@ def test_a_rank_that_stops_hangs_or_dies_is_named_by_the_others(failed, how, wor
 
 
 @pytest.mark.slow
-def test_the_launcher_says_which_rank_was_killed(failed):
+def test_the_launcher_reports_which_rank_was_killed(failed):
     error, said = failed
     assert str(error.value) == "rank 1 of 3 failed: killed by SIGKILL"
-    assert error.value.errors[0] == error.value.errors[2] == "RuntimeError: all that could fail did"
+    assert error.value.errors[0] == error.value.errors[2] == "RuntimeError: end of all cases"
     assert said[1]["raises"] == "OSError: the disk is full"
     assert [sorted(said[rank].keys() & CASES.keys()) for rank in (0, 2)] == [sorted(CASES)] * 2
 
 
-def test_who_comes_when_the_others_have_given_up_did_not_come_in_time():
+def test_a_rank_that_comes_after_the_others_gave_up_did_not_come_in_time():
     given_up, late = Note("", "the sum", 5.1, True), Note("", "the sum", 0.2)
     notes = {0: given_up, 1: late, 2: given_up._replace(timed_out=False)}
-    words = "rank 1 of 3 did not come in time: the sum waits in vain"
-    assert sentence(notes, [0, 1, 2], 3, "the sum", "closed") == words
+    words = "rank 1 of 3 did not come in time: the sum cannot finish"
+    assert explain(notes, [0, 1, 2], 3, "the sum", "closed") == words
 
 
-def test_only_members_of_a_group_are_missing_in_it():
+def test_only_members_of_the_group_can_be_missing():
     notes = {3: Note("", "the sum", 1.0)}
-    words = "rank 1 of 4 ended without a word: the sum waits in vain"
-    assert sentence(notes, [1, 3], 4, "the sum", "closed") == words
+    words = "rank 1 of 4 ended without a word: the sum cannot finish"
+    assert explain(notes, [1, 3], 4, "the sum", "closed") == words
 
 
-def test_no_process_and_no_port_is_left(two):
+def test_no_process_and_no_port_remains(two):
     require_gone([rank["where"] for rank in two])
 
 
 @pytest.mark.slow
-def test_no_process_and_no_port_is_left_of_ranks_that_failed(failed):
-    """Not while the error, whose traceback has the launcher's frame, is still held either."""
+def test_no_process_and_no_port_remains_of_failed_ranks(failed):
+    """Also while the error is alive, whose traceback references the launcher's frame."""
     _, said = failed
     require_gone([rank["where"] for rank in said])
 
 
 def require_gone(ranks):
-    """Neither the processes nor the ports where they met, (pid, port) of each, are there."""
+    """Check that neither the processes nor the ports of (pid, port) pairs exist any more."""
     assert len({pid for pid, _ in ranks}) == len(ranks)
     assert [pid for pid, _ in ranks if psutil.pid_exists(pid)] == []
     connections = psutil.Process().net_connections("tcp")
@@ -388,11 +391,11 @@ def require_gone(ranks):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_the_example(tmp_path):
-    """That of the module's docstring, as a user would; and its processes are gone afterwards."""
+def test_torchrun_runs_the_example(tmp_path):
+    """Run the example in the module's docstring like a user; its processes end."""
     example = re.search(r"train.py`:\n\n(.*?\n)\n\S", processes.__doc__, re.DOTALL)[1]
     script = tmp_path / "train.py"
-    # In one write: torchrun's processes don't buffer, and parts of their lines would mix.
+    # One os.write, because the unbuffered output of two processes could mix within a line.
     pid = r"import os; os.write(1, b'pid %d\n' % os.getpid())"
     script.write_text(f"{textwrap.dedent(example)}{pid}\n")
     ran = subprocess.run(
@@ -405,17 +408,17 @@ def test_torchrun_starts_the_example(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     [loss] = re.findall(r"^loss (\d+\.\d\d)", ran.stdout, re.MULTILINE)
-    assert 5 < float(loss) < 7  # of 256 bytes drawn at random: about log(256)
+    assert 5 < float(loss) < 7  # 256 random byte values: about log(256)
     pids = [int(pid) for pid in re.findall(r"pid (\d+)", ran.stdout)]
     assert len(pids) == 2
     assert not any(map(psutil.pid_exists, pids))
 
 
-# ------------------------------------------------------------------ what overlaps
+# ------------------------------------------------------------------ overlap
 
 
 def before(events, first, second):
-    """Whether one begins with `first` before the first that begins with `second`."""
+    """Return whether the first event with prefix `first` precedes the one with prefix `second`."""
     places = [next(n for n, e in enumerate(events) if e.startswith(w)) for w in (first, second)]
     return places[0] < places[1]
 
@@ -424,9 +427,12 @@ SENDS = ("begin the all-reduce", "begin the reduce-scatter")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_gradients_are_sent_while_backward_goes_on(two, stage):
-    """Those of the last block, before the second is at work; nobody waits for them until it is
-    through (stage 2, where a block's own buckets wait for each other), or backward is (0 and 1)."""
+def test_gradients_are_sent_during_backward(two, stage):
+    """The last block's gradients are sent before the second block's backward.
+
+    The wait comes after the second block's backward (stage 2, where buckets of one block wait for
+    each other) or after the whole backward pass (stages 0 and 1).
+    """
     for rank in two:
         events = rank["order"][stage, True]
         sent = f"the {'all-reduce' if stage == 0 else 'reduce-scatter'} of blocks.2"
@@ -437,7 +443,7 @@ def test_gradients_are_sent_while_backward_goes_on(two, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_without_overlap_nothing_is_on_its_way_while_backward_goes_on(two, stage):
+def test_without_overlap_nothing_is_pending_during_backward(two, stage):
     for rank in two:
         events = rank["order"][stage, False]
         begun = [n for n, event in enumerate(events) if event.startswith(SENDS)]
@@ -450,7 +456,7 @@ def test_without_overlap_nothing_is_on_its_way_while_backward_goes_on(two, stage
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_stage_3_gathers_the_next_block_while_one_is_at_work_if_it_overlaps(two, overlap):
+def test_stage_3_prefetches_the_next_block_only_with_overlap(two, overlap):
     gathered = "begin the all-gather of blocks."
     for rank in two:
         events = rank["order"][3, overlap]
@@ -465,11 +471,11 @@ def test_stage_3_gathers_the_next_block_while_one_is_at_work_if_it_overlaps(two,
 
 
 @pytest.mark.parametrize("label", SAVED)
-def test_the_same_ranks_go_on_bit_for_bit(two, label):
+def test_the_same_ranks_resume_bit_for_bit(two, label):
     for rank in two:
         went_on, resumed, also = rank["saved"][label]
         assert went_on.keys() == resumed.keys()
-        assert all(torch.equal(resumed[key], numbers) for key, numbers in went_on.items())
+        assert all(torch.equal(resumed[key], weight) for key, weight in went_on.items())
         assert also == {"steps": 2}
 
 
@@ -479,38 +485,38 @@ def resumed(four, request):
 
 
 @pytest.mark.parametrize("label", SAVED)
-def test_other_ranks_in_another_stage_go_on_from_the_same_numbers(two, folder, resumed, label):
-    """Moments too: without them the next step would be another by far more than rounding."""
+def test_other_ranks_resume_in_another_stage_from_the_same_values(two, folder, resumed, label):
+    """Moments too: without them the next step would differ by far more than rounding."""
     model = model_of()
     went_on = assembled([rank["saved"][label][0] for rank in two], model)
     at_once, after = (assembled([rank[label][n] for rank in resumed], model) for n in (0, 1))
     prefix = "master" if "bfloat16" in label else "model"
-    stored = {f"{prefix}.{name}": torch.empty_like(numbers) for name, numbers in at_once.items()}
+    stored = {f"{prefix}.{name}": torch.empty_like(weight) for name, weight in at_once.items()}
     dcp.load(stored, checkpoint_id=f"{folder}/{label}", no_dist=True)
-    assert differing({f"{prefix}.{name}": n for name, n in at_once.items()}, stored) == []
+    assert differing({f"{prefix}.{name}": w for name, w in at_once.items()}, stored) == []
     tolerance = 1e-3 if "bfloat16" in label else 1e-12
-    for name, numbers in went_on.items():
-        assert torch.allclose(after[name], numbers, rtol=0, atol=tolerance), name
+    for name, weight in went_on.items():
+        assert torch.allclose(after[name], weight, rtol=0, atol=tolerance), name
 
 
-def test_what_one_rank_cannot_read_is_the_same_error_on_all(resumed):
-    """The weight of another shape is one rank's; the others see nothing wrong in theirs."""
+def test_a_failed_load_on_one_rank_raises_the_same_error_on_all(resumed):
+    """Only one rank owns the weight of another shape; the other ranks find no problem."""
     [refused] = {rank["refused"] for rank in resumed}
     assert re.match(
         r"ValueError: model\.blocks\.0\.mlp\.\w+\.weight is .*10.* in .* and .*4.* here", refused
     )
     [nothing] = {rank["nothing there"] for rank in resumed}
     assert nothing.startswith("FileNotFoundError: ")
-    assert "nothing is no checkpoint" in nothing
+    assert "nothing is not a checkpoint" in nothing
 
 
-def test_a_flipped_bit_is_the_same_error_on_all_ranks_before_anything_has_changed(resumed):
+def test_a_flipped_bit_raises_the_same_error_on_all_ranks_before_anything_changes(resumed):
     [said] = {rank["damaged"][0] for rank in resumed}
-    assert re.search(r"__\d_0\.distcp is damaged: the checksum of [\w. ]+ at byte [\d,]+ is", said)
+    assert re.search(r"__\d_0\.distcp is damaged: the checksum of [\w. ]+ at byte [\d,]+ d", said)
     assert all(rank["damaged"][1:] == (True, True) for rank in resumed)
 
 
-def test_torch_alone_can_load_it_into_a_plain_model(two, folder):
+def test_torch_alone_can_load_a_checkpoint_into_a_plain_model(two, folder):
     model = GPT(TIED).double()
     dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder}/stage 2", no_dist=True)
     stored = {f"model.{name}": torch.empty_like(w) for name, w in model.named_parameters()}
@@ -520,29 +526,28 @@ def test_torch_alone_can_load_it_into_a_plain_model(two, folder):
     assert all(not torch.equal(w, stored[f"model.{n}"]) for n, w in fresh.named_parameters())
 
 
-# ------------------------------------------------------------------ FSDP2
+# ------------------------------------------------------------------ comparison with FSDP2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_after_ten_clipped_steps_the_weights_are_those_of_fsdp2(beside, stage):
+def test_weights_equal_fsdp2s_after_ten_clipped_steps(beside, stage):
     found = assembled([rank["ours"][stage] for rank in beside], model_of())
     for name, weight in beside[0]["theirs"].items():
         assert torch.allclose(found[name], weight, rtol=1e-12, atol=1e-12), name
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_float32_gradients_are_those_of_fsdp2(beside, stage):
+def test_float32_gradients_equal_fsdp2s(beside, stage):
     found = assembled([rank["gradients"][1][stage] for rank in beside], model_of())
     for name, gradient in beside[0]["gradients"][0].items():
         error = torch.linalg.vector_norm(found[name] - gradient)
         assert error <= 1e-6 * torch.linalg.vector_norm(gradient), name
 
 
-def test_it_calls_the_collectives_that_fsdp2_calls(beside):
-    """Without the sums of numbers, which FSDP2 leaves to who clips: two all-gathers and one
-    reduce-scatter for each unit."""
+def test_it_calls_the_same_collectives_as_fsdp2(beside):
+    """Two all-gathers and one reduce-scatter per unit; FSDP2 does not sum scalars."""
     for rank in beside:
-        ours = {c.kind: n for c, n in rank["our calls"].items() if c.of != "numbers"}
+        ours = {c.kind: n for c, n in rank["our calls"].items() if c.payload != "numbers"}
         assert ours == {"all_gather": 2 * (TIED.layers + 1), "reduce_scatter": TIED.layers + 1}
         assert rank["their calls"] == {
             "c10d._allgather_base_": ours["all_gather"],
@@ -550,9 +555,11 @@ def test_it_calls_the_collectives_that_fsdp2_calls(beside):
         }
 
 
-def test_it_holds_what_fsdp2_holds_but_for_the_optimizers_counters_and_padding(beside):
-    """FSDP2 steps each weight by itself and no padding, ours the neighbours of a group in a unit
-    as one."""
+def test_memory_is_fsdp2s_but_for_the_optimizers_counters_and_padding(beside):
+    """FSDP2 steps each weight separately, without padding.
+
+    memlab steps adjacent weights of a group in a unit as one tensor, with padding.
+    """
     tensors = len(list(model_of().named_parameters()))
     paddings = []
     for rank in beside:
@@ -567,7 +574,7 @@ def test_it_holds_what_fsdp2_holds_but_for_the_optimizers_counters_and_padding(b
     assert paddings[0] == 0 < paddings[-1]
 
 
-def test_its_peak_is_no_more_than_that_of_fsdp2(beside):
+def test_its_peak_is_at_most_fsdp2s(beside):
     for rank in beside:
         theirs, ours = rank["held"]
         assert ours["peak"] <= theirs["peak"]

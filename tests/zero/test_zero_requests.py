@@ -1,4 +1,4 @@
-"""What a user may ask of a simulation, in which form, and the sentence where it cannot be."""
+"""Arguments of a simulation, and the errors for invalid ones."""
 
 import pytest
 import torch
@@ -17,37 +17,37 @@ def simulated(ranks=2, stage=3, **settings):
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        (lambda loss, tokens: loss, "a Tensor alone"),
+        (lambda loss, tokens: loss, "a single Tensor"),
         (lambda loss, tokens: (loss,), r"a tuple of 1 \(Tensor\)"),
         (lambda loss, tokens: (loss, tokens, 1), r"a tuple of 3 \(Tensor, Tensor, int\)"),
         (lambda loss, tokens: (loss.item(), tokens), r"a tuple of 2 \(float, Tensor\)"),
-        (lambda loss, tokens: None, "a NoneType alone"),
+        (lambda loss, tokens: None, "a single NoneType"),
     ],
 )
 def test_a_sum_of_losses_returns_the_sum_and_the_number_of_tokens(returned, words):
-    with pytest.raises(TypeError, match=f"sum_of_losses returned {words}; return two: the sum of"):
+    with pytest.raises(TypeError, match=f"sum_of_losses returned {words}; return two values: the"):
         simulated().step(micro_batches(2), lambda m, batch: returned(*sum_of_losses(m, batch)))
 
 
-def test_what_was_gathered_at_the_peak_is_known_to_a_meter_alone():
+def test_gathered_at_peak_needs_a_meter():
     step = simulated().step(micro_batches(2), sum_of_losses)
-    with pytest.raises(ValueError, match=r"not metered, .*; give .* meter=memlab\.meter"):
+    with pytest.raises(ValueError, match=r"not metered, .*; pass meter=memlab\.meter"):
         step.gathered_at_peak()
 
 
 @pytest.mark.parametrize(("meter", "name"), [(True, "True"), (memlab.measure, "measure")])
-def test_a_meter_is_made_of_a_rank(meter, name):
-    with pytest.raises(TypeError, match=f"got meter={name}, .*; give meter=memlab.meter"):
+def test_a_meter_is_made_from_a_model_and_an_optimizer(meter, name):
+    with pytest.raises(TypeError, match=f"got meter={name}, .*; pass meter=memlab.meter"):
         simulated(meter=meter)
 
 
 @pytest.mark.parametrize("ranks", [2.0, "2", None])
-def test_ranks_are_a_whole_number(ranks):
-    with pytest.raises(TypeError, match=f"got {ranks!r} as number of ranks; give a whole number"):
+def test_ranks_must_be_an_integer(ranks):
+    with pytest.raises(TypeError, match=f"got {ranks!r} as number of ranks; pass an integer"):
         simulated(ranks)
 
 
-def test_micro_batches_may_come_one_by_one():
+def test_micro_batches_may_come_from_an_iterator():
     listed, generated = simulated(), simulated()
     step = listed.step(micro_batches(4), sum_of_losses)
     assert generated.step(iter(micro_batches(4)), sum_of_losses).loss == step.loss
@@ -57,14 +57,14 @@ def test_micro_batches_may_come_one_by_one():
 
 
 @pytest.mark.parametrize("clip_norm", [-1, 0.0, float("nan")])
-def test_a_norm_is_above_0(clip_norm):
+def test_a_clip_norm_must_be_above_0(clip_norm):
     zero = simulated()
-    with pytest.raises(ValueError, match=f"got clip_norm={clip_norm}; give a norm above 0"):
+    with pytest.raises(ValueError, match=f"got clip_norm={clip_norm}; pass a norm above 0"):
         zero.step(micro_batches(2), sum_of_losses, clip_norm=clip_norm)
 
 
-def test_a_single_name_is_no_list_of_units():
-    """Letter by letter, "0" would be one unit, and "blocks.0" none."""
+def test_units_must_be_a_list_and_not_a_single_name():
+    """As characters, "0" would be one unit, and "blocks.0" none."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"got units='0', a single name; .*: \['0'\]"):
         units_of(model, "0")
@@ -77,7 +77,7 @@ def test_a_step_names_its_units_in_the_models_order(stage):
     assert step.units == tuple(f"blocks.{number}" for number in range(TIED.layers))
 
 
-def test_a_step_is_shown_in_one_line():
+def test_the_repr_of_a_step_is_one_line():
     zero = simulated(meter=memlab.meter)
     step = zero.step(micro_batches(2), sum_of_losses, clip_norm=0.1)
     assert repr(step) == (
@@ -86,14 +86,14 @@ def test_a_step_is_shown_in_one_line():
     )
 
 
-def test_weights_show_their_whole_shapes_though_their_storages_are_empty():
+def test_weights_keep_their_whole_shapes_while_their_storages_are_empty():
     zero = simulated()
     for name, weight in zero.ranks[0].model.named_parameters():
         assert weight.shape == zero.weights()[name].shape
         assert weight.untyped_storage().nbytes() == 0
 
 
-def test_batch_norms_statistics_stay_each_ranks_own():
+def test_each_rank_keeps_its_own_batch_norm_statistics():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     zero = simulate(model, adamw(model.parameters()), 2, 2)
     batches = [torch.full((2, 3), float(rank)) for rank in range(2)]

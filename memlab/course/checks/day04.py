@@ -198,13 +198,12 @@ _BETWEEN_POWERS = ScalerCase(0.75 * MOST, 1, ((1e-9,), (1e-9,)))
 def _check_scaler(answer: ScalerClass) -> str:
     decisions = sum(_check_case(answer, case) for case in (*SCALER_CASES, _BETWEEN_POWERS))
     _check_two_scalers(answer)
-    # 2 micro-batches, not 1: from the second on, a gradient is made beside the sum.
-    eight, two = (_step_bytes(answer, 1, n, lambda w: (2 * w).square().sum()) for n in (8, 2))
+    eight, one = (_step_bytes(answer, 1, n, _deep_loss) for n in (8, 1))
     require(
-        eight <= two + WIDE,
+        eight <= one + 5 * WIDE,  # from the second on, a gradient is made beside the sum
         f"a step of 8 micro-batches has up to {format_bytes(eight)} alive beside weights and "
-        f"gradients, one of 2 has {format_bytes(two)}; wanted the same: keep the graph of one "
-        f"micro-batch at a time.",
+        f"gradients, one of 1 has {format_bytes(one)}; wanted at most a gradient more: keep the "
+        f"graph of one micro-batch at a time.",
     )
     many, one = (_step_bytes(answer, tensors, 1, torch.sum) for tensors in (8, 1))
     require(
@@ -328,6 +327,13 @@ def _check_two_scalers(answer: ScalerClass) -> None:
                 f"wanted {wanted}, as without the other: set scale and fine_steps on self.",
                 evidence=(str(case), place, "two scalers"),
             )
+
+
+def _deep_loss(weight: Tensor) -> Tensor:
+    """Its graph holds more than its backward pass adds: two graphs are the peak."""
+    for _ in range(8):
+        weight = weight.sin()
+    return weight.sum()
 
 
 def _step_bytes(
@@ -804,11 +810,12 @@ def _pair(dtype: torch.dtype, *values: float) -> tuple[list[nn.Parameter], list[
 def _check_updates(answer: MasterStep) -> None:
     """Updates below the precision of bfloat16 add up; the second weight never has a gradient."""
     weights, copies = _pair(torch.bfloat16, 1.0, 2.0)
-    optimizer = torch.optim.SGD(copies, lr=2.0**-10)
+    groups = [{"params": copies[1:]}, {"params": copies[:1]}]  # in another order
+    optimizer = torch.optim.SGD(groups, lr=2.0**-10)
     for number in range(1, 101):
         weights[0].grad = torch.tensor([-4.0], dtype=torch.bfloat16)
         answer(weights, copies, optimizer, 4.0)
-        case = f"master_step in bfloat16, update {number} of 1/1024, scale 4"
+        case = f"master_step in bfloat16, two parameter groups, update {number} of 1/1024, scale 4"
         _require_weight(case, weights[0], copies[0], 1 + number * 2.0**-10)
         left = [name for name, ps in (("model", weights), ("copies", copies)) if _any_grad(ps)]
         require(not left, f"{case} leaves gradients in the {' and the '.join(left)}.")

@@ -299,6 +299,7 @@ def _check_round_at_random(answer: RoundAtRandom) -> str:
         f"{_listed(f'{mean:.1f}' for mean in off.values())}; wanted the value itself.",
     )
     _mean(answer, 4.0, seed=_SEED_WITH_A_ZERO)
+    _mean(answer, 3e9)
     _require_generator_is_used(answer)
     _require_independent_draws(answer)
     return (
@@ -959,15 +960,20 @@ def _require_views_come_back(answer: MakeHooks) -> None:
 
 def _require_elements_counted(answer: MakeHooks) -> None:
     """256 elements of any dtype are enough, 255 too few: neither bytes nor a view's size count."""
-    for count, dtype, wanted in ((255, torch.float32, 0), (256, torch.bfloat16, 1)):
+    cases = (
+        ("an activation", 255, torch.float32, 0),
+        ("an activation", 256, torch.bfloat16, 1),
+        ("a leaf that is not a weight,", 256, torch.float32, 1),
+    )
+    for name, count, dtype, wanted in cases:
         seen: list[Tensor] = []
         pack, _ = _hooks_of(answer, [], lambda x, seen=seen: seen.append(x) or x, _EXACT[1])
-        tensor = elements(count, dtype=dtype).requires_grad_() * 1
-        pack(tensor)
+        tensor = elements(count, dtype=dtype).requires_grad_()
+        pack(tensor * 1 if name == "an activation" else tensor)
         require(
             len(seen) == wanted,
-            f"hooks: a tensor {_kind(tensor)} was {'compressed' if seen else 'not compressed'}; "
-            f"tensors are eligible from 256 elements on.",
+            f"hooks: {name} {_kind(tensor)} was {'compressed' if seen else 'not compressed'}; "
+            f"a tensor that has a gradient is eligible from 256 elements on.",
         )
 
 

@@ -447,7 +447,7 @@ _ACCEPTED: tuple[tuple[str, tuple[int, ...]], ...] = (  # names and shapes
 _REFUSED: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("blocks.0.attention.qkv.weight", (96, 32)),
     ("blocks.0.attention.key_value.weight", (32, 32)),
-    ("blocks.0.mixer.weight", (32, 32)),
+    ("blocks.0.mixer.rel_bias", (32, 32)),
     ("blocks.0.mlp.router.weight", (8, 32)),
     ("blocks.0.bias.weight", (32, 32)),
     ("decoder.blocks.1.attention.query_key.weight", (64, 32)),

@@ -62,8 +62,8 @@ class UnnamedFileStore(Store):
 
     def _put(self, key: Any, record: Record, tensors: list[Tensor], *_: Any) -> None:
         start = self._file.seek(0, 2)
-        for piece, tensor in zip(record.pieces, tensors, strict=True):
-            self._file.seek(start + piece.offset)
+        for spec, tensor in zip(record.specs, tensors, strict=True):
+            self._file.seek(start + spec.offset)
             self._file.write(raw(tensor))
         self._at[key] = record, start
 
@@ -72,8 +72,8 @@ class UnnamedFileStore(Store):
 
     def _fill(self, key: Any, record: Record, tensors: list[Tensor]) -> Wait:
         start = self._at[key][1]
-        for piece, tensor in zip(record.pieces, tensors, strict=True):
-            self._file.seek(start + piece.offset)
+        for spec, tensor in zip(record.specs, tensors, strict=True):
+            self._file.seek(start + spec.offset)
             self._file.readinto(raw(tensor))
         return nothing
 

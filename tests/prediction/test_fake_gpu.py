@@ -1,4 +1,4 @@
-"""What a script hears that asks for its GPU while a prediction runs it."""
+"""The GPU that a script sees during a prediction."""
 
 import functools
 import sys
@@ -10,13 +10,13 @@ import torch
 
 import memlab
 from memlab.configs.targets import TARGETS
-from memlab.prediction import gpu_answers
+from memlab.prediction import fake_gpu
 
 GIB = 2**30
 
 
 def heard(ask, target: str = "cuda") -> Any:
-    """What `ask` returns inside a prediction, from the builder and from the step."""
+    """Return the answer of `ask` in a prediction's builder, and check that the step's is equal."""
     answers = []
 
     def build():
@@ -30,10 +30,10 @@ def heard(ask, target: str = "cuda") -> Any:
 
 @pytest.fixture(params=[False, True])
 def _with_or_without_a_driver(request, monkeypatch):
-    """Any question to the driver fails, whether the machine has a GPU or none."""
+    """Make every call to the driver fail, on machines with and without a GPU."""
 
     def fail(*args: Any) -> None:
-        raise AssertionError("the driver was asked")
+        raise AssertionError("the driver was called")
 
     if request.param:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -73,13 +73,13 @@ def test_there_is_one_gpu(ask, answer):
     assert heard(ask) == answer
 
 
-def test_it_is_that_of_the_target():
+def test_it_is_the_targets_gpu():
     card = heard(lambda: torch.cuda.get_device_properties(0), "cuda:hopper")
     assert (card.name, card.major, card.minor) == ("NVIDIA H100 80GB HBM3", 9, 0)
-    assert card == gpu_answers.properties(TARGETS["cuda:hopper"])
+    assert card == fake_gpu.properties(TARGETS["cuda:hopper"])
 
 
-def test_before_and_after_the_machine_answers_for_itself():
+def test_before_and_after_torch_reports_the_machine():
     asked = (torch.cuda.is_available, torch.cuda.get_device_name, torch.accelerator.is_available)
     there = torch.cuda.is_available(), torch.cuda.device_count(), torch.accelerator.is_available()
     heard(lambda: torch.cuda.is_available())
@@ -95,7 +95,7 @@ def test_before_and_after_the_machine_answers_for_itself():
     )
 
 
-def test_a_dry_run_that_predicts_nothing_answers_as_the_machine():
+def test_a_plain_dry_run_reports_the_machine():
     with memlab.dry_run():
         assert torch.cuda.is_available() == torch.accelerator.is_available()
         assert torch.accelerator.is_available() == (
@@ -103,7 +103,7 @@ def test_a_dry_run_that_predicts_nothing_answers_as_the_machine():
         )
 
 
-def test_a_script_that_asks_first_is_predicted_like_one_that_does_not():
+def test_a_script_that_checks_for_a_gpu_has_the_same_prediction():
     def build(device: torch.device | None = None):
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
@@ -122,8 +122,8 @@ def test_a_script_that_asks_first_is_predicted_like_one_that_does_not():
     assert not any("nothing on an accelerator" in note for note in asked.notes)
 
 
-def test_what_libraries_remember_is_asked_anew(monkeypatch):
-    """transformers caches such answers; accelerate keeps one state for a process."""
+def test_libraries_cached_answers_are_cleared(monkeypatch):
+    """transformers caches answers; accelerate has process-wide state."""
     library = ModuleType("transformers.utils.import_utils")
     library.is_cuda = functools.lru_cache(lambda: torch.cuda.is_available())
     shared = {"device": "cpu"}

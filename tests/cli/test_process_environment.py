@@ -1,4 +1,4 @@
-"""What surrounds a command: its output, its folder, bytes of arguments, a script's coroutines."""
+"""Broken output streams, deleted folders, arguments that are not UTF-8, and async scripts."""
 
 import json
 import os
@@ -37,7 +37,7 @@ SHAPE = {
 
 
 def in_a_process(folder: Path | str, *arguments: str | bytes) -> subprocess.CompletedProcess:
-    """`python -m memlab` as its user starts it, in a process of its own."""
+    """Run `python -m memlab` in a separate process."""
     command = [sys.executable, "-W", "default", "-m", "memlab", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -47,7 +47,7 @@ def in_a_process(folder: Path | str, *arguments: str | bytes) -> subprocess.Comp
     "first",
     ["sys.stdout.close()", "os.close(1); os.close(2)", "sys.stdout = open(os.devnull, 'w')"],
 )
-def test_a_script_that_closes_or_replaces_its_output_does_not_take_ours(tmp_path, first):
+def test_a_script_that_closes_or_replaces_its_output_does_not_silence_memlab(tmp_path, first):
     (tmp_path / "train.py").write_text(TRAINING.format(first=first))
     done = in_a_process(tmp_path, "measure", "--script", "train.py:build", "--out", "out")
     assert done.returncode == 0
@@ -64,7 +64,7 @@ def test_a_script_that_closes_or_replaces_its_output_does_not_take_ours(tmp_path
         ),
     ],
 )
-def test_a_coroutine_is_one_line_and_python_warns_of_nothing(tmp_path, source, words):
+def test_a_coroutine_is_refused_in_one_line_without_a_python_warning(tmp_path, source, words):
     (tmp_path / "train.py").write_text(source)
     done = in_a_process(tmp_path, "measure", "--script", "train.py:build")
     assert done.returncode == 2
@@ -72,19 +72,21 @@ def test_a_coroutine_is_one_line_and_python_warns_of_nothing(tmp_path, source, w
     assert words in line
 
 
-def test_a_vocabulary_smaller_than_the_texts_is_one_line(memlab_command, tmp_path):
+def test_a_vocabulary_smaller_than_256_is_refused_in_one_line(memlab_command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     done = memlab_command("train", "--model", "config.json", "--steps", 1, "--seq", 16)
     assert done.status == 2
-    assert done.err.startswith("memlab: got a vocabulary of 100 tokens in config.json; the text")
+    assert done.err.startswith(
+        "memlab: got a vocabulary of 100 tokens in config.json; the training"
+    )
     assert done.err.count("\n") == 1
 
 
-def test_a_folder_that_is_gone_is_one_line(memlab_command, monkeypatch):
-    def gone() -> str:
+def test_a_deleted_folder_is_refused_in_one_line(memlab_command, monkeypatch):
+    def deleted() -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr(os, "getcwd", gone)
+    monkeypatch.setattr(os, "getcwd", deleted)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["memlab", "doctor"])
         from memlab.cli import main
@@ -98,7 +100,7 @@ def test_a_folder_that_is_gone_is_one_line(memlab_command, monkeypatch):
 @pytest.mark.parametrize(
     "arguments", [["measure", "--model", b"\xff/config.json"], [b"\xff"], ["plan", b"--\xfe=1"]]
 )
-def test_an_argument_that_is_no_utf_8_is_one_line(memlab_command, arguments):
+def test_an_argument_that_is_not_utf_8_is_refused_in_one_line(memlab_command, arguments):
     decoded = [os.fsdecode(argument) for argument in arguments]
     done = memlab_command(*decoded)
     assert done.status == 2

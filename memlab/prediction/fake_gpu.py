@@ -1,0 +1,149 @@
+"""Make torch report the target's GPU during a prediction.
+
+Scripts that check `torch.cuda.is_available()` or bfloat16 support then take the same branches as on
+that GPU. The driver is never called, even if there is one.
+
+    is_available, device_count      one GPU, with index 0
+    name, memory and capability     of the target's card (targets.py)
+    free memory                     all of it
+    torch.accelerator               the same GPU; its streams have no work to wait for
+
+transformers, accelerate and Lightning use these functions. Answers that they cache for the life of
+the process are cleared before and after.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from memlab.configs.targets import Target
+from memlab.dry_runs.fake_accelerator import CUDA_REPLACEMENTS
+from memlab.internals.replacing import replaced
+
+_CACHING_MODULES = ("transformers.utils.import_utils", "accelerate.utils.imports")
+
+
+class DeviceProperties(NamedTuple):
+    """The properties from `torch.cuda.get_device_properties` that affect memory and kernels."""
+
+    name: str
+    major: int
+    minor: int
+    total_memory: int
+    multi_processor_count: int
+    warp_size: int = 32
+    is_integrated: bool = False
+    is_multi_gpu_board: bool = False
+    pci_bus_id: int = 0
+    pci_device_id: int = 0
+    pci_domain_id: int = 0
+
+
+def properties(target: Target) -> DeviceProperties:
+    return DeviceProperties(
+        target.card, *target.capability, target.total_bytes, target.multiprocessors
+    )
+
+
+@contextmanager
+def fake_gpu(target: Target) -> Iterator[None]:
+    """Report the target's card inside `with`."""
+    with _caches_cleared(), replaced(_replacements(properties(target))):
+        yield
+
+
+def _replacements(card: DeviceProperties) -> dict[tuple[Any, str], Callable[[Any], Any]]:
+    memory = (card.total_memory, card.total_memory)
+    modules = {
+        torch.cuda: {"mem_get_info": memory, **_cuda_answers(card)},
+        torch.cuda.memory: {"mem_get_info": memory},
+        torch.accelerator: {"get_memory_info": memory, **_ACCELERATOR_ANSWERS},
+        torch.accelerator.memory: {"get_memory_info": memory},
+    }
+    answers = {
+        **{(torch.cuda, name): _replace_by(answer) for name, answer in CUDA_REPLACEMENTS.items()},
+        (torch.accelerator, "current_stream"): _replace_by(CUDA_REPLACEMENTS["current_stream"]),
+        **{
+            (module, name): _replace_by(_always(answer))
+            for module, named in modules.items()
+            for name, answer in named.items()
+        },
+    }
+    return {key: answer for key, answer in answers.items() if hasattr(*key)}
+
+
+def _cuda_answers(card: DeviceProperties) -> dict[str, Any]:
+    capability = (card.major, card.minor)
+    return {
+        **_AVAILABLE,
+        "_device_count_nvml": 1,
+        "is_initialized": True,
+        "is_bf16_supported": capability >= (8, 0),
+        "is_tf32_supported": capability >= (8, 0),
+        "get_device_name": card.name,
+        "get_device_properties": card,
+        "get_device_capability": capability,
+        "get_arch_list": [f"sm_{card.major}{card.minor}"],
+        "can_device_access_peer": False,
+        **dict.fromkeys(_GENERATOR_NO_OPS),
+        "get_rng_state_all": [],
+    }
+
+
+_AVAILABLE = {"is_available": True, "device_count": 1}
+# Functions that do nothing: the stand-in has its own generator, and no work to wait for.
+_GENERATOR_NO_OPS = (
+    *("_lazy_init", "manual_seed", "manual_seed_all", "seed", "seed_all"),
+    *("get_rng_state", "set_rng_state", "set_rng_state_all"),
+)
+_STREAM_NO_OPS = ("synchronize", "empty_cache", "set_device_index", "set_device_idx", "set_stream")
+_ACCELERATOR_ANSWERS = {
+    **_AVAILABLE,
+    "current_accelerator": torch.device("cuda"),
+    "current_device_index": 0,
+    "current_device_idx": 0,
+    **dict.fromkeys(_STREAM_NO_OPS),
+}
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+def _replace_by(answer: Any) -> Callable[[Any], Any]:
+    return lambda real: answer
+
+
+# ------------------------------------------------------------------ caches of libraries
+
+
+@contextmanager
+def _caches_cleared() -> Iterator[None]:
+    """Clear libraries' cached answers before and after the block, and restore their state."""
+    states = [(state, dict(state)) for state in _shared_states()]
+    _clear_caches()
+    try:
+        yield
+    finally:
+        _clear_caches()
+        for state, before in states:
+            state.update(before)
+
+
+def _clear_caches() -> None:
+    for name in _CACHING_MODULES:
+        for function in vars(sys.modules.get(name, object)).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+    for state in _shared_states():
+        state.clear()
+
+
+def _shared_states() -> Iterator[dict[str, Any]]:
+    """Yield accelerate's process-wide states, such as its device and precision."""
+    module = sys.modules.get("accelerate.state")
+    for name in ("PartialState", "AcceleratorState", "GradientState"):
+        yield from [getattr(module, name)._shared_state] if module else []
